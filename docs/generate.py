@@ -37,6 +37,7 @@ ORDER: Final = (
     "towers",
     "reading",
     "quantized",
+    "quantize",
     "versions",
     "serve",
     "dense",

@@ -288,6 +288,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "'a': a store has a name of its own": {"stores": [A, {"path": "y/a"}]},
     "'a.b': a store has a name": {"stores": [A, {"path": "x/a.b"}]},
     "model is of one store, and there are 2": {"stores": [A, B], "model": "m.pt2"},
+    "watch is of one store": {"stores": [A, B], "watch": "d.tsv"},
     "record is of one store": {"stores": [A, B], "record": "r.npz"},
     "start a server for each replica": {"stores": [A, B], "updates": True, "admin_token_file": "t"},
     'unknown key "dddr"': {"stores": [A, B | {"dddr": "1"}]},

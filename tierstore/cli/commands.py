@@ -32,6 +32,7 @@ _ARGUMENTS: Final = {
     r"optimizer=Adam\(\)": "--optimizer adam",
 }
 """Arguments of ``import_files``, as its messages name them, and the flags for them."""
+_BY_LOSS: Final = ("by the log loss", "choose the type of each table and layer of a run, in place of --dtype")
 _FORMATS: Final = ("safetensors", "torch", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 _OPTIMIZERS: Final = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
@@ -316,6 +317,13 @@ RESHARD: Final = command(
 def _quantize(options: argparse.Namespace) -> int:
     from ..offline.quantization import quantize
 
+    if (options.dtype is None) == (options.loss is None):
+        raise ValueError("give either --dtype, a type for all tables, or --loss, by which types are chosen")
+    for name in ("data", "rows") if options.loss is None else ("table", "at"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} goes with --{'dtype' if options.dtype is None else 'loss'}; leave it out")
+    if options.loss is not None:
+        return _quantize_by_loss(options)
     with byte_bar("quantize") as show:
         report = quantize(
             options.directory,
@@ -333,12 +341,25 @@ def _quantize(options: argparse.Namespace) -> int:
     return 0
 
 
+def _quantize_by_loss(options: argparse.Namespace) -> int:
+    from ..precision import quantize_run
+    from ..precision.choosing import MAX_ROWS
+    from ..precision.report import text_of
+
+    source, new, rows = options.directory, options.target, MAX_ROWS if options.rows is None else options.rows
+    with progress_bar("quantize", unit=" points") as show:
+        made = quantize_run(source, new, loss=options.loss, data=options.data or "", max_rows=rows, progress=show)
+    print(text_of(made.units, made.found), *made.summary, sep="\n")
+    print(f"{new}: version {made.version}, verified; {made.measured} points measured; see {new}/quantize.html")
+    return 0
+
+
 QUANTIZE: Final = command(
     _quantize,
     (
         arg("directory", metavar="DIR", help="folder of the trained store"),
         _NEW_DIRECTORY,
-        arg("--dtype", required=True, choices=_SMALLER, help="of the new rows"),
+        arg("--dtype", choices=_SMALLER, help="of the new rows"),
         arg(
             "--table",
             action="append",
@@ -346,11 +367,16 @@ QUANTIZE: Final = command(
             help="a table to convert; default: all. The others stay as they are",
         ),
         _VERSION,
+        arg("--loss", type=float, metavar="X", group=_BY_LOSS, help="by what share it may rise on held-out rows"),
+        arg("--data", metavar="PATH", group=_BY_LOSS, help="these (default: the run's own test rows)"),
+        arg("--rows", type=int, metavar="N", group=_BY_LOSS, help="that are taken, from the start (default: 32,768)"),
     ),
     "make a store for inference, its rows in fewer bytes",
     "Copy a store's tables in another dtype, without optimizer state, into a new store; then verify it. int8 and int4 "
-    "rows are looked up, not trained. DIR is not changed.",
+    "rows are looked up, not trained. With --loss, DIR is the store of a run, and a search finds few bytes within that "
+    "loss; killed and run again, it goes on. DIR is not changed.",
     """examples:
+  tierstore quantize run run-small --loss 0.0005
   tierstore quantize shop shop-int8 --dtype int8
   tierstore quantize shop shop-mixed --dtype int4 --table item --table user""",
 )

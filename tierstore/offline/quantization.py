@@ -7,26 +7,30 @@ number, extra and tensors.
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
+from torch import Tensor
 
 from .. import optim
 from ..config import TableConfig
 from ..errors import DamagedError, TableError
 from ..io import LmdbColdTier
+from ..io.files import ROW_FILE_NAME
 from ..io.reads import by_key, stored_batches
 from ..kernels.arrays import Int64s, Words
 from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
 from ..pool.converting import converted
 from ..store import open_store
-from ..store.manifest import Manifest
+from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.target import bytes_on_device, new_store, new_tier, require_outside
 from ..store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from ..system.checks import require_choice
+from ..system.output import write_text
 
 TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
 _CHUNK_BYTES: Final = 8 << 20  # rows and optimizer state that are read at a time
@@ -62,10 +66,12 @@ def quantize(
     directory: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    dtype: DtypeName,
+    dtype: DtypeName | Mapping[str, DtypeName],
     tables: Sequence[str] | None = None,
     version: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> QuantizeReport:
     """Make a store for inference: the same tables in another dtype, without optimizer state; then verify it.
 
@@ -77,11 +83,13 @@ def quantize(
     Args:
         directory: the source.
         target: the new store's directory; must not exist, or be empty.
-        dtype: "int8", "int4", "float16" or "bfloat16".
+        dtype: "int8", "int4", "float16" or "bfloat16"; or that of each table that is converted, by name.
         tables: names of the tables to convert; default: all. The others are there too, in the dtype they have. What is
             converted is rounded to nearest, and so would training on it be.
         version: which of the source's kept versions; default: the last.
         progress: called as ``progress(done_bytes, total_bytes)`` of the source's rows.
+        tensors: what becomes of the version's tensors.
+        files: texts that the new store's folder holds too, by name.
 
     Raises:
         ValueError: a wrong argument; a table is quantized already; a row holds NaN or infinity, or numbers too large
@@ -90,19 +98,23 @@ def quantize(
             to make it in. DiskFullError: too little free space. TierstoreError: the system refuses to write there.
         StoreNotFoundError, DamagedError: the source is none, or not sound. Nothing is left of the target then.
     """
-    require_choice(dtype, TARGET_DTYPES, "dtype")
+    for each in [dtype] if isinstance(dtype, str) else dtype.values():
+        require_choice(each, TARGET_DTYPES, "dtype")
     source, target = Path(directory).absolute(), Path(target).absolute()
     known = Manifest.read(source)
     require_outside(target, source)
+    names = (ROW_FILE_NAME, *files, MANIFEST_NAME)
     opened = LmdbColdTier(source, store_id=bytes.fromhex(known.store_id), readonly=True, version=version)
-    with contextlib.closing(opened) as before, new_store(target, WORK_NAME) as work:
+    with contextlib.closing(opened) as before, new_store(target, WORK_NAME, names) as work:
         # Read once more, after the version was chosen: a writer makes a table before it commits rows of it.
         known = Manifest.read(source)
         known.add_tables(before)
         configs = _configs(known, dtype, tables)
         made = replace(Manifest.new(known.page_bytes), tables=configs, has_rows=True)
         with new_tier(work, made) as after:
-            rows = _copy(known, made, before, after, progress)
+            rows = _copy(known, made, before, after, tensors, progress)
+        for name, text in files.items():
+            write_text(work / name, text, force=True)
         made.write(work)
         with open_store(work, mode="r", ddr=_DDR) as store:
             if (found := store.verify().rows) != sum(rows):
@@ -116,18 +128,21 @@ def quantize(
     return QuantizeReport(target, before.version, done, *sizes)
 
 
-def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) -> tuple[TableConfig, ...]:
+def _configs(
+    known: Manifest, dtype: DtypeName | Mapping[str, DtypeName], tables: Sequence[str] | None
+) -> tuple[TableConfig, ...]:
     """The new store's tables, in the source's order: a table's place decides about the first values of its rows."""
     names = [config.name for config in known.tables if not config.is_hidden]
-    for name in tables or ():
+    chosen = dict.fromkeys(names if tables is None else tables, dtype) if isinstance(dtype, str) else dtype
+    for name in chosen:
         if name not in names:
             raise TableError(f"no table {name!r}; there are {', '.join(sorted(names)) or 'none'}")
     configs = []
     for config in known.tables:
-        is_chosen = config.name in tables if tables is not None else not config.is_hidden
-        if is_chosen and config.layout(known.page_bytes).is_quantized:
+        new = chosen.get(config.name)
+        if new is not None and config.layout(known.page_bytes).is_quantized:
             raise ValueError(f"table {config.name!r} is {config.dtype} already; name the others with tables=, --table")
-        changes: dict[str, Any] = {"dtype": dtype, "rounding": "nearest"} if is_chosen else {}
+        changes: dict[str, Any] = {} if new is None else {"dtype": new, "rounding": "nearest"}
         configs.append(replace(config, optimizer=optim.SGD(), **changes))
     return tuple(configs)
 
@@ -137,6 +152,7 @@ def _copy(
     made: Manifest,
     before: LmdbColdTier,
     after: LmdbColdTier,
+    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     progress: Callable[[int, int], None] | None,
 ) -> list[int]:
     """Append the stored rows of one tier to the other, and commit; returns how many there are of each table."""
@@ -164,7 +180,7 @@ def _copy(
         counts = rows.counts()
     kept = unpack(version, before.payload)
     states = {config.name: TableState(0, config.optimizer.lr) for config in made.tables}
-    after.commit(pack(states, kept.extra, unpack_tensors(kept), NO_LINEAGE.following(0)), version)
+    after.commit(pack(states, kept.extra, tensors(unpack_tensors(kept)), NO_LINEAGE.following(0)), version)
     return counts
 
 

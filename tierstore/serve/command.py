@@ -24,7 +24,10 @@ _WAIT_POLICY: Final = "OMP_WAIT_POLICY"
 By default those of torch spin, each on a core, while they wait. Alongside the event loop, and whatever else the machine
 runs, that starves the one they wait for: with two threads on two cores a ranking query of 200 samples took 30 ms
 instead of 5. OpenMP reads how to wait when it is loaded, before any code of ours, so the process begins again once."""
-_METAVARS: Final = {"store": "DIR", "model": "FILE.pt2", "ddr": "SIZE", "record": "FILE.npz", "record_rate": "X"}
+_METAVARS: Final = {
+    "store": "DIR", "model": "FILE.pt2", "ddr": "SIZE", "record": "FILE.npz", "record_rate": "X", "watch": "FILE",
+    "watch_loss": "X",
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,6 +38,7 @@ class StoreConfig:
     dense: Literal["", "float32", "int8"] = ""
     warm_up: str = ""
     record: str = ""
+    watch: str = ""
     max_batch_samples: int = 0
     max_queue_samples: int = 0
     max_queue_requests: int = 0
@@ -118,6 +119,13 @@ class ServeConfig:
         0.01, "share of the rows that is recorded; less once the recording has 64 MiB", low=1e-9, high=1
     )
     follow_seconds: float = _seconds(0.05, "how often to look for a newer commit; 0: never")
+    watch: str = option(
+        "", "labelled rows, a file in the format of the run's data: the served model's log loss on them is measured"
+    )
+    watch_loss: float = option(
+        0.01, "how far above the first version's, relatively, that loss may be without a warning", low=0, high=1e6
+    )
+    watch_rows: int = option(4096, "rows of it that are asked, from its start", low=1, high=1 << 20)
     updates: bool = option(
         False, "take updates of tierstore publish on the admin port; the store is then a replica; with an admin token"
     )
@@ -189,8 +197,8 @@ class ServeConfig:
             if names.count(name) > 1 or not STORE_NAME.fullmatch(name):
                 rule = "of its own, of letters, digits, _ and -"
                 raise ValueError(f"stores: {name!r}: a store has a name {rule}: --store NAME=DIR")
-        if len(names) > 1 and (self.model or self.record):
-            what = "model" if self.model else "record"
+        if len(names) > 1 and (self.model or self.record or self.watch):
+            what = "model" if self.model else "record" if self.record else "watch"
             raise ValueError(f"{what} is of one store, and there are {len(names)}: --store NAME=DIR,{what}=FILE")
         if self.updates:
             raise ValueError("updates are of one store, named by store: start a server for each replica")

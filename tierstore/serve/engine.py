@@ -25,21 +25,24 @@ from ..store import Store, open_store
 from ..store.manifest import Manifest
 from ..store.newer import Newer
 from ..system.excerpt import excerpt
+from ..train.checkpoint import saved_config
 from ..updates.header import origin_of
 from .base import LONG_IDS, Model, Outputs, Pause
 from .batching import Batcher, OneThread
 from .config import ServeConfig
 from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_request
-from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
+from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError, Status
 from .models import Models, Program, load_program, rehearse
 from .monitoring.metrics import Metrics, State, TableInfo
+from .watch import Watch, read_labelled
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _T = TypeVar("_T")
 _RETRY_SECONDS: Final = 1.0
 """From one failure to move to a newer version to the next try."""
 _KEEP_HOT_SECONDS: Final = 60.0
+_WATCH_SECONDS: Final = 0.1
 _NOTHING: Final = Stats(TierStats(), TierStats(), TierStats())
 
 
@@ -81,6 +84,7 @@ class StoreEngine:
         self._moving = asyncio.Lock()
         self._before = _NOTHING
         self._is_ready = False
+        self.watched: Watch | None = None
         self.is_draining = self._is_stopping = False
         self._has_failed = False
         self._is_parsing: Final = asyncio.Lock()
@@ -115,6 +119,7 @@ class StoreEngine:
                 raise StoreNotFoundError(f"{store.directory} has no commit yet; train first, or commit once")
             dropped = self._note_dropped if config.out_of_range == "zero" else None
             models = Models(store, dropped=dropped, program=self._program(), dense=config.dense)
+            self.watched = self._watch(store)
             self._warm_up(store)
             rehearse(models.by_name.values())
             if config.follow_seconds:
@@ -136,6 +141,16 @@ class StoreEngine:
             return None
         config = self._config
         return load_program(Path(config.model), max_samples=config.max_batch_samples, dense=config.dense)
+
+    def _watch(self, store: Store) -> Watch | None:
+        config = self._config
+        if not config.watch:
+            return None
+        run = saved_config(store.extra, str(store.directory))
+        if run is None:
+            raise ValueError(f"watch={config.watch!r}: {store.directory} is of no run of tierstore train; leave it out")
+        rows = read_labelled(run, config.watch, max_rows=config.watch_rows, batch_rows=config.max_batch_samples)
+        return Watch(self.score, rows, bound=config.watch_loss, store=config.store)
 
     def _warm_up(self, store: Store) -> None:
         if self._config.warm_up == "none":
@@ -362,6 +377,25 @@ class StoreEngine:
             outputs = {name: outputs[name] for name in request.outputs}
         return InferResponse(model=request.model, version=ran.version, id=request.id, outputs=outputs)
 
+    async def score(self, inputs: Mapping[str, InferTensor]) -> tuple[Any, int]:
+        """As of ``watch.Score``; not counted among clients' requests."""
+        request = InferRequest(model=f"{self._prefix}ranking", inputs=inputs)
+        ran = await self._run(request, time.monotonic() + self._config.request_seconds)
+        return ran.outputs["probabilities"].data, int(ran.version)
+
+    async def watch_loss(self) -> None:
+        """Measure the loss of each version once it is served, until cancelled."""
+        while self._config.watch:
+            await asyncio.sleep(_WATCH_SECONDS)
+            watched = self.watched
+            if watched is None or not self._is_ready or (watched.last and watched.last.version == self.version):
+                continue
+            try:
+                await watched.note()
+            except Exception as error:  # it is told, and a server goes on without
+                _LOG.warning("the watched loss of version %d is not measured: %s", self.version, error)
+                await asyncio.sleep(_RETRY_SECONDS)
+
     async def _run(self, request: InferRequest, deadline: float) -> _Ran:
         while True:
             served = self._find(request.model, request.version)
@@ -477,6 +511,8 @@ class StoreEngine:
                 for name, table in ([] if store is None else list(store.tables.items()))
             ],
             queued_samples={name: served.batcher.num_waiting_samples for name, served in self._served.items()},
+            watch=None if self.watched is None else self.watched.last,
+            watch_holds=self.watched is None or self.watched.holds,
         )
 
     def extra(self) -> Mapping[str, Any]:

@@ -134,6 +134,7 @@ class Server:
         engines, only = self.repository.engines.values(), self.repository.only
         tasks = [(each, "following", each.follow()) for each in engines]
         tasks += [(each, "keeping hot rows", each.keep_hot_rows()) for each in engines]
+        tasks += [(each, "watching the loss", each.watch_loss()) for each in engines]
         if self._replica is not None:
             tasks.append((only, "catching up", self._replica.keep_up()))
         if self.tls is not None:

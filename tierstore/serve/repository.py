@@ -153,4 +153,5 @@ class Repository:
             tables=[table for each in states.values() for table in each.tables],
             queued_samples={name: count for each in states.values() for name, count in each.queued_samples.items()},
             stores=states,
+            watch=None,
         )

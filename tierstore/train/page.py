@@ -190,17 +190,22 @@ def _test(run: Run, name: str) -> str:
 def page_of(title: str, runs: Mapping[str, Run], *, notes: Sequence[str] = ()) -> str:
     """The page, some 100 KB, of one or two runs by their names; ``notes`` stand below the title."""
     notes = [*notes, *(_describe(name, run) for name, run in runs.items())]
+    return filled(title, notes, list(runs), table_of(list(runs.values())), _plots(runs))
+
+
+def filled(title: str, notes: Sequence[str], names: Sequence[str], table: Sequence[Row], plots: Sequence[str]) -> str:
+    """The page of a table, with ``names`` above its columns, and of figures."""
     rows = [
         (html.escape(row.label.strip()), "".join(f"<td>{html.escape(text)}</td>" for text in row.texts))
-        for row in table_of(list(runs.values()))
+        for row in table
     ]
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=html.escape(title),
         notes="\n".join(f"<p>{html.escape(note)}</p>" for note in notes),
-        names="".join(f'<th scope="col">{html.escape(name)}</th>' for name in runs),
+        names="".join(f'<th scope="col">{html.escape(name)}</th>' for name in names),
         rows="\n".join(f'<tr><th scope="row">{label}</th>{cells}</tr>' for label, cells in rows),
-        plots="\n".join(_plots(runs)),
+        plots="\n".join(plots),
     )
 
 
@@ -227,8 +232,8 @@ def _plots(runs: Mapping[str, Run]) -> list[str]:
             ),
         ]
     return [
-        *_figure("Loss, mean of the steps", _lines(runs, _mean_loss), unit="log loss"),
-        *_figure("Hit rate", hits, unit="%", low=0),
+        *figure("Loss, mean of the steps", _lines(runs, _mean_loss), unit="log loss"),
+        *figure("Hit rate", hits, unit="%", low=0),
         *_bytes_figure("Read from SSD: rows not in memory, fetched ahead", runs, "bytes_read"),
         *_bytes_figure("Written to SSD: rows evicted, and commits", runs, "bytes_written"),
     ]
@@ -255,7 +260,7 @@ def _bytes_figure(title: str, runs: Mapping[str, Run], name: str) -> list[str]:
     most = max((step.value for line in lines for step in line.steps), default=0)
     unit, size = next((each for each in _UNITS if most >= each[1]), _UNITS[-1])
     lines = [line._replace(steps=[step._replace(value=step.value / size) for step in line.steps]) for line in lines]
-    return _figure(title, lines, unit=f"{unit} a step", low=0)
+    return figure(title, lines, unit=f"{unit} a step", low=0)
 
 
 def _lines(runs: Mapping[str, Run], value: Callable[[Run, Run], float | None]) -> list[Line]:
@@ -267,9 +272,10 @@ def _lines(runs: Mapping[str, Run], value: Callable[[Run, Run], float | None]) -
     return lines
 
 
-def _figure(title: str, lines: Sequence[Line], *, unit: str, low: float | None = None) -> list[str]:
+def figure(title: str, lines: Sequence[Line], *, unit: str, low: float | None = None, over: str = "step") -> list[str]:
+    """A picture with its title and key; none if no line has a step."""
     if not any(line.steps for line in lines):
         return []
     keys = "".join(line.key for line in lines)
-    picture = draw(lines, title=title, unit=unit, low=low)
+    picture = draw(lines, title=title, unit=unit, low=low, over=over)
     return [f'<figure class="panel"><h2>{html.escape(title)}</h2>{picture}<figcaption>{keys}</figcaption></figure>']

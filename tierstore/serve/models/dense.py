@@ -1,6 +1,6 @@
 """A served model's linear layers in int8, on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 from typing import Any, Final, Literal
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...errors import DamagedError
 from ...kernels.int8 import quantize_rows, scale_sums
 
 Dense = Literal["float32", "int8"]
@@ -48,12 +49,42 @@ def _quantized(rows: Tensor) -> tuple[Tensor, Any]:
     return torch.from_numpy(levels), scales
 
 
-def pack_linears(model: nn.Module, dense: Dense) -> list[Int8Linear]:
+def in_int8(tensors: Mapping[str, Tensor], layers: Collection[str]) -> dict[str, Tensor]:
+    """A commit's tensors, the weights [N, K] of some layers as ``.levels``, int8 [N, K], and ``.scales``, float32 [N].
+    ``in_float32`` gives weights that an ``Int8Linear`` packs to the same levels."""
+    found = dict(tensors)
+    for name in (f"model.{each}.weight" for each in layers):
+        levels, scales = _quantized(found.pop(name))
+        found |= {f"{name}.levels": levels, f"{name}.scales": torch.from_numpy(scales)}
+    return found
+
+
+def in_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The way back from ``in_int8``. DamagedError: levels without their scales."""
+    found = dict(tensors)
+    for name in (f"model.{each}.weight" for each in layers_in_int8(tensors)):
+        levels, scales = found.pop(f"{name}.levels"), found.pop(f"{name}.scales", torch.empty(0))
+        if scales.shape != levels.shape[:1]:
+            raise DamagedError(f"{name}.levels of a commit is {list(levels.shape)}, .scales {list(scales.shape)}")
+        found[name] = levels * scales.unsqueeze(1)
+    return found
+
+
+def layers_in_int8(tensors: Collection[str]) -> set[str]:
+    """Of a commit with such tensors."""
+    begin, end = "model.", ".weight.levels"
+    return {each[len(begin) : -len(end)] for each in tensors if each.startswith(begin) and each.endswith(end)}
+
+
+def pack_linears(model: nn.Module, dense: Dense, layers: Collection[str] = ()) -> list[Int8Linear]:
     """Put ``Int8Linear`` in the place of a model's linear layers, or of those of a ``torch.export.ExportedProgram``'s
-    module, and return them; none for "float32". ValueError: there are none to replace, or the processor is slow at it.
-    """
+    module, and return them; for "float32" only of ``layers``. ValueError: there are none to replace, or the processor
+    is slow at it."""
     if dense == "float32":
-        return []
+        named = [(name, each) for name, each in model.named_modules() if name in layers and type(each) is nn.Linear]
+        for name, each in named:
+            model.set_submodule(name, Int8Linear(each.weight, each.bias))
+        return [each for each in model.modules() if isinstance(each, Int8Linear)]
     if not torch.cpu._is_vnni_supported():
         found = f"torch {torch.__version__} finds no AVX512_VNNI on this processor"
         raise ValueError(f"dense={dense!r}: {found}, without which float32 is faster; serve with --dense float32")

@@ -84,6 +84,7 @@ class Models:
         ranking = self._ranking if self._ranking is not None and self._ranking.is_of(config) else None
         program = self._program if self._program is not None and self._program.weights else None
         weights = {} if ranking is None and program is None else newer.tensors()
+        ranking = ranking if ranking is not None and ranking.is_stored_as(weights) else None
         own = {} if program is None else program.weights_of(weights)
         if ranking is not None:
             ranking.require(weights)

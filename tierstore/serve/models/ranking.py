@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DamagedError
-from ...models import Towers
+from ...models import DLRM, Towers
 from ...nn import TieredEmbeddingBagCollection
 from ...store import Store
 from ...train.build import build_model
@@ -21,7 +21,7 @@ from ...train.readers import CategoryRule, FeatureHasher, dense_features
 from ...train.readers.categories import read_texts
 from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
-from .dense import Dense, pack_linears
+from .dense import Dense, in_float32, layers_in_int8, pack_linears
 from .jagged import DenseAndIds, Dropped, Features, check_inputs, invalid, merge, parts_of, require_finite
 from .lookups import feature_inputs, joined, pool_features, split_rows
 
@@ -31,8 +31,8 @@ class Ranking:
 
     Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N], or
     BYTES for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
-    missing. Output: probabilities FP32 [B]. DamagedError: the commit has no weights for the model. ValueError: it has
-    no layers for ``dense``.
+    missing. Output: probabilities FP32 [B]. Layers that the commit has in int8 are computed in it. DamagedError: the
+    commit has no weights for the model. ValueError: it has no layers for ``dense``.
     """
 
     def __init__(self, store: Store, config: RunConfig, dropped: Dropped | None, dense: Dense = "float32") -> None:
@@ -40,7 +40,9 @@ class Ranking:
         self._config = config
         self._collection = TieredEmbeddingBagCollection(store, tables=list(data.sparse_columns))
         self._model = build_model(config, self._collection).eval()
-        self._packed = pack_linears(self._model, dense)
+        tensors = store.tensors()
+        self._in_int8 = layers_in_int8(tensors)
+        self._packed = pack_linears(self._model, dense, self._in_int8)
         self._hasher = FeatureHasher(config.table_sizes, mode=data.hashing)
         self._rule = data.rule
         limits = dict(zip(self._collection.feature_names, self._hasher.limits, strict=True))
@@ -55,7 +57,6 @@ class Ranking:
             outputs=(TensorSpec("probabilities", "FP32", (-1,)),),
             parameters={"dense": ",".join(data.dense_columns), "features": ",".join(data.sparse_columns)},
         )
-        tensors = store.tensors()
         self.require(tensors)
         self.load(tensors)
 
@@ -66,15 +67,20 @@ class Ranking:
 
     def require(self, tensors: Mapping[str, Tensor]) -> None:
         """DamagedError unless these are weights that ``load`` takes whole."""
+        tensors = in_float32(tensors)
         for name, parameter in self._model.dense_parameters().items():
             found = tensors.get(f"model.{name}")
             if found is None or found.shape != parameter.shape:
                 have = "is missing" if found is None else f"has shape {list(found.shape)}"
                 raise DamagedError(f"model.{name} of the newest commit {have}: expected {list(parameter.shape)}")
 
+    def is_stored_as(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether a commit of these has the same layers in int8."""
+        return layers_in_int8(tensors) == self._in_int8
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over the dense weights of a commit. Not during ``run``."""
-        load_model(self._model, tensors)
+        load_model(self._model, in_float32(tensors))
         for layer in self._packed:
             layer.pack()
 
@@ -102,13 +108,18 @@ class Ranking:
         with torch.inference_mode():
             pooled = [pool_features(self._collection, part) for part in parts_of(batch, pause)]
             rows = pooled[0] if len(pooled) == 1 else torch.cat(pooled)
-            if isinstance(self._model.embeddings, Towers):
-                rows = self._model.embeddings.compressed(rows)
-            probabilities = torch.sigmoid(self._model.dense_part(torch.from_numpy(dense), rows)).numpy()
+            probabilities = torch.sigmoid(logits_of(self._model, torch.from_numpy(dense), rows)).numpy()
         answers = split_rows(probabilities, "probabilities", batch.samples)
         if np.isfinite(probabilities).all():
             return answers
         return [each if np.isfinite(each["probabilities"].data).all() else _no_number() for each in answers]
+
+
+def logits_of(model: DLRM, dense: Tensor, rows: Tensor) -> Tensor:
+    """float32 [B], of treated dense values [B, C] and pooled rows [B, F * D]."""
+    if isinstance(model.embeddings, Towers):
+        rows = model.embeddings.compressed(rows)
+    return model.dense_part(dense, rows)
 
 
 def _no_number() -> ServeError:

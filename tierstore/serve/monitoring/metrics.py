@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from ...pool.stats import Stats
 from ..messages import ModelStatistics, Status
+from ..watch import WatchReading
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OK: Final = "ok"
@@ -307,7 +308,7 @@ class TableInfo(NamedTuple):
 class State(NamedTuple):
     """``newest_version`` is known to exist, served or not; ``staleness_seconds``: for how long a newer one than the
     served has been known; ``tiers``: running totals; ``queued_samples``: that wait for a batch, of every model;
-    ``stores``: by name, if there are several."""
+    ``stores``: by name, if there are several; ``watch``: the newest loss on watched rows, if that was measured."""
 
     live: bool
     ready: bool
@@ -318,6 +319,8 @@ class State(NamedTuple):
     tables: list[TableInfo]
     queued_samples: dict[str, int]
     stores: Mapping[str, "State"] = {}
+    watch: WatchReading | None = None
+    watch_holds: bool = True
 
 
 Source = Callable[[], State]
@@ -357,6 +360,12 @@ class StateCollector(Collector):
             gauge = GaugeMetricFamily(f"tierstore_{field}", documentation, labels=names)
             for store, each in states.items():
                 gauge.add_metric([store] * len(names), float(getattr(each, field)))
+            yield gauge
+        for field in WatchReading._fields:
+            gauge = GaugeMetricFamily(f"tierstore_watch_{field}", "Of the last reading of --watch.", labels=names)
+            for store, each in states.items():
+                if each.watch is not None:
+                    gauge.add_metric([store] * len(names), getattr(each.watch, field))
             yield gauge
         queued = GaugeMetricFamily("tierstore_queued_samples", "Samples that wait for a batch.", labels=["model"])
         for model, samples in state.queued_samples.items():

@@ -1,0 +1,240 @@
+"""Runs made small by what it costs: what is served is what was measured, and a killed search ends as a whole one."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from tests.serve.loops import wait_for
+from tests.serve.models.stores import asked, models_of
+from tests.serve.models.test_ranking import query
+from tests.serve.whole import serving
+from tests.train.readers.rows import matrix
+from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
+from tierstore.cli import entry as cli
+from tierstore.precision import quantize_run
+from tierstore.precision.held_out import HeldOut
+from tierstore.serve.client import Client
+from tierstore.serve.models.dense import in_float32, in_int8, layers_in_int8
+from tierstore.train import train
+from tierstore.train.build import open_data
+from tierstore.train.config import RunConfig
+
+LOSS = 0.002
+SMALL: dict[str, Any] = {"ddr": "8MiB"}
+CHANGES = {"embedding__dim": 16, "model__top_mlp": [48, 8], "optimizer__sparse_lr": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_any_processor() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    made = config_of(tmp_path_factory.mktemp("run"), "run", **CHANGES)
+    train(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def small(config: RunConfig) -> Path:
+    """The run made small; its folder."""
+    folder = Path(f"{config.store.path}-small")
+    quantize_run(config.store.path, folder, loss=LOSS)
+    return folder
+
+
+def told(folder: Path) -> Any:
+    return json.loads((folder / "quantize.json").read_text())
+
+
+def test_what_is_served_is_what_was_measured(config: RunConfig, small: Path) -> None:
+    """To the bit, by the other way: rows converted in a store, not as they are read; layers stored in int8."""
+    report = told(small)
+    choice = report["choice"]
+    assert len(set(choice.values())) >= 3, "or this tests little"
+    assert choice["layer top.0"] == "int8"
+    reader, _ = open_data(config)
+    raw = next(iter(reader.read_chunks(TRAIN_ROWS, TRAIN_ROWS + TEST_ROWS, TEST_ROWS)))
+    held = HeldOut(Path(config.store.path), "", TEST_ROWS)
+    categories = matrix(raw.categories)
+    with tierstore.open(small, mode="r", **SMALL) as store:
+        model: Any = models_of(store).by_name["ranking"]
+        for part, first in (("search", 0), ("check", 1)):
+            own = slice(first, None, 2)
+            (found,) = asked(model, query(raw.dense[own].copy(), categories[own]))
+            measured = torch.sigmoid(held.logits(choice, part)).numpy()  # type: ignore[arg-type]
+            assert found["probabilities"].tobytes() == measured.tobytes()
+            labels, given = (torch.from_numpy(each).double() for each in (raw.labels[own], found["probabilities"]))
+            loss = torch.nn.functional.binary_cross_entropy(given, labels).item()
+            assert report["added"][part] <= LOSS
+            assert loss == pytest.approx(report["first"][part] * (1 + report["added"][part]), rel=1e-6)
+        tensors = store.tensors()
+        sizes: dict[str, int] = dict.fromkeys(("rows", "other"), 0)
+        for unit in report["units"]:
+            _, _, name = unit["name"].partition(" of ")
+            dtype = choice.get(unit["name"], "float32")
+            sizes["rows" if name else "other"] += unit["size_bytes"][dtype]
+            assert not name or store[name].layout.dtype == dtype
+        counts = {table: sum(map(len, store.written_rows(table))) for table in store.tables.values()}
+        assert sizes["rows"] == sum(count * table.layout.row_bytes for table, count in counts.items())
+        assert sizes["other"] == sum(each.nbytes for each in tensors.values())
+    assert {"model.top.0.weight.levels", "model.top.0.weight.scales", "model.top.0.bias"} <= tensors.keys()
+    assert not [name for name in tensors if not name.startswith("model.") or name == "model.top.0.weight"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stored_levels_are_packed_again_to_the_same(seed: int) -> None:
+    weight = torch.randn(40, 70, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-30, 9, 40)[:, None]
+    stored = in_int8({"model.a.weight": weight, "other": weight}, ["a"])
+    again = in_int8(in_float32(stored), ["a"])
+    assert torch.equal(again["model.a.weight.levels"], stored["model.a.weight.levels"])
+    assert torch.allclose(again["model.a.weight.scales"], stored["model.a.weight.scales"], rtol=2e-7, atol=0)
+    assert layers_in_int8(stored) == {"a"}
+
+
+def test_the_server_follows_the_choice_and_a_version_with_another(
+    config: RunConfig, small: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "served"
+    shutil.copytree(small, copied)
+    dense, ids = np.ones((2, 13), np.float32), np.arange(52)
+    lengths = np.ones((26, 2), np.int32)
+    with tierstore.open(config.store.path, mode="r", **SMALL) as run:
+        weights = {name: each for name, each in run.tensors().items() if name.startswith("model.")}
+    with serving(copied) as server, Client(server.url) as client:
+        first = client.rank(dense, ids, lengths)
+        with tierstore.open(copied, **SMALL) as store:
+            version = store.commit(extra=store.extra, tensors=weights)
+        wait_for(lambda: server.engine.version == version)
+        in_float32 = client.rank(dense, ids, lengths)
+    assert not np.array_equal(first, in_float32)
+    assert first == pytest.approx(in_float32, rel=0.1)
+
+
+@pytest.mark.parametrize("change", ["missing", "wide"])
+def test_a_commit_with_a_broken_layer_is_refused(small: Path, tmp_path: Path, change: str) -> None:
+    shutil.copytree(small, tmp_path / "broken")
+    with tierstore.open(tmp_path / "broken", **SMALL) as store:
+        tensors, name = store.tensors(), "model.top.0.weight"
+        scales, levels = (tensors.pop(f"{name}.{each}") for each in ("scales", "levels"))
+        broken = {} if change == "missing" else {f"{name}.scales": scales}
+        levels = levels if change == "missing" else levels.repeat(1, 2)
+        store.commit(extra=store.extra, tensors=tensors | broken | {f"{name}.levels": levels})
+    refused = pytest.raises(tierstore.errors.DamagedError, match=r"model.top.0.weight")
+    with tierstore.open(tmp_path / "broken", mode="r", **SMALL) as store, refused:
+        models_of(store)
+
+
+class Stop(BaseException):
+    """As a kill is."""
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The points that were measured; the one after ``HeldOut.measure.stop`` of them is a kill."""
+    done: list[Any] = []
+    measure = HeldOut.measure
+
+    def noted(self: HeldOut, choice: Any, part: Any) -> float:
+        if len(done) == noted.stop:  # type: ignore[attr-defined]
+            raise Stop
+        done.append((part, dict(choice)))
+        return measure(self, choice, part)
+
+    noted.stop = -1  # type: ignore[attr-defined]
+    monkeypatch.setattr(HeldOut, "measure", noted)
+    return done
+
+
+@pytest.mark.parametrize("stop", [1, 40, "in the copy"])
+def test_a_killed_search_goes_on_and_ends_the_same(
+    config: RunConfig, small: Path, tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch, stop: Any
+) -> None:
+    target, points = tmp_path / "new", tmp_path / "new.points"
+
+    def killed(*_: object, **__: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        if stop == "in the copy":
+            patch.setattr("tierstore.precision.choosing.quantize", killed)
+        else:
+            patch.setattr(HeldOut.measure, "stop", stop)
+        with pytest.raises(Stop):
+            quantize_run(config.store.path, target, loss=LOSS)
+    assert not target.exists()
+    with points.open("ab") as file:
+        file.write(b'["a line that the kill cut')
+    before = len(measured)
+    made = quantize_run(config.store.path, target, loss=LOSS)
+    assert made.measured == len(measured) - before
+    assert len({json.dumps(each, sort_keys=True) for each in measured}) == len(measured), "none is measured twice"
+    assert (stop == "in the copy") == (made.measured == 0)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["new"]
+    for name in ("quantize.json", "quantize.html"):
+        assert (target / name).read_bytes() == (small / name).read_bytes()
+    with tierstore.open(target, mode="r", **SMALL) as one, tierstore.open(small, mode="r", **SMALL) as other:
+        for name, table in one.tables.items():
+            every = torch.arange(table.config.num_embeddings)
+            assert torch.equal(table.read(every), other[name].read(every))
+        assert all(torch.equal(each, other.tensors()[name]) for name, each in one.tensors().items())
+
+
+def test_a_search_with_other_arguments_is_refused_by_name(
+    config: RunConfig, tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(config.store.path, run)
+    given: dict[str, Any] = {"loss": LOSS}
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldOut.measure, "stop", 3)
+        with pytest.raises(Stop):
+            quantize_run(run, tmp_path / "new", **given)
+    for name, changed in {"loss": {"loss": 0.1}, "data": {"data": config.data.path, "max_rows": TEST_ROWS}}.items():
+        with pytest.raises(ValueError, match=rf"new.points is of a search with another {name}"):
+            quantize_run(run, tmp_path / "new", **(given | changed))
+    with tierstore.open(run, **SMALL) as store:
+        store["C1"].write(torch.arange(100), torch.ones(100, 16))
+        store.commit(extra=store.extra, tensors=store.tensors())
+    with pytest.raises(ValueError, match="search with another run"):
+        quantize_run(run, tmp_path / "new", **given)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_reports_and_wrong_arguments_change_nothing(
+    config: RunConfig, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, run = tmp_path / "new", config.store.path
+    words = ["quantize", run, str(new), "--loss", "0.5", "--data", config.data.path, "--rows", "64"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "rows of C26" in out
+    assert "32 rows searched on" in out
+    page = (new / "quantize.html").read_text()
+    assert "Log loss added over bytes saved" in page
+    assert "<polyline" in page
+    assert page.count("<tr>") == len(told(new)["steps"]) + 1
+    for wrong, message in {
+        (run, str(new), "--loss", "0.5"): "is there already",
+        (run, str(tmp_path / "x"), "--loss", "1.5"): "loss=1.5",
+        (run, str(tmp_path / "x"), "--loss", "nan"): "loss=nan",
+        (run, str(tmp_path / "x"), "--loss", "0.1", "--rows", "0"): "max_rows=0",
+        (run, str(tmp_path / "x")): "either --dtype",
+        (run, str(tmp_path / "x"), "--loss", "0.1", "--table", "C1"): "--table goes with --dtype",
+        (run, str(tmp_path / "x"), "--dtype", "int8", "--rows", "9"): "--rows goes with --loss",
+        (str(small), str(tmp_path / "x"), "--loss", "0.1"): "is in fewer bits already",
+        (run, str(Path(run) / "x"), "--loss", "0.1"): "is inside the store",
+    }.items():
+        assert cli.main(["quantize", *wrong]) != 0
+        assert message in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["new"]

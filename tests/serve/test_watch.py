@@ -1,0 +1,105 @@
+"""The watched loss against the trainer's own model on the same rows, and what a worse version does to it."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.serve.loops import wait_for
+from tests.serve.models.stores import tensor
+from tests.serve.whole import serving
+from tests.train.runs import config_of
+from tierstore.serve.config import StoreConfig
+from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.watch import LabelledRows, Watch
+from tierstore.train import train
+from tierstore.train.build import build_run, open_data, open_run_store
+from tierstore.train.checkpoint import commit_run, restore_run
+from tierstore.train.config import RunConfig
+from tierstore.train.readers import DataError
+
+ROWS = 230  # more than one request, and no whole number of them
+
+
+def commit_and_evaluate(config: RunConfig, factor: float) -> tuple[int, float]:
+    """Multiply the dense weights, commit them, and return the version and its log loss on the data's first rows."""
+    reader, hasher = open_data(config)
+    (batch,) = reader.batches(hasher, batch_size=ROWS, stop_row=ROWS)
+    with open_run_store(config) as store, torch.no_grad():
+        run = build_run(config, store)
+        position = restore_run(run)
+        for each in run.model.dense_parameters().values():
+            each.mul_(factor)
+        version = commit_run(run, config, position).result()
+        logits = run.model.eval()(batch.dense, batch.sparse)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), batch.labels.double())
+        return version, loss.item()
+
+
+def test_each_version_is_measured_and_a_worse_one_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(tmp_path, "store", train__epochs=1)
+    train(config)
+    settings = {"watch": config.data.path, "watch_rows": ROWS, "watch_loss": 0.02}
+    caplog.set_level(logging.INFO)
+    first = None
+    with serving(Path(config.store.path), **settings) as server:
+        for factor, holds in ((1.0, True), (1.01, True), (-1.0, False)):
+            version, loss = commit_and_evaluate(config, factor)
+            first = first or loss
+            assert (loss <= 1.02 * first) == holds
+            wait_for(lambda version=version: server.metric("tierstore_watch_version") == version)
+            assert server.metric("tierstore_watch_log_loss") == pytest.approx(loss, rel=1e-5)
+            told = server.status()["watch"]
+            assert (told["version"], told["rows"], told["holds"]) == (version, ROWS, holds)
+            said = [each for each in caplog.records if f"version {version} has a log loss of" in each.message]
+            assert [each.levelname for each in said] == ["INFO" if holds else "WARNING"]
+        assert server.metric("tierstore_request_seconds_count") == 0, "they are not a client's requests"
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_reading_is_of_one_version(changes: bool) -> None:
+    asked = iter(range(9))
+
+    async def score(inputs: Any) -> tuple[Any, int]:
+        return inputs["dense"].data[:, 0], next(asked) // 2 if changes else 7
+
+    rows = [LabelledRows({"dense": tensor("FP32", [[p]])}, np.array([label])) for p, label in
+            ((0.9, True), (0.2, False), (1.0, False))]  # fmt: skip
+    watch = Watch(score, rows, bound=0.1, store="store")
+    if changes:
+        with pytest.raises(ServeError, match="the version changed") as caught:
+            asyncio.run(watch.note())
+        assert caught.value.status is Status.UNAVAILABLE
+        assert watch.last is None
+        return
+    found = asyncio.run(watch.measure())
+    want = -np.log([0.9, 0.8, 2.0**-24]).mean()
+    assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
+
+
+def test_of_several_stores_each_is_watched_on_its_own(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "store", train__epochs=1)
+    train(config)
+    watched, other = (StoreConfig(path=config.store.path, name=name) for name in ("a", "b"))
+    stores = (replace(watched, watch=config.data.path), other)
+    with serving(stores=stores, watch_rows=ROWS) as server:
+        wait_for(lambda: server.metric("tierstore_watch_rows", store="a") == ROWS)
+        assert server.metric("tierstore_watch_rows") == ROWS, "b has none"
+        status = server.status()
+    assert status["watch"] is None
+    assert [each["watch"] and each["watch"]["rows"] for each in status["stores"]] == [ROWS, None]
+
+
+def test_what_cannot_be_watched_is_said_before_the_server_is_ready(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "store", train__epochs=1)
+    train(config)
+    with pytest.raises(DataError, match="does not exist"), serving(config.store.path, watch=str(tmp_path / "none")):
+        pass
+    (tmp_path / "empty.tsv").write_text("")
+    with pytest.raises(ValueError, match="no rows"), serving(config.store.path, watch=str(tmp_path / "empty.tsv")):
+        pass

@@ -1,0 +1,95 @@
+"""The log loss of what is served, on labelled rows, version by version.
+
+The store's engine is asked for them as by a client, so what is measured is what clients get: rows as they are kept in
+memory, layers as they are computed.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..train.build import open_data
+from ..train.config import RunConfig
+from .messages import InferTensor, ServeError, Status
+
+_LOG: Final = logging.getLogger("tierstore.serve")
+_REQUEST_ROWS: Final = 128
+_PAUSE: Final = 4.0
+"""Between two requests, times what the one before took: a fifth of the store's thread at most."""
+_LEAST: Final = 2.0**-24
+"""Probabilities are float32, which rounds those near 1 to it: none counts as nearer to 0 or 1."""
+Score = Callable[[Mapping[str, InferTensor]], Awaitable[tuple[Any, int]]]
+"""The ranking model's probabilities, float32 [B], of a request, and the version that they are of. ServeError."""
+
+
+class LabelledRows(NamedTuple):
+    """A request to the ranking model, and the labels of its rows: bool [B]."""
+
+    inputs: Mapping[str, InferTensor]
+    labels: Any
+
+
+class WatchReading(NamedTuple):
+    """``log_loss``: the mean over the watched rows, in nats."""
+
+    version: int
+    log_loss: float
+    rows: int
+
+
+def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: int) -> list[LabelledRows]:
+    """The first rows of a file in the format of the run's data, as requests of up to ``batch_rows``. DataError or
+    another ValueError: it cannot be read, or has no rows."""
+    reader, _ = open_data(replace(config, data=replace(config.data, path=path)))
+    found = []
+    for rows in reader.read_chunks(0, max_rows, min(batch_rows, _REQUEST_ROWS)):
+        dense = InferTensor("FP32", np.nan_to_num(rows.dense, nan=0.0))
+        values = InferTensor("INT64", np.concatenate(rows.categories.columns))
+        lengths = InferTensor("INT32", np.diff(rows.categories.offsets).astype(np.int32))
+        found.append(LabelledRows({"dense": dense, "values": values, "lengths": lengths}, rows.labels > 0))
+    if not found:
+        raise ValueError(f"{path} has no rows to watch the loss on")
+    return found
+
+
+class Watch:
+    """Measures what ``score`` serves. ``holds``: whether the last reading that was noted is at most ``1 + bound`` times
+    the first, ``store``'s name for the log."""
+
+    def __init__(self, score: Score, rows: Sequence[LabelledRows], *, bound: float, store: str) -> None:
+        self._score, self._rows, self._bound, self._store = score, rows, bound, store
+        self.first: WatchReading | None = None
+        self.last: WatchReading | None = None
+        self.holds = True
+
+    async def measure(self) -> WatchReading:
+        """Ask for every row; notes nothing. ServeError: what the engine refuses; UNAVAILABLE: the version changed."""
+        losses, versions = [], set()
+        for each in self._rows:
+            begun = time.monotonic()
+            probabilities, version = await self._score(each.inputs)
+            versions.add(version)
+            if len(versions) > 1:
+                raise ServeError(Status.UNAVAILABLE, "the version changed while its loss was measured; measure again")
+            right = np.where(each.labels, probabilities, 1 - probabilities.astype(np.float64))
+            losses.append(-np.log(right.clip(_LEAST, 1 - _LEAST)))
+            await asyncio.sleep(_PAUSE * (time.monotonic() - begun))
+        every = np.concatenate(losses)
+        return WatchReading(version, float(every.mean()), len(every))
+
+    async def note(self) -> WatchReading:
+        """``measure``, keep the reading, and log it: as a warning if the bound does not hold."""
+        found = self.last = await self.measure()
+        self.first = self.first or found
+        above = found.log_loss / self.first.log_loss - 1
+        self.holds = above <= self._bound
+        level, then = (logging.INFO, "") if self.holds else (logging.WARNING, ", above the bound")
+        message = "%s: version %d has a log loss of %.6f on %d watched rows, %+.4f %% of version %d's%s"
+        said = (self._store, found.version, found.log_loss, found.rows, 100 * above, self.first.version, then)
+        _LOG.log(level, message, *said)
+        return found
