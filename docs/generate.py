@@ -39,6 +39,7 @@ ORDER: Final = (
     "quantized",
     "versions",
     "serve",
+    "rmc",
     "dense",
     "plan",
     "dist",

@@ -19,13 +19,16 @@ _READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), s
 class ServerProcess(Child):
     """``tierstore serve`` on ports that are free; ready when this returns.
 
+    Args:
+        store: a folder, or what else ``--store`` takes.
+
     Attributes:
         ready_seconds: from the start of the process until it said that it was ready.
     """
 
     needs_signal = True
 
-    def __init__(self, store: Path, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, store: Path | str, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
         start = time.perf_counter()
         ports = [word for name in ("port", "grpc-port", "admin-port") for word in (f"--{name}", "0")]
         command = [sys.executable, "-m", "tierstore", "serve", "--store", store, "--ddr", ddr, *ports]
