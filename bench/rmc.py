@@ -112,51 +112,24 @@ def _measure(request: Run, _: Found, *, name: str, cases: Callable[[Config], lis
             own |= {"anonymous": server.memory().anonymous, "pss": process.memory_full_info().pss}
         rates = ", ".join(f"{each['rate']:.0f}/s in {bound} ms" for bound, each in own["bounds"].items())
         print(f"  {case.name}: {rates}", flush=True)
-    return {"model": model.name, "cases": found, "counted": counted, "table_bytes": model.table_bytes}
+    return {"model": model.name, "cases": found}
 
 
-def _rates(figures: Found) -> dict[str, float]:
-    """Of each case, within the widest bound."""
-    return {name: list(own["bounds"].values())[-1]["rate"] for name, own in figures["cases"].items()}
-
-
-def _tell(figures: Found, *, what: str, note: Callable[[Found], str]) -> Told:
-    rows, all_rates = [], _rates(figures)
+def _tell(figures: Found, *, what: str, note: str) -> Told:
+    rows, widest = [], {name: list(own["bounds"].values())[-1] for name, own in figures["cases"].items()}
+    one = next(iter(widest.values()))["rate"] or float("nan")
     for name, own in figures["cases"].items():
-        *_, last = own["bounds"].values()
-        rates = [each["rate"] for each in own["bounds"].values()]
-        shown = [f"{rate * times:,.0f}" for rate in rates for times in (1, own["samples"])]
-        times = all_rates[name] / (next(iter(all_rates.values())) or float("nan"))
+        shown = [f"{each['rate'] * times:,.0f}" for each in own["bounds"].values() for times in (1, own["samples"])]
+        used = [f"{widest[name]['hit_rate']:.1%}", f"{widest[name]['server_cores']:.2f}"]
         memory = [f"{own[kind] / 2**20:,.0f}" for kind in ("pss", "anonymous")]
-        used = [f"{times:.2f}", f"{last['hit_rate']:.1%}", f"{last['server_cores']:.2f}"]
-        rows.append([name, f"{own['alone_p95']:.1f}", *shown, *used, *memory])
+        rows.append([name, f"{own['alone_p95']:.1f}", *shown, f"{widest[name]['rate'] / one:.2f}", *used, *memory])
     headers = [f"{each} in {bound} ms" for bound in own["bounds"] for each in ("queries/s", "candidates/s")]
     columns = [what, "p95 alone, ms", *headers, "of the first", "hits", "server cores", "PSS, MiB", "anonymous, MiB"]
     table = Table(title=f"{figures['model']}: latency-bounded throughput by {what}", columns=columns, rows=rows)
-    return Told(tables=[table], notes=list(filter(None, [note(figures)])))
-
-
-def _batching_note(figures: Found) -> str:
-    least, *_, most = _rates(figures).values()
-    return (
-        "Batching: queries of one candidate, each a request. In the papers larger batches carry more within a bound; "
-        f"here the most in a batch carry {most / least:.2f} times the queries of one at a time. --max-batch-samples is "
-        f"the limit; a candidate counts {figures['counted']}."
-    )
-
-
-def _colocated_note(figures: Found) -> str:
-    rates = {name: rate for name, rate in _rates(figures).items() if name.endswith(f" x {IN_MEMORY}")}
-    (first, least), (last, most) = list(rates.items())[0 :: len(rates) - 1]
-    best = max(rates, key=lambda name: rates[name])
-    memory = [figures["cases"][name]["pss"] / 2**20 for name in (first, last)]
-    each = (memory[1] - memory[0]) / (int(last.split()[0]) - 1)
-    return (
-        "Co-location: each model has its own store, rows, program and thread, and the same share of the load. In the "
-        f"papers throughput rises with models until latency meets its bound; here {best} carry most, "
-        f"{rates[best] / least:.2f} times what one does, and {last} {most / least:.2f} times. Each further model "
-        f"takes {each:,.0f} MiB, {figures['table_bytes'] / 2**20:,.0f} of them its tables."
-    )
+    gains = {name: own["rate"] / one for name, own in widest.items() if not name.endswith(PLACEMENTS[1:])}
+    best, last = max(gains, key=lambda name: gains[name]), list(gains)[-1]
+    told = note.format(best=best, gain=gains[best], last=last, last_gain=gains[last])
+    return Told(tables=[table], notes=[told] if note else [])
 
 
 _NOTE: Final = (
@@ -167,14 +140,20 @@ _NOTE: Final = (
     "rows that are looked up most often in memory. A tenth: of the tables' bytes as budget; the file of rows is in the "
     "page cache. Queries of more than 32,768 ids, most of rmc2's, run by themselves, so that no batch joins them."
 )
+_BATCHING: Final = (
+    "Batching: queries of one candidate, each a request; --max-batch-samples is the limit. In the papers larger "
+    "batches carry more within a bound. Here {best} carry most, {gain:.2f} times what one by one does; {last} "
+    "{last_gain:.2f} times."
+)
+_COLOCATION: Final = (
+    "Co-location: each model has its own store, rows, program and thread, and the same share of the load. In the "
+    "papers more models carry more, until latency meets its bound. Here {best} carry most, {gain:.2f} times what one "
+    "does, and {last} {last_gain:.2f} times."
+)
 
 
-def _part(name: str, what: str, cases: Callable[[Config], list[Case]], note: Callable[[Found], str]) -> Part:
+def _part(name: str, what: str, cases: Callable[[Config], list[Case]], note: str = "") -> Part:
     return Part(partial(_measure, name=name, cases=cases), partial(_tell, what=what, note=note))
-
-
-def _batching(config: Config) -> list[Case]:
-    return [Case(str(limit), limit=limit) for limit in config["batch_limits"]]
 
 
 def _colocated(config: Config) -> list[Case]:
@@ -183,16 +162,20 @@ def _colocated(config: Config) -> list[Case]:
     return [*(Case(f"{n} x {IN_MEMORY}", models=n) for n in counts), *ends]
 
 
-def _placements(_: Config) -> list[Case]:
-    return [Case(each, each) for each in PLACEMENTS]
+def _placed(name: str) -> Part:
+    note = _NOTE if name == MODELS[-1] else ""
+    return _part(name, "placement of rows", lambda _: [Case(each, each) for each in PLACEMENTS], note)
+
+
+def _limited(config: Config) -> list[Case]:
+    return [Case(f"{limit} a batch", limit=limit) for limit in config["batch_limits"]]
 
 
 PARTS: Final = {
     "operators": operators.PART,
-    **{name: _part(name, "placement of rows", _placements, lambda _: "") for name in MODELS[:-1]},
-    MODELS[-1]: _part(MODELS[-1], "placement of rows", _placements, lambda _: _NOTE),
-    "batching": _part("batch_model", "queries in a batch", _batching, _batching_note),
-    "colocated": _part("colocated_model", "models co-located", _colocated, _colocated_note),
+    **{name: _placed(name) for name in MODELS},
+    "batching": _part("batch_model", "limit of a batch", _limited, _BATCHING),
+    "colocated": _part("colocated_model", "models co-located", _colocated, _COLOCATION),
 }
 
 

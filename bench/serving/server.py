@@ -19,9 +19,6 @@ _READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), s
 class ServerProcess(Child):
     """``tierstore serve`` on ports that are free; ready when this returns.
 
-    Args:
-        store: a folder, or what else ``--store`` takes.
-
     Attributes:
         ready_seconds: from the start of the process until it said that it was ready.
     """

@@ -80,18 +80,12 @@ class ZooModel:
         tables = generate(self.workload, samples=sum(sizes), seed=seed).tables.values()
         lengths = np.stack([np.diff(each.offsets) for each in tables]).astype(np.int32)
         counts = np.random.default_rng(seed).integers(0, 1000, (sum(sizes), self.shape["num_dense"]), np.int32)
-        model = f"{store_name}.{self.name}" if store_name else self.name
-        return [
-            Query(
-                model,
-                {
-                    "dense": np.log1p(counts[first:last], dtype=np.float32),
-                    "values": np.concatenate([each.ids[each.offsets[first] : each.offsets[last]] for each in tables]),
-                    "lengths": np.ascontiguousarray(lengths[:, first:last]),
-                },
-            )
-            for first, last in pairwise(np.cumsum([0, *sizes]).tolist())
-        ]
+        model, found = f"{store_name}.{self.name}" if store_name else self.name, []
+        for first, last in pairwise(np.cumsum([0, *sizes]).tolist()):
+            values = np.concatenate([each.ids[each.offsets[first] : each.offsets[last]] for each in tables])
+            dense, own = np.log1p(counts[first:last], dtype=np.float32), np.ascontiguousarray(lengths[:, first:last])
+            found.append(Query(model, {"dense": dense, "values": values, "lengths": own}))
+        return found
 
     @cached_property
     def keys_by_use(self) -> Any:
