@@ -120,9 +120,9 @@ def _tell(figures: Found, *, what: str, note: str) -> Told:
     one = next(iter(widest.values()))["rate"] or float("nan")
     for name, own in figures["cases"].items():
         shown = [f"{each['rate'] * times:,.0f}" for each in own["bounds"].values() for times in (1, own["samples"])]
-        used = [f"{widest[name]['hit_rate']:.1%}", f"{widest[name]['server_cores']:.2f}"]
-        memory = [f"{own[kind] / 2**20:,.0f}" for kind in ("pss", "anonymous")]
-        rows.append([name, f"{own['alone_p95']:.1f}", *shown, f"{widest[name]['rate'] / one:.2f}", *used, *memory])
+        last, memory = widest[name], [f"{own[kind] / 2**20:,.0f}" for kind in ("pss", "anonymous")]
+        used = [f"{last['rate'] / one:.2f}", f"{last['hit_rate']:.1%}", f"{last['server_cores']:.2f}"]
+        rows.append([name, f"{own['alone_p95']:.1f}", *shown, *(used if last["rate"] else ["-"] * len(used)), *memory])
     headers = [f"{each} in {bound} ms" for bound in own["bounds"] for each in ("queries/s", "candidates/s")]
     columns = [what, "p95 alone, ms", *headers, "of the first", "hits", "server cores", "PSS, MiB", "anonymous, MiB"]
     table = Table(title=f"{figures['model']}: latency-bounded throughput by {what}", columns=columns, rows=rows)
