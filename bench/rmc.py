@@ -31,7 +31,6 @@ from .serving.zoo import IN_MEMORY, MODELS, PLACEMENTS, ZooModel
 
 __all__ = ["PARTS", "run"]
 
-_AT_ONCE: Final = 8
 Config = Mapping[str, Any]
 Found = dict[str, Any]
 
@@ -74,9 +73,9 @@ class _Requests:
 
 def _bounded(server: ServerProcess, requests: _Requests, config: Config) -> Found:
     """By bound the most queries/s whose p95 is within it, 0 if a query alone takes longer."""
-    requests.closed_loop(server, _AT_ONCE)  # what comes first is slower
+    requests.closed_loop(server, 8)  # what comes first is slower
     alone = Quantiles.of(requests.closed_loop(server, 1).since(0)).p95
-    load = requests.closed_loop(server, _AT_ONCE)
+    load = requests.closed_loop(server, 8)
     bounds, first = {f"{each:g}": each for each in config["bounds_ms"]}, 0.7 * len(load.since(0)) / load.seconds
     steps: dict[str, list[dict[str, float]]] = {name: [] for name, bound in bounds.items() if alone <= bound}
 

@@ -16,12 +16,11 @@ from bench.serving.operators import OPERATORS, operator_of, operator_seconds
 from bench.serving.zoo import IN_MEMORY, MODELS, PLACEMENTS, ZooModel
 
 CONFIG = tomllib.loads((ROOT / "bench" / "rmc.toml").read_text())
-QUICK = CONFIG | CONFIG["quick"]
 
 
 @pytest.fixture(scope="module")
 def request_(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(config=QUICK, quick=True, folder=tmp_path_factory.mktemp("zoo"))
+    return Run(config=CONFIG | CONFIG["quick"], quick=True, folder=tmp_path_factory.mktemp("zoo"))
 
 
 @pytest.mark.parametrize("name", ["rmc1", "mlperf-dlrm-v2"])
@@ -54,8 +53,7 @@ def test_a_server_begins_with_the_rows_looked_up_most(request_: Run) -> None:
     model = ZooModel(request_, "rmc1")
     with tierstore.open(model.store, mode="r", ddr="64MiB") as store:
         keys = {int(row) | table.index << 40 for table in store.tables.values() for row in range(500)}
-    assert set(model.keys_by_use.tolist()) == keys
-    assert len(keys) == len(model.keys_by_use)
+    assert sorted(model.keys_by_use.tolist()) == sorted(keys)
     hot = set(model.keys_by_use[-400:].tolist())  # a tenth, by which a tenth of the lookups would be found by chance
     asked = np.concatenate([query.inputs["values"][:80] for query in model.queries([1] * 200, seed=9)])  # of table 0
     assert np.mean([each in hot for each in asked.tolist()]) > 0.5
@@ -78,6 +76,10 @@ def test_notes_say_what_figures_show() -> None:
 
     own = {"sizes": {"1": size(1, 2), "8": size(6.8, 1)}, "sample_bytes": 1, "table_bytes": 1}
     told = rmc.PARTS["operators"].tell({"models": dict.fromkeys(MODELS, own)})
-    assert "rmc1 by embedding, here with 8 of 1, 8 candidates" in told.notes[1]
-    assert "rmc3 by dense, here with 1 of 1, 8 candidates" in told.notes[1]
-    assert "share goes from 31% to 85%, a candidate's time to 31%" in told.notes[1]
+    shown = (
+        "rmc1 by embedding, here with 8 of 1, 8",
+        "rmc3 by dense, here with 1 of 1, 8",
+        "from 31% to 85%",
+        "to 31%",
+    )
+    assert all(text in told.notes[1] for text in shown)
