@@ -25,7 +25,7 @@ class ServerProcess(Child):
 
     needs_signal = True
 
-    def __init__(self, store: Path, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, store: Path | str, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
         start = time.perf_counter()
         ports = [word for name in ("port", "grpc-port", "admin-port") for word in (f"--{name}", "0")]
         command = [sys.executable, "-m", "tierstore", "serve", "--store", store, "--ddr", ddr, *ports]

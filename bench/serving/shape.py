@@ -18,8 +18,8 @@ from tierstore.train.config import load, parse_override
 from ..data import ROOT
 
 __all__ = [
-    "CANARY", "CANARY_ROWS", "ROWS_TABLE", "chunks", "kaggle_rows", "kaggle_store", "rows_store", "table_bytes",
-    "write_canary",
+    "CANARY", "CANARY_ROWS", "ROWS_TABLE", "build_once", "chunks", "fill_tables", "kaggle_rows", "kaggle_store",
+    "rows_store", "table_bytes", "write_canary",
 ]  # fmt: skip
 
 CANARY: Final = "canary"
@@ -64,7 +64,7 @@ def _fill(table: tierstore.Table, generator: np.random.Generator) -> None:
         table.write(ids, torch.from_numpy(values).sub_(0.5).mul_(0.1))
 
 
-def _once(path: Path, made_of: Config, build: Callable[[tierstore.Store], None]) -> Path:
+def build_once(path: Path, made_of: Config, build: Callable[[tierstore.Store], None]) -> Path:
     """Build the store unless it was built to the end before, of the same."""
     marker = path.with_name(f"{path.name}.json")
     if marker.exists() and json.loads(marker.read_text()) == made_of:
@@ -99,7 +99,7 @@ def kaggle_store(folder: Path, config: Config) -> Path:
         write_canary(_add_table(store, CANARY, CANARY_ROWS, config["dim"]), 1)
         commit_run(run, run_config, Position()).result()
 
-    return _once(path, {name: config[name] for name in names}, build)
+    return build_once(path, {name: config[name] for name in names}, build)
 
 
 def rows_store(folder: Path, config: Config) -> Path:
@@ -107,7 +107,14 @@ def rows_store(folder: Path, config: Config) -> Path:
     made_of = {"rows": config["peer_rows"], "dim": config["dim"], "seed": config["seed"]}
 
     def build(store: tierstore.Store) -> None:
-        _fill(_add_table(store, ROWS_TABLE, made_of["rows"], made_of["dim"]), np.random.default_rng(made_of["seed"]))
-        store.commit()
+        fill_tables(store, {ROWS_TABLE: made_of["rows"]}, made_of["dim"], seed=made_of["seed"])
 
-    return _once(folder / "serve_rows", made_of, build)
+    return build_once(folder / "serve_rows", made_of, build)
+
+
+def fill_tables(store: tierstore.Store, tables: Mapping[str, int], dim: int, *, seed: int) -> None:
+    """Add tables of so many rows, by name, every row written, and commit."""
+    generator = np.random.default_rng(seed)
+    for name, rows in tables.items():
+        _fill(_add_table(store, name, rows, dim), generator)
+    store.commit()
