@@ -272,10 +272,10 @@ def _lines(runs: Mapping[str, Run], value: Callable[[Run, Run], float | None]) -
     return lines
 
 
-def figure(title: str, lines: Sequence[Line], *, unit: str, low: float | None = None, over: str = "step") -> list[str]:
-    """A picture with its title and key; none if no line has a step."""
+def figure(title: str, lines: Sequence[Line], **look: Any) -> list[str]:
+    """A picture, of that look for ``draw``, with its title and key; none if no line has a step."""
     if not any(line.steps for line in lines):
         return []
     keys = "".join(line.key for line in lines)
-    picture = draw(lines, title=title, unit=unit, low=low, over=over)
+    picture = draw(lines, title=title, **look)
     return [f'<figure class="panel"><h2>{html.escape(title)}</h2>{picture}<figcaption>{keys}</figcaption></figure>']

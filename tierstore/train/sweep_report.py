@@ -1,16 +1,13 @@
 """What the runs of a sweep came to, over seeds: a table, rows for notebooks, and a page with a plot of each measure."""
 
 import csv
-import html
 import io
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from string import Template
 from typing import Any, Final, NamedTuple
 
 from ..system.terminal import columns_of
-from .page import Line, Step, draw
+from .page import Line, Row, Step, figure, filled
 from .sweep import SEED, SweepRun
 
 _TONES: Final = ("c1", "c2", "c3", "c4", "c5", "c6")
@@ -119,22 +116,14 @@ def page_of(title: str, runs: Sequence[SweepRun]) -> str:
     others, with a band from the least to the most of any seed."""
     groups = groups_of(runs)
     measures = _measured(groups)
-    rows = [(", ".join(group.labels.values()), [str(group.ended), *_cells(group, measures)]) for group in groups]
+    rows = [Row(", ".join(group.labels.values()), (str(group.ended), *_cells(group, measures))) for group in groups]
     ended = sum(group.ended for group in groups)
     notes = [f"{ended:,} of {len(runs):,} runs have ended. Figures are means over seeds, ± their standard deviation."]
-    return Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(title),
-        notes="\n".join(f"<p>{html.escape(note)}</p>" for note in notes),
-        names="".join(f'<th scope="col">{name}</th>' for name in ("runs", *(each.name for each in measures))),
-        rows="\n".join(
-            f'<tr><th scope="row">{html.escape(label)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-            for label, cells in rows
-        ),
-        plots="\n".join(_figure(groups, each) for each in measures if each.name in _PLOTTED),
-    )
+    plots = [part for each in measures if each.name in _PLOTTED for part in _plot(groups, each)]
+    return filled(title, notes, ["runs", *(each.name for each in measures)], rows, plots)
 
 
-def _figure(groups: Sequence[Group], measure: Measure) -> str:
+def _plot(groups: Sequence[Group], measure: Measure) -> list[str]:
     over = next(iter(groups[0].labels), "")
     places = list(dict.fromkeys(next(iter(each.labels.values()), "") for each in groups))
     steps: dict[str, list[tuple[Step, tuple[float, float]]]] = {}
@@ -147,6 +136,4 @@ def _figure(groups: Sequence[Group], measure: Measure) -> str:
         Line(name, _TONES[number % len(_TONES)], [step for step, _ in own], [band for _, band in own])
         for number, (name, own) in enumerate(steps.items())
     ]
-    picture = draw(lines, title=measure.name, unit=measure.unit, over=over, labels=places)
-    keys = "".join(line.key for line in lines)
-    return f'<figure class="panel"><h2>{measure.name}</h2>{picture}<figcaption>{keys}</figcaption></figure>'
+    return figure(measure.name, lines, unit=measure.unit, over=over, labels=places)
