@@ -146,8 +146,8 @@ class Missing(NamedTuple):
 def missing(
     own: Origin | None, peers: Sequence[str], declined: Collection[str], *, token: str | None
 ) -> Missing | None:
-    """The update that a replica lacks on the way to the highest version that its peers show; None if it lacks none, or
-    is empty and they show several stores.
+    """The update that a replica lacks on the way to the highest version that its peers show, other than canaries whose
+    publisher still watches them; None if it lacks none, or is empty and they show several stores.
 
     Args:
         declined: identities of commits that it is not to have.
@@ -158,6 +158,7 @@ def missing(
     states, why = _states(peers, token)
     if peers and not states:
         raise PublishError(f"no peer answers ({why})")
+    states = {peer: state for peer, state in states.items() if state.trial is None}
     shown = [state.origin for state in states.values() if state.origin is not None]
     newer = [each for each in shown if own is None or (each.source == own.source and each.version > own.version)]
     target = max(newer, key=lambda each: each.version, default=None)
@@ -166,6 +167,7 @@ def missing(
     kept = [each for state in states.values() if target.is_same(state.origin) for each in state.kept]
     ways = [each for each in kept if each.commit_id not in declined]
     changes = [each for each in ways if own is not None and own.commit_id == each.since_commit_id != ""]
+    changes = [each for each in changes if own is None or own.urgent in ("", each.commit_id)]
     wholes = [each for each in ways if not each.since and (own is None or each.version > own.version)]
     update = next(iter(changes or wholes), None)
     return Missing(target, update, tuple(peer for peer, state in states.items() if update in state.kept))
