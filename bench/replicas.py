@@ -126,7 +126,7 @@ def _in_trainer(store: str, token_file: str, fan_out: str, urgent: str, canary: 
     if guard is not None:
         origins = [AdminClient(url, token=token).origin() for url in urls]
         told = {"versions": [each and each.version for each in origins], "errors": errors, "seconds": seconds}
-        print(json.dumps(told))
+        print(json.dumps(told | {"watch": AdminClient(urls[0], token=token).status(1)["watch"]}))
         return
     told = {"seconds": seconds, "whole_seconds": max(whole.values()), "files_sent": round(files, 3)}
     print(json.dumps(told | {"urgent_seconds": shown[0]}))
@@ -160,13 +160,13 @@ def _urls(count: int) -> list[str]:
     return [f"http://10.78.0.{host + 2}" for host in range(count)]
 
 
-def _turns(request: Run, count: int, ways: dict[str, tuple[int, float]]) -> list[dict[str, Any]]:
+def _turns(request: Run, count: int, rows: int, ways: dict[str, tuple[int, float]]) -> list[dict[str, Any]]:
     """Medians by way, which is fan-out and urgent share: with so many replicas, which serve the version before."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with _fleet(request, count) as (folder, trainer):
         for turn in range(request.config["turns"] + 1):  # the first loads what later ones have
             for place, (way, settings) in enumerate(ways.items()):
-                _change(folder / "store", request.config, turn * len(ways) + place)
+                _change(folder / "store", request.config | {"rows": rows}, turn * len(ways) + place)
                 words = ["publish", folder / "store", folder / "token", *settings, 0, *_urls(count)]
                 found[way].append(_ask(trainer, *words))
                 print(count, way, found[way][-1], flush=True)
@@ -180,7 +180,8 @@ def _turns(request: Run, count: int, ways: dict[str, tuple[int, float]]) -> list
 def _measure_chain(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     points = []
     for count in request.config["counts"]:
-        points += _turns(request, count, {"chain": (1, 0), "each": (count, 0)} if count > 1 else {"one": (1, 0)})
+        ways = {"chain": (1, 0.0), "each": (count, 0.0)} if count > 1 else {"one": (1, 0.0)}
+        points += _turns(request, count, request.config["rows"], ways)
     return {"points": points}
 
 
@@ -205,9 +206,11 @@ def _tell_chain(figures: dict[str, Any]) -> Told:
 
 
 def _measure_urgent(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    ways = {"whole": (1, 0.0), "urgent first": (1, request.config["urgent_share"])}
-    points = [point for count in request.config["urgent_counts"] for point in _turns(request, count, ways)]
-    return {"points": points, "share": request.config["urgent_share"]}
+    config, points = request.config, []
+    for count in config["urgent_counts"]:
+        ways = {"whole": (1, 0.0), "urgent first": (1, config["urgent_share"])}
+        points += _turns(request, count, config["urgent_rows"], ways)
+    return {"points": points, "share": config["urgent_share"]}
 
 
 def _tell_urgent(figures: dict[str, Any]) -> Told:
@@ -264,10 +267,10 @@ def _measure_canary(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
 
 def _tell_canary(figures: dict[str, Any]) -> Told:
     good, harmful = figures["good"], figures["harmful"]
-    cells = [
-        [name, " ".join(map(str, each["versions"])), f"{each['seconds']:.1f}", (each["errors"] or ["published"])[0]]
-        for name, each in (("good", good), ("trained on labels turned round", harmful))
-    ]
+    losses = [each["watch"]["log_loss"] for each in (good, harmful)]
+    said = [f"its log loss is {losses[0]:.5g}", *(error.partition(": ")[2] for error in harmful["errors"][:1])]
+    named = zip(("good", "trained on labels turned round"), (good, harmful), said, strict=True)
+    cells = [[name, " ".join(map(str, each["versions"])), f"{each['seconds']:.1f}", what] for name, each, what in named]
     columns = ["update", "versions served then", "seconds", "what the publisher says of the canary"]
     left = sum(after != before for after, before in zip(harmful["versions"], good["versions"], strict=True))
     return Told(

@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +15,6 @@ from ..errors import StoreNotFoundError
 from ..io import LmdbColdTier
 from ..io.reads import ChangedRows
 from ..kernels.arrays import Int64s
-from ..layout import KEY_ROW_BITS
 from ..store.manifest import Manifest
 from ..store.opened import Opened, open_files
 from ..store.version import NO_LINEAGE, ORIGIN_KEY, Lineage, pack, unpack, unpack_tensors
@@ -128,8 +126,9 @@ def write_update(
         since_commit_id = source.lineage.id_of(since)
         since = since if since_commit_id else 0
         with tier.changes(since) as changes:
-            changed = changes.rows if only is None else partial(_some, changes.rows, only)
-            _write_rows(writer, changed, manifest, progress)
+            if only is not None and changes.written is not None:
+                changes.written = np.intersect1d(changes.written, only)
+            _write_rows(writer, changes.rows, manifest, progress)
         header = UpdateHeader(
             origin=source.origin,
             since=since,
@@ -149,12 +148,6 @@ def _payload(number: int, payload: bytes) -> bytes:
     tensors = {name: each for name, each in unpack_tensors(version).items() if not name.startswith(_OPTIMIZER_PREFIX)}
     extra: dict[str, Any] = {key: value for key, value in version.extra.items() if key != ORIGIN_KEY}
     return pack({}, extra, tensors, NO_LINEAGE)
-
-
-def _some(changed: Callable[[int], Iterable[ChangedRows]], keys: Int64s, table: int) -> Iterator[ChangedRows]:
-    for chunk in changed(table):
-        if (chosen := np.isin(chunk.rows | (table << KEY_ROW_BITS), keys)).any():
-            yield ChangedRows(chunk.rows[chosen], chunk.weights[chosen])
 
 
 def _write_rows(
