@@ -60,8 +60,11 @@ def _no_bar(_what: str) -> AbstractContextManager[Progress]:
 class _Publisher:
     """The updates of one store, each made once, however many servers lack it."""
 
-    def __init__(self, directory: str | os.PathLike[str], work: Path, bar: Bar, token: str | None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], urls: Sequence[str], work: Path, bar: Bar, token: str | None
+    ) -> None:
         self._directory = directory
+        self._urls = urls  # which are each other's peers
         self._token = token
         self._work = work
         self._bar = bar
@@ -157,11 +160,14 @@ class _Publisher:
 
     def _begins(self, since: int, urgent: float | None, lookups: Mapping[int, int]) -> list[int]:
         """What ``update`` gives the updates since a version by: of urgent rows, if there are any, and of all."""
-        rows = urgent_rows(self._directory, since, urgent, lookups) if urgent and since else None
-        if rows is None or not len(rows):
-            return [since]
-        self.updates[-since] = self._write(self._work / f"urgent-{since}", since, only=rows)
-        return [-since, since]
+        try:
+            rows = urgent_rows(self._directory, since, urgent, lookups) if urgent and since else None
+            if rows is not None and len(rows):
+                self.updates[-since] = self._write(self._work / f"urgent-{since}", since, only=rows)
+                return [-since, since]
+        except TierstoreError as error:
+            _LOG.warning("no urgent rows go first: %s", error)
+        return [since]
 
     def try_on(self, canary: Canary, since: int | None) -> Published:
         """Bring the canary to the version, and watch it; if it gets worse, it goes back, which is an error. One that a
@@ -204,7 +210,7 @@ class _Publisher:
         place = chain.index(url)
         parents = sorted(range(place), key=lambda other: ((place - other) % fan_out, place - other))
 
-        others = [each for each in origins if each != url]
+        others = [each for each in self._urls if each != url]
         with AdminClient(url, token=self._token) as client, self._bar(url) as bar:
 
             def show(done_bytes: int, total_bytes: int) -> None:
@@ -324,7 +330,7 @@ def _publishing(
             way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
             _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
-        publisher = _Publisher(directory, Path(work), bar, token)
+        publisher = _Publisher(directory, to, Path(work), bar, token)
         yield publisher
         if keep_file is not None and publisher.updates:
             shutil.copyfile([*publisher.updates.values()][-1].path, keep_file)

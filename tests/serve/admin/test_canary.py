@@ -67,7 +67,7 @@ def three(fleet: Fleet, source: Path) -> Fleet:
 
 
 def versions(fleet: Fleet) -> list[int]:
-    return [replica.store.extra["tierstore.update"]["version"] for replica in fleet.replicas]
+    return [replica.store.extra["tierstore.update"]["version"] for replica in fleet.replicas if replica.store]
 
 
 BAD = {
@@ -104,13 +104,14 @@ def test_each_measure_stops_a_bad_version(three: Fleet, source: Path, fares: dic
     fares[3] = WORST
     assert three.publish(source, canary=BOUNDS) == [""] * 3, "what is at its bound passes"
     three.require_same(source)
+    assert (replica.directory / "incoming" / "peers").read_text().split() == three.urls[1:]
 
 
 def test_nobody_gets_what_is_on_trial_nor_what_came_after_it(three: Fleet, source: Path, fares: dict[int, Any]) -> None:
     seen, canary = [], Canary(url=three.urls[0], seconds=90, loss=1, errors=1, p99=1)
 
     def look() -> Measures:
-        for replica in three.replicas[1:]:
+        for replica in three.replicas[1:3]:
             replica.catch_up()
         seen.append(versions(three))
         if len(seen) == 1:
@@ -118,12 +119,12 @@ def test_nobody_gets_what_is_on_trial_nor_what_came_after_it(three: Fleet, sourc
         return WORST
 
     fares[2] = look
-    assert three.publish(source, canary=canary) == [""] * 3
+    three.begin()  # needs another update, which is made after the watch
+    assert three.publish(source, canary=canary) == [""] * 4
     assert seen == [[2, 1, 1]] * 2, "a minute, and the rest"
-    assert versions(three) == [2, 2, 2]
     away = three.begin(peers=three.urls[:1])
     away.catch_up()
-    assert versions(three) == [2] * 4
+    assert versions(three) == [2] * 5
 
 
 def test_what_cannot_be_judged_is_not_passed_on(three: Fleet, source: Path, fares: dict[int, Any]) -> None:
@@ -244,7 +245,7 @@ def test_a_server_tells_how_it_fares_and_what_is_looked_up(source: Path, tmp_pat
         with AdminClient(server.admin, token=whole.ADMIN_TOKEN) as client:
             wait_for(lambda: sum(client.status(60)["requests"]["history"]["requests"]) == 120)
             found = measure(client, 1, 60)
-            assert found[:2] == (None, 0.1)
+            assert found[:2] == (None, pytest.approx(0.1))
             assert 0 < (found.seconds_p99 or 0) < 10
             assert set(client.lookups()) == {1 << 40 | 5, 1 << 40 | 7}
             assert len(client.status(1)["requests"]["history"]["requests"]) == 1
