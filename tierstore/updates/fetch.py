@@ -167,7 +167,6 @@ def missing(
     kept = [each for state in states.values() if target.is_same(state.origin) for each in state.kept]
     ways = [each for each in kept if each.commit_id not in declined]
     changes = [each for each in ways if own is not None and own.commit_id == each.since_commit_id != ""]
-    changes = [each for each in changes if own is None or own.urgent in ("", each.commit_id)]
     wholes = [each for each in ways if not each.since and (own is None or each.version > own.version)]
     update = next(iter(changes or wholes), None)
     return Missing(target, update, tuple(peer for peer, state in states.items() if update in state.kept))

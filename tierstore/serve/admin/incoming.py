@@ -142,7 +142,7 @@ class Incoming:
 
     @property
     def declined(self) -> list[str]:
-        """Identities of commits that are not taken, as they were gone back from, or cannot be shown."""
+        """Identities of commits that are not taken, as they were gone back from."""
         return self._words("declined")
 
     def _words(self, name: str) -> list[str]:

@@ -93,6 +93,7 @@ class Replica:
         self._fetch: tuple[str, asyncio.Task[None]] | None = None
         self._waits_for: Origin | None = None
         self._refused: set[str] = set()
+        self._given_up: set[str] = set()  # commits that failed twice; a publisher may send them
 
     def routes(self) -> list[Route]:
         return [
@@ -258,7 +259,8 @@ class Replica:
         """Show the newest version that peers show, if they keep the updates to it, unless a publisher sends one."""
         while self._being_sent() is None:
             peers, own = self._peers or self._incoming.peers, origin_of(self._extra())
-            found = await asyncio.to_thread(missing, own, peers, self._incoming.declined, token=self._token)
+            declined = self._given_up.union(self._incoming.declined)
+            found = await asyncio.to_thread(missing, own, peers, declined, token=self._token)
             if found is None or self._being_sent() is not None:
                 return
             if found.update is None:
@@ -279,7 +281,7 @@ class Replica:
                 finally:
                     if not self._incoming.find(upload.id):  # the cause may have been of that moment, once
                         if upload.id in self._refused:
-                            self._incoming.decline(found.update.commit_id)
+                            self._given_up.add(found.update.commit_id)
                         self._refused.add(upload.id)
             if origin_of(self._extra()) == own:
                 return  # it is not shown yet: the server drains
