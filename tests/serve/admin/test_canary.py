@@ -182,7 +182,9 @@ def test_a_killed_publish_is_gone_on_with(
 
 def test_all_show_urgent_rows_and_then_the_rest(three: Fleet, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the servers together looked up most. The rest is what a plain publish sends, also from peers."""
-    for replica, counts in zip(three.replicas, ([(1, 40), (5, 2)], [(5, 60)], [(7, 1)]), strict=True):
+    unasked = urgent_rows(source, 1, 0.3, {})
+    one, two, other = np.setdiff1d(urgent_rows(source, 1, 0.9, {}), unasked)[:3].tolist()
+    for replica, counts in zip(three.replicas, ([(one, 10**6), (two, 2)], [(two, 10**6)], [(other, 9)]), strict=True):
         monkeypatch.setattr(replica.taker, "_lookups", lambda counts=counts: counts)
     away, shown = three.begin(peers=three.urls[:1]), list[Any]()
 
@@ -191,17 +193,18 @@ def test_all_show_urgent_rows_and_then_the_rest(three: Fleet, source: Path, monk
             shown.extend(contents(replica.directory) for replica in three.replicas[:3])
             raise KeyboardInterrupt
 
+    rows = urgent_rows(source, 1, 0.3, {one: 10**6, two: 10**6 + 2, other: 9})
+    assert set(rows) & {one, two} > set(unasked) & {one, two}
     before, after = contents(three.replicas[0].directory), contents(source)
-    rows = urgent_rows(source, 1, 0.3, {1: 40, 5: 62, 7: 1})
     monkeypatch.setattr(killpoints, "hook", end)
     with pytest.raises(KeyboardInterrupt):
         three.publish(source, slice(3), urgent=0.3)
     assert len(shown) == 3
     for index, name in enumerate(before):
         own = np.isin(np.arange(900) | index << 40, rows)[:, None]
-        one, other = (each[name].view(900, -1).numpy() for each in (before, after))
+        old, new = (each[name].view(900, -1).numpy() for each in (before, after))
         for found in shown:
-            assert (found[name].view(900, -1).numpy() == np.where(own, other, one)).all()
+            assert (found[name].view(900, -1).numpy() == np.where(own, new, old)).all()
     assert three.publish(source, slice(1)) == [""]
     for replica in (*three.replicas[1:3], away):
         replica.catch_up()
