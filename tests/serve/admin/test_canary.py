@@ -21,6 +21,7 @@ from tierstore.updates import canary as canaries
 from tierstore.updates import write_update
 from tierstore.updates.canary import Canary, Measures, measure
 from tierstore.updates.client import AdminClient, Kept, PublishError
+from tierstore.updates.delta import source_of
 from tierstore.updates.publish import publish
 from tierstore.updates.urgent import urgent_rows
 
@@ -200,6 +201,9 @@ def test_all_show_urgent_rows_and_then_the_rest(three: Fleet, source: Path, monk
     with pytest.raises(KeyboardInterrupt):
         three.publish(source, slice(3), urgent=0.3)
     assert len(shown) == 3
+    with AdminClient(three.urls[2], token=TOKEN) as client:
+        assert client.roll_back() == 1
+        assert client.state().declined == {source_of(source).origin.commit_id}, "and not the commit shown before"
     for index, name in enumerate(before):
         own = np.isin(np.arange(900) | index << 40, rows)[:, None]
         old, new = (each[name].view(900, -1).numpy() for each in (before, after))
@@ -208,6 +212,8 @@ def test_all_show_urgent_rows_and_then_the_rest(three: Fleet, source: Path, monk
     assert three.publish(source, slice(1)) == [""]
     for replica in (*three.replicas[1:3], away):
         replica.catch_up()
+    assert versions(three) == [2, 2, 1, 2]
+    three.replicas.pop(2)
     three.require_same(source)
     plain = write_update(source, source.with_name("plain"), since=1).id
     assert plain in [Kept.of_name(each).id for each in listed(three.urls[1])["kept"]]
