@@ -15,6 +15,7 @@ from tierstore.dist.parts import SECTION
 from tierstore.exchange import rows as chunked
 from tierstore.exchange.rows import read_rows
 from tierstore.updates import apply_update, write_update
+from tierstore.updates.urgent import urgent_rows
 
 from .ranks import run
 
@@ -96,6 +97,9 @@ def test_versions_are_the_commits_that_all_ranks_have(folder: Path) -> None:
         assert store.refresh() == 1
     with pytest.raises(errors.StoreNotFoundError, match="no version 3"):
         tierstore.open(folder, mode="r", version=3, **SMALL)
+    urgent, changed = urgent_rows(folder, 1, 0.5, {}), write_update(folder, folder.parent / "all", since=1).header
+    sent = write_update(folder, folder.parent / "urgent", since=1, only=urgent).header
+    assert sent.num_rows == len(urgent) == changed.num_rows // 2 > 0
 
 
 def test_a_reader_moves_on_when_all_ranks_have_a_commit(folder: Path) -> None:

@@ -160,6 +160,7 @@ HOSTILE = {
     "basis": assign("basis", value="rumour"),
     "version": assign("version", value="3"),
     "commit": assign("commit_id", value="0" * 15),
+    "passed": assign("passed", value=["0" * 15]),
     "table": assign("tables", 0, value={"name": 3}),
     "wide": assign("tables", 0, "embedding_dim", value=1 << 20),
     "deep": lambda own, parts: replace_chunk(own, parts, 0, b"[" * 100000, 0),

@@ -382,10 +382,24 @@ QUANTIZE: Final = command(
 )
 
 
+_CANARY: Final[dict[str, tuple[type, str, str]]] = {
+    "seconds": (int, "N", "how long the canary is watched (default: 60)"),
+    "loss": (float, "X", "by what share its log loss may grow (default: 0.002)"),
+    "errors": (float, "X", "how much larger its share of failed requests may be (default: 0.01)"),
+    "p99": (float, "X", "by what share its 99th percentile of latency may grow (default: 1)"),
+}
+
+
 def _publish(options: argparse.Namespace) -> int:
     from ..serve.bearer_token import read_token
+    from ..updates.canary import Canary
     from ..updates.publish import plan, publish
 
+    bounds = {name: value for name in _CANARY if (value := getattr(options, f"canary_{name}")) is not None}
+    if options.canary is None and bounds:
+        raise ValueError(f"--canary-{next(iter(bounds))} goes with --canary")
+    if options.dry_run and (options.urgent is not None or options.canary is not None):
+        raise ValueError("--dry-run shows a plain publish: leave out --urgent and --canary")
     token = None if options.token_file is None else read_token(options.token_file)
     settings: dict[str, Any] = {"since": options.since, "token": token, "keep_file": options.keep_file, "bar": byte_bar}
     if options.dry_run:
@@ -394,7 +408,9 @@ def _publish(options: argparse.Namespace) -> int:
         return 0
     if not options.to:
         raise ValueError("give --to URL, or --dry-run to see what would be sent")
-    done = publish(options.directory, options.to, fan_out=options.fan_out, **settings)
+    canary = None if options.canary is None else Canary(url=options.canary, **bounds)
+    settings |= {"fan_out": options.fan_out, "urgent": options.urgent, "canary": canary}
+    done = publish(options.directory, options.to, **settings)
     for each in done:
         _describe_published(each)
     return 1 if any(each.error for each in done) else 0
@@ -436,6 +452,12 @@ PUBLISH: Final = command(
             metavar="N",
             help="send to so many servers of each version; the others fetch it from these (default: 1)",
         ),
+        arg("--urgent", type=float, metavar="SHARE", help="send this share of the changed rows first, as 0.05"),
+        arg("--canary", nargs="?", const="", metavar="URL", help="server that shows it first (default: the first)"),
+        *(
+            arg(f"--canary-{name}", type=kind, metavar=metavar, help=what)
+            for name, (kind, metavar, what) in _CANARY.items()
+        ),
         arg("--token-file", metavar="PATH", help="file with the admin token of all servers"),
         arg("--dry-run", help="say what would be sent, and send nothing"),
         arg("--keep-file", metavar="PATH", help="keep the file that is sent under this name"),
@@ -443,9 +465,11 @@ PUBLISH: Final = command(
     "send what changed in a store to servers",
     "Bring the rows that changed since a version, and the dense weights, to servers by their admin ports. The first "
     "server gets them from here, each other one from the one before it. Each applies them as one version. An upload "
-    "that was cut short goes on where it stopped: publish again. The exit status is 1 if any server failed.",
+    "that was cut short goes on where it stopped: publish again. With --canary, others get the version only if that "
+    "server fares no worse with it than before. The exit status is 1 if any server failed.",
     """examples:
   tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002
+  tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002 --urgent 0.05 --canary
   tierstore publish shop --since 12 --dry-run""",
 )
 

@@ -372,7 +372,7 @@ class WholeChanges:
 
     def __init__(self, tier: WholeTier, written: Int64s | None) -> None:
         self._tier = tier
-        self._written = written
+        self.written = written
 
     def rows(self, table: int) -> Iterator[ChangedRows]:
         """The table's changed rows, in ascending chunks; none is empty. ChecksumError, TruncatedError."""
@@ -381,17 +381,17 @@ class WholeChanges:
             chunk = np.array(keys[start : start + step], np.int64)
             found = Found.empty(whole.layout, len(chunk))
             self._tier.read(chunk, np.arange(len(chunk), dtype=np.int32), *found)
-            if self._written is not None:  # a row that moved to a rank with the same bits was not written there
+            if self.written is not None:  # a row that moved to a rank with the same bits was not written there
                 found = whole.with_first_values(found, chunk)
             if found.present.any():
                 yield ChangedRows(chunk[found.present] & ROW_MASK, found.weights[found.present])
 
     def _keys(self, table: int) -> Int64s | range:
         first = table << KEY_ROW_BITS
-        if self._written is None:
+        if self.written is None:
             return range(first, first + self._tier.tables[table].num_rows)
-        start, stop = np.searchsorted(self._written, [first, first + MAX_ROWS])
-        keys: Int64s = self._written[start:stop]
+        start, stop = np.searchsorted(self.written, [first, first + MAX_ROWS])
+        keys: Int64s = self.written[start:stop]
         return keys
 
 

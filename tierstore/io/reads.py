@@ -192,7 +192,7 @@ class Changes:
 
     @cached_property
     def written(self) -> Int64s:
-        """Keys of the rows that were written since, ascending."""
+        """Keys of the rows that were written since, ascending; some of them may be set, of which ``rows`` then are."""
         return self._rows.written_since(self._snapshot, self._since)
 
     def rows(self, table: int) -> Iterator[ChangedRows]:

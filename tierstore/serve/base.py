@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from ..store import Table
 from .bearer_token import Token
 from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ModelStatistics, ServeError
 
@@ -28,6 +29,10 @@ class Model(Protocol):
 
     metadata: ModelMetadata
     """Without versions: it is for the engine to say which is served."""
+
+    @property
+    def tables(self) -> Sequence[Table]:
+        """Of each feature whose ids its queries hold, in their order."""
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> Query:
         """Check a request's inputs; ServeError INVALID names the input."""

@@ -30,7 +30,7 @@ from ..updates.header import origin_of
 from .base import LONG_IDS, Model, Outputs, Pause
 from .batching import Batcher, OneThread
 from .config import ServeConfig
-from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
+from .hot_rows import RowCounts, hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_request
 from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError, Status
 from .models import Models, Program, load_program, rehearse
@@ -88,6 +88,7 @@ class StoreEngine:
         self.is_draining = self._is_stopping = False
         self._has_failed = False
         self._is_parsing: Final = asyncio.Lock()
+        self.row_counts: Final = RowCounts()
         self.absent = ""  # what became of the store: "unloading", "unloaded", "loading" or "load failed"
         self._known: list[ModelMetadata] = []  # its models, while it is absent
 
@@ -406,6 +407,8 @@ class StoreEngine:
                 query = served.model.parse(request.inputs)
             try:
                 ran: _Ran = await served.batcher.submit(query, deadline, request.client)
+                jagged: Any = getattr(query, "jagged", query)
+                self.row_counts.note(served.model.tables, jagged.lengths, jagged.values)
                 return ran
             except ServeError as error:
                 # Unless another model has taken this one's place, of which it has to be asked again.

@@ -97,7 +97,7 @@ class Server:
             config = self._config
             self._replica = Replica(
                 Path(config.store), extra=engine.only.extra, refresh=engine.refresh, token=token,
-                peers=config.peer_urls,
+                peers=config.peer_urls, lookups=engine.only.row_counts.top,
             )  # fmt: skip
             routes += self._replica.routes()
             rollback = self._replica.roll_back

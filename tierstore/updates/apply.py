@@ -2,7 +2,8 @@
 
 A replica is a store that only updates write. It numbers its commits itself; which version of the source a commit shows
 stands in its ``extra`` (``header.Origin``), and that is the number to tell clients: it means the same rows on every
-server, also after going back and forth. Two versions are kept, so that the one before is one call away.
+server, also after going back and forth. Two versions are kept, so that the one before is one call away; three if the
+second is urgent, the first with some rows of the third: nobody goes back to a part of a version.
 """
 
 import contextlib
@@ -94,12 +95,13 @@ def _open(directory: Path) -> Iterator[LmdbColdTier]:
 
 def _apply(directory: Path, tier: LmdbColdTier, update: UpdateFile, replaces: str) -> Applied:
     header, manifest = update.header, Manifest.read(directory)
-    before = unpack(tier.version, tier.payload)._replace(tensors=b"")
+    before = unpack(tier.version, tier.payload)
+    before = before if header.is_urgent else before._replace(tensors=b"")
     origin = origin_of(before.extra)
     if before.number and origin is None:
         raise TierstoreError(f"{directory} was written by others than updates; choose another directory for a replica")
-    if header.origin.is_same(origin):
-        return Applied(header.origin.version, 0, True)
+    if origin is not None and (header.origin.is_same(origin) or header.shown.is_same(origin)):
+        return Applied(origin.version, 0, True)
     _require_base(directory, origin, header)
     if origin is not None and origin.version > header.origin.version and origin.commit_id != replaces:
         raise TierstoreError(
@@ -108,15 +110,15 @@ def _apply(directory: Path, tier: LmdbColdTier, update: UpdateFile, replaces: st
         )
     _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), header)
     rows = _Writer(tier, update).run()
-    sent = update.version()
+    sent = before if header.is_urgent else update.version()
     states = {config.name: TableState(0, config.optimizer.lr) for config in header.tables}
-    version = sent._replace(tables=states, extra={**sent.extra, ORIGIN_KEY: header.origin._asdict()})
+    version = sent._replace(tables=states, extra={**sent.extra, ORIGIN_KEY: header.shown._asdict()})
     payload = repack(version, before.lineage.following(before.number))
     # Last, as readers look for a version's tables here; until the commit they see those of the version before.
     if manifest.tables != header.tables:
         replace(manifest, tables=header.tables).write(directory)
-    tier.commit(payload, tier.last_version + 1, keep=KEEP)
-    return Applied(header.origin.version, rows, False)
+    tier.commit(payload, tier.last_version + 1, keep=KEEP + bool(origin and origin.urgent))
+    return Applied(header.shown.version, rows, False)
 
 
 def _wants(header: UpdateHeader) -> str:
@@ -133,7 +135,7 @@ def _require_base(directory: Path, origin: Origin | None, header: UpdateHeader) 
             f"{directory} has {origin}, and the update is {header.origin}. A replica takes updates of one store; to "
             "have another one's, start its server with a new, empty directory"
         )
-    if header.base is not None and not header.base.is_same(origin):
+    if not header.has_rows_of(origin) or (header.is_urgent and origin is not None and origin.urgent):
         has = "is empty" if origin is None else f"has {origin}"
         raise TierstoreError(f"{directory} {has}, and the update {_wants(header)}")
 
@@ -147,6 +149,8 @@ def _require_tables(directory: Path, tables: tuple[TableConfig, ...], header: Up
                 f"table {index} of {directory} is {config}, and of the update {sent}; to have tables that are others "
                 "than they were, start the server with a new, empty directory"
             )
+    if header.is_urgent and len(tables) != len(header.tables):
+        raise TableError(f"{directory} lacks {header.tables[-1].name!r}: tables come with the whole update")
 
 
 class _Writer:
@@ -217,7 +221,7 @@ def roll_back_replica(directory: str | os.PathLike[str]) -> Origin:
             raise TierstoreError(f"{directory} is no replica; go back in it with tierstore rollback")
         if len(tier.versions) < 2:
             raise TierstoreError(f"{directory} keeps no version before this one; publish what is to be shown")
-        tier.rollback(tier.versions[-2])
+        tier.rollback(tier.versions[0])
         origin = origin_of(unpack(tier.version, tier.payload).extra)
         assert origin is not None, "a replica's kept version is no replica's"
         return origin

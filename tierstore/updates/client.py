@@ -81,6 +81,10 @@ class ReplicaState(NamedTuple):
     fetch: dict[str, Any]
     """The last that was fetched from peers: ``id``, ``is_running``, ``error``; empty for none."""
     kept: tuple[Kept, ...]
+    declined: frozenset[str] = frozenset()
+    """Identities of commits that it does not take, as it went back from them."""
+    trial: dict[str, Any] | None = None
+    """What a canary's publisher measured before the version that it shows, and still watches; None if none does."""
 
     def received(self, update_id: str) -> int:
         """Bytes of an update that are there."""
@@ -117,12 +121,11 @@ class AdminClient:
     def state(self) -> ReplicaState:
         answer = self._ask("GET", "/admin/updates")
         try:
-            kept = tuple(map(Kept.of_name, answer.get("kept", [])))
+            names = ("source", "version", "commit_id", "urgent")
+            origin = None if answer["source"] is None else Origin(*(answer[name] for name in names))
             uploads, fetch = dict(answer.get("uploads", {})), dict(answer.get("fetch") or {})
-            if answer["source"] is None:
-                return ReplicaState(None, uploads, fetch, kept)
-            origin = Origin(str(answer["source"]), int(answer["version"]), str(answer.get("commit_id", "")))
-            return ReplicaState(origin, uploads, fetch, kept)
+            kept, declined = tuple(map(Kept.of_name, answer.get("kept", []))), frozenset(answer.get("declined", []))
+            return ReplicaState(origin, uploads, fetch, kept, declined, answer.get("trial"))
         except (KeyError, ValueError, TypeError) as error:
             raise PublishError(f"{self.url} does not answer as a tierstore server: {excerpt(answer)}") from error
 
@@ -170,7 +173,7 @@ class AdminClient:
                 raise FetchError(f"{self.url}: {fetch['error']}")
             received = state.received(update.id)
             progress(received, update.size_bytes)
-            if update.header.origin.is_same(state.origin):
+            if update.header.shown.is_same(state.origin) or update.header.origin.is_same(state.origin):
                 return True
             if not fetch.get("is_running"):  # or not any more: the server was started again
                 if received == update.size_bytes:
@@ -178,6 +181,22 @@ class AdminClient:
                 self._ask("POST", f"/admin/updates/{update.id}/fetch", wanted)
                 is_asked = True
             time.sleep(_POLL_SECONDS)
+
+    def lookups(self) -> dict[int, int]:
+        """How often rows were looked up, by key, of the hottest ones and in a sample of queries."""
+        return {int(key): int(count) for key, count in self._ask("GET", "/admin/updates/lookups")["lookups"]}
+
+    def status(self, seconds: int) -> dict[str, Any]:
+        """What the status page shows, of up to so many last seconds."""
+        return self._ask("GET", f"/status.json?seconds={seconds}")
+
+    def set_trial(self, commit_id: str, before: Mapping[str, Any]) -> None:
+        """Peers are not to get that commit from this server; "": they may again. ``before`` is kept, for ``state``."""
+        self._ask("POST", "/admin/updates/trial", {"commit_id": commit_id, "before": dict(before)})
+
+    def roll_back(self) -> int:
+        """Have it go back, for good, from the version that it shows; the number of what it shows then."""
+        return int(self._ask("POST", "/admin/updates/rollback", {}, timeout=_APPLY_SECONDS)["version"])
 
     def open(self, update_id: str, start: int) -> http.client.HTTPResponse:
         """An update from a byte on, as it arrives at the server. OSError or HTTPException: the connection breaks;

@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from .. import optim
 from ..config import TableConfig
 from ..errors import StoreNotFoundError
 from ..io import LmdbColdTier
 from ..io.reads import ChangedRows
+from ..kernels.arrays import Int64s
 from ..store.manifest import Manifest
 from ..store.opened import Opened, open_files
 from ..store.version import NO_LINEAGE, ORIGIN_KEY, Lineage, pack, unpack, unpack_tensors
@@ -38,12 +41,15 @@ class Source(NamedTuple):
     lineage: Lineage
 
     def has_grown_from(self, origin: Origin | None) -> bool:
-        """Whether its version was made from this very commit, as far back as the lineage goes."""
+        """Whether its version was made from this very commit, and from that of its urgent rows, as far back as the
+        lineage goes."""
+        own = {"", self.origin.commit_id, *(each.commit_id for each in self.lineage.ancestors)}
         return (
             origin is not None
             and origin.source == self.origin.source
             and origin.commit_id != ""
             and self.lineage.id_of(origin.version) == origin.commit_id
+            and origin.urgent in own
         )
 
 
@@ -58,9 +64,9 @@ def open_tier(directory: Path, manifest: Manifest) -> LmdbColdTier:
 
 
 @contextlib.contextmanager
-def _open_source(directory: Path) -> Iterator[Opened]:
-    """A store whose last version is published, with its tables added; it may be trained on meanwhile."""
-    opened = open_files(directory, readonly=True)
+def open_source(directory: Path, version: int | None = None) -> Iterator[Opened]:
+    """A store whose last version, or a kept one, is published, its tables added; it may be trained on meanwhile."""
+    opened = open_files(directory, readonly=True, version=version)
     with contextlib.closing(opened.cold) as tier:
         if not tier.version:
             raise StoreNotFoundError(f"{directory}: nothing was committed yet, so there is nothing to publish")
@@ -70,7 +76,7 @@ def _open_source(directory: Path) -> Iterator[Opened]:
 
 def source_of(directory: str | os.PathLike[str]) -> Source:
     """Which version a store would publish. StoreNotFoundError: none, or nothing was committed. DamagedError."""
-    with _open_source(Path(directory).absolute()) as (manifest, tier, _):
+    with open_source(Path(directory).absolute()) as (manifest, tier, _):
         return _source(manifest, tier.version, tier.payload)
 
 
@@ -84,6 +90,8 @@ def write_update(
     out: str | os.PathLike[str],
     *,
     since: int = 0,
+    version: int | None = None,
+    only: Int64s | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Update:
     """Write what changed since a version to a file: rows, ids, tables, ``extra`` and tensors but the optimizer's.
@@ -97,6 +105,8 @@ def write_update(
         directory: the store's.
         out: the file; must not exist.
         since: the version that the receiver has; 0 if it has none.
+        version: a kept one; default: the last.
+        only: of what changed since then only these rows, keys, int64 [n], and nothing but rows: an urgent update.
         progress: called as ``progress(done_bytes, total_bytes)`` of the tables.
 
     Raises:
@@ -106,16 +116,18 @@ def write_update(
     directory, out = Path(directory).absolute(), Path(out).absolute()
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another name")
-    with _open_source(directory) as (manifest, tier, _), contextlib.closing(UpdateWriter()) as writer:
+    with open_source(directory, version) as (manifest, tier, _), contextlib.closing(UpdateWriter()) as writer:
         if not 0 <= since < tier.version:
             raise ValueError(
                 f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
             )
-        writer.add_payload(_payload(tier.version, tier.payload))
+        writer.add_payload(_payload(tier.version, tier.payload) if only is None else pack({}, {}, {}, NO_LINEAGE))
         source = _source(manifest, tier.version, tier.payload)
         since_commit_id = source.lineage.id_of(since)
         since = since if since_commit_id else 0
         with tier.changes(since) as changes:
+            if only is not None and changes.written is not None:
+                changes.written = np.intersect1d(changes.written, only)
             _write_rows(writer, changes.rows, manifest, progress)
         header = UpdateHeader(
             origin=source.origin,
@@ -123,6 +135,8 @@ def write_update(
             since_commit_id=since_commit_id,
             tables=tuple(map(replica_config, manifest.tables)),
             chunks=writer.chunks,
+            passed=tuple(each.commit_id for each in source.lineage.ancestors if 0 < since < each.version),
+            is_urgent=only is not None,
         )
         writer.finish(out, header)
     return Update(out, file_checksum(out), out.stat().st_size, header)

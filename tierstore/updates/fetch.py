@@ -146,8 +146,8 @@ class Missing(NamedTuple):
 def missing(
     own: Origin | None, peers: Sequence[str], declined: Collection[str], *, token: str | None
 ) -> Missing | None:
-    """The update that a replica lacks on the way to the highest version that its peers show; None if it lacks none, or
-    is empty and they show several stores.
+    """The update that a replica lacks on the way to the highest version that its peers show, other than canaries whose
+    publisher still watches them; None if it lacks none, or is empty and they show several stores.
 
     Args:
         declined: identities of commits that it is not to have.
@@ -158,6 +158,7 @@ def missing(
     states, why = _states(peers, token)
     if peers and not states:
         raise PublishError(f"no peer answers ({why})")
+    states = {peer: state for peer, state in states.items() if state.trial is None}
     shown = [state.origin for state in states.values() if state.origin is not None]
     newer = [each for each in shown if own is None or (each.source == own.source and each.version > own.version)]
     target = max(newer, key=lambda each: each.version, default=None)

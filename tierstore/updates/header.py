@@ -32,9 +32,12 @@ class Origin(NamedTuple):
     """Its number there, which a server tells its clients."""
     commit_id: str = ""
     """The commit's identity (``store.version.Lineage``); "" of a release without identities."""
+    urgent: str = ""
+    """The identity of a later commit of which some rows are shown already; "" for none."""
 
     def __str__(self) -> str:
-        return f"version {self.version} (commit {self.commit_id or 'unknown'}) of store {self.source}"
+        some = f" with urgent rows of commit {self.urgent}" if self.urgent else ""
+        return f"version {self.version} (commit {self.commit_id or 'unknown'}){some} of store {self.source}"
 
     def is_same(self, other: "Origin | None") -> bool:
         """Whether both are the very same commit, for certain."""
@@ -48,13 +51,13 @@ def origin_of(extra: Mapping[str, Any]) -> Origin | None:
     if stored is None:
         return None
     try:
-        source, version, commit_id = stored["source"], stored["version"], stored.get("commit_id", "")
+        found = Origin(stored["source"], stored["version"], stored.get("commit_id", ""), stored.get("urgent", ""))
     except (KeyError, TypeError, AttributeError):
-        source, version, commit_id = None, None, None
-    is_sound = is_store_id(source) and type(version) is int and version >= 1
-    if not is_sound or not (commit_id == "" or is_commit_id(commit_id)):
+        found = Origin("", 0)
+    is_sound = is_store_id(found.source) and type(found.version) is int and found.version >= 1
+    if not is_sound or not all(each == "" or is_commit_id(each) for each in found[2:]):
         raise FormatError(f"extra[{ORIGIN_KEY!r}] is {excerpt(stored)}, not the source of a replica's rows")
-    return Origin(source, version, commit_id)
+    return found
 
 
 MAX_CHUNK_BYTES: Final = 2 * CHUNK_BYTES
@@ -109,7 +112,7 @@ def unpack_chunk(raw: bytes, num_rows: int, layout: RowLayout) -> tuple[NDArray[
     return ids, weights
 
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 PAYLOAD: Final = -1
 """Stands for a table's index in chunks of the version's own payload."""
 MAX_PAYLOAD_BYTES: Final = 256 << 20
@@ -142,6 +145,8 @@ class UpdateHeader:
     since_commit_id: that version's identity; "" for none.
     tables: all tables of the store, in its order, as a replica has them.
     chunks: those of one table neighbours, tables ascending, ids ascending; the payload's come first.
+    passed: identities of the commits between ``since`` and the origin, whose rows are in the update, too.
+    is_urgent: there are only some of the changed rows, and a payload without ``extra`` and tensors.
     """
 
     origin: Origin
@@ -149,15 +154,19 @@ class UpdateHeader:
     since_commit_id: str
     tables: tuple[TableConfig, ...]
     chunks: tuple[Chunk, ...]
+    passed: tuple[str, ...] = ()
+    is_urgent: bool = False
 
     def __post_init__(self) -> None:
         require_int(self.since, "since", 0, _MAX_VERSION)
         require_int(self.origin.version, "version", 1, _MAX_VERSION)
         if not is_store_id(self.origin.source):
             raise ValueError(f"source={excerpt(self.origin.source)} is not the id of a store")
-        for name, commit_id in (("commit_id", self.origin.commit_id), ("since_commit_id", self.since_commit_id)):
+        for commit_id in (self.origin.commit_id, self.since_commit_id, *self.passed):
             if commit_id != "" and not is_commit_id(commit_id):
-                raise ValueError(f"{name}={excerpt(commit_id)} is not the identity of a commit")
+                raise ValueError(f"{excerpt(commit_id)} is not the identity of a commit")
+        if self.is_urgent and not (self.since and self.origin.commit_id):
+            raise ValueError("urgent rows of no commit, or for none")
         if (self.since_commit_id == "") != (self.since == 0):
             raise ValueError(f"since={self.since} without an identity, or an identity without it")
         if self.since >= self.origin.version:
@@ -197,6 +206,18 @@ class UpdateHeader:
         return Origin(self.origin.source, self.since, self.since_commit_id) if self.since else None
 
     @property
+    def shown(self) -> Origin:
+        """What the receiver shows then."""
+        base = self.base
+        return base._replace(urgent=self.origin.commit_id) if self.is_urgent and base else self.origin
+
+    def has_rows_of(self, origin: Origin | None) -> bool:
+        """Whether the receiver has the base, and at most urgent rows that are in the update, too."""
+        urgent = "" if origin is None else origin.urgent
+        is_in = urgent == self.origin.commit_id or urgent in self.passed
+        return self.base is None or (self.base._replace(urgent=urgent).is_same(origin) and (not urgent or is_in))
+
+    @property
     def num_rows(self) -> int:
         return sum(chunk.rows for chunk in self.chunks)
 
@@ -220,6 +241,8 @@ class UpdateHeader:
             "basis": _BASES[self.since > 0],
             "tables": [config.to_dict() for config in self.tables],
             "chunks": [list(chunk) for chunk in self.chunks],
+            "passed": list(self.passed),
+            "is_urgent": self.is_urgent,
         }
 
     @classmethod
@@ -236,6 +259,8 @@ class UpdateHeader:
             since_commit_id=fields["since_commit_id"],
             tables=tuple(TableConfig.from_dict(config) for config in fields["tables"]),
             chunks=tuple(Chunk(*chunk) for chunk in fields["chunks"]),
+            passed=tuple(fields["passed"]),
+            is_urgent=fields["is_urgent"] is True,
         )
         if fields["basis"] != _BASES[made.since > 0]:
             raise ValueError(f"basis={excerpt(fields['basis'])} does not go with since={made.since}")

@@ -3,6 +3,8 @@
 The servers that begin at one version are a chain. The publisher sends the update to the first; each other one fetches
 it from the one before it while that still receives it, or from the next one before that if that fails. So the update
 crosses each link once, and all have it a little later than the first: docs/updates.md has the arithmetic.
+
+Urgent rows may go first, as a version of their own between the servers' and the next. A canary may be first, too.
 """
 
 import contextlib
@@ -12,20 +14,25 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..errors import TierstoreError
 from ..system.hosts import is_loopback
+from ..system.killpoints import reach
 from ..system.output import require_parent
 from ..system.sizes import format_size
-from .client import AdminClient, FetchError, Progress, PublishError, parse_url
+from .canary import WINDOW_SECONDS, Canary, Measures, measure, watch
+from .client import AdminClient, FetchError, Progress, PublishError, ReplicaState, parse_url
 from .delta import Update, source_of, write_update
 from .header import Origin
+from .urgent import urgent_rows
 
 _LOG: Final = logging.getLogger("tierstore.updates")
 _ASKED: Final = 3
@@ -53,23 +60,33 @@ def _no_bar(_what: str) -> AbstractContextManager[Progress]:
 class _Publisher:
     """The updates of one store, each made once, however many servers lack it."""
 
-    def __init__(self, directory: str | os.PathLike[str], work: Path, bar: Bar, token: str | None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], urls: Sequence[str], work: Path, bar: Bar, token: str | None
+    ) -> None:
         self._directory = directory
+        self._urls = urls  # which are each other's peers
         self._token = token
         self._work = work
         self._bar = bar
         self._making = threading.Lock()
         self._sending = threading.Lock()
         self._is_stopped = False
+        self._version: int | None = None
         self.updates: dict[int, Update] = {}
         self.source = source_of(directory)
 
     def update(self, since: int) -> Update:
         if since not in self.updates:
             with self._bar("compare") as show:
-                update = write_update(self._directory, self._work / f"update-{since}", since=since, progress=show)
+                update = self._write(self._work / f"update-{since}", since, progress=show)
             self.updates[since] = self.updates.setdefault(update.header.since, update)
         return self.updates[since]
+
+    def _write(self, path: Path, since: int, **settings: Any) -> Update:
+        update = write_update(self._directory, path, since=since, version=self._version, **settings)
+        if self._version is not None and not self.source.origin.is_same(update.header.origin):
+            raise PublishError(f"{self._directory} is at {update.header.origin} by now: publish again")
+        return update
 
     def describe(self, since: int) -> list[str]:
         header = (update := self.update(since)).header
@@ -84,9 +101,13 @@ class _Publisher:
         size = format_size(update.size_bytes)
         return [f"  version {header.origin.version}, {header.num_rows:,} rows {which}, {size}", *counts]
 
-    def begin(self, url: str, origin: Origin | None, wanted: int | None) -> int:
+    def begin(self, url: str, state: ReplicaState, wanted: int | None) -> int:
         """The version that an update of a server begins at: the wanted one, unless that is None. PublishError if the
-        server has rows of another store, or not the wanted version, or another commit of that number."""
+        server has rows of another store, or not the wanted version, or another commit of that number, or went back from
+        the version to be published."""
+        origin = state.origin
+        if self.source.origin.commit_id in state.declined:
+            raise PublishError(f"{url} went back from {self.source.origin}; commit again, and publish that")
         if origin is not None and origin.source != self.source.origin.source:
             raise PublishError(
                 f"{url} has {origin}, and this is {self.source.origin}. A replica takes updates of one store; to have "
@@ -100,16 +121,23 @@ class _Publisher:
             )
         return since if wanted is None else wanted
 
-    def publish(self, urls: Sequence[str], since: int | None, fan_out: int) -> list[Published]:
+    def publish(
+        self, urls: Sequence[str], since: int | None, fan_out: int = 1, urgent: float | None = None
+    ) -> list[Published]:
         """Bring servers to the version; errors are part of the answer."""
         origins: dict[str, Origin | None] = {}
+        lookups: Counter[int] = Counter()
         groups: dict[int, list[str]] = {}  # by the version that their update begins at
 
         def ask(url: str) -> Published:
             with AdminClient(url, token=self._token, attempts=_ASKED, timeout=_ASK_SECONDS) as client:
-                origins[url] = client.origin()
-            if not self.source.origin.is_same(origins[url]):
-                groups.setdefault(self.begin(url, origins[url], since), []).append(url)
+                state = client.state()
+                origins[url] = state.origin
+                if not self.source.origin.is_same(state.origin):
+                    begin, found = self.begin(url, state, since), client.lookups() if urgent else {}
+                    groups.setdefault(begin, []).append(url)
+                    with self._making:
+                        lookups.update(found)
             return Published(url, self.source.origin.version, 0, 0, 0.0)
 
         with ThreadPoolExecutor(len(urls)) as pool:
@@ -117,12 +145,60 @@ class _Publisher:
                 done = dict(zip(urls, pool.map(partial(_tried, ask), urls), strict=True))
                 for first, members in groups.items():
                     chain = sorted(members, key=urls.index)
-                    bring = partial(self._bring, first, chain, iter(chain[fan_out:]), fan_out, origins)
-                    done |= zip(chain, pool.map(partial(_tried, bring), chain), strict=True)
+                    for begin in self._begins(first, urgent, lookups):
+                        bring = partial(self._bring, begin, chain, iter(chain[fan_out:]), fan_out, origins)
+                        done |= zip(chain, pool.map(partial(_tried, bring), chain), strict=True)
+                        if begin < 0:
+                            for error in filter(None, (done[url].error for url in chain)):
+                                _LOG.warning("urgent rows come with the rest: %s", error)
+                            del self.updates[begin]
+                            reach("publish: urgent rows shown")
             except BaseException:
                 self._is_stopped = True  # Ctrl-C: threads that send or wait for bytes end at their next part
                 raise
         return [done[url] for url in urls]
+
+    def _begins(self, since: int, urgent: float | None, lookups: Mapping[int, int]) -> list[int]:
+        """What ``update`` gives the updates since a version by: of urgent rows, if there are any, and of all."""
+        try:
+            rows = urgent_rows(self._directory, since, urgent, lookups) if urgent and since else None
+            if rows is not None and len(rows):
+                self.updates[-since] = self._write(self._work / f"urgent-{since}", since, only=rows)
+                return [-since, since]
+        except TierstoreError as error:
+            _LOG.warning("no urgent rows go first: %s", error)
+        return [since]
+
+    def try_on(self, canary: Canary, since: int | None) -> Published:
+        """Bring the canary to the version, and watch it; if it gets worse, it goes back, which is an error. One that a
+        publisher left on trial, as it was killed, is compared with what that one measured before."""
+        url, own = canary.url, self.source.origin
+        self._version = own.version  # what is committed while the canary is watched, nobody has watched
+        with AdminClient(url, token=self._token, attempts=_ASKED, timeout=_ASK_SECONDS) as client:
+            state = client.state()
+            if own.is_same(state.origin):
+                if state.trial is None:
+                    return Published(url, own.version, 0, 0, 0.0)
+                before = Measures(**state.trial)
+            elif state.origin is None:
+                raise PublishError(f"{url} is empty, so there is no before to compare with: publish without --canary")
+            else:
+                update = self.update(self.begin(url, state, since))
+                before = measure(client, state.origin.version, min(canary.seconds, WINDOW_SECONDS))
+                client.set_trial(update.header.origin.commit_id, before._asdict())
+            (done,) = self.publish([url], since)
+            if done.error:
+                return done
+            reach("publish: canary shows it")
+            if worse := watch(client, done.version, before, canary):
+                with contextlib.suppress(PublishError):  # of a second attempt, where the first one's answer was lost
+                    client.roll_back()
+                back = client.origin()
+                went = f"could not go back from {back}" if back is None or own.is_same(back) else f"went back to {back}"
+                return Published(url, 0, 0, 0, 0.0, f"{went}: {worse}")
+            client.set_trial("", {})
+            reach("publish: canary passed")
+            return done
 
     def _bring(
         self, since: int, chain: list[str], spares: Iterator[str], fan_out: int, origins: Mapping[str, Origin | None],
@@ -134,7 +210,7 @@ class _Publisher:
         place = chain.index(url)
         parents = sorted(range(place), key=lambda other: ((place - other) % fan_out, place - other))
 
-        others = [each for each in origins if each != url]
+        others = [each for each in self._urls if each != url]
         with AdminClient(url, token=self._token) as client, self._bar(url) as bar:
 
             def show(done_bytes: int, total_bytes: int) -> None:
@@ -181,6 +257,7 @@ def _tried(work: Callable[[str], Published], url: str) -> Published:
 def publish(
     directory: str | os.PathLike[str], to: Sequence[str], *, since: int | None = None, token: str | None = None,
     keep_file: str | os.PathLike[str] | None = None, bar: Bar = _no_bar, fan_out: int = 1,
+    urgent: float | None = None, canary: Canary | None = None,
 ) -> list[Published]:  # fmt: skip
     """Bring servers to a store's last version; one that fails does not keep the others from it.
 
@@ -193,15 +270,30 @@ def publish(
         bar: makes a progress bar, given its label.
         fan_out: how many servers the update is sent to from here, of those that have the same version; the others fetch
             it from those.
+        urgent: share of the changed rows, above 0 and below 1, that servers show first, as they were before else
+            (``urgent_rows``). They are sent twice: what follows is the same update as without. A server that has them
+            still says the version before.
+        canary: the server that shows the version first, at once whole. If it gets worse there, all others fail, too.
 
     Raises:
-        StoreNotFoundError, DamagedError: the store. ValueError: a URL, or ``fan_out``. FileExistsError,
+        StoreNotFoundError, DamagedError: the store. ValueError: a URL, ``fan_out`` or ``urgent``. FileExistsError,
             FileNotFoundError: ``keep_file`` is there, or there is no directory for it.
     """
     if fan_out < 1:
         raise ValueError(f"fan_out={fan_out}: one server at least is sent to")
-    with _publishing(directory, to, keep_file, bar, token) as publisher:
-        return publisher.publish(list(dict.fromkeys(to)), since, fan_out) if to else []
+    if urgent is not None and not 0 < urgent < 1:
+        raise ValueError(f"urgent={urgent}: a share of the changed rows is above 0 and below 1, as 0.05")
+    urls, done = list(dict.fromkeys(to)), list[Published]()
+    canary = replace(canary, url=canary.url or urls[0]) if canary is not None and urls else None
+    first = [] if canary is None else [canary.url]
+    urls = [url for url in urls if url not in first]
+    with _publishing(directory, [*first, *urls], keep_file, bar, token) as publisher:
+        if canary is not None:
+            done.append(_tried(lambda _: publisher.try_on(canary, since), canary.url))
+            if done[0].error:
+                left = f"left as it is, as the canary {canary.url} did not keep the version"
+                return done + [Published(url, 0, 0, 0, 0.0, left) for url in urls]
+        return done + (publisher.publish(urls, since, fan_out, urgent) if urls else [])
 
 
 def plan(
@@ -214,11 +306,11 @@ def plan(
         lines = []
         for url in to:
             with AdminClient(url, token=token) as client:
-                origin = client.origin()
-            if publisher.source.origin.is_same(origin):
+                state = client.state()
+            if publisher.source.origin.is_same(state.origin):
                 lines.append(f"{url}: has version {publisher.source.origin.version} already")
                 continue
-            lines += [f"{url}:", *publisher.describe(publisher.begin(url, origin, since))]
+            lines += [f"{url}:", *publisher.describe(publisher.begin(url, state, since))]
         return lines if to else publisher.describe(since or 0)
 
 
@@ -238,7 +330,7 @@ def _publishing(
             way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
             _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
-        publisher = _Publisher(directory, Path(work), bar, token)
+        publisher = _Publisher(directory, to, Path(work), bar, token)
         yield publisher
         if keep_file is not None and publisher.updates:
             shutil.copyfile([*publisher.updates.values()][-1].path, keep_file)

@@ -85,7 +85,8 @@ def test_a_server_follows_its_trainer_and_goes_back_by_one_call(
         told = source_of(trainer).origin
         state = listed(url)
         assert [Kept.of_name(each)[2:5:2] for each in state.pop("kept")] == [(1, 2)]
-        assert state == {**told._asdict(), "is_applying": False, "uploads": {}, "fetch": None}
+        known = {"is_applying": False, "uploads": {}, "fetch": None, "declined": [], "trial": None}
+        assert state == {**told._asdict(), **known}
         assert replica.refreshed == 1
         answer = httpx.post(f"{url}/admin/updates/rollback", json={}, timeout=WAIT_SECONDS)
         assert answer.json() == {"version": 1}

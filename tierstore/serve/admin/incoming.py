@@ -2,10 +2,13 @@
 
 ``ID-SIZE.partial`` is an update on its way in, named by what it will be, so that it goes on after an interruption.
 ``ID-SIZE-SINCE-COMMIT-VERSION-COMMIT.update`` was applied, and is kept for peers: each begins at the version of the one
-before it, and the last one is of the version that is shown. ``peers`` has URLs, ``declined`` identities of commits.
+before it, and the last one is of the version that is shown. ``ID-SIZE.urgent`` has urgent rows that were applied, for
+peers, until the next update begins. ``peers`` has URLs, ``declined`` identities of commits, ``trial`` JSON: a commit
+that no peer is to get from here yet, and what its publisher measured before.
 """
 
 import contextlib
+import json
 import os
 import re
 from pathlib import Path
@@ -23,13 +26,14 @@ from ...updates.header import UpdateHeader
 
 _ROOM_BYTES: Final = 64 << 20
 """Left free on the file system, by each part that arrives."""
-_PARTIAL: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})\.partial")
+_UPLOAD: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})\.(partial|urgent)")
 _KEPT: Final = ".update"
 _MAX_KEPT: Final = 64
 _MAX_KEPT_BYTES: Final = 1 << 30
 """Of updates before the last one, which is kept in any case, and the last one together."""
 _MAX_PEERS: Final = 1024
 _MAX_DECLINED: Final = 256
+_MAX_TRIAL_BYTES: Final = 1 << 12
 _MAX_TEXT_BYTES: Final = 1 << 20
 
 
@@ -58,12 +62,16 @@ class Incoming:
 
     def upload(self) -> Upload | None:
         """The one that there is; the last that grew, if somebody put more there."""
+        return max(self.uploads("partial"), key=lambda each: each.modified_ns, default=None)
+
+    def uploads(self, kind: str) -> list[Upload]:
+        """Files of a kind, "partial" or "urgent"."""
         found = []
         for path in self._files():
-            if match := _PARTIAL.fullmatch(path.name):
+            if (match := _UPLOAD.fullmatch(path.name)) and match[3] == kind:
                 status = path.stat()
                 found.append(Upload(match[1], path, status.st_size, int(match[2]), status.st_mtime_ns))
-        return max(found, key=lambda each: each.modified_ns, default=None)
+        return found
 
     def _files(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):
@@ -74,8 +82,8 @@ class Incoming:
         """A new one in place of what is on its way. It must fit into what is free now; those that are kept give way.
         OSError, DiskFullError."""
         make_directory(self.folder)
-        for path in self.folder.glob("*.partial"):
-            path.unlink()
+        for each in self.uploads("partial") + self.uploads("urgent"):
+            each.path.unlink()
         try:
             _require_room(self.folder, size_bytes)
         except DiskFullError:
@@ -96,6 +104,9 @@ class Incoming:
 
     def keep(self, upload: Upload, header: UpdateHeader) -> None:
         """Keep what was applied, and what it follows as far as there is place for it."""
+        if header.is_urgent:
+            os.replace(upload.path, upload.path.with_suffix(".urgent"))
+            return
         ends = header.since, header.since_commit_id, header.origin.version, header.origin.commit_id
         kept = Kept(upload.id, upload.size_bytes, *ends)
         os.replace(upload.path, upload.path.with_name(kept.name + _KEPT))
@@ -114,7 +125,7 @@ class Incoming:
         if upload is not None and upload.id == update_id:
             return upload
         whole = (Upload(update_id, path, each[1], each[1], 0) for each, path in self.kept() if each.id == update_id)
-        return next(whole, None)
+        return next((each for each in self.uploads("urgent") if each.id == update_id), next(whole, None))
 
     def drop_kept(self, commit_id: str | None = None) -> None:
         """Those that lead to a commit; default: all."""
@@ -131,7 +142,7 @@ class Incoming:
 
     @property
     def declined(self) -> list[str]:
-        """Identities of commits that no peer is to give, as they were gone back from, or cannot be shown."""
+        """Identities of commits that are not taken, as they were gone back from."""
         return self._words("declined")
 
     def _words(self, name: str) -> list[str]:
@@ -145,6 +156,20 @@ class Incoming:
         if peers and peers != self.peers:
             make_directory(self.folder)
             write_text(self.folder / "peers", "\n".join(peers[:_MAX_PEERS]), force=True)
+
+    def trial_of(self, commit_id: str) -> dict[str, Any] | None:
+        """What was measured before this commit, while its publisher watches the server; None if none does."""
+        with contextlib.suppress(FileNotFoundError, TierstoreError, ValueError):
+            trial: dict[str, Any] = json.loads(read_plain_file(self.folder / "trial", _MAX_TEXT_BYTES))
+            return trial["before"] if trial.get("commit_id") == commit_id != "" else None
+        return None
+
+    def set_trial(self, trial: Any) -> None:
+        """UpdateError unless it is small, as {"commit_id": "...", "before": {"seconds_p99": 0.01}}."""
+        if not isinstance(trial.get("before"), dict) or len(text := json.dumps(trial)) > _MAX_TRIAL_BYTES:
+            raise UpdateError(400, 'a trial is like {"commit_id": "...", "before": {"seconds_p99": 0.01}}')
+        make_directory(self.folder)
+        write_text(self.folder / "trial", text, force=True)
 
     def decline(self, commit_id: str) -> None:
         make_directory(self.folder)

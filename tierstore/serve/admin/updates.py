@@ -6,6 +6,9 @@
 - ``POST /admin/updates/ID/fetch``: get it from peers. ``GET /admin/updates/ID``: give it to one, as it arrives here.
 - ``POST /admin/updates/ID/apply``: make it the current version, and have the server move to it; if that cannot show it,
   the replica goes back to the version before. One of a lower number needs ``?replaces=COMMIT_ID``, of what is there.
+  A commit that was gone back from is refused.
+- ``GET /admin/updates/lookups``: how often the hottest rows were looked up.
+- ``POST /admin/updates/trial``: a commit that peers do not get from here, as its publisher still watches this server.
 
 There is one update on its way in at a time (``incoming``). A replica that was away gets what it missed from its peers.
 """
@@ -29,7 +32,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ...errors import DiskFullError, TierstoreError
+from ...errors import DamagedError, DiskFullError, TierstoreError
 from ...system.excerpt import excerpt
 from ...system.killpoints import reach
 from ...system.oserrors import translate_os_error
@@ -70,11 +73,12 @@ class Replica:
         refresh: has the server move to the replica's newest commit.
         token: of the admin ports of all replicas.
         peers: URLs of those of others; default: those that the last publisher named.
+        lookups: gives row keys and how often each was looked up.
     """
 
     def __init__(
         self, directory: Path, *, extra: Callable[[], Mapping[str, Any]], refresh: Callable[[], Awaitable[object]],
-        token: str | None = None, peers: Sequence[str] = (),
+        token: str | None = None, peers: Sequence[str] = (), lookups: Callable[[], Sequence[tuple[int, int]]] = tuple,
     ) -> None:  # fmt: skip
         self._directory = directory.absolute()
         self._incoming = Incoming(self._directory)
@@ -82,16 +86,20 @@ class Replica:
         self._refresh = refresh
         self._token = token
         self._peers = list(peers)
+        self._lookups = lookups
         self._turn = asyncio.Lock()  # of what changes the replica or receives a part
         self._is_applying = False
         self._received_at = -math.inf  # by the process before: an upload of it is idle
         self._fetch: tuple[str, asyncio.Task[None]] | None = None
         self._waits_for: Origin | None = None
         self._refused: set[str] = set()
+        self._given_up: set[str] = set()  # commits that failed twice; a publisher may send them
 
     def routes(self) -> list[Route]:
         return [
             Route("/admin/updates", self._list, methods=["GET"]),
+            Route("/admin/updates/lookups", self._list_lookups, methods=["GET"]),
+            Route("/admin/updates/trial", self._set_trial, methods=["POST"]),
             Route("/admin/updates/{id}", self._receive, methods=["PATCH"]),
             Route("/admin/updates/{id}", self._give, methods=["GET"]),
             Route("/admin/updates/{id}/fetch", self._begin_fetch, methods=["POST"]),
@@ -103,6 +111,7 @@ class Replica:
         async with self._turn:
             shown, kept = origin_of(self._extra()), self._incoming.kept()
             left = kept[-1][0].commit_id if kept else "" if shown is None else shown.commit_id
+            left = (shown.urgent if shown is not None else "") or left
             self._incoming.decline(left)  # before: a server that is killed meanwhile has not gone back, or stays so
             origin = await self._write("rollback", str(self._directory))
             self._incoming.drop_kept(left)
@@ -111,17 +120,25 @@ class Replica:
         return int(origin["version"])
 
     async def _list(self, _request: Request) -> Response:
-        origin, upload, uploads = origin_of(self._extra()), self._incoming.upload(), {}
-        if upload is not None:
+        origin, incoming, uploads = origin_of(self._extra()), self._incoming, {}
+        for upload in filter(None, (incoming.upload(), *incoming.uploads("urgent"))):
             uploads[upload.id] = {"received_bytes": upload.received_bytes, "size_bytes": upload.size_bytes}
-        shown = {"source": None, "version": 0, "commit_id": ""} if origin is None else origin._asdict()
+        shown = Origin("", 0)._asdict() | {"source": None} if origin is None else origin._asdict()
         fetch = None
         if self._fetch is not None:
             update_id, task = self._fetch
             error = task.exception() if task.done() and not task.cancelled() else None
             fetch = {"id": update_id, "is_running": not task.done(), "error": "" if error is None else str(error)}
-        told = {"is_applying": self._is_applying, "uploads": uploads, "fetch": fetch}
-        return JSONResponse({**shown, **told, "kept": [each.name for each, _ in self._incoming.kept()]})
+        told = {"is_applying": self._is_applying, "uploads": uploads, "fetch": fetch, "declined": incoming.declined}
+        trial = None if origin is None else incoming.trial_of(origin.commit_id)
+        return JSONResponse({**shown, **told, "kept": [each.name for each, _ in incoming.kept()], "trial": trial})
+
+    async def _list_lookups(self, _request: Request) -> Response:
+        return JSONResponse({"lookups": self._lookups()})
+
+    async def _set_trial(self, request: Request) -> Response:
+        self._incoming.set_trial(await _json_of(request))
+        return JSONResponse({})
 
     # An upload
 
@@ -242,7 +259,8 @@ class Replica:
         """Show the newest version that peers show, if they keep the updates to it, unless a publisher sends one."""
         while self._being_sent() is None:
             peers, own = self._peers or self._incoming.peers, origin_of(self._extra())
-            found = await asyncio.to_thread(missing, own, peers, self._incoming.declined, token=self._token)
+            declined = self._given_up.union(self._incoming.declined)
+            found = await asyncio.to_thread(missing, own, peers, declined, token=self._token)
             if found is None or self._being_sent() is not None:
                 return
             if found.update is None:
@@ -263,7 +281,7 @@ class Replica:
                 finally:
                     if not self._incoming.find(upload.id):  # the cause may have been of that moment, once
                         if upload.id in self._refused:
-                            self._incoming.decline(found.update.commit_id)
+                            self._given_up.add(found.update.commit_id)
                         self._refused.add(upload.id)
             if origin_of(self._extra()) == own:
                 return  # it is not shown yet: the server drains
@@ -280,6 +298,11 @@ class Replica:
             if upload.received_bytes != upload.size_bytes:
                 there = f"{upload.received_bytes} of {upload.size_bytes} bytes"
                 raise UpdateError(409, f"there is {there} of update {update_id}; send the rest")
+            with contextlib.suppress(DamagedError):  # which the process that writes finds, too
+                origin = (await asyncio.to_thread(_header_of, upload.path)).origin
+                if origin.commit_id in self._incoming.declined:
+                    upload.path.unlink(missing_ok=True)
+                    raise UpdateError(_REFUSED, f"this server went back from {origin}; commit again, and publish that")
             return JSONResponse(await self._apply_upload(upload, request.query_params.get("replaces", "")))
 
     async def _apply_upload(self, upload: Upload, replaces: str) -> dict[str, Any]:

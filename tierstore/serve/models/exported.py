@@ -46,6 +46,7 @@ class Exported:
         self._specs = {spec.name: spec for spec in program.inputs if spec.name in owners}
         self._dense = [spec for spec in program.inputs if spec.name not in owners]
         self._tables = {name: owners[name] for name in self._specs}
+        self.tables = list(self._tables.values())
         for spec in program.inputs:
             _require_fit(program, spec, owners)
         pooled = [table.name for name, table in self._tables.items() if len(self._specs[name].shape) == 2]

@@ -55,7 +55,7 @@ class Pooled:
     ) -> None:
         self.metadata = metadata
         self._features = features
-        self._tables = owners
+        self.tables = owners
         self._optional = (_WEIGHTS,) if all(table.config.pooling == "sum" for table in owners) else ()
         self._pool = pool
 
@@ -64,9 +64,9 @@ class Pooled:
         return self._features.parse(inputs)
 
     def answer_at_once(self, query: JaggedIds) -> Outputs | None:
-        if not _is_quick(self._tables, query.values):
+        if not _is_quick(self.tables, query.values):
             return None
-        return self.run([query])[0] if self._tables[0].are_in_memory(torch.from_numpy(query.values)) else None
+        return self.run([query])[0] if self.tables[0].are_in_memory(torch.from_numpy(query.values)) else None
 
     def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> list[Outputs]:
         batch = merge(queries)
@@ -96,7 +96,7 @@ def pooled_table(table: Table, dropped: Dropped | None) -> Pooled:
     return Pooled(metadata, Features(name, limits_of({table.name: table}), dropped, ids="ids"), [table], pool)
 
 
-def _owners(collection: TieredEmbeddingBagCollection) -> dict[str, Table]:
+def owners_of(collection: TieredEmbeddingBagCollection) -> dict[str, Table]:
     """The table of each feature, in the order of the output's columns."""
     tables = {feature: table for table in collection.tables for feature in table.config.feature_names}
     return {feature: tables[feature] for feature in collection.feature_names}
@@ -121,7 +121,7 @@ def limits_of(owners: Mapping[str, Table]) -> dict[str, int | None]:
 
 
 def pooled_features(collection: TieredEmbeddingBagCollection, dropped: Dropped | None) -> Pooled:
-    owners = _owners(collection)
+    owners = owners_of(collection)
     tables = list(owners.values())
     metadata = _of_features("pooled", owners, _embeddings(tables))
     features = Features("pooled", limits_of(owners), dropped)
@@ -154,7 +154,7 @@ class RowsModel:
     def __init__(self, metadata: ModelMetadata, features: Features, tables: Sequence[Table]) -> None:
         self.metadata = metadata
         self._features = features
-        self._tables = tables
+        self.tables = tables
         row_bytes = tables[0].config.embedding_dim * np.dtype(np.float32).itemsize
         self._rows_per_sample = max(len(tables), min(_SAMPLE_ROWS, _SAMPLE_BYTES // row_bytes))
 
@@ -169,16 +169,16 @@ class RowsModel:
         return _RowIds(JaggedIds(ids, lengths), outside, self._rows_per_sample)
 
     def answer_at_once(self, query: _RowIds) -> Outputs | None:
-        if not _is_quick(self._tables, query.jagged.values):
+        if not _is_quick(self.tables, query.jagged.values):
             return None
-        rows = self._tables[0].rows_in_memory(query.jagged.values)
+        rows = self.tables[0].rows_in_memory(query.jagged.values)
         return None if rows is None else _rows_of(query, rows)
 
     def run(self, queries: Sequence[_RowIds], pause: Pause | None = None) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])
-        bounds = batch.offsets[np.arange(len(self._tables))[:, None] * batch.samples[-1] + batch.samples]
+        bounds = batch.offsets[np.arange(len(self.tables))[:, None] * batch.samples[-1] + batch.samples]
         ids = torch.from_numpy(batch.values)
-        read = [_read(table, ids[span[0] : span[-1]], pause) for table, span in zip(self._tables, bounds, strict=True)]
+        read = [_read(table, ids[span[0] : span[-1]], pause) for table, span in zip(self.tables, bounds, strict=True)]
         outputs = []
         for part, query in enumerate(queries):
             ranges = (bounds[:, part : part + 2] - bounds[:, :1]).tolist()
@@ -219,6 +219,6 @@ def table_rows(table: Table, dropped: Dropped | None) -> RowsModel:
 
 def feature_rows(collection: TieredEmbeddingBagCollection) -> RowsModel:
     """Model "rows". Ids that are no rows are refused always: there would be no row of theirs in the output."""
-    owners = _owners(collection)
+    owners = owners_of(collection)
     tables = list(owners.values())
     return RowsModel(_of_features("rows", owners, _rows(tables[0])), Features("rows", limits_of(owners), None), tables)

@@ -23,7 +23,7 @@ from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .dense import Dense, in_float32, layers_in_int8, pack_linears
 from .jagged import DenseAndIds, Dropped, Features, check_inputs, invalid, merge, parts_of, require_finite
-from .lookups import feature_inputs, joined, pool_features, split_rows
+from .lookups import feature_inputs, joined, owners_of, pool_features, split_rows
 
 
 class Ranking:
@@ -39,6 +39,7 @@ class Ranking:
         data = config.data
         self._config = config
         self._collection = TieredEmbeddingBagCollection(store, tables=list(data.sparse_columns))
+        self.tables = list(owners_of(self._collection).values())
         self._model = build_model(config, self._collection).eval()
         tensors = store.tensors()
         self._in_int8 = layers_in_int8(tensors)

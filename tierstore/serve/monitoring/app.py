@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .metrics import CONTENT_TYPE, Metrics, Source
+from .metrics import CONTENT_TYPE, WINDOW_SECONDS, Metrics, Source
 from .status import snapshot
 
 _HEADERS: Final = {
@@ -24,16 +24,17 @@ _HEADERS: Final = {
 
 
 def monitoring_routes(metrics: Metrics, source: Source) -> list[Route]:
-    """GET / (the status page), /status.json and /metrics; the last two are made in a thread, as that takes
-    milliseconds."""
+    """GET / (the status page), /status.json (``?seconds=N``: of the last N) and /metrics; the last two are made in a
+    thread, as that takes milliseconds."""
     page = Path(__file__).with_name("page.html").read_bytes()
     page_headers = {**_HEADERS, "Content-Security-Policy": _content_security_policy(page)}
 
     async def show_page(_: Request) -> Response:
         return Response(page, media_type="text/html", headers=page_headers)
 
-    async def show_status(_: Request) -> Response:
-        body = orjson.dumps(await run_in_threadpool(snapshot, metrics, source))
+    async def show_status(request: Request) -> Response:
+        seconds = int(given[:4]) if (given := request.query_params.get("seconds", "")).isdecimal() else WINDOW_SECONDS
+        body = orjson.dumps(await run_in_threadpool(snapshot, metrics, source, seconds))
         return Response(body, media_type="application/json", headers=_HEADERS)
 
     async def show_metrics(_: Request) -> Response:

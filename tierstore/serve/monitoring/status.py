@@ -13,10 +13,10 @@ Seconds = Sequence[Mapping[str, Latencies]]
 """Of each second, the latencies by model."""
 
 
-def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
-    """The state now, ready for JSON; for any thread. ``recent`` and ``history`` are of the last whole seconds, up to
-    a minute of them, oldest first; all other counts are since the start."""
-    seconds, state, last = metrics.window.seconds(), source(), metrics.last_update
+def snapshot(metrics: Metrics, source: Source, last_seconds: int = WINDOW_SECONDS) -> dict[str, Any]:
+    """The state now, ready for JSON; for any thread. ``recent`` and ``history`` are of so many last whole seconds, a
+    minute of them at most, oldest first; all other counts are since the start."""
+    seconds, state, last = metrics.window.seconds()[-max(1, last_seconds) :], source(), metrics.last_update
     return {
         "server": {
             "worker": metrics.worker,
