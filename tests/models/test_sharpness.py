@@ -54,7 +54,7 @@ def test_eigenvalues_are_those_of_the_whole_hessian(steps: int) -> None:
     assert torch.equal(small.at, before)
 
 
-@pytest.mark.parametrize(("steps", "epsilon", "iterations"), [(0, 1e-3, 10), (600, 5e-4, 100)])
+@pytest.mark.parametrize(("steps", "epsilon", "iterations"), [(0, 1e-3, 1), (600, 5e-4, 100)])
 def test_sharpness_is_the_rise_to_the_highest_corner(steps: int, epsilon: float, iterations: int) -> None:
     """On a slope, and at a minimum, around which other corners are local maxima; in the whole space and a subspace."""
     small, options = Small(steps), {"epsilon": epsilon, "iterations": iterations, "seed": 7}
@@ -70,13 +70,13 @@ def test_sharpness_is_the_rise_to_the_highest_corner(steps: int, epsilon: float,
 def test_a_hill_inside_the_box_is_climbed() -> None:
     """By the curvature that L-BFGS learns: corners are lower. One coordinate's top is out of the box."""
     at = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    top, bends = torch.tensor([[0.2e-3, -0.5e-3, 0.7e-3, 2e-3], [1e3, 3e3, 1e4, 2e3]], dtype=torch.float64)
+    top, bends = torch.tensor([[0.2e-3, -0.5e-3, 0.7e-3, 2e-3], [1e3, 1e4, 1e5, 2e3]], dtype=torch.float64)
 
     def losses() -> list[Tensor]:
         return [1 - (bends * (at - top).square()).sum()]
 
     base, highest = losses()[0].item(), 1 - float(bends[3]) * 1e-6
-    found = box_sharpness(losses, [at], iterations=30)
+    found = box_sharpness(losses, [at])
     assert found == pytest.approx(100 * (highest - base) / (1 + base), rel=1e-4)
 
 

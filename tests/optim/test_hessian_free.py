@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import tierstore
 from tierstore.optim import HessianFree
+from tierstore.optim.hessian_free import choose, search
+from tierstore.optim.krylov import conjugate_gradients
 
 Saddle = tuple[list[nn.Parameter], Callable[[], Any]]
 
@@ -62,6 +64,19 @@ def test_steps_halve_until_the_loss_falls_and_none_is_taken_if_it_never_does() -
         optimizer.step(lambda at=at, lowest=lowest: torch.where(at < lowest, torch.nan, at.square()).sum())
         assert (at.item() != 1.0) == (lowest < 0)
         assert float(optimizer.state[at]["damping"]) == pytest.approx(1.5e-3)
+
+
+def test_negative_curvature_is_followed_down_and_as_far_as_the_loss_falls() -> None:
+    gradient, bends = torch.tensor([2.0, 0.5]), torch.tensor([4.0, -3.0])
+    iterates = conjugate_gradients(lambda vector: (bends + 0.1) * vector, -gradient, torch.zeros(2))
+    way = choose(itertools.islice(iterates, 5), gradient, 0.1, 1e-6)
+    negative = way.step - way.solution
+    lengths = [float(gradient @ way.step), float(bends @ way.step.square()), float(negative.norm())]
+    rayleigh = float(bends @ negative.square()) / lengths[2] ** 2
+    assert lengths == pytest.approx([way.slope, way.bend, -rayleigh], rel=1e-4)
+    assert max(way.slope, float(gradient @ negative)) < 0
+    for is_negative, length in ((True, 4.0), (False, 1.0)):
+        assert search(lambda at: (at - 4) ** 2 - 16, way._replace(is_negative=is_negative), 1.0)[0] == length
 
 
 def test_wrong_arguments_are_errors_and_a_step_that_fails_changes_nothing() -> None:
