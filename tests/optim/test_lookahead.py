@@ -62,12 +62,3 @@ def test_weights_go_back_a_share_of_the_way_as_by_hand(rule: str, k: int, alpha:
                 one.data.copy_(other)
             resumed.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
     assert all(torch.equal(one, other) for one, other in zip(resumed.weights, ours.weights, strict=True))
-
-
-def test_groups_are_the_other_optimizers_and_wrong_arguments_are_errors() -> None:
-    job = Job("sgd", k=2)
-    job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.7})
-    assert [group["lr"] for group in job.inner.param_groups] == [0.1, 0.7]
-    for wrong in ({"k": 0}, {"alpha": 0.0}, {"alpha": 1.1}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Lookahead(job.inner, **wrong)
