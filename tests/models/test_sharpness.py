@@ -13,29 +13,28 @@ from tierstore.models import box_sharpness, hessian_eigenvalues, loss_along_line
 
 
 class Small:
-    """A net of 9 weights with its loss in three parts, and that loss as a function of the weights."""
+    """A net of two weights with 9 elements, its loss in three parts, and the loss as a function of the elements."""
 
     def __init__(self, steps: int) -> None:
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Tanh(), nn.Linear(3, 1, bias=False)).double()
-        self.weights = list(self.net.parameters())
         self.inputs = torch.randn(30, 2, dtype=torch.float64)
         self.targets = torch.sin(self.inputs.sum(1)) + torch.randn(30, dtype=torch.float64) / 5
+        self.weights = [nn.Parameter(torch.randn(size, dtype=torch.float64)) for size in (6, 3)]
         optimizer = torch.optim.Adam(self.weights, lr=0.03)
         for _ in range(steps):
             optimizer.zero_grad()
-            sum(self.losses()).backward()
+            self.loss_at(torch.cat(self.weights)).backward()
             optimizer.step()
+        self.at = torch.cat(self.weights).detach()
 
-    def losses(self) -> Any:
-        return [each.sum() / 30 for each in (self.net(self.inputs)[:, 0] - self.targets).square().split(10)]
+    def errors_at(self, weights: Tensor) -> Tensor:
+        return (torch.tanh(self.inputs @ weights[:6].view(2, 3)) @ weights[6:] - self.targets).square()
 
-    def loss_at(self, weights: Tensor) -> Tensor:
-        return (torch.tanh(self.inputs @ weights[:6].view(3, 2).T) @ weights[6:] - self.targets).square().mean()
+    def loss_at(self, weights: Tensor) -> Any:
+        return self.errors_at(weights).mean()
 
-    @property
-    def at(self) -> Tensor:
-        return torch.cat([each.detach().reshape(-1) for each in self.weights])
+    def losses(self) -> list[Tensor]:
+        return [each.sum() / 30 for each in self.errors_at(torch.cat(self.weights)).split(10)]
 
     def highest_corner(self, axes: Tensor, bound: Tensor) -> float:
         """The rise there, of all corners of the box."""
@@ -47,11 +46,9 @@ class Small:
 @pytest.mark.parametrize("steps", [0, 600])
 def test_eigenvalues_are_those_of_the_whole_hessian(steps: int) -> None:
     small = Small(steps)
-    before = small.at
-    whole = np.linalg.eigvalsh(torch.autograd.functional.hessian(small.loss_at, before).numpy())
-    found = hessian_eigenvalues(small.losses, small.net.parameters())
+    whole = np.linalg.eigvalsh(torch.autograd.functional.hessian(small.loss_at, small.at).numpy())
+    found = hessian_eigenvalues(small.losses, small.weights)
     np.testing.assert_allclose(found, whole[[0, -1]], atol=1e-4 * abs(whole).max())
-    assert torch.equal(small.at, before)
 
 
 @pytest.mark.parametrize(("steps", "epsilon", "iterations"), [(0, 1e-3, 1), (600, 5e-4, 100)])
@@ -81,12 +78,11 @@ def test_a_hill_inside_the_box_is_climbed() -> None:
 
 
 def test_the_loss_along_a_line_is_that_of_weights_on_it() -> None:
-    small, other = Small(0), Small(9)
-    before, at = small.at, [-1.0, 0.0, 0.5, 1.0, 2.0]
+    small, other, at = Small(0), Small(9), [-1.0, 0.0, 0.5, 1.0, 2.0]
     found = loss_along_line(small.losses, small.weights, small.weights, other.weights, at)
-    expected = [float(small.loss_at((1 - each) * before + each * other.at)) for each in at]
+    expected = [float(small.loss_at((1 - each) * small.at + each * other.at)) for each in at]
     np.testing.assert_allclose(found, expected, rtol=1e-12)
-    assert torch.equal(small.at, before)
+    assert torch.equal(torch.cat(small.weights), small.at)
     with pytest.raises(ValueError, match="elements"):
         loss_along_line(small.losses, small.weights, small.weights[:1], other.weights, at)
 
