@@ -51,13 +51,13 @@ def test_eigenvalues_are_those_of_the_whole_hessian(steps: int) -> None:
     np.testing.assert_allclose(found, whole[[0, -1]], atol=1e-4 * abs(whole).max())
 
 
-@pytest.mark.parametrize(("steps", "epsilon", "iterations"), [(0, 1e-3, 1), (600, 5e-4, 100)])
+@pytest.mark.parametrize(("steps", "epsilon", "iterations"), [(0, 1e-3, 1), (600, 5e-4, 20)])
 def test_sharpness_is_the_rise_to_the_highest_corner(steps: int, epsilon: float, iterations: int) -> None:
     """On a slope, and at a minimum, around which other corners are local maxima; in the whole space and a subspace."""
-    small, options = Small(steps), {"epsilon": epsilon, "iterations": iterations, "seed": 7}
+    small, options = Small(steps), {"epsilon": epsilon, "iterations": iterations, "seed": 10}
     expected = small.highest_corner(torch.eye(9, dtype=torch.float64), epsilon * (small.at.abs() + 1))
     assert box_sharpness(small.losses, small.weights, **options) == pytest.approx(expected, rel=1e-4)
-    drawn = torch.randn(9, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    drawn = torch.randn(9, 4, generator=torch.Generator().manual_seed(10), dtype=torch.float64)
     axes = drawn / drawn.norm(dim=0)
     place = torch.from_numpy(np.linalg.pinv(axes.numpy())) @ small.at
     expected = small.highest_corner(axes, epsilon * (place.abs() + 1))
