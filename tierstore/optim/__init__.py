@@ -1,5 +1,8 @@
-"""Sparse optimizers that run inside backward, with their state stored in each row."""
+"""Optimizers. Of rows: sparse ones that run inside backward, with their state stored in each row. Of dense weights:
+``HessianFree`` and ``Lookahead``, which are torch's kind."""
 
 from .configs import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, from_dict
+from .hessian_free import HessianFree
+from .lookahead import Lookahead
 
-__all__ = ["SGD", "Adagrad", "Adam", "Optimizer", "RowWiseAdagrad", "from_dict"]
+__all__ = ["SGD", "Adagrad", "Adam", "HessianFree", "Lookahead", "Optimizer", "RowWiseAdagrad", "from_dict"]

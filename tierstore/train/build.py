@@ -35,6 +35,8 @@ class Run(NamedTuple):
     processes: Processes = ALONE
     clip_norm: float = 0.0
     """Of the dense gradients; 0: they are not cut."""
+    curvature_share: float = 1.0
+    """Of a batch's rows, with ``HessianFree``."""
 
     @property
     def local(self) -> Store:
@@ -118,9 +120,14 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
     model = build_model(config, embeddings, modules)
     model.to(processes.local(store).device)
     section = config.optimizer
-    rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[section.dense]
-    optimizer = rule(model.dense_parameters().values(), lr=section.dense_lr, weight_decay=section.dense_weight_decay)
-    return Run(store, model, embeddings, optimizer, processes, section.dense_clip_norm)
+    rules: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
+    options: dict[str, Any] = {"lr": section.dense_lr, "weight_decay": section.dense_weight_decay}
+    if section.dense == "hessian-free":
+        options = {"curvature": section.curvature, "products": section.curvature_products}
+        options["average"] = lambda tensors: processes.average(tensors, torch.zeros(()), False)
+    rule = rules.get(section.dense, optim.HessianFree)
+    optimizer: torch.optim.Optimizer = rule(model.dense_parameters().values(), **options)
+    return Run(store, model, embeddings, optimizer, processes, section.dense_clip_norm, section.curvature_share)
 
 
 def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection, towers: Any = None) -> DLRM:

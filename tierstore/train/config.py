@@ -198,14 +198,25 @@ class OptimizerSection:
     sparse_eps: float = option(1e-8, "its eps (all but sgd)", low=0, high=_MAX_RATE)
     sparse_weight_decay: float = option(0.0, "its weight decay, on the rows of a batch", low=0, high=_MAX_RATE)
     sparse_initial_accumulator: float = option(0.0, "first sum of squares (adagrad)", low=0, high=_MAX_RATE)
-    dense: Literal["sgd", "adagrad", "adam"] = option("adagrad", "rule for everything else")
-    dense_lr: float = option(0.02, "its learning rate", low=0, high=_MAX_RATE)
+    dense: Literal["sgd", "adagrad", "adam", "hessian-free"] = option(
+        "adagrad", 'rule for everything else; "hessian-free": tierstore.optim.HessianFree, without model.towers'
+    )
+    dense_lr: float = option(0.02, 'its learning rate; of "hessian-free" it is 1, a whole step', low=0, high=_MAX_RATE)
     dense_weight_decay: float = option(0.0, "its weight decay", low=0, high=_MAX_RATE)
     dense_clip_norm: float = option(
         0.0,
         "norm that its gradient, of all weights together, is cut to; 0: never. Rows are not cut",
         low=0,
         high=_MAX_RATE,
+    )
+    curvature: Literal["hessian", "gauss-newton"] = option(
+        "hessian", 'of "hessian-free": Bi-CGSTAB that follows negative curvature, or conjugate gradients without any'
+    )
+    curvature_share: float = option(
+        0.25, 'share of a batch\'s rows whose curvature is used ("hessian-free"); above 0, and at most 1'
+    )
+    curvature_products: int = option(
+        20, 'products of curvature with a vector in a step, at most ("hessian-free")', low=2, high=1 << 20
     )
     warmup_steps: int = option(0, "first steps, in which both learning rates rise evenly", low=0, high=_MAX_COUNT)
     decay: Literal["none", "linear", "cosine"] = option("none", "how both learning rates fall after that")
@@ -216,6 +227,10 @@ class OptimizerSection:
         check_ranges(self)
         good = (self.decay != "none") == (self.decay_steps > 0)
         _require(good, "optimizer.decay_steps", self.decay_steps, '1 or more with optimizer.decay, 0 with "none"')
+        share, unused = self.curvature_share, self.dense_weight_decay or self.dense_clip_norm
+        _require(0 < share <= 1, "optimizer.curvature_share", share, "a number above 0, and at most 1")
+        good, expected = not unused or self.dense != "hessian-free", '0 with optimizer.dense = "hessian-free"'
+        _require(good, "optimizer.dense_weight_decay or dense_clip_norm", unused, expected)
 
     def rate_at(self, step: int) -> float:
         """The share of the learning rates that the step has that follows so many."""
@@ -294,6 +309,8 @@ class RunConfig:
         is_dynamic = self.embedding.ids == "dynamic"
         expected = '"none" with embedding.ids = "dynamic", "mix" or "mod" without'
         _require(is_dynamic == (self.data.hashing == "none"), "data.hashing", self.data.hashing, expected)
+        good = self.optimizer.dense != "hessian-free" or not self.model.towers
+        _require(good, "optimizer.dense", "hessian-free", "another rule with model.towers")
         sizes = self.embedding.num_embeddings
         columns = len(self.data.sparse_columns)
         if isinstance(sizes, tuple) and len(sizes) != columns:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Iterator
 from typing import Literal
 
@@ -12,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..dist import own_tensors
 from ..nn.prefetch import prefetch
+from ..optim import HessianFree
 from .build import Run
 from .config import OptimizerSection
 from .readers import Batch
@@ -21,6 +23,9 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
     """One step; rows are updated inside backward. Returns the mean loss of the batch of all processes, a scalar, and
     whether one of them wants to stop. On a GPU the step may still be in flight."""
     share = len(batch) * run.processes.size / batch.total_rows
+    if isinstance(run.optimizer, HessianFree):
+        loss = _hessian_free_step(run, run.optimizer, batch, share)
+        return run.processes.average([], loss, wants_stop())
     loss = _mean_loss(run.model(batch.dense, batch.sparse), batch.labels) * share
     run.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -37,6 +42,19 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
     return agreed
 
 
+def _hessian_free_step(run: Run, optimizer: HessianFree, batch: Batch, share: float) -> Tensor:
+    """Rows are looked up once: the optimizer evaluates the dense part alone."""
+    pooled = run.model.embeddings(batch.sparse).values()
+    part = slice(math.ceil(len(batch) * run.curvature_share))
+
+    def evaluated(pooled: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        logits = run.model.dense_part(batch.dense[rows], pooled[rows])
+        return _mean_loss(logits, batch.labels[rows]) * share, logits
+
+    loss: Tensor = optimizer.step(lambda: evaluated(pooled, slice(None)), lambda: evaluated(pooled.detach(), part))
+    return loss
+
+
 def set_rates(run: Run, section: OptimizerSection, step: int) -> None:
     """Set the learning rates of the step that follows so many, if they change at all."""
     if section.warmup_steps or section.decay != "none":
@@ -44,7 +62,7 @@ def set_rates(run: Run, section: OptimizerSection, step: int) -> None:
         for table in run.embeddings.tables:
             table.learning_rate = section.sparse_lr * share
         for group in run.optimizer.param_groups:
-            group["lr"] = section.dense_lr * share
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
 
 
 def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""How sharp a minimum is, against the Hessian formed whole and every corner of the box."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tierstore
+from tierstore.models import box_sharpness, hessian_eigenvalues, loss_along_line
+
+
+class Small:
+    """A net of two weights with 9 elements, its loss in three parts, and the loss as a function of the elements."""
+
+    def __init__(self, steps: int) -> None:
+        torch.manual_seed(0)
+        self.inputs = torch.randn(30, 2, dtype=torch.float64)
+        self.targets = torch.sin(self.inputs.sum(1)) + torch.randn(30, dtype=torch.float64) / 5
+        self.weights = [nn.Parameter(torch.randn(size, dtype=torch.float64)) for size in (6, 3)]
+        optimizer = torch.optim.Adam(self.weights, lr=0.03)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            self.loss_at(torch.cat(self.weights)).backward()
+            optimizer.step()
+        self.at = torch.cat(self.weights).detach()
+
+    def errors_at(self, weights: Tensor) -> Tensor:
+        return (torch.tanh(self.inputs @ weights[:6].view(2, 3)) @ weights[6:] - self.targets).square()
+
+    def loss_at(self, weights: Tensor) -> Any:
+        return self.errors_at(weights).mean()
+
+    def losses(self) -> list[Tensor]:
+        return [each.sum() / 30 for each in self.errors_at(torch.cat(self.weights)).split(10)]
+
+    def highest_corner(self, axes: Tensor, bound: Tensor) -> float:
+        """The rise there, of all corners of the box."""
+        signs = torch.tensor(list(itertools.product((-1, 1), repeat=len(bound))), dtype=torch.float64)
+        base = float(self.loss_at(self.at))
+        return 100 * (max(float(self.loss_at(self.at + axes @ (bound * each))) for each in signs) - base) / (1 + base)
+
+
+@pytest.mark.parametrize("steps", [0, 600])
+def test_eigenvalues_are_those_of_the_whole_hessian(steps: int) -> None:
+    small = Small(steps)
+    whole = np.linalg.eigvalsh(torch.autograd.functional.hessian(small.loss_at, small.at).numpy())
+    found = hessian_eigenvalues(small.losses, small.weights)
+    np.testing.assert_allclose(found, whole[[0, -1]], atol=1e-4 * abs(whole).max())
+
+
+@pytest.mark.parametrize(("steps", "epsilon", "iterations"), [(0, 1e-3, 1), (600, 5e-4, 20)])
+def test_sharpness_is_the_rise_to_the_highest_corner(steps: int, epsilon: float, iterations: int) -> None:
+    """On a slope, and at a minimum, around which other corners are local maxima; in the whole space and a subspace."""
+    small, options = Small(steps), {"epsilon": epsilon, "iterations": iterations, "seed": 10}
+    expected = small.highest_corner(torch.eye(9, dtype=torch.float64), epsilon * (small.at.abs() + 1))
+    assert box_sharpness(small.losses, small.weights, **options) == pytest.approx(expected, rel=1e-4)
+    drawn = torch.randn(9, 4, generator=torch.Generator().manual_seed(10), dtype=torch.float64)
+    axes = drawn / drawn.norm(dim=0)
+    place = torch.from_numpy(np.linalg.pinv(axes.numpy())) @ small.at
+    expected = small.highest_corner(axes, epsilon * (place.abs() + 1))
+    assert box_sharpness(small.losses, small.weights, dims=4, **options) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_hill_inside_the_box_is_climbed() -> None:
+    """By the curvature that L-BFGS learns: corners are lower. One coordinate's top is out of the box."""
+    at = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    top, bends = torch.tensor([[0.2e-3, -0.5e-3, 0.7e-3, 2e-3], [1e3, 1e4, 1e5, 2e3]], dtype=torch.float64)
+
+    def losses() -> list[Tensor]:
+        return [1 - (bends * (at - top).square()).sum()]
+
+    base, highest = losses()[0].item(), 1 - float(bends[3]) * 1e-6
+    found = box_sharpness(losses, [at])
+    assert found == pytest.approx(100 * (highest - base) / (1 + base), rel=1e-4)
+
+
+def test_the_loss_along_a_line_is_that_of_weights_on_it() -> None:
+    small, other, at = Small(0), Small(9), [-1.0, 0.0, 0.5, 1.0, 2.0]
+    found = loss_along_line(small.losses, small.weights, small.weights, other.weights, at)
+    expected = [float(small.loss_at((1 - each) * small.at + each * other.at)) for each in at]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert torch.equal(torch.cat(small.weights), small.at)
+    with pytest.raises(ValueError, match="elements"):
+        loss_along_line(small.losses, small.weights, small.weights[:1], other.weights, at)
+
+
+def test_rows_are_not_trained_and_weights_come_back_after_an_error() -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=50, embedding_dim=4))
+        model = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(4, 1))
+        before, ids = model[1].weight.detach().clone(), torch.arange(50).view(10, 5)
+
+        def losses(is_broken: bool = False) -> list[Tensor]:
+            assert not is_broken or torch.equal(model[1].weight, before), "moved"
+            return [model(ids).square().mean()]
+
+        box_sharpness(losses, model.parameters(), dims=3)
+        hessian_eigenvalues(losses, model.parameters())
+        with pytest.raises(AssertionError, match="moved"):
+            box_sharpness(lambda: losses(True), model.parameters())
+        assert torch.equal(model[1].weight, before)
+        assert store["t"].state.step == 0
+        assert model[0].rows.requires_grad

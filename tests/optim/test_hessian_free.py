@@ -1,0 +1,179 @@
+"""Hessian-free steps: out of saddles, on quadratics, resumed, and beside the rows of tables."""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tierstore
+from tierstore.optim import HessianFree
+from tierstore.optim.hessian_free import choose, search
+from tierstore.optim.krylov import conjugate_gradients
+
+Saddle = tuple[list[nn.Parameter], Callable[[], Any]]
+
+
+def monkey_saddle() -> Saddle:
+    """In a bowl. On the axis y = 0 the gradient leads into the saddle, and curvature across is negative."""
+    at = nn.Parameter(torch.tensor([0.3, 0.0]))
+    return [at], lambda: (at[0] ** 3 - 3 * at[0] * at[1] ** 2 + at.square().sum().square() / 4, at)
+
+
+def net_of_zeros() -> Saddle:
+    """Two layers, where the gradient is 0 and the loss is not."""
+    first, last = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(4))
+    inputs = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+
+    def evaluate() -> Any:
+        outputs = torch.tanh(inputs @ first) @ last
+        return (outputs - torch.sin(inputs.sum(1))).square().mean(), outputs
+
+    return [first, last], evaluate
+
+
+@pytest.mark.parametrize(("saddle", "stalled", "left"), [(monkey_saddle, -0.01, -1.0), (net_of_zeros, 0.35, 0.2)])
+def test_negative_curvature_leaves_saddles_that_stall_conjugate_gradients(saddle: Any, stalled: Any, left: Any) -> None:
+    losses = []
+    for curvature in ("hessian", "gauss-newton"):
+        parameters, evaluate = saddle()
+        optimizer = HessianFree(parameters, curvature=curvature, damping=0.1)
+        losses.append([float(optimizer.step(evaluate)) for _ in range(30)][-1])
+    assert losses[0] < left < stalled < losses[1]
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
+def test_a_step_is_newtons_with_damping_and_damping_follows_the_ratio(curvature: Any) -> None:
+    at = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
+    before, bends = at.detach().clone(), torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64)
+    optimizer = HessianFree([at], curvature=curvature, damping=0.5, tolerance=1e-12)
+    loss = optimizer.step(lambda: ((bends * at.square()).sum() / 2, at))
+    assert float(loss) == float((bends * before.square()).sum() / 2)
+    torch.testing.assert_close(at.detach(), before - bends * before / (bends + 0.5), rtol=1e-6, atol=0)
+    torch.testing.assert_close(at.grad, bends * before)
+    assert float(optimizer.state[at]["damping"]) == pytest.approx(0.5 / 1.5)
+
+
+def test_negative_curvature_is_followed_down_and_searched_as_far_as_the_loss_falls() -> None:
+    gradient, bends = torch.tensor([2.0, 0.5]), torch.tensor([4.0, -3.0])
+    iterates = conjugate_gradients(lambda vector: (bends + 0.1) * vector, -gradient, torch.zeros(2))
+    way = choose(itertools.islice(iterates, 5), gradient, 0.1, 1e-6)
+    negative = way.step - way.solution
+    lengths = [float(gradient @ way.step), float(bends @ way.step.square()), float(negative.norm())]
+    rayleigh = float(bends @ negative.square()) / lengths[2] ** 2
+    assert lengths == pytest.approx([way.slope, way.bend, -rayleigh], rel=1e-4)
+    assert max(way.slope, float(gradient @ negative)) < 0
+    for is_negative, first, length in ((True, 1.0, 4.0), (False, 1.0, 1.0), (True, 32.0, 4.0)):
+        newton = way._replace(slope=-8.0, bend=2.0, is_negative=is_negative)
+        found, ratio = search(lambda at: (at - 4) ** 2 - 16 if at < 20 else math.nan, newton, first)
+        assert found == length
+        assert ratio == pytest.approx(1.0) or first > 20
+    assert search(lambda _: 0.0, way, 1.0) == (0.0, 0.0)
+
+
+def test_wrong_arguments_are_errors_and_a_step_that_fails_changes_nothing() -> None:
+    at = nn.Parameter(torch.tensor([1.0]))
+    for wrong in ({"curvature": "newton"}, {"damping": 0.0}, {"products": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            HessianFree([at], **wrong)  # type: ignore[arg-type]
+    for match, closures in (("closure", ()), ("return", (lambda: at.square().sum(),))):
+        with pytest.raises(TypeError, match=match):
+            HessianFree([at], curvature="gauss-newton").step(*closures)
+    trials = iter([at.square().sum()])
+    with pytest.raises(ZeroDivisionError):
+        HessianFree([at]).step(lambda: next(trials, None) or 1 / 0)
+    assert at.item() == 1.0
+
+
+ROWS, DIM = 200, 8
+
+
+class Job:
+    """A model over a bag that is trained by the optimizer, with the curvature of a part of each batch."""
+
+    def __init__(self, bag: nn.Module, *, is_whole: bool = True, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.dense = nn.Sequential(nn.Linear(DIM, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.model = nn.Sequential(bag, self.dense)
+        self.optimizer = HessianFree((self.model if is_whole else self.dense).parameters(), products=8, **options)
+
+    def train(self, batches: Iterable[Tensor], rows: Any = None, part: int = 8, share: float = 1.0) -> None:
+        """With the optimizer of the rows, if they have one, and this rank's share of the mean."""
+        for ids in batches:
+            if rows is not None:
+                rows.zero_grad()
+            self.optimizer.step(lambda ids=ids: self.loss(ids, share), lambda ids=ids: self.loss(ids[:part], share))
+            if rows is not None:
+                rows.step()
+
+    def loss(self, ids: Tensor, share: float = 1.0, bag: Any = None) -> tuple[Tensor, Tensor]:
+        outputs = self.model(ids) if bag is None else self.dense(bag(ids))
+        return (outputs[:, 0] - ids.float().mean(1) / ROWS).square().mean() * share, outputs
+
+    @torch.no_grad()
+    def weights(self) -> list[Tensor]:
+        """Rows and dense ones."""
+        return [self.model[0](torch.arange(ROWS)[:, None]), *(each.detach() for each in self.dense.parameters())]
+
+
+def batches(count: int) -> list[Tensor]:
+    return list(torch.randint(0, ROWS, (count, 16, 5), generator=torch.Generator().manual_seed(1)))
+
+
+def table(ids: Any = None) -> tierstore.TableConfig:
+    rule = tierstore.optim.SGD(lr=0.5)
+    return tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule, ids=ids)
+
+
+def bag_of(store: tierstore.Store, ids: Any = None) -> nn.Module:
+    return tierstore.TieredEmbeddingBag(store.create_table(table(ids)))
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["all parameters", "dense ones"])
+@pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
+def test_rows_are_trained_once_a_step_by_the_gradient_at_its_start(curvature: Any, *, is_whole: bool) -> None:
+    """The oracle: torch's own bag and SGD, with the dense weights that each step began with."""
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        job, losses = Job(bag_of(store), curvature=curvature, is_whole=is_whole), []
+        weight = store["t"].read(torch.arange(ROWS)).requires_grad_()
+        for step, ids in enumerate(batches(5), 1):
+            loss, _ = job.loss(ids, bag=lambda ids: nn.functional.embedding_bag(ids, weight, mode="sum"))
+            (gradient,) = torch.autograd.grad(loss, weight)
+            job.train([ids])
+            weight.data -= 0.5 * gradient
+            torch.testing.assert_close(job.weights()[0], weight.detach())
+            assert store["t"].state.step == step
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] / 2
+        assert job.model[0].rows.requires_grad
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
+def test_prefetching_tiers_collected_gradients_and_a_loaded_state_change_no_bit(curvature: Any) -> None:
+    found = []
+    tiers: list[dict[str, Any]] = [{}, {"ddr": "430KiB"}, {"hbm": "300KiB", "device": "cpu", "ddr": "2MiB"}]
+    for options, depth, is_fused in itertools.product(tiers, (0, 3), (True, False)):
+        with tierstore.open(cold="memory", **{"ddr": "1MiB", **options}) as store:
+            job = Job(bag_of(store), curvature=curvature)
+            rows = None if is_fused else store.optimizer()
+            job.train(tierstore.prefetch(batches(6)[:3], job.model, depth=depth), rows)
+            if depth:
+                saved = copy.deepcopy(job.optimizer.state_dict())
+                job.optimizer = HessianFree(job.model.parameters(), damping=7.0)
+                job.optimizer.load_state_dict(saved)
+            job.train(tierstore.prefetch(batches(6)[3:], job.model, depth=depth), rows)
+            found.append(job.weights())
+            assert store["t"].state.step == 6
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+
+
+def test_dynamic_ids_are_counted_once_a_step() -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        job = Job(bag_of(store, tierstore.DynamicIds(admission=tierstore.ids.Frequency(3))))
+        for admitted in (0, 0, 40, 40):
+            job.train([torch.arange(40).view(8, 5)])
+            assert store["t"].id_stats().admitted == admitted
