@@ -28,7 +28,7 @@ from ..system.excerpt import excerpt
 from ..train.checkpoint import saved_config
 from ..updates.header import origin_of
 from .base import LONG_IDS, Model, Outputs, Pause
-from .batching import Batcher, OneThread
+from .batching import Batcher, OneThread, Turn
 from .config import ServeConfig
 from .hot_rows import RowCounts, hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_request
@@ -69,10 +69,11 @@ class StoreEngine:
     """The models of one store, what monitoring looks at, and what an operator may ask. Its coroutines are for one event
     loop. ``prefix`` begins the models' names."""
 
-    def __init__(self, config: ServeConfig, metrics: Metrics, prefix: str = "") -> None:
+    def __init__(self, config: ServeConfig, metrics: Metrics, turn: Turn, prefix: str = "") -> None:
         self._config = config
         self._metrics = metrics
         self._prefix = prefix
+        self._turn = turn
         self._executor = OneThread("tierstore-serve")
         self._looker = ThreadPoolExecutor(1, "tierstore-follow")
         self._store: Store | None = None
@@ -188,7 +189,8 @@ class StoreEngine:
             if not is_there():
                 raise ServeError(Status.UNAVAILABLE, f"model {name!r} has changed with the version; ask again")
             version = str(self.version)
-            answers = model.run(queries, pause)
+            with self._turn:
+                answers = model.run(queries, None if pause is None else self._turn.between(pause))
             return [each if isinstance(each, ServeError) else _Ran(each, version) for each in answers]
 
         def others() -> list[Batcher]:

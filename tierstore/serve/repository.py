@@ -1,7 +1,6 @@
 """The stores of a server, by name: what it serves, and which of that is loaded.
 
-Each store is an engine of its own, with its own threads, queues and part of the memory: no store's batch waits for
-another's.
+Each store is an engine of its own, with its own thread, queues and part of the memory. Their batches take turns.
 """
 
 import asyncio
@@ -14,6 +13,7 @@ from ..settings.sections import nearest
 from ..store.opened import open_files
 from ..system.excerpt import excerpt
 from ..system.sizes import is_share_of_tables, parse_size
+from .batching import Turn
 from .bearer_token import Token
 from .config import ServeConfig
 from .engine import StoreEngine
@@ -53,7 +53,10 @@ class Repository:
         configs = configs_of(config)
         self.store_names: Final = tuple(configs) if len(configs) > 1 else ()
         prefix = "{}." if self.store_names else ""
-        self.engines: Final = {name: StoreEngine(each, metrics, prefix.format(name)) for name, each in configs.items()}
+        turn = Turn()
+        self.engines: Final = {
+            name: StoreEngine(each, metrics, turn, prefix.format(name)) for name, each in configs.items()
+        }
         self.only: Final = next(iter(self.engines.values()))  # or the first
         self.admin_token: Final = Token(config.admin_token or "") if config.model_control == "explicit" else None
         self._changes: set[asyncio.Task[None]] = set()

@@ -1,5 +1,6 @@
 """Dynamic batching: requests that wait together run together, within bounds of number and size."""
 
 from .batcher import Batcher, OneThread
+from .turn import Turn
 
-__all__ = ["Batcher", "OneThread"]
+__all__ = ["Batcher", "OneThread", "Turn"]
