@@ -122,11 +122,11 @@ def run_shell(block: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_first_snippet_runs_in_an_empty_folder(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of pages on planning: where the checkout's examples/ is, and run.toml of docs/train.md."""
+    """Of pages on planning and sweeps: where the checkout's examples/ is, and run.toml of docs/train.md."""
     language, block = first_block(page)
     assert language in {"sh", "python"}
     monkeypatch.chdir(tmp_path)
-    if page.name == "planning.md" or page.parent.name == "planning":
+    if page.name in ("planning.md", "sweep.md") or page.parent.name == "planning":
         Path("examples").symlink_to(ROOT / "examples")
         if " run.toml" in block:
             run_shell(first_block(ROOT / "docs" / "train.md")[1].partition("tierstore train")[0])

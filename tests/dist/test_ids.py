@@ -250,7 +250,7 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(case=CASES)
 def test_ranks_give_the_ids_and_bits_of_one_process(case: Case) -> None:
     oracle = Oracle(case)

@@ -144,7 +144,7 @@ def everything(directory: Path, case: Case, **settings: Any) -> tuple[list[bytes
     return [b"" if each is None else bits(each) for each in seen], stats
 
 
-@settings(max_examples=settings.default.max_examples // 6)
+@settings(max_examples=settings.default.max_examples // 12)
 @given(case=cases)
 def test_any_work_has_the_bits_of_host_memory(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

@@ -55,9 +55,12 @@ def test_a_version_without_one_of_its_tables_is_served_without_it(
             client.infer("both", inputs)
         assert "version 1 is served without the model of" in caplog.text
         assert "input 'user' takes rows, and the store has no such feature; its features are item" in caplog.text
+        assert "commit again, and publish that" in publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
+        with tierstore.open(source, ddr="8MiB") as store:
+            store.commit()
         assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
         after = client.infer("both", inputs)
-    assert (before.version, after.version) == ("2", "2")
+    assert (before.version, after.version) == ("2", "3")
     assert after.outputs["output"].tobytes() == before.outputs["output"].tobytes()
 
 
