@@ -13,13 +13,13 @@ import torch
 from tests.serve.loops import wait_for
 from tests.serve.models.stores import tensor
 from tests.serve.whole import serving
-from tests.train.runs import config_of
+from tests.train.runs import commit_scaled, config_of
+from tierstore.models import DLRM
 from tierstore.serve.config import StoreConfig
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.watch import LabelledRows, Watch
 from tierstore.train import train
-from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.checkpoint import commit_run, restore_run
+from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
 from tierstore.train.readers import DataError
 
@@ -30,15 +30,12 @@ def commit_and_evaluate(config: RunConfig, factor: float) -> tuple[int, float]:
     """Multiply the dense weights, commit them, and return the version and its log loss on the data's first rows."""
     reader, hasher = open_data(config)
     (batch,) = reader.batches(hasher, batch_size=ROWS, stop_row=ROWS)
-    with open_run_store(config) as store, torch.no_grad():
-        run = build_run(config, store)
-        position = restore_run(run)
-        for each in run.model.dense_parameters().values():
-            each.mul_(factor)
-        version = commit_run(run, config, position).result()
-        logits = run.model.eval()(batch.dense, batch.sparse)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), batch.labels.double())
-        return version, loss.item()
+
+    def loss_of(model: DLRM) -> float:
+        logits = model(batch.dense, batch.sparse)
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), batch.labels.double()).item()
+
+    return commit_scaled(config, factor, loss_of)
 
 
 def test_each_version_is_measured_and_a_worse_one_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,11 +1,19 @@
 """Small runs for the trainer's tests."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+import torch
+
+from tierstore.models import DLRM
+from tierstore.train.build import build_run, open_run_store
+from tierstore.train.checkpoint import commit_run, restore_run
 from tierstore.train.config import Override, RunConfig, load
 from tierstore.train.synthetic import write_synthetic
 
+_T = TypeVar("_T")
 TRAIN_ROWS = 300
 TEST_ROWS = 100
 
@@ -35,3 +43,14 @@ def config_of(folder: Path, store: str, **changes: object) -> RunConfig:
         section, _, key = name.partition("__")
         overrides.append(Override(section, key, value, name))
     return load(run_file, overrides)
+
+
+def commit_scaled(config: RunConfig, factor: float, evaluate: Callable[[DLRM], _T]) -> tuple[int, _T]:
+    """Multiply a run's dense weights and commit them; the version, and what its model gives then."""
+    with open_run_store(config) as store, torch.no_grad():
+        run = build_run(config, store)
+        position = restore_run(run)
+        for each in run.model.dense_parameters().values():
+            each.mul_(factor)
+        version = commit_run(run, config, position).result()
+        return version, evaluate(run.model.eval())

@@ -58,8 +58,9 @@ def _write(options: argparse.Namespace, runs: "Sequence[SweepRun]") -> None:
     from ..train.sweep_report import csv_of, page_of, rows_of
 
     folder = Path(options.folder)
-    write_text(folder / "sweep.json", json.dumps(rows_of(runs), indent=2) + "\n", force=True)
-    write_text(folder / "sweep.csv", csv_of(runs), force=True)
+    rows = rows_of(runs)
+    write_text(folder / "sweep.json", json.dumps(rows, indent=2) + "\n", force=True)
+    write_text(folder / "sweep.csv", csv_of(rows), force=True)
     write_text(folder / "sweep.html", page_of(f"tierstore sweep {Path(options.run_file).name}", runs), force=True)
 
 

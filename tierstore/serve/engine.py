@@ -233,7 +233,6 @@ class StoreEngine:
                     del served
                     self._before, self._stale_since, self.absent = _NOTHING, None, "unloaded"
                     await _in(self._executor, _free)
-            self.absent = "unloaded"
             _LOG.info("unloaded %s", self._config.store)
 
     async def load(self) -> None:
@@ -409,8 +408,9 @@ class StoreEngine:
                 query = served.model.parse(request.inputs)
             try:
                 ran: _Ran = await served.batcher.submit(query, deadline, request.client)
-                jagged: Any = getattr(query, "jagged", query)
-                self.row_counts.note(served.model.tables, jagged.lengths, jagged.values)
+                if self._config.updates:  # else no publisher asks for them
+                    jagged: Any = getattr(query, "jagged", query)
+                    self.row_counts.note(served.model.tables, jagged.lengths, jagged.values)
                 return ran
             except ServeError as error:
                 # Unless another model has taken this one's place, of which it has to be asked again.

@@ -102,9 +102,9 @@ def rows_of(runs: Sequence[SweepRun]) -> list[dict[str, Any]]:
     ]
 
 
-def csv_of(runs: Sequence[SweepRun]) -> str:
-    """``rows_of`` with a header."""
-    rows, text = rows_of(runs), io.StringIO()
+def csv_of(rows: Sequence[dict[str, Any]]) -> str:
+    """``rows_of`` some runs, below a header."""
+    text = io.StringIO()
     writer = csv.DictWriter(text, rows[0] if rows else ())
     writer.writeheader()
     writer.writerows(rows)

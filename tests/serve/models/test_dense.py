@@ -15,14 +15,13 @@ from tests.serve.models.programs import save, save_two_tables
 from tests.serve.models.stores import make_store
 from tests.serve.models.test_ranking import BATCH, evaluated, query
 from tests.serve.whole import FREE_PORTS, serving
-from tests.train.runs import TRAIN_ROWS, config_of
+from tests.train.runs import TRAIN_ROWS, commit_scaled, config_of
 from tierstore.cli import entry as cli
 from tierstore.serve.client import Client
 from tierstore.serve.models import Models, load_program
 from tierstore.serve.models.dense import Int8Linear
 from tierstore.train import train
-from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.checkpoint import commit_run, restore_run
+from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
 
 ROUNDING = 2.0**-24
@@ -117,13 +116,9 @@ def commit_and_predict(config: RunConfig, factor: float) -> tuple[int, Any]:
     """Multiply the run's dense weights, commit them, and return the version and its probabilities, float32 [B]."""
     reader, hasher = open_data(config)
     batch = next(iter(reader.batches(hasher, batch_size=BATCH, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + BATCH)))
-    with open_run_store(config) as store, torch.no_grad():
-        run = build_run(config, store)
-        position = restore_run(run)
-        for each in run.model.dense_parameters().values():
-            each.mul_(factor)
-        version = commit_run(run, config, position).result()
-        return version, torch.sigmoid(with_reference(run.model.eval())(batch.dense, batch.sparse)).numpy()
+    return commit_scaled(
+        config, factor, lambda model: torch.sigmoid(with_reference(model)(batch.dense, batch.sparse)).numpy()
+    )
 
 
 def test_a_program_of_ones_own_computes_in_int8_and_takes_weights(tmp_path: Path) -> None:
