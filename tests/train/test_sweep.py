@@ -11,7 +11,7 @@ from tierstore import cli
 from tierstore.settings.sections import ConfigError
 from tierstore.train import trainer
 from tierstore.train.config import load
-from tierstore.train.sweep import axis_of, axis_of_runs, prepare, run_all, runs_of, seed_axis
+from tierstore.train.sweep import Axis, Choice, axis_of, axis_of_runs, prepare, run_all, runs_of, seed_axis
 from tierstore.train.sweep_report import groups_of, page_of, rows_of, table_of
 
 
@@ -88,6 +88,11 @@ def test_every_combination_has_a_folder_and_its_keys(run_file, tmp_path):
     assert {run.config.optimizer.warmup_steps for run in linear} == {0}
     with pytest.raises(ConfigError, match="stands there twice"):
         runs_of(run_file, tmp_path, [axis_of("train.epochs=1"), axis_of("train.epochs=2")])
+    with pytest.raises(ConfigError, match="--seeds N"):
+        runs_of(run_file, tmp_path, [axis_of("train.seed=1,2"), seed_axis(0, 1)])
+    listed = Axis("run", (Choice("a", axis_of("train.epochs=1").choices[0].overrides),))
+    with pytest.raises(ConfigError, match=r"train\.epochs is set by run and by train\.epochs"):
+        runs_of(run_file, tmp_path, [listed, axis_of("train.epochs=2")])
     with pytest.raises(ConfigError, match="20,000 runs"):
         runs_of(run_file, tmp_path, [axis_of("train.epochs=1,2"), seed_axis(0, 10_000)])
 
@@ -188,4 +193,5 @@ def test_the_page_has_a_line_and_a_band_for_each_combination_and_shows_no_markup
     assert "<b>" not in page
     assert "<i>" not in page
     assert "11 of 12 runs have ended" in page
+    assert "train.batch_size 64" in page
     assert "<svg" not in page_of("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))

@@ -15,7 +15,7 @@ _KIBIBYTES_FROM = 1 << 20
 
 def text_of(units: Sequence[Unit], found: Found) -> str:
     """A line for each table and layer."""
-    rows = [["", "type", "before", "after", "alone changes the loss by"]]
+    rows = [["", "type", "before", "after", "alone changes the loss by, up or down"]]
     for unit in units:
         dtype = found.choice.get(unit.name, unit.own)
         sizes = (format_size(unit.size_bytes[each]) for each in (unit.own, dtype))

@@ -36,8 +36,8 @@ class Step(NamedTuple):
 
 
 class Found(NamedTuple):
-    """``alone``: change of the loss by each unit alone, by type. ``first``: log loss of no unit lowered, ``added``
-    relative to it, both by part."""
+    """``alone``: size of the change of the loss by each unit alone, by type. ``first``: log loss of no unit lowered,
+    ``added`` relative to it, both by part."""
 
     choice: Choice
     alone: Mapping[str, Mapping[str, float]]

@@ -366,7 +366,8 @@ class StoreEngine:
         if not self._is_ready:
             raise ServeError(Status.UNAVAILABLE, "the server is not ready; try again, or another one")
         default = started + self._config.request_seconds
-        ran = await self._run(request, default if request.deadline is None else request.deadline)
+        deadline = default if request.deadline is None else request.deadline
+        ran = await self._run(request, deadline, is_counted=self._config.updates)  # else no publisher asks for counts
         if request.version not in ("", ran.version):
             raise ServeError(
                 Status.NOT_FOUND, f"version {excerpt(request.version)} is not served any more; {ran.version} is"
@@ -398,7 +399,7 @@ class StoreEngine:
                 _LOG.warning("the watched loss of version %d is not measured: %s", self.version, error)
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _run(self, request: InferRequest, deadline: float) -> _Ran:
+    async def _run(self, request: InferRequest, deadline: float, *, is_counted: bool = False) -> _Ran:
         while True:
             served = self._find(request.model, request.version)
             if sum(tensor.data.size for tensor in request.inputs.values()) > LONG_IDS:
@@ -408,7 +409,7 @@ class StoreEngine:
                 query = served.model.parse(request.inputs)
             try:
                 ran: _Ran = await served.batcher.submit(query, deadline, request.client)
-                if self._config.updates:  # else no publisher asks for them
+                if is_counted:
                     jagged: Any = getattr(query, "jagged", query)
                     self.row_counts.note(served.model.tables, jagged.lengths, jagged.values)
                 return ran

@@ -100,7 +100,7 @@ def draw(
         f'<text class="x" transform="translate(12 {(y.begin + y.end) / 2}) rotate(-90)">{html.escape(unit)}</text>',
         *(_band(line, x, y) for line in lines if line.band),
         *(_polyline(line, x, y) for line in lines),
-        *_hovers(lines, x, y, unit, over),
+        *_hovers(lines, x, y, unit, over, labels),
         "</svg>",
     ]
     return "\n".join(parts)
@@ -120,7 +120,7 @@ def _polyline(line: Line, x: _Axis, y: _Axis) -> str:
     return f'<polyline class="{line.tone}" points="{points}"/>'
 
 
-def _hovers(lines: Sequence[Line], x: _Axis, y: _Axis, unit: str, over: str) -> list[str]:
+def _hovers(lines: Sequence[Line], x: _Axis, y: _Axis, unit: str, over: str, labels: Sequence[str]) -> list[str]:
     """Strips that tell the values of their steps when pointed at."""
     told: dict[tuple[int, int], list[str]] = {}
     for line in lines:
@@ -128,7 +128,8 @@ def _hovers(lines: Sequence[Line], x: _Axis, y: _Axis, unit: str, over: str) -> 
             told.setdefault(each[:2], []).append(f"{line.name}: {each.value:,.4g} {unit}")
     strips = []
     for (first, last), texts in told.items():
-        place, text = x.place(first - 1), html.escape("\n".join([_steps(first, last, over), *texts]))
+        head = f"{over} {labels[last - 1]}" if labels else _steps(first, last, over)
+        place, text = x.place(first - 1), html.escape("\n".join([head, *texts]))
         strips.append(
             f'<rect class="hover" x="{place}" y="{y.end}" width="{x.place(last) - place:.1f}" '
             f'height="{y.begin - y.end}"><title>{text}</title></rect>'

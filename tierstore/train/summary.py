@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..pool.stats import Stats, TierStats
+from ..system.output import write_text
 from ..system.sizes import format_size
 from .build import Run
 from .history import Point
@@ -91,8 +92,8 @@ class Summary:
         return fields
 
     def write(self, path: str | Path) -> None:
-        """Write as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        """Write as JSON, whole or not at all; errors as of ``partial_file``."""
+        write_text(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", force=True)
 
     def describe(self) -> str:
         """A few lines for people."""

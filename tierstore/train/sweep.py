@@ -73,7 +73,7 @@ def axis_of(text: str) -> Axis:
     try:
         found = tomllib.loads(f"values = [{values}]")["values"]
         written = [value if isinstance(value, str) else json.dumps(value) for value in found] or [""]
-    except ValueError:
+    except (ValueError, TypeError):  # no TOML, or a date
         written = [value.strip() for value in values.split(",")]
     if equals and "" in written:
         raise ConfigError(f"--set {excerpt(text)}: a value is empty; write train.batch_size=256,1024")
@@ -127,11 +127,13 @@ def runs_of(
     names = [axis.name for axis in axes]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"--set {twice} stands there twice; give all its values at once, as {twice}=A,B")
+        way = "leave it out: --seeds N takes N seeds from the run file's on" if twice == SEED else f"give {twice}=A,B"
+        raise ConfigError(f"--set {twice} stands there twice; {way}")
     count = math.prod(len(axis.choices) for axis in axes)
     if count > MAX_RUNS:
         raise ConfigError(f"these are {count:,} runs; a sweep has at most {MAX_RUNS:,}")
     base = load(run_file).train.batch_size
+    _require_once(axes)
     runs = []
     for choices in itertools.product(*(axis.choices for axis in axes)):
         labels = {axis.name: choice.label for axis, choice in zip(axes, choices, strict=True)}
@@ -142,6 +144,16 @@ def runs_of(
             raise ConfigError(f"{own.name}: {error}") from None
         runs.append(SweepRun(own, labels, _adapted(config, base, own, rate_rule, warmup_samples)))
     return runs
+
+
+def _require_once(axes: Sequence[Axis]) -> None:
+    """ConfigError if two axes set one key."""
+    owners: dict[str, str] = {}
+    for axis in axes:
+        for key in {f"{own.section}.{own.key}" for choice in axis.choices for own in choice.overrides}:
+            if (other := owners.setdefault(key, axis.name)) != axis.name:
+                way = "--seeds N takes N of them from the run file's on" if key == SEED else "leave it out of one"
+                raise ConfigError(f"{key} is set by {other} and by {axis.name}: {way}")
 
 
 def _adapted(config: RunConfig, base: int, folder: Path, rule: RateRule, warmup_samples: int) -> RunConfig:
@@ -200,7 +212,8 @@ def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, told: Callable[[SweepRun
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             while True:
-                running |= {_begin(run, jobs): run for run in itertools.islice(waiting, jobs - len(running))}
+                for run in itertools.islice(waiting, jobs - len(running)):
+                    running[_begin(run, jobs)] = run
                 if not running:
                     return
                 for process in [each for each in running if each.poll() is not None]:

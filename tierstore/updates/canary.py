@@ -15,6 +15,12 @@ MIN_REQUESTS: Final = 100
 """Fewer tell nothing of the 99th percentile, or of a share of one in a hundred."""
 
 
+CANNOT_JUDGE: Final = (
+    f"it has fewer than {MIN_REQUESTS} requests, and watches no loss. Publish again once it has more, or without "
+    "--canary"
+)
+
+
 class Measures(NamedTuple):
     """How a server fares; None of what it cannot tell."""
 
@@ -91,8 +97,5 @@ def watch(client: AdminClient, version: int, before: Measures, canary: Canary) -
         if any(compared):
             return "; ".join(filter(None, compared))
     if not compared:
-        raise PublishError(
-            f"{client.url} shows version {version} and cannot be judged: it has fewer than {MIN_REQUESTS} requests, "
-            "and watches no loss. Publish again once it has more, or without --canary"
-        )
+        raise PublishError(f"{client.url} shows version {version} and cannot be judged: {CANNOT_JUDGE}")
     return ""

@@ -9,6 +9,7 @@ Urgent rows may go first, as a version of their own between the servers' and the
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -28,7 +29,7 @@ from ..system.hosts import is_loopback
 from ..system.killpoints import reach
 from ..system.output import require_parent
 from ..system.sizes import format_size
-from .canary import WINDOW_SECONDS, Canary, Measures, measure, watch
+from .canary import CANNOT_JUDGE, WINDOW_SECONDS, Canary, Measures, measure, watch
 from .client import AdminClient, FetchError, Progress, PublishError, ReplicaState, parse_url
 from .delta import Update, source_of, write_update
 from .header import Origin
@@ -122,9 +123,11 @@ class _Publisher:
         return since if wanted is None else wanted
 
     def publish(
-        self, urls: Sequence[str], since: int | None, fan_out: int = 1, urgent: float | None = None
-    ) -> list[Published]:
-        """Bring servers to the version; errors are part of the answer."""
+        self, urls: Sequence[str], since: int | None, fan_out: int = 1, urgent: float | None = None, *,
+        is_trial: bool = False,
+    ) -> list[Published]:  # fmt: skip
+        """Bring servers to the version; errors are part of the answer. One that shows it on trial is on trial no more,
+        unless this is the trial."""
         origins: dict[str, Origin | None] = {}
         lookups: Counter[int] = Counter()
         groups: dict[int, list[str]] = {}  # by the version that their update begins at
@@ -138,6 +141,8 @@ class _Publisher:
                     groups.setdefault(begin, []).append(url)
                     with self._making:
                         lookups.update(found)
+                elif state.trial is not None and not is_trial:
+                    client.set_trial("", {})
             return Published(url, self.source.origin.version, 0, 0, 0.0)
 
         with ThreadPoolExecutor(len(urls)) as pool:
@@ -185,8 +190,12 @@ class _Publisher:
             else:
                 update = self.update(self.begin(url, state, since))
                 before = measure(client, state.origin.version, min(canary.seconds, WINDOW_SECONDS))
+                if before.log_loss == math.inf:  # nothing is worse
+                    before = before._replace(log_loss=None)
+                if before == Measures():
+                    raise PublishError(f"{url} cannot be a canary now: {CANNOT_JUDGE}")
                 client.set_trial(update.header.origin.commit_id, before._asdict())
-            (done,) = self.publish([url], since)
+            (done,) = self.publish([url], since, is_trial=True)
             if done.error:
                 return done
             reach("publish: canary shows it")
