@@ -53,6 +53,9 @@ def test_example_of_a_model_goes_on(tmp_path: Path) -> None:
 
 
 def command(words: list[str]) -> None:
+    """As torchrun starts it, in the group that is there."""
+    os.environ |= {"RANK": f"{dist.get_rank()}", "WORLD_SIZE": f"{dist.get_world_size()}"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(words) == 0
 
