@@ -67,6 +67,10 @@ def test_negative_curvature_is_followed_down_and_searched_as_far_as_the_loss_fal
     rayleigh = float(bends @ negative.square()) / lengths[2] ** 2
     assert lengths == pytest.approx([way.slope, way.bend, -rayleigh], rel=1e-4)
     assert max(way.slope, float(gradient @ negative)) < 0
+    iterates = conjugate_gradients(lambda vector: (bends + 3.1) * vector, -gradient, torch.zeros(2))
+    outweighed = choose(itertools.islice(iterates, 5), gradient, 3.1, 1e-6)
+    torch.testing.assert_close(outweighed.step, -gradient / (bends + 3.1))
+    assert not outweighed.is_negative
     for is_negative, first, length in ((True, 1.0, 4.0), (False, 1.0, 1.0), (True, 32.0, 4.0)):
         newton = way._replace(slope=-8.0, bend=2.0, is_negative=is_negative)
         found, ratio = search(lambda at: (at - 4) ** 2 - 16 if at < 20 else math.nan, newton, first)

@@ -171,7 +171,8 @@ def choose(iterates: Iterable[Iterate], gradient: Tensor, damping: float, tolera
 
     The solve ends where the damped matrix is not positive, as its solution is no minimum beyond. The part along
     negative curvature has the sign that descends, and the curvature's size as its length (Royer, O'Neill and Wright, "A
-    Newton-CG algorithm with complexity guarantees for smooth unconstrained optimization", 2020).
+    Newton-CG algorithm with complexity guarantees for smooth unconstrained optimization", 2020). Curvature that the
+    damping outweighs is not followed where there is a solution: it is the noise of a batch, more often than not.
 
     ``iterates`` are of a damped matrix and ``-gradient``, [P]; ``damping`` is what its diagonal has of it.
     """
@@ -193,6 +194,8 @@ def choose(iterates: Iterable[Iterate], gradient: Tensor, damping: float, tolera
             break
     if float(gradient @ solution) > 0:
         solution, residual = torch.zeros_like(gradient), -gradient
+    if solution.any() and lowest > -damping:
+        negative, of_negative, is_negative = torch.zeros_like(gradient), torch.zeros_like(gradient), False
     step = solution + negative
     bent = of_negative - gradient - residual - damping * solution
     if not step.any():
