@@ -175,7 +175,7 @@ def test_where_rows_are_not_brought_in_ahead_batches_are_read_between_steps(
             used.put(number)
     assert number == 19
     assert waits_for_use or not any(read_beside[4:])
-    assert waits_for_use or len(set(read_behind[6:])) == 5  # 14 batches
+    assert waits_for_use or len(set(read_behind[6:])) in (5, 6)  # 14 batches by threes, from any of three on
 
 
 def test_times_of_batches_that_are_read_together_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
