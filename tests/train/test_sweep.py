@@ -2,17 +2,20 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
 
-from tests.train.runs import SECTIONS, clicks, config_of
+from tests.train.runs import SECTIONS, clicks, commit_scaled, config_of
 from tierstore import cli
 from tierstore.settings.sections import ConfigError
-from tierstore.train import trainer
+from tierstore.train import sharpness_of, sweep, trainer
 from tierstore.train.config import load
 from tierstore.train.sweep import Axis, Choice, axis_of, axis_of_runs, prepare, run_all, runs_of, seed_axis
 from tierstore.train.sweep_report import groups_of, page_of, rows_of, table_of
+
+COLUMNS = ["sharpness 1e-3", "sharpness 5e-4", "sharpness in 100 dims", "largest eigenvalue"]
 
 
 @pytest.fixture
@@ -195,3 +198,47 @@ def test_the_page_has_a_line_and_a_band_for_each_combination_and_shows_no_markup
     assert "11 of 12 runs have ended" in page
     assert "train.batch_size 64" in page
     assert "<svg" not in page_of("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))
+
+
+def test_a_sweep_measures_once_what_it_lacks(run_file, tmp_path, capsys, monkeypatch):
+    runs = runs_of(run_file, tmp_path / "out", [axis_of("train.batch_size=32,64"), seed_axis(0, 1)])
+    prepare(runs)
+    for run in runs:
+        trainer.train(run.config).write(run.folder / "result.json")
+    measured, stops = [], [2]
+
+    def counted(path, *, rows):
+        measured.append(path)
+        if len(measured) in stops:
+            raise KeyboardInterrupt
+        return sharpness_of(path, rows=rows)
+
+    def start(*words):
+        measured.clear()
+        words = ["sweep", str(run_file), str(tmp_path / "out"), "--set", "train.batch_size=32,64", *words]
+        return cli.main(words), len(measured), capsys.readouterr().out
+
+    monkeypatch.setattr(sweep, "sharpness_of", counted)
+    assert start()[:2] == (0, 0)
+    assert start("--sharpness", "90")[:2] == (130, 2)
+    assert [len(list(run.folder.glob("sharpness.json*"))) for run in runs] == [1, 0]
+    stops.clear()
+    assert start("--sharpness", "90")[:2] == (0, 1)
+    status, count, said = start("--sharpness", "90")
+    assert (status, count) == (0, 0)
+    rows = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [[row[name] for name in COLUMNS] for row in rows] == [
+        [*sharpness_of(run.folder / "store", rows=90)[2:]] for run in runs
+    ]
+    assert (tmp_path / "out" / "sweep.csv").read_text().splitlines()[0].endswith(",".join(COLUMNS))
+    assert "  ".join(COLUMNS) in said
+    assert all(f"<h2>{name}</h2>" in (tmp_path / "out" / "sweep.html").read_text() for name in COLUMNS)
+    shutil.rmtree(runs[0].folder / "store")
+    commit_scaled(runs[1].config, 2, lambda model: None)
+    status, _, said = start("--sharpness")
+    assert (status, said.count("no sharpness: no store"), said.count("was trained further; delete")) == (1, 1, 1)
+    assert rows == json.loads((tmp_path / "out" / "sweep.json").read_text())
+    (runs[1].folder / "result.json").unlink()
+    status, count, said = start("--sharpness")
+    assert (status, count, said.count("no sharpness: ")) == (1, 2, 1)
+    assert runs[1].result["sharpness"]["version"] == 2

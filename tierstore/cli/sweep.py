@@ -18,10 +18,10 @@ _INTERRUPTED: Final = 130
 
 def _sweep(options: argparse.Namespace) -> int:
     from ..train.config import load
-    from ..train.sweep import axis_of, axis_of_runs, failure_of, prepare, run_all, runs_of, seed_axis
+    from ..train.sweep import axis_of, axis_of_runs, failure_of, measure_sharpness, prepare, run_all, runs_of, seed_axis
     from ..train.sweep_report import rows_of, table_of
 
-    for name, least in (("seeds", 1), ("jobs", 1), ("warmup_samples", 0)):
+    for name, least in (("seeds", 1), ("jobs", 1), ("warmup_samples", 0), ("sharpness", 0)):
         if getattr(options, name) < least:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} {getattr(options, name)}: expected a whole number from {least}")
@@ -34,15 +34,21 @@ def _sweep(options: argparse.Namespace) -> int:
     failed: list[SweepRun] = []
 
     def told(run: "SweepRun", status: int) -> None:
-        if run.result is None:
+        reason = f"status {status}: {failure_of(run)}" if run.result is None else ""
+        if run.lacks_sharpness(options.sharpness):
+            reason = measure_sharpness(run, options.sharpness)
+        if reason:
             failed.append(run)
         figures = [f"{key} {value:.5g}" for row in rows_of([run]) for key, value in row.items() if type(value) is float]
-        print(f"{run.folder.name}: {', '.join(figures) or f'status {status}: {failure_of(run)}'}", flush=True)
+        print(f"{run.folder.name}: {', '.join(filter(None, [*figures, reason]))}", flush=True)
         _write(options, runs)
 
     _write(options, runs)
     print(f"{format_count(len(runs), 'run')}, of which {len(rows_of(runs)):,} ended before", flush=True)
     try:
+        for run in runs:
+            if run.lacks_sharpness(options.sharpness):
+                told(run, 0)
         run_all(runs, jobs=options.jobs, told=told)
     except KeyboardInterrupt:
         print("stopped; the same command goes on")
@@ -91,6 +97,15 @@ SWEEP: Final = command(
             default=0,
             metavar="N",
             help="samples over which learning rates rise, whatever the batch (default: optimizer.warmup_steps)",
+        ),
+        arg(
+            "--sharpness",
+            metavar="ROWS",
+            type=int,
+            nargs="?",
+            default=0,
+            const=8192,
+            help="measure how sharp the minimum is that each run ends in, on its first ROWS training rows, or 8192",
         ),
     ),
     "train a run file over values of its keys, and compare",

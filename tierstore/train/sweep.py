@@ -16,11 +16,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from ..errors import TierstoreError
 from ..settings.sections import ConfigError, Override, read_toml, to_dict, to_toml
 from ..system.excerpt import excerpt
 from ..system.output import write_text
 from ..system.signals import handlers_restored
 from .config import RunConfig, load, parse_override
+from .sharpness import sharpness_of
 
 RateRule = Literal["none", "linear", "sqrt"]
 """How learning rates follow the batch: not, by its size (Goyal et al. 2017), by its root (Krizhevsky 2014)."""
@@ -30,6 +32,7 @@ _MAX_NAME: Final = 120
 _RUN_FILE: Final = "run.toml"
 _RESULT: Final = "result.json"
 _LOG: Final = "log.txt"
+_SHARPNESS: Final = "sharpness.json"
 _PATHS: Final = ("path", "test_path")
 _POLL_SECONDS: Final = 0.05
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
@@ -59,12 +62,20 @@ class SweepRun(NamedTuple):
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What ``tierstore train --json`` wrote; None before the run has ended."""
-        try:
-            found: dict[str, Any] = json.loads((self.folder / _RESULT).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        """What ``tierstore train --json`` wrote, and ``sharpness``, as measured; None before the run has ended."""
+        found = _read(self.folder / _RESULT)
+        if not found or found["interrupted"]:
             return None
-        return None if found["interrupted"] else found
+        sharpness = _read(self.folder / _SHARPNESS)
+        return found | {"sharpness": sharpness if sharpness.get("version") == found.get("version") else {}}
+
+    def lacks_sharpness(self, rows: int) -> bool:
+        """Whether it has ended and was not measured on ``rows``; no run lacks it of 0."""
+        return rows > 0 and (found := self.result) is not None and found["sharpness"].get("asked_rows") != rows
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def axis_of(text: str) -> Axis:
@@ -229,6 +240,7 @@ def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, told: Callable[[SweepRun
 
 def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
     """In a session of its own: Ctrl-C reaches it by ``run_all`` alone, once."""
+    (run.folder / _SHARPNESS).unlink(missing_ok=True)
     arguments = ["train", str(run.folder / _RUN_FILE), "--resume", "--json", str(run.folder / _RESULT)]
     share = _SHARE.fullmatch(str(run.config.store.ddr))
     if share is not None:
@@ -239,6 +251,19 @@ def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
             [sys.executable, "-m", "tierstore", *arguments],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=threads | os.environ,
         )  # fmt: skip
+
+
+def measure_sharpness(run: SweepRun, rows: int) -> str:
+    """Keep ``sharpness_of`` a run that has ended in its folder; why there is none, or ""."""
+    try:
+        found = sharpness_of(run.config.store.path, rows=rows)
+    except (TierstoreError, ValueError, OSError, RuntimeError) as error:  # RuntimeError: torch has too little memory
+        return f"no sharpness: {error}"
+    if found.version != (run.result or {}).get("version"):
+        return f"no sharpness: its store was trained further; delete {run.folder / _RESULT} to take it as it is now"
+    values = {key: value if math.isfinite(value) else None for key, value in found._asdict().items()}
+    write_text(run.folder / _SHARPNESS, json.dumps({"asked_rows": rows, **values}, indent=2) + "\n", force=True)
+    return ""
 
 
 def failure_of(run: SweepRun) -> str:

@@ -29,8 +29,12 @@ MEASURES: Final = (
     Measure("steps", "steps", ",.0f", lambda result: result["step"]),
     Measure("seconds", "s", ",.1f", lambda result: result["seconds"]),
     Measure("samples/s", "samples/s", ",.0f", lambda result: result["samples_per_second"]),
+    Measure("sharpness 1e-3", "%", ".4g", lambda result: result["sharpness"].get("whole_1e3_percent")),
+    Measure("sharpness 5e-4", "%", ".4g", lambda result: result["sharpness"].get("whole_5e4_percent")),
+    Measure("sharpness in 100 dims", "%", ".4g", lambda result: result["sharpness"].get("subspace_1e3_percent")),
+    Measure("largest eigenvalue", "eigenvalue", ".4g", lambda result: result["sharpness"].get("largest_eigenvalue")),
 )
-_PLOTTED: Final = ("AUC", "log loss", "samples/s")
+_NOT_PLOTTED: Final = ("training loss", "steps", "seconds")
 
 
 class Point(NamedTuple):
@@ -119,7 +123,7 @@ def page_of(title: str, runs: Sequence[SweepRun]) -> str:
     rows = [Row(", ".join(group.labels.values()), (str(group.ended), *_cells(group, measures))) for group in groups]
     ended = sum(group.ended for group in groups)
     notes = [f"{ended:,} of {len(runs):,} runs have ended. Figures are means over seeds, ± their standard deviation."]
-    plots = [part for each in measures if each.name in _PLOTTED for part in _plot(groups, each)]
+    plots = [part for each in measures if each.name not in _NOT_PLOTTED for part in _plot(groups, each)]
     return filled(title, notes, ["runs", *(each.name for each in measures)], rows, plots)
 
 
