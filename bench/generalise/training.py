@@ -19,6 +19,7 @@ from tierstore.train.metrics import Evaluation, Predictions
 from tierstore.train.processes import joined
 from tierstore.train.readers import FeatureHasher, Reader
 from tierstore.train.steps import feed, set_rates, train_step
+from tierstore.train.warmup import warm_up
 
 from ..data import ROOT, require_criteo
 
@@ -128,6 +129,7 @@ def points(
     reader, hasher = open_data(config)
     every = every or math.ceil(data.train_rows / size)
     with joined(config) as processes, open_run_store(config, processes) as store:
+        warm_up(config)
         trainer = _Trainer(config, build_run(config, store, processes), reader, hasher)
         seconds, start = 0.0, time.perf_counter()
         for step in trainer.steps(epochs):
