@@ -26,24 +26,23 @@ def test_figures_are_those_of_plain_torch(tmp_path, monkeypatch):
         tables = torch.cat([store[name].read(torch.arange(150)) for name in config.data.sparse_columns])
     ids = batch.sparse.values() + (torch.arange(26 * 250) // 250 * 150).repeat_interleave(offsets.diff())
     pooled = embedding_bag(ids, tables, offsets, mode="sum", include_last_offset=True).view(26, 250, 4).transpose(0, 1)
-    weights = [tensors[f"model.{part}.0.{kind}"] for part in ("bottom", "top") for kind in ("weight", "bias")]
+    layers = [tensors[f"model.{part}.0.{kind}"] for part in ("bottom", "top") for kind in ("weight", "bias")]
+    at = torch.cat([each.flatten() for each in layers]).requires_grad_()
 
-    def loss_of(weight, bias, top, last):
-        first = torch.relu(batch.dense @ weight.T + bias)
+    def loss_of(at):
+        weight, bias, top, last = at.split([each.numel() for each in layers])
+        first = torch.relu(batch.dense @ weight.view(4, 13).T + bias)
         vectors = torch.cat([first.unsqueeze(1), pooled], dim=1)
         products = (vectors @ vectors.mT)[:, *torch.tril_indices(27, 27, -1)]
-        return binary_cross_entropy_with_logits((torch.cat([first, products], 1) @ top.T + last)[:, 0], batch.labels)
+        return binary_cross_entropy_with_logits(torch.cat([first, products], 1) @ top + last, batch.labels)
 
     found = sharpness_of(tmp_path / "store", rows=250)
     assert found[:2] == (1, 250)
     assert found == sharpness_of(tmp_path / "store", rows=250)
-    own = [each.clone().requires_grad_() for each in weights]
     for percent, epsilon, dims in zip(found[2:5], (1e-3, 5e-4, 1e-3), (None, None, 100), strict=True):
-        expected = box_sharpness(lambda: [loss_of(*own)], own, epsilon=epsilon, dims=dims)
+        expected = box_sharpness(lambda: [loss_of(at)], [at], epsilon=epsilon, dims=dims)
         assert percent == pytest.approx(expected, rel=1e-3)
-    blocks = torch.autograd.functional.hessian(loss_of, tuple(weights))
-    sizes = [each.numel() for each in weights]
-    whole = torch.cat([torch.cat([b.reshape(n, -1) for b in row], 1) for n, row in zip(sizes, blocks, strict=True)])
+    whole = torch.autograd.functional.hessian(loss_of, at)
     assert found.largest_eigenvalue == pytest.approx(np.linalg.eigvalsh(whole.numpy())[-1], rel=1e-3)
     assert sharpness_of(tmp_path / "store").rows == 300
     commit_scaled(config, math.nan, lambda model: None)

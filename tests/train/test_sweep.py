@@ -201,11 +201,11 @@ def test_the_page_has_a_line_and_a_band_for_each_combination_and_shows_no_markup
 
 
 def test_a_sweep_measures_once_what_it_lacks(run_file, tmp_path, capsys, monkeypatch):
-    runs = runs_of(run_file, tmp_path / "out", [axis_of("train.batch_size=32,64"), seed_axis(0, 1)])
+    folder, measured, stops = tmp_path / "out", [], [2]
+    runs = runs_of(run_file, folder, [axis_of("train.batch_size=32,64"), seed_axis(0, 1)])
     prepare(runs)
     for run in runs:
         trainer.train(run.config).write(run.folder / "result.json")
-    measured, stops = [], [2]
 
     def counted(path, *, rows):
         measured.append(path)
@@ -215,30 +215,27 @@ def test_a_sweep_measures_once_what_it_lacks(run_file, tmp_path, capsys, monkeyp
 
     def start(*words):
         measured.clear()
-        words = ["sweep", str(run_file), str(tmp_path / "out"), "--set", "train.batch_size=32,64", *words]
-        return cli.main(words), len(measured), capsys.readouterr().out
+        status = cli.main(["sweep", str(run_file), str(folder), "--set", "train.batch_size=32,64", *words])
+        return status, len(measured), capsys.readouterr().out
 
     monkeypatch.setattr(sweep, "sharpness_of", counted)
-    assert start()[:2] == (0, 0)
     assert start("--sharpness", "90")[:2] == (130, 2)
     assert [len(list(run.folder.glob("sharpness.json*"))) for run in runs] == [1, 0]
     stops.clear()
     assert start("--sharpness", "90")[:2] == (0, 1)
     status, count, said = start("--sharpness", "90")
-    assert (status, count) == (0, 0)
-    rows = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    assert [[row[name] for name in COLUMNS] for row in rows] == [
-        [*sharpness_of(run.folder / "store", rows=90)[2:]] for run in runs
-    ]
-    assert (tmp_path / "out" / "sweep.csv").read_text().splitlines()[0].endswith(",".join(COLUMNS))
-    assert "  ".join(COLUMNS) in said
-    assert all(f"<h2>{name}</h2>" in (tmp_path / "out" / "sweep.html").read_text() for name in COLUMNS)
+    assert (status, count, "  ".join(COLUMNS) in said) == (0, 0, True)
+    rows = json.loads((folder / "sweep.json").read_text())
+    for run, row in zip(runs, rows, strict=True):
+        assert [row[name] for name in COLUMNS] == [*sharpness_of(run.folder / "store", rows=90)[2:]]
+    assert (folder / "sweep.csv").read_text().splitlines()[0].endswith(",".join(COLUMNS))
+    assert all(f"<h2>{name}</h2>" in (folder / "sweep.html").read_text() for name in COLUMNS)
     shutil.rmtree(runs[0].folder / "store")
     commit_scaled(runs[1].config, 2, lambda model: None)
     status, _, said = start("--sharpness")
     assert (status, said.count("no sharpness: no store"), said.count("was trained further; delete")) == (1, 1, 1)
-    assert rows == json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert rows == json.loads((folder / "sweep.json").read_text())
     (runs[1].folder / "result.json").unlink()
+    (runs[1].folder / "sharpness.json").write_text('{"asked_rows": 8192, "version": 2}')  # of what it was before
     status, count, said = start("--sharpness")
-    assert (status, count, said.count("no sharpness: ")) == (1, 2, 1)
-    assert runs[1].result["sharpness"]["version"] == 2
+    assert (status, count, said.count("no sharpness: "), runs[1].result["sharpness"]["version"]) == (1, 2, 1, 2)

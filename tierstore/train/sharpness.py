@@ -31,9 +31,9 @@ class Sharpness(NamedTuple):
 
 
 def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
-    """Of a run's last commit, on its first ``rows`` training rows or all (Keskar et al., "On large-batch training for
-    deep learning: generalization gap and sharp minima", ICLR 2017). Rows of tables are constants; NaN where the loss is
-    no number. The store is only read. Memory: 1,200 bytes for each dense weight.
+    """Of a run's last commit, on its first ``rows`` training rows, at most ``data.train_rows`` (Keskar et al., "On
+    large-batch training for deep learning: generalization gap and sharp minima", ICLR 2017). Rows of tables are
+    constants; NaN where the loss is no number. The store is only read. Memory: some 1,000 bytes for each dense weight.
 
     Raises:
         ValueError: ``folder`` is no store of ``tierstore train``, or its data are not there or have fewer rows.
