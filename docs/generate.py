@@ -45,13 +45,14 @@ ORDER: Final = (
     "plan",
     "dist",
     "dist_costs",
+    "generalisation",
     "gpu",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 
 _BLOCK: Final = re.compile(r"<!-- bench:(\w+)(?: ([^\n]+))? -->\n.*?<!-- /bench -->", re.DOTALL)
 _PLOT: Final = re.compile(r"<!-- plot:(\S+) ([^\n]+) -->\n.*?<!-- /plot -->", re.DOTALL)
-_RENEWED: Final = ("README.md", "docs/data.md", "docs/performance.md", "docs/planning.md")
+_RENEWED: Final = ("README.md", "docs/data.md", "docs/performance.md", "docs/planning.md", "docs/sweep.md")
 
 _HEAD: Final = """\
 # Benchmarks

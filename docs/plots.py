@@ -100,6 +100,36 @@ def _served(axes: Any, figures: dict[str, Any]) -> None:
     axes.legend()
 
 
+def _by_batch(axes: Any, figures: dict[str, Any]) -> None:
+    """A line for each optimizer and set of bench.generalisation; bands from the least to the most of any seed."""
+    cells, styles = figures["sets"]["cells"], {"criteo": "-", "items": "--"}
+    colors = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(cell["optimizer"] for cell in cells))}
+    for name, style in styles.items():
+        for optimizer, color in colors.items():
+            own = [cell for cell in cells if (cell["set"], cell["optimizer"]) == (name, optimizer)]
+            batches, aucs = [cell["batch"] for cell in own], [[run["auc"] for run in cell["runs"]] for cell in own]
+            label = optimizer if name == "criteo" else None
+            axes.plot(batches, list(map(statistics.fmean, aucs)), style, color=color, marker=".", label=label)
+            axes.fill_between(batches, list(map(min, aucs)), list(map(max, aucs)), color=color, alpha=0.15)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="rows a batch; dashed: next items", ylabel="test AUC")
+    axes.legend(loc="lower left")
+
+
+def _digits(axes: Any, figures: dict[str, Any]) -> None:
+    found = figures["digits"]
+    for number, (kind, own) in enumerate(found["optimizers"].items()):
+        for batch, style in zip(found["batches"], ("--", "-"), strict=True):
+            losses = [
+                statistics.fmean(each) for each in zip(*(run["losses"] for run in own[str(batch)]["runs"]), strict=True)
+            ]
+            steps = [found["steps"] * place / (len(losses) - 1) for place in range(len(losses))]
+            axes.plot(steps, losses, style, color=f"C{number}", label=f"{kind}, {batch:,}")
+    axes.set_yscale("log")
+    axes.set(xlabel="steps", ylabel="loss of all training digits")
+    axes.legend(fontsize=7)
+
+
 PLOTS: Final[dict[str, tuple[str, Plot]]] = {
     "commit_growth.svg": ("commit", _growth),
     "train.svg": ("train", _training),
@@ -107,6 +137,8 @@ PLOTS: Final[dict[str, tuple[str, Plot]]] = {
     "tiers_step.svg": ("tiers", _step_time),
     "tiers_hits.svg": ("tiers", _hit_rate),
     "serve_load.svg": ("serve", _served),
+    "batches.svg": ("generalisation", _by_batch),
+    "digits.svg": ("generalisation", _digits),
 }
 """By file: the result it is drawn from, and how."""
 

@@ -81,9 +81,9 @@ def test_command_line_is_installed() -> None:
 
 
 def test_import_says_nothing_and_loads_little() -> None:
-    """Nor does the command line, before a command runs."""
+    """Nor does the command line, before a command runs. numba itself loads scipy, where it is there."""
     code = """
-import sys, torch
+import sys, torch, numba
 before = set(sys.modules)
 import tierstore
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
