@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from ..offline.quantization import quantize
-from ..serve.models.dense import in_int8
+from ..serve.models.dense import lowered
 from ..store.manifest import MANIFEST_NAME
 from ..store.target import require_outside
 from ..system.durable import output_locked
@@ -73,10 +73,10 @@ def quantize_run(
             return points.measure(choice, part)
 
         found = search(held.units, loss, measure)
-        layers = [name.removeprefix(LAYER) for name in found.choice if name.startswith(LAYER)]
+        layers = {name.removeprefix(LAYER): each for name, each in found.choice.items() if name.startswith(LAYER)}
 
         def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            return in_int8({name: each for name, each in tensors.items() if name.startswith("model.")}, layers)
+            return lowered({name: each for name, each in tensors.items() if name.startswith("model.")}, layers)
 
         dtypes: Any = {name.removeprefix(ROWS): each for name, each in found.choice.items() if name.startswith(ROWS)}
         summary = summary_of(held.units, found, loss, len(held))
