@@ -70,7 +70,7 @@ def test_a_reading_is_of_one_version(changes: bool) -> None:
     watch = Watch(score, rows, bound=0.1, store="store")
     if changes:
         with pytest.raises(ServeError, match="the version changed") as caught:
-            asyncio.run(watch.note())
+            asyncio.run(watch.measure())
         assert caught.value.status is Status.UNAVAILABLE
         assert watch.last is None
         return

@@ -394,7 +394,7 @@ class StoreEngine:
             if watched is None or not self._is_ready or (watched.last and watched.last.version == self.version):
                 continue
             try:
-                await watched.note()
+                await watched.measure()
             except Exception as error:  # it is told, and a server goes on without
                 _LOG.warning("the watched loss of version %d is not measured: %s", self.version, error)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -518,7 +518,6 @@ class StoreEngine:
             ],
             queued_samples={name: served.batcher.num_waiting_samples for name, served in self._served.items()},
             watch=None if self.watched is None else self.watched.last,
-            watch_holds=self.watched is None or self.watched.holds,
         )
 
     def extra(self) -> Mapping[str, Any]:
