@@ -268,6 +268,3 @@ def test_the_command_serves_all_that_can_be_reached(
         assert cli.main([*arguments, "--to", url, "--keep-file", str(kept)]) == 1
         replica.close()
         assert same(contents(replica_dir), contents(source))
-
-
-LATER, WRONG = {"error": "later"}, ({"hello": 1}, {"error": "Not Found"})
