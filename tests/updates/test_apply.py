@@ -66,16 +66,6 @@ def test_the_same_update_again_does_nothing(replica: Path, updates: dict[int, Up
     assert same(contents(replica), contents(source))
 
 
-def test_an_update_from_another_version_says_what_to_send(replica: Path, updates: dict[int, Update]) -> None:
-    before = contents(replica)
-    with pytest.raises(
-        errors.TierstoreError, match=r"has version 1 \(commit \w+\) of store .* goes from version 2 .* publish without"
-    ):
-        apply_update(replica, updates[2].path)
-    assert version_of(replica) == 1
-    assert same(contents(replica), before)
-
-
 def test_a_change_needs_a_replica_and_everything_needs_none(tmp_path: Path, updates: dict[int, Update]) -> None:
     with pytest.raises(errors.StoreNotFoundError, match="is empty, and the update goes from version 1"):
         apply_update(tmp_path / "new", updates[1].path)

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -27,7 +26,6 @@ from typing import Any, Final, NamedTuple
 from ..errors import TierstoreError
 from ..system.hosts import is_loopback
 from ..system.killpoints import reach
-from ..system.output import require_parent
 from ..system.sizes import format_size
 from .canary import CANNOT_JUDGE, WINDOW_SECONDS, Canary, Measures, measure, watch
 from .client import AdminClient, FetchError, Progress, PublishError, ReplicaState, parse_url
@@ -72,15 +70,15 @@ class _Publisher:
         self._sending = threading.Lock()
         self._is_stopped = False
         self._version: int | None = None
-        self.updates: dict[int, Update] = {}
+        self._updates: dict[int, Update] = {}
         self.source = source_of(directory)
 
     def update(self, since: int) -> Update:
-        if since not in self.updates:
+        if since not in self._updates:
             with self._bar("compare") as show:
                 update = self._write("update", since, progress=show)
-            self.updates[since] = self.updates.setdefault(update.header.since, update)
-        return self.updates[since]
+            self._updates[since] = self._updates.setdefault(update.header.since, update)
+        return self._updates[since]
 
     def _write(self, name: str, since: int, **settings: Any) -> Update:
         path = self._work / f"{name}-{since}"
@@ -265,8 +263,7 @@ def _tried(work: Callable[[str], Published], url: str) -> Published:
 
 def publish(
     directory: str | os.PathLike[str], to: Sequence[str], *, since: int | None = None, token: str | None = None,
-    keep_file: str | os.PathLike[str] | None = None, bar: Bar = _no_bar, fan_out: int = 1,
-    urgent: float | None = None, canary: Canary | None = None,
+    bar: Bar = _no_bar, fan_out: int = 1, urgent: float | None = None, canary: Canary | None = None,
 ) -> list[Published]:  # fmt: skip
     """Bring servers to a store's last version; one that fails does not keep the others from it.
 
@@ -275,7 +272,6 @@ def publish(
     Args:
         to: URLs of the servers' admin ports, by which the servers also reach each other.
         since: the version that the servers have; default: what each says.
-        keep_file: leave the (last) update there.
         bar: makes a progress bar, given its label.
         fan_out: how many servers the update is sent to from here, of those that have the same version; the others fetch
             it from those.
@@ -285,8 +281,7 @@ def publish(
         canary: the server that shows the version first, at once whole. If it gets worse there, all others fail, too.
 
     Raises:
-        StoreNotFoundError, DamagedError: the store. ValueError: a URL, ``fan_out`` or ``urgent``. FileExistsError,
-            FileNotFoundError: ``keep_file`` is there, or there is no directory for it.
+        StoreNotFoundError, DamagedError: the store. ValueError: a URL, ``fan_out`` or ``urgent``.
     """
     if fan_out < 1:
         raise ValueError(f"fan_out={fan_out}: one server at least is sent to")
@@ -296,7 +291,7 @@ def publish(
     canary = replace(canary, url=canary.url or urls[0]) if canary is not None and urls else None
     first = [] if canary is None else [canary.url]
     urls = [url for url in urls if url not in first]
-    with _publishing(directory, [*first, *urls], keep_file, bar, token) as publisher:
+    with _publishing(directory, [*first, *urls], bar, token) as publisher:
         if canary is not None:
             done.append(_tried(lambda _: publisher.try_on(canary, since), canary.url))
             if done[0].error:
@@ -307,11 +302,11 @@ def publish(
 
 def plan(
     directory: str | os.PathLike[str], to: Sequence[str], *, since: int | None = None, token: str | None = None,
-    keep_file: str | os.PathLike[str] | None = None, bar: Bar = _no_bar,
+    bar: Bar = _no_bar,
 ) -> list[str]:  # fmt: skip
     """What ``publish`` would send, in words; without servers, to one that has ``since``, or nothing. PublishError: a
     server cannot be asked, or has not ``since``. Others as ``publish``."""
-    with _publishing(directory, to, keep_file, bar, token) as publisher:
+    with _publishing(directory, to, bar, token) as publisher:
         lines = []
         for url in to:
             with AdminClient(url, token=token) as client:
@@ -325,21 +320,13 @@ def plan(
 
 @contextlib.contextmanager
 def _publishing(
-    directory: str | os.PathLike[str], to: Sequence[str], keep_file: str | os.PathLike[str] | None, bar: Bar,
-    token: str | None,
-) -> Iterator[_Publisher]:  # fmt: skip
-    """A publisher in a temporary directory, of whose updates the last one is kept."""
-    if keep_file is not None:
-        if os.path.lexists(keep_file):
-            raise FileExistsError(f"{keep_file} exists; choose another name")
-        require_parent(Path(keep_file))
+    directory: str | os.PathLike[str], to: Sequence[str], bar: Bar, token: str | None
+) -> Iterator[_Publisher]:
+    """A publisher in a temporary directory."""
     for url in to:  # a wrong URL is reported before anything is done
         parts = parse_url(url)
         if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
             way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
             _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
-        publisher = _Publisher(directory, to, Path(work), bar, token)
-        yield publisher
-        if keep_file is not None and publisher.updates:
-            shutil.copyfile([*publisher.updates.values()][-1].path, keep_file)
+        yield _Publisher(directory, to, Path(work), bar, token)
