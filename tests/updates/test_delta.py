@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 
 import tierstore
-from tests.updates.support import ROWS, SMALL, assign, change, contents, edited, extra_of, same, table_config
+from tests.updates.support import ROWS, SMALL, assign, change, contents, edited, extra_of, make, same, table_config
 from tierstore import errors
 from tierstore.exchange.rows import read_rows
 from tierstore.store.version import ORIGIN_KEY
-from tierstore.updates import Origin, Update, apply_update, origin_of, write_update
+from tierstore.updates import Origin, Update, apply_update, origin_of
 from tierstore.updates.update_file import UpdateFile
 
 
@@ -27,10 +27,6 @@ def sent_rows(update: Update) -> dict[str, set[int]]:
     return found
 
 
-def make(source: Path, since: int = 0, name: str = "update") -> Update:
-    return write_update(source, source.with_name(f"{name}-{since}"), since=since)
-
-
 def test_a_replica_follows_version_by_version(tmp_path: Path) -> None:
     source, replica = tmp_path / "source", tmp_path / "replica"
     written: dict[str, set[int]] = {"item": set(), "user": set()}
@@ -43,7 +39,7 @@ def test_a_replica_follows_version_by_version(tmp_path: Path) -> None:
         applied = apply_update(replica, update.path, id=update.id)
         assert applied == (version, 120, False)
         assert same(contents(source), contents(replica))
-    assert sent_rows(make(source, name="all")) == written
+    assert sent_rows(make(source)) == written
     extra, tensors = extra_of(replica)
     assert extra == {"step": 3, ORIGIN_KEY: update.header.origin._asdict()}
     assert tensors.keys() == {"model.w"}
@@ -79,7 +75,7 @@ def test_everything_has_the_bits_of_the_source_and_rows_that_it_lacks_their_firs
         change(source, seed, names=("item",))
         if dtype != "float32":
             tierstore.quantize(source, source := tmp_path / f"{dtype}-{seed}", dtype=dtype)
-        made.append(make(source, name=f"update-{seed}"))
+        made.append(make(source))
         own = assign("source", value=made[0].header.origin.source)
         apply_update(replica, edited(made[-1], tmp_path / f"edited-{seed}", own))
         assert same(contents(source), contents(replica))
@@ -94,7 +90,7 @@ def test_everything_has_the_bits_of_the_source_and_rows_that_it_lacks_their_firs
 def test_the_file_is_safetensors_and_the_same_each_time(tmp_path: Path) -> None:
     source = tmp_path / "source"
     change(source, 1)
-    one, other = make(source, name="one"), make(source, name="other")
+    one, other = make(source), make(source)
     assert one.id == other.id
     assert one.path.read_bytes() == other.path.read_bytes()
     with safe_open(one.path, framework="pt") as file:

@@ -10,21 +10,15 @@ import pytest
 import tierstore
 from tests import children
 from tests.serve.replicas import serving
-from tests.updates.support import SMALL, change, contents, extra_of, same
+from tests.updates.support import SMALL, change, contents, extra_of, make, same
 from tierstore import errors
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.salvage import salvage
 from tierstore.store import version
 from tierstore.store.version import MAX_ANCESTORS, NO_LINEAGE, ORIGIN_KEY, Ancestor, Lineage
-from tierstore.updates import Applied, Origin, Update, apply_update, origin_of, write_update
+from tierstore.updates import Applied, Origin, apply_update, origin_of
 from tierstore.updates.delta import Source, source_of
 from tierstore.updates.publish import plan, publish
-
-
-def make(source: Path, since: int = 0) -> Update:
-    folder = source.with_name(f"{source.name} updates")
-    folder.mkdir(exist_ok=True)
-    return write_update(source, folder / str(len(list(folder.iterdir()))), since=since)
 
 
 def has(replica: Path) -> Origin | None:
