@@ -21,7 +21,7 @@ from tierstore.precision import quantize_run
 from tierstore.precision.held_out import LAYER, ROWS
 from tierstore.precision.search import size_of
 from tierstore.serve.models import Models
-from tierstore.serve.models.dense import in_int8
+from tierstore.serve.models.dense import lowered
 from tierstore.serve.watch import LabelledRows, read_labelled
 from tierstore.train import RunConfig, train
 from tierstore.train.config import load, parse_override
@@ -85,7 +85,8 @@ def _bytes_of(store_folder: Path) -> dict[str, int]:
 def _in_int8(run: RunConfig, folder: Path, layers: Sequence[str]) -> Path:
     """The run with all its rows and all its large layers in int8."""
     shutil.rmtree(folder, ignore_errors=True)
-    tierstore.quantize(run.store.path, folder, dtype="int8", tensors=lambda tensors: in_int8(tensors, layers))
+    types = dict.fromkeys(layers, "int8")
+    tierstore.quantize(run.store.path, folder, dtype="int8", tensors=lambda tensors: lowered(tensors, types))
     return folder
 
 
@@ -95,16 +96,18 @@ def _by_loss(run: RunConfig, folder: Path, bound: float) -> dict[str, Any]:
     begun = time.perf_counter()
     made = quantize_run(run.store.path, folder, loss=bound)
     seconds = time.perf_counter() - begun
-    rows = [each for each in made.units if each.name.startswith(ROWS)]
-    types = Counter(made.found.choice.get(each.name, each.own) for each in rows)
+    rows, layers = ([each for each in made.units if each.name.startswith(kind)] for kind in (ROWS, LAYER))
+    tables_by_type, layers_by_type = (
+        Counter(made.found.choice.get(each.name, each.own) for each in units) for units in (rows, layers)
+    )
     assert _bytes_of(folder)["rows_bytes"] == size_of(rows, made.found.choice)
     return {
         "bound": bound,
         "seconds": seconds,
         "measured": made.measured,
-        "tables": dict(types),
-        "layers": [each.name.removeprefix(LAYER) for each in made.units if each.name.startswith(LAYER)],
-        "layers_in_int8": sum(name.startswith(LAYER) for name in made.found.choice),
+        "tables": dict(tables_by_type),
+        "layers": dict(layers_by_type),
+        "layer_names": [each.name.removeprefix(LAYER) for each in layers],
         "added_on_search": made.found.added["search"],
         "added_on_check": made.found.added["check"],
         "undone": sum(each.became == "undone" for each in made.found.steps),
@@ -115,7 +118,10 @@ def _table(config: Mapping[str, Any], found: Mapping[str, Any]) -> Table:
     first, rows = found["float32"], []
     for name, each in found.items():
         added = each["log_loss"] / first["log_loss"] - 1
-        types = ", ".join(f"{count} {dtype}" for dtype, count in sorted(each.get("tables", {}).items()))
+        by_type = [
+            ", ".join(f"{count} {dtype}" for dtype, count in sorted(each.get(units, {}).items()))
+            for units in ("tables", "layers")
+        ]
         whole = (each["rows_bytes"] + each["weights_bytes"]) / (first["rows_bytes"] + first["weights_bytes"])
         rows.append(
             [
@@ -123,8 +129,7 @@ def _table(config: Mapping[str, Any], found: Mapping[str, Any]) -> Table:
                 f"{each['rows_bytes'] / 2**20:.2f} MiB",
                 f"{each['weights_bytes'] / 2**10:,.0f} KiB",
                 f"{whole:.3f}",
-                types,
-                str(each.get("layers_in_int8", "")),
+                *by_type,
                 *(f"{100 * each[key]:+.4f} %" if key in each else "" for key in ("added_on_search", "added_on_check")),
                 f"{each['log_loss']:.6f}",
                 f"{100 * added:+.4f} %",
@@ -132,7 +137,7 @@ def _table(config: Mapping[str, Any], found: Mapping[str, Any]) -> Table:
                 f"{each['seconds']:.0f}" if "seconds" in each else "",
             ]
         )
-    columns = ["types", "rows", "dense weights", "of float32's bytes", "tables", "layers in int8"]
+    columns = ["types", "rows", "dense weights", "of float32's bytes", "tables", "layers"]
     columns += [
         "loss added, searched rows",
         "checked rows",
@@ -166,7 +171,7 @@ def run(request: Run) -> Report:
     trained = _trained(config, folder / "run")
     later = _untouched(config, trained, folder)
     by_loss = {f"within {bound:g}": _by_loss(trained, folder / f"{bound:g}", bound) for bound in config["bounds"]}
-    layers = next(iter(by_loss.values()))["layers"]
+    layers = next(iter(by_loss.values()))["layer_names"]
     stores = {"float32": folder / "run", "int8 everywhere": _in_int8(trained, folder / "int8", layers)}
     stores |= {name: folder / f"{each['bound']:g}" for name, each in by_loss.items()}
     found = {

@@ -21,7 +21,7 @@ from tierstore.cli import entry as cli
 from tierstore.precision import quantize_run
 from tierstore.precision.held_out import HeldOut
 from tierstore.serve.client import Client
-from tierstore.serve.models.dense import in_float32, in_int8, layers_in_int8
+from tierstore.serve.models.dense import LOW, in_float32, low_layers, lowered
 from tierstore.train import train
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
@@ -34,7 +34,8 @@ CHANGES = {"embedding__dim": 16, "model__top_mlp": [48, 8], "optimizer__sparse_l
 @pytest.fixture(scope="module", autouse=True)
 def on_any_processor() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+        for each in LOW.values():
+            patch.setattr(each, "is_fast", staticmethod(lambda: True))
         yield
 
 
@@ -53,21 +54,38 @@ def small(config: RunConfig) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def small8(config: RunConfig) -> Path:
+    """The run made small where float32 is faster than bfloat16; its folder."""
+    folder = Path(f"{config.store.path}-small8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LOW["bfloat16"], "is_fast", staticmethod(lambda: False))
+        quantize_run(config.store.path, folder, loss=LOSS)
+    return folder
+
+
+@pytest.fixture(params=["bfloat16", "int8"])
+def of_type(request: pytest.FixtureRequest, small: Path, small8: Path) -> tuple[str, Path]:
+    """What a large layer became, and the folder."""
+    return request.param, {"bfloat16": small, "int8": small8}[request.param]
+
+
 def told(folder: Path) -> Any:
     return json.loads((folder / "quantize.json").read_text())
 
 
-def test_what_is_served_is_what_was_measured(config: RunConfig, small: Path) -> None:
-    """To the bit, by the other way: rows converted in a store, not as they are read; layers stored in int8."""
-    report = told(small)
+def test_what_is_served_is_what_was_measured(config: RunConfig, of_type: tuple[str, Path]) -> None:
+    """To the bit, by the other way: rows converted in a store, not as they are read; layers stored in fewer bits."""
+    layer, folder = of_type
+    report = told(folder)
     choice = report["choice"]
     assert len(set(choice.values())) >= 3, "or this tests little"
-    assert choice["layer top.0"] == "int8"
+    assert choice["layer top.0"] == layer
     reader, _ = open_data(config)
     raw = next(iter(reader.read_chunks(TRAIN_ROWS, TRAIN_ROWS + TEST_ROWS, TEST_ROWS)))
     held = HeldOut(Path(config.store.path), "", TEST_ROWS)
     categories = matrix(raw.categories)
-    with tierstore.open(small, mode="r", **SMALL) as store:
+    with tierstore.open(folder, mode="r", **SMALL) as store:
         model: Any = models_of(store).by_name["ranking"]
         for part, first in (("search", 0), ("check", 1)):
             own = slice(first, None, 2)
@@ -88,25 +106,28 @@ def test_what_is_served_is_what_was_measured(config: RunConfig, small: Path) -> 
         counts = {table: sum(map(len, store.written_rows(table))) for table in store.tables.values()}
         assert sizes["rows"] == sum(count * table.layout.row_bytes for table, count in counts.items())
         assert sizes["other"] == sum(each.nbytes for each in tensors.values())
-    assert {"model.top.0.weight.levels", "model.top.0.weight.scales", "model.top.0.bias"} <= tensors.keys()
-    assert not [name for name in tensors if not name.startswith("model.") or name == "model.top.0.weight"]
+    stored = {"bfloat16": {"weight"}, "int8": {"weight.levels", "weight.scales"}}[layer] | {"bias"}
+    assert {name for name in tensors if "top.0." in name} == {f"model.top.0.{each}" for each in stored}
+    assert all(name.startswith("model.") for name in tensors)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_stored_levels_are_packed_again_to_the_same(seed: int) -> None:
+def test_stored_layers_are_packed_again_to_the_same(seed: int) -> None:
     weight = torch.randn(40, 70, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-30, 9, 40)[:, None]
-    stored = in_int8({"model.a.weight": weight, "other": weight}, ["a"])
-    again = in_int8(in_float32(stored), ["a"])
+    layers = {"a": "int8", "b.c": "bfloat16"}
+    stored = lowered({"model.a.weight": weight, "model.b.c.weight": weight, "other": weight}, layers)
+    again = lowered(in_float32(stored), layers)
     assert torch.equal(again["model.a.weight.levels"], stored["model.a.weight.levels"])
     assert torch.allclose(again["model.a.weight.scales"], stored["model.a.weight.scales"], rtol=2e-7, atol=0)
-    assert layers_in_int8(stored) == {"a"}
+    assert torch.equal(again["model.b.c.weight"], weight.bfloat16())
+    assert low_layers(stored) == layers
 
 
 def test_the_server_follows_the_choice_and_a_version_with_another(
-    config: RunConfig, small: Path, tmp_path: Path
+    config: RunConfig, of_type: tuple[str, Path], tmp_path: Path
 ) -> None:
     copied = tmp_path / "served"
-    shutil.copytree(small, copied)
+    shutil.copytree(of_type[1], copied)
     dense, ids = np.ones((2, 13), np.float32), np.arange(52)
     lengths = np.ones((26, 2), np.int32)
     with tierstore.open(config.store.path, mode="r", **SMALL) as run:
@@ -122,8 +143,8 @@ def test_the_server_follows_the_choice_and_a_version_with_another(
 
 
 @pytest.mark.parametrize("change", ["missing", "wide"])
-def test_a_commit_with_a_broken_layer_is_refused(small: Path, tmp_path: Path, change: str) -> None:
-    shutil.copytree(small, tmp_path / "broken")
+def test_a_commit_with_a_broken_layer_is_refused(small8: Path, tmp_path: Path, change: str) -> None:
+    shutil.copytree(small8, tmp_path / "broken")
     with tierstore.open(tmp_path / "broken", **SMALL) as store:
         tensors, name = store.tensors(), "model.top.0.weight"
         scales, levels = (tensors.pop(f"{name}.{each}") for each in ("scales", "levels"))

@@ -26,6 +26,14 @@ from tierstore.train.readers import DataError
 ROWS = 230  # more than one request, and no whole number of them
 
 
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Of a run that is done."""
+    made = config_of(tmp_path_factory.mktemp("run"), "store", train__epochs=1)
+    train(made)
+    return made
+
+
 def commit_and_evaluate(config: RunConfig, factor: float) -> tuple[int, float]:
     """Multiply the dense weights, commit them, and return the version and its log loss on the data's first rows."""
     reader, hasher = open_data(config)
@@ -38,9 +46,9 @@ def commit_and_evaluate(config: RunConfig, factor: float) -> tuple[int, float]:
     return commit_scaled(config, factor, loss_of)
 
 
-def test_each_version_is_measured_and_a_worse_one_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = config_of(tmp_path, "store", train__epochs=1)
-    train(config)
+def test_each_version_is_measured_and_a_worse_one_is_told_of(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = {"watch": config.data.path, "watch_rows": ROWS, "watch_loss": 0.02}
     caplog.set_level(logging.INFO)
     first = None
@@ -70,7 +78,7 @@ def test_a_reading_is_of_one_version(changes: bool) -> None:
     watch = Watch(score, rows, bound=0.1, store="store")
     if changes:
         with pytest.raises(ServeError, match="the version changed") as caught:
-            asyncio.run(watch.note())
+            asyncio.run(watch.measure())
         assert caught.value.status is Status.UNAVAILABLE
         assert watch.last is None
         return
@@ -79,9 +87,7 @@ def test_a_reading_is_of_one_version(changes: bool) -> None:
     assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
 
 
-def test_of_several_stores_each_is_watched_on_its_own(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "store", train__epochs=1)
-    train(config)
+def test_of_several_stores_each_is_watched_on_its_own(config: RunConfig) -> None:
     watched, other = (StoreConfig(path=config.store.path, name=name) for name in ("a", "b"))
     stores = (replace(watched, watch=config.data.path), other)
     with serving(stores=stores, watch_rows=ROWS) as server:
@@ -92,9 +98,7 @@ def test_of_several_stores_each_is_watched_on_its_own(tmp_path: Path) -> None:
     assert [each["watch"] and each["watch"]["rows"] for each in status["stores"]] == [ROWS, None]
 
 
-def test_what_cannot_be_watched_is_said_before_the_server_is_ready(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "store", train__epochs=1)
-    train(config)
+def test_what_cannot_be_watched_is_said_before_the_server_is_ready(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"), serving(config.store.path, watch=str(tmp_path / "none")):
         pass
     (tmp_path / "empty.tsv").write_text("")

@@ -12,7 +12,7 @@ from torch import Tensor
 import tierstore
 from tierstore import optim
 from tierstore.exchange.tensor_file import METADATA_KEY
-from tierstore.updates import Update, origin_of
+from tierstore.updates import Update, origin_of, write_update
 
 SMALL: dict[str, Any] = {"ddr": "4MiB", "threads": 1}
 ROWS = 900
@@ -40,6 +40,13 @@ def change(
         extra, tensors = {"step": seed}, {"model.w": torch.full((3,), float(seed)), "optimizer.w": torch.ones(500)}
         store.commit(extra=extra, tensors=tensors)
     return changed
+
+
+def make(source: Path, since: int = 0, **settings: Any) -> Update:
+    """An update in a folder beside the store."""
+    folder = source.with_name(f"{source.name} updates")
+    folder.mkdir(exist_ok=True)
+    return write_update(source, folder / str(len(list(folder.iterdir()))), since=since, **settings)
 
 
 def contents(directory: Path) -> dict[str, Tensor]:

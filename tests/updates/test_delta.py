@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 
 import tierstore
-from tests.updates.support import ROWS, SMALL, assign, change, contents, edited, extra_of, same, table_config
+from tests.updates.support import ROWS, SMALL, assign, change, contents, edited, extra_of, make, same, table_config
 from tierstore import errors
 from tierstore.exchange.rows import read_rows
 from tierstore.store.version import ORIGIN_KEY
-from tierstore.updates import Origin, Update, apply_update, origin_of, write_update
+from tierstore.updates import Origin, Update, apply_update, origin_of
 from tierstore.updates.update_file import UpdateFile
 
 
@@ -27,10 +27,6 @@ def sent_rows(update: Update) -> dict[str, set[int]]:
     return found
 
 
-def make(source: Path, since: int = 0, name: str = "update") -> Update:
-    return write_update(source, source.with_name(f"{name}-{since}"), since=since)
-
-
 def test_a_replica_follows_version_by_version(tmp_path: Path) -> None:
     source, replica = tmp_path / "source", tmp_path / "replica"
     written: dict[str, set[int]] = {"item": set(), "user": set()}
@@ -43,7 +39,7 @@ def test_a_replica_follows_version_by_version(tmp_path: Path) -> None:
         applied = apply_update(replica, update.path, id=update.id)
         assert applied == (version, 120, False)
         assert same(contents(source), contents(replica))
-    assert sent_rows(make(source, name="all")) == written
+    assert sent_rows(make(source)) == written
     extra, tensors = extra_of(replica)
     assert extra == {"step": 3, ORIGIN_KEY: update.header.origin._asdict()}
     assert tensors.keys() == {"model.w"}
@@ -68,23 +64,10 @@ def test_rows_that_were_written_are_sent_whatever_bits_they_had(tmp_path: Path) 
     assert sent_rows(make(source, 1)) == {"item": {5, 700, 800}}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "int4"])
-def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: Any) -> None:
-    source, replica = tmp_path / "source", tmp_path / "replica"
-    change(tmp_path / "trained", 1, names=("item",))
-    tierstore.quantize(tmp_path / "trained", source, dtype=dtype)
-    apply_update(replica, make(source).path)
-    raw = []
-    for directory in (source, replica):
-        with tierstore.open(directory, mode="r", **SMALL) as store:
-            assert store["item"].config.dtype == dtype
-            raw.append(torch.from_numpy(read_rows(store["item"], 0, ROWS).weights))
-    assert torch.equal(*raw)
-    assert same(contents(source), contents(replica))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "float16"])
-def test_rows_that_an_update_of_everything_lacks_get_their_first_values(tmp_path: Path, dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int4"])
+def test_everything_has_the_bits_of_the_source_and_rows_that_it_lacks_their_first_values(
+    tmp_path: Path, dtype: Any
+) -> None:
     """As when the source was put back from a copy of which nothing is left that the replica has."""
     replica, made = tmp_path / "replica", []
     for seed in (1, 2):
@@ -92,16 +75,22 @@ def test_rows_that_an_update_of_everything_lacks_get_their_first_values(tmp_path
         change(source, seed, names=("item",))
         if dtype != "float32":
             tierstore.quantize(source, source := tmp_path / f"{dtype}-{seed}", dtype=dtype)
-        made.append(make(source, name=f"update-{seed}"))
+        made.append(make(source))
         own = assign("source", value=made[0].header.origin.source)
         apply_update(replica, edited(made[-1], tmp_path / f"edited-{seed}", own))
         assert same(contents(source), contents(replica))
+        stored = []
+        for directory in (source, replica):
+            with tierstore.open(directory, mode="r", **SMALL) as store:
+                assert store["item"].config.dtype == dtype
+                stored.append(torch.from_numpy(read_rows(store["item"], 0, ROWS).weights))
+        assert torch.equal(*stored)
 
 
 def test_the_file_is_safetensors_and_the_same_each_time(tmp_path: Path) -> None:
     source = tmp_path / "source"
     change(source, 1)
-    one, other = make(source, name="one"), make(source, name="other")
+    one, other = make(source), make(source)
     assert one.id == other.id
     assert one.path.read_bytes() == other.path.read_bytes()
     with safe_open(one.path, framework="pt") as file:

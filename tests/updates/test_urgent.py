@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tierstore
-from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same, table_config
+from tests.updates.support import ROWS, SMALL, change, contents, extra_of, make, same, table_config
 from tierstore import errors
 from tierstore.layout import KEY_ROW_BITS, ROW_MASK
-from tierstore.updates import Origin, Update, apply_update, origin_of, roll_back_replica, write_update
+from tierstore.updates import Origin, Update, apply_update, origin_of, roll_back_replica
 from tierstore.updates.delta import source_of
 from tierstore.updates.urgent import urgent_rows
 
@@ -44,7 +44,7 @@ def test_the_most_urgent_rows_are_those_of_another_ranking(tmp_path: Path, share
             size = float(np.sqrt(((after[name][row] - before[name][row]) ** 2).sum())) if is_kept else 1.0
             is_old = row in written[name] or not is_kept
             ranked.append((is_old, -(1 + lookups.get(key, 0)) * size, key))
-    total = write_update(source, tmp_path / "update", since=1).header.num_rows
+    total = make(source, 1).header.num_rows
     assert total > len(ranked) == 120
     expected = sorted(key for _, _, key in sorted(ranked)[: max(1, int(share * total))])
     assert urgent_rows(source, 1, share, lookups).tolist() == expected
@@ -64,9 +64,7 @@ class Told:
         self.urgent = self.update(1, only=self.rows)
 
     def update(self, since: int = 0, **settings: Any) -> Update:
-        return write_update(
-            self.source, self.folder / f"update {len(list(self.folder.iterdir()))}", since=since, **settings
-        )
+        return make(self.source, since, **settings)
 
     def shown(self) -> Origin:
         origin = origin_of(extra_of(self.replica)[0])

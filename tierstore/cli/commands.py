@@ -401,7 +401,7 @@ def _publish(options: argparse.Namespace) -> int:
     if options.dry_run and (options.urgent is not None or options.canary is not None):
         raise ValueError("--dry-run shows a plain publish: leave out --urgent and --canary")
     token = None if options.token_file is None else read_token(options.token_file)
-    settings: dict[str, Any] = {"since": options.since, "token": token, "keep_file": options.keep_file, "bar": byte_bar}
+    settings: dict[str, Any] = {"since": options.since, "token": token, "bar": byte_bar}
     if options.dry_run:
         for line in plan(options.directory, options.to, **settings):
             print(line)
@@ -460,7 +460,6 @@ PUBLISH: Final = command(
         ),
         arg("--token-file", metavar="PATH", help="file with the admin token of all servers"),
         arg("--dry-run", help="say what would be sent, and send nothing"),
-        arg("--keep-file", metavar="PATH", help="keep the file that is sent under this name"),
     ),
     "send what changed in a store to servers",
     "Bring the rows that changed since a version, and the dense weights, to servers by their admin ports. The first "

@@ -8,11 +8,12 @@ from typing import Final, Literal, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import DamagedError, TableError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.floats import code_of_dtype
-from ..kernels.quantized import pack_rows
+from ..kernels.quantized import pack_rows, unpack_rows
 from ..layout import KEY_ROW_BITS, ROW_MASK, DtypeName, RowLayout
 
 _CHUNK_BYTES: Final = 1 << 20
@@ -37,6 +38,16 @@ def layout_as(stored: RowLayout, dtype: DtypeName | None) -> RowLayout:
     return RowLayout(dim=stored.dim, dtype=wanted, page_bytes=stored.page_bytes)
 
 
+def floats(weights: Words, layout: RowLayout) -> Tensor:
+    """float32 [n, dim] of weights, uint64 [n, words]; may share their memory."""
+    if layout.is_quantized:
+        values, slots = np.empty((len(weights), layout.dim), np.float32), np.arange(len(weights), dtype=np.int32)
+        unpack_rows(slots, weights.view(np.uint8), layout.dim, code_of_dtype(layout.dtype), values)
+        return torch.from_numpy(values)
+    own = torch.from_numpy(weights.view(layout.numpy_dtype)[:, : layout.dim])
+    return own.view(layout.torch_dtype).to(torch.float32).contiguous()
+
+
 def converted(weights: Words, before: RowLayout, after: RowLayout) -> tuple[Words, int]:
     """Weights in another dtype: (uint64 [n, words], -1 or the first row that does not fit it).
 
@@ -48,8 +59,7 @@ def converted(weights: Words, before: RowLayout, after: RowLayout) -> tuple[Word
     """
     if before.dtype == after.dtype:
         return weights, -1
-    own = torch.from_numpy(weights.view(before.numpy_dtype)[:, : before.dim])
-    values = own.view(before.torch_dtype).to(torch.float32).contiguous()
+    values = floats(weights, before)
     words = np.zeros((len(weights), after.weight_words), np.uint64)
     if after.is_quantized:
         slots = np.arange(len(weights), dtype=np.int32)

@@ -11,14 +11,14 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from ..offline.quantization import quantize
-from ..serve.models.dense import in_int8
+from ..serve.models.dense import lowered
 from ..store.manifest import MANIFEST_NAME
 from ..store.target import require_outside
 from ..system.durable import output_locked
 from ..system.output import output_errors, require_parent
 from .held_out import LAYER, ROWS, HeldOut
 from .report import json_of, page_of, summary_of
-from .search import Choice, Found, Measure, Part, Unit, search
+from .search import Choice, Found, Part, Unit, search
 
 MAX_ROWS: Final = 32_768
 """Of the held-out rows, by default: with 26 tables of 16 columns they take 270 MB."""
@@ -65,18 +65,23 @@ def quantize_run(
     held = HeldOut(source, data, max_rows)
     asked, path = {**held.digests, "loss": loss, "rows": len(held)}, new.with_name(new.name + ".points")
     total = 3 + 2 * sum(len(unit.size_bytes) - 1 for unit in held.units)
-    with _kept_points(path, asked, held.measure) as points:
+    with _kept_points(path, asked) as points:
+        begun = len(points.known)
 
         def measure(choice: Choice, part: Part) -> float:
             if progress is not None:
                 progress(min(len(points.known), total), total)
-            return points.measure(choice, part)
+            key = json.dumps([part, choice], sort_keys=True)
+            if key not in points.known:
+                points.known[key] = held.measure(choice, part)
+                os.write(points.descriptor, f"{json.dumps([key, points.known[key]])}\n".encode())
+            return points.known[key]
 
         found = search(held.units, loss, measure)
-        layers = [name.removeprefix(LAYER) for name in found.choice if name.startswith(LAYER)]
+        layers = {name.removeprefix(LAYER): each for name, each in found.choice.items() if name.startswith(LAYER)}
 
         def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            return in_int8({name: each for name, each in tensors.items() if name.startswith("model.")}, layers)
+            return lowered({name: each for name, each in tensors.items() if name.startswith("model.")}, layers)
 
         dtypes: Any = {name.removeprefix(ROWS): each for name, each in found.choice.items() if name.startswith(ROWS)}
         summary = summary_of(held.units, found, loss, len(held))
@@ -86,25 +91,18 @@ def quantize_run(
         }
         quantize(source, new, dtype=dtypes, version=held.version, tensors=kept, files=files)
         path.unlink()
-    return QuantizedRun(held.version, held.units, found, summary, points.measured)
+    return QuantizedRun(held.version, held.units, found, summary, len(points.known) - begun)
 
 
-class _Points:
-    def __init__(self, descriptor: int, known: dict[str, float], measure: Measure) -> None:
-        self._descriptor, self._measure = descriptor, measure
-        self.known, self.measured = known, 0
+class _Points(NamedTuple):
+    """``known``: log losses of points, which are lines of the file; more are appended to it."""
 
-    def measure(self, choice: Choice, part: Part) -> float:
-        key = json.dumps([part, choice], sort_keys=True)
-        if key not in self.known:
-            self.known[key] = self._measure(choice, part)
-            self.measured += 1
-            os.write(self._descriptor, f"{json.dumps([key, self.known[key]])}\n".encode())
-        return self.known[key]
+    descriptor: int
+    known: dict[str, float]
 
 
 @contextlib.contextmanager
-def _kept_points(path: Path, asked: dict[str, Any], measure: Measure) -> Iterator[_Points]:
+def _kept_points(path: Path, asked: dict[str, Any]) -> Iterator[_Points]:
     with output_errors(path), output_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as descriptor:
         whole = path.read_bytes().rpartition(b"\n")[0]  # without a line that a kill cut off
         begun, *points = [json.loads(line) for line in whole.splitlines()] or [asked]
@@ -116,4 +114,4 @@ def _kept_points(path: Path, asked: dict[str, Any], measure: Measure) -> Iterato
                 )
         os.ftruncate(descriptor, 0)
         os.write(descriptor, "".join(f"{json.dumps(each)}\n" for each in (begun, *points)).encode())
-        yield _Points(descriptor, dict(points), measure)
+        yield _Points(descriptor, dict(points))

@@ -6,7 +6,6 @@ Each table's pooled rows are kept for each type, and a choice puts them together
 
 import contextlib
 import hashlib
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..errors import DamagedError, TableError
 from ..layout import DtypeName
 from ..nn import TieredEmbeddingBagCollection
 from ..pool.converting import layout_as
-from ..serve.models.dense import WEIGHTS_MIN, Int8Linear, in_float32, in_int8, layers_in_int8
+from ..serve.models.dense import LOW, WEIGHTS_MIN, in_float32, low_layers, lowered
 from ..serve.models.ranking import logits_of
 from ..store import Store, open_store
 from ..train.build import build_model, open_data, open_test_data
@@ -69,17 +68,20 @@ class HeldOut:
             for name, count, layout, own in zip(names, counts, layouts, self._pooled, strict=True)
         ]
         load_model(self._model, tensors)
-        least = WEIGHTS_MIN if torch.cpu._is_vnni_supported() else math.inf  # below it float32 is faster
-        linears = {name: each for name, each in self._model.named_modules() if type(each) is nn.Linear}
-        self._linears = {name: each for name, each in linears.items() if each.weight.numel() >= least}
-        served, self._int8 = in_float32(in_int8(tensors, self._linears)), {}
+        lower = {dtype: low for dtype, low in LOW.items() if low.is_fast()}  # else float32 is faster
         dense = list(self._model.dense_parameters().values())
         others = sum(each.nbytes for each in dense)
-        for name, each in self._linears.items():
-            weight = served[f"model.{name}.weight"]
-            self._int8[name] = Int8Linear(weight, each.bias)
-            self.units.append(Unit(LAYER + name, {"float32": weight.nbytes, "int8": weight.numel() + 4 * len(weight)}))
-            others -= weight.nbytes
+        linears = {name: each for name, each in self._model.named_modules() if type(each) is nn.Linear}
+        self._linears: dict[str, dict[str, nn.Module]] = {}  # of each layer, by type
+        for name, each in linears.items():
+            if each.weight.numel() >= WEIGHTS_MIN:
+                key = f"model.{name}.weight"
+                stored = {dtype: lowered({key: tensors[key]}, {name: dtype}) for dtype in lower}
+                sizes = {dtype: sum(part.nbytes for part in parts.values()) for dtype, parts in stored.items()}
+                served = {dtype: lower[dtype](in_float32(parts)[key], each.bias) for dtype, parts in stored.items()}
+                self._linears[name] = {"float32": each, **served}
+                self.units.append(Unit(LAYER + name, {"float32": each.weight.nbytes, **sizes}))
+                others -= each.weight.nbytes
         self.units.append(Unit(OTHERS, {"float32": others}))
         of_data = [batch.labels, batch.dense, batch.sparse.values(), batch.sparse.offsets()]
         self.digests = {"data": _digest(of_data), "run": _digest([*first, *dense])}  # pooled rows depend on the data
@@ -96,7 +98,7 @@ class HeldOut:
     def logits(self, choice: Choice, part: Part) -> Tensor:
         """float32 [rows of the part]."""
         for name, each in self._linears.items():
-            self._model.set_submodule(name, self._int8[name] if LAYER + name in choice else each)
+            self._model.set_submodule(name, each[choice.get(LAYER + name, "float32")])
         own = _PARTS[part]
         of_tables = zip(self._names, self._pooled, strict=True)
         rows = [each[choice.get(ROWS + name, next(iter(each)))][own] for name, each in of_tables]
@@ -112,9 +114,9 @@ def _config_of(store: Store) -> RunConfig:
     found = saved_config(store.extra, str(store.directory))
     if found is None:
         raise ValueError(f"{store.directory} is of no run of tierstore train; quantize it with --dtype")
-    lowered = [name for name in found.data.sparse_columns if store[name].layout.dtype != found.embedding.dtype]
-    if lowered := [*lowered, *layers_in_int8(store.tensors())]:
-        raise ValueError(f"{store.directory}: {lowered[0]} is in fewer bits already; give the run that it is made of")
+    low = [name for name in found.data.sparse_columns if store[name].layout.dtype != found.embedding.dtype]
+    if low := [*low, *low_layers(store.tensors())]:
+        raise ValueError(f"{store.directory}: {low[0]} is in fewer bits already; give the run that it is made of")
     return found
 
 

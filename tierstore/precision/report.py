@@ -10,8 +10,6 @@ from ..train.page import Line, Row, Step, figure, filled
 from .held_out import ROWS
 from .search import Found, Unit, size_of
 
-_KIBIBYTES_FROM = 1 << 20
-
 
 def text_of(units: Sequence[Unit], found: Found) -> str:
     """A line for each table and layer."""
@@ -46,15 +44,14 @@ def summary_of(units: Sequence[Unit], found: Found, bound: float, num_rows: int)
 def page_of(units: Sequence[Unit], found: Found, bound: float, summary: Sequence[str]) -> str:
     """The loss over the bytes saved, and all steps in their order."""
     whole, done, saved = size_of(units, {}), 0, []
-    scale, over = (1024, "saved kibibyte") if whole >= _KIBIBYTES_FROM else (1, "saved byte")
     for each in found.steps:
-        now = (whole - each.size_bytes) // scale
+        now = (whole - each.size_bytes) // 1024
         if each.became != "refused" and now > done:
             saved.append(Step(done + 1, now, 100 * each.added))
             done = now
     limit = [Step(1, done, 100 * bound)] if saved else []
     lines = [Line("rows searched on", "c1", saved), Line("bound", "c2 dashed", limit)]
-    plots = figure("Log loss added over bytes saved", lines, unit="% of the log loss", over=over)
+    plots = figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="saved kibibyte")
     steps = [
         Row(f"{i}. {each.unit}: {each.dtype}", (format_size(each.size_bytes), _percent(each.added), each.became))
         for i, each in enumerate(found.steps, 1)

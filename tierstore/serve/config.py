@@ -35,7 +35,7 @@ class StoreConfig:
     model: str = ""
     ddr: int | str = ""
     dtype: Literal["", "stored", "float32", "float16", "bfloat16", "int8", "int4"] = ""
-    dense: Literal["", "float32", "int8"] = ""
+    dense: Literal["", "float32", "bfloat16", "int8"] = ""
     warm_up: str = ""
     record: str = ""
     watch: str = ""
@@ -75,7 +75,9 @@ class ServeConfig:
     dtype: Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"] = option(
         "stored", "what rows are kept in memory as: as they are stored, or in fewer bits"
     )
-    dense: Literal["float32", "int8"] = option("float32", "what the large linear layers of the model compute in")
+    dense: Literal["float32", "bfloat16", "int8"] = option(
+        "float32", "what the large linear layers of the model compute in"
+    )
     policy: Literal["auto", "lru", "lfu", "tinylfu"] = option("auto", "which rows leave memory first")
     threads: int = option(
         0, "threads of a lookup and of the model; 0: the CPUs there are but one, shared by workers", low=0, high=1024

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -28,7 +29,7 @@ from ..system.excerpt import excerpt
 from ..train.checkpoint import saved_config
 from ..updates.header import origin_of
 from .base import LONG_IDS, Model, Outputs, Pause
-from .batching import Batcher, OneThread, Turn
+from .batching import Batcher, OneThread, between
 from .config import ServeConfig
 from .hot_rows import RowCounts, hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_request
@@ -67,9 +68,9 @@ def _free() -> None:
 
 class StoreEngine:
     """The models of one store, what monitoring looks at, and what an operator may ask. Its coroutines are for one event
-    loop. ``prefix`` begins the models' names."""
+    loop. ``turn`` is held while a batch runs. ``prefix`` begins the models' names."""
 
-    def __init__(self, config: ServeConfig, metrics: Metrics, turn: Turn, prefix: str = "") -> None:
+    def __init__(self, config: ServeConfig, metrics: Metrics, turn: threading.Lock, prefix: str = "") -> None:
         self._config = config
         self._metrics = metrics
         self._prefix = prefix
@@ -190,7 +191,7 @@ class StoreEngine:
                 raise ServeError(Status.UNAVAILABLE, f"model {name!r} has changed with the version; ask again")
             version = str(self.version)
             with self._turn:
-                answers = model.run(queries, None if pause is None else self._turn.between(pause))
+                answers = model.run(queries, None if pause is None else between(self._turn, pause))
             return [each if isinstance(each, ServeError) else _Ran(each, version) for each in answers]
 
         def others() -> list[Batcher]:
@@ -394,7 +395,7 @@ class StoreEngine:
             if watched is None or not self._is_ready or (watched.last and watched.last.version == self.version):
                 continue
             try:
-                await watched.note()
+                await watched.measure()
             except Exception as error:  # it is told, and a server goes on without
                 _LOG.warning("the watched loss of version %d is not measured: %s", self.version, error)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -518,7 +519,6 @@ class StoreEngine:
             ],
             queued_samples={name: served.batcher.num_waiting_samples for name, served in self._served.items()},
             watch=None if self.watched is None else self.watched.last,
-            watch_holds=self.watched is None or self.watched.holds,
         )
 
     def extra(self) -> Mapping[str, Any]:

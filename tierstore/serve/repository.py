@@ -4,6 +4,7 @@ Each store is an engine of its own, with its own thread, queues and part of the 
 """
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -13,7 +14,6 @@ from ..settings.sections import nearest
 from ..store.opened import open_files
 from ..system.excerpt import excerpt
 from ..system.sizes import is_share_of_tables, parse_size
-from .batching import Turn
 from .bearer_token import Token
 from .config import ServeConfig
 from .engine import StoreEngine
@@ -53,7 +53,7 @@ class Repository:
         configs = configs_of(config)
         self.store_names: Final = tuple(configs) if len(configs) > 1 else ()
         prefix = "{}." if self.store_names else ""
-        turn = Turn()
+        turn = threading.Lock()
         self.engines: Final = {
             name: StoreEngine(each, metrics, turn, prefix.format(name)) for name, each in configs.items()
         }

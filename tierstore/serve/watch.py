@@ -35,11 +35,12 @@ class LabelledRows(NamedTuple):
 
 
 class WatchReading(NamedTuple):
-    """``log_loss``: the mean over the watched rows, in nats."""
+    """``log_loss``: the mean over the watched rows, in nats. ``holds``: whether it is within the bound."""
 
     version: int
     log_loss: float
     rows: int
+    holds: bool
 
 
 def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: int) -> list[LabelledRows]:
@@ -58,17 +59,17 @@ def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: in
 
 
 class Watch:
-    """Measures what ``score`` serves. ``holds``: whether the last reading that was noted is at most ``1 + bound`` times
-    the first, ``store``'s name for the log."""
+    """Measures what ``score`` serves, against a bound of ``1 + bound`` times the first log loss. ``store``: its name
+    for the log."""
 
     def __init__(self, score: Score, rows: Sequence[LabelledRows], *, bound: float, store: str) -> None:
         self._score, self._rows, self._bound, self._store = score, rows, bound, store
-        self.first: WatchReading | None = None
+        self._first: WatchReading | None = None
         self.last: WatchReading | None = None
-        self.holds = True
 
     async def measure(self) -> WatchReading:
-        """Ask for every row; notes nothing. ServeError: what the engine refuses; UNAVAILABLE: the version changed."""
+        """Ask for every row, keep the reading, and log it: as a warning if the bound does not hold. ServeError: what
+        the engine refuses; UNAVAILABLE: the version changed."""
         losses, versions = [], set()
         for each in self._rows:
             begun = time.monotonic()
@@ -80,16 +81,12 @@ class Watch:
             losses.append(-np.log(right.clip(_LEAST, 1 - _LEAST)))
             await asyncio.sleep(_PAUSE * (time.monotonic() - begun))
         every = np.concatenate(losses)
-        return WatchReading(version, float(every.mean()), len(every))
-
-    async def note(self) -> WatchReading:
-        """``measure``, keep the reading, and log it: as a warning if the bound does not hold."""
-        found = self.last = await self.measure()
-        self.first = self.first or found
-        above = found.log_loss / self.first.log_loss - 1
-        self.holds = above <= self._bound
-        level, then = (logging.INFO, "") if self.holds else (logging.WARNING, ", above the bound")
+        loss = float(every.mean())
+        first = self._first.log_loss if self._first else loss
+        found = self.last = WatchReading(version, loss, len(every), loss / first - 1 <= self._bound)
+        self._first = self._first or found
+        level, then = (logging.INFO, "") if found.holds else (logging.WARNING, ", above the bound")
         message = "%s: version %d has a log loss of %.6f on %d watched rows, %+.4f %% of version %d's%s"
-        said = (self._store, found.version, found.log_loss, found.rows, 100 * above, self.first.version, then)
-        _LOG.log(level, message, *said)
+        above = 100 * (loss / first - 1)
+        _LOG.log(level, message, self._store, version, loss, len(every), above, self._first.version, then)
         return found

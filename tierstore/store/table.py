@@ -15,9 +15,7 @@ from ..config import TableConfig
 from ..errors import ClosedError, ReadOnlyError, TableError
 from ..hbm.checks import Captured
 from ..hbm.lanes import refuse_capture, refused_in_graph
-from ..kernels import quantized
 from ..kernels.arrays import Floats, Ids, Int64s
-from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.rounding import NEAREST, update_seed
 from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS, RowLayout
@@ -28,6 +26,7 @@ from ..lookup.tables import Found, Use, id_error
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.bags import Features
+from ..pool.converting import floats
 from ..pool.one_table import OneTable
 from ..pool.stats import IdStats
 from ..system.checks import require_choice
@@ -382,17 +381,8 @@ class Table(Unpicklable):
     def first_values(self, ids: Tensor) -> Tensor:
         """float32 [n, embedding_dim]: what ``read`` gives of rows never written, or once dynamic ids have got rows.
         Arguments and errors as there."""
-        layout = self.layout
         keys = self._keys(ids) if self.ids is None else check_ids(ids, device=self.store.device).astype(np.int64)
-        weights: Any = self.config.init.rows(keys, layout).view(layout.numpy_dtype)
-        dtype_code = code_of_dtype(layout.dtype)
-        if layout.is_quantized:
-            slots = np.arange(len(keys), dtype=np.int32)
-            out = torch.empty((len(keys), layout.dim), dtype=torch.float32, device="cpu")
-            quantized.unpack_rows(slots, weights, layout.dim, dtype_code, out.numpy())
-            return out
-        rows = torch.from_numpy(weights[:, : layout.dim].copy())
-        return rows if dtype_code == FLOAT32 else rows.view(layout.torch_dtype).float()
+        return floats(self.config.init.rows(keys, self.layout), self.layout)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Overwrite weights; of equal ids the last wins. Optimizer state stays. Durable from the next commit on.

@@ -13,8 +13,6 @@ WINDOW_SECONDS: Final = 60
 """A server keeps its latencies for so long."""
 MIN_REQUESTS: Final = 100
 """Fewer tell nothing of the 99th percentile, or of a share of one in a hundred."""
-
-
 CANNOT_JUDGE: Final = (
     f"it has fewer than {MIN_REQUESTS} requests, and watches no loss. Publish again once it has more, or without "
     "--canary"

@@ -1,7 +1,6 @@
 """The admin port of a replica's server, by HTTP of the standard library: what it has, updates to it and from it."""
 
 import http.client
-import itertools
 import json
 import re
 import time
@@ -222,12 +221,12 @@ class AdminClient:
         """A request of JSON, tried again where the connection breaks: each may be asked twice."""
         data = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
-        for failures in itertools.count(1):
+        failures = 0
+        while True:
             try:
                 return self._try(method, path, data, headers, timeout or self._timeout)
             except BrokenError as error:
-                self._pause(failures, error)
-        raise AssertionError("unreachable")
+                self._pause(failures := failures + 1, error)
 
     def _pause(self, failures: int, error: Exception) -> None:
         if failures >= self._attempts:

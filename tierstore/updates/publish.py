@@ -11,12 +11,11 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,7 +26,6 @@ from typing import Any, Final, NamedTuple
 from ..errors import TierstoreError
 from ..system.hosts import is_loopback
 from ..system.killpoints import reach
-from ..system.output import require_parent
 from ..system.sizes import format_size
 from .canary import CANNOT_JUDGE, WINDOW_SECONDS, Canary, Measures, measure, watch
 from .client import AdminClient, FetchError, Progress, PublishError, ReplicaState, parse_url
@@ -47,10 +45,10 @@ class Published(NamedTuple):
     url: str
     version: int
     """Of the source, that it shows; 0 if that is not known."""
-    rows: int
-    size_bytes: int
+    rows: int = 0
+    size_bytes: int = 0
     """Sent, with so many rows; 0 if it had everything."""
-    seconds: float
+    seconds: float = 0.0
     error: str = ""
 
 
@@ -69,21 +67,21 @@ class _Publisher:
         self._token = token
         self._work = work
         self._bar = bar
-        self._making = threading.Lock()
         self._sending = threading.Lock()
         self._is_stopped = False
         self._version: int | None = None
-        self.updates: dict[int, Update] = {}
+        self._updates: dict[int, Update] = {}
         self.source = source_of(directory)
 
     def update(self, since: int) -> Update:
-        if since not in self.updates:
+        if since not in self._updates:
             with self._bar("compare") as show:
-                update = self._write(self._work / f"update-{since}", since, progress=show)
-            self.updates[since] = self.updates.setdefault(update.header.since, update)
-        return self.updates[since]
+                update = self._write("update", since, progress=show)
+            self._updates[since] = self._updates.setdefault(update.header.since, update)
+        return self._updates[since]
 
-    def _write(self, path: Path, since: int, **settings: Any) -> Update:
+    def _write(self, name: str, since: int, **settings: Any) -> Update:
+        path = self._work / f"{name}-{since}"
         update = write_update(self._directory, path, since=since, version=self._version, **settings)
         if self._version is not None and not self.source.origin.is_same(update.header.origin):
             raise PublishError(f"{self._directory} is at {update.header.origin} by now: publish again")
@@ -122,68 +120,73 @@ class _Publisher:
             )
         return since if wanted is None else wanted
 
-    def publish(
-        self, urls: Sequence[str], since: int | None, fan_out: int = 1, urgent: float | None = None, *,
-        is_trial: bool = False,
-    ) -> list[Published]:  # fmt: skip
-        """Bring servers to the version; errors are part of the answer. One that shows it on trial is on trial no more,
-        unless this is the trial."""
+    def publish(self, urls: Sequence[str], since: int | None, fan_out: int, urgent: float | None) -> list[Published]:
+        """Bring servers to the version; errors are part of the answer. One that shows it on trial is on trial no
+        more."""
         origins: dict[str, Origin | None] = {}
-        lookups: Counter[int] = Counter()
-        groups: dict[int, list[str]] = {}  # by the version that their update begins at
+        begins: dict[str, int] = {}  # the version that a server's update begins at
+        lookups: dict[str, Mapping[int, int]] = {}
 
         def ask(url: str) -> Published:
-            with AdminClient(url, token=self._token, attempts=_ASKED, timeout=_ASK_SECONDS) as client:
+            with self._client(url) as client:
                 state = client.state()
                 origins[url] = state.origin
                 if not self.source.origin.is_same(state.origin):
-                    begin, found = self.begin(url, state, since), client.lookups() if urgent else {}
-                    groups.setdefault(begin, []).append(url)
-                    with self._making:
-                        lookups.update(found)
-                elif state.trial is not None and not is_trial:
+                    begins[url], lookups[url] = self.begin(url, state, since), client.lookups() if urgent else {}
+                elif state.trial is not None:
                     client.set_trial("", {})
-            return Published(url, self.source.origin.version, 0, 0, 0.0)
+            return Published(url, self.source.origin.version)
 
         with ThreadPoolExecutor(len(urls)) as pool:
+
+            def bring(update: Update, chain: list[str]) -> Iterator[Published]:
+                one = partial(self._bring, update, chain, iter(chain[fan_out:]), fan_out, origins)
+                return pool.map(partial(_tried, one), chain)
+
             try:
                 done = dict(zip(urls, pool.map(partial(_tried, ask), urls), strict=True))
-                for first, members in groups.items():
-                    chain = sorted(members, key=urls.index)
-                    for begin in self._begins(first, urgent, lookups):
-                        bring = partial(self._bring, begin, chain, iter(chain[fan_out:]), fan_out, origins)
-                        done |= zip(chain, pool.map(partial(_tried, bring), chain), strict=True)
-                        if begin < 0:
-                            for error in filter(None, (done[url].error for url in chain)):
-                                _LOG.warning("urgent rows come with the rest: %s", error)
-                            del self.updates[begin]
-                            reach("publish: urgent rows shown")
+                for begin in dict.fromkeys(begins.values()):
+                    chain = [url for url in urls if begins.get(url) == begin]
+                    if urgent and begin and (rows := self._urgent(begin, urgent, lookups.values())):
+                        for each in bring(rows, chain):
+                            if each.error:
+                                _LOG.warning("urgent rows come with the rest: %s", each.error)
+                        reach("publish: urgent rows shown")
+                    try:
+                        update = self.update(begin)
+                    except (TierstoreError, OSError) as error:
+                        done |= {url: Published(url, 0, error=str(error)) for url in chain}
+                    else:
+                        done |= zip(chain, bring(update, chain), strict=True)
             except BaseException:
                 self._is_stopped = True  # Ctrl-C: threads that send or wait for bytes end at their next part
                 raise
         return [done[url] for url in urls]
 
-    def _begins(self, since: int, urgent: float | None, lookups: Mapping[int, int]) -> list[int]:
-        """What ``update`` gives the updates since a version by: of urgent rows, if there are any, and of all."""
+    def _client(self, url: str) -> AdminClient:
+        """To ask a server that may be gone."""
+        return AdminClient(url, token=self._token, attempts=_ASKED, timeout=_ASK_SECONDS)
+
+    def _urgent(self, since: int, share: float, lookups: Iterable[Mapping[int, int]]) -> Update | None:
+        """The most urgent of the rows that changed since a version; None if there are none."""
         try:
-            rows = urgent_rows(self._directory, since, urgent, lookups) if urgent and since else None
-            if rows is not None and len(rows):
-                self.updates[-since] = self._write(self._work / f"urgent-{since}", since, only=rows)
-                return [-since, since]
+            rows = urgent_rows(self._directory, since, share, sum(map(Counter, lookups), Counter()))
+            return self._write("urgent", since, only=rows) if len(rows) else None
         except TierstoreError as error:
             _LOG.warning("no urgent rows go first: %s", error)
-        return [since]
+            return None
 
     def try_on(self, canary: Canary, since: int | None) -> Published:
         """Bring the canary to the version, and watch it; if it gets worse, it goes back, which is an error. One that a
         publisher left on trial, as it was killed, is compared with what that one measured before."""
         url, own = canary.url, self.source.origin
         self._version = own.version  # what is committed while the canary is watched, nobody has watched
-        with AdminClient(url, token=self._token, attempts=_ASKED, timeout=_ASK_SECONDS) as client:
+        done = Published(url, own.version)
+        with self._client(url) as client:
             state = client.state()
             if own.is_same(state.origin):
                 if state.trial is None:
-                    return Published(url, own.version, 0, 0, 0.0)
+                    return done
                 before = Measures(**state.trial)
             elif state.origin is None:
                 raise PublishError(f"{url} is empty, so there is no before to compare with: publish without --canary")
@@ -194,31 +197,26 @@ class _Publisher:
                     before = before._replace(log_loss=None)
                 if before == Measures():
                     raise PublishError(f"{url} cannot be a canary now: {CANNOT_JUDGE}")
-                client.set_trial(update.header.origin.commit_id, before._asdict())
-            (done,) = self.publish([url], since, is_trial=True)
-            if done.error:
-                return done
+                client.set_trial(own.commit_id, before._asdict())
+                done = self._bring(update, [url], iter(()), 1, {url: state.origin}, url)
             reach("publish: canary shows it")
             if worse := watch(client, done.version, before, canary):
                 with contextlib.suppress(PublishError):  # of a second attempt, where the first one's answer was lost
                     client.roll_back()
                 back = client.origin()
                 went = f"could not go back from {back}" if back is None or own.is_same(back) else f"went back to {back}"
-                return Published(url, 0, 0, 0, 0.0, f"{went}: {worse}")
+                return Published(url, 0, error=f"{went}: {worse}")
             client.set_trial("", {})
             reach("publish: canary passed")
             return done
 
     def _bring(
-        self, since: int, chain: list[str], spares: Iterator[str], fan_out: int, origins: Mapping[str, Origin | None],
-        url: str,
+        self, update: Update, chain: list[str], spares: Iterator[str], fan_out: int,
+        origins: Mapping[str, Origin | None], url: str,
     ) -> Published:  # fmt: skip
-        """Bring the update since a version to one server of those that have it, which are ``fan_out`` chains."""
-        with self._making:
-            update = self.update(since)
+        """Bring an update to one server of those that it is for, which are ``fan_out`` chains."""
         place = chain.index(url)
         parents = sorted(range(place), key=lambda other: ((place - other) % fan_out, place - other))
-
         others = [each for each in self._urls if each != url]
         with AdminClient(url, token=self._token) as client, self._bar(url) as bar:
 
@@ -232,13 +230,13 @@ class _Publisher:
             else:
                 try:
                     if client.fetch(update, [chain[each] for each in parents], others, show):
-                        return Published(url, self.source.origin.version, 0, 0, 0.0)
+                        return Published(url, self.source.origin.version)
                 except FetchError as error:
                     _LOG.warning("%s; the rest is sent from here", error)
                     with self._sending:  # one after another: together they would take the link from each other
                         client.send(update, show)
             done = client.apply(update, replaces=origins[url], peers=others)
-        return Published(url, done.version, done.rows, update.size_bytes, 0.0)
+        return Published(url, done.version, done.rows, update.size_bytes)
 
     def _send(self, client: AdminClient, update: Update, spares: Iterator[str], show: Progress) -> None:
         """Send an update to the first of a chain; where that fails, what is missing to the next, from which the others
@@ -259,14 +257,13 @@ def _tried(work: Callable[[str], Published], url: str) -> Published:
     try:
         done = work(url)
     except (TierstoreError, OSError) as error:
-        done = Published(url, 0, 0, 0, 0.0, str(error))
+        done = Published(url, 0, error=str(error))
     return done._replace(seconds=time.monotonic() - started)
 
 
 def publish(
     directory: str | os.PathLike[str], to: Sequence[str], *, since: int | None = None, token: str | None = None,
-    keep_file: str | os.PathLike[str] | None = None, bar: Bar = _no_bar, fan_out: int = 1,
-    urgent: float | None = None, canary: Canary | None = None,
+    bar: Bar = _no_bar, fan_out: int = 1, urgent: float | None = None, canary: Canary | None = None,
 ) -> list[Published]:  # fmt: skip
     """Bring servers to a store's last version; one that fails does not keep the others from it.
 
@@ -275,7 +272,6 @@ def publish(
     Args:
         to: URLs of the servers' admin ports, by which the servers also reach each other.
         since: the version that the servers have; default: what each says.
-        keep_file: leave the (last) update there.
         bar: makes a progress bar, given its label.
         fan_out: how many servers the update is sent to from here, of those that have the same version; the others fetch
             it from those.
@@ -285,8 +281,7 @@ def publish(
         canary: the server that shows the version first, at once whole. If it gets worse there, all others fail, too.
 
     Raises:
-        StoreNotFoundError, DamagedError: the store. ValueError: a URL, ``fan_out`` or ``urgent``. FileExistsError,
-            FileNotFoundError: ``keep_file`` is there, or there is no directory for it.
+        StoreNotFoundError, DamagedError: the store. ValueError: a URL, ``fan_out`` or ``urgent``.
     """
     if fan_out < 1:
         raise ValueError(f"fan_out={fan_out}: one server at least is sent to")
@@ -296,22 +291,22 @@ def publish(
     canary = replace(canary, url=canary.url or urls[0]) if canary is not None and urls else None
     first = [] if canary is None else [canary.url]
     urls = [url for url in urls if url not in first]
-    with _publishing(directory, [*first, *urls], keep_file, bar, token) as publisher:
+    with _publishing(directory, [*first, *urls], bar, token) as publisher:
         if canary is not None:
             done.append(_tried(lambda _: publisher.try_on(canary, since), canary.url))
             if done[0].error:
                 left = f"left as it is, as the canary {canary.url} did not keep the version"
-                return done + [Published(url, 0, 0, 0, 0.0, left) for url in urls]
+                return done + [Published(url, 0, error=left) for url in urls]
         return done + (publisher.publish(urls, since, fan_out, urgent) if urls else [])
 
 
 def plan(
     directory: str | os.PathLike[str], to: Sequence[str], *, since: int | None = None, token: str | None = None,
-    keep_file: str | os.PathLike[str] | None = None, bar: Bar = _no_bar,
+    bar: Bar = _no_bar,
 ) -> list[str]:  # fmt: skip
     """What ``publish`` would send, in words; without servers, to one that has ``since``, or nothing. PublishError: a
     server cannot be asked, or has not ``since``. Others as ``publish``."""
-    with _publishing(directory, to, keep_file, bar, token) as publisher:
+    with _publishing(directory, to, bar, token) as publisher:
         lines = []
         for url in to:
             with AdminClient(url, token=token) as client:
@@ -325,21 +320,13 @@ def plan(
 
 @contextlib.contextmanager
 def _publishing(
-    directory: str | os.PathLike[str], to: Sequence[str], keep_file: str | os.PathLike[str] | None, bar: Bar,
-    token: str | None,
-) -> Iterator[_Publisher]:  # fmt: skip
-    """A publisher in a temporary directory, of whose updates the last one is kept."""
-    if keep_file is not None:
-        if os.path.lexists(keep_file):
-            raise FileExistsError(f"{keep_file} exists; choose another name")
-        require_parent(Path(keep_file))
+    directory: str | os.PathLike[str], to: Sequence[str], bar: Bar, token: str | None
+) -> Iterator[_Publisher]:
+    """A publisher in a temporary directory."""
     for url in to:  # a wrong URL is reported before anything is done
         parts = parse_url(url)
         if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
             way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
             _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
-        publisher = _Publisher(directory, to, Path(work), bar, token)
-        yield publisher
-        if keep_file is not None and publisher.updates:
-            shutil.copyfile([*publisher.updates.values()][-1].path, keep_file)
+        yield _Publisher(directory, to, Path(work), bar, token)

@@ -11,19 +11,17 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import torch
 
 from ..config import TableConfig
 from ..errors import TierstoreError
 from ..io import ColdTier
 from ..io.reads import ChangedRows
-from ..kernels.arrays import Bools, Floats, Int64s, Words
-from ..kernels.floats import code_of_dtype
-from ..kernels.quantized import unpack_rows
+from ..kernels.arrays import Bools, Floats, Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
+from ..pool.converting import floats
 from ..store.opened import open_files
 from ..store.version import Lineage, unpack
 from .delta import open_source
@@ -89,16 +87,5 @@ def _weigh(
     present = np.empty(count, np.bool_)
     earlier.read(keys, np.arange(count, dtype=np.int32), before, state, present)
     before[~present] = config.init.rows(keys[~present], layout)
-    sizes = np.linalg.norm(_floats(changed.weights, layout) - _floats(before, layout), axis=1)
+    sizes = np.linalg.norm((floats(changed.weights, layout) - floats(before, layout)).numpy(), axis=1)
     return keys, ~present, np.nan_to_num(sizes, nan=np.inf, posinf=np.inf)
-
-
-def _floats(weights: Words, layout: RowLayout) -> Any:
-    """float32 [n, dim]."""
-    if layout.is_quantized:
-        values = np.empty((len(weights), layout.dim), np.float32)
-        slots = np.arange(len(weights), dtype=np.int32)
-        unpack_rows(slots, weights.view(np.uint8), layout.dim, code_of_dtype(layout.dtype), values)
-        return values
-    own = np.ascontiguousarray(weights.view(layout.numpy_dtype)[:, : layout.dim])
-    return torch.from_numpy(own).view(layout.torch_dtype).float().numpy()

@@ -16,7 +16,6 @@ from tests.serve import whole
 from tests.serve.loops import WAIT_SECONDS, wait_for
 from tests.serve.replicas import Shown, serving
 from tests.updates.support import change, contents, same
-from tierstore.cli import entry as cli
 from tierstore.serve.admin import incoming
 from tierstore.serve.admin import updates as admin_updates
 from tierstore.serve.config import ServeConfig
@@ -156,9 +155,7 @@ def test_servers_of_one_version_get_one_file(fleet: Fleet, source: Path, sent: l
 
 
 @pytest.mark.parametrize("dying", [0, 1, 2])
-def test_the_others_go_on_where_one_dies(
-    fleet: Fleet, source: Path, sent: list[int], dying: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_others_go_on_where_one_dies(fleet: Fleet, source: Path, sent: list[int], dying: int) -> None:
     """Also the first, whose place the next one takes. What it missed, it gets from the others."""
 
     def die() -> None:
@@ -173,10 +170,6 @@ def test_the_others_go_on_where_one_dies(
     with serving(fleet.replicas[dying].directory, token=TOKEN, peers=peers) as (_, fleet.replicas[dying]):
         fleet.replicas[dying].catch_up()
         fleet.require_same(source)
-    (token := source.with_name("token")).write_text(TOKEN)
-    arguments = ["publish", str(source), "--token-file", str(token)]
-    assert cli.main([*arguments, *(word for url in fleet.urls for word in ("--to", url))]) == 1
-    assert f"{fleet.urls[dying]}: failed: " in capsys.readouterr().out
 
 
 def test_damaged_bytes_are_refused_and_had_from_another(

@@ -1,12 +1,13 @@
 """Whose batch runs: one at a time, and others while it pauses."""
 
 import threading
+from contextlib import suppress
 
-from tierstore.serve.batching import Turn
+from tierstore.serve.batching import between
 
 
 def test_batches_take_turns_and_others_run_while_one_pauses() -> None:
-    turn, ran = Turn(), list[str]()
+    turn, ran = threading.Lock(), list[str]()
     has_begun, may_pause = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -22,21 +23,18 @@ def test_batches_take_turns_and_others_run_while_one_pauses() -> None:
         assert may_pause.wait(5)
         thread.join(0.05)
         ran.append("part")
-        turn.between(thread.join)()
+        between(turn, thread.join)()
         ran.append("part")
     assert ran == ["part", "other", "part"]
 
 
 def test_a_pause_that_fails_keeps_the_turn_until_its_batch_ends() -> None:
-    turn = Turn()
+    turn = threading.Lock()
 
     def fail() -> None:
         raise ValueError
 
-    try:
-        with turn:
-            turn.between(fail)()
-    except ValueError:
-        pass
+    with suppress(ValueError), turn:
+        between(turn, fail)()
     with turn:
-        assert not turn._lock.acquire(blocking=False)
+        assert not turn.acquire(blocking=False)

@@ -1,4 +1,4 @@
-"""Linear layers in int8: how far off the format lets results be, and that models compute in just that arithmetic."""
+"""Linear layers in fewer bits: how far off results may be, and that models compute in just that arithmetic."""
 
 import copy
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.train.runs import TRAIN_ROWS, commit_scaled, config_of
 from tierstore.cli import entry as cli
 from tierstore.serve.client import Client
 from tierstore.serve.models import Models, load_program
-from tierstore.serve.models.dense import Int8Linear
+from tierstore.serve.models.dense import LOW, Int8Linear
 from tierstore.train import train
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
@@ -33,10 +33,18 @@ HALF_A_LEVEL = 0.5 + 127 * 4 * ROUNDING
 @pytest.fixture(autouse=True)
 def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the instructions the arithmetic is the same, and slow."""
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    for each in LOW.values():
+        monkeypatch.setattr(each, "is_fast", staticmethod(lambda: True))
 
 
-def bound(layer: nn.Linear, rows: Tensor) -> Tensor:
+def bound16(layer: nn.Linear, rows: Tensor) -> Tensor:
+    """In bfloat16: inputs, parameters and results are off by a share of at most 2^-8."""
+    inputs, weights = rows.double().abs(), layer.weight.detach().double().abs()
+    bias = 0 if layer.bias is None else layer.bias.double().abs()
+    return 2.0**-8 * (3.02 * inputs @ weights.T + 2.01 * bias)
+
+
+def bound8(layer: nn.Linear, rows: Tensor) -> Tensor:
     """How far results may be from exact ones, float64 [n, N]: each input and each weight is off by half a level."""
     inputs, weights = rows.double().abs(), layer.weight.detach().double().abs()
     input_off, weight_off = (HALF_A_LEVEL * each.amax(1) / 127 for each in (inputs, weights))
@@ -44,8 +52,19 @@ def bound(layer: nn.Linear, rows: Tensor) -> Tensor:
     return off + 4 * ROUNDING * (inputs @ weights.T + off + (0 if layer.bias is None else layer.bias.double().abs()))
 
 
-class Reference(nn.Module):
-    """The same arithmetic, by numpy."""
+class Rounded(nn.Module):
+    """All of the layer in torch's bfloat16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = copy.deepcopy(linear).bfloat16()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.linear(inputs.bfloat16()).float()
+
+
+class Quantized(nn.Module):
+    """The arithmetic of int8, by numpy."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -63,24 +82,30 @@ def quantized(rows: Any) -> tuple[Any, Any]:
     return np.rint(rows * (np.float32(127) / largest)[:, None]).astype(np.int64), largest / np.float32(127)
 
 
-def with_reference(model: nn.Module) -> nn.Module:
+REFERENCES: dict[Any, type[nn.Module]] = {"bfloat16": Rounded, "int8": Quantized}
+BOUNDS = {"bfloat16": bound16, "int8": bound8}
+either = pytest.mark.parametrize("dense", REFERENCES)
+
+
+def with_reference(model: nn.Module, dense: str) -> nn.Module:
     """Its large layers replaced."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child.weight.numel() >= 16_384:
-                setattr(parent, name, Reference(child))
+                setattr(parent, name, REFERENCES[dense](child))
     return model
 
 
+@either
 @pytest.mark.parametrize(("samples", "inputs", "outputs"), [(2, 128, 128), (7, 513, 33), (40, 367, 128)])
-def test_a_layer_is_as_near_as_its_format_lets_it_be(samples: int, inputs: int, outputs: int) -> None:
+def test_a_layer_is_as_near_as_its_format_lets_it_be(samples: int, inputs: int, outputs: int, dense: str) -> None:
     torch.manual_seed(samples)
     layer, rows = nn.Linear(inputs, outputs, bias=samples != 7), torch.randn(samples, inputs)
     rows *= torch.logspace(-6, 6, samples).unsqueeze(1)
     rows[samples // 2] = 0
-    packed = Int8Linear(layer.weight, layer.bias)
+    packed = LOW[dense](layer.weight, layer.bias)
     found = packed(rows)
-    assert ((found - copy.deepcopy(layer).double()(rows.double())).abs() <= bound(layer, rows)).all()
+    assert ((found - copy.deepcopy(layer).double()(rows.double())).abs() <= BOUNDS[dense](layer, rows)).all()
     assert torch.equal(packed(rows.reshape(samples, 1, -1))[:, 0], found)
     assert not torch.equal(found, layer(rows))
 
@@ -97,57 +122,59 @@ def test_other_samples_change_no_bit_even_if_they_are_no_numbers() -> None:
     assert torch.equal(found[6:], alone[6:])
 
 
-@pytest.mark.parametrize("interaction", ["dot", "dcn"])
-def test_a_server_predicts_in_int8_and_follows_commits(interaction: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dense", "interaction"), [("int8", "dot"), ("int8", "dcn"), ("bfloat16", "dcn")])
+def test_a_server_predicts_in_fewer_bits_and_follows_commits(dense: str, interaction: str, tmp_path: Path) -> None:
     model = {"interaction": interaction, "bottom_mlp": [128, 128], "top_mlp": [48, 32], "cross_rank": 48}
     changes = {f"model__{name}": value for name, value in model.items()}
     config = config_of(tmp_path, "store", train__epochs=1, embedding__dim=16, **changes)
     train(config)
     of_data = evaluated(config)
     inputs = {name: each.data for name, each in query(of_data.dense, of_data.categories).items()}
-    with serving(Path(config.store.path), dense="int8") as server, Client(server.url) as client:
+    with serving(Path(config.store.path), dense=dense) as server, Client(server.url) as client:
         for factor in (1.0, 1.5):
-            version, want = commit_and_predict(config, factor)
+            version, want = commit_and_predict(config, factor, dense)
             wait_for(lambda version=version: server.engine.version == version)
             assert client.rank(**inputs).tobytes() == want.tobytes()
 
 
-def commit_and_predict(config: RunConfig, factor: float) -> tuple[int, Any]:
+def commit_and_predict(config: RunConfig, factor: float, dense: str) -> tuple[int, Any]:
     """Multiply the run's dense weights, commit them, and return the version and its probabilities, float32 [B]."""
     reader, hasher = open_data(config)
     batch = next(iter(reader.batches(hasher, batch_size=BATCH, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + BATCH)))
     return commit_scaled(
-        config, factor, lambda model: torch.sigmoid(with_reference(model)(batch.dense, batch.sparse)).numpy()
+        config, factor, lambda model: torch.sigmoid(with_reference(model, dense)(batch.dense, batch.sparse)).numpy()
     )
 
 
-def test_a_program_of_ones_own_computes_in_int8_and_takes_weights(tmp_path: Path) -> None:
+@either
+def test_a_program_of_ones_own_computes_in_fewer_bits_and_takes_weights(tmp_path: Path, dense: Any) -> None:
     torch.manual_seed(2)
     layers = nn.Sequential(nn.Linear(96, 192), nn.ReLU(), nn.Linear(192, 128, bias=False), nn.ReLU(), nn.Linear(128, 1))
-    program = load_program(save(layers, tmp_path / "own.pt2", torch.zeros(2, 96)), max_samples=64, dense="int8")
+    program = load_program(save(layers, tmp_path / "own.pt2", torch.zeros(2, 96)), max_samples=64, dense=dense)
     rows = torch.randn(9, 96)
     for weights in ({}, {name: each * 2 for name, each in layers.state_dict().items()}):
         program.load(weights)
         layers.load_state_dict(weights or layers.state_dict())
         with torch.inference_mode():
-            assert torch.equal(program.run([rows])[0], with_reference(copy.deepcopy(layers))(rows))
+            assert torch.equal(program.run([rows])[0], with_reference(copy.deepcopy(layers), dense)(rows))
 
 
-def test_what_cannot_be_in_int8_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@either
+def test_what_cannot_be_in_fewer_bits_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dense: Any
 ) -> None:
     make_store(tmp_path / "store")
     small = save_two_tables(tmp_path / "small.pt2")
-    without = pytest.raises(ValueError, match=r"dense='int8': .*store has no model; serve it with --dense float32")
+    without = pytest.raises(ValueError, match=rf"dense='{dense}': .*store has no model; serve it with --dense float32")
     with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store, without:
-        Models(store, dense="int8")
+        Models(store, dense=dense)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["serve", "--dense", "int7"])
-    words = ["serve", "--store", str(tmp_path / "store"), "--model", str(small), "--dense", "int8", *FREE_PORTS]
+    words = ["serve", "--store", str(tmp_path / "store"), "--model", str(small), "--dense", dense, *FREE_PORTS]
     assert cli.main(words) == 2
-    assert (
-        "small.pt2: dense='int8': the model has no linear layer of at least 16,384 weights" in capsys.readouterr().err
-    )
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    no_layer = f"small.pt2: dense='{dense}': the model has no linear layer of at least 16,384 weights"
+    assert no_layer in capsys.readouterr().err
+    monkeypatch.setattr(LOW[dense], "is_fast", staticmethod(lambda: False))
     assert cli.main(words) == 2
-    assert "finds no AVX512_VNNI on this processor" in capsys.readouterr().err
+    instructions = {"bfloat16": "AVX512_BF16", "int8": "AVX512_VNNI"}[dense]
+    assert f"finds no {instructions} on this processor" in capsys.readouterr().err

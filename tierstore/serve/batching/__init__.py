@@ -1,6 +1,6 @@
 """Dynamic batching: requests that wait together run together, within bounds of number and size."""
 
 from .batcher import Batcher, OneThread
-from .turn import Turn
+from .turn import between
 
-__all__ = ["Batcher", "OneThread", "Turn"]
+__all__ = ["Batcher", "OneThread", "between"]

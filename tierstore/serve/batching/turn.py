@@ -5,27 +5,18 @@ import threading
 from ..base import Pause
 
 
-class Turn:
-    """Held while a batch runs: one store's at a time. Threads of several would wait for each other at every call that
-    gives up Python's lock, up to 5 ms each, and a batch uses all threads by itself."""
+def between(turn: threading.Lock, pause: Pause) -> Pause:
+    """The pause of a batch that holds the turn; others have theirs meanwhile.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    One store's batch runs at a time: threads of several would wait for each other at every call that gives up Python's
+    lock, up to 5 ms each, and a batch uses all threads by itself.
+    """
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
+    def paused() -> None:
+        turn.release()
+        try:
+            pause()
+        finally:
+            turn.acquire()
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def between(self, pause: Pause) -> Pause:
-        """The pause of a batch that holds it; others have their turn meanwhile."""
-
-        def paused() -> None:
-            self._lock.release()
-            try:
-                pause()
-            finally:
-                self._lock.acquire()
-
-        return paused
+    return paused

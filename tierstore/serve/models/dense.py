@@ -1,7 +1,8 @@
-"""A served model's linear layers in int8, on the CPU."""
+"""A served model's linear layers in fewer bits, on the CPU."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -11,25 +12,53 @@ from torch import Tensor, nn
 from ...errors import DamagedError
 from ...kernels.int8 import quantize_rows, scale_sums
 
-Dense = Literal["float32", "int8"]
+Dense = Literal["float32", "bfloat16", "int8"]
 """What the linear layers of a model compute in."""
 WEIGHTS_MIN: Final = 1 << 14
-"""Of a layer in int8. A smaller one is not faster in it, and stays float32."""
+"""Of a layer in fewer bits. A smaller one is not faster in them, and stays float32."""
 
 
-class Int8Linear(nn.Module):
-    """``nn.Linear`` in int8: float32 [..., K] to float32 [..., N].
-
-    Weights have one scale for each output, inputs one for each sample. Sums are exact, so a sample's result has the
-    same bits whatever else is in its batch. ``weight`` and ``bias`` are the float32 parameters; ``pack`` takes over
-    what they are now.
-    """
+class _LowLinear(nn.Module):
+    """``weight`` [N, K] and ``bias`` are the float32 parameters; ``pack`` takes over what they are now."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = weight
         self.bias = weight.new_zeros(len(weight)) if bias is None else bias
         self.pack()
+
+    def pack(self) -> None:
+        raise NotImplementedError
+
+
+class Bfloat16Linear(_LowLinear):
+    """Inputs, parameters and results are rounded to bfloat16."""
+
+    instructions = "AVX512_BF16"
+    is_fast = staticmethod(torch.cpu._is_avx512_bf16_supported)
+
+    def pack(self) -> None:
+        self._parameters16 = self.weight.detach().bfloat16(), self.bias.detach().bfloat16()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.linear(inputs.bfloat16(), *self._parameters16).float()
+
+    @staticmethod
+    def stored(name: str, weight: Tensor) -> dict[str, Tensor]:
+        return {name: weight.bfloat16()}
+
+    @staticmethod
+    def taken(name: str, tensors: dict[str, Tensor]) -> Tensor:
+        return tensors.pop(name).float()
+
+
+class Int8Linear(_LowLinear):
+    """Weights have one scale for each output, inputs one for each sample. Sums are exact, so a sample's result has the
+    same bits whatever else is in its batch. A weight is stored as ``.levels``, int8 [N, K], and ``.scales``, float32
+    [N]."""
+
+    instructions = "AVX512_VNNI"
+    is_fast = staticmethod(torch.cpu._is_vnni_supported)
 
     def pack(self) -> None:
         self._levels, self._scales = _quantized(self.weight.detach())
@@ -41,6 +70,18 @@ class Int8Linear(nn.Module):
         scale_sums(sums.numpy(), scales, self._scales, self.bias.detach().numpy(), out)
         return torch.from_numpy(out).reshape(*inputs.shape[:-1], len(self.weight))
 
+    @staticmethod
+    def stored(name: str, weight: Tensor) -> dict[str, Tensor]:
+        levels, scales = _quantized(weight)
+        return {f"{name}.levels": levels, f"{name}.scales": torch.from_numpy(scales)}
+
+    @staticmethod
+    def taken(name: str, tensors: dict[str, Tensor]) -> Tensor:
+        levels, scales = tensors.pop(f"{name}.levels"), tensors.pop(f"{name}.scales", torch.empty(0))
+        if scales.shape != levels.shape[:1]:
+            raise DamagedError(f"{name}.levels of a commit is {list(levels.shape)}, .scales {list(scales.shape)}")
+        return levels * scales.unsqueeze(1)
+
 
 def _quantized(rows: Tensor) -> tuple[Tensor, Any]:
     """int8 [n, K] and a float32 scale of each row."""
@@ -49,51 +90,65 @@ def _quantized(rows: Tensor) -> tuple[Tensor, Any]:
     return torch.from_numpy(levels), scales
 
 
-def in_int8(tensors: Mapping[str, Tensor], layers: Collection[str]) -> dict[str, Tensor]:
-    """A commit's tensors, the weights [N, K] of some layers as ``.levels``, int8 [N, K], and ``.scales``, float32 [N].
-    ``in_float32`` gives weights that an ``Int8Linear`` packs to the same levels."""
+LowLinear = Bfloat16Linear | Int8Linear
+"""``nn.Linear`` in fewer bits: float32 [..., K] to float32 [..., N].
+
+``is_fast``: whether the processor has the ``instructions`` without which float32 is faster. ``stored`` gives what a
+commit has in place of a weight; ``taken`` takes that out of its tensors, for a weight that packs to the same.
+"""
+LOW: Final[Mapping[str, type[LowLinear]]] = {"bfloat16": Bfloat16Linear, "int8": Int8Linear}
+"""By type, from more to fewer bytes."""
+_MARKS: Final = {("", torch.bfloat16): "bfloat16", (".levels", torch.int8): "int8"}
+"""What a commit has after ``.weight``, and its dtype, of a layer of each type."""
+
+
+def lowered(tensors: Mapping[str, Tensor], layers: Mapping[str, str]) -> dict[str, Tensor]:
+    """A commit's tensors, the weights of some layers in their types."""
     found = dict(tensors)
-    for name in (f"model.{each}.weight" for each in layers):
-        levels, scales = _quantized(found.pop(name))
-        found |= {f"{name}.levels": levels, f"{name}.scales": torch.from_numpy(scales)}
+    for layer, dtype in layers.items():
+        name = f"model.{layer}.weight"
+        found |= LOW[dtype].stored(name, found.pop(name))
     return found
 
 
 def in_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The way back from ``in_int8``. DamagedError: levels without their scales."""
+    """The way back from ``lowered``. DamagedError: levels without their scales."""
     found = dict(tensors)
-    for name in (f"model.{each}.weight" for each in layers_in_int8(tensors)):
-        levels, scales = found.pop(f"{name}.levels"), found.pop(f"{name}.scales", torch.empty(0))
-        if scales.shape != levels.shape[:1]:
-            raise DamagedError(f"{name}.levels of a commit is {list(levels.shape)}, .scales {list(scales.shape)}")
-        found[name] = levels * scales.unsqueeze(1)
+    for layer, dtype in low_layers(tensors).items():
+        name = f"model.{layer}.weight"
+        found[name] = LOW[dtype].taken(name, found)
     return found
 
 
-def layers_in_int8(tensors: Collection[str]) -> set[str]:
-    """Of a commit with such tensors."""
-    begin, end = "model.", ".weight.levels"
-    return {each[len(begin) : -len(end)] for each in tensors if each.startswith(begin) and each.endswith(end)}
+def low_layers(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The types of a commit's layers that are not in float32."""
+    found = {}
+    for name, each in tensors.items():
+        layer, weight, rest = name.removeprefix("model.").partition(".weight")
+        if weight and name.startswith("model.") and (dtype := _MARKS.get((rest, each.dtype))):
+            found[layer] = dtype
+    return found
 
 
-def pack_linears(model: nn.Module, dense: Dense, layers: Collection[str] = ()) -> list[Int8Linear]:
-    """Put ``Int8Linear`` in the place of a model's linear layers, or of those of a ``torch.export.ExportedProgram``'s
-    module, and return them; for "float32" only of ``layers``. ValueError: there are none to replace, or the processor
-    is slow at it."""
+def pack_linears(model: nn.Module, dense: Dense, layers: Mapping[str, str] = MappingProxyType({})) -> list[LowLinear]:
+    """Put a ``LowLinear`` in the place of a model's large linear layers, or of those of a
+    ``torch.export.ExportedProgram``'s module, and return them; for "float32" only of ``layers``, in their types.
+    ValueError: there are none to replace, or the processor is slow at it."""
     if dense == "float32":
         named = [(name, each) for name, each in model.named_modules() if name in layers and type(each) is nn.Linear]
         for name, each in named:
-            model.set_submodule(name, Int8Linear(each.weight, each.bias))
-        return [each for each in model.modules() if isinstance(each, Int8Linear)]
-    if not torch.cpu._is_vnni_supported():
-        found = f"torch {torch.__version__} finds no AVX512_VNNI on this processor"
+            model.set_submodule(name, LOW[layers[name]](each.weight, each.bias))
+        return [each for each in model.modules() if isinstance(each, LowLinear)]
+    low = LOW[dense]
+    if not low.is_fast():
+        found = f"torch {torch.__version__} finds no {low.instructions} on this processor"
         raise ValueError(f"dense={dense!r}: {found}, without which float32 is faster; serve with --dense float32")
-    made: list[Int8Linear] = []
+    made: list[LowLinear] = []
 
-    def packed(weight: Any, bias: Any) -> Int8Linear | None:
+    def packed(weight: Any, bias: Any) -> LowLinear | None:
         if weight.dtype != torch.float32 or weight.numel() < WEIGHTS_MIN:
             return None
-        made.append(Int8Linear(weight, bias))
+        made.append(low(weight, bias))
         return made[-1]
 
     for parent in list(model.modules()):
@@ -108,15 +163,15 @@ def pack_linears(model: nn.Module, dense: Dense, layers: Collection[str] = ()) -
     return made
 
 
-def _replace_nodes(module: torch.fx.GraphModule, packed: Callable[[Any, Any], Int8Linear | None]) -> None:
+def _replace_nodes(module: torch.fx.GraphModule, packed: Callable[[Any, Any], LowLinear | None]) -> None:
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
         inputs, *parameters = [each for each in node.args if each is not None]
         if any(each.op != "get_attr" for each in parameters):
             continue
         weight, bias = [*(attrgetter(each.target)(module) for each in parameters), None][:2]
         if new := packed(weight, bias):
-            module.add_submodule(f"int8_{node.name}", new)
+            module.add_submodule(f"low_{node.name}", new)
             with module.graph.inserting_before(node):
-                node.replace_all_uses_with(module.graph.call_module(f"int8_{node.name}", (inputs,)))
+                node.replace_all_uses_with(module.graph.call_module(f"low_{node.name}", (inputs,)))
             module.graph.erase_node(node)
     module.recompile()

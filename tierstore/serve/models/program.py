@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ...nn.checkpoint import model_state
 from ..messages import TensorSpec
-from .dense import Dense, Int8Linear, pack_linears
+from .dense import Dense, LowLinear, pack_linears
 
 DTYPES: Final = {"FP32": torch.float32, "INT32": torch.int32, "INT64": torch.int64}
 _DATATYPES: Final = {dtype: datatype for datatype, dtype in DTYPES.items()}
@@ -21,7 +21,7 @@ _SMALLEST_BATCH: Final = 2
 
 class Program(NamedTuple):
     """A program; each shape begins with -1, the batch. ``dicts``: names of the inputs in each argument that is a
-    dict. ``weights``: parameters and buffers as the file has them. ``packed``: linear layers in int8."""
+    dict. ``weights``: parameters and buffers as the file has them. ``packed``: linear layers in fewer bits."""
 
     path: Path
     inputs: tuple[TensorSpec, ...]
@@ -30,7 +30,7 @@ class Program(NamedTuple):
     in_spec: Any
     dicts: tuple[tuple[str, ...], ...]
     weights: dict[str, Tensor]
-    packed: Sequence[Int8Linear] = ()
+    packed: Sequence[LowLinear] = ()
 
     def weights_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Its parameters and buffers as a commit has them, of the module that was exported or of one that this was a

@@ -21,7 +21,7 @@ from ...train.readers import CategoryRule, FeatureHasher, dense_features
 from ...train.readers.categories import read_texts
 from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
-from .dense import Dense, in_float32, layers_in_int8, pack_linears
+from .dense import Dense, in_float32, low_layers, pack_linears
 from .jagged import DenseAndIds, Dropped, Features, check_inputs, invalid, merge, parts_of, require_finite
 from .lookups import feature_inputs, joined, owners_of, pool_features, split_rows
 
@@ -31,8 +31,8 @@ class Ranking:
 
     Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N], or
     BYTES for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
-    missing. Output: probabilities FP32 [B]. Layers that the commit has in int8 are computed in it. DamagedError: the
-    commit has no weights for the model. ValueError: it has no layers for ``dense``.
+    missing. Output: probabilities FP32 [B]. Layers that the commit has in fewer bits are computed in them.
+    DamagedError: the commit has no weights for the model. ValueError: it has no layers for ``dense``.
     """
 
     def __init__(self, store: Store, config: RunConfig, dropped: Dropped | None, dense: Dense = "float32") -> None:
@@ -42,8 +42,8 @@ class Ranking:
         self.tables = list(owners_of(self._collection).values())
         self._model = build_model(config, self._collection).eval()
         tensors = store.tensors()
-        self._in_int8 = layers_in_int8(tensors)
-        self._packed = pack_linears(self._model, dense, self._in_int8)
+        self._low = low_layers(tensors)
+        self._packed = pack_linears(self._model, dense, self._low)
         self._hasher = FeatureHasher(config.table_sizes, mode=data.hashing)
         self._rule = data.rule
         limits = dict(zip(self._collection.feature_names, self._hasher.limits, strict=True))
@@ -76,8 +76,8 @@ class Ranking:
                 raise DamagedError(f"model.{name} of the newest commit {have}: expected {list(parameter.shape)}")
 
     def is_stored_as(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether a commit of these has the same layers in int8."""
-        return layers_in_int8(tensors) == self._in_int8
+        """Whether a commit of these has the same layers in fewer bits."""
+        return low_layers(tensors) == self._low
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over the dense weights of a commit. Not during ``run``."""

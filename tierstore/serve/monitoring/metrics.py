@@ -320,7 +320,6 @@ class State(NamedTuple):
     queued_samples: dict[str, int]
     stores: Mapping[str, "State"] = {}
     watch: WatchReading | None = None
-    watch_holds: bool = True
 
 
 Source = Callable[[], State]
@@ -361,7 +360,7 @@ class StateCollector(Collector):
             for store, each in states.items():
                 gauge.add_metric([store] * len(names), float(getattr(each, field)))
             yield gauge
-        for field in WatchReading._fields:
+        for field in ("version", "log_loss", "rows"):
             gauge = GaugeMetricFamily(f"tierstore_watch_{field}", "Of the last reading of --watch.", labels=names)
             for store, each in states.items():
                 if each.watch is not None:

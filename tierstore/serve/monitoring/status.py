@@ -33,10 +33,10 @@ def snapshot(metrics: Metrics, source: Source, last_seconds: int = WINDOW_SECOND
             "last_update": last
             and {"version": last.version, "seconds": last.seconds, "age_seconds": metrics.clock() - last.at},
         },
-        "watch": _watch(state),
+        "watch": state.watch and state.watch._asdict(),
         "stores": [
             {"name": name, "ready": each.ready, "served": each.version, "newest": each.newest_version}
-            | {"watch": _watch(each)}
+            | {"watch": each.watch and each.watch._asdict()}
             for name, each in state.stores.items()
         ],
         "requests": _requests(metrics, seconds),
@@ -48,10 +48,6 @@ def snapshot(metrics: Metrics, source: Source, last_seconds: int = WINDOW_SECOND
         "tables": [table._asdict() for table in state.tables],
         "memory": {"resident_bytes": psutil.Process().memory_info().rss, "machine_bytes": machine_memory_bytes()},
     }
-
-
-def _watch(state: State) -> dict[str, Any] | None:
-    return None if state.watch is None else {**state.watch._asdict(), "holds": state.watch_holds}
 
 
 def _requests(metrics: Metrics, seconds: Seconds) -> dict[str, Any]:
