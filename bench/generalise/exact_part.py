@@ -19,6 +19,7 @@ from ..common import Goal, Part, Run, Table, Told
 __all__ = ["PART"]
 
 _WITHIN: Final = 1e-4
+_SHARPNESS, _OF_PAPER = "sharpness, 50 iterations", "sharpness, 10 iterations as in the paper"
 _HIDDEN: Final = 3
 _SADDLE_STEPS: Final = 30
 
@@ -100,20 +101,22 @@ def _left(saddle: Callable[[], Any], curvature: str) -> list[float]:
 
 
 def _measure(request: Run, _: dict[str, Any]) -> dict[str, Any]:
-    exact = {"largest eigenvalue": 0.0, "smallest eigenvalue": 0.0, "sharpness": 0.0, "Bi-CGSTAB's solution": 0.0}
+    exact: dict[str, float] = {}
     for seed in range(request.config["exact_nets"]):
         small = _Small(inputs=8, seed=seed)
         found, ends = hessian_eigenvalues(small.losses, small.weights), np.linalg.eigvalsh(small.whole)[[0, -1]]
         scale = abs(ends).max()
         tiny = _Small(inputs=2, seed=seed)
-        sharp = box_sharpness(tiny.losses, tiny.weights, iterations=20), tiny.highest_corner(1e-3)
+        corner = tiny.highest_corner(1e-3)
+        sharp = {count: box_sharpness(tiny.losses, tiny.weights, iterations=count) for count in (10, 50)}
         off = {
             "largest eigenvalue": abs(found.largest - ends[1]) / scale,
             "smallest eigenvalue": abs(found.smallest - ends[0]) / scale,
-            "sharpness": _off(*sharp),
+            _SHARPNESS: _off(sharp[50], corner),
+            _OF_PAPER: _off(sharp[10], corner),
             "Bi-CGSTAB's solution": _solved(tiny),
         }
-        exact = {name: max(value, float(off[name])) for name, value in exact.items()}
+        exact = {name: max(float(value), exact.get(name, 0.0)) for name, value in off.items()}
     saddles = {
         name: {curvature: _left(saddle, curvature) for curvature in ("hessian", "gauss-newton")}
         for name, saddle in _SADDLES.items()
@@ -126,6 +129,7 @@ def _tell(figures: dict[str, Any]) -> Told:
     goals = [
         Goal(name=f"{name}, off by, of {figures['nets']} nets", value=value, at_most=_WITHIN)
         for name, value in figures["off"].items()
+        if name != _OF_PAPER
     ]
     left = [
         [name, *(f"{losses[at]:.4f}" for losses in own.values() for at in (0, 9, -1))]
