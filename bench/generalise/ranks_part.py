@@ -30,7 +30,7 @@ def _in_rank(
     def goes_on(found: list[Point]) -> bool:
         return not found[-1].validation.log_loss <= goal
 
-    found = points(own, epochs=config["ranks_epochs"], every=config["ranks_every"], test_rows=0, goes_on=goes_on)
+    found = points(own, epochs=config["ranks_epochs"], every=config["ranks_every"], goes_on=goes_on)
     last = found[-1]
     return {
         "steps": last.step,

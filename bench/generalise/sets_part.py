@@ -63,7 +63,7 @@ def _falls(found: Sequence[Point]) -> bool:
 
 
 def _tried(config: dict[str, Any], cell: Cell, rates: tuple[float, float], folder: Path) -> dict[str, Any]:
-    found = points(_config(config, cell, rates, folder), epochs=config["epochs"], every=0, test_rows=0, goes_on=_falls)
+    found = points(_config(config, cell, rates, folder), epochs=config["epochs"], every=0, goes_on=_falls)
     losses = [each.validation.log_loss for each in found]
     best = min(range(len(losses)), key=losses.__getitem__)
     return {"rates": rates, "epochs": best + 1, "log_loss": losses[best]}

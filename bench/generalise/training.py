@@ -36,7 +36,6 @@ class Point(NamedTuple):
     step: int
     seconds: float
     validation: Evaluation
-    test: Evaluation
 
 
 def items_file(config: dict[str, Any], stream: Path, folder: Path) -> Path:
@@ -99,9 +98,10 @@ class _Trainer:
                     yield step
 
     @torch.no_grad()
-    def evaluate(self, first: int, count: int) -> Evaluation:
-        predictions = Predictions()
-        with self.batches(first, first + count, _EVALUATED) as batches:
+    def evaluate(self) -> Evaluation:
+        """Of the validation rows."""
+        predictions, first = Predictions(), self.config.data.train_rows
+        with self.batches(first, first + self.config.data.test_rows, _EVALUATED) as batches:
             for batch in batches:
                 predictions.add(batch.labels, self.run.model(batch.dense, batch.sparse))
         try:
@@ -110,24 +110,19 @@ class _Trainer:
             return _DIVERGED
 
 
-def points(
-    config: RunConfig, *, epochs: int, every: int, test_rows: int,
-    goes_on: Callable[[list[Point]], bool] = lambda _: True,
-) -> list[Point]:  # fmt: skip
+def points(config: RunConfig, *, epochs: int, every: int, goes_on: Callable[[list[Point]], bool]) -> list[Point]:
     """Train, and evaluate after each ``every`` steps.
 
     Args:
         epochs: at most.
         every: 0: after each epoch.
-        test_rows: that follow the rows of validation, ``data.test_rows``.
         goes_on: given the points so far.
     """
     shutil.rmtree(config.store.path, ignore_errors=True)
     torch.set_num_threads(1)
     logging.getLogger("tierstore").setLevel(logging.ERROR)  # of changes that are not committed
-    data, size, found = config.data, config.train.batch_size, list[Point]()
     reader, hasher = open_data(config)
-    every = every or math.ceil(data.train_rows / size)
+    every, found = every or math.ceil(config.data.train_rows / config.train.batch_size), list[Point]()
     with joined(config) as processes, open_run_store(config, processes) as store:
         warm_up(config)
         trainer = _Trainer(config, build_run(config, store, processes), reader, hasher)
@@ -135,8 +130,7 @@ def points(
         for step in trainer.steps(epochs):
             if step % every == 0:
                 seconds += time.perf_counter() - start
-                parts = (data.train_rows, data.test_rows), (data.train_rows + data.test_rows, test_rows)
-                found.append(Point(step, seconds, *(trainer.evaluate(*part) for part in parts)))
+                found.append(Point(step, seconds, trainer.evaluate()))
                 if not goes_on(found):
                     break
                 start = time.perf_counter()
