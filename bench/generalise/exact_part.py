@@ -16,8 +16,10 @@ from tierstore.optim.krylov import bicgstab
 
 from ..common import Goal, Part, Run, Table, Told
 
-__all__ = ["PART"]
+__all__ = ["PART", "Saddle", "monkey_saddle", "net_of_zeros"]
 
+Saddle = tuple[Sequence[nn.Parameter], Callable[[], Any]]
+"""Weights, and a closure for ``HessianFree``."""
 _WITHIN: Final = 1e-4
 _SHARPNESS, _OF_PAPER = "sharpness, 50 iterations", "sharpness, 10 iterations as in the paper"
 _HIDDEN: Final = 3
@@ -73,13 +75,13 @@ def _solved(small: _Small) -> float:
     return _off(found.solution.numpy(), np.linalg.solve(matrix, right))
 
 
-def _monkey_saddle() -> tuple[Sequence[Tensor], Callable[[], Any]]:
+def monkey_saddle() -> Saddle:
     """x³ - 3xy² in a bowl: on the axis y = 0 the gradient leads into the saddle, where curvature is 0."""
     at = nn.Parameter(torch.tensor([0.3, 0.0]))
     return [at], lambda: (at[0] ** 3 - 3 * at[0] * at[1] ** 2 + at.square().sum().square() / 4, at)
 
 
-def _net_of_zeros() -> tuple[Sequence[Tensor], Callable[[], Any]]:
+def net_of_zeros() -> Saddle:
     """Two layers, where the gradient is 0 and the loss is not."""
     first, last = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(4))
     inputs = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
@@ -91,7 +93,7 @@ def _net_of_zeros() -> tuple[Sequence[Tensor], Callable[[], Any]]:
     return [first, last], evaluate
 
 
-_SADDLES: Final = {"monkey saddle": _monkey_saddle, "two layers at zero": _net_of_zeros}
+_SADDLES: Final = {"monkey saddle": monkey_saddle, "two layers at zero": net_of_zeros}
 
 
 def _left(saddle: Callable[[], Any], curvature: str) -> list[float]:
