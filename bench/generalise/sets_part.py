@@ -26,7 +26,14 @@ from .training import Point, config_of, points
 __all__ = ["PART", "SETS", "drawn_rates", "ranked"]
 
 SETS: Final = {"criteo": "Criteo", "items": "next items"}
-_NAMES: Final = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "hessian-free": "Hessian-free"}
+_NAMES: Final = {
+    "sgd": "SGD",
+    "adagrad": "Adagrad",
+    "adam": "Adam",
+    "hessian-free": "Hessian-free, Bi-CGSTAB",
+    "gauss-newton": "Hessian-free, Gauss-Newton",
+}
+_CURVATURES: Final = {"hessian-free": "hessian", "gauss-newton": "gauss-newton"}
 _SHARP: Final = ("whole_1e3_percent", "whole_5e4_percent", "subspace_1e3_percent", "largest_eigenvalue")
 Cell = tuple[str, str, int]
 """Set, optimizer, batch."""
@@ -38,7 +45,7 @@ def drawn_rates(config: dict[str, Any], optimizer: str, batch: int) -> list[tupl
     ranges = config["rates"]
     found = torch.quasirandom.SobolEngine(2, scramble=True, seed=0).draw(config["trials"])  # type: ignore[no-untyped-call]
     scale = (batch / config["rates_batch"]) ** 0.5
-    scales = scale, 1.0 if optimizer == "hessian-free" else scale
+    scales = scale, 1.0 if optimizer in _CURVATURES else scale
 
     def rate(share: float, low: float, high: float) -> float:
         return float(low * (high / low) ** share)
@@ -53,7 +60,9 @@ def drawn_rates(config: dict[str, Any], optimizer: str, batch: int) -> list[tupl
 def _config(config: dict[str, Any], cell: Cell, rates: tuple[float, float], folder: Path, *overrides: str) -> RunConfig:
     name, optimizer, batch = cell
     own = folder / f"{name}-{optimizer}-{batch}-{os.getpid()}"
-    given = [f'store.path="{own}"', f'optimizer.dense="{optimizer}"', f"train.batch_size={batch}"]
+    rule = "hessian-free" if optimizer in _CURVATURES else optimizer
+    given = [f'store.path="{own}"', f"train.batch_size={batch}", f'optimizer.dense="{rule}"']
+    given += [f'optimizer.curvature="{_CURVATURES.get(optimizer, "hessian")}"']
     given += [f"optimizer.sparse_lr={rates[0]!r}", f"optimizer.dense_lr={rates[1]!r}", *overrides]
     return config_of(config, name, folder, *given)
 
