@@ -69,7 +69,6 @@ def _server() -> "subprocess.Popen[str]":
 def as_torchrun_starts(port: int) -> int:
     """Leave the group, with the environment that torchrun gives a rank whose agent's store is at the port; the rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # who leaves while another still connects breaks that one's connection
     dist.destroy_process_group()
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
@@ -85,6 +84,7 @@ def _fork(
     status = 1
     try:
         dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=size, timeout=timeout)
+        dist.barrier()  # who leaves while another still connects breaks that one's connection
         (path / str(rank)).write_bytes(pickle.dumps(work(*arguments)))
         status = 0
     except BaseException:
