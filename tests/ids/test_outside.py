@@ -20,7 +20,7 @@ import tierstore
 from tests.ids.test_machine import BATCHES
 from tests.ids.twin import RULES, SMALL, Rows, Twin, config, contents, make, read
 from tests.updates.support import edited, table_config
-from tests.updates.test_apply import replace_chunk
+from tests.updates.test_apply import with_chunks
 from tierstore.errors import ChecksumError, DamagedError, FormatError, ReadOnlyError, TableError, TierstoreError
 from tierstore.exchange import export_store, import_files
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency
@@ -131,7 +131,7 @@ def test_a_hostile_update_is_refused_or_read_as_damaged(tmp_path: Path) -> None:
     def twice(own: Any, parts: list[bytes]) -> None:
         words = np.array([[7, 1 << 32], [7, 1 << 32]], np.uint64)
         layout = table_config("x", embedding_dim=4).layout(4096)
-        replace_chunk(own, parts, 2, pack_chunk(np.array([3, 8]), words, layout), 2)
+        with_chunks(2, own["chunks"][2][0], (2, pack_chunk(np.array([3, 8]), words, layout)))(own, parts)
 
     with pytest.raises(FormatError, match="dynamic ids"):
         apply_update(tmp_path / "replica", edited(update, tmp_path / "without", without_ids))
