@@ -1,5 +1,7 @@
 """Work split over threads: every range once, errors come out, whoever's threads they are."""
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -59,6 +61,14 @@ def test_the_main_thread_borrows_torchs_threads_and_others_do_not(monkeypatch: p
     in_thread(lambda: check_that_each_range_is_done_once(workers))
     assert used == [True, False]
     workers.close()
+
+
+def test_torchs_threads_are_found_beside_those_of_scikit_learn() -> None:
+    if threads._torch_team() is None:
+        pytest.skip("torch's OpenMP is not GNU's")
+    code = "import sklearn.datasets, torch, tierstore.kernels.threads as own; print(own.Workers(2).native_team())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout)
 
 
 def test_work_within_work() -> None:

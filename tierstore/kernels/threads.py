@@ -115,13 +115,15 @@ os.register_at_fork(after_in_child=_FORK.note)
 
 @functools.cache
 def _torch_team() -> _TorchTeam | None:
-    """None where another OpenMP, or another system, is in use, and in a forked process."""
+    """None where another OpenMP, or another system, is in use, and in a forked process. Other packages, as
+    scikit-learn, may have loaded a GNU's of their own."""
     if _FORK.is_noted:
         return None
     try:
         maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
-        libraries = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libgomp" in line}
-        return _TorchTeam(Path(libraries.pop())) if len(libraries) == 1 else None
+        libraries = {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if "libgomp" in line}
+        own = [each for each in libraries if "torch" in each.parts] or [*libraries]
+        return _TorchTeam(own[0]) if len(own) == 1 else None
     except (AttributeError, OSError):
         return None
 
