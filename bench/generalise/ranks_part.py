@@ -24,7 +24,6 @@ def _in_rank(
     config: dict[str, Any], optimizer: str, rates: tuple[float, float], goal: float, seed: int, folder: Path
 ) -> dict[str, Any]:
     given = [f'store.path="{folder / "ranks"}"', f'optimizer.dense="{optimizer}"', f"train.seed={seed}"]
-    given += ['optimizer.curvature="hessian"']
     given += [f"optimizer.sparse_lr={rates[0]!r}", f"optimizer.dense_lr={rates[1]!r}"]
     own = config_of(config, "criteo", folder, *given, f"train.batch_size={config['ranks_batch']}")
 

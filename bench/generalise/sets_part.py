@@ -26,14 +26,7 @@ from .training import Point, config_of, points
 __all__ = ["PART", "SETS", "drawn_rates", "ranked"]
 
 SETS: Final = {"criteo": "Criteo", "items": "next items"}
-_NAMES: Final = {
-    "sgd": "SGD",
-    "adagrad": "Adagrad",
-    "adam": "Adam",
-    "hessian-free": "Hessian-free, Bi-CGSTAB",
-    "gauss-newton": "Hessian-free, Gauss-Newton",
-}
-_CURVATURES: Final = {"hessian-free": "hessian", "gauss-newton": "gauss-newton"}
+_NAMES: Final = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "hessian-free": "Hessian-free, Bi-CGSTAB"}
 _SHARP: Final = ("whole_1e3_percent", "whole_5e4_percent", "subspace_1e3_percent", "largest_eigenvalue")
 Cell = tuple[str, str, int]
 """Set, optimizer, batch."""
@@ -45,7 +38,7 @@ def drawn_rates(config: dict[str, Any], optimizer: str, batch: int) -> list[tupl
     ranges = config["rates"]
     found = torch.quasirandom.SobolEngine(2, scramble=True, seed=0).draw(config["trials"])  # type: ignore[no-untyped-call]
     scale = (batch / config["rates_batch"]) ** 0.5
-    scales = scale, 1.0 if optimizer in _CURVATURES else scale
+    scales = scale, 1.0 if optimizer == "hessian-free" else scale
 
     def rate(share: float, low: float, high: float) -> float:
         return float(low * (high / low) ** share)
@@ -60,9 +53,7 @@ def drawn_rates(config: dict[str, Any], optimizer: str, batch: int) -> list[tupl
 def _config(config: dict[str, Any], cell: Cell, rates: tuple[float, float], folder: Path, *overrides: str) -> RunConfig:
     name, optimizer, batch = cell
     own = folder / f"{name}-{optimizer}-{batch}-{os.getpid()}"
-    rule = "hessian-free" if optimizer in _CURVATURES else optimizer
-    given = [f'store.path="{own}"', f"train.batch_size={batch}", f'optimizer.dense="{rule}"']
-    given += [f'optimizer.curvature="{_CURVATURES.get(optimizer, "hessian")}"']
+    given = [f'store.path="{own}"', f"train.batch_size={batch}", f'optimizer.dense="{optimizer}"']
     given += [f"optimizer.sparse_lr={rates[0]!r}", f"optimizer.dense_lr={rates[1]!r}", *overrides]
     return config_of(config, name, folder, *given)
 
@@ -154,7 +145,7 @@ def _claims(name: str, cells: Sequence[dict[str, Any]]) -> list[list[str]]:
         related = ranked(sharp, [_mean(cell, "auc") for cell in own.values()])
         rise = _mean(own[large], _SHARP[0]) / _mean(own[small], _SHARP[0])
         rows.append([SETS[name], shown, *(f"{each:+.4f}" for each in lost), f"{rise:.2f}", f"{related:+.2f}"])
-    others = [cell for cell in cells if cell["optimizer"] not in _CURVATURES]
+    others = [cell for cell in cells if cell["optimizer"] != "hessian-free"]
     for shown, some in (("all", cells), ("all first-order", others)):
         related = ranked([_mean(cell, _SHARP[0]) for cell in some], [_mean(cell, "auc") for cell in some])
         rows.append([SETS[name], shown, *("" for _ in lost), "", f"{related:+.2f}"])
