@@ -4,6 +4,7 @@ He, Mudigere, Smelyanskiy and Takac (2016) show it for handwritten digits at bat
 digits here stands nine times, moved by up to one pixel, so that a batch of 5,120 is a part of them.
 """
 
+import functools
 import itertools
 import math
 import time
@@ -46,6 +47,7 @@ class Digits(NamedTuple):
     digits: Tensor
 
 
+@functools.cache
 def digits() -> tuple[Digits, Digits]:
     """To train on, each moved nine ways; and held out, as they are."""
     found = load_digits()

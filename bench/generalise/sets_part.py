@@ -23,16 +23,16 @@ from ..common import Part, Run, Table, Told
 from ..quality import evaluated
 from .training import Point, config_of, points
 
-__all__ = ["PART", "SETS", "drawn_rates", "ranked"]
+__all__ = ["PART"]
 
-SETS: Final = {"criteo": "Criteo", "items": "next items"}
+_SETS: Final = {"criteo": "Criteo", "items": "next items"}
 _NAMES: Final = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "hessian-free": "Hessian-free, Bi-CGSTAB"}
 _SHARP: Final = ("whole_1e3_percent", "whole_5e4_percent", "subspace_1e3_percent", "largest_eigenvalue")
 Cell = tuple[str, str, int]
 """Set, optimizer, batch."""
 
 
-def drawn_rates(config: dict[str, Any], optimizer: str, batch: int) -> list[tuple[float, float]]:
+def _drawn_rates(config: dict[str, Any], optimizer: str, batch: int) -> list[tuple[float, float]]:
     """Of rows and dense weights, evenly over the logarithms of their ranges (Sobol); first-order ones as they are at
     ``rates_batch``, and by the root of the batch over it elsewhere. A Hessian-free step's is its first length."""
     ranges = config["rates"]
@@ -84,15 +84,15 @@ def _ended(config: dict[str, Any], cell: Cell, best: dict[str, Any], seed: int, 
 def _measure(request: Run, _: dict[str, Any]) -> dict[str, Any]:
     config, folder = request.config, request.folder / "generalise"
     folder.mkdir(exist_ok=True)
-    for name in SETS:
+    for name in _SETS:
         config_of(config, name, folder)  # writes the rows
-    cells = [(name, optimizer, batch) for name in SETS for optimizer in _NAMES for batch in config["batches"]]
+    cells = [(name, optimizer, batch) for name in _SETS for optimizer in _NAMES for batch in config["batches"]]
     cells.sort(key=lambda cell: cell[2])
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
         tries = [
             (cell, pool.submit(_tried, config, cell, rates, folder))
             for cell in cells
-            for rates in drawn_rates(config, *cell[1:])
+            for rates in _drawn_rates(config, *cell[1:])
         ]
         best: dict[Cell, dict[str, Any]] = {}
         for cell, future in tries:
@@ -109,7 +109,7 @@ def _measure(request: Run, _: dict[str, Any]) -> dict[str, Any]:
         for cell, future in runs:
             ended[cell].append(future.result())
             print(*cell, ended[cell][-1], flush=True)
-    order = sorted(cells, key=lambda cell: (list(SETS).index(cell[0]), list(_NAMES).index(cell[1]), cell[2]))
+    order = sorted(cells, key=lambda cell: (list(_SETS).index(cell[0]), list(_NAMES).index(cell[1]), cell[2]))
     keys = ("set", "optimizer", "batch")
     return {"cells": [dict(zip(keys, cell, strict=True)) | best[cell] | {"runs": ended[cell]} for cell in order]}
 
@@ -118,7 +118,7 @@ def _mean(cell: dict[str, Any], name: str) -> float:
     return statistics.fmean(run[name] for run in cell["runs"])
 
 
-def ranked(first: Sequence[float], second: Sequence[float]) -> float:
+def _ranked(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's correlation of ranks."""
     places = [[sorted(values).index(value) for value in values] for values in (first, second)]
     return statistics.correlation(*places)
@@ -142,13 +142,13 @@ def _claims(name: str, cells: Sequence[dict[str, Any]]) -> list[list[str]]:
         small, large = min(own), max(own)
         lost = [_mean(own[small], "auc") - _mean(own[batch], "auc") for batch in sorted(own)[1:]]
         sharp = [_mean(cell, _SHARP[0]) for cell in own.values()]
-        related = ranked(sharp, [_mean(cell, "auc") for cell in own.values()])
+        related = _ranked(sharp, [_mean(cell, "auc") for cell in own.values()])
         rise = _mean(own[large], _SHARP[0]) / _mean(own[small], _SHARP[0])
-        rows.append([SETS[name], shown, *(f"{each:+.4f}" for each in lost), f"{rise:.2f}", f"{related:+.2f}"])
+        rows.append([_SETS[name], shown, *(f"{each:+.4f}" for each in lost), f"{rise:.2f}", f"{related:+.2f}"])
     others = [cell for cell in cells if cell["optimizer"] != "hessian-free"]
     for shown, some in (("all", cells), ("all first-order", others)):
-        related = ranked([_mean(cell, _SHARP[0]) for cell in some], [_mean(cell, "auc") for cell in some])
-        rows.append([SETS[name], shown, *("" for _ in lost), "", f"{related:+.2f}"])
+        related = _ranked([_mean(cell, _SHARP[0]) for cell in some], [_mean(cell, "auc") for cell in some])
+        rows.append([_SETS[name], shown, *("" for _ in lost), "", f"{related:+.2f}"])
     return rows
 
 
@@ -166,7 +166,7 @@ def _tell(figures: dict[str, Any]) -> Told:
         "seconds",
     ]
     columns += ["sharpness 1e-3, %", "5e-4, %", "1e-3, 100 dimensions, %", "largest eigenvalue"]
-    for name, shown in SETS.items():
+    for name, shown in _SETS.items():
         own = [cell for cell in cells if cell["set"] == name]
         title = f"{shown}: means over seeds, at the rates and epochs that validation rows chose"
         tables.append(Table(title=title, columns=columns, rows=[_row(cell) for cell in own]))

@@ -23,7 +23,7 @@ from tierstore.train.warmup import warm_up
 
 from ..data import ROOT, require_criteo
 
-__all__ = ["Point", "config_of", "items_file", "points"]
+__all__ = ["Point", "config_of", "points"]
 
 _ITEMS_FILE: Final = ROOT / "bench" / "generalise" / "items.toml"
 _EVALUATED: Final = 4096
@@ -38,7 +38,7 @@ class Point(NamedTuple):
     validation: Evaluation
 
 
-def items_file(config: dict[str, Any], stream: Path, folder: Path) -> Path:
+def _items_file(config: dict[str, Any], stream: Path, folder: Path) -> Path:
     """Rows of 3 items that a reader has on a list, and a fourth: the next of the list, or one drawn from all lists.
 
     Both kinds of fourth items stand earlier in the stream, which has one user's list after another.
@@ -68,7 +68,7 @@ def config_of(config: dict[str, Any], name: str, folder: Path, *overrides: str) 
     criteo = require_criteo()
     stream = criteo.parent / "streams" / "amazon_book_kgat.npz"
     files = {"criteo": ROOT / "examples" / "criteo.toml", "items": _ITEMS_FILE}
-    path = criteo if name == "criteo" else items_file(config, stream, folder)
+    path = criteo if name == "criteo" else _items_file(config, stream, folder)
     given = [f'data.path="{path}"', 'store.ddr="200% of tables"', f"data.train_rows={config['train_rows'][name]}"]
     given += [f"data.test_rows={config['validation_rows']}", "train.commit_every=0", *overrides]
     return load(files[name], [parse_override(text) for text in given])

@@ -67,12 +67,18 @@ def _server() -> "subprocess.Popen[str]":
 
 
 def as_torchrun_starts(port: int) -> int:
-    """Leave the group, with the environment that torchrun gives a rank whose agent's store is at the port; the rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """Leave the group, with the environment that torchrun gives a rank; the rank."""
+    rank = dist.get_rank()
+    take_torchruns_environment(port)
     dist.destroy_process_group()
+    return rank
+
+
+def take_torchruns_environment(port: int = 0) -> None:
+    """That of a rank whose agent's store is at the port."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
-    return rank
 
 
 def _fork(

@@ -18,7 +18,7 @@ from bench.data import ROOT, examples
 from tierstore.cli import main
 from tierstore.train import demo
 
-from .ranks import run
+from .ranks import run, take_torchruns_environment
 
 
 def follow(folder: Path, example: str) -> None:
@@ -54,8 +54,7 @@ def test_example_of_a_model_goes_on(tmp_path: Path) -> None:
 
 def command(words: list[str]) -> None:
     """As torchrun starts it, in the group that is there."""
-    os.environ |= {"RANK": f"{dist.get_rank()}", "WORLD_SIZE": f"{dist.get_world_size()}"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    take_torchruns_environment()
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(words) == 0
 
