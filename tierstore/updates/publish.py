@@ -172,7 +172,7 @@ class _Publisher:
         try:
             rows = urgent_rows(self._directory, since, share, sum(map(Counter, lookups), Counter()))
             return self._write("urgent", since, only=rows) if len(rows) else None
-        except TierstoreError as error:
+        except (TierstoreError, OSError) as error:
             _LOG.warning("no urgent rows go first: %s", error)
             return None
 

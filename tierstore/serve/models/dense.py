@@ -124,7 +124,7 @@ def low_layers(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The types of a commit's layers that are not in float32."""
     found = {}
     for name, each in tensors.items():
-        layer, weight, rest = name.removeprefix("model.").partition(".weight")
+        layer, weight, rest = name.removeprefix("model.").rpartition(".weight")
         if weight and name.startswith("model.") and (dtype := _MARKS.get((rest, each.dtype))):
             found[layer] = dtype
     return found
