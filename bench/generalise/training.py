@@ -19,7 +19,7 @@ from tierstore.train.metrics import Evaluation, Predictions
 from tierstore.train.processes import joined
 from tierstore.train.readers import FeatureHasher, Reader
 from tierstore.train.steps import feed, set_rates, train_step
-from tierstore.train.warmup import warm_up
+from tierstore.train.trainer import warm_up
 
 from ..data import ROOT, require_criteo
 

@@ -25,11 +25,6 @@ from tierstore.cli import entry as cli
         (["import", "new", "f", "--map", "weight"], 2, "tierstore: --map weight: write KEY=TABLE, as --map model.item"),
         (["import", "new", "f", "--map", "a=b", "--map", "a=c"], 2, "tierstore: --map names 'a' twice, as 'b' and 'c'"),
         (["import", "new", "f", "--lr", "0.1"], 2, "tierstore: --lr goes with --optimizer NAME; give both\n"),
-        (
-            ["import", "new", "f", "--optimizer", "sgd", "--eps", "1"],
-            2,
-            "tierstore: --eps: sgd has no eps; it has lr, ",
-        ),
         (["import", "new", "f", "--optimizer", "sgd", "--lr", "-1"], 2, "tierstore: SGD: lr=-1.0 must be finite"),
     ],
 )

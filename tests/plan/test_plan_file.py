@@ -48,7 +48,7 @@ def test_keys_reach_their_fields(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[setup]\ndrd = 1", r'plan\.toml: unknown key "drd" in \[setup\]; did you mean "ddr"\?'),
+        ("[setup]\ndrd = 1", r'plan\.toml: unknown key "drd" in \[setup\]; did you mean \'ddr\'\?'),
         ("[setup]\nddr = '64 GG'", r"plan\.toml: setup\.ddr = '64 GG': expected a size, as \"512MiB\""),
         ("[workload]\npreset = 'a'\nfile = 'b'", r"workload\.file = 'b': preset is given too"),
         ("[search]\ndrives = [-1]", r"search\.drives=\(-1,\): expected counts from 0 on"),

@@ -159,7 +159,7 @@ def _values_by_hand(run: Any, interaction: str) -> float:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("batch_samples", "batch_sample", r'workload: unknown key "batch_sample"; did you mean "batch_samples"\?'),
+        ("batch_samples", "batch_sample", r'workload: unknown key "batch_sample"; did you mean \'batch_samples\'\?'),
         ("num_embeddings = 50\n", "", r'table\[1\]: key "num_embeddings" is missing'),
         ("count = 3\n", "", "the workload has two tables 'user'"),
         (WHOLE, "", "the workload has no table"),

@@ -71,8 +71,8 @@ def test_values_that_a_key_cannot_have_are_named_with_their_origin(write, sectio
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("[train]\nbatchsize = 1", [], r'unknown key "batchsize" in \[train\]; did you mean "batch_size"\?'),
-        ("[trian]\nseed = 1\n", [], r'unknown section \[trian\]; did you mean "train"\?'),
+        ("[train]\nbatchsize = 1", [], r'unknown key "batchsize" in \[train\]; did you mean \'batch_size\'\?'),
+        ("[trian]\nseed = 1\n", [], r"unknown section \[trian\]; did you mean \'train\'\?"),
         ("[train]\nsparse_lr = 1\n", [], r"unknown key \"sparse_lr\" in \[train\]; it belongs to \[optimizer\]"),
         ("seed = 1\n", [], "'seed' stands outside a section"),
         ('[model]\ninteraction = "cat"\n', [], r'model\.interaction = \'cat\': expected "dot" or "dcn"'),

@@ -6,8 +6,6 @@ import torch
 from tierstore.cli import entry as cli
 from tierstore.settings.sections import to_toml
 from tierstore.train import train
-from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.steps import feed
 
 from .runs import config_of
 
@@ -27,19 +25,13 @@ def on_gpu(folder):
     return train(config_of(folder, "gpu", store__device="cuda", store__hbm=ALL), bits=True)
 
 
-@pytest.mark.parametrize(("hbm", "depth"), [(FEW, 0), (FEW, 5), (ALL, 2)])
-def test_rows_in_device_memory_change_no_bit(run, plain, hbm, depth):
-    summary = run(store__hbm=hbm, train__prefetch_depth=depth)
-    assert (summary.bits, summary.test, summary.loss) == (plain.bits, plain.test, plain.loss)
-    assert plain.tiers.hbm.capacity_rows == 0
-    assert (summary.tiers.hbm.evictions > 0) == (hbm == FEW)
-
-
-@pytest.mark.parametrize(("first", "then"), [(0, FEW), (ALL, 0)])
-def test_a_run_continues_with_another_budget_of_device_memory(run, plain, first, then):
-    begun = run(store__hbm=first, train__epochs=1, train__commit_every=7)
-    assert run(store__hbm=then, resume=True).bits == plain.bits
+@pytest.mark.parametrize(("first", "then", "depth"), [(FEW, FEW, 0), (0, FEW, 5), (ALL, 0, 2)])
+def test_rows_in_device_memory_and_another_budget_change_no_bit(run, plain, first, then, depth):
+    begun = run(store__hbm=first, train__prefetch_depth=depth, train__epochs=1, train__commit_every=7)
+    summary = run(store__hbm=then, train__prefetch_depth=depth, resume=True)
+    assert (summary.bits, summary.test) == (plain.bits, plain.test)
     assert begun.bits != plain.bits
+    assert (begun.tiers.hbm.evictions > 0) == (first == FEW)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -75,25 +67,3 @@ def test_a_run_moves_between_devices(run, rule):
     on_cpu = run(train__epochs=3, resume=True, **settings)
     assert on_gpu.rows == on_cpu.rows > 0
     assert on_cpu.loss < on_gpu.loss
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("depth", [0, 3])
-def test_batches_arrive_on_the_device_as_they_are(folder, depth):
-    config = config_of(folder, f"feed-{depth}", store__device="cuda", store__hbm=ALL)
-    reader, hasher = open_data(config)
-
-    def batches():
-        return reader.batches(hasher, batch_size=32, stop_row=600)
-
-    busy = torch.rand(2048, 2048, device="cuda")
-    with open_run_store(config) as store:
-        arrived = []
-        for batch in feed(build_run(config, store), batches(), depth=depth):
-            busy = (busy @ busy).sigmoid()
-            arrived.append((batch.dense * 1, batch.labels * 1))
-            assert batch.dense.is_cuda
-            assert not batch.sparse.values().is_cuda
-    for (dense, labels), batch in zip(arrived, batches(), strict=True):
-        assert torch.equal(dense.cpu(), batch.dense)
-        assert torch.equal(labels.cpu(), batch.labels)

@@ -61,8 +61,6 @@ def test_every_point_holds_the_totals_of_its_step_and_neighbours_merge_when_ther
 def test_of_ranks_the_tiers_add_up_and_the_steps_are_the_same():
     one, two = ([Point(4, 9, seconds, 2.5, 1, 2, 3, 4, 5, 6)] for seconds in (0.5, 0.75))
     assert together([one, two]) == (Point(4, 9, 0.5, 2.5, 2, 4, 6, 8, 10, 12),)
-    with pytest.raises(ValueError, match="shorter"):
-        together([one, []])
 
 
 def test_a_run_adds_up_to_its_summary_and_one_that_resumes_says_where(tmp_path, monkeypatch):

@@ -4,12 +4,11 @@ import argparse
 import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from .. import optim
-from ..config import Pooling, Rounding
+from ..config import Pooling
 from ..errors import TableError
 from ..layout import FloatName
 from ..store import open_store
@@ -33,6 +32,7 @@ _ARGUMENTS: Final = {
 }
 """Arguments of ``import_files``, as its messages name them, and the flags for them."""
 _BY_LOSS: Final = ("by the log loss", "choose the type of each table and layer of a run, in place of --dtype")
+_KEY: Final = "embedding_bags.{table}.weight"
 _FORMATS: Final = ("safetensors", "torch", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 _OPTIMIZERS: Final = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
@@ -80,7 +80,6 @@ def _import(options: argparse.Namespace) -> int:
             optimizer=optimizer,
             dtype=options.dtype,
             pooling=options.pooling,
-            rounding=options.rounding,
             ddr=options.ddr,
             progress=show,
         )
@@ -142,19 +141,10 @@ def _mapping(pairs: list[str]) -> dict[str, str]:
 
 def _optimizer(options: argparse.Namespace) -> optim.Optimizer | None:
     """The optimizer that the flags describe; None if there are none."""
-
-    given = {name: getattr(options, name) for name in ("lr", "eps", "weight_decay")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if options.optimizer is None:
-        if given:
-            raise ValueError(f"--{min(given).replace('_', '-')} goes with --optimizer NAME; give both")
-        return None
-    kind = _OPTIMIZERS[options.optimizer]
-    known = [field.name for field in fields(kind)]
-    for name in given:
-        if name not in known:
-            raise ValueError(f"--{name}: {options.optimizer} has no {name}; it has {', '.join(known)}")
-    return kind(**given)
+    if options.optimizer is None and options.lr is not None:
+        raise ValueError("--lr goes with --optimizer NAME; give both")
+    given = {} if options.lr is None else {"lr": options.lr}
+    return None if options.optimizer is None else _OPTIMIZERS[options.optimizer](**given)
 
 
 EXPORT: Final = command(
@@ -162,19 +152,9 @@ EXPORT: Final = command(
     (
         _DIRECTORY,
         arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
-        arg(
-            "--format",
-            default="safetensors",
-            choices=_FORMATS,
-            help="of OUT; parquet takes one table (default: safetensors)",
-        ),
+        arg("--format", default=_FORMATS[0], choices=_FORMATS, help="parquet takes one table (default: safetensors)"),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
-        arg(
-            "--key",
-            default="embedding_bags.{table}.weight",
-            metavar="TEXT",
-            help="name of a table's tensor, {table} being the table's name (default: embedding_bags.{table}.weight)",
-        ),
+        arg("--key", default=_KEY, metavar="TEXT", help=f"name of a table's tensor (default: {_KEY})"),
         arg("--state", help="add the optimizer state, as sum, exp_avg, exp_avg_sq"),
         arg("--dense", help="add the dense tensors of the commit, under their names"),
         _VERSION,
@@ -194,19 +174,10 @@ IMPORT: Final = command(
     (
         arg("directory", metavar="DIR", help="folder of the store; made if it is not there"),
         arg("files", metavar="FILE", nargs="+", help="safetensors files or torch checkpoints"),
-        arg(
-            "--map",
-            action="append",
-            default=[],
-            metavar="KEY=TABLE",
-            help="take tensor KEY as table TABLE, and no tensor that is not so named",
-        ),
+        arg("--map", action="append", default=[], metavar="KEY=TABLE", help="take KEY as TABLE, and no other tensor"),
         arg("--optimizer", group=_NEW, choices=_OPTIMIZERS, help="of the rows (default: sgd)"),
         arg("--lr", group=_NEW, type=float, metavar="X", help="its learning rate"),
-        arg("--eps", group=_NEW, type=float, metavar="X", help="its eps"),
-        arg("--weight-decay", group=_NEW, type=float, metavar="X", help="its L2 penalty"),
         arg("--pooling", group=_NEW, choices=get_args(Pooling), help="of bags (default: sum)"),
-        arg("--rounding", group=_NEW, choices=get_args(Rounding), help="of training (default: nearest)"),
         arg("--dtype", choices=get_args(FloatName), help="convert weights to it (default: as in the file)"),
         _MEMORY,
     ),
@@ -261,11 +232,7 @@ COMPACT: Final = command(
     (
         _DIRECTORY,
         arg("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty"),
-        arg(
-            "--trace",
-            metavar="FILE.npz",
-            help="put rows side by side that this trace, of tierstore trace record, reads together",
-        ),
+        arg("--trace", metavar="FILE.npz", help="put rows side by side that this trace reads together"),
     ),
     "copy a store without its unused space",
     "Copy all versions kept, rows in order of their numbers, without free pages; then verify the copy. "
@@ -296,11 +263,7 @@ RESHARD: Final = command(
     _reshard,
     (
         arg("directory", metavar="DIR", help="folder of the store, sharded (with all ranks' parts) or not"),
-        arg(
-            "target",
-            metavar="NEW_DIR",
-            help="folder of the copy; must not exist, or be empty, or hold what a killed reshard left",
-        ),
+        arg("target", metavar="NEW_DIR", help="new or empty folder of the copy, or what a killed reshard left"),
         arg("--ranks", type=int, default=1, metavar="N", help="make a part for each of so many ranks (default: 1)"),
         arg("--plan", metavar="FILE", help="how tables are sharded, a file of tierstore.dist.Plan"),
         arg("--plain", help="make a store that is not sharded"),
@@ -343,14 +306,13 @@ def _quantize(options: argparse.Namespace) -> int:
 
 def _quantize_by_loss(options: argparse.Namespace) -> int:
     from ..precision import quantize_run
-    from ..precision.choosing import MAX_ROWS
-    from ..precision.report import text_of
+    from ..precision.choosing import MAX_ROWS, text_of
 
     source, new, rows = options.directory, options.target, MAX_ROWS if options.rows is None else options.rows
-    with progress_bar("quantize", unit=" points") as show:
+    with progress_bar("quantize", unit=" choices") as show:
         made = quantize_run(source, new, loss=options.loss, data=options.data or "", max_rows=rows, progress=show)
     print(text_of(made.units, made.found), *made.summary, sep="\n")
-    print(f"{new}: version {made.version}, verified; {made.measured} points measured; see {new}/quantize.html")
+    print(f"{new}: version {made.version}, verified; {made.measured} choices measured; see {new}/quantize.json")
     return 0
 
 
@@ -360,12 +322,7 @@ QUANTIZE: Final = command(
         arg("directory", metavar="DIR", help="folder of the trained store"),
         _NEW_DIRECTORY,
         arg("--dtype", choices=_SMALLER, help="of the new rows"),
-        arg(
-            "--table",
-            action="append",
-            metavar="NAME",
-            help="a table to convert; default: all. The others stay as they are",
-        ),
+        arg("--table", action="append", metavar="NAME", help="a table to convert; default: all; others stay"),
         _VERSION,
         arg("--loss", type=float, metavar="X", group=_BY_LOSS, help="by what share it may rise on held-out rows"),
         arg("--data", metavar="PATH", group=_BY_LOSS, help="these (default: the run's own test rows)"),
@@ -374,7 +331,7 @@ QUANTIZE: Final = command(
     "make a store for inference, its rows in fewer bytes",
     "Copy a store's tables in another dtype, without optimizer state, into a new store; then verify it. int8 and int4 "
     "rows are looked up, not trained. With --loss, DIR is the store of a run, and a search finds few bytes within that "
-    "loss; killed and run again, it goes on. DIR is not changed.",
+    "loss. DIR is not changed.",
     """examples:
   tierstore quantize run run-small --loss 0.0005
   tierstore quantize shop shop-int8 --dtype int8
@@ -432,26 +389,9 @@ PUBLISH: Final = command(
     _publish,
     (
         arg("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile"),
-        arg(
-            "--to",
-            action="append",
-            default=[],
-            metavar="URL",
-            help="admin port of a server, as http://HOST:8002; repeatable",
-        ),
-        arg(
-            "--since",
-            type=int,
-            metavar="VERSION",
-            help="send what changed since it (default: since what each server has)",
-        ),
-        arg(
-            "--fan-out",
-            type=int,
-            default=1,
-            metavar="N",
-            help="send to so many servers of each version; the others fetch it from these (default: 1)",
-        ),
+        arg("--to", action="append", default=[], metavar="URL", help="admin port of a server, as http://HOST:8002"),
+        arg("--since", type=int, metavar="VERSION", help="send what changed since (default: what each server has)"),
+        arg("--fan-out", type=int, default=1, metavar="N", help="servers sent to; others fetch from them (default: 1)"),
         arg("--urgent", type=float, metavar="SHARE", help="send this share of the changed rows first, as 0.05"),
         arg("--canary", nargs="?", const="", metavar="URL", help="server that shows it first (default: the first)"),
         *(

@@ -44,15 +44,10 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[st
     "--threads": ("store.threads", int, "N", "threads of the store"),
     "--record": ("store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
     "--record-rate": ("store.record_rate", float, "X", "share of the rows that is recorded"),
-    "--prefetch-depth": (
-        "train.prefetch_depth",
-        _depth,
-        "N",
-        "batches fetched ahead; 0: none; auto: 2 where that is faster",
-    ),
+    "--prefetch-depth": ("train.prefetch_depth", _depth, "N", "batches fetched ahead; auto: 2 where that is faster"),
     "--epochs": ("train.epochs", int, "N", "times through the training rows"),
 }
-"""Flags that stand for one key of the run file: key, type, metavar or all there are, help."""
+"""Flags that stand for one key of the run file: key, type, metavar or choices, help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -281,13 +276,7 @@ _COMMANDS: Final = {
                 arg(flag, dest=key, type=kind, help=f"{text} ({key})", **_values(what))
                 for flag, (key, kind, what, text) in _TRAIN_FLAGS.items()
             ),
-            arg(
-                "--set",
-                action="append",
-                default=[],
-                metavar="SECTION.KEY=VALUE",
-                help="set any key, as train.batch_size=512",
-            ),
+            arg("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key"),
             arg("--resume", help="continue from the last commit of the store, if any"),
             arg("--json", metavar="PATH", help="write what the run did and ended in to a file"),
             arg("--html", metavar="PATH", help="write a page with plots of loss, hit rate, reads and writes a step"),
@@ -305,11 +294,7 @@ _COMMANDS: Final = {
         (
             arg("--dir", default=".demo", metavar="DIR", help="where to work; emptied first (default: .demo)"),
             arg("--device", default="cpu", metavar="NAME", help="where to compute: cpu (default) or cuda"),
-            arg(
-                "--hbm",
-                metavar="SIZE",
-                help="GPU memory for rows (default: a twentieth of what training touches; none on the cpu)",
-            ),
+            arg("--hbm", metavar="SIZE", help="GPU memory for rows (default with cuda: 5 %% of what training touches)"),
             arg("--ranks", type=int, metavar="N", default=1, help="processes that share the tables (default: 1)"),
             arg("--rows", type=int, metavar="N", default=0, help=argparse.SUPPRESS),
         ),

@@ -75,19 +75,15 @@ class DLRM(nn.Module):
     Args:
         embeddings: called with the jagged ids; its result's ``values()`` is a Tensor [B, F * D]. A
             ``TieredEmbeddingBagCollection``, or any module that answers the same.
-        num_features: F.
-        embedding_dim: D.
+        num_features, embedding_dim: F and D.
         num_dense: C; without dense features, 0, the bottom MLP gives every sample the same vector, which is learned.
-        bottom_mlp: hidden widths of the bottom MLP; its last layer, of width D, is added.
-        top_mlp: hidden widths of the top MLP; its last layer, of width 1, is added.
+        bottom_mlp, top_mlp: hidden widths; a last layer, of width D or 1, is added.
         interaction: "dot" for dot products of all pairs, "dcn" for the cross network of DCN-v2.
-        cross_layers: layers of the cross network.
-        cross_rank: rank of its weight matrices; 0 for full matrices.
+        cross_layers, cross_rank: layers of the cross network, and rank of its weight matrices; 0 for full ones.
         dense_dim: width of the dense vector, with "dcn"; None: D. Over the results of ``DCNTower``s, W of them, take
             ``num_features=W, embedding_dim=1, dense_dim=D``.
 
-    Raises:
-        ValueError: for an unknown interaction or a width below 1.
+    ValueError: an unknown interaction or a width below 1.
     """
 
     def __init__(

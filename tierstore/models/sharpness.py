@@ -117,8 +117,8 @@ def least_in_box(
     not held at a bound by the gradient (Bertsekas, "Projected Newton methods for optimization problems with simple
     constraints", 1982). It begins where ``draw`` says, and again at a local minimum. ``evaluate``: value and slope.
 
-    A function that bends down along the last step has no quadratic model to go by: the step is to the corner of the box
-    that the gradient says is lowest. A concave function, as minus a loss around its minimum, is no higher there.
+    Where the function bends down along the last step, as minus a loss around its minimum, the step is to the corner of
+    the box that the gradient says is lowest.
     """
     place = draw()
     value, gradient = evaluate(place)

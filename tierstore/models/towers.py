@@ -20,15 +20,11 @@ class DLRMTower(nn.Module):
     """A tower's features as c F + p vectors, for a ``DLRM`` with dot interaction over the vectors of all towers.
 
     One linear layer makes c vectors of each feature, by the same weights for all; another makes p of all features
-    together. The tower is compressed by F D / ((c F + p) out_dim).
+    together. The tower is compressed by F D / ((c F + p) out_dim). ValueError: it would give nothing.
 
     Args:
-        num_features, dim: F and D.
+        num_features, dim: F and D. per_feature, flat: c and p.
         out_dim: width of a vector; the ``embedding_dim`` of the DLRM.
-        per_feature, flat: c and p.
-
-    Raises:
-        ValueError: the tower would give nothing.
     """
 
     def __init__(self, *, num_features: int, dim: int, out_dim: int, per_feature: int = 0, flat: int = 1) -> None:
@@ -50,13 +46,8 @@ class DLRMTower(nn.Module):
 
 
 class DCNTower(nn.Module):
-    """A cross network over a tower's features, and a projection, for a ``DLRM`` with ``interaction="dcn"``.
-
-    Args:
-        num_features, dim: F and D.
-        out_features: columns of the result.
-        layers, rank: of the cross network and its weight matrices; rank 0 for full ones.
-    """
+    """A ``CrossNetwork`` over a tower's features, of so many layers and that rank, and a projection to ``out_features``
+    columns, for a ``DLRM`` with ``interaction="dcn"``. ``num_features``, ``dim``: F and D."""
 
     def __init__(self, *, num_features: int, dim: int, out_features: int, layers: int = 1, rank: int = 0) -> None:
         super().__init__()
@@ -79,11 +70,8 @@ class Towers(nn.Module):
         towers: names of each tower's features. Their columns are in order of ``embeddings``, whatever the order here.
         modules: of each tower: nn.Module of float32 [B, its columns] to [B, ``out_features``], an attribute.
 
-    Attributes:
-        widths: columns that each gives. out_features: W.
-
-    Raises:
-        ValueError: a feature is in no tower or in two, a tower has none, or there is not one module for each.
+    Attributes: ``widths``, columns that each gives, and ``out_features``, W. ValueError: a feature is in no tower or in
+    two, a tower has none, or there is not one module for each.
     """
 
     def __init__(self, embeddings: Any, towers: Sequence[Sequence[str]], modules: Sequence[Any]) -> None:

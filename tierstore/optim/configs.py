@@ -1,9 +1,8 @@
 """What a table's optimizer is: frozen, hashable, JSON-able. The arithmetic is in ``rules``.
 
-They all update only rows that the batch touched, once per backward, with a row's gradients merged in id-list order
-(in runs of 64 positions, and 64 runs at a time; see ``rules.RUN``).
-``weight_decay`` reaches touched rows only. It adds ``weight_decay * row`` to the merged gradient (L2, as torch.optim
-does). With ``decoupled`` the row is multiplied by ``1 - lr * weight_decay`` alongside the step instead, as by
+Rows that a batch touched are updated, once per backward, with a row's gradients merged in id-list order (see
+``rules.RUN``). ``weight_decay`` reaches those rows only. It adds ``weight_decay * row`` to the merged gradient, as
+torch.optim does. With ``decoupled`` the row is multiplied by ``1 - lr * weight_decay`` instead, as by
 torch.optim.AdamW, FBGEMM's ADAM and its ``WeightDecayMode.DECOUPLE``.
 """
 
@@ -21,8 +20,7 @@ NUM_HYPER: Final = 8
 
 Hyper = tuple[float, float, float, float, float, float, float, float]
 """That row: learning rate, L2 weight decay, eps, beta1, beta2, step size, root of the bias correction, and the factor
-of the row that the step is subtracted from. A tuple, which is made and compared in a tenth of the time of numpy.
-"""
+of the row that the step is subtracted from. A tuple is made and compared in a tenth of numpy's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +61,7 @@ class Optimizer:
         return 0.0
 
     def hyper(self, learning_rate: float, step: int) -> Hyper:
-        """What the kernels go by.
-
-        Args:
-            learning_rate: the rate in force.
-            step: how many updates the table will have had with this one (from 1).
-        """
+        """What the kernels go by at this learning rate, in the table's update number ``step``, from 1."""
         decay = self.weight_decay
         if self.decoupled:
             return learning_rate, 0.0, *self._own(learning_rate, step), 1.0 - learning_rate * decay
@@ -79,14 +72,11 @@ class Optimizer:
         return 0.0, 0.0, 0.0, 0.0, 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; ``from_dict`` reads it back.
-
-        ``decoupled`` is left out where it is False, so that releases that do not know it read all other tables.
-        """
+        """JSON-able form; ``from_dict`` reads it back. Without ``decoupled`` where it is False: releases that do not
+        know it read all other tables."""
         fields = asdict(self)
-        if not fields.pop("decoupled"):
-            return {"kind": self.kind, **fields}
-        return {"kind": self.kind, **fields, "decoupled": True}
+        decoupled = {"decoupled": True} if fields.pop("decoupled") else {}
+        return {"kind": self.kind, **fields, **decoupled}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +117,8 @@ class RowWiseAdagrad(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagradOfColumns(RowWiseAdagrad):
-    """``RowWiseAdagrad`` of a range of a row's columns, where the mean square is that of the whole row.
-
-    Gradients of rows are given with their mean squares behind them, see ``kernels.merge_and_update``.
-    """
+    """``RowWiseAdagrad`` of a range of a row's columns, by the whole row's mean square, which is given behind the
+    gradients, see ``rules.merge_and_update``."""
 
     kind: ClassVar[str] = "rowwise_adagrad_of_columns"
     code: ClassVar[int] = 4

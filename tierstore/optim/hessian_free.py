@@ -32,8 +32,8 @@ _DECREASE, _HALVINGS, _DOUBLINGS = 1e-4, 16, 8
 
 
 class Direction(NamedTuple):
-    """``step``, [P], its products with the gradient, at most 0, and with the Hessian times it; the part that solves the
-    damped system; and whether the other part follows negative curvature."""
+    """``step``, [P], its products with the gradient, at most 0, and with the Hessian times it; the part of it that
+    solves the damped system; and whether the rest follows negative curvature."""
 
     step: Tensor
     slope: float
@@ -49,14 +49,14 @@ class HessianFree(torch.optim.Optimizer):
         loss = optimizer.step(lambda: loss_of(model(batch)))  # calls no backward
 
     The closure must be deterministic: leave dropout out. A step evaluates it once with gradients, then without for each
-    trial of the line search. Rows of tables keep their own optimizer. They are constants of curvature and line search,
-    and are trained once, by the gradient of the first evaluation, in a backward pass at the end of the step (after
+    trial of the line search. Rows of tables keep their own optimizer: constants of curvature and line search, they are
+    trained once, by the first evaluation's gradient, in a backward pass at the end of the step (after
     ``store.optimizer()``, in the ``step`` of that one). torch refuses to differentiate per-sample weights twice.
     ``grad`` becomes this process's gradient of the first evaluation.
 
     Args:
-        params: one group, at best ``model.parameters()``: a parameter without elements stands for rows, and freezes
-            them in repeated evaluations.
+        params: one group, at best ``model.parameters()``: in it a parameter without elements stands for rows, which are
+            then frozen in repeated evaluations.
         lr: length of the line search's first trial.
         curvature: "hessian": Bi-CGSTAB, and negative curvature is followed. "gauss-newton": conjugate gradients; then
             closures return ``(loss, outputs)``: the loss is computed from the outputs, and convex in them.
@@ -65,8 +65,8 @@ class HessianFree(torch.optim.Optimizer):
         products: of curvature with a vector in a step, at most; each takes about two evaluations with gradients.
         tolerance: a solve ends when its residual is below this share of the gradient.
         average: replaces tensors by their means over ranks, in place, to the same bits on all, as
-            ``functools.partial(tierstore.dist.average, ranks=store.ranks)``; called once for the gradient, each product
-            and each trial. A rank's loss is its share of the mean: times its samples, times ranks, over all samples.
+            ``functools.partial(tierstore.dist.average, ranks=store.ranks)``; called for the gradient, each product and
+            each trial. A rank's loss is its share of the mean: times its samples, times ranks, over all samples.
         seed: of the random part of a solve's start; the same on all ranks.
 
     ValueError: a wrong argument, or more than one group.
@@ -169,12 +169,11 @@ def _pair(found: Any) -> tuple[Tensor, Tensor | None]:
 def choose(iterates: Iterable[Iterate], gradient: Tensor, damping: float, tolerance: float) -> Direction:
     """Where to go: to the iterate that the damped model likes best, and along the most negative curvature met.
 
-    The solve ends where the damped matrix is not positive, as its solution is no minimum beyond. The part along
-    negative curvature has the sign that descends, and the curvature's size as its length (Royer, O'Neill and Wright, "A
-    Newton-CG algorithm with complexity guarantees for smooth unconstrained optimization", 2020). Curvature that the
-    damping outweighs is not followed where there is a solution: it is the noise of a batch, more often than not.
-
-    ``iterates`` are of a damped matrix and ``-gradient``, [P]; ``damping`` is what its diagonal has of it.
+    ``iterates`` are of a matrix with ``damping`` on its diagonal and ``-gradient``, [P]. The solve ends where that
+    matrix is not positive: its solution is no minimum beyond. The part along negative curvature descends, and has the
+    curvature's size as its length (Royer, O'Neill and Wright, "A Newton-CG algorithm with complexity guarantees for
+    smooth unconstrained optimization", 2020). It is not followed where the damping outweighs it and there is a
+    solution: it is a batch's noise, more often than not.
     """
     solution = torch.zeros_like(gradient)
     residual, least, limit = -gradient, 0.0, tolerance * float(gradient.norm())
@@ -204,9 +203,9 @@ def choose(iterates: Iterable[Iterate], gradient: Tensor, damping: float, tolera
 
 
 def search(rise: Callable[[float], float], way: Direction, first: float) -> tuple[float, float]:
-    """The length at which the loss falls enough, 0 if at none: ``first``, halved until it does. Along negative
-    curvature, which does not say how far it reaches, a first length that was good is doubled. And the ratio of actual
-    to predicted decrease at ``first``. ``rise`` gives that of the loss at a length; NaN is too much."""
+    """The length at which the loss falls enough, 0 if at none: ``first``, halved until it does, or doubled along
+    negative curvature, which does not say how far it reaches. And the ratio of actual to predicted decrease at
+    ``first``. ``rise`` gives that of the loss at a length; NaN is too much."""
     ratio = 0.0
     for halving in range(_HALVINGS + 1):
         length = first / 2**halving

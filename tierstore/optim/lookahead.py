@@ -16,12 +16,8 @@ class Lookahead(torch.optim.Optimizer):
     Groups and state are those of the other optimizer, with the slow weights among the state, so schedules and
     checkpoints take this one in its place. Rows of tables keep their own optimizer.
 
-    Args:
-        optimizer: of dense weights, any of torch's; stepped by this one only.
-        k: steps from one return to the next. alpha: share, above 0 and up to 1.
-
-    Raises:
-        TypeError, ValueError: a wrong argument.
+    ``optimizer``: of dense weights, any of torch's, stepped by this one only. ``alpha``: above 0, up to 1. TypeError,
+    ValueError: a wrong argument.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, k: int = 5, alpha: float = 0.5) -> None:

@@ -155,13 +155,9 @@ def _update_row(
     code: int, hyper: Floats, work: Floats, square: np.float32, weights: Weights, slot: int, state: Floats,
     state_row: int, dim: int, dtype_code: int,
 ) -> None:  # fmt: skip
-    """Apply one optimizer step to a row and its state; the formulas are those of ``optim.configs``. What goes by the
-    whole row, as row-wise Adagrad's sum, is here; the rest in ``_step_columns``.
-
-    Args:
-        square: the mean of the squares of a gradient of which this is a range of columns.
-        work: float32 [3, padded width]: the gradient, zero behind column ``dim``, and scratch.
-    """
+    """One optimizer step of a row and its state, by the formulas of ``optim.configs``. ``square``: the mean of the
+    squares of the gradient that this is a range of columns of; ``work``: the gradient, zero behind ``dim``, and
+    scratch."""
     rate, kept = hyper[_RATE], hyper[_KEPT]
     if hyper[_WEIGHT_DECAY] != np.float32(0):
         _decay(hyper[_WEIGHT_DECAY], work, weights, slot, dim, dtype_code)
@@ -200,12 +196,9 @@ def _merge(
     begin: int, end: int, dim: int, sources: Int64s, factors: Floats, positions: Int32s, bags: Int32s, arg_max: Int32s,
     grad_out: Floats, work: Floats,
 ) -> None:  # fmt: skip
-    """Sum one row's gradients ``[begin, end)`` into the gradient of ``work``, in the canonical order.
-
-    Gradients are summed in id-list order within runs of RUN, the runs' sums in order within super-runs of SUPER_RUN
-    positions, and then the super-runs' sums in order. No sum depends on the runs before it, so a device may compute
-    the runs of a hot row side by side.
-    """
+    """Sum one row's gradients ``[begin, end)`` into the gradient of ``work``, in the canonical order: in id-list order
+    within runs of RUN, the runs' sums in order within super-runs of SUPER_RUN positions, then the super-runs' sums. No
+    sum depends on the runs before it, so a device may compute the runs of a hot row in parallel."""
     if arg_max.shape[0]:
         _merge_max(begin, end, dim, sources, positions, bags, arg_max, grad_out, work)
         return
@@ -235,8 +228,7 @@ def merge_and_update(
     dim: int, dtype_code: int, flags: Bytes, dirty: int, seeds: Words | None, keys: Any, work: Floats,
 ) -> None:  # fmt: skip
     """Update rows from number ``begin_row`` of ``begin_table`` up to, not including, ``end_row`` of ``end_table``.
-
-    Disjoint ranges may be updated by different threads.
+    Threads may update disjoint ranges.
 
     Args:
         table_firsts: int64 [T], first position of each table.

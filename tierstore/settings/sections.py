@@ -15,20 +15,18 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar, Union, cast, get_ar
 
 from ..system.excerpt import excerpt
 
+_MAX_COUNT: Final = 1 << 31  # a bound far above any use, so that a typing error is reported at once
 _MAX_CHARACTERS: Final = 100
 _MAX_NAMES: Final = 20
 
 
-def nearest(name: str, known: Iterable[str], *, all_are: str = "there are") -> str:
-    """The nearest of the known names, or some of them; ``all_are`` says what these are."""
+def nearest(name: str, known: Iterable[str], *, all_are: str = "there are", otherwise: str = "") -> str:
+    """The nearest of the known names; if none is near, ``otherwise``, or some of them, which ``all_are``."""
     names = list(known)
     close = difflib.get_close_matches(name[:_MAX_CHARACTERS], names, 1)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    if close or otherwise:
+        return f"did you mean {close[0]!r}?" if close else otherwise
     return f"{all_are} {', '.join(names[:_MAX_NAMES]) or 'none'}{', ...' if len(names) > _MAX_NAMES else ''}"
-
-
-_MAX_COUNT: Final = 1 << 31  # a bound far above any use, so that a typing error is reported at once
 
 
 def option(default: Any, text: str, *, low: float | None = None, high: float = _MAX_COUNT) -> Any:
@@ -37,8 +35,8 @@ def option(default: Any, text: str, *, low: float | None = None, high: float = _
 
 
 def check_ranges(description: Any) -> None:
-    """Whether each field with a ``low`` is of its default's type and in [low, high]; an int may stand for a float, and
-    for a word that is the default. ValueError: names the field, its value and what is accepted."""
+    """ValueError unless each field with a ``low`` is of its default's type and in [low, high]; an int may stand for a
+    float, and for a word that is the default."""
     for each in fields(description):
         low, high = each.metadata.get("low"), each.metadata.get("high", _MAX_COUNT)
         value, word = getattr(description, each.name), isinstance(each.default, str)
@@ -53,7 +51,6 @@ def check_ranges(description: Any) -> None:
 _MAX_BYTES: Final = 1 << 18
 _MAX_DOTS: Final = 200
 _MAX_REASON: Final = 200
-_MAX_NAME: Final = 100
 _TYPE_NAMES: Final = {
     int: "an integer",
     float: "a number",
@@ -123,16 +120,14 @@ def parse_override(text: str, *, example: str) -> Override:
 def load_sections(
     cls: type[_Description], path: str | Path, overrides: Iterable[Override] = (), *, what: str
 ) -> _Description:
-    """Read a file, then set what ``overrides`` say; of two for one key the later one wins.
+    """Read a file, then set what ``overrides`` say; of two for one key the later one wins. ConfigError: no TOML, an
+    unknown section or key, a value of the wrong type or range.
 
     Args:
-        cls: a dataclass whose fields are dataclasses, the sections. A list of tables in TOML becomes a tuple of
-            dataclasses where a section's field is of that type. What their checks raise is a ValueError that begins
-            with the key, as ``check_ranges`` does; a ConfigError begins with section and key.
+        cls: a dataclass of dataclasses, the sections; a list of tables becomes a tuple of dataclasses. Their checks
+            raise a ValueError that begins with the key, as ``check_ranges`` does, or a ConfigError with section and
+            key.
         what: the file is, for errors: "run file".
-
-    Raises:
-        ConfigError: for a file that is not TOML, an unknown section or key, a value of the wrong type or range.
     """
     tables = read_toml(Path(path), what)
     for name, keys in tables.items():
@@ -158,7 +153,7 @@ def sections_of(
         sources = {key: origins.get((name, key), file) for key in keys}
         if name not in known:
             origin = next(iter(sources.values()), file)
-            raise ConfigError(f"{origin}: unknown section [{_plain(name)}]{_nearest(name, known)}")
+            raise ConfigError(f"{origin}: unknown section [{_plain(name)}]; {nearest(name, known)}")
         sections[name] = _section(known, name, keys, sources)
     try:
         return cls(**sections)
@@ -198,9 +193,9 @@ def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], sour
     values = {}
     for key, value in keys.items():
         if key not in hints:
-            elsewhere = [section for section, other in known.items() if key in get_type_hints(other)]
-            hint = _nearest(key, hints, elsewhere)
-            raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]{hint}')
+            elsewhere = [f"it belongs to [{other}]" for other, kind in known.items() if key in get_type_hints(kind)]
+            hint = nearest(key, hints, otherwise=next(iter(elsewhere), ""))
+            raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]; {hint}')
         try:
             values[key] = converted(value, hints[key], f"{name}.{key}")
         except ConfigError as error:
@@ -218,27 +213,10 @@ def _plain(name: str) -> str:
     return excerpt(name).replace("'", "")
 
 
-def _nearest(name: str, valid: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
-    """What to say after an unknown name; ``elsewhere``: sections that have a key of it."""
-    names = list(valid)
-    close = difflib.get_close_matches(name[:_MAX_NAME], names, n=1)
-    if close:
-        return f'; did you mean "{close[0]}"?'
-    if elsewhere:
-        return f"; it belongs to [{elsewhere[0]}]"
-    return f"; expected one of {', '.join(names)}"
-
-
 def converted(value: Any, annotation: Any, key: str, *, is_whole: bool = False) -> Any:
     """What a file has as the annotated type: a number, text or truth value, one of some literals, a tuple of a list, a
-    dataclass of a table.
-
-    Args:
-        key: begins the error's text.
-        is_whole: as of ``described``.
-
-    Raises:
-        ConfigError: it is something else; says what was expected.
+    dataclass of a table, ``is_whole`` as of ``described``. ConfigError, which begins with ``key``: it is something
+    else.
     """
     origin, is_number = get_origin(annotation), isinstance(value, int | float) and not isinstance(value, bool)
     if origin in (Union, types.UnionType):
@@ -266,19 +244,13 @@ def converted(value: Any, annotation: Any, key: str, *, is_whole: bool = False) 
 def described(
     cls: type[_Description], table: Mapping[str, Any], where: str = "", *, is_whole: bool = False
 ) -> _Description:
-    """A dataclass of a file's table.
-
-    Args:
-        where: the table is; begins the error's text, and the names of its keys.
-        is_whole: every field must be there, also those with a default, but for texts that are empty by default.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or its value cannot be; names it, and what is accepted.
-    """
+    """A dataclass of a file's table. ConfigError, which begins with ``where`` the table is: a key is unknown or
+    missing, or its value cannot be. With ``is_whole`` every field must be there, but for texts that are empty by
+    default."""
     hints, begin = get_type_hints(cls), f"{where}: " if where else ""
     for key in table:
         if key not in hints:
-            raise ConfigError(f'{begin}unknown key "{_plain(key)}"{_nearest(key, hints)}')
+            raise ConfigError(f'{begin}unknown key "{_plain(key)}"; {nearest(key, hints)}')
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
         has_default = each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
         if each.name not in table and ((is_whole and each.default != "") or not has_default):

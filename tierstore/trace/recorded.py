@@ -15,7 +15,7 @@ from ..layout import KEY_ROW_BITS, ROW_MASK
 from .sampling import ALL, is_sampled, last_hash
 from .trace import TableTrace, Trace
 
-_FIRST_ROOM: Final = 1 << 10
+_FIRST_ITEMS: Final = 1 << 10
 _NO_SAMPLES: Final = np.empty(0, np.int32)
 
 
@@ -24,20 +24,20 @@ class _Column:
 
     def __init__(self, values: NDArray[Any]) -> None:
         self.count = len(values)
-        self._room = values
+        self._array = values
 
     @property
     def values(self) -> Any:
-        return self._room[: self.count]
+        return self._array[: self.count]
 
     def append(self, values: ArrayLike, count: int) -> None:
         """Add an array, or, with a count of 1, a number."""
         end = self.count + count
-        if end > len(self._room):
-            room = np.empty(max(_FIRST_ROOM, 2 * len(self._room), end), self._room.dtype)
-            room[: self.count] = self.values
-            self._room = room
-        self._room[self.count : end] = values
+        if end > len(self._array):
+            grown = np.empty(max(_FIRST_ITEMS, 2 * len(self._array), end), self._array.dtype)
+            grown[: self.count] = self.values
+            self._array = grown
+        self._array[self.count : end] = values
         self.count = end
 
 
@@ -46,14 +46,12 @@ class Contents(NamedTuple):
 
     Attributes:
         tables: names, by table index; "" where there is no table.
-        rate: the share of all rows that are in it.
+        rate: the share of all rows that is in it.
         keys: int64 [n], batch by batch.
         samples: int32 [n], the sample within its batch that each is of; None if the rate is below 1.
-        key_ends: int64 [batches], where each batch ends in ``keys``.
-        sample_ends: int64 [batches], how many samples there were until its end. A batch of which no row is sampled is
-            not listed: its samples count to the one after it.
-        num_samples, num_batches: of all.
-        lookups: of all rows, by table.
+        key_ends, sample_ends: int64 [batches], where each batch ends in ``keys`` and among all samples. A batch without
+            a sampled row is not listed: its samples count to the one after it.
+        num_samples, num_batches, lookups: of all rows; lookups by table.
     """
 
     tables: tuple[str, ...]
@@ -98,15 +96,9 @@ class Contents(NamedTuple):
 
 @kernel
 def _lay_out(keys: Int64s, key_ends: Int64s, firsts: Int64s, samples: Int32s, offsets: Int64s, ids: Int64s) -> None:
-    """Rows table by table, entry by entry, in the order of access.
-
-    Args:
-        keys: int64 [n]; key_ends: int64 [batches].
-        firsts: int64 [batches], the first entry of each batch.
-        samples: int32 [n], which entry of its batch each key is of; or empty: the first.
-        offsets: int64 [tables, entries + 1], zeros: written to.
-        ids: int64 [n]: written to, the tables' rows one behind the other.
-    """
+    """Write rows table by table, entry by entry, in the order of access, to ``ids``, [n], and where entries begin
+    within each table to ``offsets``, [tables, entries + 1], zeros. ``firsts`` [batches]: the first entry of each batch;
+    ``samples`` [n]: which entry of its batch each key is of; or empty: the first."""
     for step in range(2):
         begin = 0
         for batch in range(key_ends.shape[0]):
@@ -136,17 +128,8 @@ def _lay_out(keys: Int64s, key_ends: Int64s, firsts: Int64s, samples: Int32s, of
 
 
 class Recorded:
-    """Lookups, batch by batch. For one thread at a time.
-
-    Args:
-        tables: names, by index.
-        rate: the sampling rate to begin with.
-        max_bytes: bound on ``size_bytes`` between two batches.
-
-    Attributes:
-        rate: the sampling rate now.
-        last: of that, see ``trace.sampling.last_hash``.
-    """
+    """Lookups, batch by batch, of tables with these names, by index; ``size_bytes`` is at most ``max_bytes`` between
+    two batches. ``rate`` is the sampling rate now, ``last`` its ``last_hash``. For one thread at a time."""
 
     def __init__(self, tables: list[str], *, rate: float, max_bytes: int) -> None:
         self.last = last_hash(rate)
@@ -177,15 +160,9 @@ class Recorded:
         self._lookups = np.append(self._lookups, 0)
 
     def add(self, keys: Int64s, samples: Int64s, num_samples: int, last: np.uint64, lookups: Int64s) -> None:
-        """One batch.
-
-        Args:
-            keys: int64 [n], its sampled rows.
-            samples: int64 [n], the sample that each is of; not looked at where the rate is below 1.
-            num_samples: of the batch, 1 or more.
-            last: of the rate that the rows were sampled at, this one or an earlier one.
-            lookups: int64 [tables], how many there were of all rows; tables that came since may be missing.
-        """
+        """One batch of ``num_samples``, 1 or more: its sampled rows, int64 [n], and the sample that each is of, which
+        counts at rate 1 only. ``last``: of the rate that they were sampled at, this one or an earlier one; ``lookups``,
+        int64 [tables]: of all rows; tables that came since may be missing."""
         if last != self.last:
             keys = keys[is_sampled(keys, self.rate)]
         self._num_samples += num_samples

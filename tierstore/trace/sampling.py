@@ -17,16 +17,12 @@ from ..layout import KEY_ROW_BITS
 ALL: Final = np.uint64(2**64 - 1)
 """``last_hash`` of a sample of all rows."""
 _BLOCK: Final = 32
-"""Rows that ``select`` hashes together, at most 64: at low rates mostly none of them is in the sample. Of fewer the
-compiler unrolls the loop rather than use the widest vectors, which takes three times as long."""
+"""Rows that ``select`` hashes together, at most 64: mostly none is in the sample. Of fewer the compiler unrolls the
+loop rather than use the widest vectors, which takes three times as long."""
 
 
 def last_hash(rate: float) -> np.uint64:
-    """The largest hash that is in the sample.
-
-    Raises:
-        ValueError: the rate is not in (0, 1], or so low that no row would be in it.
-    """
+    """The largest hash in the sample. ValueError: the rate is not in (0, 1], or so low that no row would be in it."""
     size = int(rate * 2.0**64) if 0 < rate <= 1 else 0
     if not size:
         raise ValueError(f"sampling rate {rate!r}: expected a number above 0, and at most 1")
@@ -34,11 +30,7 @@ def last_hash(rate: float) -> np.uint64:
 
 
 def is_sampled(keys: Int64s, rate: float) -> Bools:
-    """Which rows are in the sample, bool [n]; errors as ``last_hash``.
-
-    Args:
-        keys: int64 [n], ``table index << 40 | row``.
-    """
+    """Which rows are in the sample, bool [n], by ``table index << 40 | row``, int64 [n]; errors as ``last_hash``."""
     chosen = np.empty(len(keys), np.bool_)
     _mark(keys, last_hash(rate), chosen)
     return chosen
@@ -55,8 +47,8 @@ def select(
     ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Ids, last: np.uint64,
     found: Int64s, lookups: Int64s,
 ) -> int:  # fmt: skip
-    """The sampled rows of a lookup, features laid end to end; and how many of all rows there were. Ids that are no rows
-    are left out: the caller may have changed them since they were looked up.
+    """How many rows of a lookup are sampled, features laid end to end. Ids that are no rows are left out: the caller
+    may have changed them since they were looked up.
 
     Args:
         ids: int64 or int32 [N].
@@ -66,12 +58,8 @@ def select(
         batch: bags of each feature.
         bag_starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end.
         last: of the sample, see ``last_hash``.
-        found: int64 [2, n], for all n ids: written to, the sampled rows' keys and their positions in what is laid end
-            to end, ascending.
+        found: int64 [2, n], for all n ids: written to, the sampled rows' keys and their positions, ascending.
         lookups: int64 [tables], ids of each table: added to.
-
-    Returns:
-        how many rows are sampled.
     """
     count = 0
     for feature in range(starts.shape[0]):

@@ -1,19 +1,15 @@
-"""A trace: which rows of which table were looked up, sample by sample. Packing goes by it.
+"""A trace: which rows of which table were looked up, sample by sample.
 
 The file is a numpy ``.npz``. For each table it has ``NAME.ids``, int64 [n], the rows in the order of access, and
-``NAME.offsets``, int64 [entries + 1]: what entry e looks up is ``ids[offsets[e]:offsets[e + 1]]``. An entry is a
-sample, and all tables have the same. ``batch_samples``, one int64, says how many samples a batch had;
-``sampling_rate``, one float64 that may be missing, which share of all rows is in it.
+``NAME.offsets``, int64 [entries + 1]: entry e looks up ``ids[offsets[e]:offsets[e + 1]]``. An entry is a sample, and
+all tables have the same. ``batch_samples``, one int64, is how many samples a batch had. These may be missing:
 
-``batch_starts``, int64 [batches + 1], may be missing too. It is there where batches differ in size: batch b has the
-samples from ``batch_starts[b]`` to ``batch_starts[b + 1]``, and ``batch_samples`` is their mean. With it, an entry may
-also be a whole batch, which one sees by the number of entries: of a sample next to nothing is left once one row in a
-hundred is.
-
-A sample does not say how much was looked up in all: as popular rows are in it or not, it has more than its share or
-less. So a recording has what it counted of all rows, in two arrays that may be missing: ``all_lookups``, int64
-[tables], the ids looked up in each table, in the order of the tables; ``all_batches``, one int64, the batches, of which
-those without a sampled row are not listed.
+- ``sampling_rate``, one float64: the share of all rows that is in it.
+- ``batch_starts``, int64 [batches + 1], where batches differ in size: batch b has the samples from ``batch_starts[b]``
+  to ``batch_starts[b + 1]``, and ``batch_samples`` is their mean. With it an entry may be a whole batch, as the number
+  of entries shows: at low rates next to nothing is left of a sample.
+- ``all_lookups``, int64 [tables], the ids looked up in each table, sampled or not, and ``all_batches``, one int64, all
+  batches: those without a sampled row are not listed. A sample's own counts depend on which popular rows are in it.
 """
 
 import contextlib
@@ -53,20 +49,9 @@ class TableTrace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What was looked up.
-
-    Attributes:
-        tables: by name.
-        batch_samples: samples in a batch, on average.
-        sampling_rate: the share of all rows that are in it, each with all its accesses; 1: every row.
-        batch_starts: int64 [batches + 1], in samples; None where all batches are of one size, the last excepted.
-        all_lookups: lookups of all rows, whether in the trace or not, by table in the order of ``tables``; None where
-            it is not known, or those in the trace are all.
-        all_batches: as many, with those of which no row is in the trace; None likewise.
-
-    Raises:
-        ValueError: ids, offsets, starts or counts cannot be; names the table.
-    """
+    """What was looked up; attributes as the module's docstring says. ``sampling_rate`` 1: every row. None:
+    ``batch_starts`` where all batches but the last are of one size; counts of all rows where they are not known, or
+    those in the trace are all. ValueError: ids, offsets, starts or counts cannot be; names the table."""
 
     tables: Mapping[str, TableTrace]
     batch_samples: int
@@ -134,8 +119,7 @@ class Trace:
 
 def _check(name: str, table: TableTrace) -> None:
     for what, array in (("ids", table.ids), ("offsets", table.offsets)):
-        if array.dtype != np.int64 or array.ndim != 1:
-            raise ValueError(f"{what} of table {excerpt(name)} are {array.dtype}, {array.ndim}-d; int64, 1-d wanted")
+        _require_ints(f"{what} of table {excerpt(name)}", array)
     offsets = table.offsets
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(table.ids) or (np.diff(offsets) < 0).any():
         raise ValueError(
@@ -145,9 +129,13 @@ def _check(name: str, table: TableTrace) -> None:
         raise ValueError(f"ids of table {excerpt(name)} are no rows: they must be from 0 to 2^40 - 1")
 
 
+def _require_ints(what: str, array: NDArray[Any]) -> None:
+    if array.dtype != np.int64 or array.ndim != 1:
+        raise ValueError(f"{what} are {array.dtype}, {array.ndim}-d; int64, 1-d wanted")
+
+
 def _check_starts(starts: Int64s, entries: int) -> None:
-    if starts.dtype != np.int64 or starts.ndim != 1:
-        raise ValueError(f"{BATCH_STARTS} are {starts.dtype}, {starts.ndim}-d; int64, 1-d wanted")
+    _require_ints(BATCH_STARTS, starts)
     if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
         raise ValueError(f"{BATCH_STARTS} must ascend from 0 to the number of samples")
     if entries not in (starts[-1], len(starts) - 1):
@@ -158,11 +146,7 @@ def _check_starts(starts: Int64s, entries: int) -> None:
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Write the file, whole or not at all.
-
-    Raises:
-        FileExistsError: there is such a file, and ``force`` is not given. DiskFullError.
-    """
+    """Write the file, whole or not at all. FileExistsError: there is one, and ``force`` is not given. DiskFullError."""
     arrays: dict[str, NDArray[Any]] = {BATCH_SAMPLES: np.array(trace.batch_samples, np.int64)}
     if trace.sampling_rate < 1:
         arrays[SAMPLING_RATE] = np.array(trace.sampling_rate)
@@ -179,11 +163,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str], *, force: bool = Fal
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read the whole file into memory.
-
-    Raises:
-        ValueError: it is no trace; says why. FileNotFoundError.
-    """
+    """Read the whole file into memory. ValueError: it is no trace; says why. FileNotFoundError."""
     with _naming(path), open(path, "rb") as raw:
         if not raw.read(len(_HEADS[0])).startswith(_HEADS):  # numpy would advise to load it unsafely
             raise ValueError("it is not one of numpy's files")
@@ -211,8 +191,8 @@ def _parse(file: "np.lib.npyio.NpzFile") -> Trace:
             f"table, and {BATCH_SAMPLES}"
         )
     lookups = file.get(ALL_LOOKUPS)
-    if lookups is not None and (lookups.dtype != np.int64 or lookups.ndim != 1):
-        raise ValueError(f"{ALL_LOOKUPS} are {lookups.dtype}, {lookups.ndim}-d; int64, 1-d wanted")
+    if lookups is not None:
+        _require_ints(ALL_LOOKUPS, lookups)
     return Trace(
         tables={name: TableTrace(file[name + _IDS], file[name + _OFFSETS]) for name in names},
         batch_samples=int(_one(file[BATCH_SAMPLES], BATCH_SAMPLES, np.int64)),

@@ -63,16 +63,9 @@ def _open(data: DataSection, path: str) -> Reader:
 
 
 def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Tensor) -> Tensor:
-    """The rows of a column's table that a run trains for categories, as its data holds them: int64 [n].
-
-    Args:
-        column: of ``data.sparse_columns``; the table of that name.
-        categories: [n]: texts, read as CSV fields are, or integers.
-
-    Raises:
-        ValueError: no such column, a missing category, or with ``data.hashing = "mod"`` one that is no row of the
-            table.
-    """
+    """The rows of a column's table, of ``data.sparse_columns``, that a run trains for categories: int64 [n]. These are
+    integers, or texts, which are read as CSV fields are. ValueError: no such column, a missing category, or with
+    ``data.hashing = "mod"`` one that is no row of the table."""
     columns = list(config.data.sparse_columns)
     if column not in columns:
         raise ValueError(f"column={column!r}: {nearest(column, columns)}")
@@ -96,16 +89,8 @@ def _category(text: str, rule: CategoryRule) -> int:
 
 
 def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
-    section = config.store
-    return processes.open(
-        config,
-        slack=section.slack,
-        ddr=section.ddr,
-        hbm=section.hbm,
-        device=section.device,
-        policy=section.policy,
-        threads=section.threads or None,
-    )
+    options = {name: getattr(config.store, name) for name in ("slack", "ddr", "hbm", "device", "policy")}
+    return processes.open(config, threads=config.store.threads or None, **options)
 
 
 def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Run:
@@ -210,8 +195,8 @@ def _sparse_optimizer(section: OptimizerSection) -> optim.Optimizer:
 
 
 def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
-    """The lookups of one epoch: those of the training rows, or of as many from the start, in their order. 16 bytes
-    of memory a lookup, and more. ValueError if the data cannot be read, or has no such rows."""
+    """The lookups of one epoch, or of its first ``rows``, in their order; 16 bytes of memory a lookup, and more.
+    ValueError if the data cannot be read, or has no such rows."""
     reader, hasher = open_data(config)
     stop = config.data.train_rows or None if rows is None else rows
     if stop is not None and stop < 1:
@@ -226,11 +211,6 @@ def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
             own = offsets[column * len(batch) : (column + 1) * len(batch) + 1]
             ids[name].append(values[own[0] : own[-1]])
             lengths[name].append(np.diff(own))
-    nothing = np.empty(0, np.int64)
-    tables = {
-        name: TableTrace(
-            np.concatenate([nothing, *ids[name]]), np.append(0, np.cumsum(np.concatenate([nothing, *lengths[name]])))
-        )
-        for name in names
-    }
-    return Trace(tables=tables, batch_samples=batch_size)
+    joined = [[np.concatenate(each[name] or [np.empty(0, np.int64)]) for each in (ids, lengths)] for name in names]
+    tables = [TableTrace(own, np.append(0, np.cumsum(sizes))) for own, sizes in joined]
+    return Trace(tables=dict(zip(names, tables, strict=True)), batch_samples=batch_size)

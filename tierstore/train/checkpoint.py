@@ -1,8 +1,5 @@
-"""A run inside a commit: dense weights, the state of their optimizer, the place in the data, the random state.
-
-Together with the rows of the same version they are all that the next step depends on, so a run that continues from
-a commit ends in the bits of one that never stopped. Tensors only, no pickle.
-"""
+"""A run inside a commit: dense weights, their optimizer's state, the place in the data, the random state. With the rows
+of the same version they are all that the next step depends on. Tensors only, no pickle."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,8 +40,7 @@ class Position:
 
 
 def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[DataFile] = ()) -> PendingCommit:
-    """Begin to commit rows and everything else of the run, atomically; ``files`` are what the position counts rows
-    of."""
+    """Begin to commit rows and all else of the run, atomically; ``files``: those that the position counts rows of."""
     run.embeddings.gather([run.optimizer])
     dense = run.model.dense_parameters()
     tensors = {f"model.{name}": parameter.detach() for name, parameter in dense.items()}

@@ -44,28 +44,18 @@ class StoreSection:
 
     path: str = option("./run", "folder of the store")
     ddr: str | int = option(
-        "50%",
-        'memory for rows: bytes, "512MiB", "50%" of the machine\'s or "5% of tables"; over ranks, of each rank (the '
-        "default is divided among those of a host)",
+        "50%", 'memory for rows of each rank: "1GiB", "50%" of the machine\'s, "5% of tables"; ranks divide the default'
     )
-    hbm: str | int = option(
-        0, 'GPU memory for rows, above ddr: bytes, "2GiB", "50%" of the device\'s or "5% of tables"; 0: none'
-    )
-    device: str = option(
-        "cpu",
-        'where the model computes: "cpu", or "cuda" ("cuda:1", ...) with hbm. A run may continue on another device; '
-        "the last bits of a result depend on it, as the dense part is computed by other kernels",
-    )
+    hbm: str | int = option(0, 'GPU memory for rows, above ddr: bytes, "2GiB", "50%" or "5% of tables"; 0: none')
+    device: str = option("cpu", 'where the model computes: "cpu", or "cuda" ("cuda:1") with hbm; decides last bits')
     policy: str = option(
         "auto",
-        'which rows leave memory first: "auto" (what we think best), "lru", "lfu", "tinylfu", "lookahead" with '
-        'train.lookahead, or "reference-" and one of them',
+        'which rows leave memory first: "auto", "lru", "lfu", "tinylfu", "lookahead" with train.lookahead, or '
+        '"reference-" and one of them',
     )
     threads: int = option(0, "threads of the store; 0 chooses", low=0, high=_MAX_THREADS)
-    keep: int = option(
-        1, "commits to keep; tierstore rollback goes back to one; over ranks at least 2", low=1, high=MAX_KEPT_VERSIONS
-    )
-    slack: float = option(DEFAULT_SLACK, "space that rows may take on the device, of what they need, before cleaning")
+    keep: int = option(1, "commits to keep, for tierstore rollback; ranks: 2 or more", low=1, high=MAX_KEPT_VERSIONS)
+    slack: float = option(DEFAULT_SLACK, "size of the row file, over that of its rows, from which it is cleaned")
     record: str = option("", 'file to record in which rows are looked up, as "trace.npz", for tierstore plan; "": none')
     record_rate: float = option(0.01, "share of the rows that is recorded; less once the recording has 64 MiB")
 
@@ -88,31 +78,19 @@ class DataSection:
 
     path: str = option("", "file or folder to read")
     format: DataFormat = option("auto", '"auto", "criteo", "parquet", "csv" or "npy"')
-    train_rows: int = option(
-        0, "rows to train on, from the start; 0: all, and then nothing is left to test on", low=0, high=_MAX_COUNT
-    )
+    train_rows: int = option(0, "rows to train on, from the start; 0: all", low=0, high=_MAX_COUNT)
     test_rows: int = option(0, "rows after those, to evaluate on; 0: do not evaluate", low=0, high=_MAX_COUNT)
-    test_path: str = option(
-        "", 'file or folder to evaluate on, not rows after the training rows: test_rows of it, or with 0 all; "": none'
-    )
+    test_path: str = option("", "file or folder to evaluate on instead: test_rows of it, or with 0 all")
     hashing: Hashing = option(
-        "mix",
-        '"mix": spread categories over a table; "mod": they are row numbers already; one beyond its table is an error; '
-        '"none": they are ids of tables with embedding.ids = "dynamic"',
+        "mix", '"mix": spread categories over a table; "mod": they are row numbers; "none": they are dynamic ids'
     )
     hash_seed: int = option(0, "of the XXH64 that makes texts categories", low=0, high=_MAX_COUNT)
     log_dense: bool = option(True, "turn dense values x into log(1 + max(x, 0))")
     label_column: str = option("label", "name of the label's column (Parquet, CSV)")
-    dense_columns: tuple[str, ...] = option(
-        tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns; may be none"
-    )
+    dense_columns: tuple[str, ...] = option(tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns, if any")
     sparse_columns: tuple[str, ...] = option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
     quoting: bool = option(True, "a field may stand in double quotes (CSV); false: quotes are characters like others")
-    check_files: bool = option(
-        True,
-        "a run that goes on within an epoch wants the files to have the names, sizes and rows that they had; false: it "
-        "goes on at its row of what is there",
-    )
+    check_files: bool = option(True, "go on within an epoch only if files have the names, sizes and rows they had")
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -137,19 +115,13 @@ class EmbeddingSection:
     dim: int = option(16, "columns of an embedding vector", low=1, high=_MAX_WIDTH)
     num_embeddings: int | tuple[int, ...] = option(100_000, "rows of every table, or a list with one number for each")
     ids: Literal["fixed", "dynamic"] = option(
-        "fixed",
-        '"dynamic": a category has a row of its own once it is admitted, and num_embeddings is how many have one at a '
-        'time; with data.hashing = "none"',
+        "fixed", '"dynamic", with data.hashing = "none": num_embeddings categories at a time have a row of their own'
     )
     admit_after: int = option(1, "times that a category is seen until it has a row (dynamic ids)", low=1, high=255)
-    evict: Literal["lru", "lfu"] = option(
-        "lru", "which categories lose their rows when there are no more (dynamic ids)"
-    )
+    evict: Literal["lru", "lfu"] = option("lru", "which categories lose their rows to others (dynamic ids)")
     dtype: Literal["float32", "float16", "bfloat16"] = option("float32", "type the vectors are stored in")
     rounding: Literal["nearest", "stochastic"] = option(
-        "nearest",
-        'how training rounds a vector to float16 or bfloat16: "stochastic" keeps, on average, steps that are too small '
-        'for "nearest"; not with store.hbm',
+        "nearest", 'of vectors to float16 or bfloat16; "stochastic", not with store.hbm, keeps small steps on average'
     )
     pooling: Literal["sum", "mean"] = option("sum", "what a row's categories in one column become: their sum or mean")
     init_range: float = option(0.01, "untrained rows are uniform in [-init_range, init_range)", low=0, high=_MAX_RATE)
@@ -174,8 +146,7 @@ class ModelSection:
     cross_layers: int = option(2, 'layers of the cross network ("dcn")', low=1, high=_MAX_LAYERS)
     cross_rank: int = option(32, 'rank of its weight matrices ("dcn"); 0: full', low=0, high=_MAX_WIDTH)
     towers: str | tuple[tuple[str, ...], ...] = option(
-        (),
-        "groups of columns whose vectors are compressed together: a file of tierstore shard towers, or lists; []: none",
+        (), "columns that are compressed together: a file of tierstore shard towers, or lists; []: none"
     )
     tower_compression: float = option(4.0, "bytes of their vectors over those that towers give", low=1, high=1000)
     tower_per_feature: int = option(0, 'vectors that a tower gives for each of its columns ("dot")', low=0, high=1000)
@@ -199,25 +170,16 @@ class OptimizerSection:
     sparse_weight_decay: float = option(0.0, "its weight decay, on the rows of a batch", low=0, high=_MAX_RATE)
     sparse_initial_accumulator: float = option(0.0, "first sum of squares (adagrad)", low=0, high=_MAX_RATE)
     dense: Literal["sgd", "adagrad", "adam", "hessian-free"] = option(
-        "adagrad", 'rule for everything else; "hessian-free": tierstore.optim.HessianFree, without model.towers'
+        "adagrad", 'rule for everything else; "hessian-free" not with model.towers'
     )
     dense_lr: float = option(0.02, 'its learning rate; of "hessian-free" it is 1, a whole step', low=0, high=_MAX_RATE)
     dense_weight_decay: float = option(0.0, "its weight decay", low=0, high=_MAX_RATE)
-    dense_clip_norm: float = option(
-        0.0,
-        "norm that its gradient, of all weights together, is cut to; 0: never. Rows are not cut",
-        low=0,
-        high=_MAX_RATE,
-    )
+    dense_clip_norm: float = option(0.0, "norm that its whole gradient is cut to; 0: never", low=0, high=_MAX_RATE)
     curvature: Literal["hessian", "gauss-newton"] = option(
         "hessian", 'of "hessian-free": Bi-CGSTAB that follows negative curvature, or conjugate gradients without any'
     )
-    curvature_share: float = option(
-        0.25, 'share of a batch\'s rows whose curvature is used ("hessian-free"); above 0, and at most 1'
-    )
-    curvature_products: int = option(
-        20, 'products of curvature with a vector in a step, at most ("hessian-free")', low=2, high=1 << 20
-    )
+    curvature_share: float = option(0.25, 'share of a batch\'s rows whose curvature is used ("hessian-free")')
+    curvature_products: int = option(20, 'products with it in a step, at most ("hessian-free")', low=2, high=1 << 20)
     warmup_steps: int = option(0, "first steps, in which both learning rates rise evenly", low=0, high=_MAX_COUNT)
     decay: Literal["none", "linear", "cosine"] = option("none", "how both learning rates fall after that")
     decay_steps: int = option(0, "steps after warm-up in which they fall", low=0, high=_MAX_COUNT)
@@ -251,28 +213,12 @@ class TrainSection:
     epochs: int = option(1, "times through the training rows", low=1, high=_MAX_COUNT)
     seed: int = option(0, "of the first weights", low=0, high=_MAX_COUNT)
     prefetch_depth: int | Literal["auto"] = option(
-        "auto",
-        'batches whose rows are fetched ahead; 0: none; "auto": 2 where that is faster',
-        low=0,
-        high=_MAX_THREADS,
+        "auto", 'batches whose rows are fetched ahead; "auto": 2 where that is faster', low=0, high=_MAX_THREADS
     )
-    lookahead: int = option(
-        0,
-        'batches after those whose ids are made known, so that rows used again soon stay; for store.policy "lookahead"',
-        low=0,
-        high=_MAX_COUNT,
-    )
-    commit_every: int = option(
-        1000,
-        "steps between commits; 0: only at the end. Rows that changed since the last commit are on disk twice until "
-        "the next one",
-        low=0,
-        high=_MAX_COUNT,
-    )
+    lookahead: int = option(0, 'batches after those that store.policy "lookahead" knows', low=0, high=_MAX_COUNT)
+    commit_every: int = option(1000, "steps between commits; 0: only at the end", low=0, high=_MAX_COUNT)
     test_each_epoch: bool = option(False, "evaluate after each epoch, not only after the last")
-    torch_threads: int = option(
-        1, "threads of torch; another number may change the last bits of a result", low=1, high=_MAX_THREADS
-    )
+    torch_threads: int = option(1, "threads of torch, which decide last bits", low=1, high=_MAX_THREADS)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -285,9 +231,7 @@ class RanksSection:
     plan: str = option("", 'file that says which rank has which table, of tierstore shard plan; "": all share all rows')
     forward_precision: Precision = option("fp32", 'how rows cross between ranks: "fp32", "bf16", "fp16" or "int8"')
     backward_precision: Precision = option("fp32", "the same of their gradients; fewer bits cost accuracy")
-    timeout_seconds: int = option(
-        300, "how long to wait for another rank before it counts as hung", low=1, high=_MAX_TIMEOUT
-    )
+    timeout_seconds: int = option(300, "wait for a rank until it counts as hung", low=1, high=_MAX_TIMEOUT)
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -25,22 +24,22 @@ from ..system.checks import require_int
 from ..system.durable import names_in
 from ..system.output import write_text
 from ..system.sizes import format_size
+from ..system.terminal import columns_of
 from .build import table_configs, trace_run
 from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
-from .page import Row, page_of, table_of
+from .page import page_of, table_of
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
 from .terminal import command_name, python_name
-from .warmup import warm_up
+from .trainer import warm_up
 
 DEFAULT_ROWS: Final = 250_000
 _TEST_SHARE: Final = 0.12
 _BUDGET_SHARE: Final = 0.10
 _HBM_SHARE: Final = 0.05
-_RUNS: Final = ("budget of 10 %", "all in memory")
-_MEMORY_NOTE: Final = "The process is mostly Python, torch and compiled kernels, the same in both runs."
-_MISSES_NOTE: Final = "What misses when all is in memory are first touches of rows never seen before."
-_DISK_NOTE: Final = (
-    "A store takes up to 1.4 times its rows, and 48 MiB or a tenth that LMDB reuses (docs/durability.md, disk space)."
+_NOTES: Final = (
+    "The process is mostly Python, torch and compiled kernels, the same in both runs.",
+    "What misses when all is in memory are first touches of rows never seen before.",
+    "A store takes up to 1.4 times its rows, and 48 MiB or a tenth that LMDB reuses (docs/durability.md, disk space).",
 )
 _MARKER: Final = ".tierstore-demo"
 _PAGE_BYTES: Final = 4096
@@ -59,22 +58,14 @@ def run_demo(
     ranks: int = 1,
 ) -> bool:
     """Run the demonstration in ``directory``, which is emptied first. Returns whether both trainings are bit-identical.
-
-    Args:
-        hbm: GPU memory for rows of the training with a budget; default: none on the CPU, elsewhere a twentieth of the
-            rows.
-        ranks: processes that train together, tables and memory divided among them; started by torchrun if several.
-
-    Raises:
-        ValueError: the directory holds something else, rows or ranks are too few, or a store refuses device or size.
-        TierstoreError: a training failed.
-    """
+    ``hbm``: GPU memory for rows, by default a twentieth of them on a GPU; ``ranks``: processes of torchrun that divide
+    tables and memory. ValueError: the directory holds something else, rows or ranks are too few, or a store refuses
+    device or size. TierstoreError: a training failed."""
     require_int(ranks, "ranks", 1, MAX_RANKS)
     if ranks > 1 and (device != "cpu" or hbm is not None):
         raise ValueError(f"ranks={ranks}: several train on the CPU for now; leave device and hbm away")
     if device != "cpu" or hbm is not None:  # what a store would refuse is reported before anything is made
-        with tempfile.TemporaryDirectory(prefix="tierstore-demo-") as empty:
-            open_store(empty, device=device, hbm=_hbm(device, hbm, 1)).close()
+        open_store(cold="memory", device=device, hbm=_hbm(device, hbm, 1)).close()
     folder = Path(directory)
     _empty(folder)
     started = time.perf_counter()
@@ -105,16 +96,15 @@ def run_demo(
     flags = ["--ddr", enough, *(["--hbm", enough] if config.store.has_hbm else [])]
     tiered = _train(folder, "tiered", [run_file], ranks)
     in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *flags], ranks)
-    print(_compare(tiered, in_memory))
+    runs = {"budget of 10 %": tiered, "all in memory": in_memory}
     equal: bool = tiered["bits"] == in_memory["bits"]
-    verdict = _verdict(equal, tiered, data)
-    print(f"\n{verdict}")
+    notes = [*_verdict(equal, tiered, data), *_NOTES]
+    on_disk = ["store's rows on disk", *(format_size(_bytes_on_disk(run)) for run in runs.values())]
+    print("", *columns_of([*table_of(runs), on_disk], is_last_text=False), "", *notes, sep="\n")
     page = folder / "demo.html"
     title = "tierstore: the same training, with a tenth of the memory and with all of it"
-    runs = dict(zip(_RUNS, (tiered, in_memory), strict=True))
-    write_text(page, page_of(title, runs, notes=[*verdict.splitlines(), _MEMORY_NOTE, _MISSES_NOTE]), force=True)
-    print(_picture(page))
-    print(_next_steps(folder, ranks))
+    write_text(page, page_of(title, runs, notes=notes), force=True)
+    print(_next_steps(folder, page, ranks))
     return equal
 
 
@@ -146,8 +136,7 @@ def _explain(
         f"{len(config.table_sizes)} tables, {num_rows:,} rows of {row_bytes} bytes, "
         f"{format_size(num_rows * row_bytes)}. "
         f"Training touches {touched:,} of the rows, {format_size(touched * row_bytes)}.\n"
-        f"In memory an index comes on top. On SSD a row takes {layout.stored_row_words * WORD_BYTES} bytes, "
-        "and its older copies as many until they are cleaned away.\n"
+        f"In memory an index comes on top. On SSD a row takes {layout.stored_row_words * WORD_BYTES} bytes.\n"
         f"The memory budget is a tenth of what it touches: {format_size(ranks * int(config.store.ddr))}"
         f"{f', divided among {ranks} ranks' if ranks > 1 else ''}"
         f"{f', and {shown} of HBM on {config.store.device}' if config.store.has_hbm else ''}."
@@ -170,39 +159,28 @@ def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[st
     return summary
 
 
-def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
-    runs = (tiered, in_memory)
-    rows = [*table_of(runs), Row("store's rows on disk", tuple(format_size(_bytes_on_disk(run)) for run in runs))]
-    lines = [f"{'':34}" + "".join(f"{name:>18}" for name in _RUNS)]
-    lines += [f"{row.label:34}" + "".join(f"{text:>18}" for text in row.texts) for row in rows]
-    return "\n".join(["", *lines, "", _MEMORY_NOTE, _MISSES_NOTE, _DISK_NOTE])
-
-
 def _bytes_on_disk(run: dict[str, Any]) -> int:
     stores = [each["store"] for each in run["ranks"]] or [run["store"]]
     return sum((Path(store) / ROW_FILE_NAME).stat().st_blocks * 512 for store in stores)
 
 
-def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> str:
+def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> list[str]:
     if not equal:
-        return "The two trainings ended in DIFFERENT bits. That is a bug in tierstore: please report it."
-    return (
-        "Both ended in the same bits: every row of every table and every dense weight.\n"
+        return ["The two trainings ended in DIFFERENT bits. That is a bug in tierstore: please report it."]
+    return [
+        "Both ended in the same bits: every row of every table and every dense weight.",
         f"AUC {tiered['test']['auc']:.4f}, where the true probabilities reach {data.best.auc:.4f}: "
-        "what is missing is mostly categories seen too seldom to learn."
-    )
+        "what is missing is mostly categories seen too seldom to learn.",
+    ]
 
 
-def _picture(page: Path) -> str:
-    return f"""
-Loss, hit rate, reads and writes of both, as plots in one file that needs no network:
-  {python_name()} -m webbrowser {shlex.quote(page.absolute().as_uri())}"""
-
-
-def _next_steps(folder: Path, ranks: int) -> str:
+def _next_steps(folder: Path, page: Path, ranks: int) -> str:
     run_file, command, train = shlex.quote(str(folder / _RUN_FILE)), command_name(), f"{command_name(ranks)} train"
     tiered, lfu = shlex.quote(str(folder / "tiered")), shlex.quote(str(folder / "lfu"))
     return f"""
+Loss, hit rate, reads and writes of both, as plots in one file that needs no network:
+  {python_name()} -m webbrowser {shlex.quote(page.absolute().as_uri())}
+
 What to try next:
   {command} inspect {tiered}
   {command} verify {tiered}

@@ -24,7 +24,7 @@ class Point(NamedTuple):
     """Steps since the run was begun, those of earlier processes included."""
     samples: int
     seconds: float
-    """On a GPU the last steps may still be under way."""
+    """On a GPU the last steps may still be in flight."""
     loss_sum: float
     """Of the steps' mean losses."""
     hbm_hits: int
@@ -50,9 +50,9 @@ class History:
         self._started = time.perf_counter()
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
-        self._before = tiers()
+        self._before = _totals(tiers())
         self._marks = [self._mark()]
-        """Points, and their sums of losses, which may still be under way."""
+        """Points, and their sums of losses, which a device may still compute."""
 
     @property
     def loss(self) -> float | None:
@@ -85,20 +85,14 @@ class History:
         return [point._replace(loss_sum=float(loss_sum)) for point, loss_sum in self._marks]
 
     def _mark(self) -> tuple[Point, Tensor]:
-        now, before = self.tiers(), self._before
-        point = Point(
-            step=self._step,
-            samples=self.samples,
-            seconds=time.perf_counter() - self._started,
-            loss_sum=0.0,
-            hbm_hits=now.hbm.hits - before.hbm.hits,
-            hbm_unique=now.hbm.unique - before.hbm.unique,
-            ddr_hits=now.ddr.hits - before.ddr.hits,
-            ddr_unique=now.ddr.unique - before.ddr.unique,
-            bytes_read=now.ssd.bytes_read - before.ssd.bytes_read,
-            bytes_written=now.ssd.bytes_written - before.ssd.bytes_written,
-        )
-        return point, self._loss_sum
+        totals = (now - before for now, before in zip(_totals(self.tiers()), self._before, strict=True))
+        return Point(self._step, self.samples, time.perf_counter() - self._started, 0.0, *totals), self._loss_sum
+
+
+def _totals(stats: Stats) -> list[int]:
+    """In the order of ``_OF_EACH_RANK``."""
+    rows = (count for tier in (stats.hbm, stats.ddr) for count in (tier.hits, tier.unique))
+    return [*rows, stats.ssd.bytes_read, stats.ssd.bytes_written]
 
 
 def together(ranks: Sequence[Sequence[Point]]) -> tuple[Point, ...]:

@@ -35,8 +35,7 @@ _MIN_KEPT: Final = 2
 
 
 class OneProcess:
-    """This process alone. Its methods are what a run asks of the processes that train it, which all make the same
-    calls."""
+    """This process alone. Its methods are what a run asks of the processes that train it, which all call them."""
 
     rank = 0
     size = 1
@@ -136,9 +135,9 @@ class ManyProcesses:
         return values.to(self.local(store)[table].layout.torch_dtype)
 
     def average(self, gradients: Sequence[Tensor], loss: Tensor, stop: bool) -> tuple[Tensor, bool]:
-        told = torch.stack([loss, torch.tensor(float(stop))])
-        average([*gradients, told], self._ranks)
-        return told[0], bool(told[1] > 0)
+        shared = torch.stack([loss, torch.tensor(float(stop))])
+        average([*gradients, shared], self._ranks)
+        return shared[0], bool(shared[1] > 0)
 
     def gather(self, value: _T) -> list[_T]:
         return self._ranks.gather(value)
@@ -149,9 +148,8 @@ Processes = OneProcess | ManyProcesses
 
 @contextlib.contextmanager
 def joined(config: RunConfig) -> Iterator[Processes]:
-    """The processes of this run: the ranks of the process group that there is, or that torchrun's environment tells
-    of and that is joined here; else this one alone. RankError: the others did not come within
-    ``ranks.timeout_seconds``."""
+    """The ranks of the process group that there is, or that torchrun's environment names, which is joined within; else
+    this process alone. RankError: the others did not come within ``ranks.timeout_seconds``."""
     if dist.is_available() and dist.is_initialized():
         yield ManyProcesses()
     elif launched_rank() is not None:
@@ -166,16 +164,8 @@ _POLL_SECONDS: Final = 0.02
 
 @contextlib.contextmanager
 def meeting(seconds: int) -> Iterator[None]:
-    """All ranks are in a process group within. RankError: they did not come in time."""
-    _meet(seconds)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _meet(seconds: int) -> None:
-    """``init_process_group`` of gloo by torchrun's environment, with a store of this start's own."""
+    """All ranks are in a process group of gloo within, by torchrun's environment, with a store of this start's own.
+    RankError: they did not come in time."""
     try:
         timeout = timedelta(seconds=seconds)
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
@@ -186,12 +176,15 @@ def _meet(seconds: int) -> None:
             f"the {os.environ['WORLD_SIZE']} ranks did not meet within {seconds} s: start all of them, and let each "
             f"reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({error})"
         ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _start(store: Any, rank: int, size: int, seconds: int) -> str:
-    """A name of this start, the same in all ranks and in no other start. Each rank draws a token and shows which
-    tokens it sees. All see the same once each shows those of now: what a rank of an earlier start shows has an
-    earlier token."""
+    """A name of this start, the same in all ranks and in no other start: torchrun's store outlives restarts. Each rank
+    draws a token and shows which tokens it sees. All see the same once each shows those of now."""
     token, deadline = secrets.token_hex(8), time.monotonic() + seconds
     store.set(f"tierstore/token/{rank}", token)
     others = range(size)

@@ -1,4 +1,4 @@
-"""A step, and batches on their way to it: rows brought in ahead, dense features and labels on the model's device."""
+"""A step, and batches on their way to it: rows prefetched, dense features and labels on the model's device."""
 
 import contextlib
 import dataclasses
@@ -73,50 +73,10 @@ def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def feed(
     run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"], lookahead: int = 0
 ) -> Generator[Batch, None, None]:
-    """The batches, on the store's device but for their ids; up to ``depth`` are made ready ahead, ``lookahead``
-    after those made known. Closing it releases what was made ready and not used."""
-    copies = _Copies(run.local.device)
-    ahead = prefetch(
-        map(copies.begin, batches),
-        run.embeddings,
-        depth=depth,
-        lookahead=lookahead,
-        features=lambda batch: batch.sparse,
-    )
+    """The batches, on the store's device but for their ids: up to ``depth`` prefetched, ``lookahead`` after those made
+    known. Closing it releases what was prefetched and not used."""
+    device = run.local.device
+    ahead = prefetch(batches, run.embeddings, depth=depth, lookahead=lookahead, features=lambda batch: batch.sparse)
     with contextlib.closing(ahead):
         for batch in ahead:
-            copies.end(batch)
-            yield batch
-
-
-class _Copies:
-    """Copies to a GPU on a stream of their own, so that none waits for a step's kernels; nothing to do on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = _stream(device) if device.type == "cuda" else None
-
-    def begin(self, batch: Batch) -> Batch:
-        """The batch as it will be on the device once its copy is done; called in the thread that reads ahead."""
-        if self._stream is None:
-            return batch
-        with torch.cuda.stream(self._stream):
-            return dataclasses.replace(batch, dense=self._send(batch.dense), labels=self._send(batch.labels))
-
-    def _send(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory().to(self._device, non_blocking=True)
-
-    def end(self, batch: Batch) -> None:
-        """Let what the caller does on the device from now on wait for the copy; the caller itself does not."""
-        if self._stream is None:
-            return
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_stream(self._stream)
-        for tensor in (batch.dense, batch.labels):
-            # Its memory is not given to another copy before the step is done with it.
-            tensor.record_stream(stream)
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
+            yield dataclasses.replace(batch, dense=batch.dense.to(device), labels=batch.labels.to(device))

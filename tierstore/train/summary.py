@@ -4,8 +4,7 @@ import hashlib
 import json
 import math
 import resource
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -14,15 +13,16 @@ import psutil
 import torch
 from torch import Tensor
 
-from ..pool.stats import Stats, TierStats
+from ..pool.stats import Stats
 from ..system.output import write_text
-from ..system.sizes import format_size
+from ..system.sizes import format_count, format_size
 from .build import Run
 from .history import Point
 from .metrics import Evaluation
 from .processes import Processes
 
 _DIGEST_ROWS: Final = 65_536
+_BITS: Final = "bits (SHA-256)"
 
 
 class RankSummary(NamedTuple):
@@ -48,9 +48,8 @@ class Summary:
     interrupted: bool
     """Whether Ctrl-C ended it early."""
     step: int
-    """Steps since the run was begun, those of earlier processes included."""
     epochs: int
-    """Whole times through the training rows since the run was begun."""
+    """Steps, and whole times through the training rows, since the run was begun, in earlier processes too."""
     rows: int
     """Rows trained on since this process began."""
     seconds: float
@@ -64,10 +63,9 @@ class Summary:
     start_bytes: int
     """The process's own memory after its first step: Python, torch, compiled kernels, the rows of a few batches."""
     end_bytes: int
-    """The process's own memory when training ended. Mapped pages of the store's file, which the system takes back
-    whenever it needs them, are not counted."""
+    """The process's own memory when training ended, without mapped pages of files, which the system takes back."""
     peak_rss_bytes: int
-    """The most memory the process had at any time, mapped pages counted."""
+    """The most memory that the process had, mapped pages included."""
     bits: str | None
     """Digest of all rows of all tables and the dense weights: equal digests, equal bits."""
     recorded: str | None = None
@@ -81,11 +79,7 @@ class Summary:
         """JSON-able; an AUC that is not defined and losses that are not finite are null."""
         fields = asdict(self) | {"loss": None if self.loss is None else _finite(self.loss)}
         if self.test is not None:
-            fields["test"] = {
-                "rows": self.test.rows,
-                "auc": _finite(self.test.auc),
-                "log_loss": _finite(self.test.log_loss),
-            }
+            fields["test"] = {name: _finite(value) for name, value in self.test._asdict().items()}
         fields["tiers"] = _tiers_to_dict(self.tiers)
         fields["ranks"] = [{**each._asdict(), "tiers": _tiers_to_dict(each.tiers)} for each in self.ranks]
         fields["history"] = [{**each._asdict(), "loss_sum": _finite(each.loss_sum)} for each in self.history]
@@ -96,58 +90,48 @@ class Summary:
         write_text(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", force=True)
 
     def describe(self) -> str:
-        """A few lines for people."""
-        hbm, ddr, ssd = self.tiers.tiers.values()
-        lines = [f"trained  {self.rows:,} rows in {self.seconds:.1f} s: {self.samples_per_second:,.0f} samples/s"]
-        if not self.rows and not self.interrupted:
-            epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs:,} epochs"
-            lines = [f"trained  nothing: already complete ({epochs}); --epochs {self.epochs + 1} goes on"]
-        if self.loss is not None:
-            lines[0] += f", loss {self.loss:.4f}"
-        if self.test is not None:
-            lines.append(
-                f"tested   {self.test.rows:,} rows: AUC {self.test.auc:.4f}, log loss {self.test.log_loss:.4f}"
-            )
-        if hbm.capacity_rows and self.rows:
-            lines.append(f"HBM      {_describe_cache(hbm)}, on {self.device}")
-        if self.rows:
-            own, first = format_size(self.end_bytes), format_size(self.start_bytes)
-            lines += [
-                f"DDR      {_describe_cache(ddr)}",
-                f"SSD      {format_size(ssd.bytes_read)} read, {format_size(ssd.bytes_written)} written",
-                f"memory   {own} of its own, {first} after the first step",
-            ]
-        lines.append(f"store    {self.store}, version {self.version}")
-        if self.ranks and self.rows:
-            lines.append(f"ranks    {_describe_ranks(self.ranks)}")
+        """A line for each figure, for people."""
+        lines = figures_of(self.to_dict()) | {"store": f"{self.store}, version {self.version}"}
+        if self.ranks:
+            lines["ranks"] = f"{len(self.ranks)}, whose figures are added up; --json has those of each"
         if self.recorded is not None:
-            lines.append(f"recorded {self.recorded}")
+            lines["recorded"] = self.recorded
         if self.bits is not None:
-            lines.append(f"bits     {self.bits}")
-        return "\n".join(lines)
+            lines[_BITS] = self.bits
+        return "\n".join(f"{label:34}{text}" for label, text in lines.items())
+
+
+def figures_of(run: dict[str, Any]) -> dict[str, str]:
+    """Labels and texts of what ``Summary.to_dict()`` holds, or its JSON; figures that a run has not are left out."""
+    hbm, ddr, ssd = run["tiers"].values()
+    test, rows, epochs = run["test"] or {}, run["rows"], run["epochs"]
+    trained = f"{rows:,} rows in {run['seconds']:.1f} s"
+    if not rows and not run["interrupted"]:
+        trained = f"nothing: complete after {format_count(epochs, 'epoch')}; --epochs {epochs + 1} goes on"
+    figures = {"trained": trained, "samples/s": f"{run['samples_per_second']:,.0f}" if rows else ""}
+    losses = {"training loss": run["loss"], "test AUC": test.get("auc"), "test log loss": test.get("log_loss")}
+    figures |= {name: "" if value is None else f"{value:.6f}" for name, value in losses.items()}
+    if rows and hbm["capacity_rows"]:
+        figures["HBM tier: rows, index"] = format_size(hbm["bytes"])
+        figures["hit rate of the HBM tier"] = f"{100 * hbm['hit_rate']:.1f} %"
+    if rows:
+        figures |= {
+            "DDR tier: rows, index, staging": format_size(ddr["bytes"]),
+            "whole process, tier included": format_size(run["end_bytes"]),
+            "  grown since its first step": format_size(max(0, run["end_bytes"] - run["start_bytes"])),
+            "hit rate of the DDR tier": f"{100 * ddr['hit_rate']:.1f} %",
+            "read from SSD": format_size(ssd["bytes_read"]),
+            "written to SSD": format_size(ssd["bytes_written"]),
+        }
+    return {label: text for label, text in (figures | {_BITS: (run["bits"] or "")[:16]}).items() if text}
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _describe_cache(tier: TierStats) -> str:
-    return f"{format_size(tier.bytes)}, capacity {tier.capacity_rows:,} rows, {100 * tier.hit_rate:.1f} % hits"
-
-
 def _tiers_to_dict(tiers: Stats) -> dict[str, Any]:
     return {name: {**tier._asdict(), "hit_rate": tier.hit_rate} for name, tier in tiers.tiers.items()}
-
-
-def _describe_ranks(ranks: Sequence[RankSummary]) -> str:
-    """The least and the most of any rank."""
-    hits = [100 * each.tiers.ddr.hit_rate for each in ranks]
-    read, memory = [each.tiers.ssd.bytes_read for each in ranks], [each.end_bytes for each in ranks]
-    return (
-        f"{len(ranks)}: {min(hits):.1f} - {max(hits):.1f} % DDR hits, "
-        f"{format_size(min(read))} - {format_size(max(read))} read from SSD, "
-        f"{format_size(min(memory))} - {format_size(max(memory))} of memory"
-    )
 
 
 def digest_bits(run: Run) -> str:
@@ -181,12 +165,11 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def own_bytes() -> int:
-    """Memory of this process now, without pages mapped from files where the system tells them apart."""
+    """Memory of this process now, without mapped pages of files."""
     memory = psutil.Process().memory_info()
-    return int(memory.rss - getattr(memory, "shared", 0))
+    return int(memory.rss - memory.shared)
 
 
 def peak_rss_bytes() -> int:
     """The most memory this process has had, mapped pages counted."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,13 +1,12 @@
-"""What the runs of a sweep came to, over seeds: a table, rows for notebooks, and a page with a plot of each measure."""
+"""What a sweep's runs came to, over seeds: a table, rows for notebooks, and a page with a plot of each measure."""
 
-import csv
-import io
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..system.terminal import columns_of
-from .page import Line, Row, Step, figure, filled
+from .page import Line, Step, figure, filled
 from .sweep import SEED, SweepRun
 
 _TONES: Final = ("c1", "c2", "c3", "c4", "c5", "c6")
@@ -29,10 +28,6 @@ MEASURES: Final = (
     Measure("steps", "steps", ",.0f", lambda result: result["step"]),
     Measure("seconds", "s", ",.1f", lambda result: result["seconds"]),
     Measure("samples/s", "samples/s", ",.0f", lambda result: result["samples_per_second"]),
-    Measure("sharpness 1e-3", "%", ".4g", lambda result: result["sharpness"].get("whole_1e3_percent")),
-    Measure("sharpness 5e-4", "%", ".4g", lambda result: result["sharpness"].get("whole_5e4_percent")),
-    Measure("sharpness in 100 dims", "%", ".4g", lambda result: result["sharpness"].get("subspace_1e3_percent")),
-    Measure("largest eigenvalue", "eigenvalue", ".4g", lambda result: result["sharpness"].get("largest_eigenvalue")),
 )
 _NOT_PLOTTED: Final = ("training loss", "steps", "seconds")
 
@@ -106,38 +101,26 @@ def rows_of(runs: Sequence[SweepRun]) -> list[dict[str, Any]]:
     ]
 
 
-def csv_of(rows: Sequence[dict[str, Any]]) -> str:
-    """``rows_of`` some runs, below a header."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0] if rows else ())
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 def page_of(title: str, runs: Sequence[SweepRun]) -> str:
-    """One file that needs no network: the table, and plots over the first swept key, a line for each combination of the
-    others, with a band from the least to the most of any seed."""
+    """The table, and plots over the first swept key: a line for each combination of the others, with a band from the
+    least to the most of any seed."""
     groups = groups_of(runs)
     measures = _measured(groups)
-    rows = [Row(", ".join(group.labels.values()), (str(group.ended), *_cells(group, measures))) for group in groups]
+    rows = [[", ".join(group.labels.values()), str(group.ended), *_cells(group, measures)] for group in groups]
     ended = sum(group.ended for group in groups)
     notes = [f"{ended:,} of {len(runs):,} runs have ended. Figures are means over seeds, ± their standard deviation."]
     plots = [part for each in measures if each.name not in _NOT_PLOTTED for part in _plot(groups, each)]
-    return filled(title, notes, ["runs", *(each.name for each in measures)], rows, plots)
+    return filled(title, notes, [["", "runs", *(each.name for each in measures)], *rows], plots)
 
 
 def _plot(groups: Sequence[Group], measure: Measure) -> list[str]:
     over = next(iter(groups[0].labels), "")
     places = list(dict.fromkeys(next(iter(each.labels.values()), "") for each in groups))
-    steps: dict[str, list[tuple[Step, tuple[float, float]]]] = {}
+    steps: dict[str, list[Step]] = {}
     for group in groups:
         if (point := group.points.get(measure.name)) is not None:
             first, *others = group.labels.values() or ("",)
             place = 1 + places.index(first)
-            steps.setdefault(", ".join(others), []).append((Step(place, place, point.mean), (point.low, point.high)))
-    lines = [
-        Line(name, _TONES[number % len(_TONES)], [step for step, _ in own], [band for _, band in own])
-        for number, (name, own) in enumerate(steps.items())
-    ]
+            steps.setdefault(", ".join(others), []).append(Step(place, place, point.mean, (point.low, point.high)))
+    lines = [Line(name, tone, own) for tone, (name, own) in zip(itertools.cycle(_TONES), steps.items(), strict=False)]
     return figure(measure.name, lines, unit=measure.unit, over=over, labels=places)

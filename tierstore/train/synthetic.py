@@ -1,8 +1,8 @@
 """Click data from a known model, in Criteo's format: the best AUC that anyone can reach on it is known.
 
-A category is a rank drawn from a bounded Zipf law, written as the hash of its column and rank. Every category has a
-weight of its own, every dense feature one. A label is 1 with the probability that a logistic model gives to the sum
-of its row's weights; no model can rank rows better than these probabilities do.
+A category is a rank drawn from a bounded Zipf law, written as the hash of its column and rank. Categories and dense
+features have weights; a label is 1 with the logistic function of their sum as probability. No model can rank rows
+better than these probabilities do.
 """
 
 from pathlib import Path

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -74,52 +73,35 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             self._own.enter_context(handlers_restored(*_SIGNALS))
-            # One that came between two would put both handlers back, and the second then be set for good.
-            held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-            try:
-                for number in _SIGNALS:
-                    signal.signal(number, self._on_signal)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            for number in _SIGNALS:
+                signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._own.close()
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            self._own.close()
+            signal.raise_signal(number)
         self.requested = True
-        self._own.close()
         # A plain write: a handler may run in the middle of any other output.
         sys.stderr.write("\nstopping after this step ... (again: stop now, losing what is not committed)\n")
 
 
 def command_name(ranks: int = 1) -> str:
-    """What a reader types to run this program again, quoted for a shell.
-
-    ``tierstore`` if that is found on PATH, else the path that this process was started by; torchrun where that did, or
-    for several ranks.
-    """
+    """What runs this program again, quoted for a shell: ``tierstore`` if that is on PATH, else this process's Python;
+    torchrun where that started it, or for several ranks."""
     if ranks > 1 or launched_rank() is not None:
         size = os.environ.get("WORLD_SIZE", f"{ranks}")
         local = os.environ.get("LOCAL_WORLD_SIZE", size)
         launcher = "torchrun" if shutil.which("torchrun") else f"{python_name()} -m torch.distributed.run"
         return f"{launcher} {f'--nproc-per-node {size}' if local == size else '...'} -m tierstore"
-    started = Path(sys.argv[0])
-    if started.name == "__main__.py" and started.parent.name == "tierstore":
-        return f"{python_name()} -m tierstore"
-    if started.name != "tierstore" or not started.is_file():
-        return "tierstore"
-    found = shutil.which("tierstore")
-    return "tierstore" if found and os.path.samefile(found, started) else _shortest(started)
+    return "tierstore" if shutil.which("tierstore") else f"{python_name()} -m tierstore"
 
 
 def python_name() -> str:
-    """What a reader types to run the Python of this process, quoted for a shell."""
-    return _shortest(Path(sys.executable))
-
-
-def _shortest(path: Path) -> str:
-    relative = os.path.relpath(path)
-    if os.sep not in relative:
-        relative = os.path.join(os.curdir, relative)
-    return shlex.quote(min(relative, str(path), key=len))
+    """What runs the Python of this process, quoted for a shell."""
+    relative = os.path.relpath(sys.executable)
+    is_shorter = os.sep in relative and len(relative) < len(sys.executable)
+    return shlex.quote(relative if is_shorter else sys.executable)

@@ -1,11 +1,16 @@
 """The training run: read, look up, step, commit, evaluate."""
 
 import contextlib
+import dataclasses
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Final
 
 import torch
 
+from ..errors import TierstoreError
+from ..kernels.jit import JIT_ENABLED
 from ..pool.stats import total
 from ..store.commits import PendingCommit
 from ..store.recording import require_recordable
@@ -20,15 +25,24 @@ from .readers import Batch, DataError, FeatureHasher, Reader
 from .steps import feed, set_rates, train_step
 from .summary import RankSummary, Summary, digest_bits, own_bytes, peak_rss_bytes
 from .terminal import Progress, StopRequest
-from .warmup import warm_up
+
+_STEPS: Final = 4
+_MAX_BATCH: Final = 64
+_MAX_TABLE_ROWS: Final = 2048
+_FIXED_BYTES: Final = 400 * 2**10
+"""Write staging, and a little more."""
+_CACHED_ROWS: Final = 256
+"""Of float32 with two values of optimizer state for each: few enough that some are evicted."""
+_HBM_ROWS: Final = 768
+"""At as many bytes a row: space for a batch, not for those of all steps, also if a row needs half as many bytes."""
+_warm: set[object] = set()
 
 
 def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Summary:
-    """Train as the configuration says, committing as it goes, then evaluate on the rows after the training rows.
+    """Train as the configuration says, committing as it goes, then evaluate on the test rows.
 
     The result depends on [data], [embedding], [model], [optimizer] and [train] only, and in its last bits on the
-    device; not on budgets, policies, threads of the store, prefetching or interruptions. Sets torch's seed and number
-    of threads. Ctrl-C, or SIGTERM, commits and returns early.
+    device. Sets torch's seed and number of threads. Ctrl-C, or SIGTERM, commits and returns early.
 
     Where torchrun started this process, or there is a process group already, all its ranks train together, on the CPU.
     Then the number of ranks, [ranks] and which rank owns what, where owners pool, decide the last bits too. All ranks
@@ -38,10 +52,8 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
         resume: continue from the last commit of the store, or begin if there is none.
         bits: compute the digest that the summary's ``bits`` holds; reads every row.
 
-    Raises:
-        ValueError: the configuration does not fit the data or the store, the data is broken, or the store holds a run
-            and ``resume`` is not set.
-        TierstoreError: what goes wrong with a store.
+    ValueError: the configuration does not fit the data or the store, the data is broken, or the store holds a run and
+    ``resume`` is not set. TierstoreError: of a store.
     """
     torch.set_num_threads(config.train.torch_threads)
     with joined(config) as processes:
@@ -134,7 +146,7 @@ class _Training:
         self._config = config
         self._reader = reader
         self._test_reader = test_reader
-        self._tested: tuple[int, Evaluation] | None = None  # the step after which, and what came
+        self._tested: tuple[int, Evaluation] | None = None  # the step after which, and the result
         self._hasher = hasher
         self._pending: PendingCommit | None = None
         self._commit = (self.position, self.history.loss)  # where the last one stands, and the loss then
@@ -193,7 +205,7 @@ class _Training:
         self._commit = (self.position, self.history.loss)
 
     def _end_commit(self) -> None:
-        """Wait for the commit under way, and tell of it."""
+        """Wait for the commit in flight, and report it."""
         pending, self._pending = self._pending, None
         if pending is not None:
             position, loss = self._commit
@@ -214,7 +226,7 @@ class _Training:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate on the test rows, of all processes. What came is kept until the next step."""
+        """Evaluate on the test rows, of all processes; the result is kept until the next step."""
         if self._tested is not None and self._tested[0] == self.position.step:
             return self._tested[1]
         data, predictions = self._config.data, Predictions()
@@ -236,3 +248,52 @@ class _Training:
             end_bytes=own_bytes(),
             peak_rss_bytes=peak_rss_bytes(),
         )
+
+
+def warm_up(config: RunConfig) -> None:
+    """Take a run's first steps twice in a temporary store of so small a budget that rows are evicted and fetched again;
+    once a process for each kind of run. Changes torch's random state. Errors are left for the run to meet."""
+    store, data = config.store, config.data
+    kind = (
+        *(store.policy, store.device, store.has_hbm, data.format, data.path),
+        *(config.embedding, config.optimizer, config.model),
+    )
+    if not JIT_ENABLED or kind in _warm:
+        return
+    _warm.add(kind)
+    with (
+        contextlib.suppress(OSError, ValueError, TierstoreError),
+        tempfile.TemporaryDirectory(prefix="tierstore-warm-up-", ignore_cleanup_errors=True) as folder,
+    ):
+        _take_steps(_small(config, folder))
+
+
+def _small(config: RunConfig, folder: str) -> RunConfig:
+    batch_size = min(config.train.batch_size, _MAX_BATCH)
+    row_bytes = 12 * config.embedding.dim + 64
+    ddr = _FIXED_BYTES + _CACHED_ROWS * row_bytes
+    hbm = _HBM_ROWS * row_bytes if config.store.has_hbm else 0
+    return dataclasses.replace(
+        config,
+        store=dataclasses.replace(config.store, path=folder, ddr=ddr, hbm=hbm, record=""),
+        embedding=dataclasses.replace(
+            config.embedding, num_embeddings=tuple(min(size, _MAX_TABLE_ROWS) for size in config.table_sizes)
+        ),
+        train=dataclasses.replace(config.train, batch_size=batch_size),
+    )
+
+
+def _take_steps(config: RunConfig) -> None:
+    reader, hasher = open_data(config)
+    limit = config.data.train_rows
+    stop_row = min(limit, _STEPS * config.train.batch_size) if limit else None
+    with open_run_store(config) as store:
+        run = build_run(config, store)
+        for epoch in range(2):
+            batches = reader.batches(hasher, batch_size=config.train.batch_size, stop_row=stop_row)
+            with contextlib.closing(feed(run, batches, depth=config.train.prefetch_depth)) as ahead:
+                for step, batch in enumerate(ahead, start=1):
+                    train_step(run, batch)
+                    if step == _STEPS:
+                        break
+            commit_run(run, config, Position(epoch=epoch + 1)).result()
