@@ -1,4 +1,4 @@
-"""Runs made small by what it costs: what is served is what was measured."""
+"""Runs made small by what it costs: what is served is what was measured, and a killed search ends as a whole one."""
 
 import json
 import shutil
@@ -156,30 +156,80 @@ def test_a_commit_with_a_broken_layer_is_refused(small8: Path, tmp_path: Path, c
         models_of(store)
 
 
-def test_a_search_is_deterministic_and_what_it_leaves_when_stopped_is_nothing(
-    config: RunConfig, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, done, measure = tmp_path / "new", [], HeldOut.measure
+class Stop(BaseException):
+    """As a kill is."""
 
-    def stopped(self: HeldOut, choice: Any, part: Any) -> float:
-        if len(done) == 40:
-            raise KeyboardInterrupt
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The points that were measured; the one after ``HeldOut.measure.stop`` of them is a kill."""
+    done: list[Any] = []
+    measure = HeldOut.measure
+
+    def noted(self: HeldOut, choice: Any, part: Any) -> float:
+        if len(done) == noted.stop:  # type: ignore[attr-defined]
+            raise Stop
         done.append((part, dict(choice)))
         return measure(self, choice, part)
 
+    noted.stop = -1  # type: ignore[attr-defined]
+    monkeypatch.setattr(HeldOut, "measure", noted)
+    return done
+
+
+@pytest.mark.parametrize("stop", [1, 40, "in the copy"])
+def test_a_killed_search_goes_on_and_ends_the_same(
+    config: RunConfig, small: Path, tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch, stop: Any
+) -> None:
+    target, points = tmp_path / "new", tmp_path / "new.points"
+
+    def killed(*_: object, **__: object) -> None:
+        raise Stop
+
     with monkeypatch.context() as patch:
-        patch.setattr(HeldOut, "measure", stopped)
-        with pytest.raises(KeyboardInterrupt):
+        if stop == "in the copy":
+            patch.setattr("tierstore.precision.choosing.quantize", killed)
+        else:
+            patch.setattr(HeldOut.measure, "stop", stop)
+        with pytest.raises(Stop):
             quantize_run(config.store.path, target, loss=LOSS)
-    assert not list(tmp_path.iterdir())
-    assert len({json.dumps(each, sort_keys=True) for each in done}) == 40, "none is measured twice"
-    quantize_run(config.store.path, target, loss=LOSS)
-    assert (target / "quantize.json").read_bytes() == (small / "quantize.json").read_bytes()
+    assert not target.exists()
+    with points.open("ab") as file:
+        file.write(b'["a line that the kill cut')
+    before = len(measured)
+    made = quantize_run(config.store.path, target, loss=LOSS)
+    assert made.measured == len(measured) - before
+    assert len({json.dumps(each, sort_keys=True) for each in measured}) == len(measured), "none is measured twice"
+    assert (stop == "in the copy") == (made.measured == 0)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["new"]
+    for name in ("quantize.json", "quantize.html"):
+        assert (target / name).read_bytes() == (small / name).read_bytes()
     with tierstore.open(target, mode="r", **SMALL) as one, tierstore.open(small, mode="r", **SMALL) as other:
         for name, table in one.tables.items():
             every = torch.arange(table.config.num_embeddings)
             assert torch.equal(table.read(every), other[name].read(every))
         assert all(torch.equal(each, other.tensors()[name]) for name, each in one.tensors().items())
+
+
+def test_a_search_with_other_arguments_is_refused_by_name(
+    config: RunConfig, tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(config.store.path, run)
+    given: dict[str, Any] = {"loss": LOSS}
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldOut.measure, "stop", 3)
+        with pytest.raises(Stop):
+            quantize_run(run, tmp_path / "new", **given)
+    for name, changed in {"loss": {"loss": 0.1}, "data": {"data": config.data.path, "max_rows": TEST_ROWS}}.items():
+        with pytest.raises(ValueError, match=rf"new.points is of a search with another {name}"):
+            quantize_run(run, tmp_path / "new", **(given | changed))
+    with tierstore.open(run, **SMALL) as store:
+        store["C1"].write(torch.arange(100), torch.ones(100, 16))
+        store.commit(extra=store.extra, tensors=store.tensors())
+    with pytest.raises(ValueError, match="search with another run"):
+        quantize_run(run, tmp_path / "new", **given)
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_command_reports_and_wrong_arguments_change_nothing(
@@ -191,6 +241,10 @@ def test_the_command_reports_and_wrong_arguments_change_nothing(
     out = capsys.readouterr().out
     assert "rows of C26" in out
     assert "32 rows searched on" in out
+    page = (new / "quantize.html").read_text()
+    assert "Log loss added over bytes saved" in page
+    assert "<polyline" in page
+    assert page.count("<tr>") == len(told(new)["steps"]) + 1
     for wrong, message in {
         (run, str(new), "--loss", "0.5"): "is there already",
         (run, str(tmp_path / "x"), "--loss", "1.5"): "loss=1.5",

@@ -1,18 +1,21 @@
 """Sweeps: which runs they are, that they go on, and what is said of them."""
 
+import csv
 import json
-import shlex
+import shutil
 
 import numpy as np
 import pytest
 
-from tests.train.runs import SECTIONS, clicks, config_of
+from tests.train.runs import SECTIONS, clicks, commit_scaled, config_of
 from tierstore import cli
 from tierstore.settings.sections import ConfigError
-from tierstore.train import trainer
+from tierstore.train import sharpness_of, sweep, trainer
 from tierstore.train.config import load
-from tierstore.train.sweep import axis_of, prepare, run_all, runs_of, seed_axis
+from tierstore.train.sweep import Axis, Choice, axis_of, axis_of_runs, prepare, run_all, runs_of, seed_axis
 from tierstore.train.sweep_report import groups_of, page_of, rows_of, table_of
+
+COLUMNS = ["sharpness 1e-3", "sharpness 5e-4", "sharpness in 100 dims", "largest eigenvalue"]
 
 
 @pytest.fixture
@@ -26,7 +29,7 @@ def run_file(tmp_path):
 
 
 def labels(text):
-    return list(axis_of(text).choices)
+    return [choice.label for choice in axis_of(text).choices]
 
 
 def test_values_are_toml_or_words():
@@ -34,7 +37,10 @@ def test_values_are_toml_or_words():
     assert labels("model.top_mlp=[64,32],[8]") == ["[64, 32]", "[8]"]
     assert labels("optimizer.dense=sgd,adam") == ["sgd", "adam"]
     assert labels("store.ddr=5% of tables, 64MiB") == ["5% of tables", "64MiB"]
-    assert [each.value for each in axis_of("model.top_mlp=[64,32],[8]").choices.values()] == [[64, 32], [8]]
+    assert [each.value for choice in axis_of("model.top_mlp=[64,32],[8]").choices for each in choice.overrides] == [
+        [64, 32],
+        [8],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,23 @@ def test_values_are_toml_or_words():
 def test_what_is_no_list_of_values_is_refused(text, reason):
     with pytest.raises(ConfigError, match=reason):
         axis_of(text)
+
+
+def test_a_list_of_runs(tmp_path):
+    path = tmp_path / "runs.toml"
+    path.write_text('[[runs]]\nname = "a"\nset = ["train.epochs=3"]\n[[runs]]\nname = "b"\nset = []\n')
+    axis = axis_of_runs(path)
+    assert [(each.label, [own[:3] for own in each.overrides]) for each in axis.choices] == [
+        ("a", [("train", "epochs", 3)]),
+        ("b", []),
+    ]
+    for text in ("", "runs = 3", '[[runs]]\nname = "a"', '[[runs]]\nname = "a"\nset = [3]', "[[runs]]\nset = []"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="write"):
+            axis_of_runs(path)
+    path.write_text('[[runs]]\nname = "a"\nset = []\n' * 2)
+    with pytest.raises(ConfigError, match="one name"):
+        axis_of_runs(path)
 
 
 def test_every_combination_has_a_folder_and_its_keys(run_file, tmp_path):
@@ -70,6 +93,9 @@ def test_every_combination_has_a_folder_and_its_keys(run_file, tmp_path):
         runs_of(run_file, tmp_path, [axis_of("train.epochs=1"), axis_of("train.epochs=2")])
     with pytest.raises(ConfigError, match="--seeds N"):
         runs_of(run_file, tmp_path, [axis_of("train.seed=1,2"), seed_axis(0, 1)])
+    listed = Axis("run", (Choice("a", axis_of("train.epochs=1").choices[0].overrides),))
+    with pytest.raises(ConfigError, match=r"train\.epochs is set by run and by train\.epochs"):
+        runs_of(run_file, tmp_path, [listed, axis_of("train.epochs=2")])
     with pytest.raises(ConfigError, match="20,000 runs"):
         runs_of(run_file, tmp_path, [axis_of("train.epochs=1,2"), seed_axis(0, 10_000)])
 
@@ -98,9 +124,11 @@ def test_a_sweep_is_its_runs_one_by_one_and_goes_on(run_file, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "1 of 2 runs failed" in said
     assert "store.ddr=1,train.seed=0: status 1: " in said
-    (row,) = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    (row,) = csv.DictReader((tmp_path / "out" / "sweep.csv").read_text().splitlines())
     twin = trainer.train(config_of(tmp_path, "twin"))
-    assert (row["AUC"], row["log loss"], row["store.ddr"]) == (twin.test.auc, twin.test.log_loss, "64MiB")
+    assert float(row["AUC"]) == twin.test.auc
+    assert float(row["log loss"]) == twin.test.log_loss
+    assert json.loads((tmp_path / "out" / "sweep.json").read_text())[0]["store.ddr"] == "64MiB"
     folder = tmp_path / "out" / "store.ddr=64MiB,train.seed=0"
     before = (folder / "result.json").stat()
     assert cli.main([*words[:4], "store.ddr=64MiB"]) == 0
@@ -113,17 +141,14 @@ def test_ctrl_c_stops_what_runs_at_a_commit(run_file, tmp_path):
     runs = runs_of(run_file, tmp_path / "out", [axis_of("train.epochs=1,100000")])
     prepare(runs)
 
-    def ended(run, status):
+    def told(run, status):
         assert (run, status) == (runs[0], 0)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_all(runs, jobs=2, ended=ended)
+        run_all(runs, jobs=2, told=told)
     assert [run.result is not None for run in runs] == [True, False]
-    log, run_file = (runs[1].folder / "log.txt").read_text(), runs[1].folder / "run.toml"
-    assert "stopping after this step" in log
-    assert f"tierstore train {shlex.quote(str(run_file))} --json " in log
-    assert log.endswith(" --resume\n")
+    assert "continue with" in (runs[1].folder / "log.txt").read_text()
 
 
 def made_runs(run_file, folder):
@@ -133,8 +158,14 @@ def made_runs(run_file, folder):
         run.folder.mkdir()
         auc, loss, rate = generator.uniform(size=3)
         test = {"auc": auc, "log_loss": loss, "rows": 5}
-        result = {"interrupted": False, "test": test, "loss": None, "step": 7, "seconds": 2.0}
-        result |= {"samples_per_second": rate}
+        result = {
+            "interrupted": False,
+            "test": test,
+            "loss": None,
+            "step": 7,
+            "seconds": 2.0,
+            "samples_per_second": rate,
+        }
         (run.folder / "result.json").write_text(json.dumps(result))
     return runs
 
@@ -167,3 +198,44 @@ def test_the_page_has_a_line_and_a_band_for_each_combination_and_shows_no_markup
     assert "11 of 12 runs have ended" in page
     assert "train.batch_size 64" in page
     assert "<svg" not in page_of("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))
+
+
+def test_a_sweep_measures_once_what_it_lacks(run_file, tmp_path, capsys, monkeypatch):
+    folder, measured, stops = tmp_path / "out", [], [2]
+    runs = runs_of(run_file, folder, [axis_of("train.batch_size=32,64"), seed_axis(0, 1)])
+    prepare(runs)
+    for run in runs:
+        trainer.train(run.config).write(run.folder / "result.json")
+
+    def counted(path, *, rows):
+        measured.append(path)
+        if len(measured) in stops:
+            raise KeyboardInterrupt
+        return sharpness_of(path, rows=rows)
+
+    def start(*words):
+        measured.clear()
+        status = cli.main(["sweep", str(run_file), str(folder), "--set", "train.batch_size=32,64", *words])
+        return status, len(measured), capsys.readouterr().out
+
+    monkeypatch.setattr(sweep, "sharpness_of", counted)
+    assert start("--sharpness", "90")[:2] == (130, 2)
+    assert [len(list(run.folder.glob("sharpness.json*"))) for run in runs] == [1, 0]
+    stops.clear()
+    assert start("--sharpness", "90")[:2] == (0, 1)
+    status, count, said = start("--sharpness", "90")
+    assert (status, count, "  ".join(COLUMNS) in said) == (0, 0, True)
+    rows = json.loads((folder / "sweep.json").read_text())
+    for run, row in zip(runs, rows, strict=True):
+        assert [row[name] for name in COLUMNS] == [*sharpness_of(run.folder / "store", rows=90)[2:]]
+    assert (folder / "sweep.csv").read_text().splitlines()[0].endswith(",".join(COLUMNS))
+    assert all(f"<h2>{name}</h2>" in (folder / "sweep.html").read_text() for name in COLUMNS)
+    shutil.rmtree(runs[0].folder / "store")
+    commit_scaled(runs[1].config, 2, lambda model: None)
+    status, _, said = start("--sharpness")
+    assert (status, said.count("no sharpness: no store"), said.count("was trained further; delete")) == (1, 1, 1)
+    assert rows == json.loads((folder / "sweep.json").read_text())
+    (runs[1].folder / "result.json").unlink()
+    (runs[1].folder / "sharpness.json").write_text('{"asked_rows": 8192, "version": 2}')  # of what it was before
+    status, count, said = start("--sharpness")
+    assert (status, count, said.count("no sharpness: "), runs[1].result["sharpness"]["version"]) == (1, 2, 1, 2)

@@ -306,13 +306,14 @@ def _quantize(options: argparse.Namespace) -> int:
 
 def _quantize_by_loss(options: argparse.Namespace) -> int:
     from ..precision import quantize_run
-    from ..precision.choosing import MAX_ROWS, text_of
+    from ..precision.choosing import MAX_ROWS
+    from ..precision.report import text_of
 
     source, new, rows = options.directory, options.target, MAX_ROWS if options.rows is None else options.rows
-    with progress_bar("quantize", unit=" choices") as show:
+    with progress_bar("quantize", unit=" points") as show:
         made = quantize_run(source, new, loss=options.loss, data=options.data or "", max_rows=rows, progress=show)
     print(text_of(made.units, made.found), *made.summary, sep="\n")
-    print(f"{new}: version {made.version}, verified; {made.measured} choices measured; see {new}/quantize.json")
+    print(f"{new}: version {made.version}, verified; {made.measured} points measured; see {new}/quantize.html")
     return 0
 
 
@@ -331,7 +332,7 @@ QUANTIZE: Final = command(
     "make a store for inference, its rows in fewer bytes",
     "Copy a store's tables in another dtype, without optimizer state, into a new store; then verify it. int8 and int4 "
     "rows are looked up, not trained. With --loss, DIR is the store of a run, and a search finds few bytes within that "
-    "loss. DIR is not changed.",
+    "loss; killed and run again, it goes on. DIR is not changed.",
     """examples:
   tierstore quantize run run-small --loss 0.0005
   tierstore quantize shop shop-int8 --dtype int8

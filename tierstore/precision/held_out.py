@@ -1,7 +1,12 @@
-"""The log loss of a run on held-out rows, with any of its tables and layers in fewer bits. A store converts rows to
-each type as they are read; each table's pooled rows are kept for each type, and a choice puts them together."""
+"""The log loss of a run on held-out rows, with any of its tables and layers in fewer bits.
+
+Rows are looked up by the store in each type: it converts them as they are read, to the bits of a store in that type.
+Each table's pooled rows are kept for each type, and a choice puts them together.
+"""
 
 import contextlib
+import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -33,7 +38,7 @@ _DDR: Final = "256MiB"
 
 class HeldOut:
     """A run's last commit, and labelled rows, every second one to search on. ``units``: what can be lowered.
-    Memory: 4 bytes for each row, column of a table, and type.
+    ``digests`` tell runs and rows apart. Memory: 4 bytes for each row, column of a table, and type.
 
     ``data``: a file in the format of the run's; "": its own test rows. ValueError: the store is of no run, or in fewer
     bits already, or there are fewer than two rows. DataError, StoreNotFoundError, DamagedError.
@@ -42,15 +47,14 @@ class HeldOut:
     def __init__(self, directory: Path, data: str, max_rows: int) -> None:
         with open_store(directory, mode="r", ddr=_DDR) as store:
             config, tensors, self.version = _config_of(store), store.tensors(), store.version
-            self._batch = _held_out(config, data, max_rows)
+            self._batch = batch = _held_out(config, data, max_rows)
             self._names = names = list(config.data.sparse_columns)
             layouts = [replace(store[name].layout, state_dim=0) for name in names]
             counts = [sum(map(len, store.written_rows(store[name]))) for name in names]
             self._model = build_model(config, TieredEmbeddingBagCollection(store, tables=names)).eval()
-            self._pooled: list[dict[Any, Tensor]]  # of each table, by type; its own comes first
-            self._pooled = [
-                {layout.dtype: self._look_up(store, name)} for name, layout in zip(names, layouts, strict=True)
-            ]
+            first = [self._look_up(store, name) for name in names]
+        self._pooled: list[dict[Any, Tensor]]  # of each table, by type; its own comes first
+        self._pooled = [{layout.dtype: each} for layout, each in zip(layouts, first, strict=True)]
         for dtype in get_args(DtypeName):
             with contextlib.suppress(TableError), open_store(directory, mode="r", ddr=_DDR, dtype=dtype) as store:
                 if store.version != self.version:
@@ -65,7 +69,8 @@ class HeldOut:
         ]
         load_model(self._model, tensors)
         lower = {dtype: low for dtype, low in LOW.items() if low.is_fast()}  # else float32 is faster
-        others = sum(each.nbytes for each in self._model.dense_parameters().values())
+        dense = list(self._model.dense_parameters().values())
+        others = sum(each.nbytes for each in dense)
         linears = {name: each for name, each in self._model.named_modules() if type(each) is nn.Linear}
         self._linears: dict[str, dict[str, nn.Module]] = {}  # of each layer, by type
         for name, each in linears.items():
@@ -78,6 +83,8 @@ class HeldOut:
                 self.units.append(Unit(LAYER + name, {"float32": each.weight.nbytes, **sizes}))
                 others -= each.weight.nbytes
         self.units.append(Unit(OTHERS, {"float32": others}))
+        of_data = [batch.labels, batch.dense, batch.sparse.values(), batch.sparse.offsets()]
+        self.digests = {"data": _digest(of_data), "run": _digest([*first, *dense])}  # pooled rows depend on the data
 
     def __len__(self) -> int:
         return len(self._batch)
@@ -125,3 +132,10 @@ def _held_out(config: RunConfig, data: str, max_rows: int) -> Batch:
     if found is None or len(found) < 2:
         raise ValueError(f"{reader.path} has fewer than two rows from row {first} on")
     return found
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    found = hashlib.sha256()
+    for each in tensors:
+        found.update(each.detach().contiguous().numpy().data)
+    return found.hexdigest()

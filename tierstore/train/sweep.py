@@ -16,11 +16,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from ..settings.sections import ConfigError, Override, to_dict, to_toml
+from ..errors import TierstoreError
+from ..settings.sections import ConfigError, Override, read_toml, to_dict, to_toml
 from ..system.excerpt import excerpt
 from ..system.output import write_text
 from ..system.signals import handlers_restored
 from .config import RunConfig, load, parse_override
+from .sharpness import sharpness_of
 
 RateRule = Literal["none", "linear", "sqrt"]
 """How learning rates follow the batch: not, by its size (Goyal et al. 2017), by its root (Krizhevsky 2014)."""
@@ -30,17 +32,25 @@ _MAX_NAME: Final = 120
 _RUN_FILE: Final = "run.toml"
 _RESULT: Final = "result.json"
 _LOG: Final = "log.txt"
+_SHARPNESS: Final = "sharpness.json"
 _PATHS: Final = ("path", "test_path")
 _POLL_SECONDS: Final = 0.05
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 """Of the machine's memory, which runs at the same time divide."""
 
 
+class Choice(NamedTuple):
+    """What an axis may be: as people read it, and what it sets."""
+
+    label: str
+    overrides: tuple[Override, ...]
+
+
 class Axis(NamedTuple):
-    """A swept key, and its values, by how people read them."""
+    """A swept key, or the runs of a list."""
 
     name: str
-    choices: dict[str, Override]
+    choices: tuple[Choice, ...]
 
 
 class SweepRun(NamedTuple):
@@ -52,10 +62,20 @@ class SweepRun(NamedTuple):
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What ``tierstore train --json`` wrote; None before the run has ended."""
-        path = self.folder / _RESULT
-        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        return None if found is None or found["interrupted"] else found
+        """What ``tierstore train --json`` wrote, and ``sharpness``, as measured; None before the run has ended."""
+        found = _read(self.folder / _RESULT)
+        if not found or found["interrupted"]:
+            return None
+        sharpness = _read(self.folder / _SHARPNESS)
+        return found | {"sharpness": sharpness if sharpness.get("version") == found.get("version") else {}}
+
+    def lacks_sharpness(self, rows: int) -> bool:
+        """Whether it has ended and was not measured on ``rows``; no run lacks it of 0."""
+        return rows > 0 and (found := self.result) is not None and found["sharpness"].get("asked_rows") != rows
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def axis_of(text: str) -> Axis:
@@ -68,10 +88,27 @@ def axis_of(text: str) -> Axis:
         written = [value.strip() for value in values.split(",")]
     if equals and "" in written:
         raise ConfigError(f"--set {excerpt(text)}: a value is empty; write train.batch_size=256,1024")
-    choices = {value: parse_override(f"{name}{equals}{value}") for value in written}
-    if len(choices) < len(written):
+    choices = [Choice(value, (parse_override(f"{name}{equals}{value}"),)) for value in written]
+    if len(set(written)) < len(written):
         raise ConfigError(f"--set {excerpt(text)}: a value stands there twice; give each once")
-    return Axis(name.strip(), choices)
+    return Axis(name.strip(), tuple(choices))
+
+
+def axis_of_runs(path: str | Path) -> Axis:
+    """Of a TOML file of ``[[runs]]``, each with a ``name`` and a list ``set`` of ``section.key=value``. ConfigError."""
+    runs, choices = read_toml(Path(path), "list of runs").get("runs"), []
+    for run in runs if isinstance(runs, list) else ():
+        match run:
+            case {"name": str(name), "set": [*texts], **rest} if not rest and all(type(own) is str for own in texts):
+                choices.append(Choice(name, tuple(map(parse_override, texts))))
+            case _:
+                way = "write name = ... and set = ['train.batch_size=512']"
+                raise ConfigError(f"{path}: {excerpt(run)} is no run; {way}")
+    if not choices:
+        raise ConfigError(f"{path}: no [[runs]]; write one for each run, with name = ... and set = [...]")
+    if len({choice.label for choice in choices}) < len(choices):
+        raise ConfigError(f"{path}: two runs have one name; give each its own")
+    return Axis("run", tuple(choices))
 
 
 def seed_axis(first: int, count: int) -> Axis:
@@ -91,8 +128,9 @@ def runs_of(
 
     Args:
         folder: of the sweep; a run's own folder in it is named by what is swept.
-        rate_rule: both learning rates are multiplied by the batch over the run file's, or by the root of that.
-        warmup_samples: samples of whichever batch that are warm-up; 0: as the keys say.
+        rate_rule: both learning rates are those that the keys say times the batch over the run file's batch, or times
+            the root of that.
+        warmup_samples: steps of so many samples, of whichever batch, are warm-up; 0: as the keys say.
 
     Raises:
         ConfigError: an axis is there twice, a key or a value is not valid, or there are more than ``MAX_RUNS``.
@@ -105,16 +143,28 @@ def runs_of(
     count = math.prod(len(axis.choices) for axis in axes)
     if count > MAX_RUNS:
         raise ConfigError(f"these are {count:,} runs; a sweep has at most {MAX_RUNS:,}")
-    base, runs = load(run_file).train.batch_size, []
-    for choices in itertools.product(*(axis.choices.items() for axis in axes)):
-        labels = {name: label for name, (label, _) in zip(names, choices, strict=True)}
+    base = load(run_file).train.batch_size
+    _require_once(axes)
+    runs = []
+    for choices in itertools.product(*(axis.choices for axis in axes)):
+        labels = {axis.name: choice.label for axis, choice in zip(axes, choices, strict=True)}
         own = Path(folder).absolute() / _file_name(",".join(f"{name}={label}" for name, label in labels.items()))
         try:
-            config = load(run_file, [override for _, override in choices])
+            config = load(run_file, [override for choice in choices for override in choice.overrides])
         except ConfigError as error:
             raise ConfigError(f"{own.name}: {error}") from None
         runs.append(SweepRun(own, labels, _adapted(config, base, own, rate_rule, warmup_samples)))
     return runs
+
+
+def _require_once(axes: Sequence[Axis]) -> None:
+    """ConfigError if two axes set one key."""
+    owners: dict[str, str] = {}
+    for axis in axes:
+        for key in {f"{own.section}.{own.key}" for choice in axis.choices for own in choice.overrides}:
+            if (other := owners.setdefault(key, axis.name)) != axis.name:
+                way = "--seeds N takes N of them from the run file's on" if key == SEED else "leave it out of one"
+                raise ConfigError(f"{key} is set by {other} and by {axis.name}: {way}")
 
 
 def _adapted(config: RunConfig, base: int, folder: Path, rule: RateRule, warmup_samples: int) -> RunConfig:
@@ -158,10 +208,15 @@ def _require_same(path: Path, before: dict[str, dict[str, Any]], now: dict[str, 
                 )
 
 
-def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, ended: Callable[[SweepRun, int], None]) -> None:
-    """Train those that have not ended, ``jobs`` at a time, each in a process of its own that resumes. ``ended`` is
-    called with each run that does, and its exit status. KeyboardInterrupt: by Ctrl-C or SIGTERM, once all running
-    ones have committed."""
+def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, told: Callable[[SweepRun, int], None]) -> None:
+    """Train those that have not ended, ``jobs`` at a time, each in a process of its own that resumes.
+
+    Args:
+        told: is called with each run that ends, and its exit status.
+
+    Raises:
+        KeyboardInterrupt: by Ctrl-C or SIGTERM, once all that ran have committed.
+    """
     waiting = iter([run for run in runs if run.result is None])
     running: dict[subprocess.Popen[bytes], SweepRun] = {}
     with handlers_restored(signal.SIGTERM):
@@ -173,7 +228,7 @@ def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, ended: Callable[[SweepRu
                 if not running:
                     return
                 for process in [each for each in running if each.poll() is not None]:
-                    ended(running.pop(process), process.returncode)
+                    told(running.pop(process), process.returncode)
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             for process in running:
@@ -185,6 +240,7 @@ def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, ended: Callable[[SweepRu
 
 def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
     """In a session of its own: Ctrl-C reaches it by ``run_all`` alone, once."""
+    (run.folder / _SHARPNESS).unlink(missing_ok=True)
     arguments = ["train", str(run.folder / _RUN_FILE), "--resume", "--json", str(run.folder / _RESULT)]
     share = _SHARE.fullmatch(str(run.config.store.ddr))
     if share is not None:
@@ -195,6 +251,19 @@ def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
             [sys.executable, "-m", "tierstore", *arguments],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=threads | os.environ,
         )  # fmt: skip
+
+
+def measure_sharpness(run: SweepRun, rows: int) -> str:
+    """Keep ``sharpness_of`` a run that has ended in its folder; why there is none, or ""."""
+    try:
+        found = sharpness_of(run.config.store.path, rows=rows)
+    except (TierstoreError, ValueError, OSError, RuntimeError) as error:  # RuntimeError: torch has too little memory
+        return f"no sharpness: {error}"
+    if found.version != (run.result or {}).get("version"):
+        return f"no sharpness: its store was trained further; delete {run.folder / _RESULT} to take it as it is now"
+    values = {key: value if math.isfinite(value) else None for key, value in found._asdict().items()}
+    write_text(run.folder / _SHARPNESS, json.dumps({"asked_rows": rows, **values}, indent=2) + "\n", force=True)
+    return ""
 
 
 def failure_of(run: SweepRun) -> str:

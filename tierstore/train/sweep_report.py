@@ -1,5 +1,7 @@
-"""What a sweep's runs came to, over seeds: a table, rows for notebooks, and a page with a plot of each measure."""
+"""What the runs of a sweep came to, over seeds: a table, rows for notebooks, and a page with a plot of each measure."""
 
+import csv
+import io
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
@@ -28,6 +30,10 @@ MEASURES: Final = (
     Measure("steps", "steps", ",.0f", lambda result: result["step"]),
     Measure("seconds", "s", ",.1f", lambda result: result["seconds"]),
     Measure("samples/s", "samples/s", ",.0f", lambda result: result["samples_per_second"]),
+    Measure("sharpness 1e-3", "%", ".4g", lambda result: result["sharpness"].get("whole_1e3_percent")),
+    Measure("sharpness 5e-4", "%", ".4g", lambda result: result["sharpness"].get("whole_5e4_percent")),
+    Measure("sharpness in 100 dims", "%", ".4g", lambda result: result["sharpness"].get("subspace_1e3_percent")),
+    Measure("largest eigenvalue", "eigenvalue", ".4g", lambda result: result["sharpness"].get("largest_eigenvalue")),
 )
 _NOT_PLOTTED: Final = ("training loss", "steps", "seconds")
 
@@ -101,9 +107,18 @@ def rows_of(runs: Sequence[SweepRun]) -> list[dict[str, Any]]:
     ]
 
 
+def csv_of(rows: Sequence[dict[str, Any]]) -> str:
+    """``rows_of`` some runs, below a header."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0] if rows else ())
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
 def page_of(title: str, runs: Sequence[SweepRun]) -> str:
-    """The table, and plots over the first swept key: a line for each combination of the others, with a band from the
-    least to the most of any seed."""
+    """One file that needs no network: the table, and plots over the first swept key, a line for each combination of the
+    others, with a band from the least to the most of any seed."""
     groups = groups_of(runs)
     measures = _measured(groups)
     rows = [[", ".join(group.labels.values()), str(group.ended), *_cells(group, measures)] for group in groups]
