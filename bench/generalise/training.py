@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from tierstore.train.warmup import warm_up
+from tierstore.train.trainer import warm_up
 
 from tierstore.train import RunConfig
 from tierstore.train.build import Run, build_run, open_data, open_run_store
