@@ -23,22 +23,17 @@ FloatName = Literal["float32", "float16", "bfloat16"]
 QuantizedName = Literal["int8", "int4"]
 DtypeName = Literal[FloatName, QuantizedName]
 
-KEY_ROW_BITS: Final = 40
-"""A row key is ``table_index << KEY_ROW_BITS | row``: unique over all tables of a store."""
+KEY_ROW_BITS: Final = 40  # a row key is ``table_index << KEY_ROW_BITS | row``: unique over all tables of a store
 MAX_ROWS: Final = 1 << KEY_ROW_BITS
-ROW_MASK: Final = MAX_ROWS - 1
-"""Of a key, its row."""
+ROW_MASK: Final = MAX_ROWS - 1  # of a key, its row
 MAX_TABLES: Final = 1 << 22
 
 WORD_BYTES: Final = 8
-PAGE_HEADER_WORDS: Final = 2
-"""LMDB's header before a value that has pages of its own."""
+PAGE_HEADER_WORDS: Final = 2  # LMDB's header before a value that has pages of its own
 SEGMENT_HEADER_WORDS: Final = 6
 BLOCK_HEADER_WORDS: Final = 2
-PAIR_WORDS: Final = 2
-"""A row's key and its checksum."""
-SEGMENT_PAGES: Final = 16
-"""Of a full segment, unless one block takes more."""
+PAIR_WORDS: Final = 2  # a row's key and its checksum
+SEGMENT_PAGES: Final = 16  # of a full segment, unless one block takes more
 MAX_PAGES_PER_BLOCK: Final = 64
 _GOOD_FILL: Final = 0.75
 
@@ -50,8 +45,7 @@ _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "int4": torch.float32,
 }
 _BYTE_SCALE_BYTES: Final = 8
-_NIBBLE_SCALE_BYTES: Final = 4
-"""Scale and bias of a quantized row: two float32 with int8, two float16 with int4."""
+_NIBBLE_SCALE_BYTES: Final = 4  # scale and bias of a quantized row: two float32 with int8, two float16 with int4
 
 
 def _words(size_bytes: int) -> int:

@@ -30,8 +30,7 @@ _KEPT: Final = 2**30
 _DIRTY: Final = 2**31
 """The mark of a row has its score, 0 if it has no id, and above that: it may not lose its id now; something of it
 changed since it was last frozen."""
-_CHUNK_BITS: Final = 9
-"""Of the number of a row in its chunk: chunks without changed rows are passed over."""
+_CHUNK_BITS: Final = 9  # of the number of a row in its chunk: chunks without changed rows are passed over
 _RECORD: Final = np.dtype([("id", np.int64), ("mark", np.uint32)])
 _FAR: Final = 32
 _NEAR: Final = 16

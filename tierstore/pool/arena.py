@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +71,6 @@ class Arena(RowArrays):
         """ClosedError after ``refuse``."""
         if self.is_closed:
             raise ClosedError("the store is closed")
-
-    def over_threads(self, work: Callable[[int, int], Any], count: int) -> None:
-        self.workers.divide(work, count)
 
 
 def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, first: int, slots: Int32s) -> None:

@@ -34,12 +34,9 @@ from .pins import Pins
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8
 """Of the rows in a cache, what is written together at most: rows far from leaving may well change once more."""
-_PAUSE_SECONDS: Final = 5e-5
-"""Between two turns: a lock released and taken again at once is given to nobody else."""
-_REST: Final = 4
-"""Seconds that a commit rests for each second of processor time, unless somebody waits for it."""
-_MOST_REST_SECONDS: Final = 0.25
-"""A first turn compiles kernels."""
+_PAUSE_SECONDS: Final = 5e-5  # between two turns: a lock released and taken again at once is given to nobody else
+_REST: Final = 4  # seconds that a commit rests for each second of processor time, unless somebody waits for it
+_MOST_REST_SECONDS: Final = 0.25  # a first turn compiles kernels
 _KEY_AND_PLACE_BYTES: Final = 12
 
 
