@@ -7,7 +7,7 @@ Weights are float32, float16 or bfloat16, or, for inference, quantized row by ro
 
 In a cache a row is two runs of 64-bit words: ``weight_words`` of weights and ``state_words`` of float32 optimizer
 state, each zero-padded to a whole word. On disk ``rows_per_block`` rows make a block, which fills whole pages: two
-words of header, and of each row its key, checksum and content, in an order that ``io/segments.py`` tells. Blocks that
+words of header, and of each row its key, checksum and content, in the order of ``io/segments.py``. Blocks that
 are written together make a segment, one LMDB value of at most ``rows_per_segment`` rows, whose first pages list all
 their keys. docs/format.md draws it.
 """

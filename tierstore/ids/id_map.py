@@ -1,4 +1,4 @@
-"""From id to row: an open-addressing hash table of row numbers beside an array of the rows' ids.
+"""From id to row: an open-addressing hash table of row numbers, and an array of the rows' ids.
 
 A place of the table is one uint32: row + 1 in its lower bits, as many as the capacity needs, and in the others how far
 it lies behind its home, the largest number standing for all above. 0 is empty. So a probe reads the ids of rows of its

@@ -33,7 +33,7 @@ _LOCK: Final = threading.Lock()
 def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
     """Make some updates, of distinct tables; the lookups are released.
 
-    First all rows are brought in and pinned: what can fail, fails before a row changes. Only a lookup whose rows do not
+    First all rows are fetched and pinned: what can fail, fails before a row changes. Only a lookup whose rows do not
     fit in memory together is trained part by part.
 
     Args:

@@ -51,7 +51,7 @@ class Arena(RowArrays):
 
     def _make_locks(self, *, readonly: bool) -> None:
         self.fill_lock = threading.RLock()
-        # An exception can come when a Condition, which is Python, has its lock and has not told; not so with the lock.
+        # An exception can come when a Condition, which is Python, has its lock and woke nobody; not so with the lock.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.rows_lock: Any = contextlib.nullcontext() if readonly else self.lock

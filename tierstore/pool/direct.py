@@ -21,7 +21,7 @@ from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights
 from ..kernels.jit import JIT_ENABLED, inline, kernel, uncounted_kernel
 from ..kernels.threads import Workers
 
-NOT_OFFSETS: Final = -3  # what ``pool_at`` returns beside what ``kernels.look_up`` does
+NOT_OFFSETS: Final = -3  # what ``pool_at`` returns besides what ``kernels.look_up`` does
 
 _FINDING: Final = 32  # Columns: finding a row takes as long as adding so many
 _PART_WORK: Final = 80_000  # ids times columns, some 10 us; waking a thread takes 1 or 2

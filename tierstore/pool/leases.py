@@ -1,4 +1,4 @@
-"""Leases of rows by key, whole batches or parts of them; rows are brought in first: slots are reserved, next victims
+"""Leases of rows by key, whole batches or parts of them; rows are fetched first: slots are reserved, next victims
 written back, and rows read or their first values computed."""
 
 import time
@@ -21,7 +21,7 @@ from .writeback import WriteBack
 
 
 class Leases:
-    """Makes leases of an arena's rows, which it has brought in first, by ``read_rows``. ``split_batches``: those whose
+    """Makes leases of an arena's rows, which it has fetched first, by ``read_rows``. ``split_batches``: those whose
     rows did not fit at once and were processed in parts; ``seconds``: spent bringing rows in and writing rows back."""
 
     def __init__(self, arena: Arena, pins: Pins, writeback: WriteBack, read_rows: RowSource) -> None:

@@ -1,6 +1,6 @@
 """Small lookups of one table, by as few calls of compiled code as can be: most of their time is Python's.
 
-They give None where a ``Lookup`` must do it: a row is not in, or, of those that may be evicted and are brought in to be
+They give None where a ``Lookup`` must do it: a row is not in, or, of those that may be evicted and are fetched to be
 pooled, there is no room for all; or an argument is wrong or not a plain tensor there.
 """
 
@@ -93,7 +93,7 @@ class OneTable(ABC):
 
 
 class InCache(OneTable):
-    """A table in a pool whose rows may be evicted: one call finds them and tells the policy, another pools them."""
+    """A table in a pool whose rows may be evicted: one call finds them and notes their use, another pools them."""
 
     def __init__(self, arena: Arena, leases: Leases, table_index: int, num_rows: int) -> None:
         super().__init__(arena, num_rows)

@@ -85,7 +85,7 @@ class Pool:
                 self.cache.retire(batch)
 
     def refuse(self) -> None:
-        """Refuse further use, here and in the tier above; waiters are told."""
+        """Refuse further use, here and in the tier above; waiters wake up."""
         self.tier.refuse()
         self.arena.refuse()
 

@@ -1,4 +1,4 @@
-"""Lookups and updates of the rows of batches, which are brought in first: rows that may be evicted, and rows that each
+"""Lookups and updates of the rows of batches, which are fetched first: rows that may be evicted, and rows that each
 have a slot of their own, so that ids give slots directly and nothing is pinned."""
 
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ class ResidentRows(ABC):
 
     @abstractmethod
     def has_room(self, batch: Batch) -> bool:
-        """Whether the rows could be held, beside those that are."""
+        """Whether the rows could be held, with those that are."""
 
     @abstractmethod
     def stage(self, batch: Batch) -> Lease | None:
@@ -69,7 +69,7 @@ class ResidentRows(ABC):
     @abstractmethod
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         """Merge each row's gradients in their fixed order, mark it dirty, update it. Without a lease, if a later part
-        of a split batch cannot be brought in, the rows of earlier parts are updated."""
+        of a split batch cannot be fetched, the rows of earlier parts are updated."""
 
     @abstractmethod
     def one_table(self, table_index: int, num_rows: int) -> OneTable | None:

@@ -112,7 +112,7 @@ class WriteBack:
     # Updates
 
     def begin_update(self, slots: Int32s) -> None:
-        """The rows of these pinned slots are about to change: keep what a version under way needs of them, mark them
+        """The rows of these pinned slots are about to change: keep what a version in flight needs of them, mark them
         dirty. The caller holds the lock, which is released while the outbox is full."""
         first, cache = 0, self._cache
         while first < len(slots):
@@ -186,7 +186,7 @@ class WriteBack:
         """Write rows in transactions; yields after each which were written."""
         for first in range(0, len(keys), self.rows_a_write):
             if self._is_busy:
-                raise RuntimeError("a signal handler may not write while a write-back is under way")
+                raise RuntimeError("a signal handler may not write while a write-back is in flight")
             part = slice(first, first + self.rows_a_write)
             try:
                 self._is_busy = True

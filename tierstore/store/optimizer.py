@@ -240,7 +240,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss, which is returned; or None.
 
         Raises:
-            DiskFullError, DamagedError, BudgetError, MemoryError: rows could not be brought in; none was trained, and
+            DiskFullError, DamagedError, BudgetError, MemoryError: rows could not be fetched; none was trained, and
                 ``step`` can be called again.
             PartlyTrainedError: so too, but rows that do not fit in memory together were trained in parts. ClosedError.
             RuntimeError: another optimizer of the store was made since.

@@ -89,7 +89,7 @@ _LENGTH_BYTES: Final = 8
 
 
 class TableState(NamedTuple):
-    """What a table's optimizer needs beside its rows."""
+    """What a table's optimizer needs besides its rows."""
 
     step: int  # updates so far
     learning_rate: float
