@@ -40,6 +40,7 @@ class Initializer:
     place: int | None = field(default=None, kw_only=True, compare=False, repr=False)
     kind: ClassVar[str] = ""
     _code: ClassVar[int] = _CONSTANT
+    first_column = 0
 
     def __post_init__(self) -> None:
         for name, value in self.to_dict().items():
@@ -53,10 +54,6 @@ class Initializer:
 
     def _parameters(self) -> tuple[float, float, int]:
         raise NotImplementedError
-
-    @property
-    def _first_column(self) -> int:
-        return 0
 
     def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int) -> None:
         """Write the first value of row ``keys[i]`` into ``weights[slots[i], :dim]``. ValueError: one is too large for
@@ -83,7 +80,7 @@ class Initializer:
         if self.place is not None:
             keys = keys & ROW_MASK | (self.place << KEY_ROW_BITS)
         fill_rows(
-            self._code, first, second, np.uint64(seed % 2**64), self._first_column, keys, slots, weights, dim,
+            self._code, first, second, np.uint64(seed % 2**64), self.first_column, keys, slots, weights, dim,
             dtype_code,
         )  # fmt: skip
 
@@ -108,10 +105,10 @@ class Initializer:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; ``from_dict`` reads it back."""
-        told = asdict(self)
+        fields = {"kind": self.kind, **asdict(self)}
         if self.place is None:
-            del told["place"]  # releases that do not know it read all other tables
-        return {"kind": self.kind, **told}
+            del fields["place"]  # releases that do not know it read all other tables
+        return fields
 
 
 @dataclass(frozen=True)
@@ -134,10 +131,6 @@ class _Random(Initializer):
 
     def from_column(self, first: int) -> Self:
         return replace(self, first_column=first)
-
-    @property
-    def _first_column(self) -> int:
-        return self.first_column
 
 
 @dataclass(frozen=True)

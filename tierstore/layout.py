@@ -7,7 +7,7 @@ Weights are float32, float16 or bfloat16, or, for inference, quantized row by ro
 
 In a cache a row is two runs of 64-bit words: ``weight_words`` of weights and ``state_words`` of float32 optimizer
 state, each zero-padded to a whole word. On disk ``rows_per_block`` rows make a block, which fills whole pages: two
-words of header, and of each row its key, checksum and content, in an order that ``io/segments.py`` tells. Blocks that
+words of header, and of each row its key, checksum and content, in the order of ``io/segments.py``. Blocks that
 are written together make a segment, one LMDB value of at most ``rows_per_segment`` rows, whose first pages list all
 their keys. docs/format.md draws it.
 """
@@ -23,22 +23,17 @@ FloatName = Literal["float32", "float16", "bfloat16"]
 QuantizedName = Literal["int8", "int4"]
 DtypeName = Literal[FloatName, QuantizedName]
 
-KEY_ROW_BITS: Final = 40
-"""A row key is ``table_index << KEY_ROW_BITS | row``: unique over all tables of a store."""
+KEY_ROW_BITS: Final = 40  # a row key is ``table_index << KEY_ROW_BITS | row``: unique over all tables of a store
 MAX_ROWS: Final = 1 << KEY_ROW_BITS
-ROW_MASK: Final = MAX_ROWS - 1
-"""Of a key, its row."""
+ROW_MASK: Final = MAX_ROWS - 1  # of a key, its row
 MAX_TABLES: Final = 1 << 22
 
 WORD_BYTES: Final = 8
-PAGE_HEADER_WORDS: Final = 2
-"""LMDB's header before a value that has pages of its own."""
+PAGE_HEADER_WORDS: Final = 2  # LMDB's header before a value that has pages of its own
 SEGMENT_HEADER_WORDS: Final = 6
 BLOCK_HEADER_WORDS: Final = 2
-PAIR_WORDS: Final = 2
-"""A row's key and its checksum."""
-SEGMENT_PAGES: Final = 16
-"""Of a full segment, unless one block takes more."""
+PAIR_WORDS: Final = 2  # a row's key and its checksum
+SEGMENT_PAGES: Final = 16  # of a full segment, unless one block takes more
 MAX_PAGES_PER_BLOCK: Final = 64
 _GOOD_FILL: Final = 0.75
 
@@ -50,8 +45,7 @@ _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "int4": torch.float32,
 }
 _BYTE_SCALE_BYTES: Final = 8
-_NIBBLE_SCALE_BYTES: Final = 4
-"""Scale and bias of a quantized row: two float32 with int8, two float16 with int4."""
+_NIBBLE_SCALE_BYTES: Final = 4  # scale and bias of a quantized row: two float32 with int8, two float16 with int4
 
 
 def _words(size_bytes: int) -> int:

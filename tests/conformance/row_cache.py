@@ -133,8 +133,6 @@ class RowCacheConformance:
         with pytest.raises(AssertionError, match="another admission"):
             cache.admit(stopped)
 
-    # Stops
-
     # Eviction
 
     def test_evicts_as_cachetools_access_for_access(self) -> None:
@@ -200,8 +198,6 @@ class RowCacheConformance:
         assert order_of(cache)[:2] == [order[1], order[2]]
         cache.check_integrity()
 
-    # Failed admissions
-
     # Misuse by the owner
 
     def test_slots_without_a_row_are_refused(self) -> None:
@@ -225,5 +221,3 @@ class RowCacheConformance:
                 getattr(cache, prepare)(slots)
             with pytest.raises(AssertionError, match=r"pinned|dirty"):
                 cache.access(keys_from(2))
-
-    # Many rows

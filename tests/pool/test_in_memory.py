@@ -120,15 +120,6 @@ def test_a_wrong_id_is_named(tmp_path: Path, wrong: int, place: int) -> None:
             ids[place] = 0
 
 
-@pytest.mark.parametrize("offsets", [[], [1, 3], [0, 2], [0, 4], [0, 2, 1, 3], [-1, 3], [0, 2**62, 3]])
-def test_wrong_offsets_are_refused(tmp_path: Path, offsets: list[int]) -> None:
-    with _open(tmp_path) as store:
-        table = store["a"]
-        table.pooled(torch.arange(3), torch.tensor([0, 3]))
-        with pytest.raises(ValueError, match="offsets must start at 0"):
-            table.pooled(torch.arange(3), torch.tensor(offsets, dtype=torch.int64))
-
-
 def test_other_arguments_take_the_long_way(tmp_path: Path) -> None:
     with _open(tmp_path) as store:
         table = store["a"]

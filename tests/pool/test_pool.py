@@ -40,9 +40,7 @@ def keys(*rows: int) -> Any:
 
 
 def read(made: Pool, *rows: int) -> Any:
-    out = np.empty((len(rows), DIM), np.float32)
-    made.transfers.read(keys(*rows), out)
-    return out[:, 0]
+    return made.tier.read(keys(*rows)).numpy()[:, 0]
 
 
 def take(made: Pool, *rows: int) -> Any:
@@ -54,7 +52,7 @@ def take(made: Pool, *rows: int) -> Any:
 
 
 def write(made: Pool, value: float, *rows: int) -> None:
-    made.transfers.write(keys(*rows), np.full((len(rows), DIM), value, np.float32))
+    made.tier.write(keys(*rows), torch.full((len(rows), DIM), value))
 
 
 @pytest.fixture

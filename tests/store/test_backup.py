@@ -13,7 +13,7 @@ import tierstore
 from tests import children
 from tierstore import errors
 from tierstore.io import files
-from tierstore.store.backup import WORK_NAME
+from tierstore.store.target import BACKUP_WORK_NAME
 
 ROWS = 6000
 DDR = "600KiB"  # rows of both tables do not fit: they come and go
@@ -170,17 +170,16 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
     assert stretches == [(0, 8192), (1 << 19, (1 << 19) + 4096)]
 
 
-@pytest.mark.parametrize("new", [True, False])
-def test_an_interrupt_leaves_nothing(trained: Trained, tmp_path: Path, new: bool) -> None:
+def test_an_interrupt_leaves_nothing(trained: Trained, tmp_path: Path) -> None:
     def interrupt(_done: int, _total: int) -> None:
         raise KeyboardInterrupt
 
-    if not new:
-        (tmp_path / "copy").mkdir()
-    with pytest.raises(KeyboardInterrupt):
-        trained.store.backup(tmp_path / "copy", progress=interrupt)
-    assert names(tmp_path) == (["source"] if new else ["copy", "source"])
-    assert new or names(tmp_path / "copy") == []
+    for left in (["source"], ["copy", "source"]):
+        with pytest.raises(KeyboardInterrupt):
+            trained.store.backup(tmp_path / "copy", progress=interrupt)
+        assert names(tmp_path) == left
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        assert names(tmp_path / "copy") == []
     trained.store.backup(tmp_path / "copy")
     trained.check(tmp_path / "copy", 3)
 
@@ -250,7 +249,7 @@ def test_the_manifest_comes_last_after_synced_rows(
     monkeypatch.setattr(os, "fsync", noting)
     monkeypatch.setattr(os, "rename", renaming)
     trained.store.backup(tmp_path / "copy")
-    copy, work = tmp_path / "copy", tmp_path / "copy" / WORK_NAME
+    copy, work = tmp_path / "copy", tmp_path / "copy" / BACKUP_WORK_NAME
     wanted = [
         str(work / "rows.lmdb"),
         f"{work / 'rows.lmdb'} -> {copy / 'rows.lmdb'}",

@@ -143,7 +143,7 @@ class DynamicIds:
     """Any int64 is an id of the table; ``TableConfig.num_embeddings`` is how many have rows at a time.
 
     A forward pass that trains admits ids, in the order of the batches, and evicts others when rows run out, but none
-    that a batch under way uses. The first value of a row is a function of the initializer's seed and the id.
+    that an in-flight batch uses. The first value of a row is a function of the initializer's seed and the id.
     Prefetching and lookups without gradients admit and evict nothing.
 
     Attributes:
@@ -184,8 +184,8 @@ class DynamicIds:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; ``from_dict`` reads it back."""
         admission = None if self.admission is None else _to_dict(self.admission)
-        told = {"admission": admission, "eviction": _to_dict(self.eviction), "unseen": self.unseen}
-        return told if self.owners == self.owned[1] == 1 else told | {"owners": self.owners, "owned": self.owned}
+        fields = {"admission": admission, "eviction": _to_dict(self.eviction), "unseen": self.unseen}
+        return fields if self.owners == self.owned[1] == 1 else fields | {"owners": self.owners, "owned": self.owned}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "DynamicIds":

@@ -1,4 +1,4 @@
-"""From id to row: an open-addressing hash table of row numbers beside an array of the rows' ids.
+"""From id to row: an open-addressing hash table of row numbers, and an array of the rows' ids.
 
 A place of the table is one uint32: row + 1 in its lower bits, as many as the capacity needs, and in the others how far
 it lies behind its home, the largest number standing for all above. 0 is empty. So a probe reads the ids of rows of its
@@ -30,8 +30,7 @@ _KEPT: Final = 2**30
 _DIRTY: Final = 2**31
 """The mark of a row has its score, 0 if it has no id, and above that: it may not lose its id now; something of it
 changed since it was last frozen."""
-_CHUNK_BITS: Final = 9
-"""Of the number of a row in its chunk: chunks without changed rows are passed over."""
+_CHUNK_BITS: Final = 9  # of the number of a row in its chunk: chunks without changed rows are passed over
 _RECORD: Final = np.dtype([("id", np.int64), ("mark", np.uint32)])
 _FAR: Final = 32
 _NEAR: Final = 16

@@ -33,7 +33,7 @@ _LOCK: Final = threading.Lock()
 def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
     """Make some updates, of distinct tables; the lookups are released.
 
-    First all rows are brought in and pinned: what can fail, fails before a row changes. Only a lookup whose rows do not
+    First all rows are fetched and pinned: what can fail, fails before a row changes. Only a lookup whose rows do not
     fit in memory together is trained part by part.
 
     Args:
@@ -103,25 +103,20 @@ class _Collected(NamedTuple):
 class _Pass:
     def __init__(self, number: int, outer: "_Pass | None") -> None:
         self._number = number
-        self._outer = outer
+        self.outer = outer  # that it is part of, if that is known
         self.collected: list[_Collected] = []
 
     @property
-    def is_under_way(self) -> bool:
+    def is_running(self) -> bool:
         return self._number in _PASSES
-
-    def is_within(self, outer: "_Pass | None") -> None:
-        """Say which pass it is part of, or None if that is not known."""
-        if outer is not None and outer is not self:
-            self._outer = outer
 
     @shielded
     def end(self) -> None:
         """Called by autograd when every node has run; the streams that its caller had as current are so again."""
         _PASSES.pop(self._number, None)
         collected, self.collected = sorted(self.collected, key=_BY_NUMBER), []
-        if self._outer is not None and self._outer.is_under_way:
-            self._outer.collected.extend(collected)
+        if self.outer is not None and self.outer.is_running:
+            self.outer.collected.extend(collected)
             return
         try:
             _update_all(collected)
@@ -149,7 +144,7 @@ def require_engine() -> None:
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled, "in_compiled_autograd_region", False):
         raise RuntimeError(
-            "rows are not trained under compiled autograd, which does not tell when a pass has ended; set "
+            "rows are not trained under compiled autograd, which does not say when a pass has ended; set "
             "torch._dynamo.config.compiled_autograd = False (the model itself may be compiled)"
         )
 
@@ -159,7 +154,7 @@ def _current_pass(number: int) -> _Pass:
         found = _PASSES.get(number)
         if found is None:
             noted = _INNERMOST.noted()
-            outer = noted if noted is not None and noted.is_under_way else None
+            outer = noted if noted is not None and noted.is_running else None
             found = _PASSES[number] = _Pass(number, outer)
             torch.autograd.Variable._execution_engine.queue_callback(found.end)
         return found
@@ -169,8 +164,9 @@ def collect(turn: Turn, lookups: Sequence[AnyLookup], gradients: Sequence[Tensor
     """Update the rows of some lookups at the end of this thread's current backward pass, if the pass succeeds. All
     lookups of a pass that share a table make one update of it, with positions in the order of the forward calls.
     They keep their rows pinned until then. Gradients, float32 [batch, columns], C-contiguous, are kept as they are."""
-    into = _current_pass(torch._C._current_graph_task_id())
-    into.is_within(_PASSES.get(turn.inside))
+    into, outer = _current_pass(torch._C._current_graph_task_id()), _PASSES.get(turn.inside)
+    if outer is not None and outer is not into:
+        into.outer = outer
     for lookup, gradient in zip(lookups, gradients, strict=True):
         stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
         into.collected.append(_Collected(turn.number, lookup, gradient, stream))

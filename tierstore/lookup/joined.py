@@ -42,21 +42,13 @@ class Joined:
         keys: int64 [N], if they are known.
         places: int64 [N], where the value of each position belongs in ``scatter``; None: where ``ids`` have it.
         read: reads rows, unless they are ``ids`` or keys.
-
-    Attributes:
-        tables: distinct, in order of first use.
-        bags: where positions lie.
-        parts: what it was merged from, or None.
-        holds: what keeps the ids of its rows, if they are dynamic.
-        unseen: ids that have none, and count.
     """
 
-    sent: DeviceBatch | None = None
-    """The batch on the device, in terms of ``rows``, if it was joined there."""
+    sent: DeviceBatch | None = None  # the batch on the device, in terms of ``rows``, if it was joined there
     rows: DeviceRows | None = None
-    parts: "Parts | None" = None
-    holds: Sequence[Hold] = ()
-    unseen: Unseen | None = None
+    parts: "Parts | None" = None  # what it was merged from
+    holds: Sequence[Hold] = ()  # what keeps the ids of its rows, if they are dynamic
+    unseen: Unseen | None = None  # ids that have none, and count
 
     def __init__(
         self, features: Features, batch: int, starts: Any, scale: Floats = NO_FLOATS, *,
@@ -274,15 +266,10 @@ class Unjoined(NamedTuple):
 
 
 class AnyLookup(TrainsRows, Protocol):
-    """What modules and backward passes ask of a lookup, wherever its rows are.
+    """What modules and backward passes ask of a lookup, wherever its rows are."""
 
-    Attributes:
-        joined: the ids.
-        mode: how they are pooled.
-    """
-
-    joined: Joined
-    mode: str
+    joined: Joined  # the ids
+    mode: str  # how they are pooled
 
     @property
     def group(self) -> Hashable:
@@ -321,19 +308,12 @@ class AnyLookup(TrainsRows, Protocol):
 
 
 class Jagged(NamedTuple):
-    """Ids of many features, key-major: all bags of feature 0, then all of feature 1, ...
+    """Ids of many features, key-major: all bags of feature 0, then all of feature 1, ..."""
 
-    Attributes:
-        ids: int64 or int32 [N].
-        offsets: int64 or int32 [features * batch + 1].
-        batch: bags of each feature.
-        scale: float32 [N], per-sample weights, or None.
-    """
-
-    ids: Ids
-    offsets: Ids
-    batch: int
-    scale: Floats | None = None
+    ids: Ids  # int64 or int32 [N]
+    offsets: Ids  # int64 or int32 [features * batch + 1]
+    batch: int  # bags of each feature
+    scale: Floats | None = None  # float32 [N], per-sample weights
 
     def of(self, batch: int) -> "Jagged":
         return self._replace(batch=batch)

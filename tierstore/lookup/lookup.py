@@ -4,8 +4,8 @@ Features must be ordered so that those sharing a table are neighbours. A lookup 
 ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run backward.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -16,14 +16,13 @@ from ..kernels.arrays import Floats
 from ..layout import ROW_MASK
 from ..pool import Pool
 from ..pool.arena import dot_part
-from ..pool.backward import Groups
-from ..pool.bags import NO_ARG_MAX, Batch, Pooling, Update
+from ..pool.backward import Groups, Update
+from ..pool.bags import NO_ARG_MAX, Batch, Pooling
 from ..pool.pins import Lease
 from ..system.signals import shielded
-from .dynamic import DynamicLookup
 from .hbm import HbmLookup
 from .joined import AnyLookup, Joined, Unjoined
-from .tables import Ready, RowGradients
+from .tables import Found, LookupTable, Ready, RowGradients, Sought, Use
 
 
 class Lookup(AnyLookup):
@@ -63,7 +62,7 @@ class Lookup(AnyLookup):
 
     def _lease_in(self, pool: Pool) -> Lease | None:
         """What is held of this pool's rows. One of a pool that was closed is dropped."""
-        if self._lease is not None and not self._lease.is_of(pool.pins):
+        if self._lease is not None and self._lease.keeper is not pool.pins:
             self.release()
         return self._lease
 
@@ -147,6 +146,73 @@ class Lookup(AnyLookup):
         counts = groups.counts.tolist()
         rows, parts = (torch.split(torch.from_numpy(each), counts) for each in (keys & ROW_MASK, values))
         return [RowGradients(*each) for each in zip(joined.tables, rows, parts, strict=True)]
+
+
+def pool_all(lookup: AnyLookup, out: Tensor, *, keep: bool) -> None:
+    """``lookup.forward``, with ids that have no row where they count."""
+    lookup.forward(out, keep=keep)
+    if lookup.joined.unseen is not None:
+        lookup.joined.unseen.add(out, lookup.mode)
+
+
+class DynamicLookup(AnyLookup):
+    """Of tables with dynamic ids: which rows a batch has is known when it is looked up, not when it is prepared. It is
+    of the ids that have rows, until ``admitted`` makes a lookup of one kind more. Errors as of ``Lookup``."""
+
+    def __init__(self, batch: Unjoined, *, mode: str, make: Callable[[Joined], AnyLookup]) -> None:
+        self.mode = mode
+        self._batch = batch
+        self._make = make
+
+    @cached_property
+    def _known(self) -> AnyLookup:
+        return self._joined(Use.PREPARE)
+
+    def _joined(self, use: Use) -> AnyLookup:
+        def find(sought: Sequence[Sought]) -> Sequence[Found]:
+            return [each.table.keys_of(each.ids, use) for each in sought]
+
+        return self._make(self._batch.join(find))
+
+    def admitted(self) -> AnyLookup:
+        """A lookup whose ids were admitted, for a forward pass that trains."""
+        self.release()
+        return self._joined(Use.ADMIT)
+
+    @property
+    def joined(self) -> Joined:  # type: ignore[override]
+        """Of the ids that have rows."""
+        return self._known.joined
+
+    @property
+    def tables(self) -> Sequence[LookupTable]:
+        return self._batch.features.tables
+
+    def has_room(self) -> bool:
+        return self._known.has_room()
+
+    def stage(self) -> bool:
+        return self._known.stage()
+
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """Of the ids that have rows now: since it was prepared, rows may have got other ids."""
+        self.release()
+        self._known = self._joined(Use.KEEP if keep else Use.READ)
+        self._known.forward(out, keep=keep)
+
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
+        self._known.scale_gradient(grad_out, grad_scale)
+
+    def readied(self, grad_out: Tensor) -> Ready:
+        return self._known.readied(grad_out)
+
+    def gradients(self, grad_out: Tensor) -> list[RowGradients]:
+        return self._known.gradients(grad_out)
+
+    def release(self) -> None:
+        """What is looked up next is looked for again: ids may have got other rows."""
+        if "_known" in self.__dict__:
+            self.__dict__.pop("_known").release()
 
 
 def make_lookup(joined: Joined | Unjoined, *, mode: str) -> AnyLookup:

@@ -1,7 +1,9 @@
-"""The contracts of tables and stores, as lookups use them."""
+"""Tables as lookups use them, and what lookups say of their rows."""
 
 import enum
-from abc import abstractmethod
+import math
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -9,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ..config import TableConfig
-from ..errors import IdError
+from ..errors import ClosedError, IdError, ReadOnlyError, TableError
 from ..hbm.checks import Captured
+from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Int64s
+from ..kernels.rounding import NEAREST, update_seed
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..optim.configs import Hyper
@@ -62,33 +66,39 @@ class TrainsRows(Protocol):
         """Release the rows. It still works, but must bring them in again."""
 
 
-class CollectsGradients(Protocol):
-    """A store's optimizer, as a backward pass sees it."""
-
-    def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
-        """Keep what training ``lookup`` by ``grad_out`` would apply, until the optimizer's step."""
-
-
 class Use(enum.Enum):
     """What rows of dynamic ids are looked for, for."""
 
-    PREPARE = enum.auto()
-    """To bring them in; ids without a row are no error."""
+    PREPARE = enum.auto()  # to bring them in; ids without a row are no error
     READ = enum.auto()
-    KEEP = enum.auto()
-    """A backward follows: they keep their ids until then."""
-    ADMIT = enum.auto()
-    """So too, and they will be trained: ids count, and get rows by the table's rules."""
+    KEEP = enum.auto()  # a backward follows: they keep their ids until then
+    ADMIT = enum.auto()  # so too, and they will be trained: ids count, and get rows by the table's rules
 
 
-class Hold(Protocol):
-    """Keeps the ids of a batch's rows as long as somebody refers to it."""
+class Hold:
+    """Keeps the ids of a batch's rows as long as somebody refers to it.
+
+    Args:
+        rows: int64 [n], and -1.
+        num_moves: how often rows of the table have lost their ids.
+    """
+
+    def __init__(self, rows: Int64s, num_moves: Callable[[], int]) -> None:
+        self.rows = rows
+        self._num_moves = num_moves
+        self._moves_when_let_go: int | None = None
 
     def let_go(self) -> None:
         """Keep them no longer: the batch has been trained."""
+        self.rows, self._moves_when_let_go = self.rows[:0], self._num_moves()
 
     def require(self) -> None:
         """RuntimeError if they were let go of, and some ids have lost their rows since."""
+        if self._moves_when_let_go is not None and self._moves_when_let_go < self._num_moves():
+            raise RuntimeError(
+                "a batch is trained a second time (retain_graph=True), and some ids have lost their rows since the "
+                "first: run the backward passes of a batch before the next batch's forward"
+            )
 
 
 class Found(NamedTuple):
@@ -99,39 +109,36 @@ class Found(NamedTuple):
 
 
 class Sought(NamedTuple):
-    """Ids of a batch in one table with dynamic ids, feature after feature.
-
-    Attributes:
-        ids: int64 [n].
-        ends: int64 [features], where each feature's end.
-    """
+    """Ids of a batch in one table with dynamic ids, feature after feature."""
 
     table: "LookupTable"
-    ids: Int64s
-    ends: Int64s
+    ids: Int64s  # int64 [n]
+    ends: Int64s  # int64 [features], where each feature's end
 
 
-Find = Callable[[Sequence[Sought]], Sequence[Found]]
-"""Finds the rows of each table's ids."""
+Find = Callable[[Sequence[Sought]], Sequence[Found]]  # finds the rows of each table's ids
+
+
+class CollectsGradients(Protocol):
+    """A store's optimizer, as a backward pass sees it."""
+
+    def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
+        """Keep what training ``lookup`` by ``grad_out`` would apply, until the optimizer's step."""
 
 
 class LookupStore(Protocol):
     """The store that a table is of."""
 
+    device: torch.device
+    readonly: bool
+    workers: Workers
+
     @property
     def optimizer_in_use(self) -> CollectsGradients | None:
         """Who collects gradients; None: backward updates rows."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where results live."""
-
-    @property
-    def readonly(self) -> bool:
-        """Whether no row is trained or written."""
-
-    @property
-    def workers(self) -> Workers: ...
+    def pool_of(self, layout: RowLayout) -> Pool:
+        """Where rows of this layout live now. ClosedError."""
 
     def note_partly_trained(self, error: BaseException) -> None:
         """A step failed after some of its rows were, or may have been, trained."""
@@ -140,49 +147,145 @@ class LookupStore(Protocol):
         """Raises PartlyTrainedError after that."""
 
 
-class LookupTable(Protocol):
-    """A table whose rows are looked up and trained."""
+class LookupTable(ABC):
+    """A table as lookups know it: where its rows are now, and how they are trained.
 
-    config: TableConfig
-    index: int
-    layout: RowLayout
+    Attributes:
+        config: its configuration.
+        index: its number in the store.
+        layout: how its rows lie in memory.
+        rows: the rows that this store uses; all, but for tables that are sharded over processes. To be set before the
+            first use, or by ``Store.use_rows``.
+        first_rate: where a new ``Store.optimizer`` starts: ``config.optimizer.lr``, or what ``learning_rate`` was set
+            to since the store was opened.
+        is_gone: the store has moved to a version without it.
+    """
+
+    def __init__(self, store: LookupStore, config: TableConfig, index: int, layout: RowLayout) -> None:
+        self.store = store
+        self.config = config
+        self.index = index
+        self.layout = layout
+        self.rows = config.rows
+        self.is_gone = False
+        self._known_pool: Callable[[], Pool | None] = lambda: None
+        self._learning_rate = self.first_rate = config.optimizer.lr
+        self._step = self._num_changes = 0
+        self._captured: list[Captured] = []
 
     @property
-    def num_changes(self) -> int:
-        """How often rows were updated, written or exchanged."""
+    def name(self) -> str:
+        """Of its configuration."""
+        return self.config.name
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def store(self) -> LookupStore: ...
+    @abstractmethod
+    def keys_of(self, ids: Int64s, use: Use) -> Found:
+        """Of the rows of these ids; errors as ``id_error``."""
 
     @property
     def pool(self) -> Pool:
-        """Where its rows live now; raises ClosedError or TableError if they no longer do."""
+        """The pool of its rows. ClosedError in a closed store, TableError if the version shown has no such table."""
+        if self.is_gone:
+            raise TableError(
+                f"table {self.name!r} is not in the version that the store shows; if one of that name is there again, "
+                f"take it again: store[{self.name!r}]"
+            )
+        known = self._known_pool()
+        if known is not None and not known.arena.is_closed:
+            return known
+        pool = self.store.pool_of(self.layout)
+        self._known_pool = weakref.ref(pool)  # a pool that another replaces is not kept in memory
+        return pool
 
     def in_pool(self, work: Callable[[Pool], _T]) -> _T:
         """Run it in the pool; run it again if a new table replaced the pool meanwhile."""
+        while True:
+            pool = self.pool
+            try:
+                return work(pool)
+            except ClosedError:
+                if pool is self.pool:  # which fails in a closed store
+                    raise
 
     @property
-    def rounding_seed(self) -> int:
-        """Rounding seed of the last counted update."""
+    def learning_rate(self) -> float:
+        """Of the next update: ``config.optimizer.lr`` at first; may be set to any finite number from 0 on. It is part
+        of a commit. RuntimeError if it is set to another while a CUDA graph trains the table."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self.go_on_at(rate)
+        self.first_rate = self._learning_rate
+
+    def go_on_at(self, rate: float) -> None:
+        """Set the rate in force, by a schedule or from a commit."""
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"learning_rate={rate} must be finite and not negative")
+        if self._captured and rate != self._learning_rate:
+            raise RuntimeError(
+                f"a CUDA graph trains table {self.name!r} at learning rate {self._learning_rate}, so it cannot become "
+                f"{rate}: commit, close the store and open it again, set the rate, and capture the step again"
+            )
+        self._learning_rate = float(rate)
+
+    @property
+    def num_changes(self) -> int:
+        """How often its rows were updated, written, or replaced by those of another version."""
+        return self._num_changes + self._num_replayed
+
+    @property
+    def _num_replayed(self) -> int:
+        """Updates by replays of CUDA graphs; if there are any, waits for the device."""
+        return sum(captured.num_updates for captured in self._captured)
+
+    def note_change(self) -> None:
+        """Count one more change of its rows."""
+        self._num_changes += 1
 
     def next_hyper(self) -> Hyper:
-        """Count one more update: its hyper-parameters."""
+        """Count one more update and give its hyper-parameters."""
+        self._step += 1
+        self._num_changes += 1
+        return self.config.optimizer.hyper(self._learning_rate, self._step)
 
     def replayed_hyper(self, captured: Captured) -> Hyper:
         """The hyper-parameters of an update in a CUDA graph, which counts its replays. RuntimeError if they change from
         one update to the next."""
+        rule = self.config.optimizer
+        hyper = rule.hyper(self._learning_rate, 1)
+        if hyper != rule.hyper(self._learning_rate, 2):
+            raise refused_in_graph(
+                f"{rule.kind}, which goes by the step's number, does not train table {self.name!r}: take SGD, Adagrad "
+                "or RowWiseAdagrad"
+            )
+        self._captured.append(captured)
+        return hyper
+
+    @property
+    def rounding_seed(self) -> int:
+        """The seed that the last counted update rounds with; see ``rounding``."""
+        if self.config.rounding == "nearest":
+            return NEAREST
+        return update_seed(self.config.init.random_seed, self._step)
 
     def id_error(self, row: int) -> ValueError:
-        """The error for an id that is not a row."""
+        """The error for an id that is no row of the table."""
+        return id_error(self.name, row, self.rows, "" if self.is_whole else " here, as the others are other ranks'")
 
-    def keys_of(self, ids: Int64s, use: Use) -> Found:
-        """Of the rows of these ids; errors as ``id_error``."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its rows are used in this store."""
+        return len(self.rows) == self.config.num_rows
 
     def require_float(self) -> None:
-        """Raises ReadOnlyError if its rows are quantized."""
+        """ReadOnlyError if its rows are quantized."""
+        if self.layout.is_quantized:
+            raise ReadOnlyError(
+                f"table {self.name!r} has {self.config.dtype} rows, which are looked up, not trained or written: "
+                "change the rows it was quantized from, and quantize them again. Where only results are wanted, use "
+                'torch.no_grad() or open the store with mode="r"'
+            )
 
 
 def id_error(name: str, row: int, rows: range, whose: str = "") -> ValueError:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..lookup.dynamic import DynamicLookup, pool_all
 from ..lookup.gradients import Turn, collect, note_pass, require_engine
 from ..lookup.joined import AnyLookup
+from ..lookup.lookup import DynamicLookup, pool_all
 from ..lookup.tables import LookupTable
 from ..pool import Pool
 from ..store import Store

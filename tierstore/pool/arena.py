@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +51,7 @@ class Arena(RowArrays):
 
     def _make_locks(self, *, readonly: bool) -> None:
         self.fill_lock = threading.RLock()
-        # An exception can come when a Condition, which is Python, has its lock and has not told; not so with the lock.
+        # An exception can come when a Condition, which is Python, has its lock and woke nobody; not so with the lock.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.rows_lock: Any = contextlib.nullcontext() if readonly else self.lock
@@ -72,9 +71,6 @@ class Arena(RowArrays):
         """ClosedError after ``refuse``."""
         if self.is_closed:
             raise ClosedError("the store is closed")
-
-    def over_threads(self, work: Callable[[int, int], Any], count: int) -> None:
-        self.workers.divide(work, count)
 
 
 def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, first: int, slots: Int32s) -> None:

@@ -3,7 +3,7 @@
 A *row number* is ``firsts[t] + u`` for row u of table t, the rows of a table being numbered in order of first use.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -25,15 +25,9 @@ class Groups:
         arg_max: int32 [K, dim], the positions that gave maxima, of max pooling; or empty.
         is_mean: gradients are divided by the sizes of their bags.
         num_columns: of a row of the output.
-        workers: threads to work with.
-
-    Attributes:
-        counts: int64 [T], how many rows each table has, once they are grouped.
     """
 
-    def __init__(
-        self, bags: Bags, arg_max: Int32s, num_columns: int, workers: Workers, *, is_mean: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, bags: Bags, arg_max: Int32s, num_columns: int, workers: Workers, *, is_mean: bool) -> None:
         num_positions, num_tables = int(bags.starts[-1]), len(bags.bounds) - 1
         self._bags = bags
         self._arg_max = arg_max
@@ -41,7 +35,7 @@ class Groups:
         self._num_columns = num_columns
         self._workers = workers
         self._table_starts = bags.starts[bags.bounds]
-        self.counts = np.zeros(num_tables, np.int64)
+        self.counts = np.zeros(num_tables, np.int64)  # of rows, once they are grouped
         self._starts = np.empty(num_positions + 2 * num_tables, np.int64)
         self._sources = np.empty(num_positions, np.int64)
         self._factors = np.empty(num_positions, np.float32) if is_mean or len(bags.scale) else NO_FLOATS
@@ -84,16 +78,13 @@ class Groups:
 
     def update(
         self, rows: RowArrays, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, *,
-        flags: Bytes = _NO_FLAGS, dirty: int = 0, seeds: Words | None = None, keys: Int64s|None = None,
+        flags: Bytes = _NO_FLAGS, dirty: int = 0, seeds: Words | None = None, keys: Int64s | None = None,
     ) -> None:  # fmt: skip
-        """Update the rows whose numbers begin at ``first``. The caller holds the lock.
+        """Update the rows whose numbers begin at ``first``. The caller holds the lock. For others see ``Update``.
 
         Args:
             slots: int32, by number from ``first`` on.
-            codes: int64 [T], optimizer of each table; hyper: float32 [T, NUM_HYPER].
-            grad_out: float32 [B, C], C-contiguous.
             flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
-            seeds: uint64 [T], what each table rounds with, or None if all round to nearest; see ``rounding``.
             keys: int64, by number from ``first`` on; or None without ``seeds``.
         """
         cuts = self._cuts(self._place(first), self._place(first + len(slots)))
@@ -112,8 +103,7 @@ class Groups:
     def merged(
         self, inverse: Int32s, num_unique: int, dim: int, grad_out: Floats, places: Int32s | None = None
     ) -> Floats:
-        """The merged gradient of each row, float32 [num_unique, dim], at its number or at ``places``, int32
-        [num_unique]."""
+        """float32 [num_unique, dim]: the merged gradient of each row, at its number or at ``places``, int32."""
         self.by_number(inverse, num_unique)
         gradients = np.zeros((num_unique, dim), np.float32)
         slots = np.arange(num_unique, dtype=np.int32) if places is None else places
@@ -143,3 +133,13 @@ class Groups:
         first = int(self._table_starts[table])
         starts = self._starts[first + 2 * table :][: int(self.counts[table]) + 1]
         return table, int(np.searchsorted(starts, position - first))
+
+
+class Update(NamedTuple):
+    """One update of the rows of a batch."""
+
+    groups: Groups  # its positions, to be grouped by row
+    codes: Int64s  # int64 [T], optimizer of each table
+    hyper: Floats  # float32 [T, NUM_HYPER]
+    gradient: Floats  # float32 [batch, columns], C-contiguous
+    seeds: Words | None  # uint64 [T], what each table rounds with; None if all to nearest: see ``kernels.rounding``

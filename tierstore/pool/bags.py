@@ -1,19 +1,16 @@
-"""What pools are given of a batch, to look its rows up and to update them: bags, rows, how to pool."""
+"""What pools are given of a batch, to look its rows up: bags, rows, how to pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..kernels import slots as kernels
-from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
+from ..kernels.arrays import Floats, Ids, Int32s, Int64s
 from ..layout import KEY_ROW_BITS
-
-if TYPE_CHECKING:
-    from .backward import Groups
 
 NO_INTS: Final = np.empty(0, np.int32)
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
@@ -28,24 +25,14 @@ class Numbering(Protocol):
 
 
 class Features:
-    """Features that one lookup serves, the same in each batch; those of one table are neighbours.
-
-    Args:
-        tables: distinct, all in one pool.
-        bounds: int64 [tables + 1], the features of each.
-        columns: int32 or int64 [features], where each one's results begin in a row of the output.
-
-    Attributes:
-        table_indices: int64 [tables], their places in the store.
-        table_of: int32 [features], which of ``tables`` each one's is; indices: int64 [features], its place in the
-            store; num_rows: int64 [features].
-    """
+    """Features that one lookup serves, the same in each batch; those of one table are neighbours."""
 
     def __init__(self, tables: list[Any], bounds: ArrayLike, columns: Ids) -> None:
-        self.tables = tables
-        self.bounds = np.asarray(bounds, np.int64)
-        self.columns = columns
-        self.table_indices = np.array([table.index for table in tables], np.int64)
+        self.tables = tables  # distinct, all in one pool
+        self.bounds = np.asarray(bounds, np.int64)  # int64 [tables + 1], the features of each
+        self.columns = columns  # int32 or int64 [features], where results begin in a row of the output
+        self.table_indices = np.array([table.index for table in tables], np.int64)  # their places in the store
+        # int32 [features], which of ``tables`` each one's is
         self.table_of = np.repeat(np.arange(len(tables), dtype=np.int32), np.diff(self.bounds))
 
     @classmethod
@@ -56,6 +43,7 @@ class Features:
 
     @cached_property
     def indices(self) -> Int64s:
+        """int64 [features], its table's place in the store."""
         return self.table_indices[self.table_of]
 
     @cached_property
@@ -68,23 +56,15 @@ class Features:
 
 
 class Bags(NamedTuple):
-    """The bags of a batch, feature by feature.
+    """The bags of a batch, feature by feature."""
 
-    Attributes:
-        table_indices, table_of, columns: of ``Features``.
-        bounds: int64 [T + 1], the bags of each table.
-        starts: int64 or int32 [K + 1], the positions of each bag.
-        batch: bags of a feature.
-        scale: float32 [N], per-sample weights, or empty.
-    """
-
-    table_indices: Int64s
+    table_indices: Int64s  # as the two below of ``Features``
     table_of: Int32s
-    bounds: Int64s
-    starts: Any
-    columns: Ids
-    batch: int
-    scale: Floats
+    bounds: Int64s  # int64 [T + 1], the bags of each table
+    starts: Any  # int64 or int32 [K + 1], the positions of each bag
+    columns: Ids  # of ``Features``
+    batch: int  # bags of a feature
+    scale: Floats  # float32 [N], per-sample weights, or empty
 
     def shifts(self, numbering: Numbering) -> Int64s:
         """int64 [N]: by how much the key of each position is above its slot."""
@@ -118,17 +98,11 @@ class Distinct(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The positions of a batch, bag after bag; all in tables of one pool.
+    """The positions of a batch, bag after bag; all in tables of one pool."""
 
-    Attributes:
-        bags: where they lie.
-        rows: int64 [N], keys; or int32 [N], slots, where each row has its own (``ResidentRows.numbering``).
-        by_sample: rows are used sample by sample, not feature by feature.
-    """
-
-    bags: Bags
-    rows: Any
-    by_sample: bool = False
+    bags: Bags  # where they lie
+    rows: Any  # int64 [N], keys; or int32 [N], slots, where each row has its own (``ResidentRows.numbering``)
+    by_sample: bool = False  # rows are used sample by sample, not feature by feature
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -150,44 +124,18 @@ class Batch:
 
 class IdsOfBags(NamedTuple):
     """Ids of a batch as the caller has them, which may change until they are read: what ``kernels.look_up`` and
-    ``kernels.join_ids`` take behind the range of bags.
-
-    Attributes:
-        ids: int64 or int32.
-        starts: int64 [F], where each feature's begin in ``ids``.
-        firsts: int64 [F], the slot or key of row 0 of each feature's table; num_rows: int64 [F], of it.
-        batch: bags of each feature.
-        bag_starts: int64 or int32 [F * batch + 1].
-    """
+    ``kernels.join_ids`` take behind the range of bags."""
 
     ids: Ids
-    starts: Int64s
-    firsts: Int64s
-    num_rows: Int64s
-    batch: int
-    bag_starts: Ids
+    starts: Int64s  # int64 [F], where each feature's begin in ``ids``
+    firsts: Int64s  # int64 [F], the slot or key of row 0 of each feature's table
+    num_rows: Int64s  # int64 [F], of that table
+    batch: int  # bags of each feature
+    bag_starts: Ids  # int64 or int32 [F * batch + 1]
 
 
 class FromIds(NamedTuple):
-    """A lookup directly from ids: slots, int32 [N], if they were asked for. If anything ``failed``, it was none, and
-    its output is undefined: positions of ids that are no rows, and negative numbers for rows that are not resident."""
+    """A lookup directly from ids. If anything ``failed``, its output is undefined."""
 
-    slots: Int32s
-    failed: list[int]
-
-
-class Update(NamedTuple):
-    """One update of the rows of a batch.
-
-    Attributes:
-        groups: its positions, to be grouped by row.
-        codes: int64 [T], optimizer of each table; hyper: float32 [T, NUM_HYPER].
-        gradient: float32 [batch, columns], C-contiguous.
-        seeds: uint64 [T], what each table rounds with, or None if all round to nearest; see ``kernels.rounding``.
-    """
-
-    groups: "Groups"
-    codes: Int64s
-    hyper: Floats
-    gradient: Floats
-    seeds: Words | None
+    slots: Int32s  # int32 [N], if they were asked for
+    failed: list[int]  # positions of ids that are no rows, and negative numbers for rows that are not resident

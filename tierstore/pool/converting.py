@@ -16,8 +16,7 @@ from ..kernels.floats import code_of_dtype
 from ..kernels.quantized import pack_rows, unpack_rows
 from ..layout import KEY_ROW_BITS, ROW_MASK, DtypeName, RowLayout
 
-_CHUNK_BYTES: Final = 1 << 20
-"""Rows read at a time, before they are converted."""
+_CHUNK_BYTES: Final = 1 << 20  # rows read at a time, before they are converted
 _NARROWER: Final[dict[DtypeName, tuple[DtypeName, ...]]] = {
     "float32": ("float32", "float16", "bfloat16", "int8", "int4"),
     "float16": ("float16", "int8", "int4"),

@@ -21,17 +21,13 @@ from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights
 from ..kernels.jit import JIT_ENABLED, inline, kernel, uncounted_kernel
 from ..kernels.threads import Workers
 
-NOT_OFFSETS: Final = -3
-"""What ``pool_at`` returns beside what ``kernels.look_up`` does."""
+NOT_OFFSETS: Final = -3  # what ``pool_at`` returns besides what ``kernels.look_up`` does
 
-_FINDING: Final = 32
-"""Columns: finding a row takes as long as adding so many."""
-_PART_WORK: Final = 80_000
-"""Ids times columns, some 10 us; waking a thread takes 1 or 2."""
+_FINDING: Final = 32  # Columns: finding a row takes as long as adding so many
+_PART_WORK: Final = 80_000  # ids times columns, some 10 us; waking a thread takes 1 or 2
 _PARTS_MAX: Final = 256
 _PARTS_A_THREAD: Final = 8
-_WEIGHTS: Final = 5
-"""Where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``."""
+_WEIGHTS: Final = 5  # where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``
 _NEXT, _STATUS, _ARGUMENTS = 0, 1, 1 + _PARTS_MAX
 _BODY, _THREADS, _TALLIES, _NUM_ARGUMENTS = 30, 31, 32, 33
 _FILLED: Final = int(Tally.FILLED)

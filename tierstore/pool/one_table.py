@@ -1,19 +1,20 @@
 """Small lookups of one table, by as few calls of compiled code as can be: most of their time is Python's.
 
-They give None where a ``Lookup`` must do it: a row is not in, or, of those that may be evicted and are brought in to be
+They give None where a ``Lookup`` must do it: a row is not in, or, of those that may be evicted and are fetched to be
 pooled, there is no room for all; or an argument is wrong or not a plain tensor there.
 """
 
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import DdrCache
+from ..cache import DdrCache, FullCache
+from ..cache.base import LOADING, RESIDENT
 from ..errors import ClosedError
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Int64s, Weights
@@ -23,13 +24,12 @@ from ..layout import KEY_ROW_BITS
 from ..system.signals import shielded
 from . import direct
 from .arena import Arena
-from .bags import NO_ARG_MAX, NO_FLOATS
+from .bags import NO_ARG_MAX, NO_FLOATS, NO_INTS
+from .leases import Leases
 
-if TYPE_CHECKING:
-    from .leases import Leases
-
-COLUMN: Final = np.zeros(1, np.int32)
-_ID_TYPES: Final = (torch.int64, torch.int32)
+_COLUMN: Final = np.zeros(1, np.int32)
+_NO_FLAGS: Final = np.empty(0, np.uint8)
+_ID_TYPES: Final[dict[Any, Any]] = {torch.int64: np.int64, torch.int32: np.int32}
 
 
 def has_one_call(arena: Arena) -> bool:
@@ -93,9 +93,9 @@ class OneTable(ABC):
 
 
 class InCache(OneTable):
-    """A table in a pool whose rows may be evicted: one call finds them and tells the policy, another pools them."""
+    """A table in a pool whose rows may be evicted: one call finds them and notes their use, another pools them."""
 
-    def __init__(self, arena: Arena, leases: "Leases", table_index: int, num_rows: int) -> None:
+    def __init__(self, arena: Arena, leases: Leases, table_index: int, num_rows: int) -> None:
         super().__init__(arena, num_rows)
         self._leases = weakref.ref(leases)
         self._few = direct.few(arena.workers, self._dim)
@@ -126,7 +126,7 @@ class InCache(OneTable):
         def add(slots: Int32s) -> None:
             kernels.pool_rows(
                 0, bags, 0, num_ids, starts, slots, NO_FLOATS, mode, arena.weights, self._dim, arena.dtype_code,
-                COLUMN, bags, pooled, NO_ARG_MAX,
+                _COLUMN, bags, pooled, NO_ARG_MAX,
             )  # fmt: skip
 
         with arena.lock:
@@ -154,3 +154,54 @@ class InCache(OneTable):
 def _use(arena: Arena, keys: Int64s) -> Int32s | None:
     assert isinstance(arena.cache, DdrCache)
     return arena.cache.use(keys)
+
+
+class InPlace(OneTable):
+    """A table in a pool where every row has a slot. Its arguments are prepared once: a lookup of one bag takes 4 us; by
+    ``Lookup`` it takes 20, nearly all of it Python's."""
+
+    def __init__(self, arena: Arena, cache: FullCache, table_index: int, num_rows: int) -> None:
+        super().__init__(arena, num_rows)
+        self._few = direct.few(arena.workers, self._dim)
+        self._first = int(cache.numbering.first_slots(np.array([table_index], np.int64))[0])
+        # By their addresses in the arguments; others are the arena's, which the caller keeps alive.
+        self._kept = np.zeros(1, np.int64), np.array([self._first], np.int64), np.array([num_rows], np.int64)
+        self._arguments: dict[torch.dtype, Int64s] = {}
+
+    def _lay_out(self, arena: Arena, id_type: torch.dtype) -> Int64s:
+        cache, body = arena.cache, direct.body_address(_ID_TYPES[id_type], arena.weights.dtype.type)
+        assert isinstance(cache, FullCache)
+        arguments: Int64s = direct.laid_out(
+            *self._kept, cache.tallies, cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, arena.weights, self._dim,
+            arena.dtype_code, _COLUMN, NO_ARG_MAX, NO_INTS, body, arena.workers.threads,
+        )  # fmt: skip
+        self._arguments[id_type] = arguments
+        return arguments
+
+    def _copy(self, arena: Arena, ids: Int64s, rows: Weights) -> bool:
+        cache = arena.cache
+        assert isinstance(cache, FullCache)
+        flags = _NO_FLAGS if cache.is_complete else cache.flags
+        status = kernels.copy_rows_of_ids(
+            ids, self._first, self._num_rows, flags, RESIDENT | LOADING, RESIDENT, arena.weights, self._dim, rows
+        )
+        if status == kernels.DONE:
+            cache.note_hits(len(ids))
+        return status == kernels.DONE
+
+    def _pool(self, arena: Arena, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
+        arguments = self._arguments.get(ids.dtype)
+        if arguments is None:
+            arguments = self._lay_out(arena, ids.dtype)
+        num_ids, num_offsets, address, start = ids.numel(), offsets.numel(), ids.data_ptr(), offsets.data_ptr()
+        team = 0 if num_ids < self._few else arena.workers.native_team()
+        if not start or (num_ids and not address) or (num_ids >= self._few and not team):
+            return None
+        bags = num_offsets - is_last_given
+        pooled = torch.from_numpy(np.empty((bags, self._dim), np.float32))  # torch.empty takes twice as long
+        run: Any = direct.pool_at
+        with arena.rows_lock:
+            if arena.is_closed:
+                return None
+            status = run(arguments, address, num_ids, start, num_offsets, bags, mode, pooled.data_ptr(), team)
+        return pooled if status == kernels.DONE else None

@@ -25,10 +25,10 @@ class Lease:
     """The rows of a batch's leading positions, kept in their ``slots``, int32 [n]. ``inverse``, int32 [positions]: each
     one's place in ``slots``; None if slot i is position i's. ``held``: it outlives the call that took it."""
 
-    __slots__ = ("__weakref__", "_keeper", "claim", "held", "inverse", "pinned", "slots")
+    __slots__ = ("__weakref__", "claim", "held", "inverse", "keeper", "pinned", "slots")
 
     def __init__(self, keeper: "Pins", pinned: Pinned, slots: Int32s) -> None:
-        self._keeper: Pins | None = keeper
+        self.keeper: Pins | None = keeper  # None once it is released
         self.claim: _Claim | None = None
         self.pinned = pinned
         self.slots = slots
@@ -44,12 +44,9 @@ class Lease:
         """int32 [num_positions]: the slot of each position."""
         return self.slots if self.inverse is None else self.slots[self.inverse]
 
-    def is_of(self, keeper: "Pins") -> bool:
-        return self._keeper is keeper
-
     def release(self) -> None:
         """Let the rows go; a second call does nothing."""
-        keeper, self._keeper = self._keeper, None
+        keeper, self.keeper = self.keeper, None
         if keeper is not None and self.claim is not None:
             keeper.release(self.claim)
             self.claim = None

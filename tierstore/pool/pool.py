@@ -10,8 +10,8 @@ Locks, always taken in this order:
 A call may be cut short between any two lines, by any exception: of a signal's handler, for want of memory. Then the
 cache's contract keeps rows right, ``Pins`` releases what the call had pinned, and the write-back begins again.
 
-Its parts: ``arena`` (rows and locks), ``pins``, ``leases`` (which bring rows in), ``transfers`` (rows in and
-out by key), ``writeback``, and ``rows`` (lookups and updates of batches).
+Its parts: ``arena`` (rows and locks), ``pins``, ``leases`` (which bring rows in), ``rows`` (lookups and updates of
+batches), ``transfers`` (rows in and out by key), and ``writeback``.
 """
 
 import logging
@@ -25,10 +25,10 @@ from ..layout import RowLayout
 from ..system.signals import shielded
 from .arena import Arena
 from .converting import RowSource
-from .in_place import InPlaceRows
-from .leases import EvictingRows, Leases, ResidentRows
+from .leases import Leases
 from .pins import PIN_WAIT_SECONDS, Pins
-from .transfers import HostTier, Tier, Transfers
+from .rows import EvictingRows, InPlaceRows, ResidentRows
+from .transfers import Tier, Transfers
 from .writeback import WriteBack
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -38,10 +38,8 @@ class Pool:
     """See the module's docstring.
 
     Attributes:
-        rows: lookups and updates of batches.
-        arena: the rows in DDR, as kernels read them, and the locks over them.
+        arena, pins, leases, rows, transfers, writeback: see the module's docstring.
         cache: which rows are there.
-        pins, leases, transfers, writeback: see the module's docstring.
         tier: the fastest one, which tables use: this one, or device memory above it, set before first use and kept when
             the pool is closed.
     """
@@ -58,10 +56,10 @@ class Pool:
             self.arena, self.pins, cold, transaction_bytes=transaction_bytes, outbox_rows=outbox_rows, epoch=epoch
         )
         self.leases = Leases(self.arena, self.pins, self.writeback, read or cold.read)
-        self.transfers = Transfers(self.arena, self.leases, self.writeback)
         parts = self.arena, self.pins, self.leases, self.writeback
         self.rows: ResidentRows = InPlaceRows(cache, *parts) if isinstance(cache, FullCache) else EvictingRows(*parts)
-        self.tier: Tier = HostTier(self.arena, self.rows, self.transfers)
+        self.transfers = Transfers(self.arena, self.rows, self.leases, self.writeback)
+        self.tier: Tier = self.transfers
         self._said_lookahead = False
 
     # Announcements
@@ -87,7 +85,7 @@ class Pool:
                 self.cache.retire(batch)
 
     def refuse(self) -> None:
-        """Refuse further use, here and in the tier above; waiters are told."""
+        """Refuse further use, here and in the tier above; waiters wake up."""
         self.tier.refuse()
         self.arena.refuse()
 

@@ -35,7 +35,7 @@ class TierStats(NamedTuple):
     rows_written: int = 0
     """Rows written back (ssd)."""
     bytes_moved: int = 0
-    """Bytes of segments that cleaning appended, beside ``bytes_written`` (ssd)."""
+    """Bytes of segments that cleaning appended, on top of ``bytes_written`` (ssd)."""
     rows_moved: int = 0
     """Rows in them (ssd)."""
     pages_moved: int = 0
@@ -118,9 +118,9 @@ class Stats(NamedTuple):
             if any(row):
                 lines.append([name, *(f"{each:,.3f}" if isinstance(each, float) else f"{each:,}" for each in row)])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        told = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+        text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
         ids = "ids: " + ", ".join(f"{name} {count:,}" for name, count in self.ids._asdict().items())
-        return "\n".join(told + [ids] * any(self.ids))
+        return "\n".join(text + [ids] * any(self.ids))
 
 
 def total(stats: Sequence[Stats]) -> Stats:

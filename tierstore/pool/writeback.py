@@ -34,12 +34,9 @@ from .pins import Pins
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8
 """Of the rows in a cache, what is written together at most: rows far from leaving may well change once more."""
-_PAUSE_SECONDS: Final = 5e-5
-"""Between two turns: a lock released and taken again at once is given to nobody else."""
-_REST: Final = 4
-"""Seconds that a commit rests for each second of processor time, unless somebody waits for it."""
-_MOST_REST_SECONDS: Final = 0.25
-"""A first turn compiles kernels."""
+_PAUSE_SECONDS: Final = 5e-5  # between two turns: a lock released and taken again at once is given to nobody else
+_REST: Final = 4  # seconds that a commit rests for each second of processor time, unless somebody waits for it
+_MOST_REST_SECONDS: Final = 0.25  # a first turn compiles kernels
 _KEY_AND_PLACE_BYTES: Final = 12
 
 
@@ -115,7 +112,7 @@ class WriteBack:
     # Updates
 
     def begin_update(self, slots: Int32s) -> None:
-        """The rows of these pinned slots are about to change: keep what a version under way needs of them, mark them
+        """The rows of these pinned slots are about to change: keep what a version in flight needs of them, mark them
         dirty. The caller holds the lock, which is released while the outbox is full."""
         first, cache = 0, self._cache
         while first < len(slots):
@@ -189,7 +186,7 @@ class WriteBack:
         """Write rows in transactions; yields after each which were written."""
         for first in range(0, len(keys), self.rows_a_write):
             if self._is_busy:
-                raise RuntimeError("a signal handler may not write while a write-back is under way")
+                raise RuntimeError("a signal handler may not write while a write-back is in flight")
             part = slice(first, first + self.rows_a_write)
             try:
                 self._is_busy = True

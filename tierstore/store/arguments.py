@@ -17,6 +17,7 @@ from ..lookup.joined import DeviceJagged, Jagged
 
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)
+_INT32_MAX: Final = 2**31 - 1
 FLOAT_TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 """Of per-sample weights and of rows that are written."""
 OffsetsType = type[np.int64] | type[np.int32]  # of the offsets that a lookup keeps
@@ -119,8 +120,8 @@ def check_offsets(
     """A copy of offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. If the last is
     not given, it is added. Where ``dtype`` does not hold ``num_ids``, the copy is int64."""
     given = check_ids(offsets, name, device=device)
-    whole = given if is_last_given else np.append(given, num_ids)
-    array: Any = np.empty(len(whole), dtype if num_ids <= np.iinfo(dtype).max else np.int64)
+    whole = given if is_last_given else np.concatenate((given, (num_ids,)))
+    array: Any = np.empty(len(whole), dtype if num_ids <= _INT32_MAX else np.int64)
     if not len(array) or not kernels.copy_offsets(whole, num_ids, array):
         rule = _offsets_rule(name, num_ids, is_last_given=is_last_given)
         raise ValueError(f"{rule}; {_first_wrong(given.astype(np.int64), num_ids)}")

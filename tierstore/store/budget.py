@@ -35,13 +35,9 @@ MAX_STAGING_BYTES: Final = 8 * 2**20  # of each buffer that rows are moved throu
 
 
 class PoolSize(NamedTuple):
-    """Attributes:
-    is_full: every row has a slot of its own (``cache.FullCache``).
-    """
-
     cached_rows: int
     outbox_rows: int
-    is_full: bool
+    is_full: bool  # every row has a slot of its own (``cache.FullCache``)
 
 
 class Division(NamedTuple):

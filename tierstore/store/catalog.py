@@ -32,7 +32,7 @@ KeptAs = DtypeName | Literal["stored"] | None  # what rows are kept in memory as
 
 @dataclass(slots=True)
 class ShownVersion:
-    """What a store shows beside rows."""
+    """What a store shows besides rows."""
 
     version: Version  # the part of it that is not rows
     committed: dict[str, int]  # ``num_changes`` of each table as of that version
@@ -83,7 +83,7 @@ class Catalog:
 
     @property
     def states(self) -> dict[str, TableState]:
-        """What a commit keeps of each table beside its rows."""
+        """What a commit keeps of each table besides its rows."""
         states = {config.name: TableState(0, config.optimizer.lr) for config in self.manifest.tables}
         return states | {name: table.state for name, table in self.tables.items()}
 
@@ -111,7 +111,7 @@ class Catalog:
         return lambda keys, slots, weights, _state, present: self._converter.read(read, keys, slots, weights, present)
 
     def show(self, version: Version) -> None:
-        """Take over what a version keeps beside rows. FormatError if a table of it is not here."""
+        """Take over what a version keeps besides rows. FormatError if a table of it is not here."""
         version.require_of(self.manifest)
         states = list(version.tables.values())  # by place, whatever the tables' names were
         for table in self.tables.values():
@@ -223,10 +223,6 @@ class Catalog:
             self._enter(self.manifest.shapes)
             self._shown_shapes = self._entered
 
-    def has_tables_of(self, manifest: Manifest) -> bool:
-        """Whether these are the tables of a manifest."""
-        return manifest.tables == self.manifest.tables
-
     def move(self, manifest: Manifest, version: Version) -> None:
         """Show a newer version, for which ``prepare`` gave the manifest."""
         self._enter(manifest.shapes)
@@ -303,14 +299,14 @@ def _fields(config: TableConfig) -> dict[str, Any]:
 
 
 def _difference(known: Table, asked: TableConfig) -> str:
-    """What to tell of a table that another one cannot be."""
+    """The error's text for a table that another one cannot be."""
     there, here, none = _fields(known.config), _fields(asked), "none"
     differing = [name for name in there | here if there.get(name, none) != here.get(name, none)]
-    told = "; ".join(f"{name}: {there.get(name, none)!r} there, {here.get(name, none)!r} asked" for name in differing)
+    text = "; ".join(f"{name}: {there.get(name, none)!r} there, {here.get(name, none)!r} asked" for name in differing)
     if differing == ["optimizer.lr"]:
         way = f"create it with lr={known.config.optimizer.lr}, then set table.learning_rate = {asked.optimizer.lr}"
     elif all(name.split(".")[0] in _CHANGEABLE for name in differing):
         way = "change it by Store.change_table (docs/tables.md), or choose another name"
     else:
         way = "choose another name, or move its rows to a new store by tierstore export and tierstore import"
-    return f"table {asked.name!r} exists and differs in {told}. Keep its configuration, or {way}"
+    return f"table {asked.name!r} exists and differs in {text}. Keep its configuration, or {way}"

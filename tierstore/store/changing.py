@@ -30,8 +30,7 @@ from .table import Table
 from .version import ORIGIN_KEY, RANK_KEY, repack, unpack
 
 _LOG: Final = logging.getLogger("tierstore")
-_TRANSACTION_BYTES: Final = 4 << 20
-"""Of rows that are moved at a time."""
+_TRANSACTION_BYTES: Final = 4 << 20  # of rows that are moved at a time
 
 
 def require_changeable(directory: Path, catalog: Catalog) -> None:

@@ -24,8 +24,7 @@ from .version import pack, unpack
 class PendingCommit(Future[int]):
     """The future of ``Store.commit_async``; its result is the version's number, which ``version`` is from the start.
 
-    Knows whether anybody has looked at how it ended: an error that nobody saw must not be lost. ``wanted`` is set once
-    somebody waits for it: until then its writer leaves most of the processor to others.
+    ``wanted`` is set once somebody waits for it: until then its writer leaves most of the processor to others.
     """
 
     def __init__(self, version: int) -> None:
@@ -51,7 +50,7 @@ class PendingCommit(Future[int]):
         return error
 
     def unseen_error(self) -> BaseException | None:
-        """Wait for the end; the error, if nobody has seen it. It has been seen then."""
+        """Wait for the end; the error, if nobody has seen it: it must not be lost. It has been seen then."""
         seen, error = self._was_seen, self.exception()
         return None if seen else error
 
@@ -101,7 +100,7 @@ class Commits:
             self._checkpoint = version.number
         if tensors is None:
             self._require_droppable(keep, dropped)
-        lineage = self._catalog.version.lineage.following(self._catalog.version.number)
+        lineage = version.lineage.following(version.number)
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
         self._pending = pending = PendingCommit(self._pools.epoch)
         try:
@@ -135,11 +134,11 @@ class Commits:
             )
 
     def end_pending(self) -> None:
-        """Wait for the commit under way; raise its error if nobody has seen it."""
+        """Wait for the commit in flight; raise its error if nobody has seen it."""
         pending = self._pending
         error = None if pending is None else pending.unseen_error()
         self._pending = None  # not before: the next commit may not begin while one is written
-        if self._catalog.version.number != self._cold.version:  # that commit was cut short where it told of itself
+        if self._catalog.version.number != self._cold.version:  # that commit was cut short before it said so
             self._catalog.shown.version = unpack(self._cold.version, self._cold.payload)
         if error is not None:
             raise error
@@ -169,21 +168,11 @@ class Commits:
             self._catalog.show(unpack(version, self._cold.payload))
             self._pools.epoch = self._cold.last_version + 1
 
-    def close(self) -> None:
-        """Let the thread end."""
-        self.thread.shutdown()
-
 
 def _finish(
-    pending: PendingCommit,
-    frozen: Sequence[Frozen],
-    cold: ColdTier,
-    shown: ShownVersion,
-    payload: bytes,
-    keep: int,
-    dropped: Collection[int],
-    num_changes: dict[str, int],
-) -> None:
+    pending: PendingCommit, frozen: Sequence[Frozen], cold: ColdTier, shown: ShownVersion, payload: bytes, keep: int,
+    dropped: Collection[int], num_changes: dict[str, int],
+) -> None:  # fmt: skip
     """Write what was frozen and make it the current version; the commit thread's part, which does not keep a store that
     is dropped meanwhile."""
     try:

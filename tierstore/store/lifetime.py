@@ -11,8 +11,7 @@ from ..errors import ClosedError, ReadOnlyError
 
 
 class Lifetime:
-    """Of one store, and apart from it: its parts ask for it without a reference to the store, which would keep a store
-    that nobody closed alive."""
+    """Of one store, whose parts so need no reference to it, which would keep a store that nobody closed alive."""
 
     def __init__(self, directory: Path, *, readonly: bool) -> None:
         self.directory = directory
@@ -58,7 +57,7 @@ os.register_at_fork(after_in_child=_KEPT.clear)
 
 
 def is_open_here(directory: Path) -> bool:
-    """Whether this process has the store in ``directory`` open for writing, be it that nobody refers to it any more."""
+    """Whether this process has the store in ``directory`` open for writing, even if nobody refers to it any more."""
     found = directory.resolve()
     return any(not each.readonly and each.directory.resolve() == found for each in list(_KEPT))
 
@@ -80,8 +79,8 @@ class Shown:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Within it, rows become those of another version. Order: the follower's lock, this, those of
-        dynamic ids, that of the pools."""
+        """Within it, rows become those of another version. Order of locks: the follower's, this, those of dynamic ids,
+        that of the pools."""
         with self._lock:
             self.changes += 1
             try:

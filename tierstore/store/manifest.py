@@ -6,7 +6,6 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -106,14 +105,8 @@ class Manifest:
         """Replace the manifest in ``directory``; after a crash there is the old one or the new one. TableError: there
         are more tables than a manifest can hold. DiskFullError, ReadOnlyError, TierstoreError: the system refused; the
         old one stands."""
-        with self._partial(directory) as partial:
-            os.replace(partial, directory / MANIFEST_NAME)
-
-    @contextlib.contextmanager
-    def _partial(self, directory: Path) -> Iterator[Path]:
-        """The manifest under a name of this process's own, synced, to be given its place; removed if that fails."""
         text = self._text()
-        partial = directory / f"{MANIFEST_NAME}.{os.getpid()}.partial"
+        partial = directory / f"{MANIFEST_NAME}.{os.getpid()}.partial"  # no other process writes it
         try:
             partial.unlink(missing_ok=True)
             # A new file only: a link under this name would lead out of the directory.
@@ -121,7 +114,7 @@ class Manifest:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            yield partial
+            os.replace(partial, directory / MANIFEST_NAME)
             sync_directory(directory)
         except BaseException as error:
             with contextlib.suppress(OSError):

@@ -56,7 +56,7 @@ _CHUNK_BYTES: Final = 8 << 20  # of rows that are read at a time
 
 
 class CachedRows(NamedTuple):
-    """What changes in one pool's cache: read beside the cache, then copied into it.
+    """What changes in one pool's cache: read apart from the cache, then copied into it.
 
     Rows are kept in the memory that write staging has in a store open for writing. Those that do not fit, likely next
     victims, are evicted when the version is shown, and so are those that came in meanwhile.
@@ -71,7 +71,12 @@ class CachedRows(NamedTuple):
     @classmethod
     def read(cls, pool: Pool, changed: Int64s, read: RowSource, room_bytes: int) -> "CachedRows":
         """``read`` those that are cached, of the newer version, as far as they fit ``room_bytes``."""
-        layout, cached = pool.layout, _cached(pool, changed)
+        layout, parts = pool.layout, [changed[:0]]
+        for first in range(0, len(changed), _FIND_ROWS):
+            part = changed[first : first + _FIND_ROWS]
+            with pool.arena.lock:
+                parts.append(part[pool.cache.find(part) >= 0])
+        cached = np.concatenate(parts)
         room = room_bytes // layout.row_bytes
         if len(cached) > room:
             listed = resident_keys(pool)  # likely next victims first
@@ -81,10 +86,10 @@ class CachedRows(NamedTuple):
         state = np.zeros((count, layout.state_words), np.uint64)
         present = np.ones(count, np.bool_)
         step = max(1, _CHUNK_BYTES // layout.row_bytes)
-        for first in range(0, count, step):
-            part = slice(first, first + step)
-            slots = np.arange(len(cached[part]), dtype=np.int32)
-            read(cached[part], slots, weights[part], state[part], present[part])
+        for begin in range(0, count, step):
+            own = slice(begin, begin + step)
+            slots = np.arange(len(cached[own]), dtype=np.int32)
+            read(cached[own], slots, weights[own], state[own], present[own])
         if not present.all():  # after a rollback the newer version may not have them
             cached, weights, state = cached[present], weights[present], state[present]
         return cls(pool, changed, cached, weights, state)
@@ -102,17 +107,6 @@ class CachedRows(NamedTuple):
             cache.evict(np.setdiff1d(others[others >= 0], slots))
 
 
-def _cached(pool: Pool, keys: Int64s) -> Int64s:
-    """Those of ``keys`` that a pool's cache has, in their order."""
-    parts = [keys[:0]]
-    for first in range(0, len(keys), _FIND_ROWS):
-        part = keys[first : first + _FIND_ROWS]
-        with pool.arena.lock:
-            slots = pool.cache.find(part)
-        parts.append(part[slots >= 0])
-    return np.concatenate(parts)
-
-
 def changed_rows(
     pools: Sequence[Pool], changed: Int64s, read: RowSource, room_bytes: int
 ) -> Sequence[CachedRows] | None:
@@ -128,16 +122,6 @@ def changed_rows(
         rows.append(CachedRows.read(pool, changed, read, room_bytes))
         room_bytes -= rows[-1].weights.nbytes + rows[-1].state.nbytes
     return rows
-
-
-def rehearse(pool: Pool, read: RowSource) -> None:
-    """Read a cached row again, of the version that is shown, and list some: what following uses is compiled then."""
-    cache = pool.cache
-    with pool.arena.lock:
-        cache.list_more(Listing(), 1)
-        keys = cache.keys_of(cache.resident_slots()[-1:])
-    rows = CachedRows.read(pool, keys, read, pool.layout.row_bytes)
-    rows._replace(changed=keys[:0]).show()  # a row that was never written stays, too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +196,7 @@ class Follower:
                 break
         version.require_of(manifest)
         rows = None
-        if self._catalog.has_tables_of(manifest):
+        if manifest.tables == self._catalog.manifest.tables:
             read = self._catalog.source(found.read)
             rows = changed_rows(list(self._pools), found.changed, read, self._pools.reserved_bytes)
         ids = [each.changed(found) for each in self._catalog.ids]
@@ -220,6 +204,7 @@ class Follower:
 
     @shielded
     def rehearse(self) -> None:
+        """See ``Store.rehearse_newer``: reads a cached row again, of the version that is shown, and lists some."""
         with self.lock:
             self._lifetime.require_open()
             self.give_up(self._found)
@@ -230,7 +215,12 @@ class Follower:
                 ids.rehearse()
             for pool in self._pools:
                 if not pool.tier.on_device:
-                    rehearse(pool, self._catalog.source(self._cold.read))
+                    with pool.arena.lock:
+                        pool.cache.list_more(Listing(), 1)
+                        keys = pool.cache.keys_of(pool.cache.resident_slots()[-1:])
+                    read = self._catalog.source(self._cold.read)
+                    rows = CachedRows.read(pool, keys, read, pool.layout.row_bytes)
+                    rows._replace(changed=keys[:0]).show()  # a row that was never written stays, too
 
     def give_up(self, found: NewerVersion | None) -> None:
         """Drop what was made ready, if it is still there."""

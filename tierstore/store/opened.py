@@ -19,17 +19,11 @@ if TYPE_CHECKING:
 
 
 class Opened(NamedTuple):
-    """A store's files.
+    """A store's files."""
 
-    Attributes:
-        manifest: of the tables that the version shows.
-        cold: the cold tier, which knows no table yet and is the caller's to close.
-        read_manifest: reads the manifest of now; after the tier found a newer version, at least that one's.
-    """
-
-    manifest: Manifest
-    cold: "LmdbColdTier | WholeTier"
-    read_manifest: Callable[[], Manifest]
+    manifest: Manifest  # of the tables that the version shows
+    cold: "LmdbColdTier | WholeTier"  # knows no table yet, and is the caller's to close
+    read_manifest: Callable[[], Manifest]  # of now; after the tier found a newer version, at least that one's
 
 
 def open_files(directory: Path, *, readonly: bool, version: int | None = None, slack: float = DEFAULT_SLACK) -> Opened:

@@ -53,7 +53,7 @@ def open_store(
             notebooks: without a directory, and not to be opened again, followed or backed up.
         mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
         version: with mode="r", which of the kept versions to open; default: the last.
-        keep: versions that stay, for ``version=`` and ``Store.rollback``; each takes room for rows changed after it.
+        keep: versions that stay, for ``version=`` and ``Store.rollback``; each takes space for rows changed after it.
         slack: how many times the size of its rows the row file may have before it is cleaned: above 1, at most 10.
         ddr: budget of host memory for caches, indexes and write staging: bytes, "512MiB", "50%" (of the machine's
             memory) or "5% of tables" (of all rows and state). A map of rows comes on top: 4 bytes a row of all tables,

@@ -4,6 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,7 +22,6 @@ from .table import Table
 if TYPE_CHECKING:
     from .store import Store
 
-
 _LOG: Final = logging.getLogger("tierstore")
 _KEPT: Final = (
     "a backward pass adds to gradients of rows that step applied before: call zero_grad() of store.optimizer() at "
@@ -30,38 +30,27 @@ _KEPT: Final = (
 _GRAD: Final[Any] = Tensor.grad  # torch's property, to which mypy knows no setter
 
 
+@dataclass(eq=False)
 class _Waiting:
-    """The gradients of a backward pass's rows of some tables, not merged yet; the rows are pinned.
+    """The gradients of a backward pass's rows of some tables, not merged yet; the rows are pinned. Most are never
+    merged: ``step`` runs the update that fuses merging and the optimizer's rule."""
 
-    Most are never merged: ``step`` runs the update that fuses merging and the optimizer's rule.
-
-    Args:
-        rows: of each table of the lookup, in order.
-        grad_out: of the lookup's output.
-    """
-
-    def __init__(self, rows: "Sequence[_GradAnchor]", lookup: TrainsRows, grad_out: Tensor) -> None:
-        self._rows = rows
-        self._lookup = lookup
-        self._grad_out = grad_out
-
-    @property
-    def update(self) -> tuple[TrainsRows, Tensor]:
-        """What ``train`` takes, to apply them to the rows."""
-        return self._lookup, self._grad_out
+    rows: "Sequence[_GradAnchor]"  # of each table of the lookup, in order
+    lookup: TrainsRows
+    grad_out: Tensor  # of the lookup's output
 
     def release(self) -> None:
         """Release the rows, which will not be trained."""
-        self._lookup.release()
-        for hold in self._lookup.holds:
+        self.lookup.release()
+        for hold in self.lookup.holds:
             hold.let_go()
 
     @shielded
     def merge(self) -> None:
         """Merge each row's, and add them to the tables' ``grad``."""
-        holds = self._lookup.holds
-        found = self._lookup.gradients(self._grad_out)
-        for rows in self._rows:
+        holds = self.lookup.holds
+        found = self.lookup.gradients(self.grad_out)
+        for rows in self.rows:
             if rows.waiting is self:
                 rows.waiting = None
             rows.holds.extend(holds)
@@ -251,7 +240,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss, which is returned; or None.
 
         Raises:
-            DiskFullError, DamagedError, BudgetError, MemoryError: rows could not be brought in; none was trained, and
+            DiskFullError, DamagedError, BudgetError, MemoryError: rows could not be fetched; none was trained, and
                 ``step`` can be called again.
             PartlyTrainedError: so too, but rows that do not fit in memory together were trained in parts. ClosedError.
             RuntimeError: another optimizer of the store was made since.
@@ -274,17 +263,17 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         self._set_rates()
         passes = dict.fromkeys(rows.waiting for rows in self._rows if rows.waiting is not None)
         merged = [(rows.table, rows.grad) for rows in self._rows if rows.waiting is None and rows.grad is not None]
-        train([*(each.update for each in passes), *(_update(table, gradient) for table, gradient in merged)])
+        train([*((each.lookup, each.grad_out) for each in passes), *(_update(*each) for each in merged)])
         for rows in self._rows:
             rows.is_applied = True
             rows.let_go()
 
     def _set_rates(self) -> None:
         """Of all tables; say once which do not go on at the rate that they were trained at."""
-        is_told, self._is_resumed = self._is_resumed, True
+        is_known, self._is_resumed = self._is_resumed, True
         for group in self._row_groups:
             table, rate = group["params"][0].table, group["lr"]
-            if not is_told and table.learning_rate != rate and table.state.step:
+            if not is_known and table.learning_rate != rate and table.state.step:
                 _LOG.warning(
                     "table %r was last trained at learning rate %s, and this optimizer begins at %s: to go on where a "
                     "schedule was, load the optimizer's state, as tierstore.checkpoint.load does",
@@ -294,22 +283,14 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self,
-        parameters: Iterable[Tensor] = (),
-        max_norm: float = 1.0,
-        norm_type: float = 2.0,
-        *,
+        self, parameters: Iterable[Tensor] = (), max_norm: float = 1.0, norm_type: float = 2.0, *,
         error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over the rows' gradients and those of other parameters, as one vector.
-
-        torch's own function takes no sparse gradients.
+    ) -> Tensor:  # fmt: skip
+        """``torch.nn.utils.clip_grad_norm_``, which takes no sparse gradients, over the rows' gradients and those of
+        other parameters, as one vector. Returns the norm before, float32 [].
 
         Args:
             parameters: others, as of ``model.parameters()``; sparse gradients of theirs are coalesced.
-
-        Returns:
-            the norm before, float32 [].
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for each in given:

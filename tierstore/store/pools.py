@@ -23,6 +23,7 @@ from ..system.flag import Flag
 from ..system.sizes import file_memory_bytes, parse_size, require_memory
 from .budget import PoolSize, divide, divide_hbm
 from .catalog import Catalog
+from .stored_ids import ids_bytes
 from .table import Table
 
 _MANY_BYTES: Final = 2**62  # of which no percentage that is not zero is no byte
@@ -74,7 +75,7 @@ class Pools:
             return self._by_layout[layout]
 
     def look(self) -> None:
-        """ValueError for what a device found wrong with ids and nobody was told yet. Waits for it."""
+        """ValueError for what a device found wrong with ids and no call has raised yet. Waits for it."""
         for pool in self:
             pool.tier.look()
 
@@ -85,8 +86,7 @@ class Pools:
             raise TableError(f"rows are in use by {IN_USE}; {action} before it")
 
     def freeze(self, wanted: Flag) -> Sequence[Pool]:
-        """Freeze the dirty rows of all pools at one moment. Returns them; pools made later are of the next epoch.
-        ``wanted``: see ``WriteBack.freeze``."""
+        """Freeze the dirty rows of all pools at one moment. Returns them; pools made later are of the next epoch."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.lock)
             pools = list(self)
@@ -145,32 +145,20 @@ class Pools:
             ids_bytes=self._ids_bytes,
         )  # fmt: skip
         read = self._catalog.source(self._cold.read)
-        pools = {
-            layout: Pool(
-                layout,
-                _make_cache(tables, layout, size, memory.policy),
-                self._cold,
-                self._workers,
-                transaction_bytes=division.transaction_bytes,
-                outbox_rows=size.outbox_rows,
-                epoch=self.epoch,
-                readonly=self._readonly,
-                read=read,
-            )
-            for layout, size in division.pools.items()
-        }
+        pools = {}
+        for layout, size in division.pools.items():
+            pools[layout] = Pool(
+                layout, _make_cache(tables, layout, size, memory.policy), self._cold, self._workers,
+                transaction_bytes=division.transaction_bytes, outbox_rows=size.outbox_rows, epoch=self.epoch,
+                readonly=self._readonly, read=read,
+            )  # fmt: skip
         for table in tables:
             pools[table.layout].leases.add_table(table.index, table.config)
         if hbm_sizes:
             add_hbm(
-                pools.values(),
-                hbm_sizes,
-                tables,
-                device=memory.device,
-                policy=memory.policy,
-                readonly=self._readonly,
+                pools.values(), hbm_sizes, tables, device=memory.device, policy=memory.policy, readonly=self._readonly,
                 given=memory.hbm,
-            )
+            )  # fmt: skip
         # Memory is taken as rows come in; better an error here than the end of the process then.
         taken = division.reserved_bytes + self._ids_bytes + sum(pool.size_bytes for pool in pools.values())
         require_memory(taken, f"ddr={memory.ddr!r}")
@@ -179,7 +167,7 @@ class Pools:
 
     @property
     def _ids_bytes(self) -> int:
-        return sum(ids.size_bytes for ids in self._catalog.ids)
+        return sum(ids_bytes(table.config) for table in list(self._catalog.tables.values()))
 
     # Statistics
 

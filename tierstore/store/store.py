@@ -31,7 +31,6 @@ from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from ..system.sizes import format_count
 from .arguments import OffsetsType
-from .backup import BackupReport, back_up
 from .catalog import Catalog, KeptAs
 from .changing import change, drop, require_changeable
 from .commits import Commits, PendingCommit
@@ -43,6 +42,7 @@ from .optimizer import TieredOptimizer
 from .pools import Memory, Pools
 from .recording import Recorder
 from .table import Table
+from .target import BackupReport, back_up
 from .version import unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -64,12 +64,11 @@ class Store(Unpicklable):
         dropped: versions that the next commit drops, and that do not count; set by a sharded store.
         device: where results live.
         offsets_type: of the offsets that lookups keep: int32, as the device takes them, or on the host int64.
-        recorder: what lookups are told to, or None; see ``record``.
+        recorder: records lookups, or None; see ``record``.
         optimizer_in_use: what ``optimizer`` gave last, or None: backward updates rows.
-        shown: what lookups ask whether the store moved to another version meanwhile.
+        shown: counts moves to other versions.
         workers: threads for kernels over many rows.
-        require_open: raises ClosedError after ``close``, and in a process forked since the store was opened.
-        require_writable: raises that, or ReadOnlyError for mode="r".
+        require_open, require_writable: of its ``Lifetime``.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Store(Unpicklable):
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
             held.callback(self._pools.close)
             self._commits = Commits(self.directory, self._cold, self._catalog, self._pools, self.shown)
-            held.callback(self._commits.close)
+            held.callback(self._commits.thread.shutdown)
             self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools, self.shown)
             self._lifetime.keep(self._cold, self.workers, self._commits.thread)
             self._held = held.pop_all()
@@ -129,13 +128,13 @@ class Store(Unpicklable):
     @shielded
     def create_table(self, config: TableConfig) -> Table:
         """Add a table, durably; a table of the same configuration is returned as it is, with the learning rate of its
-        last commit (which is logged, as INFO, if the configuration has another).
+        last commit (a WARNING is logged if the configuration has another).
 
         Creating a table is not part of a version: it is there, empty, whatever is committed.
 
         Raises:
-            TableError: the name is taken by another configuration, rows are pinned by batches under way, or the tier
-                in device memory cannot have the table.
+            TableError: the name is taken by another configuration, in-flight batches pin rows, or the tier in device
+                memory cannot have the table.
             BudgetError: the system refuses memory for the map of the rows. ReadOnlyError, ClosedError.
         """
         self.require_open()
@@ -144,9 +143,7 @@ class Store(Unpicklable):
         known = self.find_or_require(config)
         if known is not None:
             return known
-        self._commits.end_pending()
-        with self._pools.lock:  # pools are made for all tables there are
-            self._pools.retire()
+        with self._retired():
             return self._catalog.create(config)
 
     def find_or_require(self, config: TableConfig) -> Table | None:
@@ -174,8 +171,8 @@ class Store(Unpicklable):
     ) -> Table:
         """Give a table another name, more rows, other features, pooling or another optimizer, in place and durably.
 
-        The change is part of no version: all that are kept show the table as it is now, and ``rollback`` changes it not
-        back. A process that is killed leaves the table as it was, or as it is to be. ``Table`` objects of before, and
+        The change is part of no version: all that are kept show the table as it is now, and ``rollback`` does not undo
+        it. A process that is killed leaves the table as it was, or as it is to be. ``Table`` objects of before, and
         modules over them, refuse further use; make them again.
 
         Args:
@@ -206,7 +203,7 @@ class Store(Unpicklable):
     @shielded
     def drop_table(self, name: str) -> None:
         """Drop a table with all its rows, in place and durably, from all versions that are kept: ``backup`` first if it
-        may be wanted again. Its room on SSD is used again after the next commits. Errors as of ``change_table``."""
+        may be wanted again. Its space on SSD is reused after the next commits. Errors as of ``change_table``."""
         with self._changing(name) as table:
             drop(self._catalog, table)
 
@@ -214,9 +211,7 @@ class Store(Unpicklable):
     def use_rows(self, rows: Mapping[str, range]) -> None:
         """Use these rows of tables, by name, from now on. TableError: rows are in use. DiskFullError, ReadOnlyError."""
         self.require_writable()
-        self._commits.end_pending()
-        with self._pools.lock:  # pools are made for the rows that are used
-            self._pools.retire()
+        with self._retired():
             for name, own in rows.items():
                 self[name].rows = own
 
@@ -230,9 +225,16 @@ class Store(Unpicklable):
             )
         self._commits.end_pending()
         require_changeable(self.directory, self._catalog)
+        with self._retired():
+            yield table
+
+    @contextlib.contextmanager
+    def _retired(self) -> Iterator[None]:
+        """Within it there are no pools, which are made for all tables there are and the rows that are used."""
+        self._commits.end_pending()
         with self._pools.lock:
             self._pools.retire()
-            yield table
+            yield
 
     def __getitem__(self, name: str) -> Table:
         """The table of that name; TableError names the nearest one there is."""
@@ -272,8 +274,7 @@ class Store(Unpicklable):
         its own.
 
         Args:
-            dense: of the other parameters, to have one optimizer for all: it steps, is scheduled, saved and loaded with
-                the tables'.
+            dense: of the other parameters, to have one optimizer for all.
 
         Raises:
             ReadOnlyError: the store was opened for reading. ClosedError. TypeError: ``dense`` is no optimizer.
@@ -331,14 +332,14 @@ class Store(Unpicklable):
         """Commit what is there now, and go on while it is written. Arguments, and errors about them, as for ``commit``.
 
         The caller waits until ``extra`` and ``tensors`` are copied and the rows to be written are marked. Whatever is
-        written or trained afterwards belongs to the next version: a row that changes before it was written is copied
-        first, and threads that change rows faster than they are written wait for the writer. A commit waits for the one
-        before it. ``version`` and ``extra`` stay those of the last version until the new one is durable.
+        written or trained afterwards belongs to the next version. Threads that change rows faster than they are
+        written wait for the writer, and a commit for the one before it. ``version`` and ``extra`` stay those of the
+        last version until the new one is durable.
 
         Returns:
             the future whose ``result()`` is the version's number once it is durable, or raises. Until somebody calls
-            it, the writer rests most of the time: training alongside is slowed by less, for longer. An error that
-            nobody asked it for is raised by the next commit, or by ``close``.
+            it, the writer rests most of the time, to slow training down less. An error that nobody asked it for is
+            raised by the next commit, or by ``close``.
         """
         self.require_writable()
         self.require_whole_steps()
@@ -351,8 +352,8 @@ class Store(Unpicklable):
         Numbers of dropped versions are not used again. Tables that were created later stay, empty.
 
         Raises:
-            ValueError: it is not one of ``versions``. TableError: rows are in use by a batch under way.
-            ReadOnlyError, ClosedError.
+            ValueError: it is not one of ``versions``. TableError: an in-flight batch uses rows. ReadOnlyError,
+            ClosedError.
         """
         self.require_writable()
         self._commits.rollback(version)
@@ -362,9 +363,8 @@ class Store(Unpicklable):
         """Have a store opened with mode="r" show the newest commit of its writer; returns its number.
 
         Lookups in other threads may go on: each shows rows of one version. What the caches hold stays, read again where
-        it changed. With ``version=``, or in a store open for writing, nothing happens.
-
-        Raises: as ``find_newer`` and ``Newer.show``.
+        it changed. With ``version=``, or in a store open for writing, nothing happens. Errors as of ``find_newer`` and
+        ``Newer.show``.
         """
         newer = self.find_newer()
         return self.version if newer is None else newer.show()
@@ -386,10 +386,7 @@ class Store(Unpicklable):
 
     def rehearse_newer(self) -> None:
         """Compile what ``find_newer`` and ``Newer.show`` use, so that the first newer version comes as fast as later
-        ones. The store goes on to show what it shows. No lookup may be under way in it meanwhile.
-
-        Raises: as ``find_newer`` and ``Newer.show``.
-        """
+        ones. The store goes on to show what it shows. No lookup may run in it meanwhile. Errors as of these."""
         self._follower.rehearse()
 
     @property
@@ -423,8 +420,8 @@ class Store(Unpicklable):
         return unpack_tensors(self._catalog.version)
 
     def set_time(self, seconds: float) -> None:
-        """Say of when the batches from now on are, for ``TTL(minutes=)``: seconds since 1970, or since any other time.
-        A run that is resumed, or repeated, is the same if it says the same. ValueError: it goes back."""
+        """Set the time of the batches from now on, for ``TTL(minutes=)``: seconds since 1970, or since any other time.
+        A run that is resumed, or repeated, is the same if its times are. ValueError: it goes back."""
         self.require_open()
         minutes = int(seconds // 60) + 1
         timed = [table.ids for table in self.tables.values() if table.ids is not None and table.ids.goes_by_time]
@@ -441,7 +438,7 @@ class Store(Unpicklable):
         return self._pools.stats()
 
     def record(self, path: str | os.PathLike[str], *, rate: float = 0.01, max_bytes: int | str = "64MiB") -> Recorder:
-        """Write down which rows are looked up from now on, as a trace; ``recording.Recorder`` says more, and errors.
+        """Record which rows are looked up from now on, as a trace; more, and errors, at ``recording.Recorder``.
 
         Args:
             path: the file, NAME.npz; there must be none yet.
@@ -464,7 +461,7 @@ class Store(Unpicklable):
         verify: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> BackupReport:
-        """Copy the store and all versions it keeps into another directory, while others train: ``backup.back_up``."""
+        """Copy the store and all versions it keeps into another directory, while others train: ``target.back_up``."""
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):
             raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')
@@ -485,22 +482,27 @@ class Store(Unpicklable):
 
     @shielded
     def close(self) -> None:
-        """End the commit under way, then release files, memory and threads. A recorder is stopped. A second call does
+        """End the commit in flight, then release files, memory and threads. A recorder is stopped. A second call does
         nothing. Raises the error of a commit that nobody has seen, or of a recorder, and, unless an exception ends a
         ``with`` block, that of ids on a device that were wrong; everything is released even so.
 
         What was not committed is dropped, and a WARNING of the logger "tierstore" says so; not where an exception ends
         a ``with`` block, nor of a store in memory."""
-        self._close(is_told=True)
+        self._close(is_logged=True)
 
-    def _close(self, *, is_told: bool) -> None:
+    def _close(self, *, is_logged: bool) -> None:
         if self._lifetime.is_over:
             self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
         try:
             self._commits.end_pending()
-            if is_told:
-                self._tell_dropped()
+            if is_logged:
+                names = self.changed_tables
+                if names and not self.readonly and self.directory is not _IN_MEMORY:
+                    _LOG.warning(
+                        "%s: changes of %s since the last commit are dropped (%s); call store.commit() before close",
+                        self.directory, format_count(len(names), "table"), ", ".join(names[:_MAX_NAMED]),
+                    )  # fmt: skip
                 self._pools.look()
         finally:
             with self._follower.lock, self._held as held:
@@ -511,17 +513,9 @@ class Store(Unpicklable):
     def __enter__(self) -> Self:
         return self
 
-    def _tell_dropped(self) -> None:
-        names = self.changed_tables
-        if names and not self.readonly and self.directory is not _IN_MEMORY:
-            _LOG.warning(
-                "%s: changes of %s since the last commit are dropped (%s); call store.commit() before close",
-                self.directory, format_count(len(names), "table"), ", ".join(names[:_MAX_NAMED]),
-            )  # fmt: skip
-
     @shielded
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close(is_told=kind is None)
+        self._close(is_logged=kind is None)
 
     def __del__(self) -> None:
         if hasattr(self, "_held") and not self._lifetime.is_over:

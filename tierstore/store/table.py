@@ -1,29 +1,23 @@
 """A table of a store: read, write and pooled lookup by id."""
 
 import contextlib
-import math
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import TableConfig
-from ..errors import ClosedError, ReadOnlyError, TableError
-from ..hbm.checks import Captured
-from ..hbm.lanes import refuse_capture, refused_in_graph
+from ..errors import TableError
+from ..hbm.lanes import refuse_capture
 from ..kernels.arrays import Floats, Ids, Int64s
-from ..kernels.rounding import NEAREST, update_seed
 from ..kernels.slots import MODES, row_keys
-from ..layout import KEY_ROW_BITS, RowLayout
-from ..lookup.dynamic import pool_all
+from ..layout import KEY_ROW_BITS
 from ..lookup.joined import AnyLookup, DeviceJagged, Jagged
-from ..lookup.lookup import make_lookup
-from ..lookup.tables import Found, Use, id_error
-from ..optim.configs import Hyper, RowWiseAdagradOfColumns
+from ..lookup.lookup import make_lookup, pool_all
+from ..lookup.tables import Found, LookupTable, Use
+from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.bags import Features
 from ..pool.converting import floats
@@ -39,47 +33,19 @@ from .version import TableState
 if TYPE_CHECKING:
     from .store import Store
 
-_T = TypeVar("_T")
-
-
-_CHUNK_ROWS: Final = 2**16
 _ADMITS: Final = "forward passes that train admit ids, and Table.admit does"
 
 
-class Table(Unpicklable):
-    """One table; made by ``Store.create_table`` and found as ``store[name]``.
+class Table(Unpicklable, LookupTable):
+    """One table; made by ``Store.create_table`` and found as ``store[name]``. Attributes as of ``LookupTable``.
 
     Attributes:
-        config: its configuration.
-        index: its number in the store.
-        layout: how its rows lie in memory.
-        learning_rate: the optimizer's rate in force. It starts as ``config.optimizer.lr``, may be set, and is part of a
-            commit.
-        first_rate: where a new ``Store.optimizer`` starts: ``config.optimizer.lr``, or what ``learning_rate`` was set
-            to since the store was opened.
         ids: of a table with dynamic ids, which have rows; else None.
-        rows: the rows that this store uses; all, but for tables that are sharded over processes. To be set before the
-            first use, or by ``Store.use_rows``.
     """
 
-    def __init__(self, store: "Store", config: TableConfig, index: int, layout: RowLayout) -> None:
-        self.store = store
-        self.config = config
-        self.index = index
-        self.layout = layout
-        self.rows = config.rows
-        self.ids: TableIds | None = None
-        self._one_table: OneTable | None = None
-        self._known_pool: Callable[[], Pool | None] = lambda: None
-        self._is_gone = False
-        self._learning_rate = self.first_rate = config.optimizer.lr
-        self._step = self._num_changes = 0
-        self._captured: list[Captured] = []
-
-    @property
-    def name(self) -> str:
-        """Of its configuration."""
-        return self.config.name
+    store: "Store"
+    ids: TableIds | None = None
+    _one_table: OneTable | None = None
 
     @property
     def columns(self) -> range:
@@ -96,116 +62,20 @@ class Table(Unpicklable):
         """Bytes of all rows, were they all in memory."""
         return len(self.rows) * self.layout.row_bytes
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the next update; may be set to any finite number from 0 on. It is part of a commit. RuntimeError if it is
-        set to another while a CUDA graph trains the table."""
-        return self._learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, rate: float) -> None:
-        self.go_on_at(rate)
-        self.first_rate = self._learning_rate
-
-    def go_on_at(self, rate: float) -> None:
-        """Set the rate in force, by a schedule or from a commit."""
-        if not (math.isfinite(rate) and rate >= 0):
-            raise ValueError(f"learning_rate={rate} must be finite and not negative")
-        if self._captured and rate != self._learning_rate:
-            raise RuntimeError(
-                f"a CUDA graph trains table {self.name!r} at learning rate {self._learning_rate}, so it cannot become "
-                f"{rate}: commit, close the store and open it again, set the rate, and capture the step again"
-            )
-        self._learning_rate = float(rate)
-
     def leave(self) -> None:
         """The store has moved to a version without this table. Another may take its place."""
-        self._is_gone, self._one_table = True, None
-
-    @property
-    def pool(self) -> Pool:
-        """The pool of its rows. ClosedError in a closed store, TableError if the version shown has no such table."""
-        if self._is_gone:
-            raise TableError(
-                f"table {self.name!r} is not in the version that the store shows; if one of that name is there again, "
-                f"take it again: store[{self.name!r}]"
-            )
-        known = self._known_pool()
-        if known is not None and not known.arena.is_closed:
-            return known
-        pool = self.store.pool_of(self.layout)
-        self._known_pool = weakref.ref(pool)  # a pool that another replaces is not kept in memory
-        return pool
-
-    def in_pool(self, work: Callable[[Pool], _T]) -> _T:
-        """Run it in the pool; run it again if a new table replaced the pool meanwhile."""
-        while True:
-            pool = self.pool
-            try:
-                return work(pool)
-            except ClosedError:
-                if pool is self.pool:  # which fails in a closed store
-                    raise
+        self.is_gone, self._one_table = True, None
 
     @property
     def state(self) -> TableState:
-        """What a commit keeps beside the rows: the count of updates, by which Adam corrects its bias, and the rate."""
+        """What a commit keeps besides the rows: the count of updates, by which Adam corrects its bias, and the rate."""
         return TableState(self._step + self._num_replayed, self.learning_rate)
-
-    @property
-    def num_changes(self) -> int:
-        """How often its rows were updated, written, or replaced by those of another version."""
-        return self._num_changes + self._num_replayed
-
-    @property
-    def _num_replayed(self) -> int:
-        """Updates by replays of CUDA graphs; if there are any, waits for the device."""
-        return sum(captured.num_updates for captured in self._captured)
-
-    def note_change(self) -> None:
-        """Count one more change of its rows."""
-        self._num_changes += 1
 
     def restore(self, state: TableState) -> None:
         """Go on from that state."""
         self._step = state.step - self._num_replayed
         self.go_on_at(state.learning_rate)
         self.note_change()
-
-    def next_hyper(self) -> Hyper:
-        """Count one more update and give its hyper-parameters."""
-        self._step += 1
-        self.note_change()
-        return self.config.optimizer.hyper(self._learning_rate, self._step)
-
-    def replayed_hyper(self, captured: Captured) -> Hyper:
-        """The hyper-parameters of an update in a CUDA graph, which counts its replays. RuntimeError if they change from
-        one update to the next."""
-        rule = self.config.optimizer
-        hyper = rule.hyper(self._learning_rate, 1)
-        if hyper != rule.hyper(self._learning_rate, 2):
-            raise refused_in_graph(
-                f"{rule.kind}, which goes by the step's number, does not train table {self.name!r}: take SGD, Adagrad "
-                "or RowWiseAdagrad"
-            )
-        self._captured.append(captured)
-        return hyper
-
-    @property
-    def rounding_seed(self) -> int:
-        """The seed that the last counted update rounds with; see ``rounding``."""
-        if self.config.rounding == "nearest":
-            return NEAREST
-        return update_seed(self.config.init.random_seed, self._step)
-
-    def id_error(self, row: int) -> ValueError:
-        """The error for an id that is no row of the table."""
-        return id_error(self.name, row, self.rows, "" if self.is_whole else " here, as the others are other ranks'")
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all its rows are used in this store."""
-        return len(self.rows) == self.config.num_rows
 
     def require_whole(self) -> None:
         """TableError unless all its rows are used in this store."""
@@ -215,17 +85,7 @@ class Table(Unpicklable):
                 "look it up by a ShardedTieredEmbeddingBagCollection"
             )
 
-    def require_float(self) -> None:
-        """ReadOnlyError if its rows are quantized."""
-        if self.layout.is_quantized:
-            raise ReadOnlyError(
-                f"table {self.name!r} has {self.config.dtype} rows, which are looked up, not trained or written: "
-                "change the rows it was quantized from, and quantize them again. Where only results are wanted, use "
-                'torch.no_grad() or open the store with mode="r"'
-            )
-
     def keys_of(self, ids: Int64s, use: Use) -> Found:
-        """See ``LookupTable.keys_of``."""
         if self.ids is None:
             return Found(self._keys_of(ids))
         refuse_capture(f"no id of table {self.name!r} is found, as its ids are dynamic")
@@ -321,7 +181,7 @@ class Table(Unpicklable):
         return rows
 
     def _read(self, ids: Tensor) -> tuple[Int64s, Tensor]:
-        """Keys, -1 of ids without a row, and [n, embedding_dim], for those zeros or first values."""
+        """Keys, -1 of ids without a row, and rows, for those zeros or first values."""
         keys = self._keys(ids)
         self.store.require_open()
         has_row = keys >= 0
@@ -347,29 +207,26 @@ class Table(Unpicklable):
         return self.store.shown.at_one(lambda: self._read_state(self._keys(ids)))
 
     def _read_state(self, keys: Int64s) -> Tensor:
-        """float32 [n, columns of state]; zeros for keys -1."""
+        """Zeros for keys -1."""
         self.store.require_open()
         has_row = keys >= 0
-        known = keys[has_row]
+        out, known = np.zeros((len(keys), self.layout.state_dim), np.float32), keys[has_row]
         rows = np.empty((len(known), self.layout.state_dim), np.float32)
-        if rows.size:
-            self.in_pool(lambda pool: self._copy_state(pool, known, rows))
-        out = torch.zeros((len(keys), self.layout.state_dim), dtype=torch.float32, device="cpu")
-        out[torch.from_numpy(has_row)] = torch.from_numpy(rows)
-        return out
 
-    def _copy_state(self, pool: Pool, keys: Int64s, out: Floats) -> None:
-        pool.tier.flush()
-        pool.transfers.read_state(keys, out)
+        def copy(pool: Pool) -> None:
+            pool.tier.flush()
+            pool.transfers.read_state(known, rows)
+
+        if rows.size:
+            self.in_pool(copy)
+        out[has_row] = rows
+        return torch.from_numpy(out)
 
     def written(self) -> Iterator[Tensor]:
         """Which rows were ever trained or written: int64 [n], ascending, in parts. All others have first values.
 
         In a store open for writing, what is dirty is written to SSD first. Until all parts are taken, the file keeps
-        pages that it would use again.
-
-        Raises:
-            DiskFullError. DamagedError: the rows' index cannot be read. ClosedError.
+        pages that it would use again. DiskFullError. DamagedError: the rows' index cannot be read. ClosedError.
         """
         if self.ids is not None:
             self.store.require_open()
@@ -439,35 +296,16 @@ class Table(Unpicklable):
         """Take the rows from ids, which become as ids never seen.
 
         Args:
-            ids: int64 or int32 [n]; those without a row, and those that a batch under way uses, stay as they are.
+            ids: int64 or int32 [n]; those without a row, and those that an in-flight batch uses, stay as they are.
 
         Returns:
-            how many had a row.
-
-        Raises: as ``admit``.
+            how many had a row. Errors as of ``admit``.
         """
         self.store.require_writable()
         known = self._require_dynamic("evict")
         given = check_ids(ids, device=self.store.device).astype(np.int64)
         with self.store.shown.changing():
             return known.evict(given)
-
-    def on_evict(self, call: Callable[[Tensor, Tensor], None] | None) -> None:
-        """Have ``call(ids, rows)`` called with what is about to be evicted, until another call, or None, is set.
-
-        It is given int64 [n] and [n, embedding_dim] of the table's dtype, n up to 65,536, and runs within the forward
-        pass that evicts. It may not use the store. If it raises, the pass ends with that error, and no id of this pass
-        has lost its row; over ranks, none of this rank. TableError: the ids are not dynamic.
-        """
-        known = self._require_dynamic("evict")
-
-        def read(keys: Int64s, ids: Int64s) -> None:
-            assert call is not None
-            for first in range(0, len(ids), _CHUNK_ROWS):
-                part = slice(first, first + _CHUNK_ROWS)
-                call(torch.from_numpy(ids[part]), self.in_pool(lambda pool: pool.tier.read(keys[part])))  # noqa: B023
-
-        known.on_evict = None if call is None else read
 
     def id_stats(self) -> IdStats:
         """Of dynamic ids: how many have rows, and what became of others. TableError: the table's are not dynamic."""
@@ -516,8 +354,8 @@ class Table(Unpicklable):
         return out
 
     def pooled_directly(self, ids: Tensor, offsets: Tensor, mode: str, *, is_last_given: bool = True) -> Tensor | None:
-        """``pooled`` by a ``OneTable``; None where a ``Lookup`` must do it, as for the mode "max". ``is_last_given``:
-        else ``offsets`` are all but the last."""
+        """``pooled`` by a ``OneTable``; None where a ``Lookup`` must do it, as for the mode "max". Unless
+        ``is_last_given``, ``offsets`` are all but the last."""
         known, store = self._one_table, self.store
         if mode == "max" or (known is None and (self.ids is not None or self.layout.is_quantized)):
             return None
@@ -548,18 +386,12 @@ class Table(Unpicklable):
         return None if direct is None or direct is failed else direct.pooled(*arguments)
 
     def jagged(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        *,
-        mode: str,
-        per_sample_weights: Tensor | None = None,
+        self, ids: Tensor, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None,
         is_last_given: bool = True,
-    ) -> Jagged | DeviceJagged:
+    ) -> Jagged | DeviceJagged:  # fmt: skip
         """Checked ids of one feature; see ``check_jagged``."""
-        device, offsets_type = self.store.device, self.store.offsets_type
         return check_jagged(
-            ids, offsets, per_sample_weights, mode, device=device, offsets_type=offsets_type,
+            ids, offsets, per_sample_weights, mode, device=self.store.device, offsets_type=self.store.offsets_type,
             is_last_given=is_last_given,
         )  # fmt: skip
 

@@ -1,8 +1,7 @@
 """The ids of a table that has dynamic ones: which have rows, admission, eviction, and how a commit keeps them.
 
 They are rows of a table of their own (``stored_ids``), which the manifest has next to it and ``Store.tables`` has not.
-So what makes rows durable, versioned and whole makes ids so. A commit writes those that changed. Where ids have several
-owners, a store has rows in the sections of its owners alone.
+So what makes rows durable, versioned and whole makes ids so. A commit writes those that changed.
 
 A row that gets an id is written whole, with first values and state, and is dirty from then on. So the log has a newer
 row for it than that of the id that had it before, in the version that has the new id.
@@ -26,7 +25,7 @@ from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import mix64
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK
-from ..lookup.tables import Found, Use
+from ..lookup.tables import Found, Hold, Use
 from ..pool.stats import IdStats
 from .stored_ids import Changed, Section, ids_bytes, section_rows, shares
 
@@ -43,32 +42,12 @@ Put = Callable[[Int64s, Int64s], None]
 _Order = Callable[[Int64s], Sequence[Any]]
 
 
-class IdsHold:
-    """See ``Hold``. ``rows``: that keep their ids, and -1."""
-
-    def __init__(self, ids: "TableIds", rows: Int64s) -> None:
-        self.rows = rows
-        self._ids = ids
-        self._moves = -1
-
-    def let_go(self) -> None:
-        self.rows, self._moves = self.rows[:0], self._ids.num_moves
-
-    def require(self) -> None:
-        if 0 <= self._moves < self._ids.num_moves:
-            raise RuntimeError(
-                "a batch is trained a second time (retain_graph=True), and some ids have lost their rows since the "
-                "first: run the backward passes of a batch before the next batch's forward"
-            )
-
-
 class TableIds:
     """See the module's docstring. One thread at a time may admit.
 
     Attributes:
         lock: held while ids are looked up or change.
         peers: the owners of ids that are not here, with whom a batch is admitted.
-        on_evict: given the keys of rows that are about to lose their ids, and the ids.
         first_key: of the table's rows here.
         num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
@@ -80,8 +59,6 @@ class TableIds:
         self.num_admitted = self.num_refused = self.num_evicted = 0
         self.num_changes = self.num_moves = 0
         self.peers = Peers()
-        self.on_evict: Callable[[Int64s, Int64s], None] | None = None
-        self._is_leaving = False
         self.first_key = config.rows.start | (index << KEY_ROW_BITS)
         self._config = config
         self._rules = config.ids
@@ -91,13 +68,13 @@ class TableIds:
         self._index = index
         self._cold = cold
         self._workers = workers
-        self._holds: weakref.WeakSet[IdsHold] = weakref.WeakSet()
+        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
         self._frozen: Changed | None = None
         self._version = 0
         self.forget()
 
     def forget(self) -> None:
-        """The store shows another version: what is known of ids is read again when it is needed."""
+        """The store shows another version: ids are read again when they are needed."""
         with self.lock:
             self.__dict__.pop("_known", None)
             self._step = self._clock = self._minutes = 0
@@ -111,11 +88,6 @@ class TableIds:
         return "_known" in self.__dict__
 
     @property
-    def size_bytes(self) -> int:
-        """Of all that is known of ids, once they are looked at."""
-        return ids_bytes(self._config)
-
-    @property
     def counts(self) -> tuple[int, int]:
         """How many ids have rows, and how many are candidates."""
         with self.lock:
@@ -127,7 +99,7 @@ class TableIds:
         if known is None:
             return IdStats()
         rows, candidates = (part.num_used for part in known)
-        return IdStats(rows, candidates, self.num_admitted, self.num_refused, self.num_evicted, self.size_bytes)
+        return IdStats(rows, candidates, self.num_admitted, self.num_refused, self.num_evicted, ids_bytes(self._config))
 
     @property
     def _counts_uses(self) -> bool:
@@ -166,14 +138,14 @@ class TableIds:
         return found
 
     def _found(self, rows: Int64s, *, is_held: bool) -> Found:
-        hold = IdsHold(self, rows) if is_held else None
+        hold = Hold(rows, lambda: self.num_moves) if is_held else None
         if hold is not None:
             self._holds.add(hold)
         return Found(np.where(rows < 0, rows, rows + self.first_key), hold)
 
     @property
     def in_use(self) -> bool:
-        """Whether a batch under way keeps rows."""
+        """Whether an in-flight batch keeps rows."""
         return any(map(len, self._held))
 
     def _require_seen(self, ids: Int64s, rows: Int64s) -> None:
@@ -206,7 +178,6 @@ class TableIds:
         if scores is not None and not are_scores(scores):
             raise ValueError(f"scores of ids are in [{scores.min()}, {scores.max()}], not in [1, {MAX_SCORE}]")
         with self.lock:
-            self._require_idle()
             own, candidates = self._rows, self._candidates
             rows = own.find(ids)
             missing = np.flatnonzero(rows < 0)
@@ -228,10 +199,9 @@ class TableIds:
             return rows + self.first_key
 
     def admit(self, ids: Int64s, put: Put) -> Found:
-        """``find`` for a batch that trains: it counts uses, gives ids rows by the rules, and takes rows from others. If
+        """``find`` for a batch that trains: counts uses, gives ids rows by the rules, and takes rows from others. If
         ``put`` fails, no id has got a row, though some may have lost theirs."""
         with self.lock:
-            self._require_idle()
             self.num_changes += 1
             rows, step = self._rows, self._next_step()
             found = rows.find(ids, score=0 if self._counts_uses else self._clock)
@@ -259,9 +229,8 @@ class TableIds:
         return result
 
     def evict(self, ids: Int64s) -> int:
-        """Take the rows from these ids, but from those that a batch under way uses; returns how many had one."""
+        """Take the rows from these ids, but from those that an in-flight batch uses; returns how many had one."""
         with self.lock:
-            self._require_idle()
             rows = self._rows.find(np.unique(ids))
             rows = rows[rows >= 0]
             self.num_changes += 1
@@ -346,7 +315,7 @@ class TableIds:
 
     @property
     def _held(self) -> list[Int64s]:
-        """The rows of batches under way."""
+        """The rows of in-flight batches."""
         return [rows[rows >= 0] for rows in [hold.rows for hold in self._holds]]
 
     def _not_held(self, rows: Int64s) -> Int64s:
@@ -368,12 +337,7 @@ class TableIds:
             def by_score(some: Int64s) -> Sequence[Any]:
                 return rows.scores(some), as_words(rows.ids[some])
 
-            def choose(some: Int64s) -> Bools:
-                go = self.peers.lowest(some, by_score, wanted)
-                self._note_leaving(some[go])
-                return go
-
-            victims = rows.evict(wanted, kept, choose, most=most)
+            victims = rows.evict(wanted, kept, lambda some: self.peers.lowest(some, by_score, wanted), most=most)
             lacking -= self.peers.total(self._note_evicted(victims))
             if lacking > 0:
                 chosen = chosen[self.peers.lowest(chosen, order, self.peers.total(len(chosen)) - lacking)]
@@ -382,20 +346,7 @@ class TableIds:
             return chosen, victims  # in this order wherever the run was resumed: there were no other free rows
         return chosen, rows.free_rows(len(chosen))
 
-    def _note_leaving(self, rows: Int64s) -> None:
-        if self.on_evict is not None and len(rows):
-            self._is_leaving = True
-            try:
-                self.on_evict(rows + self.first_key, self._rows.ids[rows])
-            finally:
-                self._is_leaving = False
-
-    def _require_idle(self) -> None:
-        if self._is_leaving:
-            raise TableError(f"what Table.on_evict calls for table {self._config.name!r} may not use the store")
-
     def _remove(self, rows: Int64s) -> int:
-        self._note_leaving(rows)
         self._rows.remove(rows)
         return self._note_evicted(rows)
 
@@ -409,7 +360,6 @@ class TableIds:
     def freeze(self, version: int) -> None:
         """What is known now is of that version."""
         with self.lock:
-            self._require_idle()
             self.abandon()
             self._version = version
             if not self.is_known:
@@ -428,7 +378,6 @@ class TableIds:
         return Changed(starts, np.full((len(starts), 2), words, np.uint64))
 
     def write_frozen(self) -> None:
-        """See ``Frozen``."""
         frozen = self._frozen
         if frozen is None:
             return
@@ -441,7 +390,6 @@ class TableIds:
         self._frozen = None  # what is written is of the next version if this one fails
 
     def abandon(self) -> None:
-        """See ``Frozen``."""
         with self.lock:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
@@ -554,7 +502,7 @@ class TableIds:
         return words
 
     def restore(self, words: Words) -> None:
-        """Have ids as ``words`` has them. TableError, nothing changed: a batch under way uses rows. ValueError: not of
+        """Have ids as ``words`` has them. TableError, nothing changed: an in-flight batch uses rows. ValueError: not of
         ``shape``. DamagedError."""
         if words.shape != self.shape:
             raise ValueError(f"ids of table {self._config.name!r} are {list(self.shape)}, not {list(words.shape)}")

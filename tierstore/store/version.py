@@ -89,7 +89,7 @@ _LENGTH_BYTES: Final = 8
 
 
 class TableState(NamedTuple):
-    """What a table's optimizer needs beside its rows."""
+    """What a table's optimizer needs besides its rows."""
 
     step: int  # updates so far
     learning_rate: float
@@ -119,10 +119,8 @@ class Version(NamedTuple):
     @property
     def has_checkpoint(self) -> bool:
         """Whether ``tierstore.checkpoint.save`` committed it; False if that cannot be read."""
-        length = int.from_bytes(self.tensors[:_LENGTH_BYTES], "little")
         try:
-            header = bytes(self.tensors[_LENGTH_BYTES : _LENGTH_BYTES + length])
-            return CHECKPOINT_NAME in json.loads(header or b"{}")
+            return CHECKPOINT_NAME in json.loads(bytes(_split(self.tensors)[0]) or b"{}")
         except (ValueError, TypeError, RecursionError):
             return False
 
@@ -176,15 +174,15 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
 def _stored(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
     """The parts of a file in safetensors format, without a copy of what lies in host memory in one piece."""
     own = {name: each.detach().cpu().contiguous().resolve_conj().resolve_neg() for name, each in tensors.items()}
-    # What the format calls the dtypes, and in which order it has tensors, is told by a file of empty ones.
+    # What the format calls the dtypes, and in which order it has tensors, is in a file of empty ones.
     empty = safetensors.torch.save({name: tensor.new_empty(0) for name, tensor in own.items()})
     if (names := safetensors.torch.load(empty).keys()) != own.keys():
         raise TypeError(f"tensors cannot be stored under the names {sorted(own.keys() - names)}")
     header: dict[str, dict[str, Any]] = json.loads(empty[_LENGTH_BYTES:])
     end = 0
-    for name, told in header.items():
+    for name, fields in header.items():
         start, end = end, end + own[name].nbytes
-        told["shape"], told["data_offsets"] = list(own[name].shape), [start, end]
+        fields["shape"], fields["data_offsets"] = list(own[name].shape), [start, end]
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     views = [own[name].reshape(-1).view(torch.uint8).numpy().data for name in header]
@@ -197,6 +195,12 @@ def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Linea
     own = {"commit": lineage.to_dict()} if lineage.commit_id else {}
     header = json.dumps({**fields, **own}).encode()
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header
+
+
+def _split(data: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryview]:
+    """JSON behind its length, and what comes after it."""
+    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    return data[_LENGTH_BYTES:end], data[end:]
 
 
 def repack(version: Version, lineage: Lineage) -> bytes:
@@ -235,16 +239,16 @@ def unpack(number: int, payload: bytes) -> Version:
     """Inverse of ``pack``; an empty payload is version 0, of which nothing was committed."""
     if not payload:
         return Version(number, {}, {}, b"")
-    length = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     try:
-        header = json.loads(payload[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        text, tensors = _split(memoryview(payload))
+        header = json.loads(bytes(text))
         tables = {name: TableState.checked(*fields) for name, fields in header["tables"].items()}
         if not isinstance(header["extra"], dict):
             raise TypeError("extra is no object")
         lineage = Lineage.from_dict(header.get("commit"))
         if lineage.ancestors and lineage.ancestors[-1].version >= number:
             raise ValueError("it was made from a later version")
-        return Version(number, tables, header["extra"], memoryview(payload)[_LENGTH_BYTES + length :], lineage)
+        return Version(number, tables, header["extra"], tensors, lineage)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedError(f"the payload of version {number} cannot be read: {excerpt(str(error))}") from error
 
