@@ -62,8 +62,9 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         self.take(self.store.create_table(config))
 
     def take(self, table: tierstore.Table) -> None:
-        self.table, self.num_evicted = table, 0
+        self.table, self.num_noted = table, 0
         self.store.set_time(60 * self.model.minute - 60)
+        self.table.on_evict(self.note)
         self.bag, self.rows = tierstore.TieredEmbeddingBag(self.table), tierstore.TieredEmbedding(self.table)
         self.optimizer: Any = self.store.optimizer() if self.is_deferred else None
 
@@ -95,14 +96,19 @@ class DynamicIdsMachine(RuleBasedStateMachine):
 
     def admitted(self, ids: list[int]) -> tuple[torch.Tensor, list[bool]]:
         """Have model and oracle admit a batch: the oracle's rows of its ids, and which ids have one."""
-        had = set(self.model.rows)
+        self.had = {key: row.number for key, row in self.model.rows.items()}
         if given := self.model.train(ids):
             rows = torch.tensor([self.model.rows[key].number for key in given])
             self.oracle.write(rows, first_values(given))
-        self.num_evicted += len(had - self.model.rows.keys())
         known = [key in self.model.rows for key in ids]
         numbers = [self.model.rows[key].number for key in ids if key in self.model.rows]
         return torch.tensor(numbers, dtype=torch.long), known
+
+    def note(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Of what is evicted, the values that it has."""
+        numbers = torch.tensor([self.had[key] for key in ids.tolist()])
+        assert torch.equal(rows, self.oracle.read(numbers))
+        self.num_noted += len(ids)
 
     @rule(minutes=st.integers(1, 9))
     def wait(self, minutes: int) -> None:
@@ -134,10 +140,10 @@ class DynamicIdsMachine(RuleBasedStateMachine):
 
     @rule(ids=BATCHES)
     def evict(self, ids: list[int]) -> None:
+        self.had = {key: row.number for key, row in self.model.rows.items()}
         had = {key for key in ids if key in self.model.rows}
         assert self.table.evict(torch.tensor(ids)) == len(had)
         self.model.evict(had)
-        self.num_evicted += len(had)
 
     @rule(reopens=st.booleans())
     def commit(self, reopens: bool) -> None:
@@ -226,7 +232,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         assert f"ids: rows {stats.rows:,}, candidates" in str(of_store)
         assert of_store.to_dict()["ids.evicted"] == stats.evicted
         assert (stats.rows, stats.candidates) == (len(self.model.rows), len(self.model.candidates))
-        assert stats.evicted == self.num_evicted
+        assert stats.evicted == self.num_noted
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

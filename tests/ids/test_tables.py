@@ -384,6 +384,31 @@ def test_stochastic_rounding_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
+def test_a_call_that_refuses_what_goes_keeps_it_and_may_not_use_the_store() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(config(rows=3))
+
+        def refuse(ids: torch.Tensor, rows: torch.Tensor) -> None:
+            raise MemoryError(f"{ids.tolist()}, {len(rows)}")
+
+        table.admit(torch.tensor([7, 8, 9]))
+        rows = table.read(torch.tensor([7, 8, 9]))
+        table.on_evict(refuse)
+        for call, key in ((table.evict, 7), (table.admit, 6)):
+            with pytest.raises(MemoryError, match="7"):
+                call(torch.tensor([key]))
+            assert torch.equal(table.read(torch.tensor([7, 8, 9])), rows)
+        for use in (lambda: table.evict(torch.tensor([8])), lambda: table.admit(torch.tensor([1])), store.commit):
+            table.on_evict(lambda ids, rows, use=use: use())  # type: ignore[misc]
+            with pytest.raises(TableError, match="on_evict"):
+                table.evict(torch.tensor([7]))
+        assert listed(table) == [7, 8, 9]
+        table.on_evict(None)
+        table.admit(torch.tensor([6]))
+        assert table.id_stats().evicted == 1
+        assert not table.read(torch.tensor([7])).any()
+
+
 def test_time_goes_forward_and_is_needed() -> None:
     with tierstore.open(cold="memory", ddr="2MiB") as store:
         table = store.create_table(replace(config(), ids=DynamicIds(eviction=TTL(minutes=5))))

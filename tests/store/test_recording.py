@@ -1,5 +1,8 @@
 """Recording what a store looks up, by every path, against a log of what was asked for."""
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +181,38 @@ def test_what_cannot_be_recorded_to(store: tierstore.Store, tmp_path: Path, monk
     with pytest.raises(TierstoreError, match=r"x\.npz: this user lacks the permission"):
         store.record(tmp_path / "x.npz")
     assert require_recordable(tmp_path / "x.npz", "1MiB") == 1 << 20
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_the_file_is_written_now_and_then(
+    store: tierstore.Store, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after it could not be written for a while."""
+    monkeypatch.setattr(recording, "_WRITE_SECONDS", 0.005)
+    write, full = recording.write_trace, threading.Event()
+
+    def write_or_fail(*given: Any, **settings: Any) -> None:
+        if full.is_set():
+            raise DiskFullError("no room left")
+        write(*given, **settings)
+
+    monkeypatch.setattr(recording, "write_trace", write_or_fail)
+    with caplog.at_level(logging.WARNING), store.record(path, rate=1.0):
+        store["a"].read(torch.tensor([1]))
+        wait_until(lambda: read_trace(path).num_lookups == 1)
+        full.set()
+        store["a"].read(torch.tensor([2]))
+        wait_until(lambda: bool(caplog.records))
+        assert read_trace(path).num_lookups == 1
+        full.clear()
+        wait_until(lambda: read_trace(path).num_lookups == 2)
+    assert [each.getMessage() for each in caplog.records] == ["the recording goes on, and is not on disk: no room left"]
 
 
 def test_a_recording_that_cannot_be_written_is_not_lost(

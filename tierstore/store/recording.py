@@ -1,12 +1,14 @@
 """A sampled trace of what a running trainer or server looks up: ``Store.record``.
 
-Modules, ``Table.read`` and ``Table.pooled`` call the store's recorder after each lookup, in the order of the steps.
-Nothing else is recorded: neither prefetched rows, nor writes, nor a store's own reads. Of dynamic ids, the rows that
-they have are recorded, and nothing of ids without one.
+Modules, ``Table.read`` and ``Table.pooled`` tell the store's recorder of each lookup after it, in the order of the
+steps. Nothing else is recorded: neither prefetched rows, nor writes, nor a store's own reads. What is recorded are
+rows: of dynamic ids those that they have, and nothing of ids without one, as caches and files see rows.
 """
 
+import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +16,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ..errors import TierstoreError
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.slots import copy_offsets
 from ..layout import KEY_ROW_BITS
 from ..lookup.joined import Joined
 from ..pool.bags import IdsOfBags
+from ..system.flag import Flag
 from ..system.forks import require_own
 from ..system.oserrors import translate_os_error
 from ..system.output import require_parent, require_room
@@ -31,8 +35,13 @@ from ..trace.sampling import ALL, is_sampled, select
 if TYPE_CHECKING:
     from .store import Store
 
+_LOG: Final = logging.getLogger("tierstore")
+
 _BYTES_MIN: Final = 1 << 16
 _SUFFIX: Final = ".npz"
+_WRITE_SECONDS: Final = 60.0
+_REST: Final = 100
+"""Times as long as writing the file took, until it is written again: one hundredth of a thread's time at most."""
 _ZERO: Final = np.zeros(1, np.int64)
 _ANY: Final = np.array([2**62], np.int64)
 
@@ -56,9 +65,9 @@ def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64M
 class Recorder:
     """Records what a store looks up, until it is stopped or the store is closed; made by ``Store.record``.
 
-    A context manager that stops it. Any number of threads may look up meanwhile. The file is written empty at once, and
-    whole when recording ends: a process that is killed loses the lookups. ``max_bytes`` bounds the file, and memory
-    but while the file is written, which takes as much again.
+    A context manager that stops it. Any number of threads may look up meanwhile. The file is written whole each time:
+    empty at once, then every minute, and when recording ends. A process that is killed loses the lookups since then.
+    ``max_bytes`` bounds the file, and memory but while the file is written, which takes as much again.
 
     Raises:
         ValueError: the rate is none, the store has no table, or a recorder already. ClosedError.
@@ -80,8 +89,11 @@ class Recorder:
         self._lock = threading.Lock()
         self._is_over = self._is_written = False
         self._process_id = os.getpid()
+        self._over = Flag()
         _compile()
         self._write(force=False)
+        self._thread = threading.Thread(target=self._write_now_and_then, name="tierstore-record", daemon=True)
+        self._thread.start()
 
     @property
     def rate(self) -> float:
@@ -99,14 +111,17 @@ class Recorder:
         )
 
     def add_table(self, index: int, name: str) -> None:
-        """The store has one more table. In the place of another, as after a new name, it ends the recording: a trace
-        has one name for what is looked up there."""
+        """The store has one more table. In the place of another, as after a new name, or where an update brought a
+        replica one and another took it away, it ends the recording: a trace has one name for what is looked up there.
+        """
         with self._lock:
             if index >= self._recorded.num_tables:
                 for each in [""] * (index - self._recorded.num_tables) + [name]:
                     self._recorded.add_table(each)
             elif self._recorded.contents().tables[index] != name:
                 self._is_over = True
+
+    # Being told
 
     @shielded
     def note_lookups(self, lookups: Sequence[Joined]) -> None:
@@ -137,6 +152,8 @@ class Recorder:
             if num_samples and not self._is_over:
                 self._recorded.add(keys, samples, num_samples, last, lookups)
 
+    # Writing
+
     def _write(self, *, force: bool = True) -> None:
         with self._lock:
             contents = self._recorded.contents()
@@ -147,10 +164,24 @@ class Recorder:
         except OSError as error:
             raise translate_os_error(error, self.path) from error
 
+    def _write_now_and_then(self) -> None:
+        seconds, said = _WRITE_SECONDS, False
+        while not self._over.wait(seconds):
+            started = time.monotonic()
+            try:
+                self._write()
+                said = False
+            except (TierstoreError, OSError) as error:
+                if not said:
+                    _LOG.warning("the recording goes on, and is not on disk: %s", error)
+                said = True
+            seconds = max(_WRITE_SECONDS, _REST * (time.monotonic() - started))
+
     def stop(self) -> None:
-        """Record no more, and write the file. A second call does nothing, unless the first could not write it, nor does
-        one in a forked process. DiskFullError, TierstoreError: the file is empty still; make space, and call it again.
-        """
+        """Record no more, and write the file. A second call does nothing, unless the first could not write it.
+        DiskFullError, TierstoreError: the file is as it was written before; make room, and call it again.
+
+        In a forked process, too, it does nothing: the file is the parent's."""
         if self._process_id != os.getpid():
             return
         with self._lock:
@@ -158,6 +189,8 @@ class Recorder:
         store = self._store()
         if store is not None and store.recorder is self:
             store.recorder = None
+        self._over.set()
+        self._thread.join()
         if not self._is_written:
             self._write()
             self._is_written = True

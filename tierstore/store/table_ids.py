@@ -48,6 +48,7 @@ class TableIds:
     Attributes:
         lock: held while ids are looked up or change.
         peers: the owners of ids that are not here, with whom a batch is admitted.
+        on_evict: given the keys of rows that are about to lose their ids, and the ids.
         first_key: of the table's rows here.
         num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
@@ -59,6 +60,8 @@ class TableIds:
         self.num_admitted = self.num_refused = self.num_evicted = 0
         self.num_changes = self.num_moves = 0
         self.peers = Peers()
+        self.on_evict: Callable[[Int64s, Int64s], None] | None = None
+        self._is_leaving = False
         self.first_key = config.rows.start | (index << KEY_ROW_BITS)
         self._config = config
         self._rules = config.ids
@@ -178,6 +181,7 @@ class TableIds:
         if scores is not None and not are_scores(scores):
             raise ValueError(f"scores of ids are in [{scores.min()}, {scores.max()}], not in [1, {MAX_SCORE}]")
         with self.lock:
+            self._require_idle()
             own, candidates = self._rows, self._candidates
             rows = own.find(ids)
             missing = np.flatnonzero(rows < 0)
@@ -202,6 +206,7 @@ class TableIds:
         """``find`` for a batch that trains: counts uses, gives ids rows by the rules, and takes rows from others. If
         ``put`` fails, no id has got a row, though some may have lost theirs."""
         with self.lock:
+            self._require_idle()
             self.num_changes += 1
             rows, step = self._rows, self._next_step()
             found = rows.find(ids, score=0 if self._counts_uses else self._clock)
@@ -231,6 +236,7 @@ class TableIds:
     def evict(self, ids: Int64s) -> int:
         """Take the rows from these ids, but from those that an in-flight batch uses; returns how many had one."""
         with self.lock:
+            self._require_idle()
             rows = self._rows.find(np.unique(ids))
             rows = rows[rows >= 0]
             self.num_changes += 1
@@ -337,7 +343,12 @@ class TableIds:
             def by_score(some: Int64s) -> Sequence[Any]:
                 return rows.scores(some), as_words(rows.ids[some])
 
-            victims = rows.evict(wanted, kept, lambda some: self.peers.lowest(some, by_score, wanted), most=most)
+            def choose(some: Int64s) -> Bools:
+                go = self.peers.lowest(some, by_score, wanted)
+                self._note_leaving(some[go])
+                return go
+
+            victims = rows.evict(wanted, kept, choose, most=most)
             lacking -= self.peers.total(self._note_evicted(victims))
             if lacking > 0:
                 chosen = chosen[self.peers.lowest(chosen, order, self.peers.total(len(chosen)) - lacking)]
@@ -346,7 +357,20 @@ class TableIds:
             return chosen, victims  # in this order wherever the run was resumed: there were no other free rows
         return chosen, rows.free_rows(len(chosen))
 
+    def _note_leaving(self, rows: Int64s) -> None:
+        if self.on_evict is not None and len(rows):
+            self._is_leaving = True
+            try:
+                self.on_evict(rows + self.first_key, self._rows.ids[rows])
+            finally:
+                self._is_leaving = False
+
+    def _require_idle(self) -> None:
+        if self._is_leaving:
+            raise TableError(f"what Table.on_evict calls for table {self._config.name!r} may not use the store")
+
     def _remove(self, rows: Int64s) -> int:
+        self._note_leaving(rows)
         self._rows.remove(rows)
         return self._note_evicted(rows)
 
@@ -360,6 +384,7 @@ class TableIds:
     def freeze(self, version: int) -> None:
         """What is known now is of that version."""
         with self.lock:
+            self._require_idle()
             self.abandon()
             self._version = version
             if not self.is_known:
