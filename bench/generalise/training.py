@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from tierstore.train.trainer import warm_up
 
 from tierstore.train import RunConfig
 from tierstore.train.build import Run, build_run, open_data, open_run_store
@@ -20,6 +19,7 @@ from tierstore.train.metrics import Evaluation, Predictions
 from tierstore.train.processes import joined
 from tierstore.train.readers import FeatureHasher, Reader
 from tierstore.train.steps import feed, set_rates, train_step
+from tierstore.train.trainer import warm_up
 
 from ..data import ROOT, require_criteo
 
