@@ -85,7 +85,7 @@ def opened(folder: Path | None) -> ShardedStore:
 
 
 def train(folder: Path, depth: int) -> tuple[list[int], list[Tensor]]:
-    """(samples of each step, the layer's weights)."""
+    """(samples of each step, the layer's weights). In the middle an evaluation looks batches up, prefetched too."""
     with opened(folder) as store:
         model = data_parallel(Model(store, ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection))
         optimizer, sizes = torch.optim.SGD(model.parameters(), lr=0.01), []
@@ -96,6 +96,12 @@ def train(folder: Path, depth: int) -> tuple[list[int], list[Tensor]]:
             optimizer.step()
             optimizer.zero_grad()
             sizes.append(len(batch.dense))
+            if len(sizes) == 2:
+                model.eval()
+                with torch.no_grad():
+                    for other in tierstore.prefetch([batch_of(7, step) for step in range(3)], model, depth=depth):
+                        model.module(other.dense, other.sparse)
+                model.train()
         store.commit()
         return sizes, [each.detach() for each in model.module.layer.parameters()]
 
@@ -149,42 +155,47 @@ def failing(rank: int) -> Iterator[Batch]:
     yield batch_of(rank, 1)
 
 
-def fail(depth: int) -> tuple[int, str]:
-    """(batches before it, the error)."""
+def train_until_it_fails(module: Any, batches: Any, depth: int) -> str:
+    """The batches before the error, if there is one, and that."""
+    given = 0
+    try:
+        for batch in tierstore.prefetch(batches, module, depth=depth) if depth else batches:
+            module(batch.sparse).values().sum().backward()
+            given += 1
+    except (Broken, RankError, ValueError) as error:
+        return f"{given}: {type(error).__name__} {error}"
+    return f"{given}"
+
+
+def go_wrong() -> list[str]:
+    """What each rank meets: with ``even`` a source that fails in rank 1, at two depths; without, batches that end first
+    in rank 0, and a wrong one in rank 1; a loop that rank 0 leaves. All but the last leave a store that serves."""
+    found = []
     with opened(None) as store:
-        module, given = ShardedTieredEmbeddingBagCollection(store), 0
-        try:
-            for batch in tierstore.prefetch(even(failing(store.ranks.rank), store), module, depth=depth):
-                module(batch.sparse).values().sum().backward()
-                given += 1
-        except (Broken, RankError) as error:
-            return given, f"{type(error).__name__} {error}"
-        raise AssertionError("some rank's source failed")
+        module, rank = ShardedTieredEmbeddingBagCollection(store), store.ranks.rank
+        found += [train_until_it_fails(module, even(failing(rank), store), depth) for depth in (0, 2)]
+        given = [batch_of(rank, step) for step in range(5)]
+        found.append(train_until_it_fails(module, given[: 4 + rank], 2))
+        ids, each = torch.full((len(TABLES),), ROWS), torch.ones(len(TABLES))
+        wrong = given[4]._replace(sparse=tierstore.KeyedJaggedTensor(list(TABLES), ids, each, lengths=each.long()))
+        found.append(train_until_it_fails(module, [*given[:4], wrong if rank else given[4]], 2))
+        module(given[0].sparse).values().sum().backward()
+        steps = iter(even(itertools.repeat(given[0]), store))
+        next(steps)
+        with pytest.raises(RankError) as raised:
+            next(steps) if rank else store.balance()
+        return [*found, str(raised.value)]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_source_that_fails_on_one_rank_ends_the_loop_on_all(depth: int, tmp_path: Path) -> None:
-    (given, told), (of_broken, broken), _ = run(fail, 3, tmp_path, depth)
-    assert broken.startswith("Broken")
-    assert "rank 1 cannot take part" in told or "RankError" in told
-    assert given == of_broken == 1
-
-
-def leave() -> str:
-    with opened(None) as store:
-        try:
-            for _ in even(itertools.repeat(batch_of(0, 0)), store):
-                if store.ranks.rank == 0:
-                    break
-            store.balance()
-        except RankError as error:
-            return str(error)
-        raise AssertionError("the ranks went different ways")
-
-
-def test_a_rank_that_leaves_the_loop_early_is_named(tmp_path: Path) -> None:
-    for told in run(leave, 2, tmp_path):
-        assert "rank 0: balance; rank 1: next batch" in told
+def test_what_goes_wrong_in_one_rank_ends_the_loop_on_all(tmp_path: Path) -> None:
+    zero, one = run(go_wrong, 2, tmp_path)
+    assert all(told.startswith("1: RankError") for told in zero[:2])
+    assert "rank 1 cannot take part" in zero[0]
+    assert one[:2] == ["1: Broken "] * 2
+    assert zero[2:4] == ["4", "4: RankError rank 1 cannot take part in this step; its own error says why"]
+    assert one[2].startswith("4: RankError ranks make different calls (rank 0: no more batches; rank 1: ")
+    assert f"id {ROWS} is not a row of table" in one[3]
+    assert all("rank 0: balance; rank 1: next batch" in told for told in (zero[4], one[4]))
 
 
 def beside_a_plain_module() -> int:

@@ -305,10 +305,7 @@ def test_ranks_count_ids_without_a_row_as_one_process_does(tmp_path: Path, pooli
 def fail() -> tuple[list[str], list[int], Tensor]:
     """What a rank met: an owner without space for a new row, an id without a row, and what parts refuse."""
     rank, met = dist.get_rank(), []
-    rules = DynamicIds(unseen="error")
-    made = tierstore.TableConfig(
-        name="item", num_embeddings=40, embedding_dim=DIM, init=INIT, optimizer=RULE, ids=rules
-    )
+    made = replace(config(Case(DynamicIds(unseen="error"), 40, "rows", "row_wise", [])), feature_names=("item",))
     with open_sharded(cold="memory", ddr="2MiB", threads=1) as store:
         table = store.create_table(made).local
         module = ShardedTieredEmbeddingBag(store, "item")

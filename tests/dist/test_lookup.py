@@ -5,7 +5,7 @@ import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tierstore
+from tests.nn.test_variable_batches import even, make, uneven
 from tierstore import optim
 from tierstore.dist import (
     ShardedStore,
@@ -23,6 +24,7 @@ from tierstore.dist import (
     open_sharded,
 )
 from tierstore.dist.plan import Shard
+from tierstore.dist.ranks import Precision, Ranks, decoded, encoded
 from tierstore.dist.table import ShardedTable
 
 from .ranks import run
@@ -242,48 +244,126 @@ def test_training_gives_the_bits_of_one_process(ranks: int, tiers: str, tmp_path
                 assert wanted_of_weights is None or torch.allclose(of_weights, wanted_of_weights, rtol=1e-6), case
 
 
+def train_one(made: dict[str, Any], is_pooled: bool, is_single: bool, depth: int) -> tuple[Tensor, list[Tensor]]:
+    """Results of a module of one table, or of a collection of that one; and the rows that this rank has."""
+    table = replace(config(Case("row_wise", optim.Adagrad(lr=0.3), "sum"), "b"), feature_names=("b",))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches: Any = [torch.randint(0, ROWS, (6, 4), generator=generator) for _ in range(STEPS)]
+    with open_memory({"ddr": "1MiB"}) as store:
+        store.create_table(table, **made)
+        module: Any
+        if is_single:
+            module = (ShardedTieredEmbeddingBag if is_pooled else ShardedTieredEmbedding)(store, "b")
+        else:
+            module = (ShardedTieredEmbeddingBagCollection if is_pooled else ShardedTieredEmbeddingCollection)(store)
+            offsets = torch.arange(0, 25, 4 if is_pooled else 1)
+            batches = [tierstore.KeyedJaggedTensor(["b"], each.reshape(-1), offsets=offsets) for each in batches]
+
+        def rows_of(out: Any) -> Tensor:
+            found: Tensor = out if is_single else out["b"] if is_pooled else out["b"].values()
+            return found
+
+        results = []
+        for each in tierstore.prefetch(batches, module, depth=depth):
+            out = rows_of(module(each))
+            results.append(out.detach().reshape(-1, DIM))
+            out.square().sum().backward()
+        with torch.no_grad():  # a copy is over the same tables
+            assert torch.equal(*(rows_of(each(batches[0])) for each in (module, copy.deepcopy(module))))
+        return torch.cat(results), [rows for _, rows in owned(store, store["b"])]
+
+
 def one_table(kinds: list[tuple[str, str]]) -> None:
     """Modules of one table train as collections of that one do, prefetched or not."""
-    rank, table = dist.get_rank(), config(Case("row_wise", optim.Adagrad(lr=0.3), "sum"), "b")
-    for sharding_type, exchange in kinds:
-        found = []
-        for is_single, is_pooled, depth in itertools.product([False, True], [False, True], [0, 2]):
-            with open_memory({"ddr": "1MiB"}) as store:
-                made: Any = {"sharding_type": sharding_type, "exchange": exchange}
-                store.create_table(replace(table, feature_names=("b",)), **made)
-                generator = torch.Generator().manual_seed(rank)
-                ids = [torch.randint(0, ROWS, (6, 4), generator=generator) for _ in range(STEPS)]
-                offsets = torch.arange(0, 25, 4 if is_pooled else 1)
-                module: Any
-                batches: Any = ids
-                if is_single:
-                    module = (ShardedTieredEmbeddingBag if is_pooled else ShardedTieredEmbedding)(store, "b")
-                else:
-                    collection = ShardedTieredEmbeddingBagCollection if is_pooled else ShardedTieredEmbeddingCollection
-                    module = collection(store)
-                    batches = [tierstore.KeyedJaggedTensor(["b"], each.reshape(-1), offsets=offsets) for each in ids]
-
-                def rows_of(out: Any, is_single: bool = is_single, is_pooled: bool = is_pooled) -> torch.Tensor:
-                    found: torch.Tensor = out if is_single else out.values() if is_pooled else out["b"].values()
-                    return found
-
-                results = []
-                for each in tierstore.prefetch(batches, module, depth=depth) if depth else batches:
-                    out = rows_of(module(each))
-                    results.append(out.detach().reshape(-1, DIM))
-                    out.square().sum().backward()
-                with torch.no_grad():  # a copy is over the same tables
-                    outs = [each(batches[0]) for each in (module, copy.deepcopy(module))]
-                assert torch.equal(*(rows_of(each) for each in outs))
-                rows = [rows for _, rows in owned(store, store["b"])]
-                found.append((is_pooled, torch.cat(results), rows))
-        for is_pooled in (False, True):
-            first, *others = [each for each in found if each[0] == is_pooled]
-            for _, results, rows in others:
-                assert torch.equal(results, first[1])
-                assert all(map(torch.equal, rows, first[2]))
+    for (sharding_type, exchange), is_pooled in itertools.product(kinds, [False, True]):
+        made = {"sharding_type": sharding_type, "exchange": exchange}
+        first, *others = [train_one(made, is_pooled, *each) for each in itertools.product([False, True], [0, 2])]
+        for results, rows in others:
+            assert torch.equal(results, first[0])
+            assert all(map(torch.equal, rows, first[1]))
 
 
 def test_modules_of_one_table_train_as_collections_do(tmp_path: Path) -> None:
     kinds = [("row_wise", "rows"), ("row_wise", "pooled"), ("column_wise", "rows"), ("data_parallel", "rows")]
     run(one_table, 2, tmp_path, kinds)
+
+
+# Batches of several sizes
+
+
+def of_variable_batches(exchange: str) -> list[tuple[Tensor, Tensor]]:
+    """Of batches with different numbers of samples, and of those where every sample has its own lists."""
+    with open_sharded(None, cold="memory", ddr="1MiB", threads=1) as store:
+        make(store, lambda _: None, exchange=exchange)
+        module = ShardedTieredEmbeddingBagCollection(store)
+        return [
+            (module(uneven(seed)).values().detach(), module(even(seed)).values().detach())
+            for seed in (store.ranks.rank, 5 + store.ranks.rank)
+        ]
+
+
+def test_results_are_those_of_samples_with_lists_of_their_own(tmp_path: Path) -> None:
+    for exchange in ("rows", "pooled"):
+        for own in run(of_variable_batches, 2, tmp_path, exchange):
+            for found, expected in own:
+                assert torch.equal(found, expected)
+
+
+# Values in fewer bits between ranks
+
+WIDE = 64
+RELATIVE = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.5 / 127}
+"""Of an element; of int8, of the largest of its row."""
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_values_come_back_as_near_as_their_bits_allow(precision: Any) -> None:
+    rows = torch.randn(100, WIDE, generator=torch.Generator().manual_seed(1)) * 10
+    rows[3] = 0
+    unit = rows.abs().amax(1, keepdim=True) if precision == "int8" else rows.abs()
+    sent = encoded(rows, precision)
+    assert len(sent) == len(rows)
+    assert ((decoded(sent, precision) - rows).abs() <= unit * RELATIVE[precision] * (1 + 1e-6)).all()
+    assert decoded(encoded(rows[:0], precision), precision).shape == (0, WIDE)
+    assert decoded(encoded(rows[:1, :6], precision), precision).shape == (1, 6)
+    rows[5, 7] = torch.nan
+    assert decoded(encoded(rows, precision), precision)[5].isnan().any(), "what went wrong stays seen"
+
+
+def train_in(precision: Any) -> tuple[Tensor, int]:
+    """(results of the last step, bytes sent)."""
+    with open_sharded(
+        None, cold="memory", ddr="1MiB", forward_precision=precision, backward_precision=precision
+    ) as store:
+        for name, exchange in (("a", "rows"), ("b", "pooled")):
+            config = tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=WIDE)
+            store.create_table(config, exchange=exchange)  # type: ignore[arg-type]
+        module = ShardedTieredEmbeddingBagCollection(store)
+        for step in range(3):
+            ids = torch.randint(0, ROWS, (400,), generator=torch.Generator().manual_seed(2 * step + store.ranks.rank))
+            out = module(
+                tierstore.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(400, dtype=torch.int64))
+            ).values()
+            (out - 1).square().sum().backward()
+        return out.detach(), store.balance()[store.ranks.rank].traffic.bytes_sent
+
+
+def test_fewer_bits_are_fewer_bytes_and_nearly_the_same_training(tmp_path: Path) -> None:
+    found = {precision: run(train_in, 2, tmp_path, precision)[0] for precision in get_args(Precision)}
+    exact, most = found["fp32"]
+    saved = {precision: most - size for precision, (_, size) in found.items()}
+    assert saved["bf16"] == saved["fp16"] > most / 3, "two bytes of each value; the rest are ids"
+    assert saved["int8"] / saved["bf16"] == (4 - (WIDE + 4) / WIDE) / 2
+    assert all(0 < (found[each][0] - exact).abs().max() < 0.01 for each in ("fp16", "bf16", "int8"))
+
+
+def carry() -> None:
+    ranks = Ranks()
+    carried = {device: ranks._carries(device) for device in ("cpu", "cuda", "mps")}
+    assert carried == {"cpu": True, "cuda": False, "mps": False}
+    with pytest.raises(ValueError, match=r"no backend for tensors on the CPU.*cpu:gloo,cuda:nccl"):
+        open_sharded(None, group=dist.new_group(backend="cuda:gloo"), cold="memory", ddr="1MiB")
+
+
+def test_gloo_is_given_what_is_on_the_host_and_must_be_there(tmp_path: Path) -> None:
+    run(carry, 1, tmp_path)

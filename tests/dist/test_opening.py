@@ -41,19 +41,24 @@ def opened(folder: Path, **options: Any) -> ShardedStore:
     return open_sharded(folder, ddr="1MiB", threads=1, **options)
 
 
-def train(folder: Path, steps: int, **options: Any) -> int:
+def own_values(table: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and values of the rows that this rank owns, after a step."""
+    rows, columns = table.rows, table.columns
+    values = values_of(step)[rows.start : rows.stop, columns.start : columns.stop]
+    return torch.arange(rows.start, rows.stop), values.contiguous()
+
+
+def train(folder: Path, steps: int) -> int:
     """So many commits; the step at the start."""
-    with opened(folder, **options) as store:
+    with opened(folder) as store:
         first: int = store.extra.get("step", 0)
         for name, kind in TABLES.items():
             if name not in store.tables:
                 store.create_table(config_of(name), sharding_type=kind)  # type: ignore[arg-type]
         for step in range(first + 1, first + 1 + steps):
             for table in store.tables.values():
-                rows, columns = table.rows, table.columns
-                if rows:
-                    own = values_of(step)[rows.start : rows.stop, columns.start : columns.stop]
-                    table.local.write(torch.arange(rows.start, rows.stop), own.contiguous())
+                if table.rows:
+                    table.local.write(*own_values(table, step))
             store.commit(extra={"step": step})
         return first
 
@@ -76,8 +81,8 @@ def refused(work: Callable[..., Any], *arguments: Any, **options: Any) -> str:
     return ""
 
 
-def open_refused(folder: Path, **options: Any) -> str:
-    return refused(lambda: opened(folder, **options).close())
+def open_refused(folder: Path, mode: str = "w", **options: Any) -> str:
+    return refused(lambda: opened(folder, mode=mode, **options).close())
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -183,10 +188,9 @@ def read_only(folder: Path) -> list[str]:
         assert store.version == store.extra["step"] == 3
         for name in TABLES:
             table = store.create_table(config_of(name))
-            rows, columns = table.rows, table.columns
-            if rows:
-                own = values_of(3)[rows.start : rows.stop, columns.start : columns.stop]
-                assert torch.equal(table.local.read(torch.arange(rows.start, rows.stop)), own)
+            if table.rows:
+                ids, values = own_values(table, 3)
+                assert torch.equal(table.local.read(ids), values)
         calls = store.commit, store.optimizer, lambda: store.create_table(config_of("new"))
         return [refused(call) for call in calls]
 
@@ -199,15 +203,11 @@ def test_ranks_that_only_read_do_so_beside_a_run_and_change_nothing(folder: Path
         before = contents(folder)
         for told in run(read_only, 2, tmp_path, folder):
             assert [each.split(":")[0] for each in told] == [ReadOnlyError.__name__] * 3
-        for told in run(open_to_read, 3, tmp_path, folder):
+        for told in run(open_refused, 3, tmp_path, folder, "r"):
             assert told.startswith(StoreNotFoundError.__name__)
             assert "start 2, or read whole tables in each process by tierstore.open" in told
         assert contents(folder) == before
-    assert StoreNotFoundError.__name__ in run(open_to_read, 1, tmp_path, tmp_path / "nothing")[0]
-
-
-def open_to_read(folder: Path) -> str:
-    return open_refused(folder, mode="r")
+    assert StoreNotFoundError.__name__ in run(open_refused, 1, tmp_path, tmp_path / "nothing", "r")[0]
 
 
 # Whose part it is

@@ -1,7 +1,8 @@
-"""Gradients of rows collected over ranks, added up and clipped, against one process."""
+"""Gradients of rows collected over ranks, added up and clipped, and Hessian-free steps, against one process."""
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,41 +11,59 @@ import torch
 from torch import Tensor
 
 import tierstore
+from tests.optim.test_hessian_free import Job, bag_of, batches, table
 from tierstore import optim
-from tierstore.dist import ShardedTieredEmbeddingBagCollection, open_sharded
+from tierstore.dist import (
+    ShardedStore,
+    ShardedTieredEmbeddingBag,
+    ShardedTieredEmbeddingBagCollection,
+    average,
+    open_sharded,
+)
 
 from .ranks import run
 
 ROWS, DIM, STEPS, SAMPLES, RANKS = 100, 8, 3, 8, 2
 KINDS: list[dict[str, Any]] = [
     {"sharding_type": "row_wise"},
-    {"sharding_type": "table_wise", "exchange": "pooled"},
     {"sharding_type": "column_wise"},
     {"sharding_type": "data_parallel"},
+    {"sharding_type": "table_wise", "exchange": "pooled"},
 ]
+Trained = tuple[list[float], dict[str, Tensor]]
 
 
-def config(name: str) -> tierstore.TableConfig:
-    return tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=optim.Adagrad(lr=0.3))
+def with_tables(store: Any, **kind: Any) -> Any:
+    rule = optim.Adagrad(lr=0.3)
+    for name in "ab":
+        config = tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule)
+        store.create_table(config, **kind)
+    is_sharded = isinstance(store, ShardedStore)
+    return (ShardedTieredEmbeddingBagCollection if is_sharded else tierstore.TieredEmbeddingBagCollection)(store)
 
 
-def loss_of(module: Any, dense: Tensor, rank: int, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * number + rank)
-    ids = torch.randint(0, ROWS, (2 * SAMPLES,), generator=generator)
-    jagged = tierstore.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(2 * SAMPLES, dtype=torch.int64))
-    loss: Tensor = ((module(jagged).values() * dense - torch.rand(SAMPLES, 2 * DIM, generator=generator)) ** 2).mean()
-    return loss
+def jagged_of(ids: Tensor) -> tierstore.KeyedJaggedTensor:
+    return tierstore.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(len(ids), dtype=torch.int64))
+
+
+def rows_of(module: Any) -> dict[str, Tensor]:
+    with torch.no_grad():
+        found = module(jagged_of(torch.arange(ROWS).repeat(2)))
+        return {name: found[name] for name in "ab"}
 
 
 def train(
     module: Any, optimizer: Any, ranks: Sequence[int], divisor: int, average: Callable[[Tensor], None]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """(norms, rows of each table as a lookup gives them) after steps over these ranks' batches."""
+) -> Trained:
+    """(norms, rows of each table as a lookup gives them) after steps over these ranks' batches, clipped."""
     dense, norms = torch.ones(2 * DIM, requires_grad=True), []
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for step in range(STEPS):
         for part, rank in itertools.product(range(2), ranks):
-            (loss_of(module, dense, rank, 2 * step + part) / 2 / divisor).backward()  # type: ignore[no-untyped-call]
+            generator = torch.Generator().manual_seed(20 * step + 10 * part + rank)
+            jagged = jagged_of(torch.randint(0, ROWS, (2 * SAMPLES,), generator=generator))
+            target = torch.rand(SAMPLES, 2 * DIM, generator=generator)
+            (((module(jagged).values() * dense - target) ** 2).mean() / 2 / divisor).backward()
         assert dense.grad is not None
         average(dense.grad)
         norms.append(float(optimizer.clip_grad_norm_([dense], 0.01)))
@@ -52,82 +71,77 @@ def train(
         optimizer.zero_grad()
         dense.grad = None
         schedule.step()
-    with torch.no_grad():
-        return norms, rows_of(module)
+    return norms, rows_of(module)
 
 
-def train_rank(kind: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    def average(gradient: Tensor) -> None:
-        torch.distributed.all_reduce(gradient, torch.distributed.ReduceOp.SUM)
-        gradient /= RANKS
-
-    with open_sharded(None, cold="memory", ddr="1MiB") as store:
-        for name in "ab":
-            store.create_table(config(name), **kind)
-        return train(ShardedTieredEmbeddingBagCollection(store), store.optimizer(), [store.ranks.rank], 1, average)
-
-
-def rows_of(module: Any) -> dict[str, Tensor]:
-    ids = torch.arange(ROWS).repeat(2)
-    jagged = tierstore.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(2 * ROWS, dtype=torch.int64))
-    found = module(jagged)
-    return {name: found[name] for name in "ab"}
-
-
-def expected() -> tuple[list[float], dict[str, Tensor]]:
-    with tierstore.open(cold="memory", ddr="1MiB") as store:
-        for name in "ab":
-            store.create_table(config(name))
-        module = tierstore.TieredEmbeddingBagCollection(store)
-        return train(module, store.optimizer(), range(RANKS), RANKS, lambda _: None)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["sharding_type"])
-def test_gradients_are_added_up_and_clipped_as_in_one_process(kind: dict[str, Any], tmp_path: Path) -> None:
-    norms, rows = expected()
-    assert min(norms) > 0.01, "there is something to clip"
-    for found_norms, found_rows in run(train_rank, RANKS, tmp_path, kind):
-        torch.testing.assert_close(found_norms, norms)
-        torch.testing.assert_close(found_rows, rows)
-
-
-def accumulate(store: Any, module: Any, ranks: Sequence[int], *, clips: bool) -> dict[str, Tensor]:
+def accumulate(module: Any, optimizer: Any, ranks: Sequence[int], divisor: int, *, clips: bool) -> dict[str, Tensor]:
     """Rows after steps of three passes each, by many samples of few rows."""
-    optimizer = store.optimizer()
     for step in range(STEPS):
         for part, rank in itertools.product(range(3), ranks):
             generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
-            ids = torch.randint(0, 20, (2 * SAMPLES,), generator=generator)
-            jagged = tierstore.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(2 * SAMPLES, dtype=torch.int64))
-            out = module(jagged).values()
-            (out * torch.randn(out.shape, generator=generator) / (RANKS if len(ranks) > 1 else 1)).sum().backward()
+            out = module(jagged_of(torch.randint(0, 20, (2 * SAMPLES,), generator=generator))).values()
+            (out * torch.randn(out.shape, generator=generator) / divisor).sum().backward()
         if clips:
             optimizer.clip_grad_norm_(max_norm=1e9)
         optimizer.step()
         optimizer.zero_grad()
-    with torch.no_grad():
-        return rows_of(module)
+    return rows_of(module)
 
 
-def accumulate_rank(kind: dict[str, Any], *flags: bool) -> list[dict[str, Tensor]]:
+def train_ranks() -> list[tuple[Trained, list[dict[str, Tensor]]]]:
+    """Of each kind, clipped; and with several passes a step, where gradients are read between these or not."""
+
+    def average(gradient: Tensor) -> None:
+        torch.distributed.all_reduce(gradient, torch.distributed.ReduceOp.SUM)
+        gradient /= RANKS
+
     found = []
-    for clips in flags:
+    for kind in KINDS:
         with open_sharded(None, cold="memory", ddr="1MiB") as store:
-            for name in "ab":
-                store.create_table(config(name), **kind)
-            found.append(accumulate(store, ShardedTieredEmbeddingBagCollection(store), [store.ranks.rank], clips=clips))
+            module = with_tables(store, **kind)
+            trained = train(module, store.optimizer(), [store.ranks.rank], 1, average)
+        sums = []
+        for clips in (False, True) if "exchange" not in kind else ():
+            with open_sharded(None, cold="memory", ddr="1MiB") as store:
+                module = with_tables(store, **kind)
+                sums.append(accumulate(module, store.optimizer(), [store.ranks.rank], 1, clips=clips))
+        found.append((trained, sums))
     return found
 
 
-@pytest.mark.parametrize(
-    "kind", [each for each in KINDS if "exchange" not in each], ids=lambda kind: kind["sharding_type"]
-)
-def test_passes_before_a_step_give_the_bits_of_one_process(kind: dict[str, Any], tmp_path: Path) -> None:
-    """As docs/distributed.md says: of one process that runs the ranks' batches one after another."""
+def test_gradients_are_added_up_and_clipped_as_in_one_process(tmp_path: Path) -> None:
+    """As docs/distributed.md says, passes before a step give the bits of one process that runs them in turn."""
     with tierstore.open(cold="memory", ddr="1MiB") as store:
-        for name in "ab":
-            store.create_table(config(name))
-        rows = accumulate(store, tierstore.TieredEmbeddingBagCollection(store), range(RANKS), clips=False)
-    for each in run(accumulate_rank, RANKS, tmp_path, kind, False, True):
-        for found in each:
-            assert all(torch.equal(found[name], rows[name]) for name in "ab")
+        trained = train(with_tables(store), store.optimizer(), range(RANKS), RANKS, lambda _: None)
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        rows = accumulate(with_tables(store), store.optimizer(), range(RANKS), RANKS, clips=False)
+    assert min(trained[0]) > 0.01, "there is something to clip"
+    for found in run(train_ranks, RANKS, tmp_path):
+        for kind, (clipped, sums) in zip(KINDS, found, strict=True):
+            torch.testing.assert_close(clipped, trained)
+            for each in sums:
+                assert all(torch.equal(each[name], rows[name]) for name in "ab"), kind
+
+
+# Hessian-free steps
+
+PARTS = [slice(0, 5), slice(5, 16)]
+
+
+def take_free_steps(curvature: str) -> list[Tensor]:
+    with open_sharded(None, cold="memory", ddr="1MiB") as store:
+        store.create_table(table())
+        mean, part = partial(average, ranks=store.ranks), PARTS[store.ranks.rank]
+        job = Job(ShardedTieredEmbeddingBag(store, "t"), curvature=curvature, average=mean)
+        job.train([ids[part] for ids in batches(4)], part=16, share=(part.stop - part.start) * 2 / 16)
+        return job.weights()
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
+def test_ranks_have_the_same_bits_and_take_the_steps_of_one_process(curvature: str, tmp_path: Path) -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        job = Job(bag_of(store), curvature=curvature)
+        job.train(batches(4), part=16)
+        first, second = run(take_free_steps, 2, tmp_path, curvature)
+        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+        torch.testing.assert_close(first, job.weights(), rtol=1e-3, atol=1e-4)

@@ -89,9 +89,8 @@ def train(folder: Path, plans: list[Plan | None], options: dict[str, Any], colle
         for plan in plans:
             step = store.extra.get("steps", 0)
             job.train(step)
-            store.commit(extra={"steps": step + 1}) if plan is None else store.rebalance(
-                plan, extra={"steps": step + 1}
-            )
+            extra = {"steps": step + 1}
+            store.commit(extra=extra) if plan is None else store.rebalance(plan, extra=extra)
         return job.shardings(), [load.num_rows for load in store.balance()]
 
 

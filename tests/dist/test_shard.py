@@ -3,6 +3,7 @@
 import copy
 import importlib
 import re
+import warnings
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import tierstore
 from tests.dist.placement.support import costs_of, table
@@ -68,12 +71,16 @@ def words(seed: int = 0, device: str = "cpu") -> Words:
     return Words(device)
 
 
+def config_of(name: str) -> tierstore.TableConfig:
+    rows, pooling = (ROWS, "sum") if name == "item" else (ROWS + 1, "mean")
+    shape: Any = {"num_embeddings": rows, "embedding_dim": DIM, "pooling": pooling}
+    return tierstore.TableConfig(name=name, optimizer=RULE, init=tierstore.init.Normal(std=1.0), **shape)
+
+
 def by_hand(store: Any, model: Words) -> nn.Module:
     """Words over two tables of a sharded store."""
-    for name, rows, pooling in (("item", ROWS, "sum"), ("other", ROWS + 1, "mean")):
-        init = tierstore.init.Normal(std=1.0)
-        config: Any = {"name": name, "num_embeddings": rows, "embedding_dim": DIM, "pooling": pooling}
-        store.create_table(tierstore.TableConfig(**config, optimizer=RULE, init=init))
+    for name in ("item", "other"):
+        store.create_table(config_of(name))
     model.bag = ShardedTieredEmbeddingBag(store, "item")  # type: ignore[assignment]
     model.row = ShardedTieredEmbedding(store, "item")  # type: ignore[assignment]
     model.other["mean"] = ShardedTieredEmbeddingBag(store, "other", padding_idx=2)
@@ -102,9 +109,12 @@ def train(store: Any, model: Any, batch: Callable[[int], tuple[Any, ...]]) -> li
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    dense = [each.detach().numpy().tobytes() for each in model.parameters()]
+    return [losses, [each.detach().numpy().tobytes() for each in model.parameters()], bits_of(store)]
+
+
+def bits_of(store: Any) -> dict[str, tuple[bytes, bytes]]:
     rows = {name: read_rows(each.local, each.rows.start, each.rows.stop) for name, each in store.tables.items()}
-    return [losses, dense, {name: (each.weights.tobytes(), each.state.tobytes()) for name, each in rows.items()}]
+    return {name: (each.weights.tobytes(), each.state.tobytes()) for name, each in rows.items()}
 
 
 def ids(seed: int) -> tuple[Tensor]:
@@ -119,9 +129,7 @@ def torchs_modules(folder: Path) -> None:
     save_file({key: each.contiguous() for key, each in given.state_dict().items() if "row" not in key}, path)
     with tierstore.open(folder / f"plain-{rank}", ddr="2MiB") as plain:
         for name, weight in weights.items():
-            pooling: Any = "sum" if name == "item" else "mean"
-            shape: Any = {"name": name, "num_embeddings": len(weight), "embedding_dim": DIM, "pooling": pooling}
-            plain.create_table(tierstore.TableConfig(**shape, optimizer=RULE)).write(torch.arange(len(weight)), weight)
+            plain.create_table(config_of(name)).write(torch.arange(len(weight)), weight)
         plain.commit()
     with open_sharded(**SMALL) as store:
         on_meta = train(store, by_hand(store, words()), ids)
@@ -191,8 +199,7 @@ def over_a_plain_store(folder: Path, plan: str) -> None:
         assert train(store, data_parallel(model), jagged) == found
     with tierstore.open(cold="memory", ddr="2MiB") as plain, open_sharded(folder / "ours", ddr="2MiB") as store:
         shard(plain_model(plain), store, None, source=folder / "is not there")
-        rows = {name: read_rows(each.local, each.rows.start, each.rows.stop) for name, each in store.tables.items()}
-        assert {name: (each.weights.tobytes(), each.state.tobytes()) for name, each in rows.items()} == found[2]
+        assert bits_of(store) == found[2]
 
 
 def test_a_model_over_a_plain_store_goes_on_over_ranks(tmp_path: Path) -> None:
@@ -235,11 +242,9 @@ def test_optimizer_state_of_torch_comes_along(tmp_path: Path) -> None:
     found = []
     for name in ("ours", "theirs"):
         with tierstore.open(tmp_path / name, mode="r") as store:
-            rows = {each.name: (read_rows(each, 0, ROWS), each.state) for each in store.tables.values()}
-            bits = {name: (each.weights.tobytes(), each.state.tobytes(), at) for name, (each, at) in rows.items()}
-            found.append(bits)
+            found.append((bits_of(store), [each.state for each in store.tables.values()]))
     assert found[0] == found[1]
-    assert list(found[0]) == ["bag", "other.mean"]
+    assert list(found[0][0]) == ["bag", "other.mean"]
 
 
 class EmbeddingBagCollection(nn.Module):
@@ -399,3 +404,71 @@ def _fail(*_: Any) -> None:
 
 def test_a_call_that_failed_is_tried_again_and_one_that_resumes_leaves_tables_where_they_are(tmp_path: Path) -> None:
     run(tried_again, 2, tmp_path, tmp_path)
+
+
+# Tables inside DistributedDataParallel are refused where ranks would diverge
+
+
+class Replicated(nn.Module):
+    def __init__(self, store: tierstore.Store) -> None:
+        super().__init__()
+        self.tables = tierstore.TieredEmbeddingBagCollection(store)
+        self.dense = nn.Linear(4, 1)
+
+    def forward(self, features: tierstore.KeyedJaggedTensor, factor: Any = 1.0) -> Tensor:
+        out: Tensor = self.dense(self.tables(features).values() * factor)
+        return out
+
+
+class TrainsTables(nn.Linear):
+    """A module without tables, whose forward trains some."""
+
+    trained: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.trained().sum().backward()
+        return super().forward(x)
+
+
+def train_replicated(folder: Path) -> list[str]:
+    """What becomes of three ways to train the tables of a replicated module."""
+    warnings.simplefilter("ignore")  # torch's own, of gradients that are not there
+    rank, told = dist.get_rank(), []
+    features = tierstore.KeyedJaggedTensor(["t"], torch.tensor([rank]), offsets=torch.tensor([0, 1]))
+
+    def attempt(forward: Any) -> None:
+        try:
+            forward().sum().backward()
+            told.append("trained")
+        except RuntimeError as error:
+            told.append(str(error))
+
+    with tierstore.open(folder / str(rank), ddr="2MiB") as store:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4))
+        store.commit()
+        model = DistributedDataParallel(Replicated(store))
+        attempt(lambda: model(features))
+        for reentrant in (False, True):
+            ones = torch.ones(1, requires_grad=True)
+            attempt(lambda: checkpoint(model, features, ones, use_reentrant=reentrant))  # noqa: B023 - called at once
+        with torch.no_grad():
+            model(features)
+        outside, tables = TrainsTables(4, 1), tierstore.TieredEmbeddingBagCollection(store)
+        before = store["t"].state.step
+        outside.__dict__["trained"] = lambda: tables(features).values()
+        DistributedDataParallel(outside)(torch.ones(1, 4)).sum().backward()
+        assert store["t"].state.step == before + 1
+        store["t"].pooled(features.values(), features.offsets())
+    with tierstore.open(folder / str(rank), mode="r", ddr="2MiB") as store:
+        DistributedDataParallel(Replicated(store))(features).sum().backward()
+    return told
+
+
+def test_a_replicated_module_does_not_train_rows(tmp_path: Path) -> None:
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+    assert run(train_replicated, 1, tmp_path, tmp_path / "one") == [["trained"] * 3]
+    for first, *checkpoints in run(train_replicated, 2, tmp_path, tmp_path / "two"):
+        assert "cannot be trained inside DistributedDataParallel by 2 processes" in first
+        assert 'mode="r"' in first
+        assert [each[: len("rows of the store")] for each in checkpoints] == ["rows of the store"] * 2

@@ -1,4 +1,5 @@
-"""The trainer over ranks: the bits of one process that works off the ranks' parts, whatever interrupts it."""
+"""The trainer over ranks: the bits of one process that works off the ranks' parts, whatever interrupts it, and where
+hosts have disks of their own. Ranks that die or hang are named to the others."""
 
 import contextlib
 import dataclasses
@@ -6,31 +7,33 @@ import io
 import json
 import math
 import os
+import re
 import signal
-import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
-from bench.data import ROOT
+from bench.data import ROOT, examples
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.cli import main
-from tierstore.dist import Plan, Sharding
+from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
 from tierstore.pool.stats import total
 from tierstore.serve.models.ranking import Ranking
 from tierstore.settings.sections import to_toml
-from tierstore.train import RunConfig, Summary, train, trainer
+from tierstore.train import RunConfig, Summary, demo, train, trainer
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.metrics import Evaluation, Predictions
 from tierstore.train.summary import digest_bits
 
-from .ranks import DIED, as_torchrun_starts, run
+from .ranks import DIED, as_torchrun_starts, run, take_torchruns_environment
 
 BATCH = 23
 """Of 300 rows: parts of a batch differ in length, and one of the last batch is empty."""
@@ -41,17 +44,26 @@ def config(folder: Path, store: str, **changes: object) -> RunConfig:
     return config_of(folder, store, **{"train__batch_size": BATCH, "train__commit_every": 4, **changes})
 
 
-def train_rank(made: RunConfig, resume: bool = False, stop_at: int = 0) -> Summary:
-    """As rank; rank 0 gets SIGTERM in the step ``stop_at``."""
+def before_step(number: int, rank: int, act: Callable[[], object]) -> None:
+    """Have a rank do something before one of its steps."""
     trainer.warm_up = lambda _: None
     steps, real = iter(range(1, 1_000_000)), trainer.train_step
 
     def step(*arguments: Any) -> Any:
-        if next(steps) == stop_at and torch.distributed.get_rank() == 0:
-            signal.raise_signal(signal.SIGTERM)
+        if next(steps) == number and torch.distributed.get_rank() == rank:
+            act()
         return real(*arguments)
 
     trainer.train_step = step
+
+
+def die() -> None:
+    os._exit(DIED)
+
+
+def train_rank(made: RunConfig, resume: bool = False, stop_at: int = 0) -> Summary:
+    """As rank; rank 0 gets SIGTERM in the step ``stop_at``."""
+    before_step(stop_at, 0, lambda: signal.raise_signal(signal.SIGTERM))
     return train(made, resume=resume, bits=True)
 
 
@@ -147,26 +159,18 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_
 
 def test_dynamic_ids_are_stopped_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
     changes = {"data__hashing": "none", "embedding__ids": "dynamic", "embedding__num_embeddings": 20}
-    changes |= {"embedding__admit_after": 2, "train__commit_every": 4}
+    changes |= {"embedding__admit_after": 2, "train__batch_size": 75, "train__commit_every": 3}  # 8 steps
     whole = run(train_rank, 2, tmp_path, config(tmp_path, "whole", train__prefetch_depth=0, **changes))
-    run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), False, 9)
+    run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), False, 5)
     resumed = run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), True)
     assert {(each.bits, each.test) for each in resumed} == {(whole[0].bits, whole[0].test)}
 
 
 def train_as_started(words: list[str], port: int, dies_at: int) -> int:
     """The command's status; rank 1 ends in a step."""
-    rank = as_torchrun_starts(port)
+    before_step(dies_at, 1, die)
+    as_torchrun_starts(port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it stays from start to start
-    trainer.warm_up = lambda _: None
-    steps, real = iter(range(1, 1_000_000)), trainer.train_step
-
-    def step(*arguments: Any) -> Any:
-        if next(steps) == dies_at and rank:
-            os._exit(DIED)
-        return real(*arguments)
-
-    trainer.train_step = step
     with contextlib.redirect_stdout(io.StringIO()):
         return main(words)
 
@@ -191,18 +195,14 @@ TOWERS = [[f"C{i}" for i in range(start, 27, 2)] for start in (1, 2)]
 def train_on_hosts(made: RunConfig, on_host: int, dies_at: int = 0) -> tuple[Summary, str]:
     """Goes on if there is a commit; and what the model has as embeddings. Rank 1 ends in a step."""
     os.environ["LOCAL_WORLD_SIZE"] = f"{on_host}"
-    found, build, step = [], trainer.build_run, trainer.train_step
+    found, build = [], trainer.build_run
+    before_step(dies_at, 1, die)
 
     def built(*arguments: Any) -> Any:
         found.append(build(*arguments))
         return found[0]
 
-    def stepped(run: Any, *arguments: Any) -> Any:
-        if dies_at and torch.distributed.get_rank() and next(steps) == dies_at:
-            os._exit(DIED)
-        return step(run, *arguments)
-
-    trainer.build_run, trainer.train_step, steps = built, stepped, iter(range(1, 1_000_000))
+    trainer.build_run = built
     return train_rank(made, resume=True), type(found[0].model.embeddings).__name__
 
 
@@ -237,27 +237,14 @@ def test_towers_of_other_hosts_are_joined_by_each_rank(tmp_path: Path) -> None:
     assert {kind for _, kind in run(train_on_hosts, 2, tmp_path, made, 1)} == {"Towers"}
 
 
-@pytest.mark.soak
-def test_torchrun_restarts_a_killed_rank_and_all_end_in_the_same_bits(
-    tmp_path: Path, expected: tuple[str, float, float]
-) -> None:
-    (tmp_path / "run.toml").write_text(to_toml(config(tmp_path, "run", train__commit_every=1)))
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tierstore"]
-    command = [sys.executable, "-m", *words, "train", "run.toml", "--resume", "--json", "summary.json", "--digest"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    is_killed, told = False, []
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as torchrun:
-        assert torchrun.stderr is not None
-        for line in torchrun.stderr:
-            told.append(line)
-            if "committed version" in line and not is_killed:
-                (rank,) = [each for each in psutil.Process(torchrun.pid).children() if each.environ()["RANK"] == "1"]
-                rank.kill()
-                is_killed = True
-    assert torchrun.returncode == 0, "".join(told)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (is_killed, summary["step"], summary["bits"]) == (True, STEPS, expected[0])
-    assert summary["rows"] < 2 * TRAIN_ROWS
+@pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
+def test_hessian_free_steps_repeat_their_bits_with_parts_that_are_empty(curvature: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"optimizer__dense": "hessian-free", "optimizer__curvature": curvature, "train__epochs": 1}
+    keys |= {"optimizer__curvature_products": 6, "train__commit_every": 0}
+    runs = [run(train_rank, 2, tmp_path, config(tmp_path, name, **keys)) for name in ("first", "again")]
+    assert len({each.bits for found in runs for each in found}) == 1
+    assert {each.loss for found in runs for each in found} == {runs[0][0].loss}
+    assert runs[0][0].loss < 0.69
 
 
 def train_differently(made: RunConfig) -> None:
@@ -268,3 +255,151 @@ def train_differently(made: RunConfig) -> None:
 def test_ranks_with_different_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"rank 0 has train\.seed = 0, not 1 in its run file: give all ranks the"):
         run(train_differently, 2, tmp_path, config(tmp_path, "run"))
+
+
+# Hosts
+
+RANKS, LOCAL = 4, 2
+HOST_SHARDINGS: list[Any] = [
+    *(("table_row_wise", (0, 1)), ("table_row_wise", (3, 2)), ("table_wise", (3,)), ("data_parallel", (0, 1, 2, 3))),
+    *(("column_wise", (0, 2)), ("row_wise", (0, 1, 2, 3))),
+]
+
+
+def hosts_config(folder: Path) -> RunConfig:
+    plan = Plan(RANKS, {f"C{number + 1}": Sharding(kind, ranks) for number, (kind, ranks) in enumerate(HOST_SHARDINGS)})
+    plan.save(folder / "plan.json")
+    return config(folder, "one", ranks__plan=str(folder / "plan.json"), train__commit_every=3, train__epochs=1)
+
+
+def train_in_folders(made: RunConfig, folder: Path | None, dying: int = -1) -> Summary:
+    """As rank, on a host that has a folder, or all in one folder; rank ``dying`` ends in the seventh step."""
+    os.environ["LOCAL_WORLD_SIZE"] = f"{LOCAL}"
+    before_step(7, dying, die)
+    if folder is not None:
+        path = str(folder / f"host-{torch.distributed.get_rank() // LOCAL}" / "run")
+        made = dataclasses.replace(made, store=dataclasses.replace(made.store, path=path))
+    return train(made, resume=True, bits=True)
+
+
+def test_hosts_lose_a_rank_and_go_on_to_the_bits_of_ranks_on_one_disk(tmp_path: Path) -> None:
+    made = hosts_config(tmp_path)
+    expected = run(train_in_folders, RANKS, tmp_path, made, None)
+    with pytest.raises(AssertionError, match=r"RankError: ranks? [\d, ]*2[\d, ]* ended, or did not answer"):
+        run(train_in_folders, RANKS, tmp_path, made, tmp_path, 2)
+    found = run(train_in_folders, RANKS, tmp_path, made, tmp_path)
+    assert {each.bits for each in found} == {expected[0].bits}
+    assert 0 < found[0].rows < expected[0].rows
+    for host in range(RANKS // LOCAL):
+        own = [f"{rank}-of-{RANKS}" for rank in range(host * LOCAL, (host + 1) * LOCAL)]
+        assert sorted(path.name for path in (tmp_path / f"host-{host}" / "run").glob("*-of-*")) == own
+    assert [each.store for each in found[0].ranks] == [
+        str(tmp_path / f"host-{rank // LOCAL}" / "run" / f"{rank}-of-{RANKS}") for rank in range(RANKS)
+    ]
+
+
+TABLE = tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=8)
+TIMEOUT_S, SIZE, LOST = 2, 3, 1
+IDS = tierstore.KeyedJaggedTensor(["t"], torch.arange(100), lengths=torch.ones(100, dtype=torch.int64))
+
+
+def lose_one(folder: Path, hangs: bool) -> tuple[str, float]:
+    """(the error, seconds until it came)."""
+    store = open_sharded(folder, ddr="500KiB", threads=1)
+    store.create_table(TABLE)
+    module = ShardedTieredEmbeddingBagCollection(store)
+    module(IDS).values().sum().backward()
+    store.commit()
+    begun = time.monotonic()
+    if store.ranks.rank == LOST:
+        if not hangs:
+            os._exit(DIED)
+        time.sleep(3 * TIMEOUT_S)
+    with pytest.raises(RuntimeError) as caught:
+        module(IDS)
+    store.close()
+    return str(caught.value), time.monotonic() - begun
+
+
+def reopen(folder: Path) -> int:
+    with open_sharded(folder, ddr="500KiB", threads=1) as store:
+        ShardedTieredEmbeddingBagCollection(store)(IDS)
+        return store.version
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_lost_rank_is_named(hangs: bool, tmp_path: Path) -> None:
+    folder, statuses = tmp_path / "store", [0] * SIZE
+    statuses[LOST] = 0 if hangs else DIED
+    found = run(lose_one, SIZE, tmp_path, folder, hangs, statuses=statuses, timeout_s=TIMEOUT_S)
+    for told, seconds in (found[rank] for rank in range(SIZE) if rank != LOST):
+        assert told.startswith(f"rank {LOST} ended, or did not answer")
+        assert seconds < 3 * TIMEOUT_S
+    assert run(reopen, SIZE, tmp_path, folder) == [1] * SIZE
+
+
+# What a reader starts by torchrun, in ranks that are forked here: the examples, the demo
+
+
+def follow(folder: Path, example: str) -> None:
+    os.chdir(folder)
+    torch.distributed.init_process_group = lambda *_: None  # the group is there, and ends with the rank
+    torch.distributed.destroy_process_group = lambda *_: None
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(example, "train.py", "exec"), {})
+
+
+def test_example_trains_and_goes_on(tmp_path: Path) -> None:
+    example, *_ = examples("docs/distributed.md")
+    weights: dict[str, torch.Tensor] = {}
+    for steps in (3, 6):
+        run(follow, 2, tmp_path, tmp_path, example)
+        for rank in ("0-of-2", "1-of-2"):
+            with tierstore.open(tmp_path / "clicks" / rank, mode="r") as store:
+                assert store.extra["extra"] == {"step": steps}
+                dense = torch.load(io.BytesIO(store.tensors()["tierstore.checkpoint"].numpy()))
+            assert all(int(each["step"]) == steps for each in dense["optimizers"][0]["state"].values())
+            weights = weights or dense["model"]
+            torch.testing.assert_close(dense["model"], weights, atol=0.01, rtol=0)  # of Adam's steps of 0.001
+
+
+def test_example_of_a_model_goes_on(tmp_path: Path) -> None:
+    example = (ROOT / "examples" / "sharded_model.py").read_text()
+    for steps in (60, 120):
+        run(follow, 2, tmp_path, tmp_path, example)
+        with tierstore.open(tmp_path / "sharded-store", mode="r") as store:
+            assert store.extra == {"step": steps}
+            assert list(store.tables) == ["user", "item"]
+            assert store["item"].state.step == steps
+
+
+def command(words: list[str]) -> None:
+    """As torchrun starts it, in the group that is there."""
+    take_torchruns_environment()
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(words) == 0
+
+
+def test_the_demo_shares_tables_among_ranks_and_ends_in_equal_bits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torchrun(words: list[str], **_: Any) -> SimpleNamespace:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tierstore"]
+        assert words[:7] == [sys.executable, *launcher]
+        run(command, 2, tmp_path, words[7:])
+        return SimpleNamespace(returncode=0)
+
+    folder = tmp_path / "demo"
+    monkeypatch.setattr(demo, "_BUDGET_SHARE", 0.5)  # of few rows a tenth is no budget
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=torchrun))
+    assert demo.run_demo(folder, rows=6_000, ranks=2)
+    output = capfd.readouterr().out
+    assert "divided among 2 ranks." in output
+    shown = r"^\$ .*(torchrun|torch.distributed.run) --nproc-per-node 2 -m tierstore train"
+    assert len(re.findall(shown, output, re.MULTILINE)) == 2
+    assert "Both ended in the same bits" in output
+    for rank in ("0-of-2", "1-of-2"):
+        with tierstore.open(folder / "tiered" / rank, mode="r") as store:
+            assert store.version
+    with pytest.raises(ValueError, match="several train on the CPU for now"):
+        demo.run_demo(tmp_path / "other", device="cuda", ranks=2)

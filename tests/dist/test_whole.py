@@ -1,5 +1,7 @@
-"""A sharded store in one process: exported, served and published as the store is that resharding makes of it."""
+"""A sharded store in one process: exported, served and published as the store is that resharding makes of it; and
+copied for other numbers of ranks."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import tierstore
 from tierstore import checkpoint, errors, optim
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
-from tierstore.dist.parts import SECTION
+from tierstore.dist.parts import SECTION, open_parts
+from tierstore.dist.reshard import resized
 from tierstore.exchange import rows as chunked
 from tierstore.exchange.rows import read_rows
 from tierstore.updates import apply_update, write_update
@@ -46,7 +49,7 @@ def train(folder: Path, seed: int, names: str = "abcde") -> None:
         lengths = torch.ones(len(ids), dtype=torch.int64)
         out = module(tierstore.KeyedJaggedTensor(list(store.tables), ids, lengths=lengths))
         out.values().square().sum().backward()
-        store.commit(extra={"seed": seed}, tensors={"w": torch.full((3,), float(seed))})
+        store.commit(extra={"seed": seed, "rank": store.ranks.rank}, tensors={"w": torch.full((3,), float(seed))})
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
@@ -66,10 +69,16 @@ def plain(folder: Path, name: str = "plain") -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    run(train, 2, folder, folder / "store", 1)
+    return folder / "store"
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    run(train, 2, tmp_path, tmp_path / "store", 1)
-    return tmp_path / "store"
+def folder(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "store"))
 
 
 def ranks_train(folder: Path, seed: int, names: str = "abcde") -> None:
@@ -88,7 +97,7 @@ def test_versions_are_the_commits_that_all_ranks_have(folder: Path) -> None:
     before = contents(folder)
     ranks_train(folder, 2)
     with tierstore.open(folder, mode="r", **SMALL) as store:
-        assert (store.version, store.versions, store.extra) == (2, (1, 2), {"seed": 2})
+        assert (store.version, store.versions, store.extra) == (2, (1, 2), {"seed": 2, "rank": 0})
         assert store.verify().rows >= 5 * ROWS / 20
         with pytest.raises(errors.TierstoreError, match=r"tierstore reshard .* --plain"):
             store.backup(folder.parent / "backup")
@@ -119,6 +128,57 @@ def test_a_reader_moves_on_when_all_ranks_have_a_commit(folder: Path) -> None:
         ranks_train(folder, 4)  # in a number of its own
         assert store.refresh() == 4
         assert rows_of(store) == contents(folder) != second
+
+
+def whole(folder: Path) -> tuple[Any, Any]:
+    return contents(folder), states(folder)
+
+
+def test_commands_shard_and_join(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, grid, joined, plan = (tmp_path / name for name in ("other", "grid", "joined", "plan.json"))
+    before = whole(folder)
+    unsharded = plain(folder)
+    assert "not sharded" in capsys.readouterr().out
+    assert whole(unsharded) == before
+    Plan(3, {"a": Sharding("table_wise", (2,))}).save(plan)
+    assert cli.main(["reshard", str(unsharded), str(other), "--ranks", "3", "--plan", str(plan)]) == 0
+    assert whole(other) == before
+    with open_parts(other) as parts:
+        assert parts.store.extra == {"seed": 1, "rank": 0}
+        assert parts.shardings["a"] == Sharding("table_wise", (2,))
+        assert parts.shardings["b"] == Sharding("row_wise", (0, 1, 2))  # of no plan
+    places = Sharding("grid_shard", (0, 3, 2, 1), "rows", 2)
+    Plan(4, dict.fromkeys("abc", places)).save(plan)
+    for source, target, words in ((other, grid, ["--ranks", "4", "--plan", str(plan)]), (grid, joined, ["--plain"])):
+        assert cli.main(["reshard", str(source), str(target), *words]) == 0
+        assert whole(target) == before
+    with open_parts(grid) as parts:
+        assert parts.shardings["a"] == places
+        assert resized(parts, 2, {}).tables["a"] == places._replace(ranks=(0, 1))
+        assert resized(parts, 3, {}).tables["a"] == Sharding("row_wise", (0, 1, 2))
+    assert cli.main(["reshard", str(unsharded), str(other), "--ranks", "3"]) == 1
+    assert "is not empty" in capsys.readouterr().err
+    for command in ("inspect", "verify"):
+        assert cli.main([command, str(other)]) == 0
+        told = capsys.readouterr().out
+        assert all(f"{rank}-of-3" in told for rank in range(3))
+    assert cli.main(["compact", str(other), str(tmp_path / "compact")]) == 1
+    assert f"tierstore reshard {other} NEW_DIR --plain" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", [["--plain"], ["--ranks", "2"]])
+def test_quantized_rows_are_refused_at_once(
+    target: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tierstore.open(tmp_path / "exact", **SMALL) as store:
+        store.create_table(tierstore.TableConfig(name="a", num_embeddings=ROWS, embedding_dim=8))
+        store["a"].write(torch.arange(10), torch.ones(10, 8))
+        store.commit()
+    tierstore.quantize(tmp_path / "exact", tmp_path / "small", dtype="int8")
+    assert cli.main(["reshard", str(tmp_path / "small"), str(tmp_path / "new"), *target]) == 1
+    told = capsys.readouterr().err
+    assert all(word in told for word in ("table 'a'", "int8 rows", "tierstore backup"))
+    assert not (tmp_path / "new").exists()
 
 
 def commit_alone(folder: Path, number: int) -> None:
@@ -177,17 +237,17 @@ def load(folder: Path, path: Path) -> None:
 def test_other_numbers_of_ranks_load_what_ranks_saved(tmp_path: Path) -> None:
     first, path = tmp_path / "2", tmp_path / "saved"
     run(train, 2, tmp_path, first, 1)
-    expected = contents(first), states(first)
+    expected = whole(first)
     run(save, 2, tmp_path, first, path)
     for size in (3, 1):
         run(load, size, tmp_path, other := tmp_path / f"loaded-{size}", path)
-        assert (contents(other), states(other)) == expected
+        assert whole(other) == expected
     with tierstore.open(plain := tmp_path / "plain", **SMALL) as store:
         for name in TABLES:
             store.create_table(config_of(name))
         dcp.load({"tables": checkpoint.rows(store)}, checkpoint_id=path)
         store.commit()
         dcp.save({"tables": checkpoint.rows(store)}, checkpoint_id=tmp_path / "again")
-    assert (contents(plain), states(plain)) == expected
+    assert whole(plain) == expected
     run(load, 2, tmp_path, last := tmp_path / "last", tmp_path / "again")
-    assert (contents(last), states(last)) == expected
+    assert whole(last) == expected

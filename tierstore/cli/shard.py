@@ -22,8 +22,6 @@ _DRAWN_IDS: Final = 20_000_000
 _DRAWN_BATCHES: Final = 8
 _TABLES_SHOWN: Final = 40
 _NAME_CHARACTERS: Final = 28
-_BEAM: Final = "beam"
-_SEARCHES: Final = (_BEAM, "size", "dim", "lookups", "size-lookups", "random")
 _OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 
 
@@ -48,19 +46,15 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _describe_costs(costs: "RankCosts") -> str:
-    from ..dist.placement.costs import KINDS, WORDS
+    from ..dist.placement.costs import KINDS
 
-    rows = [("", *KINDS, "")]
-    for name, meaning in WORDS.items():
-        figures = (1e9 * getattr(getattr(costs.seconds, kind), name) for kind in KINDS)
-        rows.append((f"  {name}", *(f"{figure:,.3g}" for figure in figures), meaning))
-    rows.append(("  mean error", *(f"{getattr(costs.errors, kind):.0%}" for kind in KINDS), "of a step's time"))
-    return "\n".join([costs.source, "", "Of a training step, ns by exchange", *columns_of(rows)])
+    errors = ", ".join(f"{kind} {getattr(costs.errors, kind):.0%}" for kind in KINDS)
+    return f"{costs.source}\nmean error of a step's time, by exchange: {errors}"
 
 
 def _plan(options: argparse.Namespace) -> int:
     from ..dist import Plan, Sharding
-    from ..dist.placement import RankCosts, Search, demand_of, greedy, predict
+    from ..dist.placement import RankCosts, Search, demand_of, predict
     from ..plan.presets import load_workload
     from ..system.output import require_new, require_other
     from ..trace import read_trace
@@ -73,12 +67,8 @@ def _plan(options: argparse.Namespace) -> int:
         workload = replace(workload, optimizer=costs.optimizer)
     tables, ranks = _tables_of(workload), costs.world_size
     demand = demand_of(_drawn(workload) if options.trace is None else read_trace(options.trace), tables, ranks)
-    search = Search(tables, demand, costs, rank_bytes=limit)
-    if options.search == _BEAM:
-        with progress_bar("planning", unit=" rounds") as show:
-            found = search.best(show)
-    else:
-        found = greedy(tables, demand, costs, options.search, rank_bytes=limit)
+    with progress_bar("planning", unit=" rounds") as show:
+        found = Search(tables, demand, costs, rank_bytes=limit).best(show)
     found.plan.save(options.plan)
     by_rows = Plan(ranks, {table.name: Sharding("row_wise", tuple(range(ranks))) for table in tables})
     print(
@@ -186,12 +176,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg("--costs", required=True, metavar="FILE", help="of the ranks, by tierstore shard measure"),
             arg("--trace", metavar="TRACE.npz", help="what is looked up (default: Zipf's law, as the workload says)"),
             arg("--limit", metavar="SIZE", help="of each rank's rows with optimizer state (default: none)"),
-            arg(
-                "--search",
-                default=_BEAM,
-                choices=_SEARCHES,
-                help="beam, or table-wise by a greedy rule, to compare with (default: beam)",
-            ),
             arg("--force", help="replace PLAN.json if it exists"),
         ),
         "decide which rank gets which tables",

@@ -17,10 +17,9 @@ from ..nn.function import Prepared
 from ..nn.module import TieredModule, arguments_of
 from ..pool.bags import Features
 from ..store import Table
-from .device import DeviceRowsLookup
 from .even import Even
 from .ids import DynamicLookupOverRanks
-from .lookup import ReplicatedLookup, RowsLookup, ShardedLookup
+from .lookup import DeviceRowsLookup, ReplicatedLookup, RowsLookup, ShardedLookup
 from .pooled import PooledLookup
 from .ranks import Ranks
 from .store import ShardedStore
@@ -29,17 +28,12 @@ from .table import Owners, ShardedTable
 _NO_MORE: Final = object()
 _FEW_VALUES: Final = 2**16
 """Sent once to each rank, they cost less than a second exchange; between 2 ranks so many bytes cross either way."""
-_NO_LOOKAHEAD: Final = "lookahead= does not serve modules over sharded tables; leave it 0"
 
 
 class Ahead:
     """What ``tierstore.prefetch`` drives, from its thread, for one pass over batches. Every rank's pass has as many.
-
-    Args:
-        module: the module.
-        ranks: in a group that only this object uses, so that its exchanges and those of forward have no order between
-            them; released at the end.
-    """
+    ``ranks`` are in a group that only this object uses, as its exchanges and those of forward have no order between
+    them; it is released at the end."""
 
     is_collective = True
 
@@ -94,8 +88,9 @@ class Ahead:
     def forget(self, ticket: Prepared) -> None:
         self._module.forget(ticket)
 
-    def announce(self, features: Any) -> Any:
-        return self._module.announce(features)
+    def announce(self, features: Any) -> Any:  # noqa: ARG002
+        """RuntimeError: rows that other ranks will ask for are not known so far ahead."""
+        raise RuntimeError("lookahead= does not serve modules over sharded tables; leave it 0")
 
     def end(self) -> None:
         """Tell the other ranks that there are no more batches, and wait until they have none. In the pass's thread."""
@@ -137,10 +132,6 @@ class ShardedModule(TieredModule):
     def ahead(self) -> Ahead:
         """Called by ``tierstore.prefetch``. Collective."""
         return Ahead(self, self._owners.ranks.twin())
-
-    def announce(self, features: Any) -> Any:  # noqa: ARG002
-        """RuntimeError: rows that other ranks will ask for are not known so far ahead."""
-        raise RuntimeError(_NO_LOOKAHEAD)
 
 
 class ShardedCollection(ShardedModule, Collection):
@@ -235,12 +226,7 @@ class ShardedTieredEmbeddingCollection(ShardedCollection, TieredEmbeddingCollect
 
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """``DistributedDataParallel(model)``, which leaves the rows of sharded tables, and the weights of towers, to their
-    modules.
-
-    Args:
-        options: of ``DistributedDataParallel``.
-    """
+    """``DistributedDataParallel(model, **options)``, which leaves rows of sharded tables and weights of towers."""
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *own_tensors(model)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
     return DistributedDataParallel(model, **options)
@@ -259,8 +245,7 @@ def average(tensors: Sequence[Tensor], ranks: Ranks, among: Ranks | None = None)
     and ``step``, in place of ``DistributedDataParallel``.
 
     A mean is the sum, in order of the ranks, of each one's value divided by their number: the same bits on all ranks
-    and whenever it is done again, which gloo's own sum does not promise. Each rank sums a part of the values, or all
-    if they are few.
+    and in each run, which gloo's own sum does not promise. Each rank sums a part, or all values if they are few.
 
     Args:
         tensors: float32, on the CPU, of the same shapes on all ranks.

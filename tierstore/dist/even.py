@@ -1,8 +1,7 @@
 """Uneven data: a rank whose batches end first goes on with empty ones, until all ranks have ended.
 
-``torch.distributed.algorithms.join.Join`` cannot do it: a rank that joined runs one object's hook after another's, and
-the exchanges of rows lie within ``forward`` and ``backward`` of the ``DistributedDataParallel`` around them. An empty
-batch goes through the model as any does, so each rank makes every call in its place.
+An empty batch goes through the model as any does, so each rank makes every call in its place; torch's ``Join`` runs one
+object's hook after another's, where the exchanges of rows lie within those of ``DistributedDataParallel``.
 """
 
 import dataclasses
@@ -29,9 +28,8 @@ def even(batches: Iterable[Batch], store: ShardedStore, *, empty: Batch | None =
 
     Args:
         batches: of this rank, any number of them. The ranks may have different numbers.
-        empty: a batch without samples. Default: a rank's first batch with every tensor cut to ``[:0]``, in tuples,
-            lists, mappings, dataclasses and jagged tensors; of a rank without a batch, another's. Numbers, strings,
-            None and tensors of no dimension stay.
+        empty: a batch without samples. Default: a rank's first batch, or another rank's, with every tensor cut to
+            ``[:0]``, in tuples, lists, mappings, dataclasses and jagged tensors; all else stays.
 
     Raises:
         TypeError: ``empty`` is to be given, as the batch is none of those. What ``batches`` raised; RankError on the

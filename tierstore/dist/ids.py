@@ -1,9 +1,8 @@
 """Dynamic ids of sharded tables. An id has one owner, by a hash of it, who gives it one of its own rows.
 
 A lookup first asks the owners for the rows of its ids, and goes on with these as with any rows. In a forward pass that
-trains, owners take the ids of all ranks, in order of the ranks, for one batch, and decide together where one process
-decides by all ids: what is evicted when ``num_embeddings`` ids have rows, and who goes without a row if nothing can be.
-So ids, counts and evictions are those of one process that works off the ranks' batches as one.
+trains, owners take the ids of all ranks for one batch, and decide together what is evicted and which ids get no row. So
+ids, counts and evictions are those of one process that works off the ranks' batches as one.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +30,8 @@ and how many ids have rows, and are candidates, at this rank."""
 
 @dataclass(frozen=True)
 class RankPeers(Peers):
-    """The owners of one table's ids during one batch.
-
-    Attributes:
-        most: at most so many ids of all owners can have rows, and be candidates, after this batch.
-        find_positions: exchanges ``positions``.
-    """
+    """The owners of one table's ids during one batch, after which at most ``most`` ids of all owners have rows, and are
+    candidates. ``find_positions`` exchanges ``positions``."""
 
     ranks: Ranks
     call: str

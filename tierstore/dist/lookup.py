@@ -3,24 +3,23 @@
 Forward: a rank sends the keys of its batch's distinct rows to their owners, they send the rows, and it pools them in
 id-list order. Backward: it merges each row's gradients, divides them by the number of ranks and sends them to the
 owners, who add those of the ranks in order of the ranks and update the row once. So the bits depend on the number of
-ranks, not on who owns what.
-
-Of tables that all ranks have whole, a rank looks rows up itself, and sends merged gradients to all ranks, who add them
-in the same order: so all copies stay equal, and the bits are those of a table whose rows have one owner each.
-
-All calls are collective: every rank makes the same.
+ranks, not on who owns what. Of tables that all ranks have whole, a rank looks rows up itself, and sends merged
+gradients to all ranks, who add them in the same order. All calls are collective.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..hbm.base import DeviceBatch, DeviceRows, rows_of
+from ..hbm.cache import group_slots
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Int64s
 from ..kernels.slots import MODES
@@ -32,7 +31,7 @@ from ..optim.configs import RowWiseAdagradOfColumns
 from ..optim.rules import mean_squares
 from ..pool import Pool
 from ..pool.arena import RowArrays, dot_part, pool_part
-from ..pool.bags import NO_ARG_MAX, Pooling
+from ..pool.bags import NO_ARG_MAX, Numbering, Pooling
 from ..store import Table
 from .ranks import Ranks
 from .table import Owners, ShardedTable
@@ -41,17 +40,11 @@ _R = TypeVar("_R")
 
 
 def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: Owners) -> Tensor:
-    """What ``RowWiseAdagradOfColumns`` takes. Collective.
+    """What ``RowWiseAdagradOfColumns`` takes: float32 [1, asked * columns + asked], the gradients, float32 [asked,
+    columns of a part], and then the mean square of each one's row. Collective.
 
-    The owners of a row's parts were asked for the same rows. Each adds the ranks' gradients up, sends its part of the
-    sum to the others, and takes the mean square of the whole, as one process would have it.
-
-    Args:
-        asked: the rows that ranks asked this one for; see ``Joined.of_keys``.
-        gradients: float32 [asked, columns of a part].
-
-    Returns:
-        float32 [1, asked * columns + asked]: the gradients, and behind them the mean square of each one's row.
+    The owners of a row's parts were asked for the same rows. Each adds the ranks' gradients up, and sends its part of
+    the sum to the others.
     """
     count, width = gradients.shape
     inverse, keys = asked.distinct
@@ -84,12 +77,8 @@ class Sent(NamedTuple):
 
 
 class SendsGradients(ABC):
-    """A lookup whose gradients go to the owners of its rows, who train them.
-
-    Attributes:
-        tables: this rank's parts of the tables: what it trains.
-        holds: what keeps the ids of this rank's rows, if they are dynamic.
-    """
+    """A lookup whose gradients go to the owners of its rows, who train them. ``tables`` are this rank's parts;
+    ``holds`` keep the ids of its rows, if they are dynamic."""
 
     def __init__(self, tables: Sequence[Table], holds: Sequence[Hold]) -> None:
         self.tables = tables
@@ -111,7 +100,6 @@ class SendsGradients(ABC):
         """Exchange gradients and bring the rows in for the update. If this rank fails once the exchange began, others
         may train all the same, so the step must not be repeated. What all ranks refuse before it may be."""
         may_be_trained = False
-        self._ranks.note_backward(self.tables[0].name)
         try:
             sent = self.sent(grad_out)
             may_be_trained = True
@@ -126,10 +114,7 @@ class SendsGradients(ABC):
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What ``update`` would apply to this rank's rows, of each table; see ``Lookup.gradients``. What each rank sent
         is apart where it can be: added to earlier gradients one rank after another, it gives the bits of one process.
-
-        Raises:
-            RuntimeError: a table is sharded by columns, with row-wise Adagrad.
-        """
+        RuntimeError: a table is sharded by columns, with row-wise Adagrad."""
         for table in self.tables:
             if isinstance(table.config.optimizer, RowWiseAdagradOfColumns):
                 raise RuntimeError(
@@ -137,7 +122,6 @@ class SendsGradients(ABC):
                     "several ranks and row-wise Adagrad needs whole rows; shard it by rows, or call step() after each "
                     "backward and clip nothing"
                 )
-        self._ranks.note_backward(self.tables[0].name)
         sent = self.sent(grad_out)
         if not sent.keys:
             return sent.lookup.gradients(sent.gradient)
@@ -149,18 +133,10 @@ class SendsGradients(ABC):
 
 
 class ShardedLookup(SendsGradients):
-    """The contract is that of ``lookup.Lookup``.
-
-    Args:
-        joined: this rank's ids, in ``ShardedTable`` of one layout.
-        mode: "sum", "mean" or "max".
-        owners: of the rows.
-
-    Attributes:
-        own: of the rows that this rank looks up for others or itself; once ids are exchanged.
-    """
+    """The contract is that of ``lookup.Lookup``; ``joined`` has this rank's ids, in ``ShardedTable`` of one layout."""
 
     own: Any
+    """Looks up what ranks ask of this one, once ids are exchanged."""
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         tables: Any = joined.tables
@@ -271,7 +247,7 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
     def _carried(self, rows: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
         return self._ranks.exchange_rows(rows, given, asked, self._owners.wire.forward)
 
-    def _sending(self, *, then: int = 1) -> AbstractContextManager[None]:
+    def _sending(self, *, then: int = 1) -> contextlib.AbstractContextManager[None]:
         """Around what makes gradients to be sent, which are then exchanged."""
         self.route(self._ranks)
         return self._ranks.together(f"backward of {self._names}, {self._batch}, {self._rates}", then=then)
@@ -288,8 +264,7 @@ class RowsRoute(NamedTuple):
         inverse: int32 [N], the number of each position's row, in order of first use.
         order: int64 [U * parts], the rows' parts in order of their owners.
         places: int32 [U], where each row is; in order of the owners, or by number if rows have several parts.
-        asked: how many this rank asks each for. given: how many each asks this one for.
-        keys: int64, of those.
+        asked, given: how many this rank asks each for, and each this one. keys: int64, of the latter.
     """
 
     inverse: Int32s
@@ -413,6 +388,70 @@ class RowsLookup(RoutedLookup[RowsRoute]):
         if needs_squares:
             return Sent(self.own, with_mean_squares(self.own.joined, taken, self._num_parts, self._owners))
         return Sent(self.own, taken.view(1, -1), torch.split(torch.from_numpy(route.keys), route.given))
+
+
+class DeviceRowsLookup(RowsLookup):
+    """``RowsLookup`` where rows are pooled, and their gradients merged, in device memory. The order of all additions is
+    that of the host, so the bits are."""
+
+    @cached_property
+    def _sent_batch(self) -> tuple[DeviceRows, DeviceBatch]:
+        """The batch, where ``rows`` are the places of its rows."""
+        rows = rows_of(self.tables[0].pool)
+
+        def write(_: Numbering | None, out: NDArray[Any]) -> None:
+            out[:] = self._slots
+
+        return rows, rows.send(self.joined.bags, write)
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[tuple[DeviceRows, DeviceBatch, Tensor]]:
+        """Also the place of each position's row, int32 [N]; all are kept until the work given within is done."""
+        rows, batch = self._sent_batch
+        rows.lane.follow(batch.ready)
+        slots = batch.rows.to(torch.int32)
+        try:
+            yield rows, batch, slots
+        finally:
+            rows.retain(batch, self._arg_max)
+
+    def _no_arg_max(self) -> Any:
+        return None
+
+    def _end_to_end(self, arg_max: Sequence[Any]) -> Any:
+        return torch.cat(list(arg_max))
+
+    def _pool(self, rows: Tensor, out: Tensor) -> None:
+        joined, shape = self.joined, (self.joined.num_bags, self._dim)
+        if self._mode == kernels.MAX:
+            self._arg_max = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        if not len(joined):
+            for column in joined.features.columns.tolist():
+                out[:, column : column + self._dim] = 0
+            return
+        with self._on_device() as (device, batch, slots):
+            device.kernels.pool_rows(
+                batch.bags, slots, None, 0, len(joined), mode=self._mode, weights=rows, dim=self._dim, out=out,
+                arg_max=self._arg_max,
+            )  # fmt: skip
+
+    def _dot(self, rows: Tensor, grad_out: Tensor) -> Floats:
+        with self._on_device() as (device, batch, slots):
+            own = torch.zeros(len(batch), dtype=torch.float32, device=self._device)
+            device.kernels.dot_rows(
+                batch.bags, slots, None, 0, len(batch), weights=rows, dim=self._dim, grad_out=grad_out, grad_scale=own
+            )
+        found: Floats = own.cpu().numpy()
+        return found
+
+    def _merged(self, grad_out: Tensor) -> Tensor:
+        if not len(self.joined):
+            return torch.empty((0, self._dim), device=self._device)
+        with self._on_device() as (device, batch, slots):
+            return device.merged(
+                batch.bags, group_slots(slots)[1], len(self._route.places), num_tables=len(self.tables), dim=self._dim,
+                grad_out=grad_out, arg_max=self._arg_max, is_mean=self._mode == kernels.MEAN,
+            )  # fmt: skip
 
 
 class ReplicatedLookup(ShardedLookup):

@@ -107,13 +107,11 @@ def shard(
             checkpoint with keys of the model's ``state_dict()``, or keys that ``tierstore import`` takes.
         demand: of "auto": a ``Trace`` of all ranks' batches, or a list of this rank's, each a ``KeyedJaggedTensor``.
             Default: 1,024 samples a rank, an id a feature, all rows alike.
-        costs: of "auto": of these ranks, or their file. Default: measured now, in up to a minute; then another run may
-            find another plan.
+        costs: of "auto": of these ranks, or their file. Default: measured now, in up to a minute.
         rank_bytes: of "auto": limit of a rank's rows with optimizer state.
-        options: of ``DistributedDataParallel``.
 
     Returns:
-        ``DistributedDataParallel`` of the model, or the model if it has no other parameters that are trained.
+        ``DistributedDataParallel(model, **options)``, or the model if it has no other parameters that are trained.
 
     Raises:
         ValueError: modules that cannot be replaced, each with its reason; or a wrong argument. TypeError: ``store`` is
@@ -130,7 +128,9 @@ def shard(
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
         require_alike(store.ranks, weights={name: own.checksum for name, own in rows.items() if isinstance(own, _Rows)})
         if plan == "auto" and (unplanned := [each.config for name, each in new.items() if name not in store.planned]):
-            planned = _found(store, unplanned, demand, costs, rank_bytes)
+            from .placement.auto import found_plan  # which training without it has no use for
+
+            planned = found_plan(store, unplanned, demand, costs, rank_bytes)
         _create(store, found.tables.values(), new, planned)
         with store.ranks.together("shard"):
             for name, own in rows.items():
@@ -145,7 +145,7 @@ def shard(
 
 
 def _create(store: ShardedStore, tables: Iterable[_Found], new: Iterable[str], planned: Mapping[str, Sharding]) -> None:
-    """Create or find tables; collective. Until ``new`` ones have their rows, another call makes them anew."""
+    """Create or find tables; collective. Until ``new`` ones have their rows, another call makes them again."""
     for each in tables:
         name = each.config.name
         is_planned = name in planned and name not in store.tables
@@ -153,20 +153,9 @@ def _create(store: ShardedStore, tables: Iterable[_Found], new: Iterable[str], p
     store.unloaded |= set(new)
 
 
-def _found(store: ShardedStore, *arguments: Any) -> Mapping[str, Sharding]:
-    """As of ``found_plan``, which training without it has no use for."""
-    from .placement.auto import found_plan
-
-    return found_plan(store, *arguments)
-
-
 class _Model:
-    """What a model has of modules to be replaced. Arguments, and ValueError: see ``shard``.
-
-    Attributes:
-        tables: by name. made: makes a module over the store, by the ``id`` of the one that it replaces.
-        weights: that become tables.
-    """
+    """What a model has of modules to be replaced; arguments, and ValueError: see ``shard``. ``made`` makes a module
+    over the store, by the ``id`` of the one that it replaces; ``weights`` become tables."""
 
     def __init__(
         self, model: nn.Module, tables: Mapping[str, str] | None, rules: Any, init: Initializer | None
@@ -199,8 +188,8 @@ class _Model:
             if weight.is_meta and id(weight) not in gone:
                 self._refused[name] = 'is on "meta": to_empty(device="cpu") of its module, and initialize it, before'
         if self._refused:
-            told = "".join(f"\n  {path or 'embedding'!r}: {reason}" for path, reason in self._refused.items())
-            raise ValueError(f"nothing was sharded. Change these modules, or leave them out by tables={{...}}:{told}")
+            why = "".join(f"\n  {path or 'embedding'!r}: {reason}" for path, reason in self._refused.items())
+            raise ValueError(f"nothing was sharded. Change these modules, or leave them out by tables={{...}}:{why}")
 
     def new_in(self, store: ShardedStore) -> dict[str, _Found]:
         """Tables that the store lacks, or that an earlier call did not fill."""

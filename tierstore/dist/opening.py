@@ -2,8 +2,7 @@
 
 A kill at any instant loses nothing, for these reasons:
 
-1. Each part that another number of ranks wrote is opened for writing by one rank, until the end. So nobody trains on
-   it, and it has gone back to what its device holds.
+1. Each part that another number of ranks wrote is opened for writing by one rank: nobody else trains on it.
 2. Of the sets of parts, the one with the newest commit that all its parts have is the run. A set without a commit is
    none; a set that lacks a part and has a newer commit is an error.
 3. A new part is made in a folder within its place and gets its manifest last. So a part is there whole, at the commit
@@ -20,8 +19,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 from ..errors import DamagedError, StoreLockedError, StoreNotFoundError, TierstoreError
 from ..store import Store, open_store
@@ -31,7 +29,7 @@ from ..system.durable import make_directory, sync_directory
 from ..system.excerpt import excerpt
 from ..system.killpoints import reach
 from ..system.output import output_errors, require_room
-from .parts import Commits, Source, in_common, newer_set, open_parts, part_sets, read_commits
+from .parts import NO_COMMITS, Commits, Source, in_common, newer_set, open_parts, part_sets, read_commits
 from .plan import Sharding
 from .ranks import Ranks
 from .reshard import WORK_NAME, made_id, resized, share_bytes, stored_rows, write_part
@@ -39,25 +37,23 @@ from .reshard import WORK_NAME, made_id, resized, share_bytes, stored_rows, writ
 _LOG: Final = logging.getLogger("tierstore")
 _ATTEMPTS: Final = 10
 """To open a commit that all ranks have before their writers drop it."""
-_NONE: Final = Commits("", {}, {}, {})
 _Mark = tuple[int, int]
 """Tells the ranks that see a part in one folder from those that have a copy of it: inode and time of its manifest."""
 
 
 def require_alike(ranks: Ranks, **settings: Any) -> None:
     """ValueError in all ranks, which names the setting, if one differs. Collective."""
-    told = ranks.gather(settings, "open_sharded")
-    for rank, others in enumerate(told):
-        for name, own in told[0].items():
+    gathered = ranks.gather(settings, "open_sharded")
+    for rank, others in enumerate(gathered):
+        for name, own in gathered[0].items():
             if others[name] != own:
                 differing = f"{excerpt(own)} and {excerpt(others[name])}"
                 raise ValueError(f"{name} of ranks 0 and {rank} differs: {differing}; give all ranks the same")
 
 
 def open_to_read(ranks: Ranks, folder: Path, options: Mapping[str, Any]) -> Store:
-    """This rank's part, open for reading at the newest commit that all ranks have. Collective. StoreNotFoundError:
-    there is no such part, or another number of ranks has a newer commit. TierstoreError: the ranks have no commit in
-    common. Others as of ``open_store``."""
+    """This rank's part, open for reading at the newest commit that all ranks have. Collective. Errors as of
+    ``open_sharded``."""
     path = folder / f"{ranks.rank}-of-{ranks.size}"
     for _ in range(_ATTEMPTS):
         with ranks.together():
@@ -65,8 +61,8 @@ def open_to_read(ranks: Ranks, folder: Path, options: Mapping[str, Any]) -> Stor
             if others and not (path / MANIFEST_NAME).exists():
                 raise _written_by_others(folder, max(others), ranks.size)
             own = read_commits(path)
-        told = ranks.gather(own, "open_sharded")
-        store, newest = None, _newest_common(told)
+        gathered = ranks.gather(own, "open_sharded")
+        store, newest = None, max(in_common(gathered), default=None)
         with ranks.together():
             if newest is None:
                 raise TierstoreError(f"{folder}: the ranks have no commit in common yet")
@@ -91,18 +87,9 @@ def _written_by_others(folder: Path, size: int, own_size: int) -> StoreNotFoundE
     )
 
 
-def _newest_common(all_commits: Sequence[Commits]) -> int | None:
-    return max(in_common(all_commits), default=None)
-
-
 class _Seen(NamedTuple):
-    """What a rank found in its folder.
-
-    Attributes:
-        held: parts of other numbers of ranks that it opened. refused: why it could not open others.
-        own: commits of its own part, without shardings.
-        moving: names of the parts that may be moved. moved: those that were moved before, with their folder's name.
-    """
+    """What a rank found in its folder: parts of other numbers of ranks that it opened, and why not others; commits of
+    its own part, without shardings; names of the parts that may move, and of those that did, with their folder's."""
 
     held: set[_Mark]
     refused: dict[_Mark, str]
@@ -112,20 +99,16 @@ class _Seen(NamedTuple):
 
 
 class OwnPart:
-    """This rank's part in a folder, open for writing. A context manager, at whose end other parts are held no more.
+    """This rank's part in a folder, open for writing. Other parts there are held until ``release``.
 
     Args:
-        planned: how tables are to be sharded if the part is to be made of others.
-        options: of ``open_store``.
+        planned: how tables are to be sharded if the part is made of others. options: of ``open_store``.
 
     Attributes:
         store: the caller's to close.
         source: of which set of parts the ranks' parts were made; None if they were there, or are new.
 
-    Raises:
-        StoreLockedError: another number of ranks trains on its parts. DiskFullError: no space for new parts.
-        StoreNotFoundError: not all parts of the newest commit are here, or one process wrote a store here.
-        TierstoreError: the parts are of different runs.
+    Errors are those of ``open_sharded``.
     """
 
     def __init__(self, ranks: Ranks, folder: Path, planned: Mapping[str, Sharding], options: Mapping[str, Any]) -> None:
@@ -137,7 +120,7 @@ class OwnPart:
         self._held: dict[Path, Opened] = {}
         self.source: Source | None = None
         with contextlib.ExitStack() as opened:
-            opened.callback(self._release)
+            opened.callback(self.release)
             self.store = self._open()
             opened.pop_all()
 
@@ -149,14 +132,14 @@ class OwnPart:
                 held, refused = self._hold()
                 if (self._path / MANIFEST_NAME).exists():
                     local = opened.enter_context(contextlib.closing(open_store(self._path, **self._options)))
-                own = _NONE if local is None else Commits.of(local)
+                own = NO_COMMITS if local is None else Commits.of(local)
                 seen = self._seen(held, refused, own)
-            told = ranks.gather(seen)
-            _require_held(told)
-            all_own = [each.own for each in told]
+            gathered = ranks.gather(seen)
+            _require_held(gathered)
+            all_own = [each.own for each in gathered]
             self.source = self._choose(all_own)
-            number = self.source.number if self.source else _newest_common(all_own) or 0
-            self._aside = self._folder / _aside_name(number, told)
+            number = self.source.number if self.source else max(in_common(all_own), default=0)
+            self._aside = self._folder / _aside_name(number, gathered)
             if self.source is not None:
                 opened.close()
                 local = None
@@ -210,7 +193,7 @@ class OwnPart:
         """The parts of another number of ranks that are the run, or None: those of as many ranks as there are, if any.
         All ranks must have them."""
         ranks, folder, last = self._ranks, self._folder, max(each.last for each in all_own)
-        number = _newest_common(all_own) or 0
+        number = max(in_common(all_own), default=0)
         with ranks.together():
             others = {size: parts for size, parts in part_sets(folder).items() if size != ranks.size}
             found = newer_set(folder, others, number)
@@ -281,23 +264,16 @@ class OwnPart:
         sync_directory(self._aside)
         sync_directory(self._folder)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Hold other parts no more."""
         for opened in self._held.values():
             opened.cold.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._release()
-
-
-def _require_held(told: Sequence[_Seen]) -> None:
+def _require_held(gathered: Sequence[_Seen]) -> None:
     """StoreLockedError unless each part is held by some rank."""
-    held = set[_Mark]().union(*(each.held for each in told))
-    for each in told:
+    held = set[_Mark]().union(*(each.held for each in gathered))
+    for each in gathered:
         for mark in each.refused.keys() - held:
             raise StoreLockedError(each.refused[mark])
     reach("reshard: other parts held")
@@ -314,9 +290,9 @@ def _is_in_the_way(path: Path) -> bool:
     return bool(names) and (MANIFEST_NAME in names or WORK_NAME not in names)
 
 
-def _aside_name(number: int, told: Sequence[_Seen]) -> str:
+def _aside_name(number: int, gathered: Sequence[_Seen]) -> str:
     """Of a folder for the parts that commit ``number`` replaces, in which no rank has such parts yet."""
-    moving = set[str]().union(*(each.moving for each in told))
-    moved = set[str]().union(*(each.moved for each in told))
+    moving = set[str]().union(*(each.moving for each in gathered))
+    moved = set[str]().union(*(each.moved for each in gathered))
     names = (f"replaced-at-{number}" + (f".{count}" if count else "") for count in itertools.count())
     return next(name for name in names if not moved & {f"{name}/{part}" for part in moving})

@@ -8,7 +8,6 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..kernels.arrays import Int64s
 from ..store import Store, open_store
 from ..store.manifest import MANIFEST_NAME, Manifest, Part, parts_in
 from ..store.stored_ids import ids_bytes
-from ..store.version import RANK_KEY
+from ..store.version import MAX_ANCESTORS, RANK_KEY
 from .plan import Shard, Sharding
 
 SECTION: Final = RANK_KEY
@@ -28,19 +27,12 @@ SECTION: Final = RANK_KEY
 _DDR: Final = 64 * 2**20
 
 
-class Place(NamedTuple):
-    """Whose part a store is: ``rank`` of so many ``ranks``."""
-
-    rank: int
-    ranks: int
-
-
 class Commits(NamedTuple):
     """What a rank's store has.
 
     Attributes:
         run: the identity of what was trained; "" if there is none yet.
-        versions: of the rank's store, by the number of the commit; those that ``of`` tells are kept.
+        versions: of the rank's store, by commit number, ascending; ``of`` leaves out those that are not kept.
         shardings: of each table, as JSON.
         ids: of the commits, by number; commits of earlier releases have none.
     """
@@ -59,49 +51,46 @@ class Commits(NamedTuple):
     def of(cls, store: Store) -> "Commits":
         """TierstoreError if the store is no rank's part."""
         if not store.version:
-            return cls("", {}, {}, {})
+            return NO_COMMITS
         section = store.extra.get(SECTION)
         if section is None:
             raise TierstoreError(
                 f"{store.directory} is not a rank's part of a sharded store; open it by tierstore.open"
             )
-        told = cls.told(section, store.version)
-        return told._replace(versions={each: kept for each, kept in told.versions.items() if kept in store.versions})
+        own = cls.read(section, store.version)
+        return own._replace(versions={each: kept for each, kept in own.versions.items() if kept in store.versions})
 
     @classmethod
-    def told(cls, section: Mapping[str, Any], version: int) -> "Commits":
+    def read(cls, section: Mapping[str, Any], version: int) -> "Commits":
         """What a version of a rank's store says, of the last 256 commits."""
         known = {int(number): each for number, each in section["versions"].items()}
         ids = {int(number): commit_id for number, commit_id in section.get("ids", {}).items()}
         return cls(section["run"], known | {section["number"]: version}, section["shardings"], ids)
+
+    def packed(self, rank: int, ranks: int, number: int, extra: dict[str, Any] | None) -> dict[str, Any]:
+        """``extra`` of the rank's next version, which is commit ``number``, with what the caller gave. ``read`` reads
+        the section back; ``versions`` are those before, ``ids`` has this one's too."""
+        versions = dict(sorted(self.versions.items())[-MAX_ANCESTORS:])
+        ids = {each: commit_id for each, commit_id in self.ids.items() if each in versions or each == number}
+        section = {
+            "rank": rank,
+            "ranks": ranks,
+            "run": self.run,
+            "number": number,
+            "versions": {str(each): version for each, version in versions.items()},
+            "ids": {str(each): commit_id for each, commit_id in ids.items()},
+            "shardings": self.shardings,
+        }
+        return {SECTION: section, "extra": extra or {}}
+
+
+NO_COMMITS: Final = Commits("", {}, {}, {})
 
 
 def in_common(commits: Sequence[Commits]) -> list[int]:
     """Numbers of the commits that all these ranks have, ascending."""
     known = [{(number, each.ids.get(number)) for number in each.versions} for each in commits]
     return sorted(number for number, _ in set.intersection(*known))
-
-
-def packed(
-    place: Place,
-    run: str,
-    number: int,
-    versions: Mapping[int, int],
-    shardings: dict[str, Any],
-    extra: dict[str, Any] | None,
-    ids: Mapping[int, str] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """``extra`` of a rank's commit: ``versions`` of its store by the numbers before, each table's sharding as JSON,
-    what the caller gave, and the identities of the commits, this one included."""
-    section = {
-        **place._asdict(),
-        "run": run,
-        "number": number,
-        "versions": {str(each): version for each, version in versions.items()},
-        "ids": {str(each): commit_id for each, commit_id in ids.items()},
-        "shardings": shardings,
-    }
-    return {SECTION: section, "extra": extra or {}}
 
 
 def part_sets(directory: Path) -> dict[int, list[Part]]:
@@ -137,17 +126,17 @@ def newer_set(directory: Path, sets: Mapping[int, Sequence[Part]], number: int) 
     """The one of some sets with the newest commit, if that is above ``number``; errors as of ``newest_set``."""
     best, last, wrong, runs = Source(number, ()), number, list[str](), set[str]()
     for size, parts in sets.items():
-        commits, told = _commits_of(parts)
-        own_last = max([int(bool(told)), *(each.last for each in commits)])  # a part that cannot be read has one
+        commits, missing = _commits_of(parts)
+        own_last = max([int(bool(missing)), *(each.last for each in commits)])  # a part that cannot be read has one
         if own_last <= number:
             continue
         runs |= {each.run for each in commits if each.last}
-        told += [f"{rank}-of-{size} is missing" for rank in sorted(set(range(size)) - {part.rank for part in parts})]
-        common = [] if told else in_common(commits)
+        missing += [f"{rank}-of-{size} is missing" for rank in sorted(set(range(size)) - {part.rank for part in parts})]
+        common = [] if missing else in_common(commits)
         if max(common, default=0) > number:
             best = max(best, Source(max(common), tuple(commits)), key=lambda found: (found.number, found.size))
         else:
-            last, wrong = max(last, own_last), wrong + (told or [f"those of {size} ranks have no commit in common"])
+            last, wrong = max(last, own_last), wrong + (missing or [f"those of {size} ranks have no commit in common"])
     if len(runs) > 1:
         raise TierstoreError(
             f"{directory} has parts of {len(runs)} different runs: keep those of one, and move the others away"
@@ -182,9 +171,8 @@ class Parts(NamedTuple):
     """A store, sharded or not, as one process reads it.
 
     Attributes:
-        store: the whole tables, ``extra`` and tensors of one commit; of a sharded store rank 0's ``extra`` and tensors.
-        number: of the commit. run: see ``Commits``.
-        shardings: of each table.
+        store: the whole tables of one commit, with the ``extra`` and tensors of rank 0.
+        number: of the commit. run: see ``Commits``. shardings: of each table.
         paths: of the stores that it is read from.
     """
 
@@ -217,14 +205,8 @@ def state_columns(config: TableConfig, shard: Shard) -> Int64s:
 
 @contextlib.contextmanager
 def open_parts(directory: Path, source: Source | None = None) -> Iterator[Parts]:
-    """Open a sharded store, or one that is not, for reading by this process.
-
-    Args:
-        source: the newest parts; default: they are looked for.
-
-    Raises:
-        StoreNotFoundError: not all parts are there. TierstoreError: they are of different runs. DamagedError.
-    """
+    """Open a sharded store, or one that is not, for reading by this process. ``source``: the newest parts; default: as
+    found. Errors as of ``newest_set``; DamagedError."""
     is_plain = (directory / MANIFEST_NAME).exists()
     found = None if is_plain else source or newest_set(directory)
     version = None if found is None else found.number

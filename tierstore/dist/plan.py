@@ -38,11 +38,10 @@ class Sharding(NamedTuple):
     """How one table is sharded.
 
     Attributes:
-        sharding_type: "table_wise": one rank has all rows. "row_wise": each rank has a range of rows, of one size but
-            for the last ones, as TorchRec divides them; "table_row_wise": the same, over ranks of one host.
-            "column_wise": each rank has an equal range of the columns of all rows; "table_column_wise": the same, over
-            ranks of one host. "grid_shard": each host has an equal range of the columns, and its ranks ranges of rows.
-            "data_parallel": all ranks have all rows.
+        sharding_type: "table_wise": one rank has all rows. "row_wise": each rank has a range of rows, as TorchRec
+            divides them. "column_wise": each rank has an equal range of the columns. "table_row_wise" and
+            "table_column_wise": the same, over ranks of one host. "grid_shard": each host has an equal range of the
+            columns, and its ranks ranges of rows. "data_parallel": all ranks have all rows.
         ranks: who has rows, in order of the ranges; of columns first.
         exchange: "rows": each distinct row of a rank's batch crosses once, the requester pools. "pooled": owners pool.
         column_ranges: how many, of "grid_shard"; as many ranks have each.
@@ -99,10 +98,10 @@ class Sharding(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able form; ``from_json`` reads it back."""
-        told = self._asdict() | {"ranks": list(self.ranks)}
+        fields = self._asdict() | {"ranks": list(self.ranks)}
         if self.column_ranges == 1:
-            del told["column_ranges"]  # releases that do not know it read all other tables
-        return told
+            del fields["column_ranges"]  # releases that do not know it read all other tables
+        return fields
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], world_size: int) -> "Sharding":
@@ -132,11 +131,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Read a plan file.
-
-        Raises:
-            OSError: it cannot be read. ValueError, TypeError: it is no plan; names the table.
-        """
+        """Read a plan file. OSError: it cannot be read. ValueError, TypeError: it is no plan; names the table."""
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -155,16 +150,9 @@ class Plan(NamedTuple):
 
     @classmethod
     def from_torchrec(cls, plan: Any, world_size: int, *, exchange: Exchange = "pooled") -> "Plan":
-        """Of TorchRec's ``ShardingPlan``, or of its ``plan`` for one module.
-
-        Args:
-            plan: ``ShardingPlan``, ``EmbeddingModuleShardingPlan`` or any mapping of table names to what has
-                ``sharding_type`` and ``ranks``.
-            exchange: of tables sharded by rows or not at all; TorchRec's owners pool.
-
-        Raises:
-            ValueError: two modules have a table of one name, or a sharding that is none of ours.
-        """
+        """Of TorchRec's ``ShardingPlan``, or of a mapping of table names to what has ``sharding_type`` and ``ranks``.
+        ``exchange`` is of tables sharded by rows or not at all; TorchRec's owners pool. ValueError: two modules have a
+        table of one name, or a sharding that is none of ours."""
         modules = list(plan.plan.values()) if hasattr(plan, "plan") else [plan]
         found: dict[str, Sharding] = {}
         for module in modules:

@@ -36,13 +36,8 @@ class PooledPlace(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """What one rank asks another for.
-
-    Attributes:
-        sizes: int64 [features of the owner, batch], ids of each bag.
-        keys: int64 [n], feature by feature.
-        scale: float32 [n], or empty.
-    """
+    """What one rank asks another for: ids of each bag, int64 [features of the owner, batch]; their keys, feature by
+    feature, and weights, if there are any."""
 
     sizes: Int64s
     keys: Int64s
@@ -53,14 +48,7 @@ def _joined(
     tables: Sequence[Table], features: Sequence[Table], requests: Sequence[_Request], width: int, order: Sequence[int]
 ) -> Joined:
     """The bags that all ranks ask this one for, feature by feature, in it rank by rank, as in one batch of all; results
-    in a flat output by ranks in this order.
-
-    Args:
-        tables: all, as this rank has them.
-        features: the tables of this rank's features, in order.
-        requests: of each rank.
-        width: columns of a result.
-    """
+    of ``width`` columns in a flat output by ranks in this order. ``features``: the tables of this rank's, in order."""
     ends = [np.append(0, request.sizes.sum(1).cumsum()) for request in requests]
     first_bags = itertools.accumulate((requests[rank].sizes.size for rank in order), initial=0)
     bags = dict(zip(order, first_bags, strict=False))
@@ -86,13 +74,8 @@ def _joined(
 
 
 class BagsRoute(NamedTuple):
-    """The way of a batch's bags.
-
-    Attributes:
-        asked: results that each rank gives. given: results that each wants.
-        positions: int64 [n] of each rank: the batch's positions whose rows it has.
-        requests: of each rank.
-    """
+    """The way of a batch's bags: of each rank how many results it gives, and wants; the batch's positions whose rows it
+    has, int64 [n]; and what it asks for."""
 
     asked: list[int]
     given: list[int]

@@ -1,8 +1,8 @@
 """The ranks of a process group and their exchanges.
 
-Every rank makes the same calls in the same order, and each call's exchanges begin with one of a fixed size, in which
-ranks say what they call. So ranks that call different things meet there, and each raises an error that names the calls
-of all; gloo would end the process where two exchanges of different sizes meet.
+Every rank makes the same calls in the same order, and each call begins with an exchange of a fixed size, in which ranks
+say what they call. Ranks that call different things meet there, and each raises an error that names the calls of all;
+gloo would end the process where two exchanges of different sizes meet.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankError
-from .pace import NOTHING_TOLD, Pace
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 """TorchRec's names. "int8": each row as 8-bit integers and one float32, the largest magnitude of the row over 127."""
@@ -62,25 +61,6 @@ def decoded(sent: Tensor, precision: Precision) -> Tensor:
     return sent.to(torch.float32)
 
 
-@contextlib.contextmanager
-def naming_gone(group: Any, rank: int, numbers: Sequence[int]) -> Iterator[None]:
-    """Run an exchange of a group whose ranks errors name by these numbers.
-
-    Raises:
-        RankError: it failed; names the ranks that ended or hang.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        gone = [numbers[each] for each in _gone(members, rank, len(numbers))]
-        who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "a rank"
-        raise RankError(
-            f"{who} ended, or did not answer within the group's timeout. Start all ranks again: they go on from the "
-            "last commit that all have"
-        ) from error
-
-
 def _gone(members: list[int], rank: int, size: int) -> list[int]:
     """Ranks that do not report that an exchange failed. Empty if there is nowhere to report it."""
     reports: Any = dist.distributed_c10d._get_default_store()
@@ -111,13 +91,7 @@ def ranks_on_host(size: int) -> int:
 
 
 class Traffic(NamedTuple):
-    """Running totals of one rank.
-
-    Attributes:
-        bytes_sent: to other ranks.
-        bytes_received: from other ranks.
-        seconds: in exchanges, waiting for other ranks included.
-    """
+    """Running totals of one rank: bytes to and from others, and seconds in exchanges, waiting for others included."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -125,17 +99,14 @@ class Traffic(NamedTuple):
 
 
 class Ranks:
-    """A process group as lookups use it. Every rank makes the same calls in the same order.
+    """A process group, None for all ranks, as lookups use it. Every rank makes the same calls in the same order.
 
     Args:
-        group: of ``torch.distributed``; None for all ranks.
         numbers: by which errors name the ranks, if not by their numbers in the group.
 
     Attributes:
-        rank: this one's number in the group. size: how many there are.
-        traffic: of this object's exchanges.
+        rank: this one's number in the group. size: how many there are. traffic: of this object's exchanges.
         run: the identity of what is trained, once it is known: calls of different runs differ.
-        pace: of the steps that backward passes of this object's calls are in, or None.
 
     Raises:
         ValueError: this process is not in the group, or the group cannot exchange tensors on the CPU.
@@ -155,7 +126,6 @@ class Ranks:
         self._numbers = range(self.size) if numbers is None else numbers
         self.traffic = Traffic()
         self.run = ""
-        self.pace: Pace | None = None
         self._backend: Any = group or dist.group.WORLD
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size
@@ -167,10 +137,8 @@ class Ranks:
         self._num_batches = self._num_passes = 0
 
     def twin(self) -> "Ranks":
-        """The same ranks in a process group of their own, for another thread, which is to ``release`` it. Collective.
-
-        A group that was released on all ranks is used again: each has its own sockets and threads.
-        """
+        """The same ranks in a process group of their own, for another thread, which is to ``release`` it. One that was
+        released on all ranks is used again: each has its own sockets and threads. Collective."""
         idle = sum(1 << number for number, each in enumerate(self._twins) if each._is_idle and not each._owed)
         common = functools.reduce(operator.and_, self.counts([idle] * self.size, "prefetch"))
         if not common:
@@ -261,11 +229,8 @@ class Ranks:
         self.counts([0] * self.size, "no more batches")
 
     def counts(self, given: Sequence[int], call: str, *, then: int = 0) -> list[int]:
-        """Begin a call: what each rank has for this one, where this one has ``given`` for each.
-
-        Args:
-            call: what this rank calls, in words; all ranks' are to be equal.
-            then: the exchanges that belong to the call and follow.
+        """Begin a call, in words that are equal on all ranks: what each rank has for this one, where this one has
+        ``given`` for each. ``then`` more exchanges belong to the call.
 
         Raises:
             RankError: another rank failed, and which; ranks make different calls, and which; or this rank left an
@@ -292,17 +257,9 @@ class Ranks:
     def _meet(self, call: str, given: Sequence[int]) -> tuple[list[int], list[int]]:
         """Of each rank what it calls, as a number, and what it has for this one."""
         word = zlib.crc32(f"{self.run} {call}".encode())
-        told = NOTHING_TOLD if self.pace is None else self.pace.told
-        sent = torch.tensor([[word, count, *told] for count in given], dtype=torch.int64)
-        words, counts, windows, *times_us = self._exchange(sent, self._ones, self._ones).T.tolist()
-        if self.pace is not None:
-            self.pace.note(windows, times_us, self.rank, self._numbers)
+        sent = torch.tensor([[word, count] for count in given], dtype=torch.int64)
+        words, counts = self._exchange(sent, self._ones, self._ones).T.tolist()
         return words, counts
-
-    def note_backward(self, table: str) -> None:
-        """See ``Pace``."""
-        if self.pace is not None:
-            self.pace.note_backward(table)
 
     def _calls(self, call: str) -> list[str]:
         own = call.encode()[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")
@@ -332,8 +289,16 @@ class Ranks:
         values = values if self._carries(device.type) else values.cpu()
         out = values.new_empty((sum(taken), *values.shape[1:]))
         begun = time.perf_counter()
-        with naming_gone(self.group, self.rank, self._numbers):
+        try:
             self._backend.alltoall_base(out, values, list(taken), list(given), self._options).wait()
+        except RuntimeError as error:
+            members = dist.get_process_group_ranks(self._backend)
+            gone = [self._numbers[each] for each in _gone(members, self.rank, self.size)]
+            who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "a rank"
+            raise RankError(
+                f"{who} ended, or did not answer within the group's timeout. Start all ranks again: they go on from "
+                "the last commit that all have"
+            ) from error
         row_bytes = values.element_size() * math.prod(values.shape[1:])
         sent, received = (sum(counts) - counts[self.rank] for counts in (given, taken))
         known, seconds = self.traffic, time.perf_counter() - begun
@@ -350,16 +315,9 @@ class Ranks:
             self._carried[device_type] = name != "gloo"
         return self._carried[device_type]
 
-    def exchange_rows(
-        self,
-        rows: Tensor,
-        given: Sequence[int],
-        taken: Sequence[int],
-        precision: Precision,
-        among: "Ranks | None" = None,
-    ) -> Tensor:
+    def exchange_rows(self, rows: Tensor, given: Sequence[int], taken: Sequence[int], precision: Precision) -> Tensor:
         """``exchange`` of rows of float32 [n, dim], in so few bits on the way."""
-        return decoded(self.exchange(encoded(rows, precision), given, taken, among), precision)
+        return decoded(self.exchange(encoded(rows, precision), given, taken), precision)
 
 
 def _differing(calls: Sequence[str], numbers: Sequence[int]) -> str:
@@ -369,8 +327,8 @@ def _differing(calls: Sequence[str], numbers: Sequence[int]) -> str:
         by_call.setdefault(call, []).append(str(rank))
     if len(by_call) == 1:
         return f"all ranks call {calls[0]}, but in different stores: all must use their stores in the same order"
-    told = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {call}" for call, ranks in by_call.items())
+    each = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {call}" for call, ranks in by_call.items())
     return (
-        f"ranks make different calls ({told}). All ranks must make the same calls in the same order; where one has "
+        f"ranks make different calls ({each}). All ranks must make the same calls in the same order; where one has "
         "fewer batches, tierstore.dist.even gives it empty ones"
     )

@@ -1,14 +1,13 @@
 """Rows of a sharded store move to other owners while it is open; see ``ShardedStore.rebalance``.
 
-Local tables that are divided by rows have the shape of the whole. So new owners write the rows into their own stores,
-and the commit names them. Old owners' copies are never read, as rows are looked up where the commit says; a row that
-comes back is overwritten.
+Local tables that are divided by rows have the shape of the whole: new owners write the rows into their own stores, and
+the commit names them. Old owners' copies are never read, as rows are looked up where the commit says.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import zip_longest
-from typing import Any, Final, NamedTuple
+from itertools import product
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -76,25 +75,14 @@ def _hull(table: ShardedTable, new: Sharding, rank: int) -> range:
     return range(min(own)[0], max(stop for _, stop in own)) if own else table.local.rows
 
 
-class _Run(NamedTuple):
-    """Rows that go from one rank to another at once."""
-
-    source: int
-    target: int
-    start: int
-    stop: int
-
-
-def _rounds(table: ShardedTable, new: Sharding, most: int) -> Iterator[list[_Run]]:
-    """Runs of at most so many rows, one of each source at a time; the same on all ranks."""
-    of_source: dict[int, list[_Run]] = {}
-    for old in table.shards:
-        for own in new.shards(table.config.num_rows, table.config.embedding_dim):
-            stop = min(old.first_row + old.num_rows, own.first_row + own.num_rows)
-            for start in range(max(old.first_row, own.first_row), stop if old.rank != own.rank else 0, most):
-                of_source.setdefault(old.rank, []).append(_Run(old.rank, own.rank, start, min(start + most, stop)))
-    for runs in zip_longest(*of_source.values()):
-        yield [run for run in runs if run is not None]
+def _moves(table: ShardedTable, new: Sharding) -> list[tuple[int, int, range]]:
+    """Rows that go from one rank to another, in order of the ranks."""
+    found = []
+    for old, own in product(table.shards, new.shards(table.config.num_rows, table.config.embedding_dim)):
+        stop = min(old.first_row + old.num_rows, own.first_row + own.num_rows)
+        if old.rank != own.rank and (rows := range(max(old.first_row, own.first_row), stop)):
+            found.append((old.rank, own.rank, rows))
+    return sorted(found, key=lambda move: move[:2])
 
 
 def _move(table: ShardedTable, new: Sharding, ranks: Ranks) -> None:
@@ -102,21 +90,22 @@ def _move(table: ShardedTable, new: Sharding, ranks: Ranks) -> None:
     local, rank, layout = table.local, ranks.rank, table.local.layout
     width = layout.stored_columns * layout.numpy_dtype.itemsize
     row_bytes = width + layout.state_dim * np.dtype(np.float32).itemsize
-    for runs in _rounds(table, new, max(1, CHUNK_BYTES // (ranks.size * row_bytes))):
-        given, taken = [0] * ranks.size, [0] * ranks.size
-        sent = torch.empty((0, row_bytes), dtype=torch.uint8)
+    moves, most = _moves(table, new), max(1, CHUNK_BYTES // (ranks.size * row_bytes))
+    for first in range(0, max((len(rows) for *_, rows in moves), default=0), most):
+        runs = [(source, target, part) for source, target, rows in moves if (part := rows[first : first + most])]
+        given, taken, sent = [0] * ranks.size, [0] * ranks.size, [np.empty((0, row_bytes), np.uint8)]
         with ranks.together(f"rebalance of {table.name}", then=1):
-            for source, target, start, stop in runs:
+            for source, target, rows in runs:
                 if target == rank:
-                    taken[source] = stop - start
+                    taken[source] = len(rows)
                 if source == rank:
-                    given[target] = stop - start
-                    sent = torch.from_numpy(np.hstack([part.view(np.uint8) for part in read_rows(local, start, stop)]))
-        got = torch.split(ranks.exchange(sent, given, taken), taken)
+                    given[target] = len(rows)
+                    sent.append(np.hstack([each.view(np.uint8) for each in read_rows(local, rows.start, rows.stop)]))
+        got = torch.split(ranks.exchange(torch.from_numpy(np.concatenate(sent)), given, taken), taken)
         with ranks.telling():
-            for run in runs:
-                if run.target == rank:
-                    rows = got[run.source].numpy()
-                    weights: Any = np.ascontiguousarray(rows[:, :width]).view(layout.numpy_dtype)
-                    write_rows(local, run.start, weights, np.ascontiguousarray(rows[:, width:]).view(np.float32))
+            for source, target, rows in runs:
+                if target == rank:
+                    values = got[source].numpy()
+                    weights: Any = np.ascontiguousarray(values[:, :width]).view(layout.numpy_dtype)
+                    write_rows(local, rows.start, weights, np.ascontiguousarray(values[:, width:]).view(np.float32))
             reach("rebalance: rows written")

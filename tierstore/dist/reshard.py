@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..config import TableConfig
 from ..errors import TableError
@@ -21,7 +21,7 @@ from ..store.opened import open_files
 from ..store.stored_ids import ids_bytes
 from ..store.target import new_store, require_outside
 from ..system.output import require_room
-from .parts import Parts, Place, of_columns, open_parts, packed
+from .parts import Commits, Parts, of_columns, open_parts
 from .plan import Plan, Shard, Sharding
 from .table import ShardedTable, local_config, whole_config
 
@@ -32,10 +32,6 @@ _DDR: Final = 128 * 2**20
 _PLAIN: Final = Sharding("table_wise", (0,))
 _EMPTY_BYTES: Final = 128 * 2**10
 """Of a store without rows."""
-
-
-def _no_progress(_done: int, _total: int) -> None:
-    pass
 
 
 def resized(parts: Parts, size: int, planned: Mapping[str, Sharding]) -> Plan:
@@ -53,39 +49,34 @@ def _resized(parts: Parts, name: str, size: int) -> Sharding:
     return resized
 
 
-class _Piece(NamedTuple):
-    """A table of a new store, and what it has of the whole one."""
-
-    table: Table
-    shard: Shard
-
-
-def write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progress = _no_progress) -> None:
+def write_part(parts: Parts, path: Path, rank: int, plan: Plan) -> None:
     """Make a rank's part in a folder, whose manifest comes last; see ``new_store``, also for errors."""
     with new_store(path, WORK_NAME) as work:
-        _write_part(parts, work, rank, plan, progress)
+        _write(parts, work, rank, plan, lambda *_: None)
 
 
-def _write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progress) -> None:
-    with open_store(path, keep=2, ddr=_ddr(parts)) as local:
-        pieces = []
+def _write(parts: Parts, path: Path, rank: int, plan: Plan | None, progress: Progress) -> None:
+    """Make a rank's part, or without a plan a store that is not sharded."""
+    ddr = _DDR + sum(ids_bytes(table.config) for table in parts.store.tables.values())
+    with open_store(path, keep=2, ddr=ddr) as local:
+        pieces, extra = [], parts.store.extra
         for name, config in _in_place(parts).items():
-            sharding = plan.tables[name]
+            sharding = _PLAIN if plan is None else plan.tables[name]
             made = local.create_table(local_config(config, sharding, rank))
             shards = ShardedTable(whole_config(made.config, sharding), sharding, made, rank).shards
-            pieces += [_Piece(made, shard) for shard in shards if shard.rank == rank]
+            pieces += [(made, shard) for shard in shards if shard.rank == rank]
         _copy(parts, local, pieces, progress)
-        place, shardings = Place(rank, plan.world_size), to_json(plan)
-        commit_id = made_id(parts, plan)
-        ids = {parts.number: commit_id} if commit_id else {}
-        extra = packed(place, parts.run, parts.number, {}, shardings, parts.store.extra, ids)
+        if plan is not None:
+            commit_id = made_id(parts, plan)
+            commits = Commits(parts.run, {}, to_json(plan), {parts.number: commit_id} if commit_id else {})
+            extra = commits.packed(rank, plan.world_size, parts.number, extra)
         local.commit(extra=extra, tensors=parts.store.tensors())
-    _sync(path)
+    with rows_path(path).open("rb") as file:
+        os.fsync(file.fileno())  # the device has the row file whole, so it needs no anchor
 
 
 def made_id(parts: Parts, plan: Plan) -> str:
-    """The identity of their commit in parts that are made of them by a plan; "" if theirs is not known. Parts that were
-    made by different plans do not belong together."""
+    """The identity of their commit in parts that a plan makes of them; "" if theirs is not known."""
     named = f"{parts.commit_id} {json.dumps(to_json(plan), sort_keys=True)}"
     return hashlib.sha256(named.encode()).hexdigest()[:16] if parts.commit_id else ""
 
@@ -128,24 +119,6 @@ def share_bytes(parts: Parts, plan: Plan, rank: int, stored: Mapping[str, int]) 
     return total
 
 
-def _write_plain(parts: Parts, path: Path, progress: Progress) -> None:
-    """Make a store that is not sharded, for one process."""
-    with open_store(path, ddr=_ddr(parts)) as store:
-        pieces = [
-            _Piece(store.create_table(local_config(config, _PLAIN, 0)), shard)
-            for config in _in_place(parts).values()
-            for shard in _PLAIN.shards(config.num_embeddings, config.embedding_dim)
-        ]
-        _copy(parts, store, pieces, progress)
-        store.commit(extra=parts.store.extra, tensors=parts.store.tensors())
-    _sync(path)
-
-
-def _ddr(parts: Parts) -> int:
-    """Of a store that is made."""
-    return _DDR + sum(ids_bytes(table.config) for table in parts.store.tables.values())
-
-
 def _in_place(parts: Parts) -> dict[str, TableConfig]:
     """The tables' configurations for places where tables before them may be missing."""
     found, place = {}, 0
@@ -157,13 +130,7 @@ def _in_place(parts: Parts) -> dict[str, TableConfig]:
     return found
 
 
-def _sync(directory: Path) -> None:
-    """Have the device hold a row file whole, so that it needs no anchor."""
-    with rows_path(directory).open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _copy(parts: Parts, store: Store, pieces: Sequence[_Piece], progress: Progress) -> None:
+def _copy(parts: Parts, store: Store, pieces: Sequence[tuple[Table, Shard]], progress: Progress) -> None:
     """Rows with optimizer state, and what the optimizers of all tables need besides."""
     done, total = 0, sum(shard.num_rows for _, shard in pieces)
     for table, shard in pieces:
@@ -218,9 +185,7 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
         with new_store(target, WORK_NAME, folders or (ROW_FILE_NAME, MANIFEST_NAME)) as work:
             stored = stored_rows(parts, parts.paths)
             require_room(work, sum(share_bytes(parts, wanted, rank, stored) for rank in range(wanted.world_size)))
-            if not num_ranks:
-                _write_plain(parts, work, progress)
-            for rank, folder in enumerate(folders):
-                _write_part(parts, work / folder, rank, wanted, progress)
+            for rank, folder in enumerate(folders or ("",)):
+                _write(parts, work / folder, rank, wanted if num_ranks else None, progress)
         kind = f"for {num_ranks} rank{'s' * (num_ranks > 1)}" if num_ranks else "not sharded"
         return f"{target}: {len(parts.shardings)} tables of {source}, commit {parts.number}, {kind}"

@@ -1,11 +1,9 @@
 """A store whose tables are sharded over the ranks of a process group.
 
-Each rank has a store of its own with all tables, of which it uses the rows, or columns, that it owns. Rows keep their
-ids and their first values.
-
-A commit is one of each rank's store. It has a number that all ranks count alike, and an identity that rank 0 draws,
-kept in ``extra``. Opening goes to the newest commit that every rank has, so each rank keeps the one before until all
-have the new one. A version that not all ranks made stays, as the newest, until the next commit replaces it.
+Each rank has a store of its own with all tables, of which it uses the rows, or columns, that it owns. A commit is one
+of each rank's store, with a number that all ranks count alike and an identity that rank 0 draws, both in ``extra``.
+Opening goes to the newest commit that every rank has, so each rank keeps the one before until all have the new one. A
+version that not all ranks made stays, as the newest, until the next commit replaces it.
 """
 
 import contextlib
@@ -13,7 +11,7 @@ import copy
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
@@ -27,64 +25,57 @@ from ..errors import TableError, TierstoreError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..store import Store, open_store
-from ..store.arguments import OffsetsType
 from ..store.lifetime import Shown
 from ..store.optimizer import TieredOptimizer
-from ..store.version import MAX_ANCESTORS
 from ..system.checks import require_choice
 from .opening import OwnPart, open_to_read, require_alike
-from .pace import Pace, StepTime
-from .parts import SECTION, Commits, Place, in_common, packed
+from .parts import NO_COMMITS, SECTION, Commits, in_common
 from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Precision, Ranks, Traffic, ranks_on_host
 from .rebalance import moved_rows, require_idle, require_movable
 from .table import Owners, ShardedTable, Wire, local_config, whole_config
 from .towers import Towers
 
-_RESTART: Final = "start all ranks again: they go on from the last commit that all have"
+_ALIKE: Final = (
+    ("learning rate", "set the same on all ranks, and commit again"),
+    ("number of updates since it was opened", "start all ranks again: they go on from the last commit that all have"),
+)
 
 
 class ShardedOptimizer(TieredOptimizer):
-    """``TieredOptimizer`` of this rank's rows; ``clip_grad_norm_`` takes the norm over the rows of all ranks.
+    """``TieredOptimizer`` of this rank's rows; ``clip_grad_norm_`` takes the norm over the rows of all ranks."""
 
-    Args:
-        is_replicated: whether all ranks have the rows of the table of that name.
-    """
-
-    def __init__(
-        self, store: Store, dense: torch.optim.Optimizer | None, ranks: Ranks, is_replicated: Callable[[str], bool]
-    ) -> None:
-        self._ranks = ranks
-        self._is_replicated = is_replicated
-        super().__init__(store, dense)
+    def __init__(self, store: "ShardedStore", dense: torch.optim.Optimizer | None) -> None:
+        self._sharded = store
+        super().__init__(store.local, dense)
 
     def _total_norm(self, others: Sequence[Tensor], norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Others, and rows that all ranks have, count once. Collective."""
         shared = [*others, *self._row_gradients(self._is_replicated)]
         own = self._row_gradients(lambda name: not self._is_replicated(name))
-        with self._ranks.telling():
+        with self._sharded.ranks.telling():
             norm = float(torch.nn.utils.get_total_norm(own, norm_type))
-        norms = self._ranks.gather(norm, "clip_grad_norm_")
+        norms = self._sharded.ranks.gather(norm, "clip_grad_norm_")
         norms.append(float(torch.nn.utils.get_total_norm(shared, norm_type)))
         return torch.nn.utils.get_total_norm([torch.tensor(norms)], norm_type, error_if_nonfinite)
+
+    def _is_replicated(self, name: str) -> bool:
+        return self._sharded.tables[name].sharding.sharding_type == "data_parallel"
 
 
 class Load(NamedTuple):
     """What a rank holds, and did.
 
     Attributes:
-        num_rows: that it owns.
-        size_bytes: of them with their optimizer state, were they all in memory.
+        num_rows, size_bytes: that it owns; with their optimizer state, were they all in memory.
         lookups: rows that ranks asked it for.
-        traffic: of its exchanges, but for those of ids that ``prefetch`` sent ahead.
-        step: of its last whole window of 100 steps; a rank whose ``busy`` is far above the others' keeps them waiting.
+        traffic: of its exchanges, without those of ids that ``prefetch`` sent. The slowest rank has the fewest seconds.
     """
 
     num_rows: int
     size_bytes: int
     lookups: int
     traffic: Traffic
-    step: StepTime
 
 
 def open_sharded(
@@ -104,42 +95,41 @@ def open_sharded(
     """Open this rank's part of the store in ``directory``, or create it; collective.
 
     Args:
-        directory: of the ranks' stores; each has ``RANK-of-RANKS`` in it. Ranks may be on different disks or hosts. If
-            another number of ranks wrote it, each rank makes its part of theirs, which must all be in it. When all are
-            made, theirs move to ``replaced-at-N`` in it.
+        directory: of the ranks' stores, ``RANK-of-RANKS``; ranks may be on different disks or hosts. If another number
+            of ranks wrote it, each rank makes its part of theirs, which then move to ``replaced-at-N``.
         mode: "w" opens for reading and writing, or creates; "r" opens, read-only, the newest commit that all of as many
             ranks have, while others may train.
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
-        plan: how tables are sharded, or a file of it (``Plan.save``); the same on all ranks. Default: each table by
-            rows over all ranks, or those of its tower's host.
+        plan: how tables are sharded, or a file of it; the same on all ranks. Default: see ``create_table``.
         towers: names of each host's tables, which are on its ranks alone; the same on all ranks.
         mesh: for towers, ``DeviceMesh`` of hosts x ranks of a host, in order. Default: by torchrun's LOCAL_WORLD_SIZE.
         forward_precision, backward_precision: how rows (or pooled rows) and gradients cross between ranks: "fp32",
-            "bf16", "fp16" or "int8". Fewer bits cost accuracy; see docs/distributed.md. The same on all ranks.
+            "bf16", "fp16" or "int8"; the same on all ranks.
         keep: commits that stay, at least 2.
-        ddr: of each rank, as for ``tierstore.open``; default: half the machine's memory, divided by the number of ranks
-            on it (torchrun's LOCAL_WORLD_SIZE, or all).
-        threads: of each rank; default: the CPUs this process may use, divided likewise.
+        ddr, threads: of each rank, as for ``tierstore.open``; default: half the machine's memory, and the CPUs that
+            this process may use, divided by the number of ranks on it (torchrun's LOCAL_WORLD_SIZE, or all).
         cold, slack, hbm, device, policy: of each rank, as for ``tierstore.open``. If the group has a backend for such
             devices, as "cpu:gloo,cuda:nccl" has, rows and gradients go from device to device.
 
     Raises:
         TierstoreError: the ranks' stores are of different runs, or have no commit in common; parts were exchanged.
-        StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``, or
-            mode="r"; or one process wrote it.
-        StoreLockedError: it is open for writing, by as many ranks or by another number of them.
-        DiskFullError: too little free space for new parts. TableError: the ranks' tables differ. RuntimeError: another
-            rank failed. Others: as of ``tierstore.open``.
+        StoreNotFoundError: one process wrote the store; or another number of ranks did, and not all of their parts are
+            in ``directory``, or mode="r".
+        StoreLockedError: ranks have it open for writing. DiskFullError: too little free space for new parts.
+        TableError: the ranks' tables differ. RuntimeError: another rank failed. Others: as of ``tierstore.open``.
         ValueError: a wrong argument, ranks give different ones, a group as ``Ranks`` refuses, or towers as ``Towers``.
     """
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
-            wire = _checked_wire(forward_precision, backward_precision)
-            _require_supported(mode, keep)
+            wire = _checked(mode, keep, forward_precision, backward_precision)
             planned = planned_tables(plan, ranks)
         require_alike(ranks, mode=mode, plan=planned, precision=wire, towers=towers)
-        groups, planned = _towers(towers, ranks, mesh, planned, opened)
+        groups = None if towers is None else Towers.of(towers, ranks, mesh)
+        if groups is not None:
+            opened.callback(groups.close)
+            with ranks.together():
+                planned = groups.planned(planned)
         options = _options(ranks.size, ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
         writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
         if folder is None or cold == "memory":
@@ -149,7 +139,8 @@ def open_sharded(
         elif mode == "r":
             opened.callback((local := open_to_read(ranks, folder, options)).close)
         else:
-            own = held.enter_context(OwnPart(ranks, folder, planned, writing | options))
+            own = OwnPart(ranks, folder, planned, writing | options)
+            held.callback(own.release)
             opened.callback((local := own.store).close)
         made = ShardedStore(local, Owners(ranks, wire, groups), planned)
         if own is not None:
@@ -158,7 +149,10 @@ def open_sharded(
     return made
 
 
-def _checked_wire(forward: Precision, backward: Precision) -> Wire:
+def _checked(mode: str, keep: int, forward: Precision, backward: Precision) -> Wire:
+    require_choice(mode, ("r", "w"), "mode")
+    if keep < 2:
+        raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
     require_choice(forward, get_args(Precision), "forward_precision")
     require_choice(backward, get_args(Precision), "backward_precision")
     return Wire(forward, backward)
@@ -172,25 +166,6 @@ def _options(size: int, *, ddr: int | str | None, threads: int | None, **others:
     return others
 
 
-def _towers(
-    tables: Sequence[Sequence[str]] | None, ranks: Ranks, mesh: Any, planned: Mapping[str, Sharding],
-    opened: contextlib.ExitStack,
-) -> tuple[Towers | None, Mapping[str, Sharding]]:  # fmt: skip
-    """The towers, if there are any, and how tables are to be sharded for them."""
-    if tables is None:
-        return None, planned
-    towers = Towers.of(tables, ranks, mesh)
-    opened.callback(towers.close)
-    with ranks.together():
-        return towers, towers.planned(planned)
-
-
-def _require_supported(mode: str, keep: int) -> None:
-    require_choice(mode, ("r", "w"), "mode")
-    if keep < 2:
-        raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
-
-
 def planned_tables(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mapping[str, Sharding]:
     """Of a plan or its file. ValueError: it is of another number of ranks. Others as of ``Plan.load``."""
     if plan is None:
@@ -201,26 +176,16 @@ def planned_tables(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> 
     return found.tables
 
 
-def _require_same(own: Mapping[str, float], others: Mapping[str, float], rank: int, what: str, way: str) -> None:
-    """TableError if rank 0 and another trained a table differently."""
-    for name, value in own.items():
-        if value != others[name]:
-            raise TableError(
-                f"ranks 0 and {rank} differ in table {name!r}: its {what} is {value} and {others[name]}; {way}"
-            )
-
-
 class ShardedStore:
     """This rank's part of a sharded store; made by ``open_sharded``. Methods marked collective are called by all ranks
     in the same order.
 
     Attributes:
         local: this rank's store. Read and write only rows that this rank owns in it; commit by ``commit``.
-        ranks: the group.
-        owners: of the rows.
-        tables: those that all ranks have, by name.
-        planned: how tables are sharded unless ``create_table`` is told otherwise, by name.
-        unloaded: names of tables that ``shard`` made, and has not filled.
+        ranks, owners: the group, and which of them owns a row.
+        tables: those that all ranks have, by name. unloaded: those that ``shard`` made, and has not filled.
+        planned: how tables are sharded unless ``create_table`` says otherwise, by name.
+        device, offsets_type, readonly, directory: of ``local``.
         shown: see ``Store``; no rank makes a lookup again by itself.
     """
 
@@ -232,11 +197,11 @@ class ShardedStore:
         self.shown = Shown()
         self.planned = planned
         self.unloaded = set[str]()
-        self._pace = ranks.pace = Pace(lambda: owners.traffic.seconds, lambda: local.stats().ssd.seconds)
+        self.device, self.offsets_type = local.device, local.offsets_type
+        self.readonly, self.directory = local.readonly, local.directory
         with ranks.together():
             own = Commits.of(local)
-        self._number = self._attempt = 0
-        self._versions, self._ids, self._steps = dict[int, int](), dict[int, str](), dict[str, int]()
+        self._known, self._attempt, self._steps = NO_COMMITS, 0, dict[str, int]()
         self._extra, self._tensors = dict[str, Any](), dict[str, Tensor]()
         self._agree(ranks.gather(own, "open_sharded"))
 
@@ -253,17 +218,14 @@ class ShardedStore:
                     f"{self.local.directory}: the ranks have no commit in common"
                     + (f"; rank {lost[0]} has none at all: is its directory there?" if lost else "")
                 )
-            self._attempt = max(number for each in all_commits for number in (0, *each.versions))
-            shardings = dict[str, Sharding]()
+            self._attempt = max(each.last for each in all_commits)
             if common:
-                self._number = common[-1]
-                own = all_commits[self.ranks.rank].versions[self._number]
+                own = all_commits[self.ranks.rank].versions[common[-1]]
                 if own != self.local.version:
                     self.local.rollback(own)
-                _, self._versions, saved, self._ids = Commits.told(self.local.extra[SECTION], own)
                 self._note_agreed()
-                shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved.items()}
-                self._require_within(shardings)
+            shardings = self._committed_shardings()
+            self._require_within(shardings)
             found = [self._table(name, sharding) for name, sharding in shardings.items()]
         self._require_alike([(table.index, table.config, table.sharding) for table in found], "open_sharded")
         self._take(found)
@@ -277,7 +239,12 @@ class ShardedStore:
 
     def _note_agreed(self) -> None:
         """Keep what the local commit holds, which all ranks have: a later one may not be all ranks'."""
-        self._extra, self._tensors = self.local.extra["extra"], self.local.tensors()
+        extra = self.local.extra
+        self._known = Commits.read(extra[SECTION], self.local.version)
+        self._extra, self._tensors = extra["extra"], self.local.tensors()
+
+    def _committed_shardings(self) -> dict[str, Sharding]:
+        return {name: Sharding.from_json(each, self.ranks.size) for name, each in self._known.shardings.items()}
 
     def _require_alike(self, tables: Sequence[tuple[Any, ...]], call: str) -> None:
         """TableError in all ranks if they describe tables differently. Collective."""
@@ -312,9 +279,8 @@ class ShardedStore:
 
         Args:
             sharding_type, ranks, exchange, column_ranges: see ``Sharding``. Default: as the plan has them, else
-                "row_wise" over all ranks, or over those of its tower's host, pooled by them; a "table_wise" table is on
-                the one of these whose tables have the fewest bytes, and "grid_shard" is over all ranks, with a range of
-                columns for each host.
+                "row_wise" over all ranks, or pooled over those of its tower's host. A "table_wise" table is on the one
+                of these with the fewest bytes; "grid_shard" has a range of columns for each host.
 
         Raises:
             TableError: as ``Store.create_table``, or ranks differ in the arguments or the table's number; then nothing
@@ -385,40 +351,15 @@ class ShardedStore:
     def optimizer(self, dense: torch.optim.Optimizer | None = None) -> TieredOptimizer:
         """The tables' optimizers as torch has them; see ``Store.optimizer``. All ranks make one, and call its ``step``
         and ``zero_grad`` alike. ``grad`` of a table has the rows that this rank owns."""
-        return self.local.use_optimizer(ShardedOptimizer(self.local, dense, self.ranks, self._is_replicated))
-
-    def _is_replicated(self, name: str) -> bool:
-        return self.tables[name].sharding.sharding_type == "data_parallel"
+        return self.local.use_optimizer(ShardedOptimizer(self, dense))
 
     def balance(self) -> list[Load]:
         """What each rank holds, and did since it opened the store, in order of the ranks. Collective."""
         with self.ranks.telling():
             own_rows = sum(len(table.rows) for table in self.tables.values())
             size_bytes = sum(table.local.size_bytes for table in self.tables.values())
-            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic, self._pace.recent())
+            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic)
         return self.ranks.gather(own, "balance")
-
-    # What a module asks of a store.
-
-    @property
-    def device(self) -> torch.device:
-        """Where results are."""
-        return self.local.device
-
-    @property
-    def offsets_type(self) -> OffsetsType:
-        """Of the offsets that a lookup keeps."""
-        return self.local.offsets_type
-
-    @property
-    def readonly(self) -> bool:
-        """Whether the store was opened for reading."""
-        return self.local.readonly
-
-    @property
-    def directory(self) -> Any:
-        """Of this rank's part."""
-        return self.local.directory
 
     @property
     def recorder(self) -> Any:
@@ -428,7 +369,7 @@ class ShardedStore:
     @property
     def version(self) -> int:
         """Number of the last commit that all ranks have; 0 before the first."""
-        return self._number
+        return self._known.last
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -445,13 +386,10 @@ class ShardedStore:
         return {name: tensor.clone() for name, tensor in self._tensors.items()}
 
     def commit(self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None) -> int:
-        """Make all ranks' rows one version, atomically and durably; collective.
+        """Make all ranks' rows one version, atomically and durably, and return its number; collective.
 
         Args:
             extra, tensors: of this rank, as for ``Store.commit``.
-
-        Returns:
-            its number. All ranks have it; before, each has the last one still.
 
         Raises:
             RuntimeError: another rank could not commit; the last version stands, rows are still in memory, and a later
@@ -508,22 +446,19 @@ class ShardedStore:
         commit_id = self._agree_to_commit(number)
         self._attempt = number
         shardings = {name: moved.get(name, each.sharding).to_json() for name, each in self.tables.items()}
-        last, place = self._versions.get(self._number, 0), Place(self.ranks.rank, self.ranks.size)
+        versions, ids = self._known.versions, self._known.ids | {number: commit_id}
         with self.ranks.together(f"end of commit {number}"):
-            ids = self._ids | {number: commit_id}
-            packed_extra = packed(place, self.ranks.run, number, self._versions, shardings, extra, ids)
+            commits = Commits(self.ranks.run, versions, shardings, ids)
+            last = versions.get(self.version, 0)
             self.local.dropped = [version for version in self.local.versions if version > last]  # not all ranks' commit
-            version = self.local.commit(extra=packed_extra, tensors=tensors)
-        self._number = number
-        self._versions = dict([*self._versions.items(), (number, version)][-MAX_ANCESTORS:])
-        self._ids = {each: commit_id for each, commit_id in ids.items() if each in self._versions}
+            self.local.commit(extra=commits.packed(self.ranks.rank, self.ranks.size, number, extra), tensors=tensors)
         self._note_agreed()
         return number
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Numbers of the commits that this rank has, ascending, up to the last one that all ranks have."""
-        return tuple(number for number, kept in self._versions.items() if kept in self.local.versions)
+        return tuple(number for number, kept in self._known.versions.items() if kept in self.local.versions)
 
     def set_time(self, seconds: float) -> None:
         """As ``Store.set_time``, the same on all ranks; collective."""
@@ -534,11 +469,10 @@ class ShardedStore:
         """Go back to a commit that all ranks keep; collective. Later ones, and what was not committed, are dropped.
 
         Tables that were created later stay, empty. Rows have the owners of that commit again; if these are others,
-        ``optimizer()`` forgets gradients. If ranks are killed meanwhile, the next opening goes to this commit, or to
-        the last one, in all ranks.
+        ``optimizer()`` forgets gradients. After a kill all ranks open this commit, or all the last one.
 
         Raises:
-            ValueError: it is not one of ``versions`` of all ranks. TableError: rows are in use by a batch under way.
+            ValueError: it is not one of ``versions`` of all ranks. TableError: rows are in use by a batch in flight.
             RuntimeError: another rank failed, or asks for another commit.
         """
         call = f"rollback to {version}"
@@ -550,23 +484,27 @@ class ShardedStore:
                 raise ValueError(
                     f"version={version} is not kept by all ranks, but {numbers}. Open with keep=N to keep more"
                 )
-            self.local.rollback(self._versions[version])
-        self._number = version
-        _, self._versions, saved, self._ids = Commits.told(self.local.extra[SECTION], self.local.version)
-        self._reshard({name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved.items()})
-        self._steps = {table.name: table.local.state.step for table in self.tables.values()}
+            self.local.rollback(self._known.versions[version])
         self._note_agreed()
+        self._reshard(self._committed_shardings())
+        self._steps = {table.name: table.local.state.step for table in self.tables.values()}
 
     def _agree_to_commit(self, number: int) -> str:
         """The commit's identity. TableError, in all ranks, if they trained a table differently."""
         with self.ranks.telling():
             steps = {name: table.local.state.step - self._steps[name] for name, table in self.tables.items()}
             rates = {name: table.learning_rate for name, table in self.tables.items()}
-        told = self.ranks.gather((secrets.token_hex(8), rates, steps), f"commit {number}")
-        for rank, (_, other_rates, other_steps) in enumerate(told):
-            _require_same(told[0][1], other_rates, rank, "learning rate", "set the same on all ranks, and commit again")
-            _require_same(told[0][2], other_steps, rank, "number of updates since it was opened", _RESTART)
-        return told[0][0]
+        found: list[Any] = self.ranks.gather((secrets.token_hex(8), rates, steps), f"commit {number}")
+        commit_id: str
+        commit_id, *own = found[0]
+        for rank, (_, *others) in enumerate(found):
+            for (what, way), values, other in zip(_ALIKE, own, others, strict=True):
+                if name := next((name for name, value in values.items() if other[name] != value), None):
+                    raise TableError(
+                        f"ranks 0 and {rank} differ in table {name!r}: its {what} is {values[name]} and {other[name]}; "
+                        f"{way}"
+                    )
+        return commit_id
 
     def close(self) -> None:
         """Close this rank's store; what was not committed is lost, and logged as of ``Store.close``."""

@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import TableConfig
-from ..hbm.checks import Captured
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..lookup.tables import id_error
-from ..optim.configs import Hyper, RowWiseAdagrad, RowWiseAdagradOfColumns
+from ..optim.configs import RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool import Pool
-from ..store import Store, Table
+from ..store import Table
 from .plan import Shard, Sharding
 from .ranks import Precision, Ranks, Traffic
 from .towers import Towers
@@ -27,15 +26,13 @@ class ShardedTable:
     """One table, sharded over ranks; made by ``ShardedStore.create_table`` and found in ``ShardedStore.tables``.
 
     Attributes:
-        config: of the whole table.
-        sharding: how it is sharded.
-        shards: the parts, in order.
+        name, store, config: of the whole table, and this rank's store. sharding, shards: how it is sharded, its parts.
         local: this rank's part, a table of its own store. Read and write only rows that this rank owns in it.
-        rows, columns: of the whole table, that this rank owns; empty if it has no part.
+        rows, columns: that this rank owns; empty if it has no part.
     """
 
     def __init__(self, config: TableConfig, sharding: Sharding, local: Table, rank: int) -> None:
-        self.config = config
+        self.name, self.store, self.config = config.name, local.store, config
         self.local = local
         self.layout: RowLayout = config.layout(local.layout.page_bytes)
         self._rank = rank
@@ -51,16 +48,8 @@ class ShardedTable:
         self.local.rows = self.rows or range(1)  # nobody asks for that row: a store has no table without rows
 
     @property
-    def name(self) -> str:
-        return self.config.name
-
-    @property
     def index(self) -> int:
         return self.local.index
-
-    @property
-    def store(self) -> Store:
-        return self.local.store
 
     @property
     def pool(self) -> Pool:
@@ -68,14 +57,6 @@ class ShardedTable:
 
     def in_pool(self, work: Callable[[Pool], _T]) -> _T:
         return self.local.in_pool(work)
-
-    @property
-    def num_changes(self) -> int:
-        return self.local.num_changes
-
-    @property
-    def rounding_seed(self) -> int:
-        return self.local.rounding_seed
 
     @property
     def learning_rate(self) -> float:
@@ -90,12 +71,6 @@ class ShardedTable:
     def num_parts(self) -> int:
         """Ranges of columns that its rows are divided into."""
         return self.config.embedding_dim // self.local.config.embedding_dim
-
-    def next_hyper(self) -> Hyper:
-        return self.local.next_hyper()
-
-    def replayed_hyper(self, captured: Captured) -> Hyper:
-        return self.local.replayed_hyper(captured)
 
     def id_error(self, row: int) -> ValueError:
         return id_error(self.name, row, range(self.config.num_embeddings))
@@ -166,8 +141,8 @@ def _of_owners(config: TableConfig, owners: int, owned: tuple[int, int]) -> Tabl
 class Wire(NamedTuple):
     """How values cross: rows or pooled rows in forward, gradients in backward."""
 
-    forward: Precision = "fp32"
-    backward: Precision = "fp32"
+    forward: Precision
+    backward: Precision
 
 
 class _Firsts(NamedTuple):
@@ -178,14 +153,8 @@ class _Firsts(NamedTuple):
 
 
 class Owners:
-    """Owners of the rows of a store's tables, by key.
-
-    Attributes:
-        ranks: the group.
-        wire: how values cross.
-        towers: groups of tables on hosts of their own, if there are any.
-        epoch: counts how often rows got other owners: what goes by earlier ones is to be made again.
-    """
+    """Owners of the rows of a store's tables, by key. ``epoch`` counts how often rows got other owners: what goes by
+    earlier ones is to be made again."""
 
     def __init__(self, ranks: Ranks, wire: Wire, towers: Towers | None = None) -> None:
         self.ranks = ranks

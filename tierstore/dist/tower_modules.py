@@ -1,9 +1,11 @@
 """Modules over towers: results of a tower's tables pass its module on its host, and only what that gives leaves it."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -13,33 +15,96 @@ from ..nn.function import Prepared
 from ..nn.jagged import JaggedLike, KeyedTensor
 from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average
 from .lookup import ShardedLookup
+from .pooled import BagsRoute, PooledLookup, PooledPlace, piece_sizes
 from .ranks import Precision, Ranks, decoded, encoded
 from .store import ShardedStore
 from .table import Owners, ShardedTable
-from .tower_lookup import DeviceTowerRows, TowerBags, TowerRows
-from .towers import Towers
+from .towers import Towers, sums
+
+
+class TowerBags(PooledLookup):
+    """A pooled lookup whose output, float32 [samples of the peers, columns of this tower], is for a tower's module.
+
+    Owners send sums of bags to the ranks of their host, each those for its peers' samples, and that rank adds them up.
+    Gradients go back alike, and owners get them in order of the requesters. The features' columns are those of their
+    towers' outputs.
+    """
+
+    @property
+    def _towers(self) -> Towers:
+        towers = self._owners.towers
+        assert towers is not None
+        return towers
+
+    @property
+    def num_samples(self) -> int:
+        return sum(samples.stop - samples.start for samples in self._samples)
+
+    @cached_property
+    def _samples(self) -> list[slice]:
+        """Of each peer, in the output."""
+        ends = itertools.accumulate((request.sizes.shape[1] for request in self._route.requests[self._own]), initial=0)
+        return [slice(*each) for each in itertools.pairwise(ends)]
+
+    @property
+    def _own(self) -> slice:
+        """The peers, among all ranks."""
+        return slice(self._towers.host.rank, None, self._towers.on_host)
+
+    @property
+    def _order(self) -> Sequence[int]:
+        return self._towers.order
+
+    @property
+    def _of_host(self) -> list[list[PooledPlace]]:
+        first = self._towers.own * self._towers.on_host
+        return self._places[first : first + self._towers.on_host]
+
+    def _pieces(self) -> Iterator[tuple[slice, PooledPlace]]:
+        return ((samples, place) for places in self._of_host for samples in self._samples for place in places)
+
+    def _find_route(self, ranks: Ranks) -> BagsRoute:
+        route, towers = super()._find_route(ranks), self._towers
+        samples = sum(request.sizes.shape[1] for request in route.requests[self._own])
+        wanted = sums([route.given[rank] for rank in towers.order], towers.hosts)
+        route = route._replace(given=wanted, asked=[len(places) * samples for places in self._of_host])
+        if self.mode == "mean":
+            own = torch.from_numpy(np.concatenate([route.requests[rank].sizes.ravel() for rank in towers.order]))
+            ranks.one_more()
+            self._sizes = towers.within_host(ranks, own, wanted, route.asked)
+        return route
+
+    @cached_property
+    def _bag_sizes(self) -> dict[int, Tensor]:
+        pieces = list(self._pieces())
+        found: dict[int, Tensor] = {}
+        for (samples, place), sizes in zip(pieces, torch.split(self._sizes, piece_sizes(pieces)), strict=True):
+            if place.columns.start == self.joined.bags.columns[place.feature]:  # of all ranges of columns, once
+                of_bags = found.setdefault(place.feature, torch.zeros(self.num_samples))
+                of_bags[samples] += sizes
+        return {feature: sizes.clamp_(min=1)[:, None].to(self._device) for feature, sizes in found.items()}
+
+    def _carried(self, rows: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
+        return self._ranks.exchange(rows, given, asked, self._towers.host)
+
+    def _to_owners(self, gradients: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
+        return self._ranks.exchange(gradients, asked, given, self._towers.host)
 
 
 class TowerTieredEmbeddingCollection(ShardedTieredEmbeddingCollection):
-    """``ShardedTieredEmbeddingCollection`` over tables of towers: a row leaves its owner's host by one rank, the
-    requester's peer there. Results and trained rows have the same bits."""
+    """``ShardedTieredEmbeddingCollection`` over tables that must be in towers."""
 
     def __init__(self, store: ShardedStore, *, tables: Sequence[str] | None = None) -> None:
         _require_towers(store, tables)
         super().__init__(store, tables=tables)
 
-    def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:
-        return DeviceTowerRows if table.pool.tier.on_device else TowerRows
-
 
 class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
     """``ShardedTieredEmbeddingBagCollection`` over tables of towers; see "Towers" in docs/distributed.md. Collective.
 
-    All features of host h's tables, for a batch of its ranks' peers on all hosts, pass module h on that host. What it
-    gives goes to the peers, each its own samples'. Rows and weights train on the mean of all ranks' losses.
-
-    Every rank has the modules of all towers, with rank 0's first weights, and runs and trains the one of its host. The
-    others' weights are those of the last ``checkpoint.save``, which gathers them.
+    All features of host h's tables, for the samples of its ranks' peers on all hosts, pass module h on that host. Rows
+    and weights train on the mean of all ranks' losses. Every rank has the modules of all towers, with rank 0's first
+    weights, and trains the one of its host; the others are those of the last ``checkpoint.save``, which gathers them.
 
     Args:
         store: opened with ``towers=``.
@@ -47,7 +112,7 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
             [n, ``out_features``], an attribute. None: results are those of ``exchange="pooled"``, bit for bit.
 
     Attributes:
-        towers: the modules. widths: columns that each gives. out_features: their sum.
+        towers: the modules. widths, out_features: columns that each gives, and their sum.
 
     Raises:
         ValueError: the store has no towers, a table is in none or has ``exchange="rows"``, a tower has no table, or
@@ -222,7 +287,7 @@ class _OfHost(torch.autograd.Function):
 
 
 class _Way(NamedTuple):
-    """Of results to a rank that has ``batch`` samples, from towers that give ``widths``."""
+    """Of results to a rank that has ``batch`` samples, from its peers, whose towers give ``widths``."""
 
     owners: Owners
     peers: Ranks

@@ -8,19 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .plan import Sharding
 from .ranks import Ranks, leave, ranks_on_host
-
-
-def transposed(rows: Tensor, counts: Sequence[int], inner: int) -> tuple[Tensor, list[int]]:
-    """Blocks of rows, in order (outer, inner), in order (inner, outer); and their counts."""
-    blocks = torch.split(rows, list(counts))
-    order = [place for first in range(inner) for place in range(first, len(blocks), inner)]
-    return torch.cat([blocks[place] for place in order]), [counts[place] for place in order]
 
 
 def sums(counts: Sequence[int], size: int) -> list[int]:
@@ -31,15 +23,10 @@ def sums(counts: Sequence[int], size: int) -> list[int]:
 class Towers:
     """The towers of a store; made by ``open_sharded``.
 
-    Args:
-        tables: names of each host's tables.
-        host, peers: the ranks of this one's host, and those of its number on all hosts.
-        made: groups to leave in the end.
-
     Attributes:
-        tables, host, peers: as given. hosts, on_host: how many there are, and ranks of each.
-        order: all ranks, by their numbers in their hosts: a rank of this host sends one of its peers after another what
-            it got.
+        tables: names of each host's tables. hosts, on_host: how many there are, and ranks of each.
+        host, peers: the ranks of this one's host, and those of its number on all hosts.
+        order: all ranks, by their numbers in their hosts.
     """
 
     def __init__(self, tables: Sequence[Sequence[str]], host: Ranks, peers: Ranks, made: Sequence[Any] = ()) -> None:
@@ -53,12 +40,8 @@ class Towers:
 
     @classmethod
     def of(cls, tables: Sequence[Sequence[str]], ranks: Ranks, mesh: Any) -> Self:
-        """Collective. ``mesh``: hosts x ranks of a host; None: by LOCAL_WORLD_SIZE.
-
-        Raises:
-            ValueError: hosts have different numbers of ranks, there is not one tower for each, the mesh is of other
-                ranks or in another order, or a table is in two towers.
-        """
+        """Collective. ``mesh``: hosts x ranks of a host; None: by LOCAL_WORLD_SIZE. ValueError: hosts have different
+        numbers of ranks, there is not one tower for each, the mesh has others, or a table is in two towers."""
         members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
         counts = ranks.gather(ranks_on_host(ranks.size), "open_sharded")
         with ranks.together():

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
@@ -37,33 +38,32 @@ class Piece(NamedTuple):
     state_columns: Int64s
 
 
-class WholeTable:
+class WholeTable(NamedTuple):
     """Reads rows of one table from the ranks that have them."""
 
-    def __init__(self, layout: RowLayout, num_rows: int, pieces: Sequence[Piece]) -> None:
-        self.layout = layout
-        self.num_rows = num_rows
-        self._pieces = pieces
+    layout: RowLayout
+    num_rows: int
+    pieces: Sequence[Piece]
 
     def owners(self) -> Iterator[tuple[int, range]]:
         """A rank that has them, for each range of rows, ascending."""
         first = -1
-        for shard, *_ in self._pieces:
+        for shard, *_ in self.pieces:
             if shard.first_row > first:
                 first = shard.first_row
                 yield shard.rank, range(first, first + shard.num_rows)
 
     def with_first_values(self, found: "Found", keys: Int64s) -> "Found":
         """With those of rows that were not found."""
-        found.fill_first_values(self._pieces[0], keys, np.flatnonzero(~found.present))
+        found.fill_first_values(self.pieces[0], keys, np.flatnonzero(~found.present))
         return found._replace(present=np.ones(len(keys), np.bool_))
 
     def read(self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words) -> Bools:
         """``ColdTier.read`` by each rank's; returns ``present``."""
-        if self._pieces[0].layout.dim < self.layout.dim:
+        if self.pieces[0].layout.dim < self.layout.dim:
             return self._read_columns(reads, keys, slots, weights, state)
         present = np.zeros(len(keys), np.bool_)
-        for shard, *_ in self._pieces:
+        for shard, *_ in self.pieces:
             own = _rows_in(shard, keys)
             here = np.zeros(len(own), np.bool_)
             reads[shard.rank](keys[own], slots[own], weights, state, here)
@@ -73,14 +73,14 @@ class WholeTable:
     def _read_columns(
         self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words
     ) -> Bools:
-        rows = [_rows_in(piece.shard, keys) for piece in self._pieces]
+        rows = [_rows_in(piece.shard, keys) for piece in self.pieces]
         found = [
-            _read_part(reads[piece.shard.rank], piece, keys[own]) for piece, own in zip(self._pieces, rows, strict=True)
+            _read_part(reads[piece.shard.rank], piece, keys[own]) for piece, own in zip(self.pieces, rows, strict=True)
         ]
         whole, present = Found.empty(self.layout, len(keys)), np.zeros(len(keys), np.bool_)
         for own, part in zip(rows, found, strict=True):
             present[own] |= part.present
-        for piece, own, part in zip(self._pieces, rows, found, strict=True):
+        for piece, own, part in zip(self.pieces, rows, found, strict=True):
             part.fill_first_values(piece, keys[own], np.flatnonzero(present[own] & ~part.present))
             shard, layout = piece.shard, piece.layout
             columns = np.arange(shard.first_column, shard.first_column + shard.num_columns)
@@ -138,13 +138,11 @@ class _Joined(NamedTuple):
         sections = [each.extra[SECTION] for each in versions]
         if len({each["run"] for each in sections}) > 1:
             raise TierstoreError("the ranks' stores are of different runs; put the parts of one run into the folder")
-        commits = [Commits.told(each.extra[SECTION], each.number) for each in versions]
-        if (
-            len({(each["number"], own.ids.get(each["number"])) for each, own in zip(sections, commits, strict=True)})
-            > 1
-        ):
+        commits = [Commits.read(each.extra[SECTION], each.number) for each in versions]
+        numbers = [each["number"] for each in sections]
+        if len({(number, own.ids.get(number)) for number, own in zip(numbers, commits, strict=True)}) > 1:
             return None
-        first, number = versions[0], sections[0]["number"]
+        first, number = versions[0], numbers[0]
         lineage = Lineage(_joint_id([each.lineage.commit_id for each in versions]), tuple(_past(versions, commits)))
         shardings = {name: Sharding.from_json(each, len(versions)) for name, each in commits[0].shardings.items()}
         joint = Version(number, first.tables, first.extra["extra"], first.tensors, lineage)
@@ -175,12 +173,8 @@ def _read_by(
 
 
 class WholeTier:
-    """A read-only ``ColdTier`` of whole tables. Versions are the commits that all ranks have.
-
-    Args:
-        paths: of the ranks' stores, in order.
-        tiers: their row files, at the versions of one commit; this one's to close.
-    """
+    """A read-only ``ColdTier`` of whole tables. Versions are the commits that all ranks have. ``tiers``: the row files
+    of the ranks' stores, in order, at the versions of one commit; this one's to close."""
 
     def __init__(self, paths: Sequence[Path], tiers: Sequence[LmdbColdTier]) -> None:
         joined = _Joined.of([unpack(each.version, each.payload) for each in tiers])
@@ -225,9 +219,8 @@ class WholeTier:
             config = configs[table_index]
             whole = whole_config(config, sharding)
             shards = {each.rank: each for each in sharding.shards(num_rows, whole.embedding_dim)}
-            if rank in shards:
-                own = config.layout(self.page_bytes)
-                pieces[rank] = Piece(shards[rank], config, own, state_columns(whole, shards[rank]))
+            if (own := shards.get(rank)) is not None:
+                pieces[rank] = Piece(own, config, config.layout(self.page_bytes), state_columns(whole, own))
         ordered = [pieces[rank] for rank in sharding.ranks if rank in pieces]
         kept = ordered[:1] if sharding.sharding_type == "data_parallel" else ordered
         return WholeTable(layout, num_rows, kept)
@@ -333,54 +326,51 @@ class WholeTier:
                 stack.callback(tier.close)
 
 
-class _NewerWhole:
-    def __init__(
-        self, tier: WholeTier, found: Sequence[NewerVersion], joined: _Joined, tables: Mapping[int, WholeTable]
-    ) -> None:
-        self._tier = tier
-        self._found = found
-        self._joined = joined
-        self._tables = tables
+class _NewerWhole(NamedTuple):
+    tier: WholeTier
+    found: Sequence[NewerVersion]
+    joined: _Joined
+    tables: Mapping[int, WholeTable]
 
     @property
     def version(self) -> int:
-        return self._joined.version.number
+        return self.joined.version.number
 
     @property
     def payload(self) -> bytes:
-        return repack(self._joined.version, self._joined.version.lineage)
+        return repack(self.joined.version, self.joined.version.lineage)
 
     @property
     def changed(self) -> Int64s:
-        return np.unique(np.concatenate([each.changed for each in self._found]))
+        return np.unique(np.concatenate([each.changed for each in self.found]))
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
-        _read_by([each.read for each in self._found], self._tables, keys, slots, weights, state, present)
+        _read_by([each.read for each in self.found], self.tables, keys, slots, weights, state, present)
 
     def show(self) -> None:
-        for each in self._found:
+        for each in self.found:
             each.show()
-        self._tier.move(self._joined, self._tables)
+        self.tier.move(self.joined, self.tables)
 
     def close(self) -> None:
-        for each in self._found:
+        for each in self.found:
             each.close()
 
 
+@dataclass
 class WholeChanges:
     """What changed in a sharded store; see ``io.reads.Changes``."""
 
-    def __init__(self, tier: WholeTier, written: Int64s | None) -> None:
-        self._tier = tier
-        self.written = written
+    tier: WholeTier
+    written: Int64s | None
 
     def rows(self, table: int) -> Iterator[ChangedRows]:
         """The table's changed rows, in ascending chunks; none is empty. ChecksumError, TruncatedError."""
-        whole, keys = self._tier.tables[table], self._keys(table)
+        whole, keys = self.tier.tables[table], self._keys(table)
         for start in range(0, len(keys), step := max(1, CHUNK_BYTES // whole.layout.row_bytes)):
             chunk = np.array(keys[start : start + step], np.int64)
             found = Found.empty(whole.layout, len(chunk))
-            self._tier.read(chunk, np.arange(len(chunk), dtype=np.int32), *found)
+            self.tier.read(chunk, np.arange(len(chunk), dtype=np.int32), *found)
             if self.written is not None:  # a row that moved to a rank with the same bits was not written there
                 found = whole.with_first_values(found, chunk)
             if found.present.any():
@@ -389,7 +379,7 @@ class WholeChanges:
     def _keys(self, table: int) -> Int64s | range:
         first = table << KEY_ROW_BITS
         if self.written is None:
-            return range(first, first + self._tier.tables[table].num_rows)
+            return range(first, first + self.tier.tables[table].num_rows)
         start, stop = np.searchsorted(self.written, [first, first + MAX_ROWS])
         keys: Int64s = self.written[start:stop]
         return keys

@@ -1,4 +1,5 @@
-"""Sharding plans: what a trace asks of tables, what a step costs, and searches against all plans that there are."""
+"""Sharding plans: what a trace asks of tables, what a step costs, and searches against all plans that there are and
+greedy rules."""
 
 import itertools
 import json
@@ -12,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.sharded.greedy import RULES, greedy
 from tests.dist.placement.support import costs_of, drawn, table, trace_of
 from tierstore import TableConfig
 from tierstore.dist import Plan, Sharding
 from tierstore.dist.placement import Demand, RankCosts, Search, TableDemand, demand_of, predict
-from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe, shares_of
+from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe, group_of, shares_of
 from tierstore.trace import TableTrace, Trace
 
 TABLES = [table("a", 100), table("b", 50)]
@@ -156,11 +158,11 @@ def best_of_all(tables: list[TableConfig], demand: Demand, limit: float) -> floa
     return min(each.seconds for each in found if each.size_bytes.max() <= limit)
 
 
-shapes = st.tuples(st.integers(1, 3000), st.sampled_from([4, 8, 16]))
+SHAPE = st.tuples(st.integers(1, 3000), st.sampled_from([4, 8, 16]))
 
 
 @settings(max_examples=15, deadline=None)
-@given(shapes=st.lists(shapes, min_size=1, max_size=3), share=st.sampled_from([0.6, 0.8, 2.0]))
+@given(shapes=st.lists(SHAPE, min_size=1, max_size=3), share=st.sampled_from([0.6, 0.8, 2.0]))
 def test_plans_fit_and_are_near_the_best(shapes: list[tuple[int, int]], share: float) -> None:
     tables = [table(f"t{number}", *shape) for number, shape in enumerate(shapes)]
     demand, limit = drawn(tables, RANKS), share * size_bytes(tables) + 64 * len(tables)
@@ -180,3 +182,57 @@ def test_what_cannot_be_is_refused() -> None:
     assert found.plan.tables["t"].sharding_type in ("row_wise", "column_wise")
     with pytest.raises(ValueError, match="shard measure --optimizer sgd"):
         Search(tables, demand, costs_of(2, optimizer="adam"))
+
+
+def test_greedy_plans_by_hand() -> None:
+    shapes = {"a": (1000, 4, 1.0), "b": (300, 8, 30.0), "c": (500, 4, 10.0), "d": (100, 16, 1.0)}  # rows, columns, ids
+    tables = [table(name, rows, dim) for name, (rows, dim, _) in shapes.items()]
+    demand = Demand(10, {name: TableDemand(10 * ids, min(10 * ids, 50), 60) for name, (_, _, ids) in shapes.items()})
+    # Size: 4000, 2400, 2000, 1600; dim: 16, 8, 4, 4; lookups: 240, 40, 16, 4; both: 72000, 20000, 4000, 1600.
+    for rule, together in (("size", "a d"), ("dim", "b a c"), ("lookups", "b"), ("size-lookups", "b")):
+        found = greedy(tables, demand, costs_of(2), rule).plan.tables
+        parts = [{name for name, each in found.items() if each.ranks == (rank,)} for rank in (0, 1)]
+        assert set(together.split()) in parts, rule
+        assert sum(map(len, parts)) == len(tables)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shapes=st.lists(SHAPE, min_size=1, max_size=12),
+    share=st.sampled_from([1.0, 1.2, 2.0]),
+    ranks=st.sampled_from([2, 3, 4]),
+)
+def test_limits_are_kept_by_each_search(shapes: list[tuple[int, int]], share: float, ranks: int) -> None:
+    tables = [table(f"t{number}", *shape) for number, shape in enumerate(shapes)]
+    demand, costs = drawn(tables, ranks), costs_of(ranks)
+    # Ranges of rows are rounded up, to a row of 64 bytes at most.
+    limit = share * size_bytes(tables) / ranks + 64 * len(tables)
+    best = Search(tables, demand, costs, rank_bytes=limit).best()
+    assert best.size_bytes.max() <= limit
+    for rule in RULES:
+        try:
+            found = greedy(tables, demand, costs, rule, rank_bytes=limit)
+        except ValueError:
+            continue
+        assert found.size_bytes.max() <= limit
+        assert set(found.plan.tables) == set(best.plan.tables)
+        assert best.seconds <= found.seconds * 1.02, "greedy plans are among those that are searched"
+
+
+def test_plans_are_balanced_where_that_is_free() -> None:
+    # Four ranks share a core, so a step takes what all do together, wherever tables are.
+    tables = [table(f"t{number}", 100) for number in range(8)]
+    demand = Demand(10, {each.name: TableDemand(10 + n, 10 + 10 * n, 20 + 20 * n) for n, each in enumerate(tables)})
+    alone = {"pooled": {"groups": 1e6}, "data_parallel": {"groups": 1e6}}
+    found = Search(tables, demand, costs_of(4, other=alone, cores=1)).best()
+    assert found.served.max() <= 1.05 * found.served.mean()
+
+
+def test_tables_change_their_form_together_to_save_a_group() -> None:
+    tables = [table(f"t{number}", 1000 + number) for number in range(30)]
+    costs = costs_of(
+        2, other={"rows": {"groups": 100.0}, "pooled": {"groups": 100.0}, "data_parallel": {"groups": 100.0}}
+    )
+    found = Search(tables, drawn(tables, 2), costs).best()
+    kinds = {group_of(each, 8).kind for each in found.plan.tables.values()}
+    assert len(kinds) == 1

@@ -28,10 +28,8 @@ _SAMPLES: Final = 1024
 def found_plan(
     store: ShardedStore, tables: Sequence[TableConfig], demand: Any, costs: Any, rank_bytes: float
 ) -> dict[str, Sharding]:
-    """The sharding of each table without dynamic ids; collective. Arguments and errors as of ``shard``.
-
-    Tables of one optimizer are planned together, as costs are of one.
-    """
+    """The sharding of each table without dynamic ids; collective. Arguments and errors as of ``shard``. Tables of one
+    optimizer are planned together, as costs are of one."""
     ranks, counted, found = store.ranks, [table for table in tables if table.ids is None], dict[str, Sharding]()
     asked = _demand(ranks, counted, demand)
     for kind in dict.fromkeys(table.optimizer.kind for table in counted):

@@ -1,9 +1,9 @@
 """What a step over ranks takes, by the work in it; each amount of work costs what ``measure`` found.
 
-Tables that one lookup serves make a *group*: those of one kind of exchange, one number of columns and one number of
-column ranges. Groups run one after another, and in a group the ranks wait for each other. So a step takes, summed over
-groups, the work of the busiest rank: what it requests, which is alike on all ranks, and what it owns. Ranks of one host
-share its cores, so a group takes at least what a host's owners do in total over its cores.
+Tables of one kind of exchange, one number of columns and one of column ranges make a *group*, which one lookup serves.
+Groups run one after another, and in a group the ranks wait for each other. So a step takes, summed over groups, the
+work of the busiest rank: what it requests, which is alike on all ranks, and what it owns. Ranks of one host share its
+cores, so a group takes at least what a host's owners do in total over its cores.
 """
 
 import dataclasses
@@ -36,13 +36,8 @@ OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {each.kind: each for each in (SG
 
 
 class TableDemand(NamedTuple):
-    """Of one table in a step, on average.
-
-    Attributes:
-        ids: of a rank's batch. rows: distinct ones of it. all_rows: distinct ones of all ranks' batches.
-        hot_ids, hot_rows: float64 [n], how ``ids`` and ``rows`` are divided among n equal ranges of the table's rows;
-            of any sum.
-    """
+    """Of one table in a step, on average: ids of a rank's batch, distinct ones of it, and of all ranks' batches; and
+    how the first two are divided among equal ranges of the table's rows, float64 [ranges] of any sum."""
 
     ids: float = 0.0
     rows: float = 0.0
@@ -52,11 +47,7 @@ class TableDemand(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Of a step over several ranks.
-
-    Attributes:
-        samples: of a rank's batch. tables: by name; a table that is not there is not looked up.
-    """
+    """Of a step over several ranks: samples of a rank's batch, and by name the tables that are looked up."""
 
     samples: float
     tables: Mapping[str, TableDemand]
@@ -138,9 +129,8 @@ class Seconds(_Checked):
     updated_columns: float = _work("the same, times columns")
 
 
-WORDS: Final = {each.name: str(each.metadata["help"]) for each in fields(Seconds)}
-"""What each cost is of, by name."""
-AMOUNTS: Final = tuple(WORDS)[2:]
+_NAMES: Final = tuple(each.name for each in fields(Seconds))
+AMOUNTS: Final = _NAMES[2:]
 """Names of what a rank does for a table; the first two costs are a group's."""
 _OWNED: Final = AMOUNTS.index("served")
 """Amounts from here on are an owner's; those before are a requester's, alike on all ranks."""
@@ -181,14 +171,8 @@ def group_of(sharding: Sharding, dim: int) -> Group:
 def amounts_of(
     sharding: Sharding, dim: int, demand: TableDemand, *, bags: float, ranks: int, tables: float = 1.0
 ) -> Float64s:
-    """Work of each rank for one table, or for several alike.
-
-    Args:
-        bags: of a rank's batch, as the demand is: of all these tables.
-
-    Returns:
-        float64 [ranks, 12], in the order of ``AMOUNTS``.
-    """
+    """Work of each rank for one table, or several alike, whose demand is of all: float64 [ranks, 12], in the order of
+    ``AMOUNTS``. ``bags``: of a rank's batch."""
     (kind, _, parts), owners = group_of(sharding, dim), list(sharding.ranks)
     width, ranges = dim // parts, 1 if kind == "data_parallel" else len(owners) // parts
     of_ids, of_rows = (
@@ -259,12 +243,7 @@ class RankCosts(_Checked):
         local_world_size: int,
         **others: Any,
     ) -> "RankCosts":
-        """From steps of one group each.
-
-        Args:
-            held_out: steps that are not fitted, of which errors are; without them, errors are of ``probes``.
-            others: fields as they are.
-        """
+        """From steps of one group each. Errors are of steps held out, else of ``probes``; ``others`` are fields."""
         seconds = dict[str, Seconds]()
         for kind in KINDS:
             own = [probe for probe in probes if probe.group.kind == kind]
@@ -274,7 +253,7 @@ class RankCosts(_Checked):
             ]
             matrix = np.array(rows) / np.array([[probe.seconds] for probe in own])  # relative errors count
             found = solve_nonnegative(matrix, np.ones(len(own)))
-            seconds[kind] = Seconds(**dict(zip(WORDS, found.tolist(), strict=True)))
+            seconds[kind] = Seconds(**dict(zip(_NAMES, found.tolist(), strict=True)))
         others |= {"cores": cores, "local_world_size": local_world_size}
         costs = cls(seconds=Kinds(**seconds), errors=Errors(), **others)
         return replace(costs, errors=costs.errors_of(held_out or probes))

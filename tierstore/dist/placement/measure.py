@@ -1,9 +1,8 @@
 """Steps over the ranks that run now, timed: what ``RankCosts`` are found from. Every rank makes the same calls.
 
-A probe has one group of tables, all rows in memory. Sets of tables are drawn: how many, their columns, rows, ids a bag
-and how often ids repeat; so is where each table is. A trial makes a set's tables and takes a few steps. All sets are
-tried in each of some rounds, in another order, and a probe's time is the median over rounds, as others use the machine
-too: what slows it for seconds is then in one trial of some probes and not in all of one.
+A probe has one group of tables, all rows in memory. Sets of tables are drawn: how many, their columns, rows, ids a bag,
+how often ids repeat, and where each table is. A trial makes a set's tables and takes a few steps. All sets are tried in
+each of some rounds, in another order, and a probe's time is the median over rounds, as others use the machine too.
 """
 
 import copy
@@ -15,7 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -56,14 +55,11 @@ def measure_ranks(
     seconds: float = 60.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> RankCosts:
-    """Time probes over all ranks of ``torch.distributed``; collective.
+    """Time probes over all ranks of ``torch.distributed``; collective. ValueError: a wrong argument.
 
     Args:
         seconds: to spend, about; the more, the more sets of tables are tried, 4 at least.
         progress: is given the seconds that have passed, and ``seconds``.
-
-    Raises:
-        ValueError: a wrong argument. Others as of ``open_sharded``.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
@@ -71,7 +67,7 @@ def measure_ranks(
     seconds = ranks.first(seconds)
     if not math.isfinite(seconds):
         raise ValueError(f"seconds={seconds}: expected a number of seconds")
-    trials, works = dict[tuple[int, int], list[float]](), dict[tuple[int, int], _Work]()
+    trials, works = dict[tuple[int, int], list[float]](), dict[tuple[int, int], tuple[Group, Float64s]]()
     begun = time.monotonic()
 
     def tried(seed: int) -> float:
@@ -107,13 +103,6 @@ def measure_ranks(
         source=f"tierstore shard measure, {where}; {len(probes)} steps of {sets} sets of tables",
         reduce_us=reduce_us, reduce_busy_us=reduce_busy_us,
     )  # fmt: skip
-
-
-class _Work(NamedTuple):
-    """Of a plan's one group, as ``Probe`` has it."""
-
-    group: Group
-    amounts: Float64s
 
 
 class _Subject:
@@ -180,7 +169,8 @@ class _Subject:
             steps: list[float] = [max(step) for step in zip(*self._ranks.gather(found), strict=True)]
             return statistics.median(steps[2:])
 
-    def work(self, shardings: Sequence[Sharding]) -> _Work:
+    def work(self, shardings: Sequence[Sharding]) -> tuple[Group, Float64s]:
+        """Of a plan's one group, as ``Probe`` has it."""
         size, samples = self._ranks.size, self._samples
         tables = {
             table.name: TableTrace(ids.ravel(), np.arange(0, ids.size + 1, factor))
@@ -191,7 +181,7 @@ class _Subject:
             amounts_of(sharding, self._dim, own, bags=samples, ranks=size)
             for sharding, own in zip(shardings, demand, strict=True)
         ]
-        return _Work(group_of(shardings[0], self._dim), np.sum(amounts, axis=0))
+        return group_of(shardings[0], self._dim), np.sum(amounts, axis=0)
 
 
 def _zipf(generator: np.random.Generator, num_rows: int, exponent: float, size: tuple[int, ...]) -> Int64s:

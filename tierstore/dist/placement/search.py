@@ -2,15 +2,13 @@
 
 A table's *form* is its sharding type, its exchange and the number of its ranks; with the ranks it is an *option*. The
 search begins with plans whose tables all have one form, or the smallest of them data-parallel, and with each table in
-the form that costs least were it alone. Each is dealt out, costliest tables first, every table to the ranks where it
-costs least of those that have the space (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM Journal on
-Applied Mathematics 17, 1969).
+the form that costs least alone. Each is dealt out, costliest tables first, every table to the ranks where it costs
+least of those that have the space (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
 
-The best few go on, as the beam of D. Zha et al., Pre-train and Search: Efficient Embedding Table Sharding with
-Pre-trained Neural Cost Models (MLSys 2023), halves of columns among the options. Each table in turn takes the option
-that makes the step fastest, until none changes. Then all tables of a group take another form together, which saves what
-a group costs whatever its tables, or two of the costliest tables change. Only sums over the tables of each group are
-kept, so an option costs the same to try however many tables there are.
+In the best few, the beam (Zha et al., Pre-train and Search, MLSys 2023), each table in turn takes the option that makes
+the step fastest, until none changes. Then all tables of a group take another form together, which saves what a group
+costs whatever its tables, or two of the costliest tables change. Only sums over the tables of each group are kept, so
+an option costs the same to try however many tables there are.
 """
 
 import copy
@@ -50,8 +48,7 @@ class Prediction(NamedTuple):
 
     Attributes:
         seconds: of a step of the tables: forward, backward and update, without prefetch, all rows in memory.
-        served: float64 [ranks], what each rank looks up in its own part: rows for all ranks; ids, where owners pool; of
-            data-parallel tables its own ids, and all ranks' rows to update them.
+        served: float64 [ranks], what each looks up in its own part: rows, or ids where owners pool or all have copies.
         size_bytes: float64 [ranks], of rows with their optimizer state.
     """
 
@@ -62,11 +59,7 @@ class Prediction(NamedTuple):
 
 
 def predict(tables: Sequence[TableConfig], plan: Plan, demand: Demand, costs: RankCosts) -> Prediction:
-    """What a step of a plan takes.
-
-    Raises:
-        ValueError: the plan lacks a table, or is for another number of ranks than the costs.
-    """
+    """What a step of a plan takes. ValueError: it lacks a table, or is for another number of ranks than the costs."""
     if plan.world_size != costs.world_size:
         raise ValueError(
             f"the plan is for {plan.world_size} ranks and the costs are of {costs.world_size}; measure them again"
@@ -99,24 +92,9 @@ def size_bytes_of(table: TableConfig, sharding: Sharding, costs: RankCosts) -> F
     return found
 
 
-def too_little(tables: Sequence[TableConfig], costs: RankCosts, rank_bytes: float) -> ValueError:
-    """That a plan of these tables exceeds the ranks' limits."""
-    size_bytes = sum(table.size_bytes(_PAGE_BYTES) for table in tables)
-    return ValueError(
-        f"the tables take {format_size(size_bytes)}, more than {costs.world_size} ranks of {format_size(rank_bytes)} "
-        "hold as they are dealt out; raise the limit, or have more ranks"
-    )
-
-
 class _Options(NamedTuple):
-    """All ways to place one table.
-
-    Attributes:
-        shardings: of each. groups: int64 [options], numbers of groups.
-        asked_s: float64 [options], a requester's work. owned_s: float64 [options, ranks], owners'.
-        size_bytes: float64 [options, ranks].
-        of_form: numbers of the options of each form.
-    """
+    """All ways to place one table: of each the number of its group, a requester's work, float64 [options], and owners'
+    work and bytes, float64 [options, ranks]; and the numbers of the options of each form."""
 
     shardings: list[Sharding]
     groups: Int64s
@@ -131,13 +109,8 @@ class _Options(NamedTuple):
 
 
 class _State:
-    """A plan, or a part of one.
-
-    Attributes:
-        options: int64 [tables], which option each table has; -1: none yet.
-        size_bytes: float64 [ranks].
-        counts, asked_s, scores: of each group, sums over its tables. owned_s: float64 [groups, ranks].
-    """
+    """A plan, or a part of one: the option of each table, int64 [tables], -1 for none yet; and sums over the tables, of
+    each rank, of each group, and for ``owned_s`` of both."""
 
     def __init__(self, tables: int, groups: int, ranks: int) -> None:
         self.options = np.full(tables, -1)
@@ -151,14 +124,8 @@ class _State:
 
 
 class Search:
-    """For the plan of least step time over the ranks that the costs were measured on.
-
-    Args:
-        rank_bytes: limit of each rank's rows with their optimizer state.
-
-    Raises:
-        ValueError: the costs are of another optimizer.
-    """
+    """For the plan of least step time over the ranks that the costs were measured on. ``rank_bytes``: limit of each
+    rank's rows with their optimizer state. ValueError: the costs are of another optimizer."""
 
     def __init__(
         self, tables: Sequence[TableConfig], demand: Demand, costs: RankCosts, *, rank_bytes: float = float("inf")
@@ -177,14 +144,15 @@ class Search:
         self._hosts = np.arange(0, costs.world_size, costs.local_world_size)
 
     def best(self, progress: Callable[[int, int], None] | None = None) -> Prediction:
-        """The best plan found; ValueError if the tables exceed the ranks' limits.
-
-        Args:
-            progress: is given the rounds done, and how many there may be.
-        """
+        """The best plan found; ``progress`` is given the rounds done, and how many there may be. ValueError: the tables
+        exceed the ranks' limits."""
         starts = sorted(self._starts(), key=lambda state: state.score)
         if not starts:
-            raise too_little(self._tables, self._costs, self._rank_bytes)
+            size_bytes = sum(table.size_bytes(_PAGE_BYTES) for table in self._tables)
+            raise ValueError(
+                f"the tables take {format_size(size_bytes)}, more than {self._costs.world_size} ranks of "
+                f"{format_size(self._rank_bytes)} hold as they are dealt out; raise the limit, or have more ranks"
+            )
         best = min(map(self._descended, starts[:_BEAM]), key=lambda state: state.score)
         for done in range(_MOST_CHANGES):
             if progress is not None:
@@ -193,10 +161,7 @@ class Search:
             if changed.score >= best.score * (1 - _LEAST_GAIN):
                 break
             best = changed
-        return self._predicted(best)
-
-    def _predicted(self, state: _State) -> Prediction:
-        chosen = zip(self._tables, self._options, state.options, strict=True)
+        chosen = zip(self._tables, self._options, best.options, strict=True)
         plan = Plan(self._costs.world_size, {table.name: own.shardings[option] for table, own, option in chosen})
         return predict(self._tables, plan, self._demand, self._costs)
 
@@ -239,14 +204,19 @@ class Search:
         found: Float64s = self._fixed_s[groups] + asked_s + busy + _UNEVENNESS * uneven
         return found
 
+    def _add(self, state: _State, table: int, option: int, sign: int) -> int:
+        """Count the option of a table in, or out; its group."""
+        own = self._options[table]
+        group = int(own.groups[option])
+        state.counts[group] += sign
+        state.asked_s[group] += sign * own.asked_s[option]
+        state.owned_s[group] += sign * own.owned_s[option]
+        state.size_bytes += sign * own.size_bytes[option]
+        return group
+
     def _take(self, state: _State, table: int) -> None:
         """A table has no option any more."""
-        own, option = self._options[table], int(state.options[table])
-        group = own.groups[option]
-        state.counts[group] -= 1
-        state.asked_s[group] -= own.asked_s[option]
-        state.owned_s[group] -= own.owned_s[option]
-        state.size_bytes -= own.size_bytes[option]
+        group = self._add(state, table, int(state.options[table]), -1)
         state.options[table], state.scores[group] = -1, 0.0
         if state.counts[group]:
             one = slice(group, group + 1)
@@ -254,14 +224,8 @@ class Search:
 
     def _put(self, state: _State, table: int, option: int, gain: float) -> None:
         """A table has the option, which adds so much to the score."""
-        own = self._options[table]
-        group = own.groups[option]
-        state.counts[group] += 1
-        state.asked_s[group] += own.asked_s[option]
-        state.owned_s[group] += own.owned_s[option]
-        state.size_bytes += own.size_bytes[option]
+        state.scores[self._add(state, table, option, 1)] += gain
         state.options[table] = option
-        state.scores[group] += gain
 
     def _gains(self, state: _State, table: int, among: Int64s | slice = _ALL) -> Float64s:
         """float64 [options], what each adds to the score for a table that has none; infinity where it does not fit."""

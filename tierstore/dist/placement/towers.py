@@ -1,9 +1,8 @@
 """Which tables make a tower: those whose trained vectors are alike, so that a tower's module sees what interacts.
 
-After the tower partitioner of Luo et al., "Disaggregated Multi-Tower" (MLSys 2024): similarities of features make
-distances, a plane has about these distances, and k-means there finds groups of about equal lookups and bytes. The plane
-is that of classical scaling (Torgerson, 1952), improved by SMACOF (de Leeuw, 1977). k-means moves and exchanges tables
-(Hartigan, 1975) rather than centres, so that it never breaks a bound.
+After Luo et al., "Disaggregated Multi-Tower" (MLSys 2024): similarities of features make distances, a plane has about
+these, by classical scaling (Torgerson, 1952) and SMACOF (de Leeuw, 1977), and k-means there finds groups of about equal
+lookups and bytes. It moves and exchanges tables (Hartigan, 1975) rather than centres, so it never breaks a bound.
 
 A file of towers is JSON: ``{"towers": [["user", "item"], ["shop"]]}``, names of tables.
 """
@@ -31,7 +30,7 @@ _LEAST_GAIN: Final = 1e-9
 
 
 class TowerPlan(NamedTuple):
-    """Tables in towers, in the order that tables were given in.
+    """Tables in towers.
 
     Attributes:
         plane: float64 [tables, 2], where each is. stress: Kruskal's stress-1, 0 where it has the distances wanted.
@@ -89,7 +88,7 @@ def similarity_of(batches: Iterable[Tensor], tables: Sequence[str]) -> Float64s:
 
     Args:
         batches: float [samples, features, dim]: pooled vectors.
-        tables: that of each feature; the result is in the order of their first features.
+        tables: of each feature; the result is in the order of their first features.
     """
     total = there = np.zeros((len(tables), len(tables)))
     for batch in batches:
@@ -112,14 +111,12 @@ def partition(
     tables: Sequence[str], similarity: Float64s, loads: Float64s, count: int, *, slack: float = 0.1, seed: int = 0
 ) -> TowerPlan:
     """Tables in ``count`` towers of about equal loads, those that are alike together. The same for the same seed.
+    ValueError: fewer tables than towers, or no tower.
 
     Args:
         similarity: float64 [tables, tables], of ``similarity_of``. With 1 - similarity, unlike tables come together.
         loads: float64 [tables, loads], at least 0: lookups and bytes, say. None of a tower's exceeds 1 + ``slack`` of
             the towers' mean, or what the largest tables, dealt out first, leave to the fullest tower if that is more.
-
-    Raises:
-        ValueError: fewer tables than towers, or no tower.
     """
     if not 1 <= count <= len(tables):
         raise ValueError(f"{count} towers of {len(tables)} tables: expected 1 to {len(tables)}")
@@ -178,8 +175,8 @@ def _dealt(order: Int64s, shares: Float64s, count: int) -> tuple[Int64s, float]:
 
 
 def _improved(groups: Int64s, points: Float64s, shares: Float64s, most: float) -> tuple[float, Int64s]:
-    """Groups whose points were moved to others, or exchanged, as long as the sum of the squared distances from the
-    groups' centres fell and no load exceeded ``most``; and that sum."""
+    """Groups after moves and exchanges of points that lower the sum of the squared distances from the groups' centres,
+    with no load above ``most``; and that sum."""
     groups, apart, count = groups.copy(), _distances(points) ** 2, int(groups.max()) + 1
     for _ in range(_MOST_CHANGES):
         member = np.eye(count)[groups]
