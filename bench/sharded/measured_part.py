@@ -9,11 +9,11 @@ import torch
 
 import tierstore
 from tierstore.dist.placement import RankCosts
+from tierstore.dist.placement.baselines import RULES
 from tierstore.plan.traces import draw_zipf
 
 from ..common import Goal, Part, Run, Table, Told
 from .costs_part import costs_of
-from .greedy import RULES
 from .plans_part import Case, demand_in, take_plans
 from .ranks import run_ranks
 from .sets_part import BEAM, rank_limit, searched, tables_asked

@@ -8,11 +8,11 @@ from typing import Any, Final
 import numpy as np
 
 import tierstore
-from tierstore.dist.placement import Demand, Prediction, RankCosts, Search, TableDemand
+from tierstore.dist.placement import Demand, Prediction, RankCosts, Search, TableDemand, greedy
+from tierstore.dist.placement.baselines import RULES
 
 from ..common import Goal, Part, Run, Table, Told
 from .costs_part import costs_of
-from .greedy import RULES, greedy
 
 __all__ = ["BEAM", "PART", "rank_limit", "searched", "tables_asked"]
 

@@ -22,6 +22,8 @@ _DRAWN_IDS: Final = 20_000_000
 _DRAWN_BATCHES: Final = 8
 _TABLES_SHOWN: Final = 40
 _NAME_CHARACTERS: Final = 28
+_BEAM: Final = "beam"
+_SEARCHES: Final = (_BEAM, "size", "dim", "lookups", "size-lookups", "random")
 _OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 
 
@@ -54,7 +56,7 @@ def _describe_costs(costs: "RankCosts") -> str:
 
 def _plan(options: argparse.Namespace) -> int:
     from ..dist import Plan, Sharding
-    from ..dist.placement import RankCosts, Search, demand_of, predict
+    from ..dist.placement import RankCosts, Search, demand_of, greedy, predict
     from ..plan.presets import load_workload
     from ..system.output import require_new, require_other
     from ..trace import read_trace
@@ -67,8 +69,12 @@ def _plan(options: argparse.Namespace) -> int:
         workload = replace(workload, optimizer=costs.optimizer)
     tables, ranks = _tables_of(workload), costs.world_size
     demand = demand_of(_drawn(workload) if options.trace is None else read_trace(options.trace), tables, ranks)
-    with progress_bar("planning", unit=" rounds") as show:
-        found = Search(tables, demand, costs, rank_bytes=limit).best(show)
+    search = Search(tables, demand, costs, rank_bytes=limit)
+    if options.search == _BEAM:
+        with progress_bar("planning", unit=" rounds") as show:
+            found = search.best(show)
+    else:
+        found = greedy(tables, demand, costs, options.search, rank_bytes=limit)
     found.plan.save(options.plan)
     by_rows = Plan(ranks, {table.name: Sharding("row_wise", tuple(range(ranks))) for table in tables})
     print(
@@ -176,6 +182,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg("--costs", required=True, metavar="FILE", help="of the ranks, by tierstore shard measure"),
             arg("--trace", metavar="TRACE.npz", help="what is looked up (default: Zipf's law, as the workload says)"),
             arg("--limit", metavar="SIZE", help="of each rank's rows with optimizer state (default: none)"),
+            arg(
+                "--search",
+                default=_BEAM,
+                choices=_SEARCHES,
+                help="beam, or table-wise by a greedy rule, to compare with (default: beam)",
+            ),
             arg("--force", help="replace PLAN.json if it exists"),
         ),
         "decide which rank gets which tables",

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankError
+from .pace import NO_REPORT, Pace
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 """TorchRec's names. "int8": each row as 8-bit integers and one float32, the largest magnitude of the row over 127."""
@@ -107,6 +108,7 @@ class Ranks:
     Attributes:
         rank: this one's number in the group. size: how many there are. traffic: of this object's exchanges.
         run: the identity of what is trained, once it is known: calls of different runs differ.
+        pace: of the steps that backward passes of this object's calls are in, or None.
 
     Raises:
         ValueError: this process is not in the group, or the group cannot exchange tensors on the CPU.
@@ -126,6 +128,7 @@ class Ranks:
         self._numbers = range(self.size) if numbers is None else numbers
         self.traffic = Traffic()
         self.run = ""
+        self.pace: Pace | None = None
         self._backend: Any = group or dist.group.WORLD
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size
@@ -257,9 +260,16 @@ class Ranks:
     def _meet(self, call: str, given: Sequence[int]) -> tuple[list[int], list[int]]:
         """Of each rank what it calls, as a number, and what it has for this one."""
         word = zlib.crc32(f"{self.run} {call}".encode())
-        sent = torch.tensor([[word, count] for count in given], dtype=torch.int64)
-        words, counts = self._exchange(sent, self._ones, self._ones).T.tolist()
+        report = NO_REPORT if self.pace is None else self.pace.report
+        sent = torch.tensor([[word, count, *report] for count in given], dtype=torch.int64)
+        words, counts, windows, *times_us = self._exchange(sent, self._ones, self._ones).T.tolist()
+        if self.pace is not None:
+            self.pace.note(windows, times_us, self.rank, self._numbers)
         return words, counts
+
+    def note_backward(self, table: str) -> None:
+        if self.pace is not None:
+            self.pace.note_backward(table)
 
     def _calls(self, call: str) -> list[str]:
         own = call.encode()[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")

@@ -29,6 +29,7 @@ from ..store.lifetime import Shown
 from ..store.optimizer import TieredOptimizer
 from ..system.checks import require_choice
 from .opening import OwnPart, open_to_read, require_alike
+from .pace import Pace, StepTime
 from .parts import NO_COMMITS, SECTION, Commits, in_common
 from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Precision, Ranks, Traffic, ranks_on_host
@@ -69,13 +70,15 @@ class Load(NamedTuple):
     Attributes:
         num_rows, size_bytes: that it owns; with their optimizer state, were they all in memory.
         lookups: rows that ranks asked it for.
-        traffic: of its exchanges, without those of ids that ``prefetch`` sent. The slowest rank has the fewest seconds.
+        traffic: of its exchanges, without those of ids that ``prefetch`` sent.
+        step: of its last whole window of 100 steps; a rank whose ``busy`` is far above the others' keeps them waiting.
     """
 
     num_rows: int
     size_bytes: int
     lookups: int
     traffic: Traffic
+    step: StepTime
 
 
 def open_sharded(
@@ -197,6 +200,7 @@ class ShardedStore:
         self.shown = Shown()
         self.planned = planned
         self.unloaded = set[str]()
+        self._pace = ranks.pace = Pace(lambda: owners.traffic.seconds, lambda: local.stats().ssd.seconds)
         self.device, self.offsets_type = local.device, local.offsets_type
         self.readonly, self.directory = local.readonly, local.directory
         with ranks.together():
@@ -358,7 +362,7 @@ class ShardedStore:
         with self.ranks.telling():
             own_rows = sum(len(table.rows) for table in self.tables.values())
             size_bytes = sum(table.local.size_bytes for table in self.tables.values())
-            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic)
+            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic, self._pace.recent())
         return self.ranks.gather(own, "balance")
 
     @property

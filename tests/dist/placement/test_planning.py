@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.sharded.greedy import RULES, greedy
 from tests.dist.placement.support import costs_of, drawn, table, trace_of
 from tierstore import TableConfig
 from tierstore.dist import Plan, Sharding
-from tierstore.dist.placement import Demand, RankCosts, Search, TableDemand, demand_of, predict
+from tierstore.dist.placement import Demand, RankCosts, Search, TableDemand, demand_of, greedy, predict
+from tierstore.dist.placement.baselines import RULES
 from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe, group_of, shares_of
 from tierstore.trace import TableTrace, Trace
 
