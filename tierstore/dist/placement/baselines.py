@@ -13,7 +13,7 @@ from ...config import TableConfig
 from ...system.checks import require_choice
 from ..plan import Exchange, Plan, Sharding
 from .costs import Demand, RankCosts, TableDemand
-from .search import Prediction, predict, size_bytes_of, too_little
+from .search import Prediction, predict, size_bytes_of
 
 Rule = Literal["size", "dim", "lookups", "size-lookups", "random"]
 RULES: Final[tuple[Rule, ...]] = get_args(Rule)
@@ -50,7 +50,7 @@ def greedy(
         size_bytes = size_bytes_of(table, Sharding("table_wise", (0,)), costs)[0]
         fitting = np.flatnonzero(free >= size_bytes)
         if not len(fitting):
-            raise too_little(tables, costs, rank_bytes)
+            raise ValueError(f"no rank has the space for table {table.name!r}")
         rank = int(generator.choice(fitting) if rule == "random" else fitting[load[fitting].argmin()])
         load[rank] += weights[table.name]
         free[rank] -= size_bytes
