@@ -32,7 +32,7 @@ from tierstore.io import LmdbColdTier
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.store.manifest import Manifest
 
-FILES: Final = ("rows.lmdb", "manifest.json", "rows.anchor", "writer.lock", "rows.lmdb-lock")
+FILES: Final = ("rows.lmdb", "manifest.json", "rows.anchor", "rows.lmdb-lock")
 PAGE: Final = 4096
 TIME_LIMIT_S: Final = 60  # for one change; what takes longer hangs
 _DDR: Final = "1MiB"

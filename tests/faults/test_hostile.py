@@ -129,7 +129,7 @@ def test_a_sparse_manifest_of_a_gigabyte_is_not_read(store: Path) -> None:
         tierstore.open(store, mode="r")
 
 
-PLAIN_FILES = (MANIFEST_NAME, "rows.lmdb", "rows.lmdb-lock", "rows.anchor", "writer.lock")
+PLAIN_FILES = (MANIFEST_NAME, "rows.lmdb", "rows.lmdb-lock", "rows.anchor")
 
 
 def _replace(path: Path, kind: str, target: Path) -> None:
@@ -177,13 +177,6 @@ def test_a_hostile_lock_file_is_made_anew(store: Path) -> None:
             forked(use, path, content, mode)
     """
     assert run(code, store).splitlines() == ["ok True"] * 12
-
-
-def test_text_beside_the_lock_is_only_text(store: Path) -> None:
-    """writer.lock is believed for messages only, and bounded there."""
-    (store / "writer.lock").write_bytes(b"\x1b[2J" + b"9" * 10**6)
-    with tierstore.open(store, ddr="2MiB") as held:
-        assert held.version == 1
 
 
 def test_a_compressed_bomb_streams_in_bounded_memory(tmp_path: Path) -> None:

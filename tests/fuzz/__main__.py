@@ -8,9 +8,11 @@ import warnings
 from pathlib import Path
 
 from .mutate import mutations
+from .target import Target, bounded
 
 CORPUS = Path(__file__).parent / "corpus"
-NAMES = ("manifest", "records", "runfile", "criteo", "npy", "parquet", "walk", "segments", "infer", "update", "anchor")
+STORED = ("manifest", "records", "walk", "segments", "anchor", "update")
+NAMES = (*STORED, "runfile", "criteo", "npy", "parquet", "infer")
 LAST_INPUT = "last-input"
 
 
@@ -39,11 +41,15 @@ def main() -> int:
     return 0
 
 
+def _target(name: str) -> Target:
+    module = importlib.import_module(f"tests.fuzz.{'stored' if name in STORED else 'given'}")
+    found: Target = module.TARGETS[name]
+    return found
+
+
 def _replay(name: str, options: argparse.Namespace) -> None:
     """The corpus and random changes of it, or the given files."""
-    from .target import bounded
-
-    target = importlib.import_module(f"tests.fuzz.{name}").TARGET
+    target = _target(name)
     if options.input:
         inputs = [path.read_bytes() for path in options.input]
     else:
@@ -62,7 +68,7 @@ def _search(name: str, seconds: int, out: Path) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["tierstore", "tomllib", "gzip", "json", "numpy.lib"]):
-        target = importlib.import_module(f"tests.fuzz.{name}").TARGET
+        target = _target(name)
     found = out / name
     found.mkdir(exist_ok=True)
     for number, seed in enumerate(target.seeds()):

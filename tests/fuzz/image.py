@@ -1,5 +1,6 @@
 """A small store, and edits of its files that lead somewhere: an input is a list of edits, not a whole file."""
 
+import functools
 import struct
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,7 @@ import tierstore
 from tierstore import optim
 
 from .mutate import INTERESTING
+from .target import scratch_folder
 
 PAGE_BYTES: Final = 4096
 EDIT_BYTES: Final = 8
@@ -23,8 +25,10 @@ TENSORS = {"w": torch.arange(6.0).reshape(2, 3)}
 EXTRA = {"step": 7}
 
 
-def build_store(folder: Path) -> None:
+@functools.cache
+def built_store() -> Path:
     """Two tables, two levels of tree, pages freed by a second commit, a payload with tensors, an anchor."""
+    folder = scratch_folder() / "store"
     with tierstore.open(folder, ddr="4MiB", threads=1) as store:
         wide, narrow = store.create_table(WIDE), store.create_table(NARROW)
         wide.write(torch.arange(560), torch.arange(560.0)[:, None].expand(560, WIDE.embedding_dim).contiguous())
@@ -33,6 +37,7 @@ def build_store(folder: Path) -> None:
         ids = torch.arange(0, WIDE.num_embeddings, 7)
         wide.write(ids, torch.full((len(ids), WIDE.embedding_dim), -1.0))
         store.commit(extra=EXTRA, tensors=TENSORS)
+    return folder
 
 
 def metadata_pages(content: bytes) -> list[int]:

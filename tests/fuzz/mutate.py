@@ -4,21 +4,8 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 INTERESTING = (
-    0,
-    1,
-    2,
-    0x7F,
-    0x80,
-    0xFF,
-    0x7FFF,
-    0xFFFF,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**62,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
+    *(0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF),
+    *(2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1),
 )
 MAX_BYTES = 1 << 16
 

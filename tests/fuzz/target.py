@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MEMORY_BYTES = 256 * 2**20
 """More than any target needs beyond what its start took; no input is larger than a few hundred KB."""
@@ -18,10 +19,26 @@ SECONDS = 20
 class Target:
     """Something that reads bytes."""
 
-    run: Callable[[bytes], None]  # reads them; an exception that leaves it is a finding
+    read: Callable[[bytes], Any]
+    check: Callable[[Any], None] = lambda found: None  # of what ``read`` returns
     seeds: Callable[[], list[bytes]]  # valid inputs, built by code
+    errors: tuple[type[Exception], ...] = ()  # that may leave ``read``, with messages of bounded length
     mutations: int = 400  # inputs that the suite tries
-    dictionary: tuple[bytes, ...] = ()  # words that the format is made of, for mutations
+    words: bytes = b""  # that the format is made of, for mutations, with | between
+
+    @property
+    def dictionary(self) -> tuple[bytes, ...]:
+        return tuple(self.words.split(b"|")) if self.words else ()
+
+    def run(self, data: bytes) -> None:
+        """Read them; an exception that leaves this is a finding."""
+        try:
+            found = self.read(data)
+        except self.errors as error:
+            if len(str(error)) > 1000:
+                raise FindingError("an error without bound") from error
+        else:
+            self.check(found)
 
 
 class FindingError(AssertionError):

@@ -9,7 +9,7 @@ import pytest
 
 from bench.data import ROOT
 from tests.fuzz import mutate
-from tests.fuzz.__main__ import CORPUS, NAMES
+from tests.fuzz.__main__ import CORPUS, NAMES, STORED
 
 CORPUS_BYTES_MAX = 100_000
 
@@ -24,7 +24,7 @@ def drive(out: Path, *arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("names", [tuple(name for name in NAMES if name != "anchor"), ("anchor",)])
+@pytest.mark.parametrize("names", [STORED, NAMES[len(STORED) :]], ids=["stored", "given"])
 def test_seeds_corpus_and_random_changes(names: tuple[str, ...], tmp_path: Path) -> None:
     if importlib.util.find_spec("pyarrow") is None:
         names = tuple(name for name in names if name != "parquet")

@@ -174,11 +174,6 @@ if sys.argv[1:]: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def is_claimed_elsewhere(folder: Path, name: str) -> bool:
     child = os.fork()
     if child == 0:
@@ -195,7 +190,9 @@ def test_a_kernel_is_claimed_by_one_process(tmp_path: Path) -> None:
     assert not is_claimed_elsewhere(tmp_path, "admit")
 
 
-def test_the_wait_for_another_process_is_told_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_another_process_is_logged_and_ends_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -204,10 +201,10 @@ def test_the_wait_for_another_process_is_told_and_ends_with_it(tmp_path: Path, m
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
     os.read(read, 1)
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    caplog.set_level(logging.INFO)
     with FirstUse(tmp_path).claimed("admit") as is_mine:
         assert is_mine
-    assert sys.stderr.getvalue() == "\r\x1b[Ktierstore: compiling kernels, once for this machine: 0\r\x1b[K"
+    assert "compiling kernels that this machine has not used before" in caplog.text
     os.waitpid(child, 0)
     os.close(read)
     os.close(write)

@@ -116,7 +116,7 @@ def test_processes_of_the_same_number_share_a_store(children: ExitStack, tmp_pat
     for reader in readers:
         assert reader("read", "big") == [1.0]
         assert reader("refresh") == 2
-    with pytest.raises(errors.StoreLockedError, match="a process in another container, 1 there"):
+    with pytest.raises(errors.StoreLockedError, match="has the store open for writing; close it there"):
         tierstore.open(folder)
     writer("close")
     writer = new_writer(children, folder, before=OWN_NAMESPACE)
@@ -204,7 +204,7 @@ def test_no_child_keeps_what_its_parent_locked(children: ExitStack, store: Path,
     parent = Forked(children, store, mode, how)
     assert pins.oldest(1 << 40) is not None
     if mode == "w":
-        with pytest.raises(errors.StoreLockedError, match=rf"process {parent.pid} has the store open for writing; end"):
+        with pytest.raises(errors.StoreLockedError, match=rf"process .*\b{parent.pid}\b.* has the store open for wri"):
             tierstore.open(store)
     end(parent)
     assert pins.oldest(1 << 40) is None

@@ -116,10 +116,7 @@ def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_wor
 
 def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words: int) -> int:
     """Bytes of a cache of this capacity: rows, index and policy; a reference policy's are those of its fast twin.
-
-    Raises:
-        ValueError, TypeError: unknown policy, or a number that is negative or none.
-    """
+    ValueError, TypeError: unknown policy, or a number that is negative or none."""
     for name, number in (("capacity", capacity), ("weight_words", weight_words), ("state_words", state_words)):
         _require_int(number, name, 0, _NUMBER_MAX)
     rows = _arena_bytes(capacity, weight_words) + _arena_bytes(capacity, state_words)

@@ -1,7 +1,7 @@
 """Kernels over a cache's bookkeeping: admission, replay, and the operations on lists of slots.
 
 ``admit`` is one pass over a batch's keys: one probe finds a row. The stamp in the slot's record tells whether this
-admission has used it before; the number beside it is its unique number. At its first use a row is touched or reserved,
+admission has used it before; the number next to it is its unique number. At its first use a row is touched or reserved,
 and pinned.
 """
 

@@ -2,8 +2,8 @@
 
 The sample is by key, in proportion to the small caches' size over the real one's. So each small cache has about the hit
 rate that the real cache would have at its speed. The real cache takes the mean speed, weighted by recent hits: a lead
-of 4 hits doubles a weight. Where speeds hit alike, the mean lies between them, and chance moves it little. Leads have
-bounds, which are the wider the slower the speed: where phases alternate, being slow at the wrong time costs most.
+of 4 hits doubles a weight. Leads have bounds, wider for slower speeds: where phases alternate, being slow at the wrong
+time costs most.
 
 Sources: C. Waldspurger, T. Saemundson, I. Ahmad and N. Park, Cache modeling and optimization using miniature
 simulations (USENIX ATC 2017); N. Littlestone and M. Warmuth, The weighted majority algorithm (1994), for the mean.

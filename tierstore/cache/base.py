@@ -1,16 +1,15 @@
 """The contract of a row cache: which rows of a set of tables are resident, in which slot, and the next victim.
 
-A cache owns two arenas, ``weights`` and ``state``, of ``capacity`` slots each, and the bookkeeping over them. It knows
-nothing of disks: the caller that admits a row fills its slot. It is not thread-safe: the owner serialises calls. Pinned
-slots may be read and written without the owner's lock.
+A cache owns two arenas, ``weights`` and ``state``, of ``capacity`` slots each, and the bookkeeping over them. The
+caller that admits a row fills its slot, and serialises calls. Pinned slots may be read and written without its lock.
 
 A slot is free, or resident. A resident slot may be *pinned* (in use; no policy may evict it), and is one of: *loading*
 (reserved, its row not yet copied in), *dirty* (newer than the tier below), *frozen* (newer, and part of a version being
 committed: copy it before it changes), or clean.
 
-A caller may be cut short between any two calls, by any exception. So each call does all of its work or none, and tells
-its caller what it did in memory that the caller gave it (``Pinned``). A slot that was left loading is a miss for the
-next admission. A row is clean only once it was written: until then it stays dirty.
+Any exception may cut a caller short between two calls. So each call does all of its work or none, and notes what it did
+in memory of the caller's (``Pinned``). A slot that was left loading is a miss for the next admission. A row is clean
+only once it was written.
 """
 
 from enum import IntEnum
@@ -63,8 +62,8 @@ class Pinned:
 
     Attributes:
         unique_slots: int32 [n]; ``[0, num_unique)`` are the slots.
-        progress: int64 [4]: ``consumed``, ``num_unique`` and ``num_missing`` of an ``Admission``, and a stamp of the
-            cache's, which tells rows already seen in this admission. Changed by the kernel that changes the pins.
+        progress: int64 [4]: ``consumed``, ``num_unique`` and ``num_missing`` of an ``Admission``, and the cache's stamp
+            of rows seen in it. Changed by the kernel that changes the pins.
     """
 
     __slots__ = ("progress", "unique_slots")
@@ -90,12 +89,9 @@ class Admission(Pinned):
     Attributes:
         keys: int64 [n], row keys in any order, duplicates allowed.
         consumed: positions ``[0, consumed)`` of ``keys`` are resolved.
-        inverse: int32 [n]; for a resolved position, the number of its unique row. Unique rows are numbered in order
-            of first use.
-        unique_slots: int32 [n]; ``[0, num_unique)`` are the slots of the unique rows, each pinned once by this
-            admission.
-        missing: int32 [n]; ``[0, num_missing)`` are the unique numbers whose slot is loading, for this admission to
-            fill.
+        inverse: int32 [n]; of a resolved position, the number of its unique row, in order of first use.
+        unique_slots: int32 [n]; ``[0, num_unique)`` are the slots of the unique rows, each pinned once.
+        missing: int32 [n]; ``[0, num_missing)`` are the unique numbers whose slot is loading, to be filled.
     """
 
     __slots__ = ("inverse", "keys", "missing")
@@ -191,8 +187,7 @@ class SlotStates(Protocol):
         """
 
     def settle(self, slots: Int32s) -> None:
-        """Make those of these slots clean that are dirty and were not marked so again since ``take``: their rows were
-        written."""
+        """Make those of these slots clean that are dirty and were not marked so again since ``take``."""
 
     def freeze(self) -> None:
         """Make every dirty slot frozen. AssertionError if some are frozen already."""
@@ -228,26 +223,21 @@ class Placement(Protocol):
         """int32 [n]: each key's slot, or -1. Changes nothing, not even the policy's order."""
 
     def touch(self, slots: Int32s) -> None:
-        """Count hits that need no admission: one access of each distinct slot, in order of first use, as ``admit``
-        counts."""
+        """Count hits without an admission: one access of each distinct slot, in order of first use."""
 
     def admit(self, admission: Admission) -> AdmitStatus:
         """Give each key a slot and pin it, in order of ``keys``, from ``admission.consumed`` on.
 
         The first occurrence of a key in the admission counts as one access for the policy and pins its slot once;
         later ones only resolve. A key that is not resident takes a free slot, else the policy's first unpinned
-        victim, which must be clean; the slot is then loading. A slot found loading is missing again: the call that
-        reserved it did not fill it, and nobody fills slots while another admits rows. On DIRTY_VICTIM and ALL_PINNED
-        nothing was changed for the key at ``consumed``. No other admission may run between the calls of one, and its
-        slots stay pinned: what is left after ALL_PINNED is admitted as ``Admission(keys[consumed:])`` once the first
-        part is released.
+        victim, which must be clean; the slot is then loading. A slot found loading is missing again. On DIRTY_VICTIM
+        and ALL_PINNED nothing was changed for the key at ``consumed``. No other admission may run between the calls of
+        one. After ALL_PINNED, release the first part and admit ``Admission(keys[consumed:])``.
         """
 
     def release(self, pinned: Pinned) -> None:
-        """Undo one pin of each of these slots; those that are loading and not pinned any more are dropped.
-
-        ``pinned`` has none then, and an admission is as it was before its first ``admit``. Again is fine.
-        """
+        """Undo one pin of each of these slots; those that are loading and not pinned any more are dropped. ``pinned``,
+        or an admission, is as it was before its first use. Again is fine."""
 
     def keys_of(self, slots: Int32s) -> Int64s: ...
     def resident_slots(self) -> Int32s:
@@ -269,20 +259,15 @@ class Placement(Protocol):
         """Drop these rows, which must be resident, clean and unpinned (AssertionError)."""
 
     def can_announce(self, num_keys: int) -> bool:
-        """Whether there is room to announce a batch of so many keys; always True if the policy ignores
-        announcements."""
+        """Whether a batch of so many keys can be announced; always True if the policy ignores announcements."""
 
     def announce(self, keys: Int64s) -> int:
-        """Announce a future batch, int64 [n], duplicates allowed. It comes after the batches announced before. Victims
-        are chosen by it; nothing else depends on it.
-
-        Returns:
-            the batch's number, for ``retire``; 0 if there is no room for it, or the policy ignores announcements.
-        """
+        """Announce a future batch, int64 [n], duplicates allowed, after those announced before: victims are chosen by
+        it. Returns the batch's number, for ``retire``; 0 if there is no room, or the policy ignores announcements."""
 
     def retire(self, batch: int) -> None:
-        """Drop an announcement: the batch's rows were admitted, as far as there is room, or it will never be used. No
-        effect for 0 or a retired batch. Memory is freed in the order of announcing."""
+        """Drop an announcement: the batch was admitted, or never will be. No effect for 0 or a retired batch. Memory is
+        freed in the order of announcing."""
 
 
 class RowCache(SlotStates, Placement, Protocol):

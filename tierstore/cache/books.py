@@ -21,8 +21,7 @@ LEVELS: Final = 256  # of TinyLFU: the list's main part has so many, and a count
 
 MAX_BATCHES: Final = 1024  # of lookahead: announced at a time, less one
 USES_PER_ROW: Final = 6
-"""Of lookahead: announced uses there is room for, for each slot. Of memory for rows of 64 float32, this share hits most
-on Criteo's lookups; a third as many costs 2 points, twice as many 1."""
+"""Of lookahead: announced uses for each slot. On Criteo's lookups a third as many cost 2 points of hits, twice 1."""
 _USES_MAX: Final = 2**31 - 2
 USE_DTYPE: Final = np.dtype([("key", np.int64), ("next", np.int32), ("batch", np.int32)])
 """``next`` is the key's next announced use, of the newest the oldest; ``batch`` its batch's place."""
@@ -64,8 +63,8 @@ NUM_TALLIES: Final = len(Tally)
 
 
 class CacheState(NamedTuple):
-    """Kernels tell policies by the arrays: those of LFU and of lookahead are None under another policy, so that its
-    kernels are compiled without their code; TinyLFU's are empty."""
+    """Arrays of LFU and of lookahead are None under another policy, whose kernels are compiled without their code;
+    TinyLFU's are empty."""
 
     entries: Words  # uint64 [index_places(capacity)]: the index, see index.py
     slots: SlotRecords  # SLOT_DTYPE [capacity + 1]; the last is the root of the list

@@ -1,9 +1,8 @@
 """The warm tier: rows in host memory, evicted by exact LRU, exact LFU, TinyLFU or lookahead.
 
-Beside its rows a cache needs, per row, 12 bytes of index, 32 bytes of slot record and, with LFU, 16 bytes of buckets or
-with TinyLFU 16 bytes of sketch: 44 bytes with LRU, 60 with these; with lookahead 28 bytes for each of 6 announced uses,
-212 bytes in all (``OVERHEAD_BYTES``). And a cache of any size, up to 500 bytes, with TinyLFU 37 KiB, with lookahead
-21 KiB. Nothing else grows with the capacity; memory is taken from the system as slots are first used.
+Besides its rows a cache needs ``OVERHEAD_BYTES`` for each: 12 of index, 32 of slot record, with LFU 16 of buckets, with
+TinyLFU 16 of sketch, with lookahead 28 for each of 6 announced uses. And a cache of any size up to 500 bytes, with
+TinyLFU 37 KiB, with lookahead 21 KiB. Memory is taken from the system as slots are first used.
 """
 
 from typing import Any, Final, Literal, get_args
@@ -38,7 +37,7 @@ _HITS: Final = int(Tally.HITS)
 
 
 def overhead_bytes_of(capacity: int, policy: PolicyName) -> int:
-    """Bytes a ``DdrCache`` of this capacity allocates beside its rows."""
+    """Bytes a ``DdrCache`` of this capacity allocates besides its rows."""
     return state_bytes_of(capacity, policy) + (aging_bytes_of(capacity) if policy == "tinylfu" else 0)
 
 
@@ -173,13 +172,13 @@ class DdrCache(HostCache):
     def access(self, keys: Int64s, starts: Int64s | None = None, *, depth: int = 0, held_rows: int = 0) -> Bools:
         """Replay batches as a store looks them up, loading nothing: bool [n], True for a hit.
 
-        A batch's rows are pinned until the next one, so that they do not evict each other. Where all slots are pinned,
-        they are released, and the rest of the batch goes on. In the end nothing is pinned.
+        A batch's rows are pinned until the next one. Where all slots are pinned, they are released, and the rest of the
+        batch goes on. In the end nothing is pinned.
 
         Args:
             keys: int64 [n], distinct within a batch.
             starts: int64 [batches + 1], ascending from 0 to n: where each batch begins; default: each key is one.
-            depth: batches that stay pinned behind the newest one, as those that ``prefetch`` brought in before it.
+            depth: batches that stay pinned behind the newest one, as prefetched ones do.
             held_rows: of these and the newest one; where they are more, fewer stay pinned.
 
         Raises:

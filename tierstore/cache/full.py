@@ -1,8 +1,8 @@
 """The warm tier when every row has its own slot: no index, no eviction.
 
-Row r of a table is in slot ``first + r``, with a ``first`` for each table, which may have a range of its rows only.
-Beside its rows the cache needs 9 bytes a row (``FULL_OVERHEAD_BYTES``): flags, pins, and its number in the current
-admission or backward pass. Memory is taken from the system as slots are first used.
+Row r of a table is in slot ``first + r``, with a ``first`` for each table, of which there may be a range of rows only.
+Besides, a row takes 9 bytes (``FULL_OVERHEAD_BYTES``): flags, pins, and its number in the current admission or backward
+pass. Memory is taken from the system as slots are first used.
 """
 
 from collections.abc import Mapping
@@ -49,11 +49,8 @@ TABLE_BYTES: Final = 5 * 8  # host memory for each table of a store
 
 
 class RowNumbering:
-    """Which slot each row of some tables has, from 0 on without gaps.
-
-    Args:
-        tables: the range of the rows of each table, by table index.
-    """
+    """Which slot each row of some tables has, from 0 on without gaps. ``tables``: the range of the rows of each table,
+    by table index."""
 
     def __init__(self, tables: Mapping[int, range]) -> None:
         self._tables: Int64s = np.array(sorted(tables), np.int64)

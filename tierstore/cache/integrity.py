@@ -117,5 +117,5 @@ def check_state(state: CacheState) -> None:
     broken = [name for name, (kept, counted) in counts.items() if kept != counted]
     broken += [name for name, wrong in faults.items() if np.any(wrong)]
     if broken:
-        told = ", ".join(f"{name}: {term}" for name, term in terms.items())
-        raise AssertionError(f"cache of {root} slots: broken: {'; '.join(broken)}. Terms: {told}")
+        all_terms = ", ".join(f"{name}: {term}" for name, term in terms.items())
+        raise AssertionError(f"cache of {root} slots: broken: {'; '.join(broken)}. Terms: {all_terms}")

@@ -5,9 +5,9 @@ an announced use, least recently used first. Behind them each row is in the *gro
 groups lie farthest batch first. So the next victim is a row without an announced use, else the row whose next use is
 farthest, to the precision of a batch.
 
-The uses of a key that are still to come form a ring, oldest to newest and back, and the index of announced keys leads
-to the newest: both ends are one step away. A use of a batch that was retired out of turn stays in its ring until the
-uses before it are gone. Uses lie in a ring buffer in order of batches, which bounds how far ahead one can announce.
+A key's uses to come form a ring, oldest to newest and back, and the index of announced keys leads to the newest. A use
+of a batch that was retired out of turn stays in its ring until the uses before it are gone. Uses lie in a ring buffer
+in order of batches, which bounds how far ahead one can announce.
 
 Source: L. Belady, A study of replacement algorithms for a virtual-storage computer (IBM Systems Journal, 1966).
 """

@@ -32,7 +32,7 @@ def sketch_width(capacity: int) -> int:
 
 @inline
 def _first(sketch: Bytes, mixed: np.uint64) -> np.uint64:
-    """The key's counter in the first half of its block; the block is told by the mixed key's upper half."""
+    """The key's counter in the first half of its block; the block follows from the mixed key's upper half."""
     return ((mixed >> _HALF) * (np.uint64(sketch.size) // _BLOCK) >> _HALF) * _BLOCK + (mixed & _IN_HALF)
 
 

@@ -1,24 +1,18 @@
-"""TinyLFU as an eviction order: rows by a count that fades, behind them a window of the newest.
-
-A step is O(1).
+"""TinyLFU as an eviction order: rows by a count that fades, behind them a window of the newest; O(1) a step.
 
 A row's *level* is the logarithm of its accesses, each worth half as much as one a half-life later: ``HALVING`` levels
 are a factor of two. All counts fade alike, so a level stays as it is until the row's next access; what moves is
 ``Tally.BASE``, the level of a row that is accessed once now. Each access advances a clock by ``Tally.RATE``. At the
 slowest rate the order is LFU with a long memory, at the fastest nearly LRU; aging.py chooses between.
 
-A missed row is about to be used, so it is always admitted. It enters the *window*, the end of the list, in order of
-use. A row that leaves the window enters the *main* part ``_NEWCOMER`` below its level, and before the rows there,
-until it is accessed again. So a new row replaces a row only if it was accessed more often, and a loop over more rows
-than slots keeps hitting some of them. A row accessed in main goes behind the rows of its new level. Levels outlive
-residence in a sketch (sketch.py).
+A missed row is always admitted. It enters the *window*, the end of the list, in order of use. A row that leaves the
+window enters the *main* part ``_NEWCOMER`` below its level, and before the rows there, until it is accessed again. So a
+new row replaces a row only if it was accessed more often, and a loop over more rows than slots keeps hitting some of
+them. A row accessed in main goes behind the rows of its new level. Levels outlive residence in a sketch (sketch.py).
 
-The oldest rows leave the window together, once it is over its limit by so many as ``MOVED_SHARE`` says: as the next
-victims they are then also written together, if they are dirty.
-
-A pinned row, and those behind it, stay in the window until an admission begins after they are unpinned that finds the
-window so far over its limit. Moved to main before, the rows of in-flight batches would head the list, and each search
-for a victim would walk past them.
+The oldest rows leave the window together, once it is over its limit by a ``MOVED_SHARE`` of the slots; if dirty, they
+are then also written together. A pinned row, and those behind it, stay in the window: in main the rows of in-flight
+batches would head the list, and each search for a victim would walk past them.
 
 Sources: G. Einziger, R. Friedman and B. Manes, TinyLFU: a highly efficient cache admission policy (ACM TOS 2017),
 W-TinyLFU; the place in one list replaces its comparison of candidate and victim. D. Lee et al., LRFU: a spectrum of
@@ -53,7 +47,7 @@ _WINDOW_SHARE: Final = 100
 MOVED_SHARE: Final = 32
 MOVED_MAX: Final = 4096
 _FILED_PER_ACCESS: Final = 4
-"""Rows that leave the window for each access at most, beside those; it is further over where rows were pinned."""
+"""Rows that leave the window for each access at most, besides those; it is further over where rows were pinned."""
 
 
 @inline

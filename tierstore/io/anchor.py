@@ -1,28 +1,24 @@
 """The anchor: which tree of the row file a power loss falls back to.
 
-Writing rows back between commits would be slow if each transaction waited for the device, and unsafe if it did not:
-LMDB's two meta pages could reach the device before the pages they lead to. So transactions do not wait, and instead:
+Transactions do not wait for the device, as that would be slow; so LMDB's two meta pages may reach it before the pages
+they lead to. Instead:
 
 1. An *anchor* is set when the store is opened for writing, at each commit, and in the background whenever much was
-   written since the last one: the file is synced, then a copy that was made of both meta pages before goes to
-   ``rows.anchor``, synced too.
-2. From before that copy is written until the next anchor stands, the tier keeps the anchored tree
-   pinned (``pins.py``), and LMDB reuses no page of a pinned tree. So whatever later transactions wrote,
-   and whichever of it reached the device, all pages of the anchored tree are as they were.
-3. A process that opens the store for writing and finds other meta pages than the copy puts the copy back
-   (``opened.py``). That is the anchored tree, byte for byte; it holds the last commit whole, and what it holds beyond
-   it is dropped by its epoch.
+   written: both meta pages are copied, the file is synced, then the copy goes to ``rows.anchor``, synced too.
+2. From before that copy is written until the next anchor stands, the anchored tree is pinned (``pins.py``): LMDB reuses
+   no page of it. So whatever of later transactions reached the device, all its pages are as they were.
+3. A process that opens the store for writing and finds other meta pages puts the copy back (``opened.py``). The
+   anchored tree holds the last commit whole; what it holds beyond that is dropped by its epoch.
 
-Pinned pages are not reused, so the file grows by what is written between two anchors: that is why they are set in the
-background too. Three times ``GROWTH_BYTES`` may lie between the oldest pin and the newest page; in large stores 1/32 of
-the segments in its place, up to ``4 * GROWTH_BYTES``.
+The file grows by what is written between two anchors: up to three times ``GROWTH_BYTES`` lie between the oldest pin and
+the newest page, or 1/32 of the segments if that is more, up to ``4 * GROWTH_BYTES``.
 
-Even if only the process died, what the system holds in memory may never reach the device: a sync may have failed
-before, and a system that could not write a page may drop it and call the next sync a success. So only what an anchor
-vouches for is built on, and the anchor itself is written once more first.
+What the system holds in memory may never reach the device, even if only the process died: it may drop a page that it
+could not write, and call the next sync a success. So only what an anchor vouches for is built on, and the anchor itself
+is written once more first.
 
 The file holds two slots, written in turn, each with a checksum: a slot cut short leaves the other, whose tree is still
-pinned. It gets its name when it is whole, and with room for both slots, so that no later anchor needs any.
+pinned. It gets its name when it is whole, with space for both slots, so that no later anchor needs any.
 """
 
 import contextlib
@@ -31,7 +27,7 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from ..system.durable import sync_directory, write_all
@@ -39,17 +35,14 @@ from ..system.killpoints import reach
 from ..system.oserrors import translate_os_error
 from .btree import META_READ_BYTES, sound_metas
 from .checksum import bytes_checksum
+from .snapshot import Snapshot
 
 ANCHOR_NAME: Final = "rows.anchor"
-BEFORE_NAME: Final = "rows.before"
-"""The meta pages that the last anchor to be gone back to took the place of; see ``opened.py``."""
 GROWTH_BYTES: Final = 16 * 2**20
 _GROWTH_PART: Final = 32
 _MOST_GROWTHS: Final = 4
-"""Before another anchor is set in the background, so much is written since the last one, or this part of the segments
-if that is more, but at most four times so much. No page is written twice meanwhile, so more anchors cost little: syncs
-of what is on its way. Fewer would let the list of pages that wait to be free grow with the store, and LMDB writes much
-of it again in each transaction."""
+"""Written between two anchors of the background: so much, or this part of the segments if that is more, at most four
+times as much. With fewer anchors more pages wait to be free, and LMDB writes much of their list in each transaction."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<8sQ16s16sQQ")
@@ -69,7 +62,7 @@ class Anchor(NamedTuple):
 
 
 def boot_id() -> bytes:
-    """16 bytes that change when the machine starts again; all zero where the system does not tell."""
+    """16 bytes that change when the machine starts again; zeros where the system has none."""
     try:
         return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
     except (OSError, ValueError):
@@ -95,22 +88,16 @@ def read_stamp(path: Path, page_bytes: int) -> bytes:
         return os.pread(file.fileno(), _STAMP_BYTES, page_bytes - _STAMP_BYTES)
 
 
-class Pin(Protocol):
-    """Keeps the pages of the tree as it is when it is made."""
-
-    def close(self) -> None: ...
-
-
 class AnchorKeeper:
     """Sets anchors for the one writer of a row file, which calls it between its transactions.
 
     Args:
-        sync: make all transactions so far durable; may be called beside a later transaction.
+        sync: make all transactions so far durable; may be called during a later transaction.
         pin: pins the tree as it is.
     """
 
     def __init__(
-        self, path: Path, store_id: bytes, page_bytes: int, *, sync: Callable[[], None], pin: Callable[[], Pin]
+        self, path: Path, store_id: bytes, page_bytes: int, *, sync: Callable[[], None], pin: Callable[[], Snapshot]
     ) -> None:
         self._path = path
         self._store_id = store_id
@@ -118,29 +105,23 @@ class AnchorKeeper:
         self._sync = sync
         self._pin = pin
         self._executor = ThreadPoolExecutor(1, "tierstore-anchor")
-        self._anchored: Pin | None = None
-        self._pending: tuple[Pin, Future[None]] | None = None
+        self._anchored: Snapshot | None = None
+        self._pending: tuple[Snapshot, Future[None]] | None = None
         self._written_bytes = 0  # since the last pin
         self._between_bytes = 0  # written between the two pins, while there are two
         self._metas: tuple[bytes, bytes] | None = None
         self._has_failed = False
 
     def set(self) -> None:
-        """Make the tree as it is the anchor, and return when it is.
-
-        Raises:
-            TierstoreError: the device refused; the anchor before stands, and no later one may be tried: a system that
-                failed to write a page may count it as written the next time it is asked.
-        """
+        """Make the tree as it is the anchor, and return when it is. TierstoreError: the device refused; the anchor
+        before stands, and no later one may be tried: a system that failed to write a page may count it as written the
+        next time it is asked."""
         self.start()
         self.settle()
 
     def start(self) -> Future[None]:
-        """Begin to make the tree as it is the anchor, in the background; ``settle`` ends it.
-
-        Raises:
-            TierstoreError: the anchor before this one failed.
-        """
+        """Begin to make the tree as it is the anchor, in the background; ``settle`` ends it. TierstoreError: the anchor
+        before this one failed."""
         self.settle()
         pinned = self._pin()
         try:
@@ -169,20 +150,19 @@ class AnchorKeeper:
             save_anchor(self._path, self._store_id, self._page_bytes, metas)
         except OSError as error:
             path = self._path.with_name(ANCHOR_NAME)
-            told = translate_os_error(error, path)
-            if type(told) is TierstoreError:
-                told = TierstoreError(
+            translated = translate_os_error(error, path)
+            if type(translated) is TierstoreError:
+                translated = TierstoreError(
                     f"{path} could not be written: {error}; the last commit is intact: close the store and open it "
                     "again."
                 )
-            raise told from error
+            raise translated from error
 
     def wrote(self, size_bytes: int, live_bytes: int) -> None:
         """Set an anchor in the background if enough was written; wait for the last one if that falls too far behind.
 
         Args:
-            size_bytes: what the last transaction wrote, or took out of use if that is more: pages of the tree are
-                copied too, four or more for a transaction of one segment.
+            size_bytes: what the last transaction wrote, or took out of use if that is more: pages of the tree, too.
             live_bytes: size of the segments in the tree.
 
         Raises:
@@ -195,11 +175,8 @@ class AnchorKeeper:
             self.start()
 
     def settle(self) -> None:
-        """Wait for the anchor under way, if there is one; from then on it is the one that is pinned.
-
-        Raises:
-            TierstoreError: it failed.
-        """
+        """Wait for the anchor in flight, if there is one; from then on it is the one that is pinned. TierstoreError: it
+        failed."""
         if self._pending is None:
             return
         pinned, future = self._pending
@@ -227,16 +204,13 @@ class AnchorKeeper:
             self._anchored = None
 
     def stop(self) -> None:
-        """Wait for the anchor under way and set no other one; all stays pinned."""
+        """Wait for the anchor in flight and set no other one; all stays pinned."""
         self._executor.shutdown()
 
 
 def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes, bytes]) -> None:
-    """Set the anchor to the trees that these meta pages lead to; they must be synced, and stay pinned.
-
-    Raises:
-        OSError: the device refused; the anchor before stands.
-    """
+    """Set the anchor to the trees that these meta pages lead to; they must be synced, and stay pinned. OSError: the
+    device refused; the anchor before stands."""
     if len(found := sound_metas(*metas)) < 2:
         raise DamagedError(f"{path}: a meta page is damaged; restore the store's directory from a copy.")
     anchor_path = path.with_name(ANCHOR_NAME)
@@ -253,20 +227,6 @@ def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes
 def renew_anchor(path: Path, anchor: Anchor) -> None:
     """Write an anchor's slot once more, as it is: the device may not have it yet."""
     _put(path.with_name(ANCHOR_NAME), _slot(anchor), _place(anchor.number))
-
-
-def keep_aside(path: Path, anchor: Anchor, metas: tuple[bytes, bytes]) -> None:
-    """Before an anchor is gone back to: save the meta pages that it takes the place of, as an anchor of its own, which
-    counts if it is given the name of that one.
-
-    A recovery that was cut short has put one page back, perhaps; what it saved stays.
-    """
-    before_path = path.with_name(BEFORE_NAME)
-    saved = newest_slot(_slots(before_path)) if before_path.exists() else None
-    if saved is not None and all(now in pair for now, *pair in zip(metas, saved.metas, anchor.metas, strict=True)):
-        return
-    number = anchor.number + 1
-    _replace(before_path, bytes(_place(number)) + _slot(anchor._replace(number=number, metas=metas)))
 
 
 def _slot(anchor: Anchor) -> bytes:
@@ -315,9 +275,9 @@ def require_sound(path: Path, store_id: bytes) -> None:
 
 
 def is_sound(path: Path, anchor: Anchor) -> bool:
-    """Whether the file is as the anchor says, or as a writer left it that the machine has not stopped since.
+    """Whether the file is as the anchor says, or as a writer left it and the machine has not stopped since.
 
-    LMDB leaves a mixture in a meta page whose write failed; it is no meta page but matters to nobody: the other counts.
+    LMDB leaves a mixture in a meta page whose write failed: then there are not two.
     """
     metas = read_metas(path, anchor.page_bytes)
     return metas == anchor.metas or (is_of_this_boot(anchor) and len(sound_metas(*metas)) == 2)
@@ -330,11 +290,8 @@ def is_of_this_boot(anchor: Anchor) -> bool:
 
 
 def load_anchor(path: Path, store_id: bytes) -> Anchor | None:
-    """The anchor, or None if there is none for this row file, whose damage or strangeness others will tell.
-
-    Raises:
-        ChecksumError: the anchor is damaged. FormatError: the row file is older than it.
-    """
+    """The anchor, or None if there is none for this row file, whose damage others will report. ChecksumError: the
+    anchor is damaged. FormatError: the row file is older than it."""
     try:
         content = _slots(path.with_name(ANCHOR_NAME))
     except FileNotFoundError:

@@ -78,17 +78,17 @@ class NewerVersion(Protocol):
 
 
 class ColdTier(Protocol):
-    """Rows are addressed by key (``layout.KEY_ROW_BITS``). Thread-safe: any number of readers beside one writer."""
+    """Rows are addressed by key (``layout.KEY_ROW_BITS``). Thread-safe: any number of readers, one writer."""
 
     @property
     def page_bytes(self) -> int:
         """Of the pages that layouts are for."""
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        """Make a table known. Nothing is written: a table without rows takes no room.
+        """Make a table known; nothing is written.
 
         Args:
-            num_rows: 0 for one that was dropped: nobody reads rows of it, and what is stored of it is deleted.
+            num_rows: 0 for one that was dropped: what is stored of it is deleted.
 
         Raises:
             ValueError: a table added before, numbers out of range, or a layout for another page size.
@@ -96,8 +96,8 @@ class ColdTier(Protocol):
         """
 
     def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
-        """Know these tables, by index, in the place of those before. No row that is asked for again may be of a table
-        that is not there, and a table keeps its layout. BudgetError, nothing changed: as ``add_table``."""
+        """Know these tables, by index, in place of those before; a table keeps its layout. BudgetError, nothing
+        changed: as ``add_table``."""
 
     def stored_rows(self, table_index: int) -> Iterator[Int64s]:
         """Which rows of a table ``read`` finds, int64, ascending, in parts; those written meanwhile may be missing."""
@@ -158,8 +158,8 @@ class ColdTier(Protocol):
         """What the current version was committed with; b"" before the first commit."""
 
     def find_newer(self) -> NewerVersion | None:
-        """What a tier open for reading can move to; None if there is nothing newer, or it shows no other versions. What
-        an earlier call gave is closed."""
+        """What a tier open for reading can move to; None if there is nothing newer. What an earlier call gave is
+        closed."""
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read and check every row that is stored, also for earlier versions and for none yet.

@@ -1,9 +1,8 @@
 """LMDB's B-trees, read page by page: where each segment lies, without touching the segments.
 
-Source of the page format: LMDB 0.9's mdb.c (Howard Chu), data format version 1; docs/format.md repeats what is used
-here. Everything read is checked before it is followed: page numbers against the length of the file, flags, bounds, key
-sizes, key order and depth, so that a damaged tree ends in a status and never in a wild read. LMDB itself does not
-check; a store is therefore walked once before LMDB's own code touches its tree.
+Source of the page format: LMDB 0.9's mdb.c (Howard Chu), data format version 1. Everything read is checked before it is
+followed: page numbers, flags, bounds, key sizes, key order and depth, so that a damaged tree ends in a status and never
+in a wild read. LMDB itself does not check; so a store is walked once before LMDB's own code touches its tree.
 
 All pages read must be of a tree that stays pinned meanwhile (``pins.py``).
 """

@@ -2,14 +2,12 @@
 
 Each write may clean a little, as long as the segments take more pages than ``slack`` times those that their rows need:
 it moves rows of ``1 / (slack - 1)`` pages for each page that it appends, which keeps the slack. Victims are the
-segments with the fewest live rows a page, of a sample where there are many. That is greedy cleaning (Rosenblum and
-Ousterhout, "The Design and Implementation of a Log-Structured File System", 1992). The rows go to segments of their
-own, so that long-lived ones come to lie apart from the others. Their pages are read ahead, a turn before they are
-needed.
+segments with the fewest live rows a page, of a sample where there are many: greedy cleaning (Rosenblum and Ousterhout,
+"The Design and Implementation of a Log-Structured File System", 1992). The rows go to segments of their own, so that
+long-lived ones come to lie together. Their pages are prefetched a turn before they are needed.
 
-Only live rows are moved. A segment that also has rows which a kept version needs stays until that version is dropped,
-and counts as fuller. Rows that were written between different kept versions are not put together: ``row_map.py`` tells
-why.
+Only live rows are moved. A segment with rows that a kept version needs stays until that version is dropped, and counts
+as fuller. Rows written between different kept versions are not put together (``row_map.py``).
 """
 
 import logging
@@ -41,11 +39,7 @@ class _Plan(NamedTuple):
 
 
 class Cleaner:
-    """Chooses what to clean next, a turn ahead.
-
-    Args:
-        reader: rows that are moved are read, and verified, by it.
-    """
+    """Chooses what to clean next, a turn ahead. ``reader``: rows that are moved are read, and verified, by it."""
 
     def __init__(self, slack: float, reader: RowReader) -> None:
         self.slack: Final = slack
@@ -55,11 +49,9 @@ class Cleaner:
         self._spoiled: set[int] = set()
 
     def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> KeyedRows | None:
-        """The live rows of what ``plan`` chose, segment by segment, to be appended again; None if there are none.
-
-        If they fill several segments, the last, part of one, waits for another turn: where segments are of one size,
-        what LMDB frees is what it is asked for next.
-        """
+        """The live rows of what ``plan`` chose, segment by segment, to be appended again; None if there are none. If
+        they fill several segments, the part of one waits for another turn: LMDB reuses pages best where sizes are
+        equal."""
         victims = self._victims(segments, kept)
         if not len(victims):
             return None

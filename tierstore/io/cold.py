@@ -1,9 +1,9 @@
 """Copy rows whose pages are not in memory: each page is read once, in the order of the file, many at a time.
 
 They go past the page cache into the buffers of a ring, or without one (``madvise``) into the page cache. Pages that are
-there already come through the map. To ask about each (``mincore``) takes a third of the time; so one in ``_LOOK_EVERY``
-is asked about, and the ``_LOOK_ON`` after one that was there: what was written together lies together. Either way is
-right: what a lease shows does not change, and the system writes what it has not written yet before it is read directly.
+there already come through the map. To ask about each (``mincore``) would take a third of the time; so one in
+``_LOOK_EVERY`` is asked about, and the ``_LOOK_ON`` after one that was there. Either way is right: what a lease shows
+does not change, and the system writes a page to the device before it reads it directly.
 """
 
 from typing import Final, NamedTuple

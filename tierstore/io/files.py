@@ -13,15 +13,14 @@ from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError,
 from ..system.durable import free_bytes, sync_directory, write_all
 from ..system.oserrors import RESTORE, translate_os_error
 from ..system.plainfile import require_plain_file
-from .anchor import ANCHOR_NAME, BEFORE_NAME, stamp_rows_file
+from .anchor import ANCHOR_NAME, stamp_rows_file
 from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, pages_of, parse_meta, repoint
 from .free_list import check_page_use
 from .mapped import FileMap, map_length
-from .pins import LOCK_NAME
 from .snapshot import Snapshot
 
 ROW_FILE_NAME: Final = "rows.lmdb"
-FILE_NAMES: Final = (LOCK_NAME, ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", ANCHOR_NAME, BEFORE_NAME)
+FILE_NAMES: Final = (ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", ANCHOR_NAME)
 """Of the cold tier, in its directory."""
 MAX_PAGE_BYTES: Final = 32768  # LMDB uses the system's page size up to this
 
@@ -42,9 +41,8 @@ def rows_path(directory: Path) -> Path:
 
 
 def take_from_lower_layer(directory: Path) -> None:
-    """Have an overlay copy the row file now, if it would once another process opens it for writing: who opens
-    the file after this sees what that process writes."""
-    with contextlib.suppress(OSError):  # who cannot write to it will be told when he tries
+    """Have an overlay copy the row file now, as an open for writing would, so that readers see what a writer writes."""
+    with contextlib.suppress(OSError):  # it may not be ours to write to
         os.close(os.open(rows_path(directory), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
@@ -64,11 +62,8 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
     full = isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if not full and code == errno.EIO:  # LMDB's word for a write cut short, which a nearly full disk does
         full = free_bytes(path.parent) < 1 << 20 or _at_size_limit(path)
-    if full:
-        return DiskFullError(
-            f"{path}: no space left on the file system; the last commit is intact. Free some space and try again."
-        )
-    if code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS, errno.EACCES, errno.EPERM):
+    if full or code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS, errno.EACCES, errno.EPERM):
+        code = errno.ENOSPC if full else code
         return translate_os_error(OSError(code, os.strerror(code)), path)
     if isinstance(error, lmdb.PanicError):
         return TierstoreError(
@@ -151,11 +146,8 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
 
 
 def check_rows_file(path: Path) -> Meta:
-    """Check what LMDB does not: that the file is one, of the right version, and as long as it says.
-
-    Raises:
-        FormatError, TruncatedError
-    """
+    """Check what LMDB does not: that the file is one, of the right version, and as long as it says. FormatError,
+    TruncatedError."""
     require_plain_files(path.parent)
     meta, problem = _newest_meta(path), ""
     for _ in range(_ATTEMPTS):
@@ -232,8 +224,8 @@ def copied_bytes(snapshot: Snapshot) -> int:
 def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int], None]) -> None:
     """Copy into a new file, synced, while a writer goes on; ``progress(done_bytes, total_bytes)``.
 
-    No page of the snapshot's tree is reused while it is open, so pages are copied in any order; others are free in that
-    tree. Both meta pages of the copy lead to it: as transaction n, and as n - 1, which LMDB replaces next.
+    No page of the snapshot's tree is reused while it is open; others are free in it. Both meta pages of the copy lead
+    to that tree: as transaction n, and as n - 1, which LMDB replaces next.
 
     Raises:
         DiskFullError, TierstoreError: the system refused. DamagedError: the source is not what was written.
@@ -249,9 +241,9 @@ def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int]
         finally:
             os.close(target)
     except OSError as error:
-        told = translate_os_error(error, path)
-        if isinstance(told, DiskFullError):
-            raise told from error
+        translated = translate_os_error(error, path)
+        if isinstance(translated, DiskFullError):
+            raise translated from error
         raise TierstoreError(f"{snapshot.path} could not be copied to {path}: {error.strerror}") from error
     finally:
         os.close(source)

@@ -9,9 +9,9 @@ from .btree import META_KEY
 from .indexes import stored_segments
 from .opened import OpenFile
 from .records import CommitRecord, Head, read_head, read_payload, read_record, require_logged
-from .row_map import RowMap, RowPlaces
+from .row_map import RowMap
 from .snapshot import Snapshot
-from .tail import Tail
+from .tail import RowPlaces, Tail
 
 ReadFrom = Callable[[Snapshot, RowPlaces, Int64s, Int32s, Words, Words, Bools], None]
 """``ColdTier.read``, by a snapshot and its map."""
@@ -62,10 +62,7 @@ class NewerCommit:
 
 class CommitFollower:
     """Looks for newer versions in a file that is open for reading, and holds the one it found until that is shown.
-
-    Args:
-        read_from: reads rows of what was found.
-    """
+    ``read_from``: reads rows of what was found."""
 
     def __init__(self, file: OpenFile, read_from: ReadFrom) -> None:
         self.file = file

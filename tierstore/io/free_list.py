@@ -31,11 +31,8 @@ class PageUse(NamedTuple):
 
 
 def pages_freed(words: Words, meta: Meta) -> int:
-    """Pages that the newest transaction took out of use: the count in its record, the last of the list.
-
-    Args:
-        words: the file. Its tree of free pages must have been checked, or be what this process wrote since.
-    """
+    """Pages that the newest transaction took out of use: the count in its record, the last of the list. ``words``: the
+    file. Its tree of free pages must have been checked, or be what this process wrote since."""
     if meta.free.page == btree.NO_ROOT:
         return 0
     data, page, node, flags = words.data, meta.free.page, 0, 0
@@ -114,11 +111,8 @@ def _claim_values(
 
 
 def check_page_use(pages: Pages, meta: Meta) -> PageUse:
-    """Check both trees of a snapshot, the list of free pages, and what the meta page counts.
-
-    Args:
-        pages: of the mapped file, as long as the tree of ``meta`` is pinned.
-    """
+    """Check both trees of a snapshot, the list of free pages, and what the meta page counts. ``pages``: of the mapped
+    file, as long as the tree of ``meta`` is pinned."""
     used: Words = np.zeros((meta.last_page >> 6) + 1, np.uint64)
     pages = pages._replace(limit=min(pages.limit, meta.last_page + 1))  # what is free may lie beyond the file's end
     claimed = 0

@@ -4,14 +4,10 @@ A cold page read by touching it costs one trip to the device at a time; ``cold.p
 beforehand, at no cost, which pages are warm. So the copy watches the clock: it stops where a group of rows took longer
 than memory by a good part of such a trip, unless ``mincore`` finds the next row there (the thread was interrupted).
 
-Where the time of warm pages goes, in ns a row (20,000 random rows out of 8M of 64 float32, an AMD EPYC of 2022; there
-``numpy.take`` on a flat file needs 60-66): the copy 55-60, which is memory itself; the map 7-10, nearly all of it cache
-misses; counting pages 2-4; the call from Python 2; checksums 25-35, half of it for the lines that hold them. Reference
-counts of the tuples of arrays would cost as much as the copy; hence ``uncounted_kernel``. Each end of a loop and each
-look at the clock lets the rows in flight run dry; hence groups of up to ``MAX_GROUP`` rows. ``HASH_GROUP`` rows are
-copied, then hashed while their lines are near: hashed as they are copied, they cost 15-30 more. Tried without gain:
-fetching the next group's lines while hashing, looking places up group by group, fetching all lines of a row ahead,
-fetching checksums while copying, keeping memory to work in from call to call.
+Of warm pages (20,000 random rows of 64 float32 out of 8M, in ns a row) the copy takes 55-60, which is memory itself,
+the map 7-10, counting pages 2-4, checksums 25-35. Each end of a loop and each look at the clock lets the rows in flight
+run dry; hence groups of up to ``MAX_GROUP`` rows. ``HASH_GROUP`` rows are copied, then hashed while their lines are
+near. docs/performance.md says what else was tried.
 """
 
 from pathlib import Path

@@ -8,20 +8,15 @@ repeated and finds them. So a read goes on, over bytes that nobody wrote, and a 
 - ``Guard.require`` raises if a page was refused since that count, ``Guard.refused`` tells which were.
 
 A page may turn to zeros and back between two loads of one read. So nothing that was read counts before it was asked,
-be its checksum good. A page is noted before its zeros can be seen: each reader of zeros finds it.
+whatever its checksum. A page is noted before its zeros can be seen: each reader of zeros finds it.
 
 The handler takes faults at addresses of its table. It hands all others to the handler that was there before, by putting
-that one back and letting the load fault again. Another handler may be put over it later, by ``faulthandler.enable()``
-for one: ``begin`` looks, and puts ours over that. A forked child has the handler, and a table without its maps.
-Without compiled code (``NUMBA_DISABLE_JIT=1``) there is no handler, and a refused page ends the process.
+that one back and letting the load fault again. Another one may be put over it later (``faulthandler.enable()``):
+``begin`` puts ours over that. A forked child has the handler, and a table without its maps. Without compiled code
+(``NUMBA_DISABLE_JIT=1``) there is no handler, and a refused page ends the process.
 
-LMDB's own map of the file is not guarded: LMDB believes what it reads, and moves memory by it; zeros there wrote beyond
-its pages. So writers look before it does, through our map, at what it is going to read; the rest ends the process.
-
-Why not another way (20,000 random rows of 272 bytes, page cache warm, a core of 2023): ``begin`` and ``require`` take
-0.6 us a read of any size. Asking the system for each page before it is touched (``MADV_POPULATE_READ``) takes 280 ns a
-row, where reading it takes some 100; ``pread`` takes 540.
-"""
+LMDB's own map of the file is not guarded, as LMDB moves memory by what it reads. So writers read first, through our
+map, what it is going to read; the rest ends the process. docs/performance.md compares the costs of other ways."""
 
 import ctypes
 import functools
@@ -336,11 +331,8 @@ class Guard:
     def require(
         self, since: int, starts: "NDArray[np.int64] | None" = None, stops: "NDArray[np.int64] | None" = None
     ) -> None:
-        """Raise if a page was refused since a count, of these ranges of the file if they are given.
-
-        Raises:
-            UnreadableError: the device refused it. TruncatedError: the file was cut short.
-        """
+        """Raise if a page was refused since a count, of these ranges of the file if they are given. UnreadableError:
+        the device refused it. TruncatedError: the file was cut short."""
         if self._slot[_MET] == since:
             return
         runs = self.refused(since)

@@ -38,7 +38,7 @@ _LOG: Final = logging.getLogger("tierstore")
 
 _PART_SEGMENTS: Final = 1024
 _PARTS_AHEAD: Final = 4  # parts that are queued for reading while one is used
-_TOLD_EVERY_SECONDS: Final = 5.0
+_LOGGED_EVERY_SECONDS: Final = 5.0
 
 Stored = NDArray[Any]  # segments of a tree, of dtype ``STORED``, by ascending number
 
@@ -46,16 +46,12 @@ STORED: Final = np.dtype(
     [("number", np.uint64), ("first_page", np.int64), ("pages", np.int64)]
     + [(name, np.int64) for name in ("rows", "newest", "oldest", "first_key")]
 )
-"""What the tree tells of a segment, and then what its index does: how many rows, the largest and the least epoch of
-them, and the key of the first one, which tells the layout. These are 0 where the index was not read."""
+"""What the tree says of a segment, and then what its index says, 0 where that was not read: rows, the largest and the
+least epoch of them, and the key of the first one, from which the layout follows."""
 
 
 def stored_segments(tree: Tree) -> Stored:
-    """The segments of a tree; their indexes are not read.
-
-    Raises:
-        DamagedError: the tree is damaged.
-    """
+    """The segments of a tree; their indexes are not read. DamagedError: the tree is damaged."""
     entries = tree.walk()
     entries = entries[entries["kind"] == SEGMENTS_KEY]
     if (bad := (entries["size"] + HEADER_BYTES) % tree.page_bytes != 0).any():
@@ -130,10 +126,7 @@ def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterato
 
 def _look_at(tree: Tree, stored: Stored, order: Int64s | None = None) -> Iterator[tuple[slice, Stored, Int64s]]:
     """Parts with what their indexes say, where these are what was written, and the SegmentStatus of each segment.
-
-    Args:
-        order: of parts that are copies, so that few are in memory; else all is filled in where it lies.
-    """
+    ``order``: of parts that are copies, so that few are in memory; else all is filled in where it lies."""
     file_map, limit, page_bytes = tree.file_map.rows, tree.limit_pages(), tree.page_bytes
 
     def chosen(part: slice) -> Any:
@@ -165,11 +158,7 @@ def byte_ranges(stored: Stored, page_bytes: int) -> tuple[Int64s, Int64s]:
 
 
 def read_indexes(tree: Tree, stored: Stored) -> Stored:
-    """These segments, with what their indexes say.
-
-    Raises:
-        DamagedError: one is not what was written, or cannot be read.
-    """
+    """These segments, with what their indexes say. DamagedError: one is not what was written, or cannot be read."""
     stored = stored.copy()
     for _, own, statuses in _look_at(tree, stored):
         _require_sound(tree, own, statuses)
@@ -178,20 +167,15 @@ def read_indexes(tree: Tree, stored: Stored) -> Stored:
 
 def read_parts(tree: Tree, stored: Stored) -> Iterator[Stored]:
     """These segments, a part at a time as they lie in the file, with what their indexes say. What takes long is logged.
-
-    Each index is read from the device once, if what is done with a part touches no pages but its own.
-
-    Raises:
-        DamagedError: as ``read_indexes``.
-    """
-    last_told = time.monotonic()
+    DamagedError: as ``read_indexes``."""
+    last_logged = time.monotonic()
     for part, own, statuses in _look_at(tree, stored, np.argsort(stored["first_page"])):
         _require_sound(tree, own, statuses)
         yield own
-        if part.stop < len(stored) and time.monotonic() - last_told > _TOLD_EVERY_SECONDS:
-            last_told = time.monotonic()
-            tell = _LOG.info if _LOG.hasHandlers() else _LOG.warning
-            tell("%s: read the indexes of %d of %d segments, to find its rows", tree.path, part.stop, len(stored))
+        if part.stop < len(stored) and time.monotonic() - last_logged > _LOGGED_EVERY_SECONDS:
+            last_logged = time.monotonic()
+            log = _LOG.info if _LOG.hasHandlers() else _LOG.warning
+            log("%s: read the indexes of %d of %d segments, to find its rows", tree.path, part.stop, len(stored))
 
 
 def _require_sound(tree: Tree, stored: Stored, statuses: Int64s) -> None:

@@ -1,9 +1,8 @@
 """The cold tier on LMDB: a log of segments as values, transactions by py-lmdb, reads by address.
 
-Rows are appended, many at a time, and never rewritten where they lie. ``segments.py`` says what a segment is,
-``row_map.py`` how a row is found and what versions have to do with it, ``cleaning.py`` how room is won back. An epoch
-is the number of the version that rows were written for. A writer drops segments of epochs that no commit made current
-before it writes; lookups ignore them. docs/format.md describes the file.
+Rows are appended, many at a time, and never rewritten where they lie: see ``segments.py``, ``row_map.py`` and
+``cleaning.py``. An epoch is the number of the version that rows were written for. A writer drops segments of epochs
+that no commit made current before it writes; lookups ignore them. docs/format.md describes the file.
 """
 
 import time
@@ -22,13 +21,12 @@ from .cleaning import DEFAULT_SLACK
 from .follower import CommitFollower, NewerCommit
 from .gather import gather_error
 from .log import Written
-from .oldest_reader import describe_holders
 from .opened import OpenFile
 from .places import new_places
 from .reads import Changes, KeyedRows, RowReader
 from .records import MAX_VERSION, read_payload
-from .row_map import RowPlaces
 from .snapshot import Snapshot
+from .tail import RowPlaces
 from .verify import verify_segments
 from .writer import Writer
 
@@ -109,7 +107,7 @@ class LmdbColdTier:
                 raise ValueError(f"table {table_index} was added before")
             if (rows := file.view.rows) is not None:
                 file.view.rows = None if rows.unknown else rows.with_table(table_index, layout, num_rows)
-            else:  # the first reader makes the map, but what the system refuses is told now
+            else:  # the first reader makes the map, but what the system refuses is an error now
                 new_places(sum(other for _, other in file.tables.values()) + num_rows)
             file.tables[table_index] = layout, num_rows
 
@@ -153,11 +151,8 @@ class LmdbColdTier:
 
     @contextmanager
     def changes(self, since: int) -> Iterator[Changes]:
-        """What changed since a version that the current one was made from, valid until the end of the block.
-
-        Args:
-            since: its number; 0 for all rows that were ever written.
-        """
+        """What changed since a version that the current one was made from, valid until the end of the block. ``since``:
+        its number; 0 for all rows that were ever written."""
         with self.lease() as (snapshot, rows):
             yield Changes(snapshot, rows, since)
 
@@ -199,12 +194,9 @@ class LmdbColdTier:
     # -- versions
 
     def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
-        """See ``ColdTier.commit``. Writes of other threads go on while the device is waited for.
-
-        Raises:
-            DiskFullError, StoreReplacedError (the file is not at its path any more): nothing was committed; what was
-                written is still there, and commit may be tried again.
-        """
+        """See ``ColdTier.commit``. Writes of other threads go on while the device is waited for. DiskFullError,
+        StoreReplacedError (the file is not at its path any more): nothing was committed; what was written is still
+        there, and commit may be tried again."""
         self._require_writer().commit(payload, version, keep, dropped)
 
     def rollback(self, version: int) -> None:
@@ -259,7 +251,7 @@ class LmdbColdTier:
             if oldest is None:
                 return ""
             held = format_size(snapshot.freed_since(oldest))
-            return f"{describe_holders(pins, oldest)} shows an older version, and keeps {held} from being reused"
+            return f"{pins.describe_holders(oldest)} shows an older version, and keeps {held} from being reused"
 
     @property
     def map_bytes(self) -> int:

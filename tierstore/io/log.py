@@ -195,7 +195,7 @@ class Log:
         """Begin where no process before has numbered segments, and see that none after will."""
         if self._is_numbered:
             return
-        self._view.snapshot.file_map.pins.require_in_place()  # an anchor is to be set beside it
+        self._view.snapshot.file_map.pins.require_in_place()  # an anchor is to be set next to it
         record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
         with self._transaction(0) as txn:
             txn.put(item_key(LOG_ITEM), pack_words(*record))
@@ -286,10 +286,7 @@ def _find_pages(snapshot: Snapshot, put: Stored) -> None:
 
 def require_headers(snapshot: Snapshot, stored: Stored) -> None:
     """Look at LMDB's way to segments, and at the page headers that it is going to believe when it deletes them.
-
-    Raises:
-        DamagedError: a page header is not that of such a segment, or something cannot be read.
-    """
+    DamagedError: a page header is not that of such a segment, or something cannot be read."""
     snapshot.seek(np.zeros(len(stored), np.uint64), stored["number"].copy())
     file_map, page_bytes = snapshot.file_map.rows, snapshot.page_bytes
     starts, _ = byte_ranges(stored, page_bytes)

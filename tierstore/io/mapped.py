@@ -104,10 +104,7 @@ def queue_parts(address: int, starts: Int64s, stops: Int64s) -> None:
 
 
 def zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
-    """Zeros that take memory only where written: by pages of 4 KiB, also where the system would take huge ones.
-
-    The system is asked for no promise that there will be memory: it refuses more than it has, whatever is written.
-    """
+    """Zeros that take memory only where written: by pages of 4 KiB, also where the system would take huge ones."""
     size_bytes = length * np.dtype(dtype).itemsize
     if size_bytes < HUGE_PAGE_BYTES // 2:
         return np.zeros(length, dtype)
@@ -120,11 +117,8 @@ def zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
 
 
 def use_huge_pages(array: NDArray[Any], start: int, stop: int) -> None:
-    """Have bytes ``[start, stop)`` of what ``zeros`` gave in huge pages: random access misses the TLB less.
-
-    What is there is copied, in about 1 ms for 4 MiB; before Linux 6.1 the kernel does so when it has time. Others may
-    read and write meanwhile. Both are multiples of 2 MiB; what lies beyond the array's end is left out.
-    """
+    """Have bytes ``[start, stop)`` of what ``zeros`` gave, multiples of 2 MiB, in huge pages: random access misses the
+    TLB less. What is there is copied, in about 1 ms for 4 MiB; others may read and write meanwhile."""
     if array.nbytes < HUGE_PAGE_BYTES // 2 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     stop = min(stop, -(-array.nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
@@ -151,9 +145,8 @@ class FileMap:
     """A read-only shared map of a file.
 
     Addresses beyond the end of the file may be mapped but must not be touched: code that reads through ``words``
-    compares with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once. A file may outgrow
-    its map: ``reaching`` makes a longer one. This one stays for readers of it; as each map is at least twice as
-    long as the one before, all of them together take at most twice the address space of the last.
+    compares with ``file_bytes()`` first. What is written with ``pwrite`` shows at once. A file may outgrow its map:
+    ``reaching`` makes one at least twice as long, and this one stays for readers of it.
 
     Attributes:
         pins: the open file, and which of its trees are read through the map.
@@ -184,11 +177,8 @@ class FileMap:
 
     @classmethod
     def of_rows(cls, path: os.PathLike[str], size_bytes: int, pins: Pins) -> "FileMap":
-        """A map that so many bytes fit, with ``rows``, which several threads may come to ask for at once.
-
-        Raises:
-            OSError: no address space is left. ClosedError: somebody closed the descriptor.
-        """
+        """A map that so many bytes fit, with ``rows``, which several threads may come to ask for at once. OSError: no
+        address space is left. ClosedError: somebody closed the descriptor."""
         made = cls(path, map_length(size_bytes), pins)
         try:
             made.rows.file_bytes()  # was it the open file that was mapped?
@@ -205,10 +195,7 @@ class FileMap:
 
     def reaching(self, size_bytes: int) -> "FileMap":
         """The map of the open file that so many bytes fit: this one, or a longer one that is closed with it.
-
-        Raises:
-            TierstoreError: no address space is left, or somebody closed the descriptor.
-        """
+        TierstoreError: no address space is left, or somebody closed the descriptor."""
         if size_bytes <= self.length_bytes:
             return self
         with self._growing:

@@ -1,9 +1,8 @@
 """How LMDB's writer learns of readers: one place in its own table of readers says what the oldest of them sees.
 
-LMDB reuses no page that a transaction in its table of readers can see. That table, ``rows.lmdb-lock``, is the writer's
-alone: readers do not know it, they lock bytes of the row file (``pins.py``). So the writer keeps one read transaction
-whose place in the table holds, before each write transaction, the number of the oldest tree that is read elsewhere.
-LMDB has no call for that, as a new writer beside readers must name a tree that it cannot begin a transaction on. The
+LMDB reuses no page that a transaction in its table of readers, ``rows.lmdb-lock``, can see. Our readers lock bytes of
+the row file instead (``pins.py``). So the writer keeps one read transaction, and writes into its place in the table,
+before each write transaction, the number of the oldest tree that is read elsewhere. LMDB has no call for that. The
 place is found by what it holds, and ``Environment.readers`` must list what is written there.
 
 Source: ``MDB_reader`` in LMDB 0.9's mdb.c: transaction number (8 bytes), process id (4), thread; 64 bytes each.
@@ -25,7 +24,6 @@ from ..system.sizes import format_size
 from .files import translate
 from .opened import OpenFile
 from .pins import Pins
-from .snapshot import Snapshot
 
 _NOBODY: Final = 2**64 - 1
 _NUMBER: Final = struct.Struct("=Q")
@@ -65,10 +63,7 @@ class OldestReader:
 
     def set_map_length(self, length_bytes: int) -> None:
         """Have LMDB map so much. That ends all transactions, so the place is taken again; none may be open but ours.
-
-        Raises:
-            TierstoreError: the system refuses, and the environment is of no more use.
-        """
+        TierstoreError: the system refuses, and the environment is of no more use."""
         try:
             self._environment.set_mapsize(length_bytes)
             self._txn = self._environment.begin(write=False)
@@ -133,12 +128,6 @@ _GROWTH: Final = 1.05
 """Of the file, before what one reader keeps is counted again: its list of free pages is as long as it has stayed."""
 
 
-def describe_holders(pins: Pins, txn_id: int) -> str:
-    """Which processes read a tree, in words."""
-    found = pins.holders(txn_id)
-    return f"process {', '.join(map(str, found))}" if found else "a process that this one cannot see"
-
-
 class OldReaders:
     """Reports, for the one writer, readers of older trees: the file grows by what they keep from being reused.
 
@@ -150,14 +139,11 @@ class OldReaders:
         self.held_bytes = 0
         self._file = file
         self._seen = -1, 0  # the oldest tree, and bytes of the file, when it was counted last
-        self._told_bytes = 0
+        self._logged_bytes = 0
 
     def look(self, live_bytes: int) -> None:
-        """Count again, and log a warning whenever it is too much and has doubled since the last one.
-
-        Args:
-            live_bytes: of the segments.
-        """
+        """Count again, and log a warning whenever it is too much and has doubled since the last one. ``live_bytes``: of
+        the segments."""
         with self._file.lease_tree() as snapshot:
             oldest = snapshot.file_map.pins.oldest_elsewhere(snapshot.txn_id)
             size_bytes = snapshot.file_map.file_bytes()
@@ -167,14 +153,11 @@ class OldReaders:
                 self._seen = oldest, size_bytes
                 self.held_bytes = snapshot.freed_since(oldest)
             if self.held_bytes <= max(live_bytes, _LEAST_BYTES):
-                self._told_bytes = 0
-            elif oldest is not None and self.held_bytes >= 2 * self._told_bytes:
-                self._told_bytes = self.held_bytes
-                self._tell(snapshot, oldest)
-
-    def _tell(self, snapshot: Snapshot, oldest: int) -> None:
-        _LOG.warning(
-            "%s: %s still shows an old version, and keeps %s from being reused, so the file grows with each commit; "
-            "have it call Store.refresh() now and then, or close it",
-            snapshot.path, describe_holders(snapshot.file_map.pins, oldest), format_size(self.held_bytes),
-        )  # fmt: skip
+                self._logged_bytes = 0
+            elif oldest is not None and self.held_bytes >= 2 * self._logged_bytes:
+                self._logged_bytes = self.held_bytes
+                _LOG.warning(
+                    "%s: %s still shows an old version, and keeps %s from being reused, so the file grows with each "
+                    "commit; have it call Store.refresh() now and then, or close it",
+                    snapshot.path, snapshot.file_map.pins.describe_holders(oldest), format_size(self.held_bytes),
+                )  # fmt: skip

@@ -14,12 +14,12 @@ from ..system.durable import directory_locked, sync_directory, write_all
 from ..system.forks import disown_in_forks
 from ..system.killpoints import reach
 from ..system.oserrors import RESTORE, translate_os_error
-from .anchor import Anchor, is_sound, keep_aside, load_anchor, read_metas, renew_anchor, require_sound
+from .anchor import Anchor, is_sound, load_anchor, read_metas, renew_anchor, require_sound
 from .btree import Meta, parse_meta
 from .files import are_successive, check_rows_file, create_rows_file, require_plain_files, rows_path
 from .indexes import stored_segments
 from .mapped import FileMap
-from .pins import Pins, WriterLock
+from .pins import Pins
 from .records import (
     MAX_VERSION,
     CommitRecord,
@@ -31,9 +31,9 @@ from .records import (
     read_payload,
     read_record,
 )
-from .row_map import RowMap, RowPlaces
+from .row_map import RowMap
 from .snapshot import Snapshot, Tree
-from .tail import Tail
+from .tail import RowPlaces, Tail
 
 _PAUSE_SECONDS: Final = 0.1
 
@@ -137,8 +137,7 @@ class OpenFile:
         head: which versions there are.
         record: of the version that is shown.
         logged: the record of the log, as it was found.
-        has_loose: for a writer: there may be segments of versions that are not current and will not be. The map leaves
-            them out.
+        has_loose: for a writer: there may be segments of versions that never become current; the map leaves them out.
         tables: layout and number of rows, by index.
     """
 
@@ -159,7 +158,8 @@ class OpenFile:
             if readonly:
                 require_sound(self.path, store_id)
             else:
-                stack.callback(WriterLock(directory, pins).release)
+                pins.lock_for_writer()
+                pins.require_in_place()
                 sync_directory(directory)  # a process that ended may have left names that the device does not hold
                 recover(self.path, store_id, pins)
             self.page_bytes: Final = check_rows_file(self.path).page_bytes
@@ -263,8 +263,7 @@ def recover(path: Path, store_id: bytes, pins: Pins) -> None:
     """Have the device hold the anchor, and put the anchored meta pages back: before an open for writing.
 
     Done only if the anchored tree is whole, and nobody reads another one: while a reader of the same boot has the file
-    open, the tree that it sees stays. The replaced meta pages are saved first, in ``rows.before``. Whatever step it is
-    cut short at, the next recovery does the same again.
+    open, the tree that it sees stays. Whatever step it is cut short at, the next recovery does the same again.
 
     Args:
         pins: of the row file, open for writing; no tree is read through it.
@@ -285,21 +284,15 @@ def recover(path: Path, store_id: bytes, pins: Pins) -> None:
     renew_anchor(path, anchor)
     with pins.readers_kept_out() as is_alone:
         if is_alone:
-            _put_back(path, pins.descriptor, anchor)
+            for number, meta in enumerate(anchor.metas):
+                write_all(pins.descriptor, meta, number * anchor.page_bytes)
+            reach("recovery: anchored meta pages put back")
+            os.fdatasync(pins.descriptor)
         elif not is_sound(path, anchor):
             raise StoreLockedError(
                 f"{path}: a write failed while the store was open for writing, and others read it; end them, then "
                 "open it again."
             )
-
-
-def _put_back(path: Path, descriptor: int, anchor: Anchor) -> None:
-    keep_aside(path, anchor, read_metas(path, anchor.page_bytes))
-    reach("recovery: present meta pages kept aside")
-    for number, meta in enumerate(anchor.metas):
-        write_all(descriptor, meta, number * anchor.page_bytes)
-    reach("recovery: anchored meta pages put back")
-    os.fdatasync(descriptor)
 
 
 def _require_whole(path: Path, store_id: bytes, anchor: Anchor, pins: Pins) -> None:

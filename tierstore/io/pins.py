@@ -1,11 +1,10 @@
 """Who uses a row file. A reader locks the byte whose offset is its tree's transaction number, a writer its own byte.
 
 The locks are of the open file (open-file-description locks, ``fcntl(2)``), on ``rows.lmdb`` itself: shared by readers,
-exclusive for the writer. So no file can be removed that keeps a second writer out. No process id is involved, and no
-other descriptor of the file matters. The bytes need not exist, and nothing is written. The kernel drops the lock when
-nothing refers to the open file any more; as the file's map refers to it, what is in the map stays locked, whatever
-closes the descriptor (``os.closerange`` does). (On overlayfs the map is of the file below, and the lock ends with the
-descriptor.)
+exclusive for the writer. So no file can be removed that keeps a second writer out, and no process id or other
+descriptor of the file matters. The bytes need not exist. The kernel drops the lock when nothing refers to the open file
+any more. The file's map refers to it, so what is in the map stays locked if somebody closes the descriptor
+(``os.closerange``); on overlayfs, where the map is of the file below, it does not.
 
 Why no page is reused that a reader can see:
 
@@ -14,8 +13,8 @@ Why no page is reused that a reader can see:
 - A reader locks byte n, and then looks whether n is still the newest transaction; if not, it unlocks and begins again.
 - The writer commits n + 1, which writes a meta page, and asks for locks before it begins n + 2.
 
-Both go through the kernel's lock of the file's locks, so either the reader sees n + 1 and begins again, or the writer
-sees the lock and tells LMDB (``oldest_reader.py``).
+The kernel orders the two: either the reader sees n + 1 and begins again, or the writer sees the lock and LMDB learns of
+it (``oldest_reader.py``).
 """
 
 import contextlib
@@ -27,22 +26,19 @@ import re
 import struct
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
-from ..system.forks import OwnDescriptor, disown_in_forks
+from ..system.forks import OwnDescriptor
 from ..system.oserrors import translate_os_error
 from .ring import Rings
 
 _FLOCK: Final = struct.Struct("hhqqi4x")  # the system's ``struct flock``: type, whence, start, length, process id
 _OWN_LOCKS: Final = re.compile(r"^lock:.* OFDLCK .* (\d+) (\d+)$", re.MULTILINE)
-"""First and last byte of each lock of an open file, as /proc tells of its descriptor."""
+"""First and last byte of each lock of an open file, as /proc shows them for its descriptor."""
 _NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 WRITER_BYTE: Final = 2**62  # above all transaction numbers
 _PATIENCE_SECONDS: Final = 60.0  # for a writer that puts meta pages back meanwhile
@@ -64,14 +60,8 @@ def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
 
 
 class Pins:
-    """An open row file, and the trees that are read through it.
-
-    Args:
-        writable: open it for writing. An overlay then copies a file of a lower layer, before anything is read of it.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """An open row file, and the trees that are read through it. ``writable``: open it for writing. An overlay then
+    copies a file of a lower layer, before anything is read of it. OSError: the file cannot be opened."""
 
     def __init__(self, path: "str | os.PathLike[str]", *, writable: bool = False) -> None:
         self._path = path
@@ -124,16 +114,20 @@ class Pins:
             )
         return translate_os_error(error, self._path)
 
-    def lock_for_writer(self, *, shared: bool = False) -> bool:
-        """Take the writer's lock, until ``close``; False if a writer has it. ``shared``: keep writers out, no more.
+    def lock_for_writer(self, *, shared: bool = False) -> None:
+        """Take the writer's lock, until ``close``. ``shared``: keep writers out, no more.
 
         Raises:
+            StoreLockedError: a writer has it; names its process.
             TierstoreError: the file system has no locks.
         """
         try:
-            return lock_range(self.descriptor, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, WRITER_BYTE, 1)
+            is_ours = lock_range(self.descriptor, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, WRITER_BYTE, 1)
         except OSError as error:
             raise self._failure(error) from error
+        if not is_ours:
+            who, reading = self.describe_holders(WRITER_BYTE), "" if shared else ', or open with mode="r"'
+            raise StoreLockedError(f"{self._path}: {who} has the store open for writing; close it there{reading}.")
 
     @contextlib.contextmanager
     def readers_kept_out(self) -> Iterator[bool]:
@@ -214,18 +208,27 @@ class Pins:
         self._require_held()
         return found
 
-    def holders(self, txn_id: int) -> list[int]:
-        """Ids of the processes that read a tree, as far as /proc shows them: the lock itself does not name any."""
+    def holders(self, place: int) -> list[int]:
+        """Ids of the processes that lock a byte, as far as /proc shows them: the lock itself does not name any."""
         found = set()
         for path in glob.iglob("/proc/[0-9]*/fd/*"):
             with contextlib.suppress(OSError):  # it is gone, or another user's
                 status = os.stat(path)
                 if (status.st_dev, status.st_ino) == self.identity:
                     process, number = path.split("/")[2::2]
-                    told = Path(f"/proc/{process}/fdinfo/{number}").read_text()
-                    if any(int(first) <= txn_id <= int(last) for first, last in _OWN_LOCKS.findall(told)):
+                    locks = _OWN_LOCKS.findall(Path(f"/proc/{process}/fdinfo/{number}").read_text())
+                    if any(int(first) <= place <= int(last) for first, last in locks):
                         found.add(int(process))
         return sorted(found)
+
+    def describe_holders(self, place: int) -> str:
+        """The same in words."""
+        found = self.holders(place)
+        if found == [os.getpid()]:
+            return f"this process ({found[0]})"
+        if found:
+            return f"process {', '.join(map(str, found))}"
+        return "a process that this one cannot see (of another user or container, or whose descriptors were closed)"
 
     def close(self) -> None:
         """Release all. Copies that were forked without Python's knowledge keep nothing either."""
@@ -234,93 +237,3 @@ class Pins:
             with contextlib.suppress(OSError):  # a file system without locks
                 lock_range(self.descriptor, fcntl.F_UNLCK, 0, 0)
         self._file.close()
-
-
-LOCK_NAME: Final = "writer.lock"
-_NAMESPACE: Final = Path("/proc/self/ns/pid")
-_MAX_BYTES: Final = 64
-_OR_READ: Final = 'or open with mode="r"'
-
-
-class WriterLock:
-    """The store is this process's to write to, until its pins are closed or the process ends.
-
-    ``writer.lock`` beside the row file only says who that is, for the message that another gets. No lock depends on it.
-
-    Args:
-        pins: of the row file, open for writing.
-
-    Raises:
-        StoreLockedError: says what is known of the process that holds it.
-        StoreReplacedError: another file was put in the place of this one.
-        TierstoreError: the file system has no locks.
-    """
-
-    def __init__(self, directory: Path, pins: Pins) -> None:
-        self.identity: Final = pins.identity
-        if not pins.lock_for_writer():
-            raise StoreLockedError(f"{directory}: {_holder(self.identity, _read(directory / LOCK_NAME))}")
-        pins.require_in_place()
-        _write(directory / LOCK_NAME, f"{os.getpid()}\n{_namespace()}\n".encode())
-        _HELD.add(self)
-        disown_in_forks(self)
-
-    def release(self) -> None:
-        """Forget that this process has the store open: its pins are about to be closed."""
-        _HELD.discard(self)
-
-    def disown(self) -> None:
-        _HELD.discard(self)
-
-
-_HELD: Final["weakref.WeakSet[WriterLock]"] = weakref.WeakSet()
-
-
-def _namespace() -> str:
-    """What tells process ids apart that mean different processes; empty if the system does not say."""
-    try:
-        return str(os.stat(_NAMESPACE).st_ino)
-    except OSError:
-        return ""
-
-
-def _write(path: Path, content: bytes) -> None:
-    """A full disk, or a file of another user's, leaves the message less exact."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, content, 0)
-        finally:
-            os.close(descriptor)
-
-
-def _read(path: Path) -> bytes:
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            return os.pread(descriptor, _MAX_BYTES, 0)
-        finally:
-            os.close(descriptor)
-    return b""
-
-
-def _holder(identity: tuple[int, int], content: bytes) -> str:
-    """Who has the lock, as far as it is known, and what to do."""
-    if any(lock.identity == identity for lock in _HELD):
-        return f"this process ({os.getpid()}) has the store open for writing already; close it there first, {_OR_READ}."
-    number, _, namespace = content.decode("ascii", "replace").strip().partition("\n")
-    is_number = number.isdecimal() and len(number) < 10
-    if not is_number:
-        return f"another process has the store open for writing; end it first, {_OR_READ}."
-    if namespace != _namespace():
-        return (
-            f"a process in another container, {number} there, or a child of it has the store open for writing; end it "
-            f"first, {_OR_READ}."
-        )
-    if int(number) == os.getpid() or not psutil.pid_exists(int(number)):
-        return (
-            f"process {number} had the store open for writing and is gone, but a child of it, or a process on another "
-            f"machine, holds the lock; end that one first, {_OR_READ}."
-        )
-    return f"process {number} has the store open for writing; end it first, {_OR_READ}."

@@ -35,8 +35,7 @@ _DTYPES: Final = (np.int64, np.uint64, np.int64, np.int64, np.int32, np.int32, n
 
 WAITING_SHARE: Final = 1 / 32
 SMALL_PAGES: Final = 1 << 14
-"""Of the pages of all segments, the share that dead ones may have before they are deleted together. Below so many pages
-none wait: LMDB's tree is small there."""
+"""The share of all segments' pages that dead ones may have before they are deleted; of the first so many pages none."""
 
 
 def _grown(column: Any, length: int) -> Any:
@@ -101,11 +100,8 @@ class Segments:
         return found & (stored["rows"] <= geo.rows_per_segment)
 
     def take(self, stored: Stored, txn_id: int) -> Int64s:
-        """Slots for these segments, which have no live rows yet.
-
-        Args:
-            txn_id: of the transaction that wrote them: readers of trees before it know shorter arrays only.
-        """
+        """Slots for these segments, which have no live rows yet. ``txn_id``: of the transaction that wrote them:
+        readers of trees before it know shorter arrays only."""
         slots = self._free_slots(len(stored), txn_id)
         arrays = self.arrays
         arrays.data_pages[slots] = self.data_pages(stored)
@@ -141,11 +137,8 @@ class Segments:
         return int(self.arrays.pages[self.dead].sum())
 
     def next_dead(self, most_pages: int) -> Int64s:
-        """Slots of the segments to delete next: some pages of them, or none, while few are dead.
-
-        They wait until there are many, and go by number: neighbours in LMDB's tree share its pages, each of which is
-        written once a transaction.
-        """
+        """Slots of the segments to delete next: some pages of them, or none, while few are dead. They go by number:
+        neighbours share pages of LMDB's tree, each of which is written once a transaction."""
         if not self._in_order and self.dead_pages > max(0, self.pages - SMALL_PAGES) * WAITING_SHARE:
             self.dead = self.dead[np.argsort(self.arrays.numbers[self.dead])]
             self._in_order = len(self.dead)
@@ -268,7 +261,7 @@ def publish(
 ) -> tuple[int, int]:  # fmt: skip
     """Enter the rows of segments just written: all of one epoch, or moved by cleaning.
 
-    A row that has a version of a later epoch already, while that for ``epoch`` was under way, is held.
+    A row that has one of a later epoch already, as ``epoch``'s version is in flight, is held.
 
     Args:
         slots, stops: int64 [segments]: of each one, and where its rows end in ``positions``.
@@ -429,11 +422,7 @@ def copy_used(source: Places, target: Places, first: int, regions: Regions) -> N
 
 
 def new_places(total: int, dtype: "np.dtype[Any]" = NARROW) -> Places:
-    """Of so many rows, without segments.
-
-    Raises:
-        BudgetError: the system refuses memory for them.
-    """
+    """Of so many rows, without segments. BudgetError: the system refuses memory for them."""
     try:
         return zeros(total, dtype)
     except (MemoryError, OSError) as error:

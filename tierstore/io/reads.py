@@ -14,9 +14,10 @@ from ..system.sizes import free_memory_bytes
 from .cold import FAILED, read_cold
 from .gather import How, Scratch, Source, Target, gather, gather_error, new_scratch
 from .guard import Guard
-from .row_map import RowMap, RowPlaces
+from .row_map import RowMap
 from .segments import Geometry, SegmentStatus
 from .snapshot import Snapshot
+from .tail import RowPlaces
 
 _LIST_STEP: Final = 1 << 20
 _DONE, _OUT_OF_FILE = int(SegmentStatus.DONE), int(SegmentStatus.OUT_OF_FILE)  # which Python takes 2 us to look up
@@ -52,11 +53,8 @@ class RowReader:
         self._can_sample: bool | None = None
 
     def stored(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> KeyedRows:
-        """Rows of one layout that were written; at least one.
-
-        Raises:
-            ChecksumError, TruncatedError, UnreadableError: a row is damaged; names it.
-        """
+        """Rows of one layout that were written; at least one. ChecksumError, TruncatedError, UnreadableError: a row is
+        damaged; names it."""
         layout, count = rows.layouts[int(keys[0]) >> KEY_ROW_BITS], len(keys)
         weights, state = (np.empty((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
         slots, present = np.arange(count, dtype=np.int32), np.empty(count, np.bool_)
@@ -134,10 +132,7 @@ def by_key(rows: RowMap, tables: Iterable[int], since: int = 0) -> Iterator[Int6
 
 def some_first(rows: RowMap, layout: RowLayout, leading: Int64s, since: int = 0) -> Iterator[Int64s]:
     """Keys of the stored rows of a layout, in parts: the leading ones in their order, then the others by key.
-
-    Args:
-        leading: int64 [n], distinct keys.
-    """
+    ``leading``: int64 [n], distinct keys."""
     for first in range(0, len(leading), _LIST_STEP):
         part = leading[first : first + _LIST_STEP]
         yield part[rows.is_stored(layout, part, since)]
@@ -149,10 +144,7 @@ def some_first(rows: RowMap, layout: RowLayout, leading: Int64s, since: int = 0)
 
 def stored_batches(snapshot: Snapshot, rows: RowMap, parts: Iterable[Int64s], size: int) -> Iterator[KeyedRows]:
     """Stored rows of one layout, in the order of their keys, ``size`` at a time; the last batch is what is left.
-
-    Raises:
-        ChecksumError, TruncatedError, UnreadableError: a row is damaged; names it.
-    """
+    ChecksumError, TruncatedError, UnreadableError: a row is damaged; names it."""
     reader = RowReader(verify=True)
     for keys in _batches(parts, size):
         yield reader.stored(snapshot, rows, keys)
@@ -196,11 +188,8 @@ class Changes:
         return self._rows.written_since(self._snapshot, self._since)
 
     def rows(self, table: int) -> Iterator[ChangedRows]:
-        """The table's changed rows, in ascending chunks; none is empty.
-
-        Raises:
-            ChecksumError, TruncatedError: a row is damaged.
-        """
+        """The table's changed rows, in ascending chunks; none is empty. ChecksumError, TruncatedError: a row is
+        damaged."""
         step = max(1, CHUNK_BYTES // self._rows.layouts[table].row_bytes)
         for batch in stored_batches(self._snapshot, self._rows, self._keys(table), step):
             yield ChangedRows(batch.keys & ROW_MASK, batch.weights)

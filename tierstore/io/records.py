@@ -1,4 +1,4 @@
-"""The small records beside the segments: which store this is, which versions it shows, what the log holds.
+"""The small records next to the segments: which store this is, which versions it shows, what the log holds.
 
 Each ends in the XXH64 of what comes before. Integers are little-endian uint64. docs/format.md draws them.
 """
@@ -11,7 +11,6 @@ from typing import Final, NamedTuple, TypeVar
 
 from ..errors import ChecksumError, DamagedError, FormatError, StoreNotFoundError
 from ..system.oserrors import RESTORE
-from . import records
 from .btree import META_KEY, SEGMENTS_KEY
 from .checksum import bytes_checksum
 from .indexes import Stored, numbers_hash, stored_segments
@@ -173,7 +172,7 @@ T = TypeVar("T")
 
 def _read(tree: Tree, item: int, what: str, unpack: Callable[[bytes], T]) -> T:
     """A record; FormatError if it is missing or damaged."""
-    found = tree.get(records.item_key(item))
+    found = tree.get(item_key(item))
     try:
         if found is None:
             raise ValueError("it is missing")
@@ -189,9 +188,9 @@ def check_store(tree: Tree, store_id: bytes) -> LogRecord:
         DamagedError: the tree is damaged, or a segment is missing.
         FormatError: the file is another store's, or no store's.
     """
-    if tree.get(records.item_key(records.STORE_ITEM)) is None:
+    if tree.get(item_key(STORE_ITEM)) is None:
         raise FormatError(f"{tree.path}: not a tierstore file (it has no store record). {RESTORE}")
-    found = _read(tree, records.STORE_ITEM, "its store record", records.unpack_store)
+    found = _read(tree, STORE_ITEM, "its store record", unpack_store)
     if found != store_id:
         raise FormatError(
             f"{tree.path}: belongs to store {found.hex()}, not to {store_id.hex()}: files of two stores were mixed. "
@@ -202,15 +201,12 @@ def check_store(tree: Tree, store_id: bytes) -> LogRecord:
 
 def read_log(tree: Tree) -> LogRecord:
     """The record of the log; FormatError if it is missing or damaged."""
-    return _read(tree, records.LOG_ITEM, "its record of the log", records.unpack_log)
+    return _read(tree, LOG_ITEM, "its record of the log", unpack_log)
 
 
 def require_logged(tree: Tree, stored: Stored) -> LogRecord:
-    """Compare the segments with what the writer counted: one that went missing is found here.
-
-    Raises:
-        FormatError: the record of the log is damaged. DamagedError: there are other segments than it counts.
-    """
+    """Compare the segments with what the writer counted: one that went missing is found here. FormatError: the record
+    of the log is damaged. DamagedError: there are other segments than it counts."""
     log = read_log(tree)
     if (len(stored), numbers_hash(stored)) != (log.num_segments, log.hash):
         raise DamagedError(
@@ -232,7 +228,7 @@ def chosen_version(path: Path, head: Head, wanted: int | None) -> int:
 
 def read_head(tree: Tree) -> Head:
     """Which versions there are; FormatError if the record is missing or damaged."""
-    return _read(tree, records.HEAD_ITEM, "its record of versions", records.unpack_head)
+    return _read(tree, HEAD_ITEM, "its record of versions", unpack_head)
 
 
 def read_record(tree: Tree, version: int) -> CommitRecord:
@@ -240,7 +236,7 @@ def read_record(tree: Tree, version: int) -> CommitRecord:
     if not version:
         return CommitRecord()
     what = f"the commit record of version {version}"
-    record = _read(tree, records.commit_item(version), what, records.unpack_commit)
+    record = _read(tree, commit_item(version), what, unpack_commit)
     if record.version != version:
         raise FormatError(f"{tree.path}: {what} is damaged: it is of version {record.version}. {RESTORE}")
     return record
@@ -249,18 +245,14 @@ def read_record(tree: Tree, version: int) -> CommitRecord:
 def stale_items(snapshot: Tree, head: Head) -> list[int]:
     """Records and payload chunks of versions that the head does not name."""
     items = snapshot.walk(int(META_KEY))["number"].tolist()
-    return [item for item in items if records.version_of_item(item) and records.version_of_item(item) not in head.kept]
+    return [item for item in items if version_of_item(item) and version_of_item(item) not in head.kept]
 
 
 def read_payload(snapshot: Tree, record: CommitRecord) -> bytes:
-    """What a version was committed with.
-
-    Raises:
-        ChecksumError: it is not what was written.
-    """
+    """What a version was committed with. ChecksumError: it is not what was written."""
     buffer = BytesIO()  # gives what it holds without a copy
     for number in range(record.num_payload_chunks):
-        buffer.write(snapshot.get(records.item_key(records.payload_item(record.version, number))) or b"")
+        buffer.write(snapshot.get(item_key(payload_item(record.version, number))) or b"")
     payload = buffer.getvalue()
     if len(payload) != record.payload_bytes or (payload and bytes_checksum(payload) != record.payload_checksum):
         raise ChecksumError(f"{snapshot.path}: the payload of version {record.version} is damaged. {RESTORE}")

@@ -1,34 +1,31 @@
 """Which place in the log each row has: 4 bytes a row, and what is known of each segment.
 
 A place is ``slot << place_bits | index``: the segment's slot, a small number that is used again when the segment is
-gone, and the row's number in the segment. 0 stands for a row that was never written; slot 0 is never used. The map is
-made from the indexes of the segments, and kept up to date by the writer. Places are of 4 bytes until a layout needs
-more segments than these can name; then the map is copied once, to places of 8 bytes.
+gone, and the row's number in the segment. 0 stands for a row that was never written; slot 0 is never used. Places are
+of 4 bytes until a layout needs more segments than these can name; then the map is copied once, to places of 8 bytes.
 
 **Versions.** A row may lie in several segments: once as it is now, and as kept versions show it. Rows of a segment are
 *live* if the map leads to them, *held* if only kept versions need them, else dead. Of a row's entries the newest is the
-one in the segment with the largest (newest epoch, number). That is right though segments that cleaning has put together
-hold rows of several epochs: only live rows are moved, only among segments whose rows all lie between the same two kept
-versions or are all of one open epoch, and a row written later has at least the newest epoch that there is, but for one
-written late for a version under way, which no segment with newer rows holds.
+one in the segment with the largest (newest epoch, number). That holds for segments of several epochs, too. Cleaning
+moves only live rows, among segments whose rows all lie between the same two kept versions or are of one open epoch. A
+row written later has at least the newest epoch, unless it is written late for a version in flight, and no segment with
+newer rows holds such a row.
 
-What a row's successor leaves behind is counted under the last version that shows it, so that counting ends with that
-version: no list of held rows is kept.
+What a row's successor leaves behind is counted under the last version that shows it: no list of held rows is kept.
 
-**Readers.** Entries may change under a reader. It holds a lease on a snapshot, the tree of some transaction t: pages of
+**Readers.** Entries may change under a reader. It holds a lease on a snapshot, the tree of some transaction: pages of
 that tree, and of any later one, stay as they are (``pins.py``). The writer enters a place after the transaction that
-wrote it is visible and before the next snapshot is shown. So a reader at t finds an old place or a new one, and both
-stay readable while it holds its lease, provided that a slot is not given to another segment meanwhile: a slot waits,
-when its segment is deleted, for the leases on snapshots of before. Entries are aligned words, which no processor tears.
-That is as right for a reader that goes on with the 4-byte places of a map that has been copied since.
-A process that follows the writer changes its map in the same way while it shows the same version (``RowMap.advance``).
+wrote it is visible and before the next snapshot is shown. So a reader finds an old place or a new one, and both stay
+readable: the slot of a deleted segment is given to no other until leases on earlier snapshots end. Entries are aligned
+words, which no processor tears. The same holds for a reader of a map that was copied since, and for a process that
+follows the writer (``RowMap.advance``).
 
 **Memory.** The map takes pages of 4 KiB where rows are stored. A *region* of it, 2 MiB or more, goes to huge pages
 once one row in 256 is stored: of random rows, nearly all of its pages are touched by then.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,26 +61,6 @@ _MOST_REGIONS: Final = 8192
 """Neighbours in pages of different size are maps of their own to the kernel, which allows 65,530."""
 
 
-class RowPlaces(Protocol):
-    """Where the rows of some tables lie.
-
-    Attributes:
-        layouts: by table index.
-        segments: by layout.
-        unknown: stored rows of tables that are not known.
-    """
-
-    @property
-    def layouts(self) -> Mapping[int, RowLayout]: ...
-    @property
-    def segments(self) -> Mapping[RowLayout, Segments]: ...
-    @property
-    def unknown(self) -> int: ...
-
-    def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
-        """Positions (int64 [n]) of rows of one layout in places; ValueError as ``RowMap.positions``."""
-
-
 _NONE: Final[Mapping[RowLayout, Segments]] = {}
 
 
@@ -97,8 +74,7 @@ class RowMap:
         tables: by table index.
         layouts: by table index.
         segments: by layout.
-        unknown: stored rows of tables that are not known. Their segments are left alone, with the rows of known tables
-            in some of them: add the tables before rows are read or written.
+        unknown: stored rows of tables that are not known: add the tables before rows are read or written.
         later: the segments that ``enter`` left out, as all their rows are of later epochs.
     """
 
@@ -165,11 +141,8 @@ class RowMap:
                 yield start, min(start + _LIST_STEP, end)
 
     def make_room(self, layout: RowLayout, runs: Iterable[int]) -> None:
-        """Have places lead to all slots that runs of so many rows of a layout may take as segments.
-
-        Raises:
-            BudgetError: the system refuses memory for wider places.
-        """
+        """Have places lead to all slots that runs of so many rows of a layout may take as segments. BudgetError: the
+        system refuses memory for wider places."""
         segments = self.segments[layout]
         count = sum(-(-num_rows // segments.geo.rows_per_segment) for num_rows in runs)
         self._widen(place_type(segments.geo, [segments.last_slot(count)], self.places.dtype))
@@ -194,14 +167,8 @@ class RowMap:
             self._is_huge[region] = True
 
     def enter(self, tree: Tree, stored: Stored, last: int, kept: Collection[int]) -> None:
-        """Enter stored segments, those of later epochs than ``last`` left out.
-
-        Args:
-            kept: versions whose rows are to be counted as held.
-
-        Raises:
-            DamagedError: a segment holds what cannot be a row of its tables.
-        """
+        """Enter stored segments, those of later epochs than ``last`` left out. ``kept``: versions whose rows are to be
+        counted as held. DamagedError: a segment holds what cannot be a row of its tables."""
         shown, later = np.array(sorted(kept), np.int64), [self.later[:0]]
         entering = [_Entering(segments) for segments in self.segments.values()]
         for part in read_parts(tree, stored):
@@ -217,8 +184,8 @@ class RowMap:
             each.finish(self.places, shown)
 
     def advance(self, tail: "Tail") -> None:
-        """For a reader: enter the tail of the log. Rows may be read through the map meanwhile if the tail is of the
-        same version, and has the map's own segments; show readers the tree next."""
+        """For a reader: enter the tail of the log; show readers the tree next. Rows may be read through the map
+        meanwhile if the tail is of the same version, and has the map's own segments."""
         self.segments, self.unknown, self.later = dict(tail.segments), tail.unknown, tail.later
         for layout, (keys, places) in tail.rows.items():
             self._widen(places.dtype)
@@ -243,6 +210,7 @@ class RowMap:
         return np.concatenate(parts)
 
     def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
+        """``positions``, and the places that they are in."""
         return self.positions(layout, keys), self.places
 
     def layout_ids(self, stored: Stored) -> Int64s:
@@ -293,11 +261,7 @@ class RowMap:
         self._settle()
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
-        """Where rows of one layout have their entries.
-
-        Raises:
-            ValueError: one is no row of a table with this layout.
-        """
+        """Where rows of one layout have their entries. ValueError: one is no row of a table with this layout."""
         positions = np.empty(len(keys), np.int64)
         bad = find_positions(keys, self.segments[layout].geo.layout_id, self.tables, positions)
         if bad >= 0:
@@ -308,11 +272,8 @@ class RowMap:
         return positions
 
     def live_rows(self, tree: Tree, layout: RowLayout, slots: Int64s, since: int = 0) -> tuple[Int64s, Words]:
-        """Keys and epochs of the live rows of segments, in their order, those up to an epoch left out.
-
-        Raises:
-            DamagedError: an index is not what it was when it was entered, or cannot be read.
-        """
+        """Keys and epochs of the live rows of segments, in their order, those up to an epoch left out. DamagedError: an
+        index is not what it was when it was entered, or cannot be read."""
         segments = self.segments[layout]
         stored = segments.stored(slots)
         read_indexes(tree, stored)  # a damaged epoch would be written again, with a good checksum
@@ -344,11 +305,8 @@ class RowMap:
         return [sum(int(np.count_nonzero(self.places[start:end])) for start, end in parts) for parts in tables]
 
     def stored_rows(self, table: int, since: int = 0) -> Iterator[Int64s]:
-        """Which rows of a table were written for versions after ``since``, ascending, in parts.
-
-        Args:
-            since: a version that is kept; 0 for all rows that were ever written.
-        """
+        """Which rows of a table were written for versions after ``since``, ascending, in parts. ``since``: a version
+        that is kept; 0 for all rows that were ever written."""
         base, segments = int(self.tables.bases[table]), self.segments[self.layouts[table]]
         for start, end in self._used(base, base + int(self.tables.num_rows[table])):
             slots = self.places[start:end] >> segments.geo.place_bits

@@ -1,13 +1,12 @@
-"""What a damaged row file still leads to: of the trees that its meta pages name, the best one, as far as it can be
-followed.
+"""What a damaged row file still leads to: of the trees that its meta pages name, the best one, as far as it goes.
 
-Each page of a tree is taken by itself: one that is not what it should be costs what lies below it and nothing else. A
-tree is *whole* if it lists the segments that the record of the log counts, which has count and hash of their numbers;
-without that record, if all its pages are sound and it has as many entries as the meta page says.
+A damaged page of a tree costs what lies below it and nothing else. A tree is *whole* if it lists the segments that the
+record of the log counts; without that record, if all its pages are sound and it has as many entries as the meta page
+says.
 
 A segment whose index is damaged is read block by block: each says what it is, and names its rows. Of a row's entries
-the newest is the one in the segment with the largest (newest epoch, number): ``row_map.py`` says why. It is certain
-unless there is a newer segment of which a row is not known, as neither the row nor the index can be read.
+the newest is the one in the segment with the largest (newest epoch, number). It is certain unless there is a newer
+segment of which a row is not known, as neither the row nor the index can be read.
 """
 
 import struct
@@ -189,9 +188,9 @@ RUN: Final = np.dtype(
     [("number", np.uint64)]
     + [(name, np.int64) for name in ("newest", "index_page", "data_page", "first", "rows", "sound", "is_last")]
 )
-"""Number of the segment, and newest epoch of its rows; the page of the index that has the rows' keys, or 0 if they are
-only beside the rows; where the first row's block begins, and that row's number in the segment; how many rows there are.
-Of a block, how many of these match their checksums, and whether it is the segment's last one."""
+"""Number of the segment, and newest epoch of its rows; the page of the index that has the rows' keys, or 0; where the
+first row's block begins, and that row's number in the segment; how many rows there are. Of a block, how many of these
+match their checksums, and whether it is the segment's last one."""
 
 
 def settled(file_map: FileMap, call: Callable[[], R]) -> R:
@@ -212,11 +211,8 @@ class Survivors(NamedTuple):
 
 
 def surviving_rows(remains: Remains, rows: RowMap) -> Survivors:
-    """Where the rows of the last version are, and which of them are certain to be.
-
-    Raises:
-        DamagedError: a segment holds what cannot be rows of the tables.
-    """
+    """Where the rows of the last version are, and which of them are certain to be. DamagedError: a segment holds what
+    cannot be rows of the tables."""
     stored, version = remains.stored, remains.version
     statuses = look_at_indexes(remains, stored)
     known, bad = stored[statuses == 0], stored[statuses != 0]

@@ -1,7 +1,7 @@
 """The tail of the log: the segments that a later tree has and a map of its rows does not know, and the rows in them.
 
-A reader reads the tail's indexes, and looks its rows up in the map; the map itself stays as it is until the later tree
-is shown (``RowMap.advance``). So to follow a writer costs what was written, whatever the tables hold.
+A reader reads the tail's indexes; the map stays as it is until the later tree is shown (``RowMap.advance``). So to
+follow a writer costs what was written, whatever the tables hold.
 """
 
 from collections.abc import Mapping
@@ -141,8 +141,8 @@ class Tail:
     ) -> tuple[TailRows, Int64s]:
         """The rows of segments in ascending order of (newest epoch, number), and the keys of those that are others.
 
-        A row of an epoch up to ``shown`` was only moved, unless the segment that it was in is of later epochs: then
-        ``shown`` was rolled back. No segment has rows of before and after a kept version.
+        A row of an epoch up to ``shown`` was only moved, unless it was in a segment of later epochs: then ``shown`` was
+        rolled back.
         """
         segments = self.segments[layout]
         keys, places, epochs = self._listed(tree, segments, stored, last)
@@ -184,6 +184,9 @@ class Tail:
         is_own = _are_at(own.keys, at, keys)
         places[is_own] = own.places[at[is_own]]
         return np.arange(len(keys)), places
+
+
+RowPlaces = RowMap | Tail
 
 
 def _are_at(listed: Int64s | Words, at: Int64s, wanted: Int64s | Words) -> Bools:

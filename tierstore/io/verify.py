@@ -42,7 +42,7 @@ _BAD_PADDING: Final = int(SegmentStatus.BAD_PADDING)
 
 
 def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, int], None] | None) -> VerifyReport:
-    """Check all that a tree leads to; see ``ColdTier.verify``. ``progress`` is told how much of the file was passed.
+    """Check all that a tree leads to; see ``ColdTier.verify``. ``progress`` gets how much of the file was passed.
 
     Of segments of tables that are not in the map, the index alone is checked.
 

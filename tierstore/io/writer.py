@@ -38,11 +38,11 @@ _PAUSE_SECONDS: Final = 5e-5
 
 
 class Writer:
-    """Writes to a row file that is open for it. What an earlier process left behind is deleted before the first write.
+    """Writes to a row file that is open for it; first it deletes what an earlier process left behind.
 
     Args:
         slack: see ``LmdbColdTier``.
-        cleaned: told what cleaning has moved.
+        cleaned: called with what cleaning has moved.
 
     Attributes:
         old_readers: what they keep from being reused.
@@ -89,11 +89,8 @@ class Writer:
             raise translate(error, self._file.path) from error
 
     def _transaction(self, size_bytes: int = 0) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
-        """A write transaction, committed at the end of the block, with LMDB's errors translated.
-
-        Args:
-            size_bytes: what it may put, records and pages of the tree apart.
-        """
+        """A write transaction, committed at the end of the block, with LMDB's errors translated. ``size_bytes``: what
+        it may put, records and pages of the tree apart."""
         self._file.map.guard.require_whole()
         self._make_room(size_bytes)
         return self._floor.transaction()

@@ -1,4 +1,4 @@
-"""The first time that a machine compiles kernels: processes share the work, and those that wait say why.
+"""The first time that a machine compiles kernels: processes share the work.
 
 numba compiles one kernel at a time in a process. So a process that must compile starts another one, which compiles what
 the rest of a first run needs, last things first (``warm_up/ahead.py``). A kernel is compiled by the process that has
@@ -33,7 +33,7 @@ _PATIENCE_SECONDS: Final = 60
 
 
 class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
-    """Told by numba when it compiles. ``folder``: where machine code is kept, with a ``stamp`` of what it depends on.
+    """Listens to numba's compiler. ``folder``: where machine code is kept, with a ``stamp`` of what it depends on.
     ``compiled`` counts kernels that this process compiled; ``is_alone``: it starts no other process."""
 
     def __init__(self, folder: Path | None, stamp: str = "") -> None:
@@ -44,8 +44,7 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
         self._outermost: Any = None
         self._collects = False
         self._ahead: subprocess.Popen[bytes] | None = None
-        self._is_told = False
-        self._heard = b""
+        self._is_logged = False
         self.compiled = 0
         self.is_alone = False
 
@@ -71,12 +70,8 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
         except (BlockingIOError, PermissionError):
             if not wait:
                 return False
-            self._tell()
-            self._show()
-            try:
-                self._wait(descriptor, place)
-            finally:
-                self._clear()
+            self._log()
+            self._wait(descriptor, place)
         return True
 
     @staticmethod
@@ -96,10 +91,9 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
         self._outermost = dispatcher
         self._collects = gc.isenabled()
         gc.disable()  # nine tenths of what the compiler makes lives until it ends
-        self._tell()
+        self._log()
         if not self.is_alone and (self._ahead is None or self._ahead.returncode):  # it ends with a thread
             self._begin()
-        self._show()
 
     def on_end(self, event: Any) -> None:
         """And is done, or failed."""
@@ -108,7 +102,6 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
             self.compiled += 1
             if self._collects:
                 gc.enable()
-            self._clear()
 
     def note_done(self) -> None:
         """All that a first run needs is compiled: later processes that compile something else start no other one."""
@@ -127,14 +120,14 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
             gc.enable()
         self._outermost = None
 
-    def _tell(self) -> None:
-        if not self._is_told and not _at_terminal():
+    def _log(self) -> None:
+        if not self._is_logged:
+            self._is_logged = True
             # A warning where logging was not set up, which would show nothing less.
-            tell = _LOG.info if _LOG.hasHandlers() else _LOG.warning
-            tell(
+            log = _LOG.info if _LOG.hasHandlers() else _LOG.warning
+            log(
                 "compiling kernels that this machine has not used before (some seconds; later runs load them from disk)"
             )
-        self._is_told = True
 
     def _begin(self) -> None:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of processes that torchrun starts
@@ -145,49 +138,20 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
         with contextlib.suppress(OSError):
             self._done.unlink(missing_ok=True)  # it is of other sources, whose kernels are replaced now
         try:
-            self._ahead = start("first_run", 1, stderr=subprocess.DEVNULL)
+            self._ahead = start("first_run", 1, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             threading.Thread(target=self._ahead.wait, daemon=True).start()
         except Exception:
             self.is_alone = True
             return
-        assert self._ahead.stdout is not None
-        os.set_blocking(self._ahead.stdout.fileno(), False)
         atexit.register(_end, self._ahead, os.getpid())
-
-    def _show(self) -> None:
-        if not _at_terminal():
-            return
-        if self._ahead is not None and self._ahead.stdout is not None:
-            with contextlib.suppress(OSError):  # nothing new
-                self._heard += os.read(self._ahead.stdout.fileno(), 4096)
-        total, _, ticks = self._heard.partition(b"\n")
-        done = self.compiled + ticks.count(b"+")
-        of_all = f" of {max(int(total), done + 1)}" if total else ""
-        _write(f"tierstore: compiling kernels, once for this machine: {done}{of_all}")
-
-    def _clear(self) -> None:
-        if _at_terminal():
-            _write("")
 
 
 def start(work: str, processes: int, **options: Any) -> "subprocess.Popen[bytes]":
-    """Start ``warm_up/ahead.py``, whose output is a pipe; it ends with the thread that started it."""
+    """Start ``warm_up/ahead.py``; it ends with the thread that started it."""
     path = [each for each in sys.path if isinstance(each, str)]
     arguments = [json.dumps(path), str(os.getpid()), work, str(processes)]
     command = [sys.executable, "-P", str(_SCRIPT), *arguments]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, **options)
-
-
-def _at_terminal() -> bool:
-    try:
-        return bool(sys.stderr.isatty())  # type: ignore[union-attr, unused-ignore]
-    except (AttributeError, ValueError):  # none, not a file, or closed
-        return False
-
-
-def _write(line: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal is gone
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, **options)
 
 
 def _end(process: "subprocess.Popen[bytes]", parent: int) -> None:

@@ -1,10 +1,9 @@
 """Splitting a kernel over threads: contiguous ranges, kernels without the GIL, results independent of the split.
 
-The main thread borrows the threads that torch computes with. After an operation of torch they spin for a while, ready
-for the next one, and take the processors from any other threads: measured on two cores right after one, 0.65 ms of work
-for each of two threads took 1.35 ms in threads of our own and 0.70 ms in torch's. Other threads, such as the prefetch
-pipeline's, use a pool of our own, and so does everybody where torch's OpenMP is not GNU's.
-"""
+The main thread borrows the threads that torch computes with: after an operation of torch they spin for a while, and
+take the processors from other threads (0.65 ms of work for each of two threads took 1.35 ms in threads of our own and
+0.70 ms in torch's). Other threads, such as the prefetch pipeline's, use a pool of our own, and so does everybody where
+torch's OpenMP is not GNU's."""
 
 import contextlib
 import ctypes

@@ -1,3 +1,3 @@
-"""Work on whole stores: a look inside, packing, quantizing, saving what is sound."""
+"""Work on whole stores: a look inside, compacting, quantizing, saving what is sound."""
 
 __all__: list[str] = []

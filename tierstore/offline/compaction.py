@@ -1,20 +1,22 @@
 """A copy of a store whose rows lie in the order asked for, in full segments, without free space.
 
 The source is read as one snapshot. For each version that it keeps, the rows that are others than in the version before
-are appended to a new store: by their keys, or first those of a trace, so that rows which were read often and together
-lie side by side. A row's epoch in the copy is the number of the first kept version that shows it.
+are appended to a new store: by their keys, or first those of a trace, most frequent first, ties by first lookup. So
+blocks of rows that are seldom read are seldom touched, and rows that came up together are neighbours. A row's epoch in
+the copy is the number of the first kept version that shows it.
 
 The copy is made and verified in a directory of its own within the target and moved into its place at the end.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..config import TableConfig
 from ..errors import DamagedError
 from ..io import LmdbColdTier
 from ..io.files import rows_path
@@ -24,14 +26,14 @@ from ..io.records import Head, read_head, read_payload, read_record
 from ..io.row_map import RowMap
 from ..io.snapshot import Snapshot
 from ..kernels.arrays import Int64s
-from ..layout import RowLayout
+from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
 from ..store.manifest import Manifest
 from ..store.target import Steps, bytes_on_device, new_store, new_tier, require_outside
+from ..system.excerpt import excerpt
 from ..system.oserrors import RESTORE
 from ..system.output import require_room
 from ..trace import Trace, read_trace
-from .packing import order_by_co_access, require_tables, table_accesses
 
 WORK_NAME: Final = "compact.partial"  # where in the target a copy is made; what is in it may be deleted
 _BATCH_BYTES: Final = 8 << 20  # of segments that are written in one transaction
@@ -64,9 +66,9 @@ def compact_store(
 ) -> CompactReport:
     """Copy a store, all versions that it keeps, into full segments with rows in key order; then verify the copy.
 
-    With a trace, rows that it has read often and together come first, side by side, whatever table they are of, so that
-    one page brings in several of a batch's. The others follow in key order. Training on the copy appends rows again, in
-    the order in which they leave memory.
+    With a trace, rows that it reads come first, most frequent first, whatever table they are of, so that one page has
+    several of a batch's rows. The others follow in key order. Training on the copy appends rows again, in the order of
+    eviction.
 
     The source is opened read-only and may be trained on meanwhile; what it has not committed is not in the copy. The
     copy is a store of the same identity, to put in the source's place. Memory: 8 bytes a row, some 32 MiB, and what the
@@ -148,12 +150,35 @@ def _leading(trace: Trace | None, manifest: Manifest) -> dict[RowLayout, Int64s]
     layouts = [config.layout(manifest.page_bytes) for config in manifest.tables]
     leading = dict.fromkeys(layouts, np.empty(0, np.int64))
     if trace is not None:
-        require_tables(trace, manifest.tables)
+        _require_tables(trace, manifest.tables)
         for layout in leading:
             own = [index for index, each in enumerate(layouts) if each == layout]
-            accesses = table_accesses(trace, {manifest.tables[index].name: index for index in own})
-            leading[layout] = order_by_co_access(accesses, layout.rows_per_block)
+            leading[layout] = keys_by_frequency(trace, {manifest.tables[index].name: index for index in own})
     return leading
+
+
+def _require_tables(trace: Trace, tables: Sequence[TableConfig]) -> None:
+    """ValueError if the trace has no lookup, or is of other tables, or of rows that they do not have."""
+    sizes = {config.name: config.num_embeddings for config in tables}
+    for name, table in trace.tables.items():
+        if name not in sizes:
+            raise ValueError(f"the trace has a table {excerpt(name)} and the store has none of that name")
+        if (most := int(table.ids.max(initial=-1))) >= sizes[name]:
+            raise ValueError(f"the trace has row {most} of table {excerpt(name)}, which has {sizes[name]} rows")
+    if not trace.num_lookups:
+        raise ValueError("the trace has no lookup; without --trace the copy has rows in order of their numbers")
+
+
+def keys_by_frequency(trace: Trace, indexes: Mapping[str, int]) -> Int64s:
+    """The distinct keys that a trace looks up, most frequent first, ties by first lookup, entry by entry. ``indexes``:
+    of the tables that count, in the store, by name."""
+    tables = {indexes[name]: table for name, table in trace.tables.items() if name in indexes}
+    keys = [np.empty(0, np.int64), *((index << KEY_ROW_BITS) + table.ids for index, table in tables.items())]
+    entries = (np.repeat(np.arange(trace.num_entries), np.diff(table.offsets)) for table in tables.values())
+    order = np.argsort(np.concatenate([keys[0], *entries]), kind="stable")
+    rows, first, counts = np.unique(np.concatenate(keys)[order], return_index=True, return_counts=True)
+    ordered: Int64s = rows[np.lexsort((first, -counts))]
+    return ordered
 
 
 def _size_bytes(layout: RowLayout, num_rows: int) -> int:

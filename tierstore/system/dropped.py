@@ -1,9 +1,9 @@
 """The end of what nobody closed: work that a finalizer hands over, as it may neither wait nor take a lock itself.
 
-The garbage collector runs in any thread, at any allocation, whatever locks that thread holds: in the very thread that a
-``close`` would wait for, too. So a finalizer hands the close over to a thread of its own, which begins with none of
-them. Until that thread is done, the parts that it closes must be known to somebody else: the collector has cleared the
-weak references to all that it found, and by such a reference an executor's threads know their executor.
+The garbage collector runs in any thread, at any allocation, whatever locks that thread holds: also in one that a
+``close`` would wait for. So a finalizer hands the close over to a thread of its own. Until that is done, something else
+must refer to the parts that it closes: the collector has cleared the weak references to all that it found, and by such
+a reference an executor's threads know their executor.
 """
 
 import _thread

@@ -25,6 +25,6 @@ def excerpt(value: object, limit: int = _MAX_CHARACTERS) -> str:
 
 
 def excerpt_names(names: Collection[str]) -> str:
-    """The first few of many names, and how many there are beside them."""
+    """The first few of many names, and how many more there are."""
     shown = ", ".join(excerpt(name).replace("'", "") for name in islice(names, _MAX_NAMES))
     return f"{shown} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else shown

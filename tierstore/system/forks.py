@@ -1,10 +1,8 @@
 """What a forked process must not keep of its parent's.
 
-A lock of an open file (``flock``, or an open-file-description lock) lasts until the last copy of its descriptor is
-closed, and a fork copies all. So a DataLoader's worker would keep a store locked after its parent has ended. An object
-that holds such a lock registers here, and a child closes its copies before anything else runs in it.
-
-Likewise a connection: its answers go to whichever process reads first.
+A lock of an open file lasts until the last copy of its descriptor is closed, and a fork copies all: a DataLoader's
+worker would keep a store locked after its parent has ended. So an object that holds a lock, or a connection, registers
+here, and a child closes its copies before anything else runs in it.
 """
 
 import ctypes

@@ -15,7 +15,6 @@ POINTS: Final = (
     "anchor: tree synced",
     "anchor: slot written",
     "anchor: slot synced",
-    "recovery: present meta pages kept aside",
     "recovery: anchored meta pages put back",
     "log: numbers taken",
     "write-back: rows chosen",

@@ -15,11 +15,7 @@ _MAP_FIXED: Final = 0x10
 
 def map_shared(descriptor: int, length_bytes: int, protection: int, *, offset: int = 0, at: int | None = None) -> int:
     """Map a part of an open file, shared. Returns the address: ``at``, where something may be mapped already, or one
-    that the kernel chooses.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    that the kernel chooses. OSError: the kernel refuses."""
     how = mmap.MAP_SHARED if at is None else mmap.MAP_SHARED | _MAP_FIXED
     address: int | None = _libc.mmap(at, length_bytes, protection, how, descriptor, offset)
     if address is None or address == ctypes.c_void_p(-1).value:

@@ -29,7 +29,7 @@ def output_errors(path: Path) -> Iterator[None]:
 
 
 def require_room(path: Path, size_bytes: int) -> None:
-    """DiskFullError now rather than after an hour, if so many bytes will not fit beside what is there."""
+    """DiskFullError now rather than after an hour, if so many bytes will not fit."""
     free = free_bytes(path.parent)
     if free < size_bytes:
         raise DiskFullError(

@@ -1,9 +1,8 @@
 """Putting Python's signal handlers off while bookkeeping is half done.
 
 Python runs a signal's handler between any two bytecodes of the main thread: after a kernel reserved slots and before
-anyone noted which, say, or while numba compiles one, whose lock then stays taken. A handler may raise there, as that of
-Ctrl-C does, or that of torch's DataLoader where a worker died. Operations that must be whole run shielded: handlers run
-when they end.
+these were noted, or while numba holds its lock. A handler may raise there, as that of Ctrl-C does, or that of torch's
+DataLoader where a worker died. Operations that must be whole run shielded: handlers run when they end.
 """
 
 import _signal  # type: ignore[import-not-found, unused-ignore]

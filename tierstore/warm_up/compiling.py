@@ -1,6 +1,7 @@
 """``tierstore compile``: every kernel compiled at once."""
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,20 +32,15 @@ class WarmedUp(NamedTuple):
 
 
 def warm_up(*, progress: Callable[[int, int], None]) -> WarmedUp:
-    """Compile all kernels that training and serving on this machine's CPU use, on all its processors.
-
-    Args:
-        progress: called with the kernels compiled so far, and how many are needed.
-
-    Raises:
-        TierstoreError: there is no folder to keep machine code in, or kernels are not compiled at all.
-    """
+    """Compile all kernels that training and serving on this machine's CPU use, on all its processors. ``progress``:
+    called with the kernels compiled so far, and how many are needed. TierstoreError: there is no folder to keep machine
+    code in, or kernels are not compiled at all."""
     if not JIT_ENABLED:
         raise TierstoreError("NUMBA_DISABLE_JIT is set: kernels run as plain Python; unset it to compile them")
     if FOLDER is None:
         raise TierstoreError("nothing compiled; set NUMBA_CACHE_DIR to a folder that this user can write to")
     began, done = time.monotonic(), 0
-    with start("everything", min(default_threads(), _PROCESSES_MAX)) as process:
+    with start("everything", min(default_threads(), _PROCESSES_MAX), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
             total = int(process.stdout.readline() or 0)

@@ -1,0 +1,342 @@
+"""Targets: files of a store, damaged, or forged with the right checksums."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import struct
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import torch
+
+import tierstore
+from tierstore import TableConfig, init, optim
+from tierstore.errors import DamagedError, TierstoreError
+from tierstore.io import anchor, btree, opened, records
+from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, new_walk, parse_meta
+from tierstore.io.checksum import bytes_checksum, words_hash
+from tierstore.io.free_list import check_page_use
+from tierstore.io.indexes import Stored, read_indexes, stored_segments
+from tierstore.io.pins import Pins
+from tierstore.io.places import TableArrays
+from tierstore.io.row_map import RowMap
+from tierstore.io.segments import CHECKSUM, COUNT, COUNT_MASK, KEYS, MAGIC, MIXED, NEWEST, OLDEST
+from tierstore.io.verify import _Check
+from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
+from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack
+from tierstore.updates.header import PAGE_BYTES as UPDATE_PAGE_BYTES
+from tierstore.updates.header import Origin, UpdateHeader
+from tierstore.updates.update_file import UpdateFile, UpdateWriter
+
+from .image import PAGE_BYTES, GuardedArray, built_store, edited, guarded_halves, metadata_pages, some_edits
+from .target import FindingError, Target, scratch_folder
+
+_FOLDER = scratch_folder()
+
+
+# manifest.json, with the right checksum over whatever the body is, as one who means harm would have it.
+
+
+def _sealed_manifest(data: bytes) -> bytes:
+    try:
+        body = json.loads(data)
+        return json.dumps({"body": body, "sha256": _digest(body)}).encode()
+    except (ValueError, RecursionError):
+        return b'{"body": ' + data + b', "sha256": "' + hashlib.sha256(data).hexdigest().encode() + b'"}'
+
+
+def _read_manifest(data: bytes) -> Manifest:
+    """The bytes are the body; if the first is ``!``, the rest is the whole file."""
+    (_FOLDER / MANIFEST_NAME).write_bytes(data[1:] if data[:1] == b"!" else _sealed_manifest(data))
+    return Manifest.read(_FOLDER)
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    manifest.write(_FOLDER)
+    again = Manifest.read(_FOLDER)
+    if again != manifest:
+        raise FindingError(f"{manifest} is read back as {again}")
+
+
+def _manifests() -> list[bytes]:
+    tables = (
+        TableConfig(name="t", num_embeddings=5, embedding_dim=4),
+        TableConfig(
+            name="u", num_embeddings=9, embedding_dim=8, dtype="bfloat16", rounding="stochastic",
+            feature_names=("a", "b"), pooling="max",
+            init=init.Normal(std=0.5, seed=3), optimizer=optim.Adam(betas=(0.8, 0.9)),
+        ),
+    )  # fmt: skip
+    replace(Manifest.new(4096), tables=tables).write(_FOLDER)
+    whole = (_FOLDER / MANIFEST_NAME).read_bytes()
+    return [json.dumps(json.loads(whole)["body"]).encode(), b"!" + whole]
+
+
+# The records beside the segments, with the right checksum, and the payload of a commit.
+
+_UNPACKERS = [getattr(records, name) for name in sorted(vars(records)) if name.startswith("unpack_")]
+
+
+def _read_record(data: bytes) -> None:
+    """The first byte chooses between the kinds of records and the payload; the rest is the content."""
+    if not data:
+        return
+    choice, content = data[0] % (len(_UNPACKERS) + 1), data[1:]
+    if choice == len(_UNPACKERS):
+        for name, state in unpack(3, content).tables.items():
+            if not isinstance(name, str) or [type(each) for each in state] != [int, float]:
+                raise FindingError(f"table {name!r} has the state {state!r}")
+        return
+    sealed = content + struct.pack("<Q", bytes_checksum(content))
+    with contextlib.suppress(ValueError, struct.error):
+        _UNPACKERS[choice](sealed)
+    try:
+        _UNPACKERS[choice](content)
+    except (ValueError, struct.error):
+        return
+    raise FindingError("a record without its checksum was taken")
+
+
+def _records() -> list[bytes]:
+    extra: dict[str, Any] = {"step": 10, "list": [1, 2.5]}
+    lineage = NO_LINEAGE.following(2).following(3)
+    payload = pack({"t": TableState(9, 0.25)}, extra, {"w": torch.ones(3)}, lineage)
+    record = records.CommitRecord(version=3, payload_bytes=100, payload_checksum=1)
+    log = records.LogRecord(next_number=1 << 33, num_segments=3, hash=2**63)
+    first = records.first_records(b"0123456789abcdef").values()
+    whole = [*first, records.pack_words(*record), records.pack_words(*log)]
+    found = [bytes([choice]) + packed[:-8] for packed in whole for choice in range(len(_UNPACKERS))]
+    return [*found, bytes([len(_UNPACKERS)]) + payload]
+
+
+# The kernels that follow LMDB's pages, on a damaged image, as plain Python: nothing is read outside the image.
+
+
+@functools.cache
+def _rows_file() -> tuple[bytes, list[int]]:
+    """It, and its pages that say where the rest is."""
+    content = (built_store() / "rows.lmdb").read_bytes()
+    return content, metadata_pages(content)
+
+
+def _walk(data: bytes) -> None:
+    btree._CHUNK_ENTRIES = 50
+    image = edited(*_rows_file(), data)
+    halves = guarded_halves(image)
+    for number in range(2):
+        start = number * PAGE_BYTES
+        meta = parse_meta(bytes(image[start : start + META_READ_BYTES]))
+        if isinstance(meta, str):
+            continue
+        pages = Pages(halves, meta.page_bytes // 2, len(image) // meta.page_bytes, 0)
+        check_page_use(pages, meta)
+        for tolerant in (False, True):
+            used = np.zeros((pages.limit >> 6) + 1, np.uint64) if tolerant else None
+            entries = list_tree(pages, meta.main, new_walk(pages.page_halves, used), tolerant=tolerant)
+            if len(entries) > len(image) // 8:
+                raise FindingError("more entries than the file has room for")
+            ends = entries["page"] * meta.page_bytes + np.where(entries["page"] > 0, 16 + entries["size"], 0)
+            if not tolerant and (ends > len(image)).any():
+                raise FindingError("a value beyond the end of the file")
+        keys = np.array([0, 5, 1 << 40, (1 << 64) - 1], np.uint64)
+        find_entries(pages, meta.main, keys, keys, new_walk(pages.page_halves))
+
+
+def _edits_of_trees() -> list[bytes]:
+    """Among others: roots, and children of branch pages, beyond the end of the file."""
+    content, pages = _rows_file()
+    places = [(page, offset) for page in (0, 1) for offset in (80, 128)]
+    for index, page in enumerate(pages):
+        flags, lower = struct.unpack_from("<HH", content, page * PAGE_BYTES + 10)
+        if flags == 1:
+            nodes = struct.unpack_from(f"<{(lower - 16) // 2}H", content, page * PAGE_BYTES + 16)
+            places += [(index, node) for node in nodes]
+    return [*(struct.pack("<BBHI", 3, page, offset, 0xFFFF) for page, offset in places), *some_edits(4)]
+
+
+# Segments whose indexes say anything, with the right checksum, as plain Python: nothing is read or written outside the
+# image and the map of rows.
+
+
+@functools.cache
+def _segments() -> tuple[Stored, dict[int, Any]]:
+    """One segment of each size, and the shapes of the tables."""
+    with (
+        tierstore.open(built_store(), mode="r", ddr="4MiB", threads=1) as store,
+        store._cold.lease() as (tree, rows),
+    ):
+        stored = stored_segments(tree)
+        return stored[np.unique(stored["pages"], return_index=True)[1]], rows.shapes
+
+
+def _seal(words: Any, stored: Stored) -> None:
+    """Make the checksums of indexes right, as far as they lie in their segments."""
+    for number, first, pages in stored[["number", "first_page", "pages"]].tolist():
+        at = first * PAGE_BYTES // 8 + 2
+        count = int(words[at + COUNT] & COUNT_MASK) * (2 if words[at + COUNT] & MIXED else 1)
+        if count < pages * PAGE_BYTES // 8 - 2 - KEYS:
+            words[at + CHECKSUM] = words_hash(words, at + MAGIC, KEYS - MAGIC + count, np.uint64(number))
+
+
+def _enter_segments(data: bytes) -> None:
+    """The first byte: whether checksums are made right again; the rest is edits."""
+    stored, shapes = _segments()
+    end = int((stored["first_page"] + stored["pages"]).max()) * PAGE_BYTES
+    words = np.frombuffer(edited(_rows_file()[0][:end], stored["first_page"].tolist(), data[1:]), np.uint64)
+    if data[:1] > b"\x10":
+        _seal(words, stored)
+    words = words.view(GuardedArray)
+    num_pages = len(words) * 8 // PAGE_BYTES
+    no_refusals = Mock(**{"begin.return_value": 0, "is_clean.return_value": True})
+    tree: Any = SimpleNamespace(
+        path="rows.lmdb", page_bytes=PAGE_BYTES, txn_id=1, limit_pages=lambda: num_pages,
+        file_map=SimpleNamespace(rows=SimpleNamespace(words=words, address=0, guard=no_refusals)),
+    )  # fmt: skip
+    for last, kept in ((records.MAX_VERSION, (1, 2)), (1, ())):
+        rows = RowMap(shapes)
+        rows.places = rows.places.view(GuardedArray)
+        rows.tables = TableArrays(*(column.view(GuardedArray) for column in rows.tables))
+        with contextlib.suppress(DamagedError):
+            rows.enter(tree, read_indexes(tree, stored), last, kept)
+            rows.written_since(tree, 1)
+    check = _Check(tree, rows)
+    check.look_at(stored.copy())
+    with contextlib.suppress(DamagedError):
+        check.require_sound()
+
+
+def _edits_of_indexes() -> list[bytes]:
+    """Numbers of rows, epochs and keys, changed one at a time, with the right checksum."""
+    edits = [
+        struct.pack("<BBHI", kind, page, 16 + 8 * word + 4 * (kind == 2), value)
+        for page in range(len(_segments()[0]))
+        for word in (COUNT, NEWEST, OLDEST, KEYS, KEYS + 1)
+        for kind, value in ((1, 1), (2, 1), (4, 300), (5, 3 + word))
+    ]
+    return [b"\0", *(b"\xff" + edit for edit in edits[::3])]
+
+
+# rows.anchor after the machine has stopped.
+
+_HEADS = 2 * 4096
+
+
+@functools.cache
+def _anchored() -> tuple[Path, bytes, bytes, bytes]:
+    """A row file, the store's id, and what the row file and its anchor hold."""
+    store, copy = built_store(), scratch_folder()
+    for name in ("rows.lmdb", "rows.anchor"):
+        (copy / name).write_bytes((store / name).read_bytes())
+    store_id = bytes.fromhex(Manifest.read(store).store_id)
+    return copy / "rows.lmdb", store_id, _rows_file()[0], (copy / "rows.anchor").read_bytes()
+
+
+def _recover(path: Path, store_id: bytes) -> None:
+    with closing(Pins(path, writable=True)) as pins:
+        opened.recover(path, store_id, pins)
+
+
+def _read_anchor(data: bytes) -> None:
+    """The first byte: whether checksums are made right again (1), the rest is edits, or (2) the file itself."""
+    anchor._BOOT_ID = Path("/nonexistent")  # all zero, as after a restart of another machine
+    rows, store_id, content, anchored = _anchored()
+    if not data:
+        return
+    mode, rest = data[0] % 3, data[1:]
+    image = bytearray(rest) if mode == 2 else edited(anchored, [0, 0, 0, 1], rest)
+    if mode == 1:
+        size = anchor._BODY_BYTES
+        for start in (0, 4096):
+            body = bytes(image[start : start + size])
+            image[start + size : start + size + 8] = bytes_checksum(body).to_bytes(8, "little")
+    rows.with_name("rows.anchor").write_bytes(image)
+    for check in (anchor.require_sound, _recover):
+        try:
+            check(rows, store_id)
+        except TierstoreError as error:
+            if "/rows." not in str(error):
+                raise FindingError("an error that names no file") from error
+    with rows.open("r+b") as file:
+        if file.seek(0, 2) != len(content):
+            raise FindingError("the row file was lengthened")
+        file.seek(_HEADS)
+        if file.read() != content[_HEADS:]:
+            raise FindingError("more than the meta pages was written to")
+        file.seek(0)
+        file.write(content[:_HEADS])
+
+
+def _anchors() -> list[bytes]:
+    edits = [bytes([2, page, offset, 0, 1, 0, 0, 0]) for page in (0, 3) for offset in (0, 8, 24, 40, 48, 56, 72, 144)]
+    return [b"\2" + _anchored()[3], *[bytes([mode]) + edit for edit in edits for mode in (0, 1)]]
+
+
+# An update's file, or the payload or the rows in one whose checksums are right.
+
+_UPDATE = _FOLDER / "update"
+_CONFIG = TableConfig(name="t", num_embeddings=9, embedding_dim=2)
+_LAYOUT = _CONFIG.layout(UPDATE_PAGE_BYTES)
+_PAYLOAD = pack({}, {"step": 1}, {}, NO_LINEAGE)
+
+
+def _write_update(payload: bytes, ids: bytes) -> Path:
+    _UPDATE.unlink(missing_ok=True)
+    rows = np.frombuffer(ids[: len(ids) // 8 * 8], np.int64)
+    with closing(UpdateWriter()) as writer:
+        writer.add_payload(payload)
+        if len(rows):
+            writer.add_rows(0, _LAYOUT, rows, np.zeros((len(rows), _LAYOUT.weight_words), np.uint64))
+        origin = Origin("0" * 32, 1, "1" * 16)
+        fields: dict[str, Any] = {"since": 0, "since_commit_id": "", "tables": (_CONFIG,)}
+        writer.finish(_UPDATE, UpdateHeader(origin=origin, chunks=writer.chunks, **fields))
+    return _UPDATE
+
+
+def _read_update(data: bytes) -> None:
+    """The first byte says what the rest is."""
+    try:
+        if data[:1] == b"f":
+            _UPDATE.write_bytes(data[1:])
+        else:
+            _write_update(*((data[1:], b"") if data[:1] == b"p" else (_PAYLOAD, data[1:])))
+    except ValueError:  # what no update can hold
+        return
+    with UpdateFile(_UPDATE) as update:
+        update.check()
+        counts = update.header.rows_of_tables()
+        for table, config in enumerate(update.header.tables):
+            ids = [row for ids, _ in update.rows(table) for row in ids.tolist()]
+            if ids != sorted(set(ids) & set(range(config.num_embeddings))) or len(ids) != counts[config.name]:
+                raise FindingError(f"{ids} are no rows of {config}")
+
+
+def _updates() -> list[bytes]:
+    whole = _write_update(_PAYLOAD, np.arange(1, 8, 2).tobytes()).read_bytes()
+    return [b"f" + whole, b"p" + _PAYLOAD, b"r" + struct.pack("<3q", 0, 3, 8)]
+
+
+TARGETS = {
+    "manifest": Target(
+        read=_read_manifest, check=_check_manifest, seeds=_manifests, errors=(TierstoreError,),
+        words=b'NaN|Infinity|-1|1e999|null|true|[]|{}|"\\ud800"|[|{"a":|"kind"|"init"|"lr"|"seed"|9999999999999999999'
+        b'|"tables"',
+    ),
+    "records": Target(
+        read=_read_record, seeds=_records, errors=(TierstoreError,), mutations=1000,
+        words=b'NaN|Infinity|1e999|null|[]|{}|{"extra":|"tables"|[1,2]|[[|9999999999999999999999',
+    ),
+    "walk": Target(read=_walk, seeds=_edits_of_trees, mutations=30),
+    "segments": Target(read=_enter_segments, seeds=_edits_of_indexes, mutations=40),
+    "anchor": Target(read=_read_anchor, seeds=_anchors),
+    "update": Target(
+        read=_read_update, seeds=_updates, errors=(DamagedError,),
+        words=b'"chunk.0"|"chunk.1"|data_offsets|"U8"|[-1,0,|\\"tables\\"|"num_embeddings\\": |99999999999|'
+        b"\xff\xff\xff\xff",
+    ),
+}  # fmt: skip
