@@ -91,14 +91,8 @@ def shop_workload(**changes: Any) -> Workload:
         TableShape(name=name, num_embeddings=rows, embedding_dim=16, pooling_factor=4.0)
         for name, rows in (("item", 400_000), ("user", 100_000))
     )
-    fields: dict[str, Any] = {
-        "name": "shop",
-        "tables": tables,
-        "batch_samples": 256,
-        "optimizer": "rowwise_adagrad",
-        "dense_flops": 1.0,
-    }
-    return Workload(**(fields | changes))
+    workload = make_workload(name="shop", batch_samples=256, dense_flops=1.0)
+    return replace(workload, **({"tables": tables} | changes))
 
 
 def make_setup(workload: Workload | None = None, **changes: Any) -> Setup:
@@ -125,16 +119,3 @@ def flat_demand(workload: Workload, *, unique: float, miss_ratio: float) -> Dema
         curve=curve,
     )
     return Demand(batch_samples=workload.batch_samples, policy="lru", pools=(pool,))
-
-
-def slow_lru(keys: np.ndarray, sizes: list[int]) -> list[int]:
-    """Hits of a cache of each size: rows between two accesses of the same are counted."""
-    recent: list[int] = []
-    hits = [0] * len(sizes)
-    for key in keys.tolist():
-        if key in recent:
-            depth = len(recent) - recent.index(key)
-            recent.remove(key)
-            hits = [hit + (depth <= size) for hit, size in zip(hits, sizes, strict=True)]
-        recent.append(key)
-    return hits

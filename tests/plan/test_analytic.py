@@ -45,20 +45,6 @@ def test_bins_are_all_rows_with_the_shares_of_the_law(rows: int, exponent: float
     assert np.repeat(shares, counts.astype(int)) == pytest.approx(exact, rel=0.01 * max(exponent, 1e-9) + 1e-9)
 
 
-def distinct(num_rows: int, lookups: float, exponent: float) -> float:
-    return popularity([(num_rows, exponent, lookups)]).unique
-
-
-@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.05, 2.5])
-@pytest.mark.parametrize("num_rows", [1, 257, 300_000])
-@pytest.mark.parametrize("lookups", [1, 500, 1e6])
-def test_distinct_rows_are_the_sum_over_all(num_rows: int, lookups: float, exponent: float) -> None:
-    weights = np.arange(1, num_rows + 1) ** -exponent
-    with np.errstate(divide="ignore"):
-        expected = (1 - np.exp(lookups * np.log1p(-np.minimum(weights / weights.sum(), 1)))).sum()
-    assert distinct(num_rows, lookups, exponent) == pytest.approx(expected, rel=1e-3)
-
-
 @pytest.mark.parametrize(("rows", "exponent", "lookups"), SHAPES)
 def test_lru_is_as_simulated(rows: int, exponent: float, lookups: int) -> None:
     """Within 0.8 points, also of caches so small that a batch flushes the one before."""

@@ -1,11 +1,10 @@
-"""Curves: stack distances against a list that is searched, batches against the reference cache in plain Python and a
-real store's own counters, and samples beside all."""
+"""Curves: stack distances against a list that is searched, batches against a store's own counters, and samples."""
 
 import bisect
 import contextlib
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tierstore
-from bench.workload import ids_of
-from tests.plan import commands
-from tierstore.cache import Admission
-from tierstore.cache.reference import ReferenceCache
+from tests.plan import asking
 from tierstore.errors import BudgetError
 from tierstore.layout import KEY_ROW_BITS
-from tierstore.plan import Accesses, accesses_of, once_a_batch
+from tierstore.plan import Accesses, once_a_batch
 from tierstore.plan.accesses import numbered, read_accesses
 from tierstore.plan.curves import POLICIES, by_table, curve, distances
 from tierstore.plan.json_file import plain
-from tierstore.pool import HELD_SHARE
 from tierstore.store.budget import divide
 from tierstore.trace import TableTrace, Trace, write_trace
-from tierstore.trace.recorded import Recorded
-from tierstore.trace.sampling import is_sampled
 
 
 def of_batches(batches: Sequence[Any]) -> Accesses:
@@ -75,55 +68,7 @@ def test_distances_of_any_accesses_behind_any_that_are_skipped(keys: list[int], 
     assert found == {key: n - before[key] for key, n in searched(keys).items() if n > before[key]}
 
 
-@pytest.mark.parametrize("num_rows", [1, 65, 2000])
-def test_distances_of_many_accesses(num_rows: int) -> None:
-    """Rows come from all over the map, and from beside each other."""
-    rng = np.random.default_rng(num_rows)
-    popular = np.minimum(rng.geometric(20 / (num_rows + 20), 40_000), num_rows) - 1
-    keys = np.where(rng.random(40_000) < 0.2, rng.integers(0, num_rows, 40_000), popular)
-    assert found_in(keys) == searched(keys.tolist())
-
-
 # Stores
-
-
-class Slow:
-    """What a store does with its cache, in plain Python; rows are in place as soon as they are admitted."""
-
-    def __init__(self, policy: str, capacity: int, depth: int) -> None:
-        self.cache: Any = ReferenceCache(capacity, weight_words=0, state_words=0, policy=f"reference-{policy}")  # type: ignore[arg-type]
-        self.depth = depth
-        self.held: deque[Any] = deque()
-        self.misses = 0
-
-    def _release(self) -> None:
-        self.cache.unpin(self.held.popleft())
-
-    def _in_the_way(self, num_rows: int) -> bool:
-        """Whether the oldest pinned batch has to go before the next one, of so many rows, comes."""
-        pinned = sum(map(len, self.held)) + num_rows
-        return len(self.held) > self.depth or (len(self.held) > 0 and pinned > self.cache.capacity * HELD_SHARE)
-
-    def look_up(self, keys: list[int]) -> None:
-        while self._in_the_way(len(keys)):
-            self._release()
-        left = np.array(keys, np.int64)
-        while len(left):
-            admission = Admission(left)
-            self.cache.admit(admission)
-            self.cache.filled(admission.missing_slots)
-            self.misses += admission.num_missing
-            left = left[admission.consumed :]
-            self.held.append(admission.slots)
-            while len(left) and self.held:
-                self._release()
-
-
-def slow_misses(accesses: Accesses, policy: str, capacity: int, depth: int) -> int:
-    slow = Slow(policy, capacity, depth)
-    for begin, end in zip(accesses.starts[:-1], accesses.starts[1:], strict=True):
-        slow.look_up(accesses.keys[begin:end].tolist())
-    return slow.misses
 
 
 def misses(accesses: Accesses, policy: str, capacity: int, depth: int = 0) -> int:
@@ -131,25 +76,13 @@ def misses(accesses: Accesses, policy: str, capacity: int, depth: int = 0) -> in
     return round(float(made.miss_ratios[0]) * made.num_accesses)
 
 
-BATCHES = st.lists(st.lists(st.integers(0, 30), max_size=12), min_size=1, max_size=25).filter(any)
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("policy", POLICIES)
-@given(batches=BATCHES, spare=st.integers(0, 25), depth=st.integers(0, 3))
-def test_any_batches_at_any_size(policy: str, batches: list[list[int]], spare: int, depth: int) -> None:
-    """One that holds those in flight; of lru and lfu also one so small that a batch is looked up part by part."""
-    accesses = once_a_batch(of_batches(batches))
-    fitting, small = (1 + depth) * int(np.diff(accesses.starts).max()) + spare, 1 + spare % 12
-    for capacity in (fitting,) if policy == "tinylfu" else (fitting, small):
-        assert misses(accesses, policy, capacity, depth) == slow_misses(accesses, policy, capacity, depth)
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_store_misses_as_its_curve_says(policy: Any, depth: int) -> None:
-    """From the largest batch's rows on; each lookup waits until the batches behind it are in. No id is twice in a
-    batch: TinyLFU's window shrinks by the number of ids, which a trace of distinct rows has lost."""
+@pytest.mark.parametrize(
+    ("policy", "rows_wanted", "depth"),
+    [("lru", 80, 0), ("lfu", 80, 0), *((policy, *sizes) for policy in POLICIES for sizes in ((300, 0), (900, 2)))],
+)
+def test_a_store_misses_as_its_curve_says(policy: Any, rows_wanted: int, depth: int) -> None:
+    """Each lookup waits until the batches behind it are in. No id is twice in a batch: TinyLFU's window shrinks by the
+    number of ids, which a trace of distinct rows has lost, so it is left out below the largest batch's rows."""
     generator = np.random.default_rng(4)
     batches = [generator.permutation(np.unique(generator.zipf(1.2, n) % 5000)) for n in generator.integers(1, 200, 60)]
     accesses, left = once_a_batch(of_batches(batches)), iter(range(len(batches), 0, -1))
@@ -164,7 +97,7 @@ def test_a_store_misses_as_its_curve_says(policy: Any, depth: int) -> None:
             return shares.pools[layout].cached_rows
         return 0
 
-    budget = bisect.bisect_left(range(2**32), 900 if depth else 300, key=rows_of)
+    budget = bisect.bisect_left(range(2**32), rows_wanted, key=rows_of)
     jagged = [
         tierstore.KeyedJaggedTensor(["t0"], torch.from_numpy(ids), lengths=torch.tensor([len(ids)])) for ids in batches
     ]
@@ -235,47 +168,6 @@ def test_lookups_of_all_rows_say_what_misses_are_a_share_of(policy: str) -> None
         np.testing.assert_allclose(made.miss_ratios, expected, rtol=1e-12)
 
 
-def recorded(batches: Sequence[Any], rate: float) -> Accesses:
-    """What a recording holds of batches of keys of two tables."""
-    found = Recorded(["t0", "t1"], rate=rate, max_bytes=1 << 40)
-    for keys in batches:
-        own = keys if rate == 1 else keys[is_sampled(keys, rate)]
-        found.add(own, np.zeros(len(own), np.int32), 1, found.last, np.bincount(keys >> KEY_ROW_BITS, minlength=2))
-    return accesses_of(found.contents().trace())
-
-
-def points_off(sampled: Accesses, whole: Accesses) -> float:
-    """Of the hit rate, on average over 20 sizes from 0.1 % of the rows, if that is ten sampled ones."""
-    num_rows = len(np.unique(whole.keys))
-    smallest = max(0.001 * num_rows, 10 / sampled.sampling_rate)
-    sizes = np.unique(np.rint(np.geomspace(smallest, num_rows, 20)).astype(np.int64))
-    exact, estimate = curve(whole, "lru", sizes=sizes), curve(sampled, "lru", sizes=sizes)
-    return float(100 * np.abs(estimate.miss_ratios - exact.miss_ratios).mean())
-
-
-def test_each_lookup_is_as_near_as_once_a_batch() -> None:
-    """Half of the lookups are of popular rows that are not in the sample."""
-    batches = list(ids_of(np.random.default_rng(0), 50_000, 400_000, 1.05).reshape(-1, 2000))
-    whole, sampled = recorded(batches, 1.0), recorded(batches, 0.05)
-    lookups = points_off(sampled, whole)
-    assert lookups < min(2, points_off(once_a_batch(sampled), once_a_batch(whole)))
-    assert points_off(sampled._replace(all_lookups=None), whole) > 10 * lookups
-
-
-def test_first_uses_are_all_that_a_cache_of_all_rows_misses() -> None:
-    """By table too: one has few rows, of which a popular one is in the sample."""
-    generator = np.random.default_rng(3)
-    few, many = 1 << KEY_ROW_BITS | generator.integers(0, 100, 100_000), ids_of(generator, 40_000, 100_000, 1.0)
-    keys = np.where(generator.random(100_000) < 0.3, few, many)
-    whole, sampled = (recorded(list(keys.reshape(-1, 1000)), rate) for rate in (1.0, 0.1))
-    num_rows = len(np.unique(keys))
-    for found in (curve(sampled, "lru"), curve(sampled, "tinylfu")):
-        assert found.num_accesses == 100_000
-        assert found.miss_ratio(2 * num_rows) == pytest.approx(num_rows / 100_000, rel=0.05)
-    for name, exact in by_table(whole, "lru").items():
-        assert by_table(sampled, "lru")[name].num_accesses == exact.num_accesses
-
-
 # The command
 
 
@@ -292,7 +184,7 @@ def test_the_command_writes_the_curves_that_were_asked_for(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(*words: object) -> Any:
-        assert commands.run("curve", path, *words, "--json", tmp_path / "out", "--force") == 0
+        assert asking.run("curve", path, *words, "--json", tmp_path / "out", "--force") == 0
         return json.loads((tmp_path / "out").read_text())
 
     accesses = read_accesses(path)
@@ -319,7 +211,7 @@ def test_the_command_writes_the_curves_that_were_asked_for(
 )
 def test_mistakes_are_named_with_the_way_out(path: Path, tmp_path: Path, words: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        commands.run("curve", path, *words, "--json", tmp_path / "out")
+        asking.run("curve", path, *words, "--json", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -1,6 +1,6 @@
 """What a step keeps each resource busy: every term by hand, and how they make a step."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.dist.placement.support import costs_of
 from tests.plan.hosts import MIB, flat_demand, make_host, make_setup, make_workload
-from tierstore.plan import Setup, SoftwareCosts
+from tierstore.plan import Setup
 from tierstore.plan.loads import AHEAD, DRIVES, LINKS, SERIAL, SHARED, WAITS, bottleneck_of, lanes_of, loads_of
 from tierstore.plan.prediction import ResourceLoad
 from tierstore.plan.tiers import PoolLoad, pool_loads
@@ -70,30 +70,6 @@ def test_a_dense_model_of_known_layers_takes_more_than_its_flops() -> None:
     assert served["model"].seconds == pytest.approx(1e8 / 1e11 + started / 3 + values / 12)
     device, _ = loads(make_setup(make_workload(**work), host=make_host(gpus=1), hbm_bytes=16 * MIB))
     assert device["model"].seconds == pytest.approx(3e8 / 1e13), "not on the cores"
-
-
-costs = st.builds(
-    SoftwareCosts, **{each.name: st.floats(0, 1000, allow_subnormal=False) for each in fields(SoftwareCosts)}
-)
-SETUPS = [
-    make_setup(make_workload(dense_products=9.0, dense_values=90.0, batch_samples=3000)),
-    make_setup(make_workload(training=False, dense_products=9.0, dense_values=90.0)),
-    make_setup(host=make_host(gpus=1), hbm_bytes=16 * MIB),
-    make_setup(hosts=4),
-]
-
-
-@given(st.sampled_from(SETUPS), costs, costs)
-def test_seconds_are_linear_in_every_cost(setup: Setup, one: SoftwareCosts, other: SoftwareCosts) -> None:
-    both = SoftwareCosts(**{name: value + getattr(other, name) for name, value in vars(one).items()})
-
-    def seconds(own: SoftwareCosts) -> dict[str, float]:
-        found, _ = loads(replace(setup, host=replace(setup.host, costs=own)))
-        return {name: load.seconds for name, load in found.items()}
-
-    none, first, second, sums = map(seconds, (SoftwareCosts(), one, other, both))
-    for name in sums:
-        assert sums[name] + none[name] == pytest.approx(first[name] + second[name], rel=1e-9, abs=1e-15), name
 
 
 def test_ranks_that_share_a_host_take_what_was_measured_of_ranks() -> None:

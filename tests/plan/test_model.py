@@ -1,4 +1,4 @@
-"""Predictions: what they are made of, what they may not do, and that more of anything is never worse."""
+"""Predictions: what they are made of, what they may not do, that more of anything is never worse; money and wear."""
 
 import math
 from dataclasses import replace
@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.hosts import COSTS, DRIVE, GIB, GPU, MIB, make_host, make_setup, make_workload
+from tests.plan.hosts import COSTS, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
 from tierstore.plan import Host, Prediction, Setup, SoftwareCosts
 from tierstore.plan.demand import Demand
+from tierstore.plan.host import times
 from tierstore.plan.loads import lanes_of
 from tierstore.plan.model import misfit, predict
+from tierstore.plan.prediction import Pricing, drive_writes_a_day, price_of, years_of_life
 from tierstore.plan.queueing import latency_at
 from tierstore.plan.what_if import marginal_values
 
@@ -72,37 +74,25 @@ def test_hosts_with_figures_of_zero() -> None:
         plan(make_setup(TRAINED, host=host))
 
 
-def test_what_is_on_ssd_has_to_fit() -> None:
-    """Blocks of a page have 14 rows with state and 15 without, segments 15 of them and a page of index. Of a training
-    rows of two versions are there, with slack."""
-    for workload, share, rows in ((TRAINED, 1.05 * 2.8, 14), (SERVED, 1.05, 15)):
-        wanted = share * 600_000 / (15 * rows) * 16 * 4096
-        for capacity, fits in ((wanted * 1.0001, True), (wanted * 0.9999, False)):
-            drive = replace(DRIVE, capacity_bytes=capacity)
-            assert (not misfit(make_setup(workload, host=make_host(storage=(drive,))), DEMANDS[workload])) == fits
-
-
-def test_dynamic_ids_have_to_fit_on_ssd_and_in_the_map_of_rows() -> None:
-    """A block has 127 of their rows, which are of 32 bytes; a segment has 12 blocks and 3 pages of index."""
-    tables = tuple(replace(table, ids="dynamic", candidates=5) for table in SERVED.tables)
-    workload, segments = replace(SERVED, tables=tables), (600_000 / 225, 600_012 / (12 * 127))
-    stored = 1.05 * 4096 * (16 * segments[0] + 15 * segments[1])
-    in_memory = 64 * MIB + 4 * (600_000 + 600_012) + 50 * sum(map(math.ceil, segments))
-    for spare, fits in ((1.0001, True), (0.9999, False)):
-        drive = replace(DRIVE, capacity_bytes=stored * spare)
-        assert (not misfit(make_setup(workload, host=make_host(storage=(drive,))), DEMANDS[SERVED])) == fits
-        memory = replace(make_host().ddr, capacity_bytes=in_memory * spare)
-        assert (not misfit(make_setup(workload, host=make_host(ddr=memory)), DEMANDS[SERVED])) == fits
-
-
-def test_the_map_of_rows_has_to_fit_beside_the_budget() -> None:
-    """4 bytes a row and 50 a segment, in each process."""
-    for workload, segments, workers in ((TRAINED, 2.8 * 600_000 / 210, 1), (SERVED, 600_000 / 225, 3)):
-        wanted = 8 * MIB + workers * (4 * 600_000 + 50 * math.ceil(segments))
-        for capacity, fits in ((wanted + 1, True), (wanted - 1, False)):
-            host = make_host(ddr=replace(make_host().ddr, capacity_bytes=capacity))
-            setup = make_setup(workload, host=host, ddr_bytes=8 * MIB, workers=workers)
-            assert (not misfit(setup, DEMANDS[workload])) == fits
+def test_rows_ids_and_the_map_of_rows_have_to_fit() -> None:
+    """On SSD: blocks of a page have 14 rows with state and 15 without, segments 15 of them and a page of index; of rows
+    of dynamic ids 12 blocks of 127 and 3 pages. In training rows of two versions are there, with slack. In memory: 4
+    bytes a row and 50 a segment, in each process."""
+    ids = replace(SERVED, tables=tuple(replace(table, ids="dynamic", candidates=5) for table in SERVED.tables))
+    for workload, workers, segments, id_rows in (
+        (TRAINED, 1, 2.8 * 600_000 / 210, 0),
+        (SERVED, 3, 600_000 / 225, 0),
+        (ids, 1, 600_000 / 225, 600_012),
+    ):
+        id_segments = id_rows / (12 * 127)
+        stored = 1.05 * 4096 * (16 * segments + 15 * id_segments)
+        mapped = 4 * (600_000 + id_rows) + 50 * (math.ceil(segments) + math.ceil(id_segments))
+        for spare, fits in ((1.0001, True), (0.9999, False)):
+            drive = replace(DRIVE, capacity_bytes=stored * spare)
+            memory = replace(make_host().ddr, capacity_bytes=(8 * MIB + workers * mapped) * spare)
+            for host in (make_host(storage=(drive,)), make_host(ddr=memory)):
+                setup = make_setup(workload, host=host, ddr_bytes=8 * MIB, workers=workers)
+                assert (not misfit(setup, DEMANDS[TRAINED if workload is TRAINED else SERVED])) == fits
 
 
 # More of anything
@@ -143,113 +133,95 @@ setups = st.builds(
 def grown(host: Host, by: float) -> dict[str, Host]:
     """The host with one thing more, by its name."""
     drives = host.storage
-    faster_reads = tuple(
-        replace(each, reads_per_s=each.reads_per_s * by, read_bytes_per_s=each.read_bytes_per_s * by) for each in drives
-    )
-    faster_writes = tuple(replace(each, write_bytes_per_s=each.write_bytes_per_s * by) for each in drives)
     return {
-        "reads": replace(host, storage=faster_reads),
-        "writes": replace(host, storage=faster_writes),
+        "reads": times(host, by, "storage.reads_per_s", "storage.read_bytes_per_s"),
+        "writes": times(host, by, "storage.write_bytes_per_s"),
         "drives": replace(host, storage=(*drives, drives[0])),
         "cores": replace(host, processor=replace(host.processor, cores=host.processor.cores + 1)),
-        "flops": replace(host, processor=replace(host.processor, flops=host.processor.flops * by)),
-        "memory speed": replace(host, ddr=replace(host.ddr, row_bytes_per_s=host.ddr.row_bytes_per_s * by)),
-        "network": replace(host, network=replace(host.network, bytes_per_s=host.network.bytes_per_s * by)),
+        "flops": times(host, by, "processor.flops"),
+        "memory speed": times(host, by, "ddr.row_bytes_per_s"),
+        "network": times(host, by, "network.bytes_per_s"),
     }
 
 
 @settings(max_examples=60, deadline=None)
 @given(setups, st.floats(1.01, 4.0))
-def test_more_of_any_part_never_slows_a_step(setup: Setup, by: float) -> None:
+def test_more_of_anything_never_slows_a_step_or_lowers_a_hit_rate(setup: Setup, by: float) -> None:
+    """But for fetching a batch ahead, which is work of its own."""
     before = plan(setup)
+    assert before == plan(setup)
+    taken = seconds(before)
+    assert before.bottleneck in taken
+    assert all(each >= 0 and math.isfinite(each) for each in taken.values())
+    assert max(taken.values()) <= before.step_s <= sum(taken.values())
+    assert all(0 <= tier.hit_rate <= 1 for tier in before.tiers)
     for name, host in grown(setup.host, by).items():
         assert plan(replace(setup, host=host)).step_s <= before.step_s * ROUNDING, name
-    for name in ("ddr_bytes", "page_cache_bytes"):
-        more = plan(replace(setup, **{name: by * getattr(setup, name)}))
-        assert more.step_s <= before.step_s * ROUNDING, name
+    memory = plan(replace(setup, ddr_bytes=by * setup.ddr_bytes))
+    cached = plan(replace(setup, page_cache_bytes=setup.page_cache_bytes + by * MIB))
+    for tier, more in enumerate((memory, cached)):
+        assert more.step_s <= before.step_s * ROUNDING
+        assert more.tiers[tier].hit_rate >= before.tiers[tier].hit_rate - 1e-12
+    assert memory.tiers[0].rows >= before.tiers[0].rows
     assert plan(replace(setup, threads=setup.threads + 1)).step_s <= before.step_s * ROUNDING
     assert plan(replace(setup, rows_per_read=by)).step_s <= before.step_s * ROUNDING
-
-
-@settings(max_examples=60, deadline=None)
-@given(setups)
-def test_prefetching_costs_a_step_no_more_than_itself(setup: Setup) -> None:
-    """Fetching a batch ahead is work of its own: where little is missing it may show."""
-    before, ahead = plan(setup), plan(replace(setup, prefetch_depth=setup.prefetch_depth + 1))
+    ahead = plan(replace(setup, prefetch_depth=setup.prefetch_depth + 1))
     assert ahead.step_s <= (before.step_s + 1e-6 * setup.host.costs.ahead_us) * ROUNDING
-
-
-@settings(max_examples=60, deadline=None)
-@given(setups, st.floats(1.01, 4.0))
-def test_more_memory_never_lowers_a_hit_rate(setup: Setup, by: float) -> None:
-    before, more = plan(setup), plan(replace(setup, ddr_bytes=by * setup.ddr_bytes))
-    assert more.tiers[0].rows >= before.tiers[0].rows
-    assert more.tiers[0].hit_rate >= before.tiers[0].hit_rate
-    cached = plan(replace(setup, page_cache_bytes=setup.page_cache_bytes + by * MIB))
-    assert cached.tiers[1].hit_rate >= before.tiers[1].hit_rate - 1e-12
-
-
-@settings(max_examples=60, deadline=None)
-@given(setups, st.floats(2, 200), st.floats(1.01, 4.0))
-def test_more_device_memory_never_lowers_its_hit_rate(setup: Setup, hbm: float, by: float) -> None:
-    """Its staging is in host memory; where that holds every row, a step is no slower, but for what it takes to bring
-    batches in ahead, if there is room for two of them now."""
-    host = replace(setup.host, accelerators=(GPU,))
-    fast = replace(setup, workload=TRAINED, host=host, hosts=1, hbm_bytes=hbm * MIB, ddr_bytes=2 * GIB)
-    before, more = plan(fast), plan(replace(fast, hbm_bytes=by * fast.hbm_bytes))
-    assert more.tiers[0].hit_rate >= before.tiers[0].hit_rate
-    ahead_s = 1e-6 * setup.host.costs.ahead_us
-    assert more.step_s <= (before.step_s + ahead_s) * ROUNDING
-
-
-@settings(max_examples=60, deadline=None)
-@given(setups)
-def test_predictions_are_sane(setup: Setup) -> None:
-    found = plan(setup)
-    names = [load.resource for load in found.loads]
-    assert found.bottleneck in names
-    assert all(load.seconds >= 0 and math.isfinite(load.seconds) for load in found.loads)
-    assert max(load.seconds for load in found.loads) <= found.step_s <= sum(load.seconds for load in found.loads)
-    assert all(0 <= tier.hit_rate <= 1 for tier in found.tiers)
-    assert found == plan(setup)
 
 
 # Marginal values
 
 
-def values(setup: Setup) -> dict[tuple[str, str], float]:
-    found = marginal_values(setup, DEMANDS[setup.workload])
-    assert [each.samples_per_s for each in found] == sorted((each.samples_per_s for each in found), reverse=True)
-    return {(each.resource, each.change): each.samples_per_s for each in found}
-
-
 def test_each_is_what_that_much_more_brings() -> None:
     setup = make_setup(TRAINED, ddr_bytes=32 * MIB, page_cache_bytes=8 * MIB, hosts=2)
-    before, found, processor = plan(setup).samples_per_s, values(setup), setup.host.processor
-    reads = replace(setup.host.storage[0], reads_per_s=1.1e5, read_bytes_per_s=2.2e9)
-    for name, changed in {
-        ("ddr", "+10 %"): replace(setup, ddr_bytes=1.1 * setup.ddr_bytes),
-        ("ssd reads", "+10 %"): replace(setup, host=replace(setup.host, storage=(reads,))),
-        ("cores", "+1"): replace(
-            setup, host=replace(setup.host, processor=replace(processor, cores=5, flops=processor.flops * 5 / 4))
-        ),
-    }.items():
-        assert found[name] == pytest.approx(plan(changed).samples_per_s - before)
-    assert ("network", "+10 %") in found
-    assert ("pcie", "+10 %") not in found
-    assert len({resource for resource, _ in found}) == len(found), "one line a resource"
+    before, found = plan(setup).samples_per_s, marginal_values(setup, DEMANDS[TRAINED])
+    more = {each.resource: each.samples_per_s for each in found}
+    assert list(more.values()) == sorted(more.values(), reverse=True)
+    assert len(more) == len(found), "one line a resource"
+    assert {"network", "page cache"} < set(more)
+    assert "pcie" not in more
+    host = setup.host
+    for name, by, part in (("ssd reads", 1.1, "reads"), ("ssd writes", 1.1, "writes"), ("flops", 1.1, "flops")):
+        grown_host = grown(host, by)[part]
+        assert more[name] == pytest.approx(plan(replace(setup, host=grown_host)).samples_per_s - before), name
+    processor = replace(host.processor, cores=5, flops=host.processor.flops * 5 / 4)
+    cores = plan(replace(setup, host=replace(host, processor=processor))).samples_per_s
+    larger = plan(replace(setup, ddr_bytes=1.1 * setup.ddr_bytes)).samples_per_s
+    assert (more["cores"], more["ddr"]) == pytest.approx((cores - before, larger - before))
+    assert max(more.values()) > 0 <= min(more.values())
 
 
-MORE_OF = {"ssd reads": "ssd reads", "ssd writes": "ssd writes", "network": "network", "model": "flops"}
-"""What helps, where a load is the bottleneck."""
+# Money and wear
+
+PRICING = Pricing(usd_per_kwh=0.1, pue=1.5, years=5.0, hours_a_day=12.0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(setups)
-def test_more_of_the_bottleneck_helps_and_of_what_is_idle_does_not(setup: Setup) -> None:
-    found, before = values(setup), plan(setup)
-    assert all(gain >= -1e-9 * before.samples_per_s for gain in found.values())
-    for load in before.loads:
-        gain = found.get((MORE_OF.get(load.resource, ""), "+10 %"), 0.0)
-        assert load.seconds or not gain
-        assert load.resource != before.bottleneck or load.resource not in MORE_OF or gain > 0
+def test_a_month_is_a_part_of_the_price_and_power_of_all_parts() -> None:
+    found = price_of(make_host(drives=3, gpus=2), 4, PRICING)
+    assert found.watts == 4 * (50 + 100 + 20 + 3 * 10 + 2 * 300)
+    assert found.usd == 4 * (500 + 1000 + 640 + 3 * 100 + 2 * 10_000)
+    hours = 12 * 365.25 / 12
+    assert found.usd_a_month == pytest.approx(found.usd / 60 + found.watts / 1000 * 1.5 * hours * 0.1)
+
+
+def test_drives_are_worn_by_what_is_written_to_them() -> None:
+    host = make_host(drives=2)
+    assert drive_writes_a_day(host, 1e7, PRICING) == pytest.approx(1e7 * 43_200 / 2 / 1e12)
+    small = replace(DRIVE, capacity_bytes=1e11)
+    uneven = replace(host, storage=(DRIVE, small))
+    assert drive_writes_a_day(uneven, 1e7, PRICING) == pytest.approx(1e7 * 43_200 / 2 / 1e11)
+    assert drive_writes_a_day(host, 0.0, PRICING) == 0
+    assert drive_writes_a_day(make_host(drives=0), 0.0, PRICING) == 0
+
+
+def test_years_of_life_are_the_warranty_over_the_wear() -> None:
+    setup = make_setup()
+    found = predict(setup, flat_demand(setup.workload, unique=2000, miss_ratio=0.25), pricing=PRICING)
+    written = next(load for load in found.loads if load.resource == "ssd writes").amount
+    a_day = written / found.step_s * 43_200 / 1e12
+    assert found.drive_writes_a_day == pytest.approx(a_day)
+    assert years_of_life(found, PRICING) == pytest.approx(5 / a_day)
+    served = make_workload(training=False)
+    reading = predict(make_setup(served, ddr_bytes=GIB), flat_demand(served, unique=2000, miss_ratio=0.25))
+    assert reading.drive_writes_a_day == 0
+    assert years_of_life(reading, PRICING) == math.inf

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tierstore.plan.queueing import Queue, latencies, latency_at, parse_query_sizes
+from tierstore.plan.queueing import Queue, latencies, latency_at
 
 pytestmark = pytest.mark.kernel
 FEW = 2000
@@ -55,17 +55,3 @@ def test_every_query_as_by_events(executors: int, batch: int) -> None:
     for share, seconds in ((0.5, told.p50_s), (0.95, told.p95_s), (0.99, told.p99_s)):
         assert seconds == pytest.approx(settled[math.ceil(share * (len(settled) - 1))])
     assert latency_at(queue, queue.rate_max).p50_s == math.inf
-
-
-def test_faster_service_and_fewer_queries_never_wait_longer() -> None:
-    queue = Queue(base_s=0.002, sample_s=0.001, sizes=(1.0, 4.0))
-    slower = Queue(base_s=0.002, sample_s=0.0011, sizes=(1.0, 4.0))
-    assert (latencies(queue, 150, num_queries=FEW) <= latencies(slower, 150, num_queries=FEW) + 1e-12).all()
-    assert (latencies(queue, 100, num_queries=FEW) <= latencies(queue, 150, num_queries=FEW) + 1e-12).all()
-
-
-def test_query_sizes_as_text() -> None:
-    assert parse_query_sizes("100, 100,200\n700") == (100, 100, 200, 700)
-    for text in ("", "100, x", "0", "-1", "nan", "1e999"):
-        with pytest.raises(ValueError, match=r"expected"):
-            parse_query_sizes(text)

@@ -1,7 +1,7 @@
-"""Accesses: which rows are asked for, one after another, as a cache sees them. What miss-ratio curves are made of."""
+"""Accesses: which rows are asked for, one after another, as a cache sees them."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +20,11 @@ class Accesses(NamedTuple):
 
     Attributes:
         keys: int64 [n], ``table index << 40 | row``.
-        starts: int64 [batches + 1], ascending from 0 to n: batch b asks for ``keys[starts[b]:starts[b + 1]]``.
+        starts: int64 [batches + 1], ascending from 0 to n: where each batch begins.
         tables: names, by table index.
-        sampling_rate: the share of all rows that are in it. Which ones a hash of the key decides
-            (``sampling.is_sampled``), so that a row that is in it is there with every access.
-        unlisted: batches beside those, in which none of the sampled rows was.
-        all_lookups: accesses to all rows, sampled or not, by table index; None where they are not known, or ``keys``
-            are all.
+        sampling_rate: the share of all rows that are in it, each with every access (``sampling.is_sampled``).
+        unlisted: further batches, in which none of the sampled rows was.
+        all_lookups: accesses to all rows, sampled or not, by table index; None where they are not known.
     """
 
     keys: Int64s
@@ -38,31 +36,15 @@ class Accesses(NamedTuple):
 
     @property
     def num_batches(self) -> int:
-        """Those that ``starts`` lists."""
         return len(self.starts) - 1
 
     @property
     def all_batches(self) -> int:
-        """What means over the batches divide by."""
         return self.num_batches + self.unlisted
-
-    def lookups_of(self, indexes: Iterable[int]) -> tuple[int, ...] | None:
-        """``all_lookups`` with 0 for all tables but these."""
-        if self.all_lookups is None:
-            return None
-        found = [0] * len(self.all_lookups)
-        for index in indexes:
-            found[index] = self.all_lookups[index]
-        return tuple(found)
 
 
 class Numbered(NamedTuple):
-    """Keys as small numbers.
-
-    Attributes:
-        numbers: int32 [n]; rows are numbered from 0 in order of first use.
-        num_rows: distinct rows.
-    """
+    """int32 [n]: rows numbered from 0 in order of first use; and how many are distinct."""
 
     numbers: NDArray[np.int32]
     num_rows: int
@@ -89,11 +71,8 @@ def accesses_of(trace: Trace) -> Accesses:
 
 
 def read_accesses(path: str | os.PathLike[str]) -> Accesses:
-    """Those of a trace's file, as ``tierstore trace`` and recordings write it.
-
-    Raises:
-        ValueError: it is no trace, or has no access; names it. FileNotFoundError.
-    """
+    """Those of a file of ``tierstore trace`` or a recording. ValueError: it is no trace, or has no access.
+    FileNotFoundError."""
     if not Path(path).exists():
         raise FileNotFoundError(f"{path}: there is no such trace; a run or a server with --record writes one")
     found = accesses_of(read_trace(path))
@@ -103,8 +82,8 @@ def read_accesses(path: str | os.PathLike[str]) -> Accesses:
 
 
 def _unlisted(trace: Trace) -> int:
-    """A sampled recording joins a batch of which it has no row to the next one. If it did not count batches, the
-    number of samples tells about how many there were."""
+    """A sampled recording joins a batch of which it has no row to the next one. If it did not count batches, it had
+    about as many as its samples fill."""
     if trace.all_batches is not None:
         return trace.all_batches - (len(trace.batch_bounds) - 1)
     if trace.num_entries == trace.num_samples:
@@ -113,9 +92,8 @@ def _unlisted(trace: Trace) -> int:
 
 
 def once_a_batch(accesses: Accesses) -> Accesses:
-    """Each row of a batch once: what the tiers of a store count (``TierStats.unique``), in the order in which rows come
-    into use there: that of first use, sample by sample across tables where the trace has samples. How many these would
-    be of all rows, no recording of a sample knows."""
+    """Each row of a batch once, as the tiers of a store count (``TierStats.unique``), in order of first use. How many
+    these would be of all rows, no recording of a sample knows."""
     is_first = first_uses(numbered(accesses.keys), accesses.starts)
     starts = np.append(0, np.cumsum(is_first))[accesses.starts]
     return accesses._replace(keys=accesses.keys[is_first], starts=starts, all_lookups=None)
@@ -142,5 +120,6 @@ def of_tables(accesses: Accesses, indexes: Sequence[int]) -> Accesses:
     is_chosen = np.isin(np.arange(len(accesses.tables)), indexes)
     chosen = is_chosen[accesses.keys >> KEY_ROW_BITS]
     starts = np.append(0, np.cumsum(chosen))[accesses.starts]
-    lookups = accesses.lookups_of(indexes)
+    counted = accesses.all_lookups
+    lookups = None if counted is None else tuple(np.where(is_chosen, counted, 0).tolist())
     return accesses._replace(keys=accesses.keys[chosen], starts=starts, all_lookups=lookups)

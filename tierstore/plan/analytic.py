@@ -1,4 +1,4 @@
-"""What a cache would do under Zipf's law, without a trace: by formula, over rows in bins, so that 2^40 rows are few.
+"""What a cache would do under Zipf's law: by formula, over rows in bins, so that 2^40 rows are few.
 
 Each id is drawn independently of all others (the *independent reference model*). Hit rates of LRU are Che's
 approximation (H. Che, Y. Tung, Z. Wang, Hierarchical web caching systems, IEEE JSAC 20, 2002; why it is so good:
@@ -16,32 +16,23 @@ import numpy as np
 from ..kernels.arrays import Float64s
 from .curves import MissRatioCurve
 
-_SINGLE_RANKS: Final = 256
-"""The hottest rows have a bin each."""
+_SINGLE_RANKS: Final = 256  # the hottest rows have a bin each
 _BIN_GROWTH: Final = 1.02
 """Of the ranks behind them, from bin to bin: a row's share is off by 1 % times the exponent at most."""
 _MANY_BINS: Final = 2048
 _LEAST_CHANCE: Final = 1e-300
 _TIMES: Final = 160
-_FEW_BATCHES: Final = np.linspace(0.0, 4.0, 81)
-"""Windows where hit rates bend most."""
-_PHASES: Final = np.linspace(0.0, 1.0, 25) ** 2
-"""Times in a batch, most of them early, where most rows are used first."""
+_FEW_BATCHES: Final = np.linspace(0.0, 4.0, 81)  # windows where hit rates bend most
+_PHASES: Final = np.linspace(0.0, 1.0, 25) ** 2  # times in a batch, most of them early, where most rows are used first
 _LONG: Final = 40.0
-"""Accesses that a row has had, on average, when it is taken for certain that it had one: the odds are e^-40."""
+"""Accesses that a row has had, on average, when it is certain that it had one: the odds are e^-40."""
 _SIZES: Final = 512
-_BATCHES: Final = 1_000_000
-"""Whose accesses a curve says it is of, so that curves of several tables have their weights."""
+_BATCHES: Final = 1_000_000  # whose accesses a curve says it is of
 _ALMOST_CERTAIN: Final = 1 - 1e-15
 
 
 class Popularity(NamedTuple):
-    """Rows in bins; of each bin all rows are alike.
-
-    Attributes:
-        rows: float64 [bins], how many.
-        chances: float64 [bins], that a row of the bin is in a batch.
-    """
+    """Bins of rows that are alike, float64 [bins]: how many, and the chance that one is in a batch."""
 
     rows: Float64s
     chances: Float64s
@@ -113,13 +104,9 @@ def _in_batch(shares: Float64s, lookups: float) -> Float64s:
 
 
 def lru_curve(found: Popularity) -> MissRatioCurve:
-    """Of least-recently-used, by Che's approximation.
-
-    A cache holds what was accessed in a window that reaches back so far that it has as many rows. The time of a row's
-    first use in a batch has an exponential density, cut off at the batch's end: frequent rows come early. So at a time
-    in a batch the window holds what the batch has used so far, and before that some whole batches and the end of one
-    more. A row that is used then for the first time in its batch is in the cache if it was in those.
-    """
+    """Of least-recently-used, by Che's approximation: a cache holds what was accessed in a window that reaches back so
+    far that it has as many rows. The time of a row's first use in a batch has an exponential density, cut off at the
+    batch's end. So the window holds what the batch has used so far, whole batches before, and the end of one more."""
     used = found.chances > 0
     rows, chances = found.rows[used], np.minimum(found.chances[used], _ALMOST_CERTAIN)
     sizes = _sizes(found)

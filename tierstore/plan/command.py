@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..system.terminal import Command, progress_bar
 from ..system.terminal import arg as _arg
@@ -11,8 +11,7 @@ from ..system.terminal import command as _part
 
 if TYPE_CHECKING:
     from .accesses import Accesses
-    from .curves import CurveOptions, MissRatioCurve
-    from .plan_file import PlanFile
+    from .curves import MissRatioCurve
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
@@ -22,15 +21,6 @@ def _require_writable(path: str | None, sources: list[str], *, force: bool) -> N
     if path:
         require_other(Path(path), sources)
         require_new(Path(path), force=force)
-
-
-def _require_outputs(options: argparse.Namespace, asked: "PlanFile") -> None:
-    """The same of a page and of JSON, which are none of the files that the plan is made of."""
-    named = (asked.workload.file, asked.trace.path, asked.target.query_sizes, asked.host.file, *asked.host.others)
-    for path in (options.html, options.json):
-        _require_writable(path, [options.plan_file, *named], force=options.force)
-    if options.html and options.json and Path(options.html).resolve() == Path(options.json).resolve():
-        raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -45,14 +35,17 @@ def _run(options: argparse.Namespace) -> int:
     if options.plan_file is None:
         raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
-    _require_outputs(options, asked)
+    read = [options.plan_file, asked.workload.file, asked.trace.path, asked.target.query_sizes, asked.host.file]
+    for path in (options.html, options.json):
+        _require_writable(path, [*read, *asked.host.others], force=options.force)
+    if options.html and options.json and Path(options.html).resolve() == Path(options.json).resolve():
+        raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
     from ..system.output import write_text
     from .json_file import write_json
     from .planning import plan
     from .report import describe, page_of
 
-    with progress_bar("plan", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
-        result = plan(asked, progress=lambda stage, done, total: show(done, total, f"plan: {stage}"))
+    result = plan(asked)
     print(describe(result, colours=sys.stdout.isatty()))
     if options.html:
         write_text(Path(options.html), page_of(result), force=options.force)
@@ -74,19 +67,15 @@ def _curve(options: argparse.Namespace) -> int:
     accesses = once_a_batch(accesses) if options.once_a_batch else accesses
     sizes = _sizes(options.sizes, accesses)
     found: dict[str, dict[str, MissRatioCurve]] = {}
+    named: dict[str, MissRatioCurve] = {}
     for policy in policies:
-        with progress_bar(policy, unit=" accesses", unit_scale=True) as show:
-            asked: CurveOptions = {"sizes": sizes, "progress": show, "prefetch_depth": options.prefetch_depth}
-            of = by_table(accesses, policy, **asked) if options.by_table else {"all": curve(accesses, policy, **asked)}
+        asked: dict[str, Any] = {"sizes": sizes, "prefetch_depth": options.prefetch_depth}
+        of = by_table(accesses, policy, **asked) if options.by_table else {"all": curve(accesses, policy, **asked)}
         found[policy] = of
+        named |= {f"{policy} {table}" if options.by_table else policy: each for table, each in of.items()}
     what = "distinct rows of batches" if options.once_a_batch else "lookups"
     sampled = f", a sample of {accesses.sampling_rate:.3g} of the rows" if accesses.sampling_rate < 1 else ""
     print(f"{options.trace}: {len(accesses.keys):,} {what} of {len(accesses.tables)} tables{sampled}\n")
-    named = {
-        f"{policy} {table}" if options.by_table else policy: each
-        for policy, of in found.items()
-        for table, each in of.items()
-    }
     print(describe_curves(named, sizes))
     for warning in dict.fromkeys(each.warning for each in named.values() if each.warning):
         print(f"\n! {warning}")
@@ -116,21 +105,18 @@ def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
     return sorted(set(found))
 
 
-# Machines
-
-
 def _measure(options: argparse.Namespace) -> int:
     from .measure import describe, measure
-    from .parts.hosts import require_writable, write_host
+    from .parts.catalog import require_writable, write_host
 
     path = Path(options.out)
     require_writable(path, force=options.force)  # better now than in a minute
     with progress_bar("measuring", bar_format="{desc} {bar} {percentage:.0f}%") as show:
 
-        def told(step: str, share: float) -> None:
+        def show_step(step: str, share: float) -> None:
             show(round(100 * share), 100, f"measuring {step}")
 
-        found = measure(options.dir, seconds=options.seconds, progress=told, device=options.device)
+        found = measure(options.dir, seconds=options.seconds, progress=show_step)
     write_host(found, path, force=options.force)
     print(describe(found))
     print(f"\nSaved as {path}. Fill in what it could not know: watts, prices, the network, drive writes a day.")
@@ -144,9 +130,6 @@ def _parts(options: argparse.Namespace) -> int:
     return 0
 
 
-# Workloads
-
-
 def _presets(options: argparse.Namespace) -> int:
     from .presets import PRESETS, describe_workload, preset, workload_toml
 
@@ -158,12 +141,6 @@ def _presets(options: argparse.Namespace) -> int:
     return 0
 
 
-_FORCED_BOTH: Final = _arg("--force", help="replace these files if they exist")
-_SET: Final = _arg(
-    "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key, as setup.ddr=64GiB"
-)
-_FORCED: Final = _arg("--force", help="replace that file if it exists")
-
 COMMANDS: Final[Mapping[str, Command]] = {
     "run": _part(
         _run,
@@ -171,8 +148,14 @@ COMMANDS: Final[Mapping[str, Command]] = {
             _arg("plan_file", metavar="FILE.toml", nargs="?", help="the plan file"),
             _arg("--html", metavar="OUT.html", help="write the report, one page that needs no network"),
             _arg("--json", metavar="OUT.json", help="write all figures of the answer"),
-            _FORCED_BOTH,
-            _SET,
+            _arg("--force", help="replace these files if they exist"),
+            _arg(
+                "--set",
+                action="append",
+                default=[],
+                metavar="SECTION.KEY=VALUE",
+                help="set any key, as setup.ddr=64GiB",
+            ),
             _arg("--keys", help="print every key with its default, and exit"),
         ),
         "answer a plan file",
@@ -203,7 +186,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
             ),
             _arg("--by-table", help="a cache for each table, not one for all"),
             _arg("--json", metavar="PATH", help="also write the curves to a file"),
-            _FORCED,
+            _arg("--force", help="replace that file if it exists"),
         ),
         "say how often memory of any size misses",
         "Miss-ratio curves of a trace, recorded whole or by a sample of its rows.",
@@ -215,7 +198,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
             _arg("--dir", default=".", metavar="DIR", help="a folder on the SSD to be measured (default: .)"),
             _arg("--out", default="host.json", metavar="PATH", help="where the host goes (default: host.json)"),
             _arg("--seconds", type=float, default=50.0, metavar="N", help="time to spend, about (default: 50)"),
-            _arg("--device", default="cpu", metavar="NAME", help="cpu (default), or cuda for all GPUs, or cuda:1"),
             _arg("--force", help="replace PATH if it exists"),
         ),
         "measure this machine",

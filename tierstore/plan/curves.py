@@ -1,22 +1,19 @@
 """Miss-ratio curves: which share of accesses misses, by how many rows the cache has; exactly or from a sample.
 
-Accesses are replayed once for LRU, and once a size for the other policies.
+*LRU* at every size in one pass, by stack distances (R. Mattson et al., Evaluation techniques for storage hierarchies,
+IBM Systems Journal 9, 1970): an access hits a cache of c rows if fewer than c other rows were accessed since the row's
+last access. A tree of sums (P. Fenwick, A new data structure for cumulative frequency tables, 1994) over the accesses
+counts those that are the last one to their row. A store pins the rows of in-flight batches, which are those used last:
+while not all slots are pinned the least recently used row is none of them, and where all are, they are let go. So
+distances hold at every size.
 
-*LRU* at every size in one pass: stack distances (R. Mattson et al., Evaluation techniques for storage hierarchies, IBM
-Systems Journal 9, 1970). An access hits a cache of c rows if fewer than c other rows were accessed since the row's last
-access. So one histogram of these distances holds the curve. A tree of sums (P. Fenwick, A new data structure for
-cumulative frequency tables, 1994) over the accesses counts those that are the last one to their row, and a distance is
-how many of these are behind a row's own. A store pins the rows of in-flight batches. They are those used last, so while
-not all slots are pinned the least recently used row is none of them; and where all are, they are let go. So distances
-hold at every size.
-
-*LFU and TinyLFU* by the DDR tier's own code: batch by batch, with the pins that it has.
+*LFU and TinyLFU* by the DDR tier's own code, once a size: batch by batch, with the pins that it has.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypedDict, Unpack
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,30 +31,19 @@ from ..system.excerpt import excerpt
 from ..system.terminal import columns_of
 from .accesses import Accesses, Numbered, first_uses, numbered, of_tables
 
-__all__ = ["POLICIES", "CurveOptions", "MissRatioCurve", "by_table", "curve", "describe_curves"]
+__all__ = ["POLICIES", "MissRatioCurve", "by_table", "curve", "describe_curves"]
 
 POLICIES: Final = ("lru", "lfu", "tinylfu")
-"""The store's own."""
 _NUM_SIZES: Final = 10
-Progress = Callable[[int, int], None]
-"""Told how much is done, and of how much; accesses, each once a replay."""
-_INTERPOLATED: Final = 16
-"""Rows. Below, a part of a row makes a difference."""
-_CHUNK: Final = 1 << 20
-"""Accesses between two calls of a ``Progress``."""
-_EVERY_SIZE: Final = 4096
-_STEP: Final = 1.02
-"""Ratio of sizes beyond."""
+_INTERPOLATED: Final = 16  # rows; below, a part of a row makes a difference
+_EVERY_SIZE, _STEP = 4096, 1.02  # and the ratio of sizes beyond
 _NUM_SIMULATED: Final = 24
-_SMALLEST_SIMULATED: Final = 1 / 2000
-"""Of all rows."""
-_DEEPEST: Final = 1024
-"""Batches fetched ahead, at most."""
+_SMALLEST_SIMULATED: Final = 1 / 2000  # of all rows
+_DEEPEST: Final = 1024  # batches fetched ahead, at most
 _MEAN_POINTS, _WORST_POINTS = 70, 170
 """Points of hit rate that the curve of a recorded sample is off on average over sizes, times the root of its rows: the
 mean over curves and the worst of them, of eight traces and samples of 100 to 5,000 rows."""
-_MOST_POINTS: Final = 2.0
-"""That a curve may be off without a warning, at worst."""
+_MOST_POINTS: Final = 2.0  # that a curve may be off without a warning, at worst
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +51,7 @@ class MissRatioCurve:
     """One policy's.
 
     Attributes:
-        policy: of ``POLICIES``.
-        sizes: int64 [k], ascending, rows of the cache, from 1 on.
-        miss_ratios: float64 [k], of those sizes.
+        sizes, miss_ratios: int64 [k], ascending, rows of the cache, from 1 on; float64 [k].
         num_accesses, num_rows: accesses, and distinct rows; of a recorded sample what the whole has by estimate.
         sampling_rate: of the rows that were recorded.
         warning: how far it may be off, and what to do, if that is much; else "".
@@ -82,8 +66,7 @@ class MissRatioCurve:
     warning: str = ""
 
     def miss_ratio(self, rows: float) -> float:
-        """At a size: as simulated; between two sizes by a straight line over the logarithm of the size; beyond the
-        largest its own; 1 for no row."""
+        """Between two sizes by a straight line over the logarithm of the size; beyond the largest its own."""
         if rows < 1:
             return 1.0
         return float(np.interp(np.log(rows), np.log(self.sizes), self.miss_ratios))
@@ -106,7 +89,7 @@ def describe_curves(curves: Mapping[str, MissRatioCurve], sizes: Sequence[int] |
 
 
 def _round_sizes(largest: int) -> list[int]:
-    """Two figures each, evenly apart on a scale of logarithms, and the largest."""
+    """Of two figures, evenly apart on a scale of logarithms, and the largest."""
     exact = np.geomspace(max(1.0, largest / 1000), largest, _NUM_SIZES)[:-1]
     units = 10.0 ** np.maximum(0, np.floor(np.log10(exact)) - 1)
     return sorted({*(np.rint(exact / units) * units).astype(int).tolist(), largest})
@@ -144,42 +127,28 @@ def _count_distances(numbers: Any, begin: Any, end: Any, latest: Any, tree: Any,
     return num_rows
 
 
-def distances(accesses: Numbered, *, skip: int = 0, progress: Progress | None = None) -> Int64s:
-    """int64 [rows]: accesses by how many other rows came since the row's last one. A row's first access is in none.
+def distances(accesses: Numbered, *, skip: int = 0) -> Int64s:
+    """int64 [rows]: accesses by how many other rows came since the row's last one, without the first ``skip``. A row's
+    first access is in none.
 
     8 bytes of memory a row, and 4 an access.
     """
-    total, num_rows = len(accesses.numbers), 0
-    tree, latest = np.zeros(total + 1, np.int32), np.full(accesses.num_rows, -1, np.int64)
-    uncounted, counted = np.zeros(accesses.num_rows, np.int64), np.zeros(accesses.num_rows, np.int64)
-    for part, (begin, end) in ((uncounted, (0, skip)), (counted, (skip, total))):
-        for start in range(begin, end, _CHUNK):
-            stop = min(end, start + _CHUNK)
-            num_rows = _count_distances(accesses.numbers, start, stop, latest, tree, num_rows, part)
-            if progress is not None:
-                progress(stop, total)
+    total, num_rows = len(accesses.numbers), accesses.num_rows
+    tree, latest = np.zeros(total + 1, np.int32), np.full(num_rows, -1, np.int64)
+    skipped, counted = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    before = _count_distances(accesses.numbers, 0, skip, latest, tree, 0, skipped)
+    _count_distances(accesses.numbers, skip, total, latest, tree, before, counted)
     return counted
 
 
-class CurveOptions(TypedDict, total=False):
-    """How a curve is made.
-
-    Attributes:
-        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
-            size: 24, and the largest batch's rows. Up to all rows there are.
-        prefetch_depth: batches whose rows are fetched ahead of the one in use, as ``tierstore.prefetch`` has them if it
-            is never waited for; 0, the default: a plain loop, or serving. LRU does not depend on it.
-        skip: batches at the start that fill the cache and do not count; default: 0.
-        progress: called with the accesses that are done, each once a replay.
-    """
-
-    sizes: Sequence[int] | Int64s | None
-    prefetch_depth: int
-    skip: int
-    progress: Progress | None
-
-
-def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> MissRatioCurve:
+def curve(
+    accesses: Accesses,
+    policy: str,
+    *,
+    sizes: Sequence[int] | Int64s | None = None,
+    prefetch_depth: int = 0,
+    skip: int = 0,
+) -> MissRatioCurve:
     """The miss-ratio curve of a cache that starts empty.
 
     Of a recorded sample of the rows (``accesses.sampling_rate``) the curve is that of all rows, by estimate: caches are
@@ -190,7 +159,11 @@ def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> M
         accesses: each counts; one to a row that its batch has used before hits. What the tiers of a store count is
             ``once_a_batch(accesses)``.
         policy: of ``POLICIES``, or "auto" for what that stands for.
-        options: see ``CurveOptions``.
+        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
+            size: 24, and the largest batch's rows. Up to all rows there are.
+        prefetch_depth: batches whose rows are fetched ahead of the one in use, as ``tierstore.prefetch`` has them if it
+            is never waited for; 0: a plain loop, or serving. LRU does not depend on it.
+        skip: batches at the start that fill the cache and do not count.
 
     Raises:
         ValueError: there is no access; no such policy; a size is out of range.
@@ -200,29 +173,27 @@ def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> M
     policy = resolve_policy(policy)
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: {nearest(policy, POLICIES)}")
-    depth, skip = options.get("prefetch_depth", 0), options.get("skip", 0)
-    require_int(depth, "prefetch_depth", 0, _DEEPEST)
+    require_int(prefetch_depth, "prefetch_depth", 0, _DEEPEST)
     require_int(skip, "skip", 0, accesses.num_batches - 1)
-    rows, rate, progress = numbered(accesses.keys), accesses.sampling_rate, options.get("progress")
-    asked = _sizes(options.get("sizes"), policy, accesses, rows.num_rows)
+    rows, rate = numbered(accesses.keys), accesses.sampling_rate
+    asked = _sizes(sizes, policy, accesses, rows.num_rows)
     counted, first = _counted(accesses, skip), int(accesses.starts[skip])
-    sizes = np.minimum(_sampled_sizes(policy, asked, rate), rows.num_rows)
+    own = np.minimum(_sampled_sizes(policy, asked, rate), rows.num_rows)
     # Between two whole sizes misses lie on a straight line.
-    low, high = np.floor(sizes).astype(np.int64), np.ceil(sizes).astype(np.int64)
+    low, high = np.floor(own).astype(np.int64), np.ceil(own).astype(np.int64)
     wanted = np.unique(np.concatenate([low, high]))
     if policy == "lru":
-        nearer = np.append(0, np.cumsum(distances(rows, skip=first, progress=progress)))
+        nearer = np.append(0, np.cumsum(distances(rows, skip=first)))
         missed = len(accesses.keys) - first - nearer[wanted]
     else:
-        missed = _store_misses(policy, accesses, rows, wanted, first=first, depth=depth, progress=progress)
+        missed = _store_misses(policy, accesses, rows, wanted, first, prefetch_depth)
     at_low, at_high = (missed[np.searchsorted(wanted, ends)] for ends in (low, high))
     return MissRatioCurve(
         policy=policy,
         sizes=asked,
-        # Where a sample has more or fewer accesses than its share, they are taken to be hits too many or too few, as
-        # SHARDS-adj does: the rows that make the difference are those that any cache has. The estimate of a sample may
-        # be a little more than all.
-        miss_ratios=np.minimum((at_low + (at_high - at_low) * (sizes - low)) / counted, 1.0),
+        # Accesses beyond or below a sample's share are taken for hits, as SHARDS-adj does: any cache has the rows that
+        # make the difference. The estimate of a sample may be a little more than all.
+        miss_ratios=np.minimum((at_low + (at_high - at_low) * (own - low)) / counted, 1.0),
         num_accesses=round(counted / rate),
         num_rows=round(rows.num_rows / rate),
         sampling_rate=rate,
@@ -230,9 +201,7 @@ def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> M
     )
 
 
-def _store_misses(
-    policy: Any, accesses: Accesses, rows: Numbered, sizes: Int64s, *, first: int, depth: int, progress: Progress | None
-) -> Int64s:
+def _store_misses(policy: Any, accesses: Accesses, rows: Numbered, sizes: Int64s, first: int, depth: int) -> Int64s:
     """int64 [k]: accesses from the ``first`` on that miss the DDR tier's cache, replayed for each size."""
     is_first = first_uses(rows, accesses.starts)
     keys, starts = accesses.keys[is_first], np.append(0, np.cumsum(is_first))[accesses.starts]
@@ -244,20 +213,18 @@ def _store_misses(
             cache = DdrCache(capacity, weight_words=0, state_words=0, policy=policy)
             is_hit[is_first] = cache.access(keys, starts, depth=depth, held_rows=int(capacity * HELD_SHARE))
         missed[index] = np.count_nonzero(~is_hit[first:])
-        if progress is not None:
-            progress((index + 1) * total, len(sizes) * total)
     return missed
 
 
-def by_table(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> dict[str, MissRatioCurve]:
-    """Curves of the tables, each in a cache of its own; a table without accesses has none. As ``curve``."""
+def by_table(accesses: Accesses, policy: str, **options: Any) -> dict[str, MissRatioCurve]:
+    """As ``curve``, of each table in a cache of its own; a table without accesses has none."""
     used = np.unique(accesses.keys >> KEY_ROW_BITS).tolist()
     return {accesses.tables[index]: curve(of_tables(accesses, [index]), policy, **options) for index in used}
 
 
 def _counted(accesses: Accesses, skip: int) -> float:
-    """Of the accesses to all rows behind the skipped batches, what the sampling rate makes of them. Where it is not
-    known how many there are, those that the sample has; else each batch is taken to have as many as another."""
+    """The sampling rate's share of the accesses to all rows behind the skipped batches, each batch being taken to have
+    as many as another; those that the sample has where only they are known."""
     if accesses.all_lookups is None:
         return float(len(accesses.keys) - accesses.starts[skip])
     return sum(accesses.all_lookups) * accesses.sampling_rate * (1 - skip / accesses.num_batches)
@@ -285,9 +252,8 @@ def _sizes(sizes: Sequence[int] | Int64s | None, policy: str, accesses: Accesses
 def _sampled_sizes(policy: str, sizes: Int64s, rate: float) -> Float64s:
     """Of the caches that are to a sample what ``sizes`` (int64 [k], rows) are to all rows: float64 [k].
 
-    Of all rows, c - 1 are cached beside the newest, which these policies always let in. Of the sample, the newest is
-    there too, with a share of the others: so a small cache of sampled rows is larger than its share. For LRU, whose
-    distances are whole numbers that stand for some of both sides, half of that row.
+    The newest row, which these policies always let in, is in a cache of sampled rows too, with a share of the others:
+    so it is larger than its share. For LRU, whose distances are whole numbers, by half of that row.
     """
     newest = 0.5 if policy == "lru" else 1.0
     found: Float64s = sizes.astype(np.float64) * rate + newest * (1 - rate)
@@ -296,7 +262,6 @@ def _sampled_sizes(policy: str, sizes: Int64s, rate: float) -> Float64s:
 
 
 def _warning(num_rows: int, rate: float) -> str:
-    """What to say of curves from so few recorded rows, or ""."""
     enough = int((_WORST_POINTS / _MOST_POINTS) ** 2)
     if rate == 1 or num_rows >= enough:
         return ""

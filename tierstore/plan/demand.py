@@ -1,6 +1,6 @@
-"""The demand: what a workload asks of the tiers, batch by batch, pool by pool. From a trace, or by formula."""
+"""The demand: what a batch of a workload asks of the tiers, pool by pool; from a trace, or by formula."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -24,10 +24,7 @@ class PoolDemand:
     """Of the tables of one row layout, which share a cache.
 
     Attributes:
-        tables: names.
-        num_rows: of all of them.
-        lookups: ids of a batch, on average.
-        unique: distinct rows of a batch, on average.
+        lookups, unique: ids and distinct rows of a batch, on average.
         curve: of once-a-batch accesses, in rows of this pool.
         rows_of: distinct rows of one of so many equal parts of a batch, on average; None where that is not known.
     """
@@ -49,13 +46,7 @@ class PoolDemand:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """Of all pools.
-
-    Attributes:
-        batch_samples: samples of the batches that it was found of.
-        policy: of the caches, as ``tierstore.open`` takes it; the curves are of what it stands for.
-        pools: in order of their first tables.
-    """
+    """Of all pools, for batches of so many samples; ``policy``: of the caches, as ``tierstore.open`` takes it."""
 
     batch_samples: int
     policy: str
@@ -68,13 +59,8 @@ class Demand:
 
     @classmethod
     def analytic(cls, workload: Workload, policy: str = "lru") -> "Demand":
-        """By Zipf's law of each table (``TableShape.exponent``), ids drawn independently; see ``analytic``.
-
-        Of tinylfu, and of lfu, the curve is that of a cache of the rows that are accessed most.
-
-        Raises:
-            ValueError: there is no formula for the policy; names those that have one.
-        """
+        """By Zipf's law of each table, ids drawn independently; see ``analytic``. Of tinylfu and lfu the curve is that
+        of a cache of the rows that are accessed most. ValueError: the policy has no formula."""
         formula = resolve_policy(policy)
         if formula not in POLICIES:
             raise ValueError(f"policy={excerpt(policy)} has no formula; expected one of {', '.join(POLICIES)}")
@@ -99,9 +85,8 @@ class Demand:
         *,
         make_curve: Callable[[Accesses, str], MissRatioCurve] = curve,
     ) -> "Demand":
-        """As a trace has it. Its batches are taken for those of the workload.
-
-        The last batch may be a part of one; averages leave it out if there are others, and all are listed.
+        """As a trace has it. Its batches are taken for those of the workload; the last one may be a part of one, and
+        averages leave it out if there are others and all are listed.
 
         Args:
             accesses: every access, not once a batch only; sampled or not.
@@ -111,6 +96,9 @@ class Demand:
             ValueError: it has no access, or a table that the workload has not, or a row beyond its table.
         """
         _check(workload, accesses)
+        # Of tables that nobody looks anything up in.
+        size, never, unlooked = np.ones(1, np.int64), np.zeros(1), resolve_policy(policy)
+        unused = MissRatioCurve(policy=unlooked, sizes=size, miss_ratios=never, num_accesses=0, num_rows=0)
 
         def found(tables: list[TableShape]) -> dict[str, Any]:
             names = {table.name for table in tables}
@@ -119,7 +107,7 @@ class Demand:
             return {
                 "lookups": lookups,
                 "unique": min(lookups, _a_batch(distinct)),
-                "curve": make_curve(distinct, policy) if len(distinct.keys) else _unused(resolve_policy(policy)),
+                "curve": make_curve(distinct, policy) if len(distinct.keys) else unused,
                 "rows_of": lru_cache(lambda parts: _a_batch(once_a_batch(split(own, parts))) if parts else 0.0),
             }
 
@@ -129,41 +117,36 @@ class Demand:
     def _of(cls, workload: Workload, policy: str, found: Callable[[list[TableShape]], dict[str, Any]]) -> "Demand":
         """``found``: the other fields of a pool of these tables."""
         pools = tuple(
-            PoolDemand(layout=layout, tables=_names(tables), num_rows=_rows(tables), **found(tables))
-            for layout, tables in _by_layout(workload).items()
+            PoolDemand(layout=layout, tables=names, num_rows=num_rows, **found(tables))
+            for layout, (names, num_rows, tables) in _by_layout(workload).items()
         )
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
 
     def laid_out(self, workload: Workload) -> "Demand":
-        """The same demand of the same tables whose rows are of another type, or have another optimizer's state.
-        ValueError: the tables, their rows or the batch are others than those that it was found of."""
+        """The same, of rows of another type, or with another optimizer's state. ValueError: the tables, their rows or
+        the batch are others than those that it was found of."""
         if workload.batch_samples != self.batch_samples:
             raise ValueError(
                 f"the demand is of batches of {self.batch_samples:,} samples, the workload has "
                 f"{workload.batch_samples:,}; find the demand of that workload"
             )
         layouts = _by_layout(workload)
-        shapes = [(_names(tables), _rows(tables)) for tables in layouts.values()]
-        if [(pool.tables, pool.num_rows) for pool in self.pools] != shapes:
+        if [(pool.tables, pool.num_rows) for pool in self.pools] != [each[:2] for each in layouts.values()]:
             raise ValueError("the demand is of other tables than the workload's; find the demand of that workload")
         pools = tuple(replace(pool, layout=layout) for pool, layout in zip(self.pools, layouts, strict=True))
         return replace(self, pools=pools)
 
 
 @lru_cache(maxsize=256)
-def _by_layout(workload: Workload) -> Mapping[RowLayout, list[TableShape]]:
+def _by_layout(workload: Workload) -> dict[RowLayout, tuple[tuple[str, ...], int, list[TableShape]]]:
+    """Names of the tables, their rows, and they."""
     found: dict[RowLayout, list[TableShape]] = {}
     for table in workload.tables:
         found.setdefault(workload.layout(table), []).append(table)
-    return found
-
-
-def _names(tables: list[TableShape]) -> tuple[str, ...]:
-    return tuple(table.name for table in tables)
-
-
-def _rows(tables: list[TableShape]) -> int:
-    return sum(table.num_embeddings for table in tables)
+    return {
+        layout: (tuple(each.name for each in own), sum(each.num_embeddings for each in own), own)
+        for layout, own in found.items()
+    }
 
 
 def _popularity(tables: list[TableShape], samples: float) -> Popularity:
@@ -175,13 +158,6 @@ def split(accesses: Accesses, parts: int) -> Accesses:
     starts = accesses.starts
     begins = starts[:-1, None] + np.diff(starts)[:, None] * np.arange(parts) // parts
     return accesses._replace(starts=np.append(begins.ravel(), starts[-1]), unlisted=parts * accesses.unlisted)
-
-
-def _unused(policy: str) -> MissRatioCurve:
-    """Of tables that nobody looks anything up in."""
-    return MissRatioCurve(
-        policy=policy, sizes=np.ones(1, np.int64), miss_ratios=np.zeros(1), num_accesses=0, num_rows=0
-    )
 
 
 def _check(workload: Workload, accesses: Accesses) -> None:
@@ -200,7 +176,7 @@ def _check(workload: Workload, accesses: Accesses) -> None:
 
 
 def _lookups_a_batch(accesses: Accesses) -> float:
-    """Of all rows, on average. If they were counted, the sample says only which part of them is of the last batch."""
+    """Of all rows, on average. If they were counted, the sample says only how much of them is of the last batch."""
     if accesses.all_lookups is None:
         return _a_batch(accesses)
     counted = sum(accesses.all_lookups)

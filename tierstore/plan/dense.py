@@ -16,13 +16,7 @@ MLPERF_LAYERS: Final[dict[str, Any]] = {
 
 
 class DenseWork(NamedTuple):
-    """Forward. Fields are those of ``Workload``.
-
-    Attributes:
-        dense_flops: of a sample.
-        dense_products: of matrices, of a batch.
-        dense_values: of a sample, that these and what is between them read and write.
-    """
+    """Forward: flops of a sample, products of matrices of a batch, values that are read and written, of a sample."""
 
     dense_flops: float
     dense_products: float

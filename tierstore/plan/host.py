@@ -1,15 +1,10 @@
-"""A host: what its parts can do, take and cost, and what tierstore's own work takes on it.
-
-``tierstore plan measure`` makes one of the machine it runs on; the parts that ship (``parts``) are data with sources.
-"""
+"""A host: what its parts can do, take and cost, and what tierstore's own work takes on it."""
 
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, Final
 
 from ..layout import RowLayout
 from ..settings.sections import check_ranges, option
-from ..system.sizes import format_size
 from .dense import DenseWork
 
 _MOST: Final = 1e18
@@ -24,7 +19,7 @@ _VALUE_BYTES: Final = 6
 
 
 class Checked:
-    """A description whose fields are in their ranges; a ValueError names the field, its value and what is accepted."""
+    """Its fields are in their ranges; a ValueError names the field, its value and what is accepted."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -34,8 +29,7 @@ class Checked:
 class Memory(Checked):
     """Memory of one kind, all of a host's (DDR) or of one accelerator (HBM)."""
 
-    part: str = ""
-    """Here and below: its name among the parts, "" where it is none of them."""
+    part: str = ""  # here and below: its name among the parts
     capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
     bytes_per_s: float = option(0.0, "read in order, by all cores", low=0, high=_MOST)
     row_bytes_per_s: float = option(0.0, "read by rows of 256 bytes at random, by all cores", low=0, high=_MOST)
@@ -92,10 +86,8 @@ class Accelerator(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareCosts(Checked):
-    """What tierstore's own work takes on one core of the host, beyond what the parts are limited to.
-
-    ``tierstore plan measure`` finds them by loops of their own; docs/planning/model.md says how a step adds them up.
-    """
+    """What tierstore's own work takes on one core of the host, beyond what the parts are limited to;
+    docs/planning/model.md says how a step adds it up."""
 
     batch_us: float = option(
         0.0,
@@ -151,12 +143,7 @@ class SoftwareCosts(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Host(Checked):
-    """One machine.
-
-    Attributes:
-        costs: measured, or those of a machine like it.
-        source: where the figures come from.
-    """
+    """One machine; ``source``: where its figures come from."""
 
     name: str
     processor: Processor
@@ -171,7 +158,7 @@ class Host(Checked):
 
 
 def times(value: Any, factor: float, *paths: str) -> Any:
-    """The description with some numbers multiplied; "ddr.usd" is a field of a field, of several parts that of each."""
+    """With some numbers multiplied; "ddr.usd" is a field of a field, of several parts that of each."""
     for path in paths:
         name, _, rest = path.partition(".")
         part = getattr(value, name)
@@ -183,33 +170,10 @@ def times(value: Any, factor: float, *paths: str) -> Any:
     return value
 
 
-_DIVIDED: Final = (
-    "processor.flops", "ddr.capacity_bytes", "ddr.bytes_per_s", "ddr.row_bytes_per_s", "storage.capacity_bytes",
-    "storage.reads_per_s", "storage.read_bytes_per_s", "storage.write_bytes_per_s",
-)  # fmt: skip
-
-
-def shared_by(host: Host, ranks: int) -> Host:
-    """What each of so many processes on it has."""
-    cores = max(1, host.processor.cores // ranks)
-    own: Host = times(replace(host, processor=replace(host.processor, cores=cores)), 1 / ranks, *_DIVIDED)
-    return own
-
-
 def with_accelerators(host: Host, accelerators: tuple[Accelerator, ...]) -> Host:
-    """The host with these; its name says so where they are fewer than it is named for."""
+    """With these; its name says so where they are fewer than before."""
     most, left = len(host.accelerators), len(accelerators)
     name = host.name
     if left < most:
         name += f" with {left} of {most} GPUs" if left else f" without {'its GPU' if most == 1 else 'GPUs'}"
     return replace(host, name=name, accelerators=accelerators)
-
-
-def parts_of(host: Host) -> str:
-    """The named parts that it has; "" if it is not made of parts."""
-    if not host.processor.part:
-        return ""
-    devices = [*(drive.part for drive in host.storage), *(gpu.part for gpu in host.accelerators)]
-    counted = [f"{len(list(alike))} x {part}" for part, alike in groupby(devices)]
-    memory = f"{format_size(host.ddr.capacity_bytes)} of {host.ddr.part}"
-    return ", ".join([host.processor.part, memory, *counted, host.network.part])

@@ -14,8 +14,7 @@ from ..system.output import write_text
 
 
 def plain(value: Any) -> Any:
-    """Dicts, lists, texts, numbers and None in place of dataclasses, named tuples and arrays; None for what JSON has no
-    word for: infinities."""
+    """Dicts, lists, texts, numbers and None in place of dataclasses, named tuples and arrays; None for infinities."""
     if dataclasses.is_dataclass(value):
         return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -30,6 +29,5 @@ def plain(value: Any) -> Any:
 
 
 def write_json(content: Any, path: str | os.PathLike[str], *, force: bool = False, indent: int | None = 2) -> None:
-    """Write what ``plain`` makes of it. FileExistsError: there is such a file, and ``force`` is not given. Others as
-    of ``partial_file``."""
+    """Write what ``plain`` makes of it. FileExistsError without ``force``; others as of ``partial_file``."""
     write_text(Path(path), json.dumps(plain(content), indent=indent, allow_nan=False) + "\n", force=force)

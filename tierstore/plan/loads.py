@@ -1,9 +1,9 @@
-"""What one step or query keeps busy: a term for each resource, and how they make up a step.
+"""What one step or query keeps busy on one host: a term for each resource, and how they make up a step.
 
-Everything is of one host. Lanes work side by side, the resources of one lane one after another, so a step takes as long
-as its longest lane. ``SERIAL`` resources work for the batch that is computed. If rows are fetched ahead, those of
-``AHEAD`` work for later batches meanwhile, and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others
-take of them. ``WAITS`` are for a core that another thread has.
+Lanes work side by side, the resources of one lane one after another, so a step takes as long as its longest lane.
+``SERIAL`` resources work for the batch that is computed; if rows are fetched ahead, those of ``AHEAD`` work for later
+batches meanwhile, and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others take of them. ``WAITS`` are
+for a core that another thread has.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,25 +23,50 @@ SHARED: Final = ("cores", "ddr")
 WAITS: Final = ("wait for a core", "wait ahead")
 
 _WIRE_BYTES: Final[dict[Precision, int]] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
-_WIRE_SCALE_BYTES: Final = 4
-"""Of a row or bag as int8."""
-_TOGETHER: Final = 3
-"""Exchanges of a group of tables with every batch: of forward and backward, and as many before them, of ids."""
+_WIRE_SCALE_BYTES: Final = 4  # of a row or bag as int8
+_TOGETHER: Final = 3  # exchanges of a pool with every batch, and as many before them, of ids
 _MOVED_AS: Final = 3
-"""Rows appended: a row that cleaning moves is read and checked, too. Measured, of rows of 72 bytes to 1 KiB: 1 to 5."""
+"""Rows appended: one that cleaning moves is read and checked, too; measured, of rows of 72 bytes to 1 KiB: 1 to 5."""
 _WAKES: Final = 1.7
 """Times that lookups, or updates, of a pool wake other threads; a product is started, too."""
-_FLOPS_PER_WEIGHT: Final = 2
-"""Of a dense layer, forward, a sample: by which its weights are told from its work."""
+_FLOPS_PER_WEIGHT: Final = 2  # of a dense layer, forward, a sample
 
 
 def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tuple[ResourceLoad, ...]:
     """Of all resources, idle ones too, in the order in which a batch meets them."""
-    work = (_Work if setup.rank_costs is None else _RankWork)(setup, pools, is_ahead)
-    own = [ResourceLoad("batch", work.batch_s(), 1.0, "batches"), work.lookups(), work.hbm(), work.model()]
-    others = [work.id_exchange(), work.cold_rows(), work.write_back(), work.pcie(), *work.drives(), work.ddr()]
-    seconds = {load.resource: load.seconds for load in (*own, *others)}
-    return (*own, work.network(seconds), *others, *work.cores(seconds))
+    work = _Work(setup, pools, is_ahead)
+    own = [work.batch(), work.lookups(), work.hbm(), work.model(), work.network(), work.id_exchange()]
+    own += [work.cold_rows(), work.write_back(), work.pcie(), *work.drives(), work.ddr()]
+    seconds = {load.resource: load.seconds for load in own}
+    if setup.rank_costs is not None:
+        seconds |= _of_ranks(setup, pools, seconds, is_ahead=is_ahead)
+        own = [load._replace(seconds=seconds[load.resource]) for load in own]
+    return (*own, *work.cores(seconds))
+
+
+def _of_ranks(
+    setup: Setup, pools: Sequence[PoolLoad], seconds: Mapping[str, float], *, is_ahead: bool
+) -> dict[str, float]:
+    """Of one of several ranks that share a host: fixed work, lookups, updates and exchanges as they were measured
+    together. Dense gradients are averaged by a thread that, when woken, finds its core taken as often as rows are
+    fetched there."""
+    from ..dist.placement import TableDemand
+    from ..dist.placement.costs import amounts_of, group_of
+    from ..dist.plan import Sharding
+
+    costs, ranks, lookups_s, network_s = setup.rank_costs, setup.hosts, 0.0, 0.0
+    assert costs is not None
+    over_all = Sharding("row_wise", tuple(range(ranks)))
+    for pool in pools:
+        dim, demand = pool.layout.dim, TableDemand(pool.lookups, pool.sent_rows, ranks * pool.unique)
+        tables = pool.bags / (setup.workload.batch_samples / ranks)
+        amounts = amounts_of(over_all, dim, demand, bags=pool.bags, ranks=ranks, tables=tables)
+        lookups_s += costs.group_s(group_of(over_all, dim), amounts)
+    if ranks > 1 and setup.workload.dense_flops:
+        ahead = seconds["cold rows"] + seconds["write-back"] if is_ahead else 0.0
+        share = ahead / (ahead + lookups_s + seconds["model"])
+        network_s = 1e-6 * (costs.reduce_us + share * (costs.reduce_busy_us - costs.reduce_us))
+    return {"batch": 0.0, "lookups": lookups_s, "network": network_s, "id exchange": 0.0}
 
 
 def lanes_of(seconds: Mapping[str, float], *, is_ahead: bool) -> tuple[Lane, ...]:
@@ -64,7 +89,7 @@ def bottleneck_of(seconds: Mapping[str, float], *, is_ahead: bool) -> str:
 def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
     """Of a query, whatever its samples."""
     work = _Work(setup, pools, is_ahead=False)
-    return work.batch_s() + work.read_latency_s() + work.latency_s(work.exchanges)
+    return work.batch().seconds + work.read_latency_s() + work.latency_s(work.exchanges)
 
 
 def written_bytes(pools: Sequence[PoolLoad]) -> float:
@@ -93,25 +118,20 @@ class _Work(NamedTuple):
 
     @property
     def crosses_by_row(self) -> bool:
-        """Over hosts that train, each distinct row of a host's batch crosses once, as stores do by default. Where hosts
-        serve, bags and their ids cross, and owners pool."""
+        """Over hosts that train, each distinct row of a host's batch crosses once; where they serve, bags and ids."""
         return self.setup.hosts > 1 and self.is_training
 
-    # The batch that is computed
-
-    def batch_s(self) -> float:
-        return 1e-6 * self.setup.host.costs.batch_us * (TRAINING_FLOPS if self.is_training else 1)
+    def batch(self) -> ResourceLoad:
+        seconds = 1e-6 * self.setup.host.costs.batch_us * (TRAINING_FLOPS if self.is_training else 1)
+        return ResourceLoad("batch", seconds, 1.0, "batches")
 
     def lookups(self) -> ResourceLoad:
         """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""
-        seconds = 0.0 if self.setup.hbm_bytes else self._lookups_s()
-        return ResourceLoad("lookups", seconds, self._sum(lambda pool: pool.lookups), "ids")
-
-    def _lookups_s(self) -> float:
         costs, nanoseconds = self.setup.host.costs, 0.0
         for share in (share for pool in self.pools for share in self._shares_of(pool)):
             nanoseconds += costs.lookup_ns(**share) + (costs.update_ns(**share) if self.is_training else 0.0)
-        return nanoseconds * 1e-9 / self.threads + self._sharing_s
+        seconds = 0.0 if self.setup.hbm_bytes else nanoseconds * 1e-9 / self.threads + self._sharing_s
+        return ResourceLoad("lookups", seconds, self._sum(lambda pool: pool.lookups), "ids")
 
     @property
     def _sharing_s(self) -> float:
@@ -120,8 +140,8 @@ class _Work(NamedTuple):
         return 1e-6 * _WAKES * self.setup.host.costs.wake_us * self.directions * len(self.pools) if is_shared else 0.0
 
     def _shares_of(self, pool: PoolLoad) -> Iterator[dict[str, Any]]:
-        """Ids, rows and bags that a host works on. Where distinct rows cross, it pools what owners send and merges what
-        it sends them; and as an owner it looks up and updates each that it is asked for, as a bag of one id."""
+        """Ids, rows and bags that a host works on. Where rows cross, it pools what owners send; as an owner it looks up
+        and updates each that it is asked for, as a bag of one id."""
         if self.crosses_by_row:
             yield {"ids": pool.lookups, "rows": pool.sent_rows, "bags": pool.bags, "layout": pool.layout}
             yield {"ids": pool.sent_rows, "rows": pool.unique, "bags": pool.sent_rows, "layout": pool.layout}
@@ -157,11 +177,9 @@ class _Work(NamedTuple):
         samples, threads = workload.batch_samples / self.setup.hosts, host.processor.cores
         return host.costs.dense_ns(workload.dense, samples=samples, threads=threads, is_training=self.is_training)
 
-    # Between hosts
-
-    def network(self, seconds: Mapping[str, float]) -> ResourceLoad:
-        """What a host sends while it computes: rows, or bags, that others asked it for, in training their gradients,
-        and the dense weights' in a ring. In serving it sends the ids before, too."""
+    def network(self) -> ResourceLoad:
+        """What a host sends while it computes: rows and gradients, and the dense weights' in a ring; in serving ids and
+        bags."""
         hosts = self.setup.hosts
         others = (hosts - 1) / hosts
         sent = others * self.directions * self._sum(self._values_bytes)
@@ -169,20 +187,14 @@ class _Work(NamedTuple):
             sent += 2 * others * (self.setup.workload.dense_flops / _FLOPS_PER_WEIGHT) * FLOAT_BYTES
         else:
             sent += others * self._sum(self._id_bytes)
-        return ResourceLoad("network", self._network_s(sent, seconds), sent, "bytes")
-
-    def _network_s(self, sent_bytes: float, _seconds: Mapping[str, float]) -> float:
-        return self._sent_s(sent_bytes, self.exchanges)
+        return ResourceLoad("network", self._sent_s(sent, self.exchanges), sent, "bytes")
 
     def id_exchange(self) -> ResourceLoad:
-        """What a host sends before it computes, in training: ids, so that their owners fetch the rows."""
+        """What a host sends before it computes, in training."""
         if not self.crosses_by_row:
             return ResourceLoad("id exchange", 0.0, 0.0, "bytes")
         sent = (self.setup.hosts - 1) / self.setup.hosts * self._sum(self._id_bytes)
-        return ResourceLoad("id exchange", self._id_exchange_s(sent), sent, "bytes")
-
-    def _id_exchange_s(self, sent_bytes: float) -> float:
-        return self._sent_s(sent_bytes, _TOGETHER * len(self.pools))
+        return ResourceLoad("id exchange", self._sent_s(sent, _TOGETHER * len(self.pools)), sent, "bytes")
 
     def _values_bytes(self, pool: PoolLoad) -> float:
         wire = self.setup.wire
@@ -209,8 +221,6 @@ class _Work(NamedTuple):
     def latency_s(self, exchanges: int) -> float:
         return exchanges * self.setup.host.network.latency_us * 1e-6
 
-    # Rows on their way
-
     def cold_rows(self) -> ResourceLoad:
         """One thread: ids are looked for in the cache, rows fetched, and handed to the tier above, if any."""
         costs = self.setup.host.costs
@@ -224,16 +234,13 @@ class _Work(NamedTuple):
         if self.setup.hbm_bytes:
             copying = costs.admission_ns(ids=1, rows=1) + 2 * costs.byte_ns * pool.layout.row_bytes
             return pool.hbm_misses * self.directions * copying
-        sent_for = costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows) if self._sends_for else 0.0
+        # The distinct rows of a batch are found before they are sent for; ranks were measured with it.
+        sends_for = self.crosses_by_row and self.setup.rank_costs is None
+        sent_for = costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows) if sends_for else 0.0
         asked = pool.sent_rows if self.crosses_by_row else pool.lookups
         if pool.is_full or not asked:
             return sent_for
         return sent_for + pool.asked / pool.unique * costs.admission_ns(ids=asked, rows=pool.unique)
-
-    @property
-    def _sends_for(self) -> bool:
-        """Whether the distinct rows of a batch are found before they are sent for."""
-        return self.crosses_by_row
 
     def write_back(self) -> ResourceLoad:
         """One thread, as LMDB has one writer."""
@@ -250,8 +257,6 @@ class _Work(NamedTuple):
         moved = self._sum(lambda pool: pool.hbm_misses * pool.layout.row_bytes + pool.lookups * ID_BYTES)
         link = self.setup.gpu.pcie
         return ResourceLoad("pcie", moved / link.bytes_per_s + 1e-6 * link.latency_us, moved, "bytes")
-
-    # Drives
 
     def drives(self) -> tuple[ResourceLoad, ResourceLoad]:
         """Reads of pages and segments, by their count or their bytes, whichever take longer; and writes of segments.
@@ -275,8 +280,6 @@ class _Work(NamedTuple):
         pages = min(1.0, self._sum(lambda pool: pool.pages_read))
         return pages * max((drive.read_latency_us for drive in self.setup.host.storage), default=0.0) * 1e-6
 
-    # What all share
-
     def ddr(self) -> ResourceLoad:
         """Rows that the cores read and write, at random."""
         memory = self.setup.host.ddr
@@ -290,11 +293,8 @@ class _Work(NamedTuple):
         return pool.lookups + pool.misses + (2 * pool.unique if self.is_training else 0.0)
 
     def cores(self, seconds: Mapping[str, float]) -> tuple[ResourceLoad, ...]:
-        """The work of all threads, over the cores, and how long threads wait for one; a dense part without accelerator
-        takes all of them, but for starting its products.
-
-        A thread finds its core taken for as long as an equal share of the others' work takes.
-        """
+        """The work of all threads, over the cores, and how long threads wait for one: as long as an equal share of the
+        others' work takes. A dense part on the cores takes all of them, but for starting its products."""
         cores = self.setup.host.processor.cores
         computing = seconds["batch"] + (seconds["lookups"] - self._sharing_s) * self.threads + self._sharing_s
         if not self.setup.hbm_bytes:
@@ -307,44 +307,3 @@ class _Work(NamedTuple):
             ResourceLoad("wait ahead", waiting_ahead, waiting_ahead, "seconds"),
             ResourceLoad("cores", (computing + ahead) / cores, computing + ahead, "core-seconds"),
         )
-
-
-class _RankWork(_Work):
-    """The same of one of several ranks that share a host: what they do together takes what was measured of steps over
-    such ranks, fixed work, lookups, updates and exchanges in one."""
-
-    def batch_s(self) -> float:
-        return 0.0
-
-    def _lookups_s(self) -> float:
-        from ..dist.placement import TableDemand
-        from ..dist.placement.costs import amounts_of, group_of
-        from ..dist.plan import Sharding
-
-        setup, seconds, over_all = self.setup, 0.0, Sharding("row_wise", tuple(range(self.setup.hosts)))
-        assert setup.rank_costs is not None
-        for pool in self.pools:
-            dim, demand = pool.layout.dim, TableDemand(pool.lookups, pool.sent_rows, setup.hosts * pool.unique)
-            tables = pool.bags / (setup.workload.batch_samples / setup.hosts)
-            amounts = amounts_of(over_all, dim, demand, bags=pool.bags, ranks=setup.hosts, tables=tables)
-            group = group_of(over_all, dim)
-            seconds += setup.rank_costs.group_s(group, amounts)
-        return seconds
-
-    def _network_s(self, _sent_bytes: float, seconds: Mapping[str, float]) -> float:
-        """Of averaging dense gradients: a thread that is woken finds its core taken as often as rows are fetched
-        there."""
-        costs = self.setup.rank_costs
-        assert costs is not None
-        if self.setup.hosts == 1 or not self.setup.workload.dense_flops:
-            return 0.0
-        ahead = seconds["cold rows"] + seconds["write-back"] if self.is_ahead else 0.0
-        share = ahead / (ahead + seconds["lookups"] + seconds["model"])
-        return 1e-6 * (costs.reduce_us + share * (costs.reduce_busy_us - costs.reduce_us))
-
-    def _id_exchange_s(self, _sent_bytes: float) -> float:
-        return 0.0
-
-    @property
-    def _sends_for(self) -> bool:
-        return False

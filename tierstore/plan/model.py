@@ -8,8 +8,7 @@ from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .demand import Demand
 from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, lanes_of, loads_of, written_bytes
-from .prediction import Prediction, Setup, TierLoad
-from .price import Pricing, drive_writes_a_day, price_of
+from .prediction import Prediction, Pricing, Setup, TierLoad, drive_writes_a_day, price_of
 from .queueing import Queue, latency_at
 from .tiers import ID_LAYOUT, PoolLoad, file_of, pool_loads
 
@@ -33,7 +32,7 @@ def predict(
         queries_per_s: of serving, to all replicas: for the latency.
 
     Raises:
-        ValueError: the setup does not fit its host, or the demand is not of its policy and tables; says why.
+        ValueError: the setup does not fit its host, or the demand is not of its policy and tables.
     """
     if demand.policy in POLICIES and resolve_policy(demand.policy) != resolve_policy(setup.policy):
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
@@ -85,8 +84,7 @@ def predict(
 
 
 def misfit(setup: Setup, demand: Demand) -> str:
-    """Why the setup does not fit its host; empty if it does. Bytes of rows that no budget can hold are told by
-    ``pool_loads``."""
+    """Why the setup does not fit its host, or "". ``pool_loads`` says what a budget cannot hold."""
     host = setup.host
     if setup.hbm_bytes:
         reason = _unsupported(setup)

@@ -1,13 +1,11 @@
-"""The plan file: one TOML file says what is to be planned. What is left out is left to the search.
-
-Each section is a dataclass; the help beside a field is what ``tierstore plan run --keys`` shows.
-"""
+"""The plan file: one TOML file says what is to be planned. The help of a section's field is what ``--keys`` shows."""
 
 import functools
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 from ..settings import sections
 from ..settings.sections import ConfigError, Override, option
@@ -15,14 +13,10 @@ from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
 from .host import Checked, Host, with_accelerators
 from .parts import host_names, load_host
-from .prediction import Setup
+from .prediction import Choices, Pricing, Setup
 from .presets import PRESETS, load_workload, preset, scaled
-from .price import Pricing
-from .queueing import parse_query_sizes
 from .search import SearchSpace, Target, with_memory
 from .workload import TableSpec, Workload, specified
-
-_Part = TypeVar("_Part")
 
 _MAX_SCALE: Final = 1e6
 _MAX_HOSTS: Final = 1 << 16
@@ -94,7 +88,7 @@ class HostSection(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetupSection(Checked):
+class SetupSection(Choices):
     """[setup]: what is decided already. With ddr it is predicted as it is; without, the search finds the rest."""
 
     ddr: int | str = option("", 'memory for rows, of a host: "64GiB", "50%" of its memory, "5% of tables"; "": search')
@@ -108,18 +102,11 @@ class SetupSection(Checked):
     policy: Literal["auto", "lru", "lfu", "tinylfu"] = option(
         "auto", "which rows leave memory first: auto, lru, lfu or tinylfu"
     )
-    prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
     threads: int = option(0, "of the store; 0: the host's cores", low=0, high=1 << 16)
-    rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1, high=4096)
-    wire: Literal["fp32", "fp16", "bf16", "int8"] = option(
-        "fp32", "of rows and gradients between hosts: fp32, fp16, bf16 or int8"
-    )
     rank_costs: str = option(
         "", 'of training: file of tierstore shard measure, if ranks share a host; "": each has a host of its own'
     )
-    workers: int = option(1, "of serving: processes of a host, each with its part of ddr", low=1, high=1024)
     replicas: int = option(0, "of serving: groups of hosts that share the queries; 0: as hosts", low=0, high=_MAX_HOSTS)
-    batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,15 +143,8 @@ parse_override = functools.partial(sections.parse_override, example="setup.ddr=6
 
 
 def load(path: str | Path, overrides: Iterable[Override] = ()) -> PlanFile:
-    """Read a plan file, then set what ``overrides`` say; of two for one key the later one wins.
-
-    Raises:
-        ConfigError: for a file that is not TOML, an unknown section or key, a value of the wrong type or range.
-    """
+    """As of ``sections.load_sections``."""
     return sections.load_sections(PlanFile, path, overrides, what="plan file")
-
-
-# What the file names
 
 
 def workload_of(asked: PlanFile) -> Workload:
@@ -196,16 +176,21 @@ def workload_of(asked: PlanFile) -> Workload:
 
 
 def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
-    """The host, with the counts that the section says, and after it those that the search compares it with.
-    ValueError: it names none, or one that there is not, or counts parts that the host has none of."""
+    """The host, with the counts of the section, and those that the search compares it with. ValueError: there is none,
+    or none of a part that is counted."""
     section = asked.host
     if not section.name and not section.file:
         raise ConfigError(f"host.name = '': give one of {', '.join(host_names())}; or host.file")
     own = load_host(section.name) if section.name else load_host(Path(section.file))
+    for key, parts in (("ssds", own.storage), ("accelerators", own.accelerators)):
+        if getattr(section, key) > 0 and not parts:
+            raise ConfigError(
+                f"host.{key} = {getattr(section, key)}: host {excerpt(own.name)} has none to have more of"
+            )
     if section.ssds >= 0:
-        own = replace(own, storage=_repeated(own.storage, section.ssds, "ssds", own.name))
+        own = replace(own, storage=own.storage[:1] * section.ssds)
     if section.accelerators >= 0:
-        own = with_accelerators(own, _repeated(own.accelerators, section.accelerators, "accelerators", own.name))
+        own = with_accelerators(own, own.accelerators[:1] * section.accelerators)
     if section.memory != "":
         size_bytes = parse_size(section.memory, name="memory", memory_bytes=int(own.ddr.capacity_bytes))
         if not size_bytes or not own.ddr.capacity_bytes:
@@ -217,51 +202,42 @@ def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
     return own, *map(load_host, section.others)
 
 
-def _repeated(parts: tuple[_Part, ...], count: int, key: str, name: str) -> tuple[_Part, ...]:
-    if count and not parts:
-        raise ConfigError(f"host.{key} = {count}: host {excerpt(name)} has none to have more of")
-    return parts[:1] * count
-
-
 def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
-    """The setup that the file gives; what it leaves open is the least: one host, no memory of GPUs. ValueError: a
-    size cannot be read."""
+    """What the file leaves open is the least: one host, no memory of GPUs. ValueError: a size cannot be read."""
     from ..dist.placement import RankCosts
 
-    section = asked.setup
-    memory = int(host.ddr.capacity_bytes)
+    section, memory = asked.setup, int(host.ddr.capacity_bytes)
     hbm = int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=0))
 
-    def size(value: int | str, key: str, of_bytes: int) -> int:
-        given = 0 if value == "" else value
+    def size(key: str, of_bytes: int) -> int:
+        given = getattr(section, key) or 0
         return parse_size(given, name=f"setup.{key}", table_bytes=workload.table_bytes, memory_bytes=of_bytes)
 
     return Setup(
         workload=workload,
         host=host,
-        ddr_bytes=size(section.ddr, "ddr", memory),
-        hbm_bytes=size(section.hbm, "hbm", hbm),
-        page_cache_bytes=size(section.page_cache, "page_cache", memory),
+        ddr_bytes=size("ddr", memory),
+        hbm_bytes=size("hbm", hbm),
+        page_cache_bytes=size("page_cache", memory),
         hosts=max(1, section.hosts),
         policy=section.policy,
-        prefetch_depth=section.prefetch_depth,
         threads=section.threads or host.processor.cores,
-        rows_per_read=section.rows_per_read,
-        workers=section.workers,
         replicas=max(1, section.replicas),
-        batch_samples_max=section.batch_samples_max,
-        wire=section.wire,
         rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
+        **{each.name: getattr(section, each.name) for each in fields(Choices)},
     )
 
 
 def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
-    """Samples of queries, each as likely; None where the file names none. ValueError: the file cannot be read, or
-    has something else in it."""
+    """Samples of queries, each as likely; None where the file names none. ValueError: the file cannot be read, or has
+    something else in it than numbers above 0, with commas or space between them."""
     path = asked.target.query_sizes
     if not path:
         return None
     try:
-        return parse_query_sizes(Path(path).read_text(encoding="utf-8"))
+        sizes = tuple(map(float, Path(path).read_text(encoding="utf-8").replace(",", " ").split()))
+        if not sizes or not all(math.isfinite(size) and size > 0 for size in sizes):
+            raise ValueError("expected numbers of samples, at least one, each more than 0")
     except (OSError, ValueError) as error:
         raise ConfigError(f"target.query_sizes = {excerpt(path)}: {error}") from None
+    return sizes

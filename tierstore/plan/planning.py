@@ -1,7 +1,5 @@
 """``plan``: from a plan file to its answer, and to all that a report shows of it."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -12,28 +10,22 @@ from ..system.sizes import format_size
 from .accesses import Accesses, read_accesses
 from .curves import MissRatioCurve, curve
 from .demand import Demand
-from .host import Host, parts_of
 from .json_file import plain
 from .model import predict
 from .plan_file import PlanFile, SetupSection, hosts_of, query_sizes_of, setup_of, workload_of
-from .prediction import Prediction, Setup, describe_setup, rate
-from .price import years_of_life
+from .prediction import Prediction, Setup, describe_setup, years_of_life
 from .search import Attempt, SearchResult, lacks, search
 from .tiers import pool_loads
 from .what_if import Assumption, Instead, Marginal, assumed_words, assumptions_of, marginal_values
-from .workload import Workload
+from .workload import TableShape, Workload
 
-_SEARCHED: Final = ("ddr", "hosts", "policy")
-"""Keys of [setup] that a search heeds: hosts as the only count."""
-_FULL: Final = 0.9
-"""Of a memory: more, and the system has little left."""
-_LONG_TRACE: Final = 20
-"""Batches: with fewer, most of what a trace has are first uses."""
+_SEARCHED: Final = ("ddr", "hosts", "policy")  # keys of [setup] that a search heeds: hosts as the only count
+_FULL: Final = 0.9  # of a memory: more, and the system has little left
+_LONG_TRACE: Final = 20  # batches: with fewer, most of what a trace has are first uses
 
 
 class ShownCurve(NamedTuple):
-    """A miss-ratio curve of tables that share a cache; ``chosen_rows``: of it that the plan's memory holds, of all
-    hosts."""
+    """Of tables that share a cache; ``chosen_rows``: of it that the memory of all hosts holds."""
 
     name: str
     curve: MissRatioCurve
@@ -46,18 +38,12 @@ class PlanResult:
 
     Attributes:
         hosts: names of those that were asked about.
-        searched: whether the setup was chosen among others, rather than given.
-        num_setups: looked at, hosts counted once.
+        searched: whether the setup was chosen among others, ``num_setups`` of them, hosts counted once.
         in_memory: the cheapest that has every row in DDR or HBM and meets the target; None where the setup is given, no
             rate is asked for, or rows are in memory by the file's wish.
-        in_memory_if_off: what that becomes if an assumption is off; in the order of ``assumptions``.
         curves: of the pools that the prediction is made of.
-        marginals: the best first.
         alternatives: the next best first, then those that fail.
         marks: clauses that belong to the answer: what wears out, and what tierstore has no server for.
-        warnings: sentences.
-        assumptions: what nobody gave, and what the answer becomes if it is off.
-        sources: sentences that say where figures come from.
     """
 
     assumptions: tuple[Assumption, ...] = ()
@@ -67,7 +53,6 @@ class PlanResult:
     searched: bool
     num_setups: int = 1
     in_memory: Instead | None = None
-    in_memory_if_off: tuple[Assumption, ...] = ()
     curves: tuple[ShownCurve, ...] = ()
     marginals: tuple[Marginal, ...] = ()
     alternatives: tuple[Attempt, ...] = ()
@@ -83,50 +68,25 @@ class PlanResult:
         return found
 
 
-def plan(asked: PlanFile, *, progress: Callable[[str, int, int], None] | None = None) -> PlanResult:
+def plan(asked: PlanFile) -> PlanResult:
     """Predict the setup that the file gives, or find the cheapest that meets its target; and show what it hangs on.
-
-    Deterministic.
-
-    Args:
-        progress: called with a stage, the stages done and their number.
-
-    Raises:
-        ValueError: something that the file names is not there or cannot be, or no setup meets the target; says what is
-            wrong and what is nearest.
-    """
-    tell = progress or (lambda _stage, _done, _total: None)
-    tell("accesses", 0, 4)
-    question, workload = question_of(asked)
-    demands = {workload.tables: question.demand(workload)}
-
-    def answer(other: Workload, own: Question = question) -> Prediction:
-        if other.tables not in demands:
-            demands[other.tables] = question.demand(other)
-        return own.answer(other, demands[other.tables]).best
-
-    tell("setup", 1, 4)
-    found = question.answer(workload, demands[workload.tables])
-    best, setup = found.best, found.best.setup
-    tell("assumptions", 2, 4)
-    assumptions = assumptions_of(workload, answer)
-    tell("all rows in memory", 3, 4)
-    in_memory, in_memory_if_off = None, tuple[Assumption, ...]()
+    Deterministic. ValueError: something that the file names is not there or cannot be, or no setup meets the target;
+    says what is wrong and what is nearest."""
+    question = _Question(asked)
+    workload, found = question.workload, question.answer(question.workload)
+    best, setup, in_memory = found.best, found.best.setup, None
     if not asked.is_fixed and asked.target.has_rate and not asked.search.in_memory:
-        all_rows = question._replace(asked=replace(asked, search=replace(asked.search, in_memory=True)))
-        in_memory = Instead.of(lambda: answer(workload, all_rows))
-        in_memory_if_off = assumptions_of(workload, lambda other: answer(other, all_rows))
-    demand = demands[workload.tables].laid_out(setup.workload)
+        in_memory = Instead.of(lambda: question.answer(workload, in_memory=True).best)
+    demand = question.demand(workload).laid_out(setup.workload)
     curves, most = _curves(setup, demand), asked.search.runners_up
-    result = PlanResult(
-        assumptions=assumptions,
+    return PlanResult(
+        assumptions=assumptions_of(workload, lambda other: question.answer(other).best),
         asked=asked,
         prediction=best,
         hosts=tuple(host.name for host in question.hosts),
         searched=not asked.is_fixed,
         num_setups=found.num_setups,
         in_memory=in_memory,
-        in_memory_if_off=in_memory_if_off,
         curves=curves,
         marginals=marginal_values(setup, demand),
         alternatives=(*(Attempt(each.setup, each) for each in found.runners_up[:most]), *found.failures[:most]),
@@ -138,58 +98,58 @@ def plan(asked: PlanFile, *, progress: Callable[[str, int, int], None] | None = 
         ),
         sources=sources_of(asked, setup, question.accesses),
     )
-    tell("done", 4, 4)
-    return result
 
 
-class Question(NamedTuple):
-    """What is asked of a workload, or of another in its place."""
+class _Question:
+    """What is asked of the file's workload, or of another in its place. ValueError as of ``plan``."""
 
-    asked: PlanFile
-    hosts: tuple[Host, ...]
-    sizes: tuple[float, ...] | None
-    accesses: Accesses | None
+    def __init__(self, asked: PlanFile) -> None:
+        self.asked, self.workload, self.hosts = asked, workload_of(asked), hosts_of(asked)
+        self._sizes, self._demands = query_sizes_of(asked), dict[tuple[TableShape, ...], Demand]()
+        self.accesses = read_accesses(asked.trace.path) if asked.trace.path else None
+        if asked.target.queries_per_s and self.workload.is_training:
+            raise ConfigError(
+                f"target.queries_per_s = {asked.target.queries_per_s:g}: the workload trains, with "
+                f'{self.workload.optimizer}; set workload.optimizer = "none" to plan serving, or ask for samples_per_s'
+            )
+        if self.accesses is not None:  # it says the rest
+            assumed = tuple(each for each in self.workload.assumed if not each.tables)
+            self.workload = replace(self.workload, assumed=assumed)
 
     def demand(self, workload: Workload) -> Demand:
-        policy = self.asked.setup.policy
-        if self.accesses is None:
-            return Demand.analytic(workload, policy)
-        depth = self.asked.setup.prefetch_depth if workload.is_training else 0  # serving fetches nothing ahead
-        return Demand.from_accesses(workload, self.accesses, policy, make_curve=partial(curve, prefetch_depth=depth))
+        if workload.tables not in self._demands:
+            policy, depth = self.asked.setup.policy, self.asked.setup.prefetch_depth
+            own = partial(curve, prefetch_depth=depth if workload.is_training else 0)  # serving fetches nothing ahead
+            self._demands[workload.tables] = (
+                Demand.analytic(workload, policy)
+                if self.accesses is None
+                else Demand.from_accesses(workload, self.accesses, policy, make_curve=own)
+            )
+        return self._demands[workload.tables]
 
-    def answer(self, workload: Workload, demand: Demand) -> SearchResult:
-        """What the given setup does, which is then the only one; or the cheapest that meets the target. ValueError:
-        there is none; says what is nearest, and what was assumed."""
-        asked, pricing = self.asked, self.asked.pricing
+    def answer(self, workload: Workload, *, in_memory: bool = False) -> SearchResult:
+        """What the given setup does, or the cheapest that meets the target. ValueError: there is none; says what is
+        nearest, and what was assumed."""
+        asked, demand, target, sizes = self.asked, self.demand(workload), self.asked.target, self._sizes
         if asked.is_fixed:
-            setup, queries_per_s = setup_of(asked, workload, self.hosts[0]), asked.target.queries_per_s or None
-            prediction = predict(setup, demand, query_sizes=self.sizes, queries_per_s=queries_per_s, pricing=pricing)
-            return SearchResult(prediction, (), (), 1)
-        target, hosts = asked.target, (asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts
-        space = replace(asked.search, dtypes=asked.search.dtypes or (workload.dtype,), hosts=hosts)
+            setup, rate = setup_of(asked, workload, self.hosts[0]), target.queries_per_s or None
+            best = predict(setup, demand, query_sizes=sizes, queries_per_s=rate, pricing=asked.pricing)
+            return SearchResult(best, (), (), 1)
         try:
             target.require()
         except ValueError as error:
             raise ConfigError(f"[target]: {error}; or give setup.ddr, to predict one setup") from None
+        space = replace(
+            asked.search,
+            dtypes=asked.search.dtypes or (workload.dtype,),
+            hosts=(asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts,
+            in_memory=in_memory or asked.search.in_memory,
+        )
         try:
-            return search(workload, demand, self.hosts, target, space=space, pricing=pricing, query_sizes=self.sizes)
+            return search(workload, demand, self.hosts, target, space=space, pricing=asked.pricing, query_sizes=sizes)
         except ValueError as error:
             assumed = f"; assumed: {assumed_words(workload)}" if workload.assumed else ""
             raise ValueError(f"{error}{assumed}") from None
-
-
-def question_of(asked: PlanFile) -> tuple[Question, Workload]:
-    """ValueError as of ``plan``."""
-    workload, hosts, sizes = workload_of(asked), hosts_of(asked), query_sizes_of(asked)
-    accesses = read_accesses(asked.trace.path) if asked.trace.path else None
-    if asked.target.queries_per_s and workload.is_training:
-        raise ConfigError(
-            f"target.queries_per_s = {asked.target.queries_per_s:g}: the workload trains, with {workload.optimizer}; "
-            'set workload.optimizer = "none" to plan serving, or ask for samples_per_s'
-        )
-    if accesses is not None:  # it says the rest
-        workload = replace(workload, assumed=tuple(each for each in workload.assumed if not each.tables))
-    return Question(asked, hosts, sizes, accesses), workload
 
 
 def _unused(asked: PlanFile) -> list[str]:
@@ -209,16 +169,8 @@ def _curves(setup: Setup, demand: Demand) -> tuple[ShownCurve, ...]:
     return tuple(shown)
 
 
-# What is said beside the figures
-
-
 def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
-    setup, latency, target = prediction.setup, prediction.latency, asked.target
-    found = [f"the target is missed: {lack.text}" for lack in lacks(target, prediction)]
-    if latency is not None and math.isinf(latency.p99_s):
-        found.append(
-            f"the target is missed: {rate(latency.queries_per_s)} queries/s come faster than they are answered"
-        )
+    setup, found = prediction.setup, [f"the target is missed: {each.text}" for each in lacks(asked.target, prediction)]
     memory, used = setup.host.ddr.capacity_bytes, setup.ddr_bytes + setup.page_cache_bytes
     if used > _FULL * memory:
         found.append(
@@ -235,8 +187,6 @@ def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
         found.append("the host's GPUs are not used: set host.accelerators = 0, or 1 and setup.hbm to train on it")
     if prediction.price.usd == 0:
         found.append("no part has a price, so nothing is said of money")
-    if (target.p95_ms or target.p99_ms) and not target.queries_per_s:
-        found.append("no latency is given: target.p95_ms and p99_ms are of queries at a rate, target.queries_per_s")
     return tuple(found)
 
 
@@ -253,8 +203,7 @@ def marks_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
 
 
 def sources_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> tuple[str, ...]:
-    policy, parts = resolve_policy(setup.policy), parts_of(setup.host)
-    host = f"host: {f'parts: {parts}' if parts else setup.host.source or setup.host.name}"
+    policy, host = resolve_policy(setup.policy), f"host: {setup.host.source or setup.host.name}"
     if accesses is None:
         exponents = sorted({table.exponent for table in setup.workload.tables})
         span = f"{exponents[0]:g}" if len(exponents) == 1 else f"{exponents[0]:g} to {exponents[-1]:g}"

@@ -1,14 +1,14 @@
-"""What the planner says of one setup: hit rates, loads, times, wear, power and money."""
+"""A setup, what the planner says of it, and what hosts cost and how fast their drives wear out."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from ..cache import POLICIES
-from ..dist.ranks import Precision
 from ..settings.sections import option
 from ..system.checks import require_choice
 from ..system.sizes import format_size
-from .host import Accelerator, Checked, Host, shared_by, times
+from .host import Accelerator, Checked, Host, Storage, times
 from .queueing import Latency, Queue
 from .workload import Workload
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..dist.placement import RankCosts
 
 _MOST: Final = 1e18
+_SECONDS_A_DAY: Final = 86_400.0
+_DAYS_A_MONTH: Final = 365.25 / 12
 FLOAT_BYTES: Final = 4
 TierName = Literal["hbm", "ddr", "ssd"]
 
@@ -39,6 +41,12 @@ _IN_WORDS: Final = {
     "drives": "SSDs",
 }
 
+_DIVIDED: Final = (
+    "ddr_bytes", "page_cache_bytes", "host.processor.flops", "host.ddr.capacity_bytes", "host.ddr.bytes_per_s",
+    "host.ddr.row_bytes_per_s", "host.storage.capacity_bytes", "host.storage.reads_per_s",
+    "host.storage.read_bytes_per_s", "host.storage.write_bytes_per_s",
+)  # fmt: skip
+"""Between ranks that share a host."""
 NOT_MODELLED: Final = (
     "rows written for the first time (they are computed, not read)",
     "commits, evaluation and checkpoints between steps",
@@ -50,12 +58,12 @@ NOT_MODELLED: Final = (
 
 
 def in_words(name: str) -> str:
-    """A load's or lane's name as people read it: "wait ahead" -> "waiting for a core"."""
+    """A load's or lane's name as people read it."""
     return _IN_WORDS.get(name, name)
 
 
 def rate(value: float) -> str:
-    """Things a second: 33,740, or 4.25 where there are few."""
+    """33,740 a second, or 4.25."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:,.4g}"
 
 
@@ -65,8 +73,21 @@ def some(number: int, noun: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup(Checked):
-    """What a plan chooses."""
+class Choices(Checked):
+    """Of a setup, as a plan file gives them."""
+
+    prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
+    rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1, high=4096)
+    wire: Literal["fp32", "fp16", "bf16", "int8"] = option(
+        "fp32", "of rows and gradients between hosts: fp32, fp16, bf16 or int8"
+    )
+    workers: int = option(1, "of serving: processes of a host, each with its part of ddr", low=1, high=1024)
+    batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Choices):
+    """What a plan chooses. ``rank_costs``: of training, ranks share a host as these were measured to."""
 
     workload: Workload
     host: Host
@@ -75,17 +96,10 @@ class Setup(Checked):
     page_cache_bytes: float = option(0.0, "of a host's memory: left for pages of the stores' files", low=0, high=_MOST)
     hosts: int = option(1, "each holds an equal part of the rows; 1: no network", low=1)
     policy: str = "lru"
-    prefetch_depth: int = option(2, "batches whose rows are fetched ahead", low=0)
     threads: int = option(1, "of the store", low=1)
     cleaning: float = option(1.0, "of a store's cleaning after long training; a new store does less, or none", low=0)
-    rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1)
-    workers: int = option(1, "of serving: processes of a host, each with its part of ddr_bytes", low=1)
     replicas: int = option(1, "of serving: groups of hosts, each with all rows, that share the queries", low=1)
-    batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
-    wire: Precision = "fp32"
-    """Of rows and gradients between hosts."""
     rank_costs: "RankCosts | None" = None
-    """Of training: ranks share a host as these were measured to; ``hosts`` have as many as ``world_size``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,9 +122,10 @@ class Setup(Checked):
                 f"rank_costs are of {costs.world_size} ranks, {ranks} on a host, and hosts is {self.hosts}; measure "
                 "them again with tierstore shard measure"
             )
-        own: Setup = times(self, 1 / ranks, "ddr_bytes", "page_cache_bytes")
-        threads = 1  # of lookups, which were measured as they are
-        return replace(own, host=shared_by(self.host, ranks), hosts=self.hosts * ranks, threads=threads)
+        cores = max(1, self.host.processor.cores // ranks)
+        host = replace(self.host, processor=replace(self.host.processor, cores=cores))
+        own: Setup = times(replace(self, host=host), 1 / ranks, *_DIVIDED)
+        return replace(own, hosts=self.hosts * ranks, threads=1)  # lookups were measured as they are
 
     @property
     def gpu(self) -> Accelerator:
@@ -143,13 +158,8 @@ def describe_setup(setup: Setup) -> str:
 
 
 class TierLoad(NamedTuple):
-    """One tier of one host, in one step or query; of all of its workers or drives together.
-
-    Attributes:
-        rows: capacity, in rows.
-        lookups: rows asked of the tier, each once a batch.
-        hit_rate: the share of them that it had; of the ssd, the share whose page the system had in memory.
-    """
+    """One tier of one host, of all of its workers or drives together. ``lookups``: rows asked of it, each once a batch;
+    ``hit_rate``: of the ssd, the share whose page the system had in memory."""
 
     tier: TierName
     capacity_bytes: float
@@ -159,13 +169,7 @@ class TierLoad(NamedTuple):
 
 
 class ResourceLoad(NamedTuple):
-    """What one step takes of something that can be the bottleneck.
-
-    Attributes:
-        resource: "model", "lookups", "cold rows", "ssd reads", "ssd writes", "pcie", "network", ...
-        seconds: for which the step keeps it busy, were all else infinitely fast.
-        amount, unit: of work, as 12,000 "reads" or 3e6 "bytes".
-    """
+    """What keeps a resource of ``loads`` busy, were all else infinitely fast; ``amount``: of work, in ``unit``."""
 
     resource: str
     seconds: float
@@ -174,13 +178,7 @@ class ResourceLoad(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Work that goes on one after another, beside that of other lanes.
-
-    Attributes:
-        name: "computing", "fetching", "drives", ...
-        seconds: of a step, of all its resources.
-        resources: names of loads.
-    """
+    """Work that goes on one after another, alongside that of other lanes; ``resources``: names of loads."""
 
     name: str
     seconds: float
@@ -188,13 +186,11 @@ class Lane(NamedTuple):
 
 
 class Price(NamedTuple):
-    """Of all hosts."""
+    """Of all hosts: ``usd`` to buy them; a month over the years of their life, with power."""
 
     watts: float
     usd: float
-    """To buy."""
     usd_a_month: float
-    """Bought over the years of its life, and power."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +201,10 @@ class Prediction:
         step_s: seconds of a training step, or of a query served alone.
         samples_per_s: of all hosts.
         lanes: the longest first; a step takes as long as that.
-        bottleneck: the resource that takes longest in the longest lane.
         is_in_memory: every row has a place in DDR or HBM, and the drives are not read.
         latency: None for training, and where no rate is asked for.
         queue: of one replica that serves; None for training.
-        drive_writes_a_day: of the most worn drive; its rating is in the setup's host.
+        drive_writes_a_day: of the most worn drive.
     """
 
     setup: Setup
@@ -225,3 +220,48 @@ class Prediction:
     latency: Latency | None = None
     queue: Queue | None = None
     not_modelled: tuple[str, ...] = NOT_MODELLED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pricing(Checked):
+    """Assumptions of money and time."""
+
+    usd_per_kwh: float = option(0.12, "dollars a kilowatt-hour", low=0)
+    pue: float = option(1.3, "watts of the building for each watt of a host (power usage effectiveness)", low=1)
+    years: float = option(4.0, "for which hosts are used, and over which their price is spread", low=0.01, high=100)
+    hours_a_day: float = option(24.0, "of use", low=0.01, high=24)
+    warranty_years: float = option(5.0, "of drives: those over which their writes a day are rated", low=0.01, high=100)
+
+
+def price_of(host: Host, count: int, pricing: Pricing) -> Price:
+    """Of so many hosts: what they draw, what they cost, and both a month. An accelerator's include its memory's.
+
+    ``usd / months + watts / 1000 * PUE * hours a month * usd per kWh``.
+    """
+    parts: tuple[Any, ...] = (host, host.processor, host.ddr, *host.storage, *host.accelerators)
+    watts, usd = count * sum(part.watts for part in parts), count * sum(part.usd for part in parts)
+    power = watts / 1000 * pricing.pue * pricing.hours_a_day * _DAYS_A_MONTH * pricing.usd_per_kwh
+    return Price(watts, usd, usd / (12 * pricing.years) + power)
+
+
+def drive_writes_a_day(host: Host, bytes_per_s: float, pricing: Pricing) -> float:
+    """Of the most worn drive; drives share what is written as they are fast."""
+    if not bytes_per_s:
+        return 0.0
+    speed = sum(drive.write_bytes_per_s for drive in host.storage)
+    a_day = bytes_per_s * _SECONDS_A_DAY * pricing.hours_a_day / 24
+    return a_day / speed * max(map(_wear, host.storage))
+
+
+def years_of_life(prediction: Prediction, pricing: Pricing) -> float:
+    """Until the first drive has been written as often as it is rated for; infinite if nothing is written."""
+    drives, writes = prediction.setup.host.storage, prediction.drive_writes_a_day
+    if not writes:
+        return math.inf
+    most = max(map(_wear, drives))
+    return pricing.warranty_years * min(drive.drive_writes_a_day * most / _wear(drive) for drive in drives) / writes
+
+
+def _wear(drive: Storage) -> float:
+    """How fast it is written over, compared with other drives of its host."""
+    return drive.write_bytes_per_s / drive.capacity_bytes

@@ -1,7 +1,5 @@
-"""Workloads by name, and from a file.
-
-A workload file is TOML: ``[workload]`` with the keys of ``Workload``, and a ``[[table]]`` for each table with those of
-``TableShape``; ``count = N`` in one makes N alike, named NAME0, NAME1, ... A run file of ``tierstore train`` will do.
+"""Workloads by name, and from a file: ``[workload]`` with the keys of ``Workload``, and a ``[[table]]`` for each table
+with those of ``TableShape``; or a run file of ``tierstore train``.
 """
 
 import os
@@ -29,7 +27,6 @@ _MLPERF_ROWS: Final = (
 """Of DLRM-DCNv2: ``--num_embeddings_per_feature`` of mlcommons/training, recommendation_v2/torchrec_dlrm."""
 _MLPERF_MULTI_HOT: Final = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 """Ids a sample of each of these tables: ``--multi_hot_sizes`` of the same."""
-_WHAT: Final = "workload file"
 _REQUIRED: Final = ("name", "num_embeddings", "embedding_dim")
 _OF_RUNS: Final = {"data", "embedding", "model", "train"}
 """Sections of a run file, one of which it has."""
@@ -84,7 +81,7 @@ class _File:
 
 
 def preset(name: str) -> Workload:
-    """A published model, by its name in any case. ValueError: there is none of this name; says the nearest."""
+    """A published model, by its name in any case. ValueError says the nearest."""
     found = PRESETS.get(name.lower())
     if found is None:
         raise ValueError(f"there is no preset {excerpt(name)}; {nearest(name.lower(), PRESETS)}")
@@ -92,41 +89,33 @@ def preset(name: str) -> Workload:
 
 
 def load_workload(source: str | os.PathLike[str]) -> Workload:
-    """A preset by its name, or a workload file or a run file by its path.
-
-    Raises:
-        ValueError: it is neither, or the file has an unknown key or a value that cannot be; names the file, the key
-            and what is accepted.
-    """
+    """A preset by its name, or a workload file or a run file by its path. ValueError: it is neither, or the file has an
+    unknown key or a value that cannot be; names the file, the key and what is accepted."""
     text = os.fspath(source)
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
     path = Path(text)
     if path.suffix == ".toml" or path.exists():
         return _read(path)
-    raise ValueError(
-        f"{excerpt(text)} is neither a preset nor a {_WHAT}; {nearest(text.lower(), PRESETS, all_are='presets are')}"
-    )
+    known = nearest(text.lower(), PRESETS, all_are="presets are")
+    raise ValueError(f"{excerpt(text)} is neither a preset nor a workload file; {known}")
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
-    """The same with ``factor`` times the rows, of each table one at least; for machines smaller than the model's.
-    ValueError: the factor is not above 0, or a table gets more rows than there can be."""
+    """With ``factor`` times the rows, of each table one at least. ValueError: the factor is 0 or too large."""
     if not 0 < factor < float("inf"):
         raise ValueError(f"factor={factor}: expected a number above 0")
     tables = tuple(
         replace(
-            table,
-            num_embeddings=max(1, round(table.num_embeddings * factor)),
-            candidates=round(table.candidates * factor),
+            each, num_embeddings=max(1, round(each.num_embeddings * factor)), candidates=round(each.candidates * factor)
         )
-        for table in workload.tables
+        for each in workload.tables
     )
     return replace(workload, name=f"{workload.name} x {factor:g}", tables=tables)
 
 
 def _read(path: Path) -> Workload:
-    document = read_toml(path, _WHAT)
+    document = read_toml(path, "workload file")
     if _OF_RUNS & set(document):
         return _of_run(path)
     try:
@@ -141,8 +130,7 @@ def _read(path: Path) -> Workload:
 
 
 def _of_run(path: Path) -> Workload:
-    """What a run trains: its tables, batch and optimizer, and the work of its DLRM, as without towers. How many ids a
-    sample has, and how unevenly they are asked for, only its data says."""
+    """What a run trains: its tables, batch and optimizer, and the work of its DLRM, as without towers."""
     from ..train.config import load
 
     run = load(path)

@@ -1,7 +1,5 @@
-"""Latency of queries that wait for others: by simulation of the queue, query by query.
-
-Queries come at random times (a Poisson process), wait in the order in which they came, and are answered by executors
-that each take what waits, as far as a batch may hold it, in a time that grows with its samples.
+"""Latency of queries by simulation of their queue: they come at random times (a Poisson process), wait in order, and
+are answered by executors that each take what waits, as far as a batch holds it, in a time that grows with its samples.
 """
 
 import math
@@ -12,11 +10,9 @@ import numpy as np
 
 from ..kernels.arrays import Float64s
 from ..kernels.jit import kernel
-from ..system.excerpt import excerpt
 
 NUM_QUERIES: Final = 100_000
-_WARM_SHARE: Final = 0.1
-"""Of the queries, the first, which meet an emptier queue; they do not count."""
+_WARM_SHARE: Final = 0.1  # of the queries, the first, which meet an emptier queue; they do not count
 
 
 class Latency(NamedTuple):
@@ -33,10 +29,8 @@ class Queue:
     """Executors, and the time that they need.
 
     Attributes:
-        base_s: seconds of a batch, whatever its samples.
-        sample_s: seconds of each of its samples.
+        base_s, sample_s: seconds of a batch, whatever its samples, and of each of its samples.
         sizes: samples of a query, each entry as likely as any other.
-        executors: of one queue.
         batch_samples: most samples of a batch of several queries; 1: every query is a batch of its own.
     """
 
@@ -107,17 +101,3 @@ def latency_alone(queue: Queue) -> Latency:
     seconds = queue.base_s + queue.sample_s * np.array(queue.sizes)
     p50, p95, p99 = np.quantile(seconds, (0.5, 0.95, 0.99), method="higher").tolist()
     return Latency(0.0, p50, p95, p99)
-
-
-def parse_query_sizes(text: str) -> tuple[float, ...]:
-    """Samples of a query, each as likely as any other: numbers with commas or space between them. ValueError: there
-    is none, or something that is no number above 0."""
-    sizes = []
-    for word in text.replace(",", " ").split():
-        try:
-            sizes.append(float(word))
-        except ValueError:
-            raise ValueError(f"{excerpt(word)} is no number of samples; expected numbers with commas between") from None
-    if not sizes or not all(math.isfinite(size) and size > 0 for size in sizes):
-        raise ValueError(f"query sizes {excerpt(text)}: expected one at least, each more than 0")
-    return tuple(sizes)

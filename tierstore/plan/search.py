@@ -1,7 +1,6 @@
-"""The cheapest setup that meets a target: every one of a bounded grid is looked at."""
+"""The cheapest setup of a bounded grid that meets a target."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,29 +15,22 @@ from ..system.sizes import format_size
 from .demand import Demand
 from .host import Checked, Host, times, with_accelerators
 from .model import predict
-from .prediction import Prediction, Setup, describe_setup, in_words, rate
-from .price import Pricing, years_of_life
+from .prediction import Prediction, Pricing, Setup, describe_setup, in_words, rate, years_of_life
 from .queueing import Latency, latency_alone
 from .workload import Workload
 
 _MAX_RATE: Final = 1e12
-_MAX_SETUPS: Final = 100_000
-"""Of a grid."""
-_MAX_FAILURES: Final = 200
-"""That are told: the nearest to the target."""
-_RUNNERS_UP: Final = 10
-_OVERLOAD: Final = 1.000001
-"""So that a rate which is just what could be answered counts as too high."""
+_MAX_SETUPS, _MAX_FAILURES, _RUNNERS_UP = 100_000, 200, 10
+"""Of a grid; that are reported, nearest to the target first."""
+_OVERLOAD: Final = 1.000001  # a rate that is just what could be answered is too high
 _MEMORY_SHARES: Final = tuple(eighths / 8 for eighths in range(1, 9))
 _ROW_SHARES: Final = (0.5, 0.8)
 _HOSTS: Final = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
 _WORKERS: Final = (1, 2, 4, 8)
 _TRAINED_DTYPES: Final[tuple[DtypeName, ...]] = ("float32", "float16")
 _SERVED_DTYPES: Final[tuple[DtypeName, ...]] = ("float32", "float16", "int8", "int4")
-_USED_SHARE: Final = 0.9
-"""Of memory: for rows and page cache together; the rest is the system's."""
-_HBM_SHARE: Final = 0.8
-"""Of an accelerator's memory: for rows; the rest is the model's."""
+_USED_SHARE: Final = 0.9  # of memory, for rows and page cache; the rest is the system's
+_HBM_SHARE: Final = 0.8  # of an accelerator's memory, for rows; the rest is the model's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +48,15 @@ class Target(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.samples_per_s and self.queries_per_s:
-            raise ValueError(
-                f"queries_per_s={self.queries_per_s}: samples_per_s is given too; a plan is for one of them"
-            )
+            raise ValueError(f"queries_per_s={self.queries_per_s}: samples_per_s is given too; a plan is for one")
+        for name in ("p95_ms", "p99_ms"):
+            if getattr(self, name) and not self.queries_per_s:
+                raise ValueError(f"{name}={getattr(self, name)}: needs queries_per_s, the rate at which it is to hold")
 
     def require(self) -> None:
         """ValueError unless a search has something to reach."""
         if not (self.has_rate or self.usd or self.usd_a_month or self.watts):
             raise ValueError("the target names no rate and no limit: give samples_per_s, queries_per_s, usd or watts")
-        if (self.p95_ms or self.p99_ms) and not self.queries_per_s:
-            raise ValueError("a bound on latency needs queries_per_s, the rate at which it is to hold")
 
     @property
     def has_rate(self) -> bool:
@@ -74,10 +65,8 @@ class Target(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace(Checked):
-    """[search]: what may vary where the setup leaves it open. The grid is the product of all of it.
-
-    Without ``dtypes`` a plan file's rows keep theirs; ``search`` itself looks at all that the work allows.
-    """
+    """[search]: what may vary where the setup leaves it open. The grid is the product of all of it. ``search`` without
+    ``dtypes`` looks at all that the work allows."""
 
     hosts: tuple[int, ...] = option((), "counts, ascending; []: 1 to 64")
     memory_shares: tuple[float, ...] = option((), "of the host's DDR, what it is bought with; []: an eighth to all")
@@ -104,18 +93,16 @@ class SearchSpace(Checked):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Of hosts, ascending; of serving they count replicas too."""
+        """Of hosts; of serving they count replicas too."""
         return self.hosts or _HOSTS
 
 
 class Attempt(NamedTuple):
-    """A setup that was looked at.
-
-    Attributes:
-        prediction: None if it does not fit.
-        reason: what it fails by; "" if it meets the target.
-        shortfall: how many times what it has would do; infinite if it does not fit at all.
-        is_rate: more hosts would help.
+    """Attributes:
+    prediction: None if it does not fit.
+    reason: what it fails by; "" if it meets the target.
+    shortfall: how many times what it has would do; infinite if it does not fit at all.
+    is_rate: more hosts would help.
     """
 
     setup: Setup
@@ -151,16 +138,9 @@ def search(
     query_sizes: Sequence[float] | None = None,
 ) -> SearchResult:
     """Look at every setup of the grid, at most ``_MAX_SETUPS``; of each with as few hosts as meet the target.
-
-    The same arguments give the same result.
-
-    Args:
-        hosts: each with the most memory, drives and accelerators that it can be bought with.
-        query_sizes: as for ``predict``.
-
-    Raises:
-        ValueError: no setup meets the target; names what is nearest and what stops it. Or the grid is too large.
-    """
+    Deterministic. ``hosts``: each with the most memory, drives and accelerators that it can be bought with;
+    ``query_sizes``: as for ``predict``. ValueError: no setup meets the target; names what is nearest and what stops it.
+    Or the grid is too large."""
     finder = _Finder(demand, target, space or SearchSpace(), pricing or Pricing(), query_sizes)
     target.require()
     if not hosts:
@@ -181,19 +161,23 @@ def search(
     for setup, least_usd in finder.by_least_price(grid):
         if len(met) > _RUNNERS_UP and least_usd > met[-1].price.usd_a_month:
             break
-        found = finder.best_count(setup)
-        if found.prediction is None or found.reason:
-            failed.append(found)
+        tried = finder.best_count(setup)
+        if tried.prediction is None or tried.reason:
+            failed.append(tried)
         else:
-            met = _undominated(sorted([*met, found.prediction], key=finder.rank))
+            met = _undominated(sorted([*met, tried.prediction], key=finder.rank))
     failed.sort(key=lambda each: (each.shortfall, -each.setup.num_hosts * each.setup.ddr_bytes))
     if not met:
-        raise ValueError(_impossible(failed[0]))
+        nearest, found = failed[0], failed[0].prediction
+        stops = "" if found is None else f"; what stops it is: {in_words(found.bottleneck)}"
+        raise ValueError(
+            f"no setup meets the target; the nearest, {describe_setup(nearest.setup)}: {nearest.reason}{stops}"
+        )
     return SearchResult(met[0], tuple(met[1:]), tuple(failed[:_MAX_FAILURES]), len(grid))
 
 
 def with_memory(host: Host, memory_bytes: float) -> Host:
-    """The host with so much memory, whose watts and price follow."""
+    """With so much memory, whose watts and price follow."""
     share = memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
     found: Host = times(host, share, "ddr.watts", "ddr.usd")
     return replace(found, ddr=replace(found.ddr, capacity_bytes=memory_bytes))
@@ -233,10 +217,8 @@ class _Finder(NamedTuple):
                 )
 
     def by_least_price(self, grid: Sequence[Setup]) -> list[tuple[Setup, float]]:
-        """Setups, and dollars a month below which none of them can be, cheapest first.
-
-        Only of serving at a rate, where looking at a setup takes simulations; else in their order, at no price.
-        """
+        """Setups, and dollars a month below which none of them can be, cheapest first; only of serving at a rate, where
+        looking at a setup takes simulations, else in their order at no price."""
         if grid[0].workload.is_training or not self.target.has_rate:
             return [(setup, 0.0) for setup in grid]
 
@@ -265,17 +247,8 @@ class _Finder(NamedTuple):
             return group
         hosts, counts = group.setup.hosts, self.space.hosts or range(1, _HOSTS[-1] + 1)
         replicas = [count // hosts for count in counts if count % hosts == 0]
-        if self.target.has_rate:
-            last = len(replicas) - 1
-            first = min(bisect_left(replicas, self._fewest(group.prediction)), last)
-            enough = bisect_left(
-                replicas, True, first, last, key=lambda count: not self._lacks_hosts(group.setup, count)
-            )
-            replicas = replicas[enough : enough + 1]
-        return self._best(replace(group.setup, replicas=count) for count in replicas)
-
-    def _lacks_hosts(self, setup: Setup, replicas: int) -> bool:
-        return self._try(replace(setup, replicas=replicas)).is_rate
+        enough = [count for count in replicas if count >= self._fewest(group.prediction)]
+        return self._best(replace(group.setup, replicas=count) for count in enough or replicas[-1:])
 
     def _best(self, setups: Iterable[Setup]) -> Attempt:
         """The first that meets a target with a rate, as more hosts cost more; else the best, or what is nearest."""
@@ -283,11 +256,10 @@ class _Finder(NamedTuple):
         for setup in setups:
             tried.append(self._try(setup))
             if self.target.has_rate and not (tried[-1].reason and tried[-1].is_rate):
-                return tried[-1] if not tried[-1].reason else self._nearest(tried)
+                break
         return self._nearest(tried)
 
     def _nearest(self, tried: Sequence[Attempt]) -> Attempt:
-        """The best that meets the target, or what is nearest to it."""
         met = [(self.rank(each.prediction), each) for each in tried if each.prediction is not None and not each.reason]
         return min(met, key=lambda each: each[0])[1] if met else min(tried, key=lambda each: each.shortfall)
 
@@ -309,7 +281,7 @@ class _Finder(NamedTuple):
         return found or [unfit]
 
     def _fewest(self, group: Prediction) -> int:
-        """Replicas without which the rate cannot be carried, however long queries may wait."""
+        """Replicas that the rate takes at least, however long queries may wait."""
         if group.queue is not None and self.target.queries_per_s:
             return max(1, math.ceil(self.target.queries_per_s / group.queue.rate_max))
         return max(1, math.ceil(self.target.samples_per_s / group.samples_per_s))
@@ -336,23 +308,14 @@ class _Finder(NamedTuple):
                 found = found if lacking else self._predicted(setup, self.target.queries_per_s)
         except ValueError as error:
             return _unfit(setup, error)
-        lacking = lacking or [lack for lack in self._lacks(found) if lack.factor > 1]
+        life = years_of_life(found, self.pricing)
+        # More hosts write less each.
+        worn = Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months", is_rate=True)
+        lacking = lacking or [lack for lack in (*lacks(self.target, found), worn) if lack.factor > 1]
         if not lacking:
             return Attempt(setup, found)
         worst = max(lacking, key=lambda lack: lack.factor)
         return Attempt(setup, found, worst.text, worst.factor, any(lack.is_rate for lack in lacking))
-
-    def _lacks(self, found: Prediction) -> Iterator["Lack"]:
-        """What ``lacks`` finds, how many queries are answered at most, and the life of drives."""
-        latency = found.latency
-        if latency is not None and math.isinf(latency.p99_s) and found.queue is not None:
-            most = found.setup.replicas * found.queue.rate_max
-            text = f"{rate(most)} of {rate(latency.queries_per_s)} queries/s"
-            yield Lack(latency.queries_per_s / most * _OVERLOAD, text, is_rate=True)
-        yield from lacks(self.target, found)
-        life = years_of_life(found, self.pricing)
-        # More hosts write less each.
-        yield Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months", is_rate=True)
 
 
 class Lack(NamedTuple):
@@ -367,12 +330,16 @@ class Lack(NamedTuple):
 
 
 def lacks(target: Target, found: Prediction) -> Iterator[Lack]:
-    """What is asked for and not there, but for queries that come faster than they are answered."""
+    """What is asked for and not there."""
     price, latency = found.price, found.latency
     if target.samples_per_s > found.samples_per_s:
         text = f"{rate(found.samples_per_s)} of {rate(target.samples_per_s)} samples/s"
         yield Lack(target.samples_per_s / found.samples_per_s, text, is_rate=True)
-    if latency is not None and math.isfinite(latency.p99_s):
+    if latency is not None and found.queue is not None and math.isinf(latency.p99_s):
+        most = found.setup.replicas * found.queue.rate_max
+        text = f"{rate(most)} of {rate(latency.queries_per_s)} queries/s"
+        yield Lack(latency.queries_per_s / most * _OVERLOAD, text, is_rate=True)
+    elif latency is not None:
         yield from _over_bound(target, latency, "queries", is_rate=True)
     for name, value, limit in (
         ("US dollars", price.usd, target.usd),
@@ -400,8 +367,8 @@ def _counts(most: int) -> list[int]:
 
 
 def _undominated(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """Of those built of the same parts the first, without those that one before of their dtype is better than or as
-    good as in price, power and speed; as many as are shown."""
+    """Of those built of the same parts the first, without those that one before of their dtype is no worse than in
+    price, power and speed; as many as are shown."""
     chosen: list[Prediction] = []
     for each in ranked:
         is_worse = any(
@@ -424,9 +391,3 @@ def _merits(found: Prediction) -> Any:
 def _parts(found: Prediction) -> tuple[object, ...]:
     host = found.setup.host
     return host.name, host.ddr.capacity_bytes, len(host.storage), len(host.accelerators), found.setup.workload.dtype
-
-
-def _impossible(nearest: Attempt) -> str:
-    text = f"no setup meets the target; the nearest, {describe_setup(nearest.setup)}: {nearest.reason}"
-    stops = "" if nearest.prediction is None else f"; what stops it is: {in_words(nearest.prediction.bottleneck)}"
-    return text + stops

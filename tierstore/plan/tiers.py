@@ -1,7 +1,4 @@
-"""Rows of a budget, and what each tier of a host then has of what it is asked for.
-
-Budgets become rows by the store's own rule (``budget.divide``), index, policy and staging included.
-"""
+"""Rows of a budget, by the store's own rule (``budget.divide``), and what each tier has of what it is asked for."""
 
 import math
 from functools import lru_cache
@@ -26,15 +23,12 @@ from .prediction import Setup
 from .workload import Workload
 
 _BY_COUNT: Final = {"lfu": 0, "tinylfu": MOVED_MAX}
-"""Policies whose next victim is mostly a row of a batch shortly before, which is newer than on disk. Some of those are
-used once more before they leave and written twice, which is left out. Rows that became victims together are written
-together, and behind them are clean ones; they are at most so many, if a batch misses fewer."""
+"""Policies whose next victim is mostly a dirty row of a batch shortly before. Those that are used again before they are
+evicted are written twice, which is left out. Rows that become victims together are written together, up to so many."""
 _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
-_FILE_SHARE: Final = 1.05
-"""Of a file of segments, over their bytes: the tree above them, and free pages."""
-ID_LAYOUT: Final = RowLayout(dim=4)
-"""Of rows that keep ids."""
+_FILE_SHARE: Final = 1.05  # of a file, over the bytes of its segments: the tree above them, and free pages
+ID_LAYOUT: Final = RowLayout(dim=4)  # of rows that keep ids
 _Counts = tuple[tuple[RowLayout, int], ...]
 
 
@@ -43,24 +37,19 @@ class PoolLoad(NamedTuple):
 
     Attributes:
         num_rows: that the host has of it, on SSD.
-        lookups: ids.
-        bags: lists of ids, one a sample and table.
+        lookups, bags: ids, and lists of ids, one a sample and table.
         unique: distinct rows of the ids.
-        sent_rows: distinct rows of a host's own part of the batch: those that it asks their owners for, itself among
-            them; of one host ``unique``.
+        sent_rows: distinct rows of a host's own part of the batch; of one host ``unique``.
         asked: rows asked of the highest tier: ``unique``, twice where backward has to fetch them again.
         hbm_rows, ddr_rows: slots, of device memory and of host memory.
-        hbm_misses: rows asked of host memory; ``asked`` where there is no tier above it.
-        misses: rows asked of the SSD.
-        device_misses: of ``misses``, those whose page the system has not in memory.
+        hbm_misses, misses, device_misses: rows asked of host memory, of the SSD, and of the drives, as the system has
+            not their page in memory.
         is_full: every row has a slot in host memory, and stays there.
         is_in_memory: the same, or in device memory.
         keeps_two: the rows of two batches can stay pinned, so that one is fetched while the other is in use.
-        pages_read: by the device, for missing rows.
-        rows_written: appended, as they left.
-        rows_moved: by cleaning: appended once more, so that segments can be deleted.
-        segments_cleaned: such segments, those that the device has to read.
-        transactions: in which rows are appended.
+        pages_read: by the drives, for missing rows.
+        rows_written, rows_moved: appended as they were evicted, and once more by cleaning.
+        segments_cleaned: that the drives have to read.
     """
 
     layout: RowLayout
@@ -91,11 +80,8 @@ class PoolLoad(NamedTuple):
 
 
 def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
-    """Of each pool, on one host; of a serving setup with workers, in one of them.
-
-    Raises:
-        ValueError: a budget cannot hold the fewest rows that a store must have in memory; names what is enough.
-    """
+    """Of each pool, on one host; of a serving setup with workers, in one of them. ValueError: a budget cannot hold the
+    fewest rows that a store must have in memory; names what is enough."""
     rows = tuple((pool.layout, math.ceil(pool.num_rows / setup.hosts)) for pool in demand.pools)
     try:
         hot = _hbm_sizes(int(setup.hbm_bytes), rows, setup.policy) if setup.hbm_bytes else {}
@@ -132,8 +118,7 @@ def segment_bytes(layout: RowLayout) -> int:
 
 
 class StoreFile(NamedTuple):
-    """Rows of one layout in a store's file, at its largest; ``place_bytes``: that the map takes for each row of the
-    store's tables."""
+    """Rows of one layout in a store's file, at its largest; ``place_bytes``: of the map, a row."""
 
     rows: int
     segments: int
@@ -142,7 +127,7 @@ class StoreFile(NamedTuple):
 
 
 def file_of(layout: RowLayout, num_rows: int, workload: Workload) -> StoreFile:
-    """In training all rows may be written again between two commits: then both versions are there, with their slack."""
+    """In training both versions of all rows may be there, with their slack."""
     segments = (2 * DEFAULT_SLACK if workload.is_training else 1) * num_rows / layout.rows_per_segment
     width = place_type(geometry(layout, 0), [math.ceil(segments)], NARROW).itemsize
     return StoreFile(num_rows, math.ceil(segments), width, _FILE_SHARE * segments * segment_bytes(layout))
@@ -158,7 +143,6 @@ def _load(
     cached_share: float,
     transaction_rows: int,
 ) -> PoolLoad:
-    """``transaction_rows``: of one transaction, at most."""
     layout, hosts, is_training = pool.layout, setup.hosts, setup.workload.is_training
     unique, top = pool.unique / hosts, hbm_rows or ddr_rows
 
@@ -221,12 +205,8 @@ def _load(
 
 
 def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
-    """Rows of the one cache that hits as often as two, of which the lower is filled with what the upper misses.
-
-    The lower one keeps a row that went up, as far as there is room, so it adds what it has beyond the upper one. In
-    training a row that leaves the upper one is put into the lower one again: then at most half of what the lower one
-    takes in are rows that are above.
-    """
+    """Rows of the one cache that hits as often as two, of which the lower is filled with what the upper misses, and
+    keeps rows that went up. In training it also takes in what the upper evicts: at most half of that is above."""
     return max(upper + lower / 2, lower) if is_training else max(upper, lower)
 
 
@@ -241,7 +221,7 @@ def row_pages(layout: RowLayout) -> float:
 
 
 def _pages_read(layout: RowLayout, read: float, num_pages: float, rows_per_read: float) -> float:
-    """For so many rows that a batch reads from the device, which lie anywhere: some of them on one page."""
+    """For so many rows that a batch reads, which lie anywhere: some of them on one page."""
     pages = row_pages(layout)
     crowding = read * pages / num_pages
     shared = -math.expm1(-crowding) / crowding if crowding else 1.0
@@ -251,17 +231,11 @@ def _pages_read(layout: RowLayout, read: float, num_pages: float, rows_per_read:
 @lru_cache(maxsize=4096)
 def _live_in_victims(cached: float) -> float:
     """The share u of a segment's rows that are still live when cleaning comes to it, if all rows are used alike and the
-    store has cleaned for long.
+    store has cleaned for long; ``cached``: of all rows, whose copies on disk are live until they are evicted.
 
-    Of N rows that are overwritten at random a copy is live with the chance ``exp(-a / N)`` after a further ones were
-    appended. Segments are cleaned when u of them is left, and what was moved again when u of that is, and so on: with
-    ``s N`` rows in the log ``-ln u / (1 - u) = s``, and u / (1 - u) are moved for each that is appended (M. Rosenblum
-    and J. Ousterhout, 1992; P. Desnoyers, Analytic modeling of SSD write performance, SYSTOR 2012). Of a row in memory
-    the copy on disk is live until it leaves: as long as it takes to append as many rows as are cached. Rows of the kept
-    version count, too, so that the newer ones have the slack of both.
-
-    Args:
-        cached: of all rows.
+    With ``s N`` rows in the log of N, ``-ln u / (1 - u) = s``, and u / (1 - u) are moved for each that is appended
+    (M. Rosenblum and J. Ousterhout, 1992; P. Desnoyers, Analytic modeling of SSD write performance, SYSTOR 2012). The
+    kept version counts too, so rows have the slack of both.
     """
     slack = (2 * DEFAULT_SLACK - 1 - cached) / (1 - cached)
     low, high = 0.0, 1.0

@@ -1,4 +1,4 @@
-"""Traces: what is in one, and drawing one by Zipf's law over any number of rows, without a table of weights."""
+"""Traces: what is in one, and drawing one by Zipf's law."""
 
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -33,11 +33,9 @@ class TableSummary(NamedTuple):
 
     Attributes:
         accesses: to the rows that are in the trace.
-        all_accesses: to all rows, whether in it or not; None where it is a sample that does not say.
+        all_accesses: to all rows; None where the trace is a sample that does not say.
         rows: distinct ones that are used.
-        ids_a_sample: on average.
         top_share: of the accesses, by the hundredth of the used rows that is used most.
-        used_once: rows that are used once.
     """
 
     name: str
@@ -50,7 +48,7 @@ class TableSummary(NamedTuple):
 
 
 class TraceSummary(NamedTuple):
-    """Of a trace; ``sampling_rate``: of the rows that are in it. Counts are of these, unless they say otherwise."""
+    """Of a trace; ``sampling_rate``: of the rows that are in it, which the counts are of."""
 
     total: TableSummary
     tables: tuple[TableSummary, ...]
@@ -60,8 +58,7 @@ class TraceSummary(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        found: dict[str, Any] = plain(self)
-        return found
+        return dict(plain(self))
 
     def text(self) -> str:
         """Lines for a terminal; the tables with the most accesses."""
@@ -115,11 +112,11 @@ def describe(trace: Trace) -> TraceSummary:
 
 
 def scattered(numbers: Int64s, rows: int, seed: int) -> Int64s:
-    """A permutation of the numbers from 0 to ``rows - 1``, another for each seed: what it makes of some of them.
+    """What a permutation of the numbers below ``rows``, another for each seed, makes of some of them.
 
-    Each round adds, multiplies and shifts numbers of as many bits as the rows need: each of these steps can be undone,
-    so that no two numbers meet. A result that is no row is permuted again until it is one (cycle walking: Black,
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), which takes two rounds on average at most.
+    Each round adds, multiplies and shifts numbers of as many bits as the rows need, which can be undone. A result that
+    is no row is permuted again until it is one (cycle walking: Black, Rogaway, "Ciphers with Arbitrary Finite Domains",
+    2002), twice on average at most.
     """
     bits = max(1, (rows - 1).bit_length())
     mask, shift, start = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2), (seed & _WORD) ^ rows
@@ -145,10 +142,7 @@ def draw_zipf(rows: int, exponent: float, count: int, *, seed: int, scatter_seed
         scatter_seed: decides which rows are the frequent ones.
 
     Returns:
-        int64 [count], rows from 0 to ``rows - 1``.
-
-    Raises:
-        ValueError, TypeError: an argument that cannot be; names it and what is accepted.
+        int64 [count], rows from 0 to ``rows - 1``. ValueError, TypeError: an argument is out of range.
     """
     require_int(rows, "rows", 1, MAX_ROWS)
     require_int(count, "count", 0, _MAX_DRAWS)
@@ -165,13 +159,9 @@ def draw_zipf(rows: int, exponent: float, count: int, *, seed: int, scatter_seed
 def generate(workload: Workload, *, samples: int, seed: int) -> Trace:
     """Samples of the workload, in batches of its ``batch_samples``.
 
-    A sample has as many ids of a table as the pooling factor says; where that is no whole number, the next lower or
-    higher one, by chance, so that their mean is it. Which rows of a table are the frequent ones depends on the table's
-    place in the workload and not on ``seed``: other seeds give other samples of the same users. 40 bytes of memory an
-    id of the largest table, 8 an id and 8 a sample and table.
-
-    Raises:
-        ValueError, TypeError: ``samples`` is no number from 1.
+    A pooling factor of 2.5 means 2 or 3 ids by chance. Which rows of a table are the frequent ones depends on the
+    table's place in the workload and not on ``seed``: other seeds give other samples of the same users. 40 bytes of
+    memory an id of the largest table, 8 an id and 8 a sample and table. ValueError, TypeError: ``samples`` is below 1.
     """
     require_int(samples, "samples", 1, _MAX_SAMPLES)
     tables = {table.name: _table(table, index, samples, seed) for index, table in enumerate(workload.tables)}

@@ -1,5 +1,4 @@
-"""What the answer becomes if something is other than it is: what was assumed by half and twice, each resource by a
-tenth."""
+"""What the answer becomes with half and twice of what was assumed, and with a tenth more of each resource."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,20 +10,18 @@ from .model import predict
 from .prediction import Prediction, Setup, some
 from .workload import Assumed, Figure, Workload, times
 
-FACTORS: Final = (0.5, 2.0)
-"""Of what was assumed."""
+FACTORS: Final = (0.5, 2.0)  # of what was assumed
 _STEP: Final = 0.1
 
 
 class Instead(NamedTuple):
-    """Another answer: ``prediction``, or the reason why there is none."""
+    """Another answer, or the reason why there is none."""
 
     prediction: Prediction | None
     reason: str = ""
 
     @classmethod
     def of(cls, answer: Callable[[], Prediction]) -> "Instead":
-        """A ValueError says why there is none."""
         try:
             return cls(answer())
         except ValueError as error:
@@ -32,12 +29,8 @@ class Instead(NamedTuple):
 
 
 class Assumption(NamedTuple):
-    """Attributes:
-    figure: a key of workloads and tables.
-    value: what was taken; of tables of different values the first's.
-    text: what was assumed, in words.
-    what_if: the answer if the figure is ``factor`` times that, for each of ``FACTORS``.
-    """
+    """``value``: what was taken, of tables of different values the first's; ``what_if``: the answer for each of
+    ``FACTORS``."""
 
     figure: Figure
     value: float
@@ -46,24 +39,22 @@ class Assumption(NamedTuple):
 
 
 def assumptions_of(workload: Workload, answer: Callable[[Workload], Prediction]) -> tuple[Assumption, ...]:
-    """Of all that the workload assumes; ``answer``: of another workload, a ValueError says why there is none."""
+    """Of all that the workload assumes; ``answer``: of another workload, or a ValueError."""
 
     def off(assumed: Assumed, factor: float) -> Instead:
         return Instead.of(lambda: answer(replace(times(workload, assumed, factor), assumed=())))
 
     return tuple(
-        Assumption(each.figure, *_told(workload, each), tuple(off(each, factor) for factor in FACTORS))
+        Assumption(each.figure, *_words(workload, each), tuple(off(each, factor) for factor in FACTORS))
         for each in workload.assumed
     )
 
 
 def assumed_words(workload: Workload) -> str:
-    """All of it, for a sentence."""
-    return "; ".join(_told(workload, each)[1] for each in workload.assumed)
+    return "; ".join(_words(workload, each)[1] for each in workload.assumed)
 
 
-def _told(workload: Workload, assumed: Assumed) -> tuple[float, str]:
-    """The value, and what it is."""
+def _words(workload: Workload, assumed: Assumed) -> tuple[float, str]:
     if assumed.figure == "dense_flops":
         flops, layers = workload.dense_flops, "the layers of MLPerf's DLRM-DCNv2 over these tables"
         return flops, f"dense model: {flops / 1e6:.3g} Mflop a sample, forward: {layers}"
@@ -76,12 +67,8 @@ def _told(workload: Workload, assumed: Assumed) -> tuple[float, str]:
 
 
 class Marginal(NamedTuple):
-    """Attributes:
-    resource: "ddr", "hbm", "page cache", "ssd reads", "cores", ...
-    change: of each host's, "+10 %"; of cores "+1".
-    samples_per_s: more than without, of all hosts.
-    usd: price of the change at all hosts; None where the parts' prices do not say it.
-    """
+    """``samples_per_s``: more than without, of all hosts; ``usd``: price of the change at all hosts, None where parts
+    have no price."""
 
     resource: str
     change: str
@@ -90,13 +77,8 @@ class Marginal(NamedTuple):
 
 
 def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
-    """Of a tenth more of each resource, and of a core more, all else staying; the best first.
-
-    Memory that is more is used, by rows or as page cache; the host then has so much more of it. A tenth of the drives'
-    reads or writes costs a tenth of the drives, as if there were such drives.
-
-    Raises: as ``predict``.
-    """
+    """Of a tenth more of each resource, and of a core more, all else staying; the best first. More memory is used, by
+    rows or as page cache; a tenth of the drives' reads or writes costs a tenth of them. Raises: as ``predict``."""
     before = predict(setup, demand).samples_per_s
     found = []
     for resource, changed, usd in _changes(setup):
@@ -131,6 +113,5 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup, float]]:
 
 
 def _more(setup: Setup, *paths: str) -> Setup:
-    """With a tenth more of some fields of fields."""
     found: Setup = hosts.times(setup, 1 + _STEP, *paths)
     return found

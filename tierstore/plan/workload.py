@@ -49,7 +49,7 @@ class TableShape(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec(TableShape):
-    """In a file: a table, or several alike, which are called by its name with a number."""
+    """In a file: a table, or several alike, named with a number."""
 
     name: str = option("table", "its name; of several alike the beginning of theirs")
     embedding_dim: int = option(16, "columns", low=1, high=1 << 16)
@@ -59,12 +59,6 @@ class TableSpec(TableShape):
     )
     count: int = option(1, "tables that are so", low=1, high=1 << 16)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("pooling_factor", "exponent"):
-            if _UNKNOWN < getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a number from 0, or -1 if it is not known")
-
     def shapes(self) -> list[TableShape]:
         given = {each.name: getattr(self, each.name) for each in fields(TableShape)}
         first = TableShape(**{name: value for name, value in given.items() if value != _UNKNOWN})
@@ -73,11 +67,7 @@ class TableSpec(TableShape):
 
 
 class Assumed(NamedTuple):
-    """A figure that nobody gave.
-
-    Attributes:
-        tables: names of those of which it is; of the dense model none.
-    """
+    """A figure that nobody gave; ``tables``: names of those of which it is, of the dense model none."""
 
     figure: Figure
     tables: tuple[str, ...] = ()
@@ -85,15 +75,8 @@ class Assumed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Checked):
-    """A model in use.
-
-    Attributes:
-        tables: their names differ.
-        assumed: which of the figures nobody gave; a plan says what they are, and what follows if they are off.
-
-    Raises:
-        ValueError: names the field, its value and what is accepted.
-    """
+    """A model in use; ``assumed``: which figures nobody gave. ValueError: names the field, its value and what is
+    accepted."""
 
     name: str
     tables: tuple[TableShape, ...]
@@ -161,15 +144,14 @@ class Workload(Checked):
 
 
 def specified(specs: Sequence[TableSpec], **figures: Any) -> Workload:
-    """The workload of a file's tables. What the file does not say is assumed: each such table has one id a sample, by
-    Zipf's law, and the model has the layers of MLPerf's DLRM-DCNv2."""
+    """The workload of a file's tables. What it does not say is assumed: one id a sample, by Zipf's law, and the layers
+    of MLPerf's DLRM-DCNv2."""
     found = Workload(tables=tuple(shape for spec in specs for shape in spec.shapes()), **figures)
     assumed = []
     if not found.dense_flops:
         flops = dlrm_work([table.embedding_dim for table in found.tables], **MLPERF_LAYERS).dense_flops
         found, assumed = replace(found, dense_flops=flops), [Assumed("dense_flops")]
-    names: tuple[Figure, Figure] = ("pooling_factor", "exponent")
-    for figure in names:
+    for figure in get_args(Figure)[1:]:
         own = (shape.name for spec in specs if getattr(spec, figure) == _UNKNOWN for shape in spec.shapes())
         assumed.append(Assumed(figure, tuple(own)))
     return replace(found, assumed=tuple(each for each in assumed if each.tables or each.figure == "dense_flops"))

@@ -1,16 +1,19 @@
-"""Hosts: sums of their parts, files that give back what was written, and errors that name the key."""
+"""Hosts: sums of their parts, files that give back what was written, errors that name the key; sources of figures."""
 
 import dataclasses
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.plan.asking import run
 from tierstore.plan import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
-from tierstore.plan.host import parts_of, with_accelerators
-from tierstore.plan.parts import host_names, load_host, load_part, read_host, write_host
-from tierstore.plan.search import with_memory
+from tierstore.plan.host import with_accelerators
+from tierstore.plan.parts import host_names, load_host, load_part, write_host
+from tierstore.plan.parts.catalog import DATA, FIGURES, Part, catalog
 
 PARTS = """
 [host]
@@ -57,13 +60,13 @@ HOSTS = [*map(load_host, host_names()), whole_host(), dataclasses.replace(whole_
 def test_files_give_back_what_was_written(host: Host, tmp_path: Path) -> None:
     path = tmp_path / "host.json"
     write_host(host, path)
-    assert read_host(path) == host == load_host(str(path)) == load_host(path)
+    assert host == load_host(str(path)) == load_host(path)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     assert host.costs != SoftwareCosts()
 
 
 def test_a_host_is_the_sum_of_its_parts(tmp_path: Path) -> None:
-    host = read_host(made(tmp_path, PARTS))
+    host = load_host(made(tmp_path, PARTS))
     cpu, dimm = load_part("processors", "epyc-9354").values(), load_part("memory", "ddr5-4800-64gb").values()
     assert host.processor == Processor(
         part="2 x epyc-9354", cores=64, flops=2 * cpu["flops"], watts=2 * cpu["watts"], usd=5000
@@ -89,22 +92,20 @@ def test_a_host_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     assert host.costs == dataclasses.replace(load_host("workstation").costs, id_ns=25)
     assert (host.watts, host.usd) == (150, 4000.5)
     assert "24 x ddr5-4800-64gb" in host.source
-    less = with_memory(with_accelerators(dataclasses.replace(host, storage=host.storage[:2]), ()), 2.0**36)
-    assert parts_of(less) == "2 x epyc-9354, 64.0 GiB of ddr5-4800-64gb, 2 x samsung-pm9a3-7680gb, 2 x ethernet-25gb"
-    assert less.name == f"{host.name} without GPUs"
+    assert with_accelerators(host, ()).name == f"{host.name} without GPUs"
 
 
 def test_costs_may_be_those_of_a_measured_host(tmp_path: Path) -> None:
     write_host(whole_host(), tmp_path / "measured.json")
     text = PARTS.replace('{ part = "epyc-2-cores", id_ns = 25 }', '"measured.json"')
-    assert read_host(made(tmp_path, text)).costs == whole_host().costs
+    assert load_host(made(tmp_path, text)).costs == whole_host().costs
     for other, message in (
         ("host.toml", "host as tierstore plan measure writes it"),
         ("none.json", "cannot be read: No such"),
     ):
         path = made(tmp_path, text.replace("measured.json", other))
         with pytest.raises(ValueError, match=rf"host.toml: host: costs: .*{other}: .*{message}"):
-            read_host(path)
+            load_host(path)
 
 
 def changed(*keys: str, value: Any = None) -> str:
@@ -128,25 +129,49 @@ def changed(*keys: str, value: Any = None) -> str:
             changed("storage", "0", "reads_per_s", value=0),
             r"storage\[0\]: reads_per_s=0.0: expected a number from 1 to",
         ),
+        (PARTS.replace("9354", "9355"), "host: there is no part .* 'epyc-9355'; did you mean 'epyc-9354'"),
+        (PARTS.replace("count = 24", "count = 0"), "host.memory: count=0: expected a whole number from 1 to 4,096"),
+        (PARTS.replace('part = "l4", ', ""), r'host.accelerators\[0\]: key "part" is missing'),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(text: str, message: str, tmp_path: Path) -> None:
-    path = made(tmp_path, text, "host.json")
+    path = made(tmp_path, text, "host.toml" if "[host]" in text else "host.json")
     with pytest.raises(ValueError, match=message) as caught:
-        read_host(path)
+        load_host(path)
     assert str(caught.value).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('"epyc-9354"', '"epyc-9355"', "host: there is no part .* 'epyc-9355'; did you mean 'epyc-9354'"),
-        ("count = 24", "count = 0", "host.memory: count=0: expected a whole number from 1 to 4,096"),
-        ('part = "l4", ', "", r'host.accelerators\[0\]: key "part" is missing'),
-    ],
-)
-def test_what_is_wrong_with_parts_is_said(old: str, new: str, message: str, tmp_path: Path) -> None:
-    path = made(tmp_path, PARTS.replace(old, new))
-    with pytest.raises(ValueError, match=message) as caught:
-        read_host(path)
-    assert str(caught.value).startswith(f"{path}: ")
+# The parts that ship
+
+EVERY = [part for named in catalog().values() for part in named.values()]
+
+
+@pytest.mark.parametrize("part", EVERY, ids=lambda part: f"{part.kind}-{part.name}")
+def test_every_figure_is_known_and_has_its_source(part: Part) -> None:
+    assert list(part.figures) == [name for name in FIGURES[part.kind] if name in part.figures]
+    assert set(part.figures) == set(FIGURES[part.kind])
+    for name, figure in part.figures.items():
+        assert figure.source or figure.assumption, name
+        assert not figure.source or re.search(r"\S, https://\S+$", figure.source), name
+        assert figure.value > 0 or figure.assumption or part.kind == "costs", name
+
+
+def test_data_files_hold_no_other_keys() -> None:
+    for kind, figures in FIGURES.items():
+        for name, entries in tomllib.loads((DATA / f"{kind}.toml").read_text()).items():
+            assert set(entries) == {"title", *figures} | ({"link"} if kind == "accelerators" else set()), name
+            for figure in figures:
+                assert {"value"} < set(entries[figure]) <= {"value", "source", "assumption"}, (name, figure)
+
+
+def test_the_list_names_every_part_and_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("parts") == 0
+    short = capsys.readouterr().out
+    assert run("parts", "--sources") == 0
+    long = capsys.readouterr().out
+    for name in [*(part.name for part in EVERY), *host_names()]:
+        assert re.search(rf"^  {re.escape(name)} ", short, re.MULTILINE)
+    for figure in (figure for part in EVERY for figure in part.figures.values()):
+        assert figure.source in long
+        assert figure.assumption in long
+    assert "All prices are assumptions" in short

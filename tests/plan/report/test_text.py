@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.plan.report.results import HOSTILE, planned, served
+from tests.plan.asking import HOSTILE, planned, served
 from tierstore.plan.prediction import describe_setup, in_words
 from tierstore.plan.report import describe, sections
 from tierstore.plan.report.sections import duration, money, watts
@@ -51,7 +51,7 @@ def test_what_was_assumed_comes_before_the_answer_with_what_follows_if_it_is_off
     for each in result.assumptions:
         assert f"- {each.text}; or give {each.figure}, or a trace" in lines
     assert lines.count(" times that, ") == 2 * len(result.assumptions) > 0
-    assert "Assumed" not in describe(replace(result, assumptions=(), in_memory_if_off=()))
+    assert "Assumed" not in describe(replace(result, assumptions=()))
 
 
 def test_what_tiers_save_and_what_parts_cost() -> None:

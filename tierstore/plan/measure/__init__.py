@@ -1,6 +1,6 @@
-"""Measuring the machine at hand: its memory, its disk, its GPUs, and what tierstore's own work takes on it."""
+"""Measuring the machine at hand: its memory, its disk, and what tierstore's own work takes on it."""
 
-from .measurement import describe, measure
-from .storage import READ_BYTES, DirectReader, direct_reader
+from ...system import page_cache
+from .measurement import READ_BYTES, DirectReader, describe, direct_reader, measure
 
-__all__ = ["READ_BYTES", "DirectReader", "describe", "direct_reader", "measure"]
+__all__ = ["READ_BYTES", "DirectReader", "describe", "direct_reader", "measure", "page_cache"]

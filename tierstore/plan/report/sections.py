@@ -20,8 +20,7 @@ _RULE: Final = (
 )
 _BAR: Final = 20
 _SHOWN: Final = 20
-_NEGLIGIBLE: Final = 1e-4
-"""Of the samples a second: a gain of less is nothing."""
+_NEGLIGIBLE: Final = 1e-4  # of the samples a second: a gain of less is nothing
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -71,8 +70,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def named(text: str) -> str:
-    """A sentence that may hold names that a file gave: each word bounded, and without characters that a terminal would
-    obey."""
+    """A sentence whose words may be of a file: bounded, and without characters that a terminal would obey."""
 
     def word(each: str) -> str:
         shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in each[:_MAX_NAME])
@@ -82,18 +80,17 @@ def named(text: str) -> str:
 
 
 def resource(name: str) -> str:
-    """Of something that there can be more of, with its abbreviations as they are written: "page cache", "DDR"."""
+    """With its abbreviations as they are written: "page cache", "DDR"."""
     return " ".join(_RESOURCES.get(word, word) for word in name.split(" "))
 
 
 class Section(NamedTuple):
-    """A table of texts, its columns first, and sentences below it; not escaped yet."""
+    """A table of texts, its columns first, and sentences below it; not escaped. ``is_text_last``: its last column."""
 
     title: str
     lines: Sequence[str] = ()
     table: Sequence[Sequence[str]] = ()
     is_text_last: bool = False
-    """The table's last column is text."""
 
 
 def sections_of(result: PlanResult) -> list[Section]:
@@ -118,9 +115,6 @@ def sections_of(result: PlanResult) -> list[Section]:
         for each in found
         if each.lines or each.table
     ]
-
-
-# Asked, assumed, answered
 
 
 def _asked(result: PlanResult, step: str) -> Iterator[str]:
@@ -185,9 +179,6 @@ def _answer(result: PlanResult) -> str:
     return "; ".join(parts)
 
 
-# What supports it
-
-
 def _tiers(result: PlanResult) -> list[tuple[str, ...]]:
     """SSD has every row, so it has no hit rate; the page cache is a line of its own where it has some."""
     rows: list[tuple[str, ...]] = [("tier", "capacity", "rows", "lookups", "hit rate")]
@@ -225,8 +216,7 @@ def _loads(found: Prediction) -> list[tuple[str, ...]]:
 
 
 def _in_memory(result: PlanResult) -> Iterator[str]:
-    """What the answer saves compared with the cheapest fleet that has every row in memory, and the least and the most
-    of it with one assumption off, of those that both fleets can meet."""
+    """What the answer saves compared with the cheapest fleet that has every row in memory."""
     own, found = result.prediction.price, result.in_memory
     if found is None:
         return
@@ -239,19 +229,6 @@ def _in_memory(result: PlanResult) -> Iterator[str]:
     shares = share(month / (price.usd_a_month or 1.0), 0), share(power / (price.watts or 1.0), 0)
     yield f"all rows in DDR or HBM: {fleet}; bound by {in_words(memory.bottleneck)}"
     yield f"this plan saves {money(month)} a month ({shares[0]}) and {watts(power)} ({shares[1]})"
-    saved = [
-        (other.prediction.price.usd_a_month - tiers.prediction.price.usd_a_month,
-         other.prediction.price.watts - tiers.prediction.price.watts)
-        for assumed, alone in zip(result.in_memory_if_off, result.assumptions, strict=True)
-        for other, tiers in zip(assumed.what_if, alone.what_if, strict=True)
-        if other.prediction and tiers.prediction
-    ]  # fmt: skip
-    if saved:
-        months, powers = zip(*saved, strict=True)
-        yield (
-            f"if an assumption is off by two: {money(min(months))} to {money(max(months))} a month, "
-            f"{watts(min(powers))} to {watts(max(powers))}"
-        )
 
 
 def _marginals(result: PlanResult) -> Section:
