@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from .clients import Answer, Client
+from .clients import Answer, SocketClient
 
 __all__ = ["Load", "Quantiles", "Stream", "closed_loop", "open_loop", "poisson"]
 
@@ -66,7 +66,7 @@ class Load(NamedTuple):
 class Stream(NamedTuple):
     """Requests of one kind, each at its time; ``on_answer`` is given the request's index and its answer."""
 
-    client: Client
+    client: SocketClient
     requests: Sequence[bytes]
     intended: Any
     on_answer: _OnAnswer | None = None
@@ -106,7 +106,7 @@ class _Record:
         self._cpu = time.process_time()
         self.in_flight = 0
 
-    def ask(self, client: Client, request: bytes, due: float, then: Callable[[Answer], None]) -> None:
+    def ask(self, client: SocketClient, request: bytes, due: float, then: Callable[[Answer], None]) -> None:
         """Send one that was due so many seconds after the start."""
         index = len(self.intended)
         self.intended.append(due)
@@ -164,7 +164,7 @@ def open_loop(streams: Sequence[Stream]) -> list[Load]:
     return _run_alone(work)
 
 
-def closed_loop(client: Client, requests: Sequence[bytes], *, at_once: int, seconds: float) -> Load:
+def closed_loop(client: SocketClient, requests: Sequence[bytes], *, at_once: int, seconds: float) -> Load:
     """Keep ``at_once`` requests in flight, from the list over and over; ``intended`` is when each was sent."""
 
     async def work() -> Load:

@@ -10,10 +10,10 @@ import numpy as np
 import tierstore
 
 from ..child import HOST, Child
-from ..common import Goal, Part, Run, Table, Told
+from ..common import Goal, Part, Report, Run, Table, median_of
 from ..peers import redis_rows
 from . import queries
-from .clients import Answer, Client, RestClient
+from .clients import Answer, RestClient, SocketClient
 from .http2 import GrpcClient
 from .load import Quantiles, Stream, closed_loop, open_loop
 from .server import ServerProcess
@@ -40,7 +40,7 @@ class _Way(NamedTuple):
 
     name: str
     server: Child
-    client: Callable[[int, int], Client]
+    client: Callable[[int, int], SocketClient]
     encode: Callable[[queries.Query, int], bytes]
     rows: Callable[[bytes, int], bytes]
 
@@ -134,12 +134,8 @@ class _Lookups:
                 for way in self._ways:
                     once = self._turn(way, connections, drawn)
                     found[way.name][connections] += [once] if turn else []  # the first warms up
-        medians = {name: [_medians(each) for each in by_count.values()] for name, by_count in found.items()}
+        medians = {name: [median_of(each) for each in by_count.values()] for name, by_count in found.items()}
         return {name: max(each, key=lambda one: float(one["queries_per_s"])) for name, each in medians.items()}
-
-
-def _medians(found: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: statistics.median(each[name] for each in found) for name in found[0]}
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
@@ -171,19 +167,19 @@ def _table(measured: dict[str, Any], figures: dict[str, Any]) -> Table:
     ]  # fmt: skip
     title = f"lookups of {per_query:,.0f} rows a query on average, {figures['rows']:,} rows of {figures['dim']}"
     columns = ["asked of", "highest rows/s", "p50 ms", "p99 ms", "server cores", "generator cores", "failed"]
-    return Table(title=title, columns=columns, rows=rows)
+    return Table(title, columns, rows)
 
 
 def _goal(measured: dict[str, Any]) -> Goal:
     rates = {name: each["queries_per_s"] for name, each in measured["highest"].items()}
     own = max((name for name in rates if "all rows" in name), key=lambda name: float(rates[name]))
     name = f"{measured['rows_per_query']:,.0f} rows a query, {own}: rows/s over Redis's"
-    return Goal(name=name, value=rates[own] / rates[_REDIS], at_least=_TIMES[measured["features"]])
+    return Goal(name, rates[own] / rates[_REDIS], at_least=_TIMES[measured["features"]])
 
 
-def _tell(figures: dict[str, Any]) -> Told:
+def _tell(figures: dict[str, Any]) -> Report:
     has_redis = figures["has_redis"]
-    return Told(
+    return Report(
         tables=[_table(measured, figures) for measured in figures["lookups"]],
         goals=[_goal(measured) for measured in figures["lookups"]] if has_redis else [],
         notes=[

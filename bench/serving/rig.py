@@ -1,6 +1,5 @@
 """A ranking server under load: what the parts of the benchmark share."""
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,30 +13,16 @@ from .. import device
 from ..child import HOST
 from ..common import Run
 from . import queries
-from .clients import Client, RestClient
+from .clients import RestClient, SocketClient
 from .http2 import GrpcClient
-from .load import Load, Stream, closed_loop, open_loop, poisson
+from .load import Stream, closed_loop, poisson
 from .server import ServerProcess
-from .shape import CANARY, CANARY_ROWS, kaggle_rows, kaggle_store, table_bytes
+from .shape import kaggle_rows, kaggle_store, table_bytes
 from .trainer import TrainerProcess
 
-__all__ = ["HitRate", "Rig", "canary_request", "version_of"]
+__all__ = ["HitRate", "Rig"]
 
-_VERSION: Final = re.compile(rb'"model_version":"(\d+)"')
 _ROWS_FILE: Final = "rows.lmdb"
-
-
-def version_of(body: bytes) -> int:
-    """The version that a REST answer names."""
-    found = _VERSION.search(body)
-    if found is None:
-        raise ValueError(f"an answer without a version: {body[:200]!r}")
-    return int(found[1])
-
-
-def canary_request() -> bytes:
-    """All rows of the canary table, over REST."""
-    return queries.encoded_rest(queries.Query(f"rows.{CANARY}", {"ids": np.arange(CANARY_ROWS)}))
 
 
 class HitRate(NamedTuple):
@@ -84,7 +69,7 @@ class Rig:
         ddr = max(self.ddr_bytes, 8 << 20)
         return ServerProcess(self.store, ddr, log=self.log, flags=flags)
 
-    def client(self, server: ServerProcess, protocol: str) -> Client:
+    def client(self, server: ServerProcess, protocol: str) -> SocketClient:
         if protocol == "grpc":
             return GrpcClient(HOST, server.grpc_port, self.config["connections"])
         return RestClient(HOST, server.rest_port, self.config["connections"])
@@ -110,9 +95,6 @@ class Rig:
         intended = poisson(times, rate, seconds)
         requests = self.requests(len(intended), protocol, sizes_from=sizes)
         return Stream(self.client(server, protocol), requests, intended)
-
-    def load(self, server: ServerProcess, protocol: str, rate: float, seconds: float) -> Load:
-        return open_loop([self.stream(server, protocol, rate, seconds)])[0]
 
     def trainer(self) -> TrainerProcess:
         """One that goes on with the store."""

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,16 +16,11 @@ _READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), s
 
 
 class ServerProcess(Child):
-    """``tierstore serve`` on ports that are free; ready when this returns.
-
-    Attributes:
-        ready_seconds: from the start of the process until it said that it was ready.
-    """
+    """``tierstore serve`` on ports that are free; ready when this returns."""
 
     needs_signal = True
 
     def __init__(self, store: Path | str, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
-        start = time.perf_counter()
         ports = [word for name in ("port", "grpc-port", "admin-port") for word in (f"--{name}", "0")]
         command = [sys.executable, "-m", "tierstore", "serve", "--store", store, "--ddr", ddr, *ports]
         super().__init__([*command, "--log-level", "warning", *flags], log=log)
@@ -38,7 +32,6 @@ class ServerProcess(Child):
         except BaseException:
             self.kill()
             raise
-        self.ready_seconds = time.perf_counter() - start
         self.rest_port, self.grpc_port, self._admin_port = map(int, found.groups())
 
     def status(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.http2 import GrpcClient
 from bench.serving.load import Stream, open_loop
-from bench.serving.queries import Zipf
 from tests.serve import fronts
 from tierstore.serve.rest.infer_body import parse_infer
 
@@ -35,20 +34,6 @@ class Echo:
             done(Answer(request))
         else:
             asyncio.get_running_loop().call_later(self.seconds, done, Answer(request, self.error))
-
-
-def test_ids_follow_the_law() -> None:
-    for rows in (3, 1000, 500_000):
-        ids = Zipf(rows, 1.05).draw(np.random.default_rng(0), 200_000)
-        assert ids.min() >= 0
-        assert ids.max() < rows
-        counts = np.sort(np.bincount(ids, minlength=rows))[::-1]
-        weights = np.arange(1, rows + 1) ** -1.05
-        shares = weights / weights.sum()
-        assert np.abs(counts[:3] / len(ids) - shares[:3]).max() < 0.005
-        # Beyond the ranks that are summed up, too.
-        assert abs(np.count_nonzero(np.isin(ids, np.arange(65536, rows) * 2_654_435_761 % rows)) / len(ids)
-                   - shares[65536:].sum()) < 0.005  # fmt: skip
 
 
 def test_latency_counts_from_when_a_request_was_due() -> None:
