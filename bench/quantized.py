@@ -1,12 +1,11 @@
 """What do rows of 16, 8 and 4 bits cost in bytes, time and AUC, beside float32?
 
 One table is converted by ``tierstore.quantize`` to each dtype. Pooled lookups run with every row in memory, torch's own
-operators on the same rows in turns with them; cold reads with the page cache dropped. Quality is that of
+operators on the same rows in turns with them. Quality is that of
 examples/criteo.toml, trained in float32 and converted, or trained in rows of 16 bits.
 """
 
 import contextlib
-import time
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 import tierstore
-from tierstore.plan.measure import page_cache
 
 from .common import Goal, Report, Run, Spread, Table, fresh_folder, measure, per_second, start
 from .quality import goals_of, measure_quality, table_of
@@ -146,35 +144,6 @@ def _pooled_table(rates: dict[int, Rates], config: dict[str, Any]) -> Table:
     return Table(title, columns, rows)
 
 
-def _cold_rates(paths: dict[str, Path], config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows a second out of a store just opened, its file out of the page cache; and pages read for a row."""
-    seconds: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
-    pages: dict[str, float] = {}
-    generator = np.random.default_rng(config["seed"])
-    for _ in range(config["cold_repetitions"]):
-        ids = torch.from_numpy(generator.choice(config["rows"], config["cold_rows"], replace=False))
-        for dtype, path in paths.items():
-            with tierstore.open(path, mode="r", ddr="64MiB") as store:
-                store["item"].read(ids[:1])
-                page_cache.drop(path / "rows.lmdb")
-                begun = time.perf_counter()
-                store["item"].read(ids)
-                seconds[dtype].append(time.perf_counter() - begun)
-                pages[dtype] = store.stats().ssd.bytes_read / 4096 / len(ids)
-    rates = {dtype: per_second(config["cold_rows"], own) for dtype, own in seconds.items()}
-    return {dtype: {"rows_per_s": rate, "pages_a_row": pages[dtype]} for dtype, rate in rates.items()}
-
-
-def _cold_table(cold: dict[str, dict[str, Any]], config: dict[str, Any]) -> Table:
-    rates = {dtype: each["rows_per_s"].median for dtype, each in cold.items()}
-    rows = [
-        [dtype, f"{rate:,.0f}", f"{rate / rates['float32']:.2f}", f"{cold[dtype]['pages_a_row']:.2f}"]
-        for dtype, rate in rates.items()
-    ]
-    title = f"cold reads, {config['cold_rows']:,} random rows a batch, page cache dropped, every row verified"
-    return Table(title, ["rows", "rows/s", "of float32's", "pages read for a row"], rows)
-
-
 def run(request: Run) -> Report:
     config = request.config
     rows = Rows.of(config)
@@ -182,7 +151,6 @@ def run(request: Run) -> Report:
     with fresh_folder(request.folder / "quantized") as folder:
         paths = _build(folder, rows)
         layouts = {dtype: _layout(path) for dtype, path in paths.items()}
-        cold = _cold_rates(paths, config)
         flat = torch.from_numpy(np.concatenate([chunk for _, chunk in rows.chunks()]) - np.float32(0.5))
         rates = {threads: _pooled_rates(paths, config, flat, threads) for threads in config["threads"]}
     single = {name: rate.median for name, rate in rates[1]["uniform"].items()}
@@ -191,7 +159,6 @@ def run(request: Run) -> Report:
         [
             _layout_table(layouts, rows),
             _pooled_table(rates, config),
-            _cold_table(cold, config),
             table_of(quality, config),
         ],
         [
@@ -212,7 +179,7 @@ def run(request: Run) -> Report:
             "A seed decides about first values, dense weights and random bits; the spread over seeds says which "
             "differences mean something.",
         ],
-        {"layouts": layouts, "pooled_ids_per_s": rates, "cold": cold, "quality": quality},
+        {"layouts": layouts, "pooled_ids_per_s": rates, "quality": quality},
     )
 
 

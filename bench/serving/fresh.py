@@ -48,7 +48,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
             return seen - commit.committed
 
         for start in range(config["starts"]):
-            with rig.server("--warm-up", "none") as server:
+            with rig.server() as server:
                 rig.warm(server, config["start_seconds"])
                 with Client(f"http://{HOST}:{server.rest_port}") as client:
                     firsts.append(served(client))

@@ -13,8 +13,7 @@ from ..child import HOST
 from ..common import Goal, Part, Report, Run, Table, median_of
 from .clients import RestClient
 from .load import Load, Quantiles, closed_loop, open_loop
-from .rig import HitRate, Rig
-from .server import ServerProcess
+from .rig import Rig, ServerProcess
 
 __all__ = ["PART"]
 
@@ -40,23 +39,21 @@ def _step(rig: Rig, server: ServerProcess, rates: Mapping[str, float], number: i
     same times."""
     seconds = rig.config["lead_seconds"] + rig.config["slice_seconds"]
     loads: dict[str, list[Load]] = {protocol: [] for protocol in rates}
-    used: dict[str, list[tuple[float, int, int]]] = {protocol: [] for protocol in rates}
+    used = {protocol: np.zeros(3) for protocol in rates}
     for turn, (protocol, rate) in itertools.product(range(_SLICES), rates.items()):
         stream = rig.stream(server, protocol, rate, seconds, pattern=(rig.config["seed"], number, turn))
-        hits, cpu = HitRate.of(server), server.cpu_seconds()
-        loads[protocol] += open_loop([stream])
-        used[protocol].append((server.cpu_seconds() - cpu, *HitRate.of(server).minus(hits)))
+        before = server.used()
+        loads[protocol].append(open_loop(*stream))
+        used[protocol] += server.used() - before
     return [_told(protocol, rates[protocol], loads[protocol], used[protocol], rig) for protocol in rates]
 
 
-def _told(protocol: str, rate: float, loads: Sequence[Load], used: Sequence[tuple[float, int, int]], rig: Rig) -> Step:
+def _told(protocol: str, rate: float, loads: Sequence[Load], used: Any, rig: Rig) -> Step:
     seconds = sum(load.seconds for load in loads)
     quantiles = Quantiles.of(np.concatenate([load.since(rig.config["lead_seconds"]) for load in loads]))
-    failed = sum(load.num_failed for load in loads)
-    print(
-        f"  {protocol} {rate:.0f}/s: p50 {quantiles.p50:.1f}, p99 {quantiles.p99:.1f} ms, {failed} failed", flush=True
-    )
-    cpu, hits, unique = map(sum, zip(*used, strict=True))
+    failed, (cpu, hits, unique) = sum(load.num_failed for load in loads), used.tolist()
+    shown = f"p50 {quantiles.p50:.1f}, p99 {quantiles.p99:.1f} ms, {failed} failed"
+    print(f"  {protocol} {rate:.0f}/s: {shown}", flush=True)
     return {
         "protocol": protocol,
         "rate": rate,
@@ -148,7 +145,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rig = Rig(request)
     device = rig.device_reads_per_s()
     rig.prepare()
-    with rig.server("--warm-up", "none") as server:
+    with rig.server() as server:
         rig.warm(server)
         found = _search(rig, server)
         common = rig.config["turns_share"] * min(each["rate"] for each in found["highest"])
