@@ -1,31 +1,38 @@
 """Processes that a benchmark owns: asked line by line, looked at, ended."""
 
+import multiprocessing
 import os
 import select
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Final, NamedTuple, Self
+from typing import ClassVar, Final, ParamSpec, Self, TypeVar
 
 import psutil
 
 from .data import ROOT
 
-__all__ = ["HOST", "Child", "Memory"]
+__all__ = ["HOST", "Child", "fields_of", "in_child"]
 
 HOST: Final = "127.0.0.1"
 _LINE_SECONDS: Final = 300.0
 _STOP_SECONDS: Final = 120.0
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class Memory(NamedTuple):
-    """Of a process, in bytes: all that is resident, what of it is no file's, and the most that ever was resident."""
+def in_child(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``work(*args)`` in a fresh process; ``work`` is a function of a module, and all that goes over can be pickled."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(work, *args, **kwargs).result()
 
-    resident: int
-    anonymous: int
-    highest: int
+
+def fields_of(file: str) -> dict[str, str]:
+    """A file of /proc with a field and its value in each line."""
+    return dict(line.split(":", 1) for line in Path("/proc", file).read_text().splitlines())
 
 
 class Child:
@@ -80,11 +87,6 @@ class Child:
         """Processor time of all its threads so far."""
         times = self._watched.cpu_times()
         return float(times.user + times.system)
-
-    def memory(self) -> Memory:
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        return Memory(*(int(fields[name].split()[0]) << 10 for name in ("VmRSS", "RssAnon", "VmHWM")))
 
     def stop(self) -> None:
         """Ask it to end, and wait; RuntimeError if it ends badly."""

@@ -1,19 +1,18 @@
-"""Do cold reads run at the device's own random-read limit, at what cost, and what do they read that nobody asked for?
+"""Do cold reads run at the device's own random-read limit?
 
-Batches of random rows from a store that is not in memory: the page cache is dropped before each. The limit is how many
-4 KiB pages the device gives a second to direct reads of the store's own file at queue depth 64, by fio, in turns with
-the batches. The store is read past the page cache, as one that is larger than memory, and through it. A store of
-several tables is read in a call for each of them, one after another.
+At what cost, and what do they read that nobody asked for? Batches of random rows from a store that is not in memory:
+the page cache is dropped before each. The limit is how many 4 KiB pages the device gives a second to direct reads of
+the store's own file at queue depth 64, by fio, in turns with the batches. The store is read past the page cache, as one
+that is larger than memory, and through it. A store of several tables is read in a call for each of them, one after
+another.
 """
 
 import contextlib
 import mmap
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,8 +20,8 @@ import numpy as np
 
 from tierstore.plan.measure import page_cache
 
-from . import device, diskio
-from .common import Goal, Report, Run, Spread, Table, per_second, program
+from . import device
+from .common import Goal, Report, Run, Spread, Table, per_second, start
 from .peers import rocksdb_rows
 from .peers.rocksdb_rows import RocksdbRows
 from .rowdata import Int64s, Rows, TierReader, build_flat, build_store, open_flat
@@ -67,10 +66,6 @@ class Case(NamedTuple):
     def name(self) -> str:
         return f"dim {self.dim}, {self.tables} table{'s' * (self.tables > 1)}"
 
-    @property
-    def over_rocksdb(self) -> float | None:
-        return self.rates[OWN].median / self.rates[ROCKSDB].median if ROCKSDB in self.rates else None
-
 
 def _peers(request: Run, rows: Rows, names: list[str], stack: contextlib.ExitStack) -> list[Contender]:
     batch = request.config["batch_rows"]
@@ -90,6 +85,8 @@ def _peers(request: Run, rows: Rows, names: list[str], stack: contextlib.ExitSta
 
 
 class _Series(NamedTuple):
+    """Of each round."""
+
     limit: list[device.Seconds]
     seconds: dict[str, list[device.Seconds]]
     bytes_read: dict[str, list[int]]
@@ -101,69 +98,60 @@ def _measure(contenders: list[Contender], rows: int, config: dict[str, Any]) -> 
     limit: list[device.Seconds] = []
     seconds: dict[str, list[device.Seconds]] = {each.name: [] for each in contenders}
     bytes_read: dict[str, list[int]] = {each.name: [] for each in contenders}
+    kept: list[list[Any]] = [limit, *seconds.values(), *bytes_read.values()]
     resident = 0.0
-    for _ in range(config["repetitions"] + 1):
+    for number in range(config["repetitions"] + 1):
+        if number == 1:  # the first round compiles kernels and starts threads
+            for series in kept:
+                series.clear()
         page_cache.drop(contenders[0].paths[0])
         if device.is_there():
             limit.append(device.read_seconds(contenders[0].paths[0], config["limit_reads"]))
-        for each in contenders:
-            ids = generator.integers(0, rows, each.batch_rows)
-            for path in each.paths:
+        for own in contenders:
+            ids = generator.integers(0, rows, own.batch_rows)
+            for path in own.paths:
                 page_cache.drop(path)
                 resident = max(resident, page_cache.resident_share(path))
-            before = diskio.of_process()
-            start, processor = time.perf_counter(), time.process_time()
-            each.read(ids)
-            taken = device.Seconds(time.perf_counter() - start, time.process_time() - processor)
-            seconds[each.name].append(taken)
-            bytes_read[each.name].append((diskio.of_process() - before).read)
-    # The first round compiles kernels and starts threads.
-    warm = [{name: values[1:] for name, values in series.items()} for series in (seconds, bytes_read)]
-    return _Series(limit[1:], warm[0], warm[1], resident)  # type: ignore[arg-type]
+            before = device.bytes_of_process()
+            begun, processor = time.perf_counter(), time.process_time()
+            own.read(ids)
+            seconds[own.name].append(device.Seconds(time.perf_counter() - begun, time.process_time() - processor))
+            bytes_read[own.name].append((device.bytes_of_process() - before).read)
+    return _Series(limit, seconds, bytes_read, resident)
 
 
 def _case(request: Run, given: dict[str, Any]) -> Case:
-    config = request.config
-    rows = Rows(count=given["rows"], dim=given["dim"], seed=config["seed"])
-    tables = given["tables"]
+    config, tables = request.config, given["tables"]
+    rows, batch, reads = Rows.of(config | given), config["batch_rows"], config["limit_reads"]
     with contextlib.ExitStack() as stack:
         store = build_store(request.folder, rows, tables)
         contenders = []
         for name in (MAPPED, OWN):
-            reader = TierReader(store, rows, config["batch_rows"], verify=True, tables=tables, direct=name == OWN)
+            reader = TierReader(store, rows, batch, verify=True, tables=tables, direct=name == OWN)
             stack.callback(reader.close)
-            contenders.append(Contender(name, [reader.path], reader.read_by_table, config["batch_rows"]))
+            contenders.append(Contender(name, [reader.path], reader.read_by_table, batch))
         contenders += _peers(request, rows, given["peers"], stack)
         series = _measure(contenders, rows.count, config)
         counted = reader.tier.counters()
         store_bytes = reader.path.stat().st_size
     pages_per_row = counted.pages_read / counted.rows_read
     shares = [
-        (config["batch_rows"] * pages_per_row / own.elapsed) / (config["limit_reads"] / limit.elapsed)
+        (batch * pages_per_row / own.elapsed) / (reads / limit.elapsed)
         for own, limit in zip(series.seconds[OWN], series.limit, strict=bool(series.limit))
     ]
+    sizes = {each.name: each.batch_rows for each in contenders} | ({LIMIT: reads} if series.limit else {})
+    seconds = series.seconds | ({LIMIT: series.limit} if series.limit else {})
+    rates = {name: per_second(size, [taken.elapsed for taken in seconds[name]]) for name, size in sizes.items()}
     return Case(
         rows.dim,
         tables,
         store_bytes,
-        per_second(config["limit_reads"], [each.elapsed for each in series.limit]) if series.limit else None,
-        {
-            each.name: per_second(each.batch_rows, [taken.elapsed for taken in series.seconds[each.name]])
-            for each in contenders
-        },
+        rates.pop(LIMIT, None),
+        rates,
         statistics.median(shares) if shares else None,
-        {
-            name: 1e6 * statistics.median(taken.processor for taken in all_taken) / count
-            for name, count, all_taken in [
-                *((each.name, each.batch_rows, series.seconds[each.name]) for each in contenders),
-                *([(LIMIT, config["limit_reads"], series.limit)] if series.limit else []),
-            ]
-        },
+        {name: 1e6 * statistics.median(own.processor for own in seconds[name]) / n for name, n in sizes.items()},
         pages_per_row,
-        {
-            each.name: statistics.median(series.bytes_read[each.name]) / (each.batch_rows * rows.dim * 4)
-            for each in contenders
-        },
+        {name: statistics.median(own) / (sizes[name] * rows.dim * 4) for name, own in series.bytes_read.items()},
         series.resident_share_max,
     )
 
@@ -172,42 +160,30 @@ def _rates(cases: list[Case]) -> Table:
     rows = []
     for case in cases:
         for name, rate in (({LIMIT: case.limit} if case.limit else {}) | case.rates).items():
-            amplification = case.amplification.get(name)
             spread = f"{rate.lowest:,.0f} - {rate.highest:,.0f}"
             of_limit = f"{rate.median / case.limit.median:.2f}" if case.limit else ""
-            asked = "" if amplification is None else f"{amplification:.1f}"
+            asked = f"{case.amplification[name]:.1f}" if name in case.amplification else ""
             processor = f"{case.processor_us[name]:.1f}"
             rows.append([case.name, name, f"{rate.median:,.0f}", spread, of_limit, processor, asked])
-    return Table(
-        title="cold reads",
-        columns=[
-            "rows",
-            "read by",
-            "rows or reads/s",
-            "lowest - highest",
-            "of the limit",
-            "processor us a row or read",
-            "bytes read, of asked",
-        ],
-        rows=rows,
-    )
+    columns = ["rows", "read by", "rows or reads/s", "lowest - highest", "of the limit", "processor us a row or read"]
+    return Table("cold reads", [*columns, "bytes read, of asked"], rows)
 
 
 def _goals(cases: list[Case]) -> list[Goal]:
     goals = [
-        Goal(name=f"{case.name}: pages read a second, of the limit", value=round(case.share, 3), at_least=0.95)
+        Goal(f"{case.name}: pages read a second, of the limit", round(case.share, 3), at_least=0.95)
         for case in cases
         if case.share is not None
     ]
     for case in cases:
-        if case.over_rocksdb is not None:
-            value = round(case.over_rocksdb, 2)
-            goals.append(Goal(name=f"{case.name}: rows a second over RocksDB's", value=value, at_least=2))
+        if ROCKSDB in case.rates:
+            times = round(case.rates[OWN].median / case.rates[ROCKSDB].median, 2)
+            goals.append(Goal(f"{case.name}: rows a second over RocksDB's", times, at_least=2))
     for case in cases:
         value = round(case.processor_us[OWN] / case.pages_per_row, 2)
-        goals.append(Goal(name=f"{case.name}: us of a processor a page", value=value, at_most=3.5))
+        goals.append(Goal(f"{case.name}: us of a processor a page", value, at_most=3.5))
     largest = max(case.store_bytes for case in cases)
-    return [*goals, Goal(name="GB of the largest row file", value=round(largest / 1e9, 2), at_least=2)]
+    return [*goals, Goal("GB of the largest row file", round(largest / 1e9, 2), at_least=2)]
 
 
 def run(request: Run) -> Report:
@@ -217,35 +193,21 @@ def run(request: Run) -> Report:
         f"{given['rows']:,} rows, {case.store_bytes / 1e9:.2f} GB, {case.pages_per_row:.3f} pages a row ({case.name})"
         for given, case in zip(config["cases"], cases, strict=True)
     )
-    return Report(
-        question="Do cold reads run at the device's own random-read limit?",
-        tables=[_rates(cases)],
-        figures={
-            "cases": [
-                case._asdict()
-                | {
-                    "limit": case.limit and asdict(case.limit),
-                    "rates": {name: asdict(rate) for name, rate in case.rates.items()},
-                }
-                for case in cases
-            ]
-        },
-        goals=_goals(cases),
-        notes=[
-            f"Batches of {config['batch_rows']:,} random rows, one thread of tierstore; {config['repetitions']} "
-            "repetitions in turns. Goals compare each batch with the limit right before it and count pages, as rows of "
-            f"one batch may share a page: {sizes}. Before each batch the files were put out of every map "
-            f"and out of the page cache; at most {max(case.resident_share_max for case in cases):.2%} of one stayed "
-            "(mincore). Bytes read are the process's own (/proc/self/io).",
-            "RocksDB: compacted, blocks of 4 KiB, 8 MiB of block cache, Bloom filters of 10 bits a key, indexes and "
-            f"filters in memory, direct reads, nothing compressed; {len(os.sched_getaffinity(0))} cores. More threads "
-            "keep more reads in flight; tierstore does so from one."
-            if rocksdb_rows.is_there()
-            else "RocksDB is not there: `make peers` brings it.",
-            *([] if device.is_there() else [device.MISSING]),
-        ],
-    )
+    notes = [
+        f"Batches of {config['batch_rows']:,} random rows, one thread of tierstore; {config['repetitions']} "
+        "repetitions in turns. Goals compare each batch with the limit right before it and count pages, as rows of "
+        f"one batch may share a page: {sizes}. Before each batch the files were put out of every map "
+        f"and out of the page cache; at most {max(case.resident_share_max for case in cases):.2%} of one stayed "
+        "(mincore). Bytes read are the process's own (/proc/self/io).",
+        "RocksDB: compacted, blocks of 4 KiB, 8 MiB of block cache, Bloom filters of 10 bits a key, indexes and "
+        f"filters in memory, direct reads, nothing compressed; {len(os.sched_getaffinity(0))} cores. More threads "
+        "keep more reads in flight; tierstore does so from one."
+        if rocksdb_rows.is_there()
+        else "RocksDB is not there: `make peers` brings it.",
+        *([] if device.is_there() else [device.MISSING]),
+    ]
+    return Report([_rates(cases)], _goals(cases), notes, {"cases": cases})
 
 
 if __name__ == "__main__":
-    sys.exit(program("cold", run))
+    start("cold")

@@ -6,11 +6,8 @@ loop stands still for it: the call, and waiting for its writer. Beside that, ste
 shared with it; that is told apart.
 """
 
-import shutil
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +16,11 @@ import torch
 
 import tierstore
 
-from .common import Goal, Report, Run, Spread, Table, program
+from .common import Goal, Report, Run, Table, fresh_folder, start
 from .workload import Batches
 
-__all__ = ["Training", "run"]
+__all__ = ["run"]
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 _BATCHES = 400
 """Then the same again."""
 
@@ -63,17 +59,20 @@ class Training:
             torch.nn.Linear(config["dim"], config["hidden"]), torch.nn.ReLU(), torch.nn.Linear(config["hidden"], 1)
         )
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
-        self._batches = tierstore.prefetch(_batches(config), self._bag, depth=config["depth"], features=lambda b: b)
+        names = ("rows", "batch", "pooling_factor", "seed")
+        found = Batches(tables=1, exponent=config["zipf"], count=_BATCHES, **{name: config[name] for name in names})
+        batches = cycle((values, found.offsets[:-1]) for values in found.values)
+        self._batches = tierstore.prefetch(batches, self._bag, depth=config["depth"], features=lambda batch: batch)
 
     def step(self) -> float:
         """Seconds of one step, its batch included."""
-        start = time.perf_counter()
+        begun = time.perf_counter()
         ids, offsets = next(self._batches)
         loss = self._model(self._bag(ids, offsets)).square().mean()
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
-        return time.perf_counter() - start
+        return time.perf_counter() - begun
 
     def commit(self) -> "tierstore.store.commits.PendingCommit":
         return self._store.commit_async(tensors=dict(self._model.named_parameters()))
@@ -82,19 +81,12 @@ class Training:
         self._batches.close()
 
 
-def _batches(config: dict[str, Any]) -> Iterator[Batch]:
-    """Bags of ``pooling_factor`` ids each, drawn by a power law and scattered over the table."""
-    names = ("rows", "batch", "pooling_factor", "seed")
-    found = Batches(tables=1, exponent=config["zipf"], count=_BATCHES, **{name: config[name] for name in names})
-    return cycle((values, found.offsets[:-1]) for values in found.values)
-
-
 def _background(training: Training, store: tierstore.Store, steps: int, base: float) -> Stall:
     """One commit and the steps beside it; ``base`` is what a step takes without."""
     before = store.stats()
-    start = time.perf_counter()
+    begun = time.perf_counter()
     pending = training.commit()
-    call = time.perf_counter() - start
+    call = time.perf_counter() - begun
     ended: list[float] = []
     pending.add_done_callback(lambda _: ended.append(time.perf_counter()))
     during = []
@@ -109,7 +101,7 @@ def _background(training: Training, store: tierstore.Store, steps: int, base: fl
     slower = sum(seconds - base for seconds in during)
     after = store.stats()
     waited = after.ddr.waited_seconds - before.ddr.waited_seconds
-    return Stall(call, waited, slower, ended[0] - start, after.ssd.rows_written - before.ssd.rows_written)
+    return Stall(call, waited, slower, ended[0] - begun, after.ssd.rows_written - before.ssd.rows_written)
 
 
 class Waited(NamedTuple):
@@ -120,9 +112,9 @@ class Waited(NamedTuple):
 
 
 def _waited(training: Training, store: tierstore.Store) -> Waited:
-    before, start = store.stats().ssd.rows_written, time.perf_counter()
+    before, begun = store.stats().ssd.rows_written, time.perf_counter()
     training.commit().result()
-    return Waited(time.perf_counter() - start, store.stats().ssd.rows_written - before)
+    return Waited(time.perf_counter() - begun, store.stats().ssd.rows_written - before)
 
 
 def _measure(config: dict[str, Any], folder: Path) -> tuple[list[float], list[Stall], list[Waited]]:
@@ -163,20 +155,11 @@ def _growth(config: dict[str, Any], folder: Path, part: int) -> list[int]:
     return sizes
 
 
-def _apart(folder: Path, measure: Callable[[Path], Any]) -> Any:
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        return measure(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _row(name: str, seconds: list[float]) -> list[str]:
-    spread = Spread.of(seconds)
-    return [name, *(f"{1000 * value:,.1f}" for value in (spread.median, spread.lowest, spread.highest))]
+    return [name, *(f"{1000 * value:,.1f}" for value in (statistics.median(seconds), min(seconds), max(seconds)))]
 
 
-def _note(config: dict[str, Any], stalls: list[Stall]) -> str:
+def _note(config: dict[str, Any], stalls: list[Stall], slower: float) -> str:
     rows = statistics.median(stall.rows for stall in stalls)
     worst = max(stalls, key=lambda stall: stall.total)
     return (
@@ -184,72 +167,56 @@ def _note(config: dict[str, Any], stalls: list[Stall]) -> str:
         f"{config['batch']:,} bags of {config['pooling_factor']} ids (Zipf {config['zipf']}), {config['steps']} steps "
         f"between commits; beside a background commit {rows:,.0f} rows were written (median, evicted ones included). "
         f"The worst stall was {1000 * worst.total:,.0f} ms, {worst.total / worst.write:.2f} of its write time. Steps "
-        "beside a commit share both cores and the disk with it, and are slower by "
-        f"{statistics.median(stall.slower_steps / stall.write for stall in stalls):.2f} of its write time (median)."
+        f"beside a commit share both cores and the disk with it, and are slower by {slower:.2f} of its write time "
+        "(median)."
     )
 
 
 def run(request: Run) -> Report:
-    """Run it."""
-    config = request.config
-    alone, stalls, waited = _apart(request.folder / "commit", lambda folder: _measure(config, folder))
-    parts = (1, config["growth_part"])
-    growth = [_apart(request.folder / "growth", lambda folder: _growth(config, folder, part)) for part in parts]  # noqa: B023
-    shares = [stall.total / stall.write for stall in stalls]
-    times = Table(
-        title="a commit and the training loop, ms",
-        columns=["", "median", "lowest", "highest"],
-        rows=[
-            _row("a step, no commit under way", alone),
-            _row("background: the call", [stall.call for stall in stalls]),
-            _row("background: waiting for its writer", [stall.waited for stall in stalls]),
-            _row("background: stall, both together", [stall.total for stall in stalls]),
-            _row("background: steps slower until it is durable", [stall.slower_steps for stall in stalls]),
-            _row("background: full write time", [stall.write for stall in stalls]),
-            _row("waited for: full write time, which is its stall", [each.seconds for each in waited]),
-        ],
-    )
+    config, growth = request.config, []
+    with fresh_folder(request.folder / "commit") as folder:
+        alone, stalls, waited = _measure(config, folder)
+    for part in (1, config["growth_part"]):
+        with fresh_folder(request.folder / "growth") as folder:
+            growth.append(_growth(config, folder, part))
+    largest = [round(max(each) / each[0], 3) for each in growth]
+    times = [
+        _row("a step, no commit under way", alone),
+        _row("background: the call", [stall.call for stall in stalls]),
+        _row("background: waiting for its writer", [stall.waited for stall in stalls]),
+        _row("background: stall, both together", [stall.total for stall in stalls]),
+        _row("background: steps slower until it is durable", [stall.slower_steps for stall in stalls]),
+        _row("background: full write time", [stall.write for stall in stalls]),
+        _row("waited for: full write time, which is its stall", [each.seconds for each in waited]),
+    ]
     shown = [number for number in (0, 1, 2, 5, 10, 20, 50, 100, 200) if number < len(growth[0])]
-    sizes = Table(
-        title="the row file after further commits, of its size after the first, by the rows that each rewrites",
-        columns=["commits", "all rows", f"one in {parts[1]}, at random"],
-        rows=[[f"{number:,}", *(f"{each[number] / each[0]:.2f}" for each in growth)] for number in shown],
-    )
+    sizes = [[f"{number:,}", *(f"{each[number] / each[0]:.2f}" for each in growth)] for number in shown]
+    title = "the row file after further commits, of its size after the first, by the rows that each rewrites"
+    some = f"one in {config['growth_part']}"
+    stall = statistics.median(stall.total / stall.write for stall in stalls)
+    slower = statistics.median(stall.slower_steps / stall.write for stall in stalls)
     return Report(
-        question="How long does a commit hold up training, and does the file of a run that commits for ever level off?",
-        tables=[times, sizes],
-        figures={
+        [
+            Table("a commit and the training loop, ms", ["", "median", "lowest", "highest"], times),
+            Table(title, ["commits", "all rows", f"{some}, at random"], sizes),
+        ],
+        [
+            Goal("median stall of a background commit, of its full write time", stall, at_most=0.1),
+            Goal("steps slower beside a commit, of its write time, median", round(slower, 3), at_most=0.2),
+            Goal("largest file while commits rewrite all rows, of the first", largest[0], at_most=2.2),
+            Goal(f"largest file while each rewrites one row in {config['growth_part']}, of the first", largest[1],
+                 at_most=1.5),
+        ],
+        [_note(config, stalls, slower)],
+        {
             "step_seconds": alone,
-            "stalls": [stall._asdict() | {"total": stall.total} for stall in stalls],
-            "waited": [each._asdict() for each in waited],
+            "stalls": [each._asdict() | {"total": each.total} for each in stalls],
+            "waited": waited,
             "file_bytes": growth[0],
             "file_bytes_of_parts": growth[1],
         },
-        goals=[
-            Goal(
-                name="median stall of a background commit, of its full write time",
-                value=statistics.median(shares),
-                at_most=0.1,
-            ),
-            Goal(
-                name="steps slower beside a commit, of its write time, median",
-                value=round(statistics.median(stall.slower_steps / stall.write for stall in stalls), 3),
-                at_most=0.2,
-            ),
-            Goal(
-                name="largest file while commits rewrite all rows, of the first",
-                value=round(max(growth[0]) / growth[0][0], 3),
-                at_most=2.2,
-            ),
-            Goal(
-                name=f"largest file while each rewrites one row in {parts[1]}, of the first",
-                value=round(max(growth[1]) / growth[1][0], 3),
-                at_most=1.5,
-            ),
-        ],
-        notes=[_note(config, stalls)],
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.exit(program("commit", run))
+    start("commit")

@@ -1,14 +1,18 @@
-"""What every benchmark shares: a configuration, repetitions, a report that is printed and written as JSON."""
+"""What every benchmark shares: a configuration, repetitions, parts, a report that is printed and written as JSON."""
 
 import argparse
+import contextlib
+import importlib
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +20,8 @@ from . import machine
 from .data import ROOT
 
 __all__ = [
-    "Goal", "Part", "Report", "Run", "Spread", "Table", "Told", "aligned", "measure", "per_second", "program",
-    "run_parts",
+    "Counts", "Goal", "Part", "Report", "Run", "Spread", "Table", "Told", "aligned", "fresh_folder", "measure",
+    "median_of", "per_second", "plain", "program", "run_parts", "spread", "start",
 ]  # fmt: skip
 
 
@@ -42,7 +46,7 @@ class Run:
     save: "Callable[[Report], None]" = lambda report: None  # noqa: ARG005
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
     """One table of results, cells as they are shown."""
 
@@ -53,15 +57,16 @@ class Table:
     @classmethod
     def of_counts(cls, title: str, counts: Mapping[str, int]) -> "Table":
         """A line for each."""
-        return cls(title=title, columns=["", "count"], rows=[[name, f"{count:,}"] for name, count in counts.items()])
+        return cls(title, ["", "count"], [[name, f"{count:,}"] for name, count in counts.items()])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Goal:
     """A wanted figure; of the three bounds one is given."""
 
     name: str
     value: float
+    _: KW_ONLY
     at_least: float | None = None
     at_most: float | None = None
     exactly: float | None = None
@@ -80,21 +85,35 @@ class Goal:
         )
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Report:
-    """What a benchmark found.
+    """What a benchmark, or a part of one, found.
 
     Attributes:
-        question: what it answers, in a sentence.
-        figures: every number behind the tables, for programs.
         notes: how it was measured, for people.
+        figures: every number behind the tables, for programs; of a part, what it measured is.
+        question: what it answers, in a sentence; else the first line of the program's docstring.
     """
 
-    question: str
     tables: list[Table]
-    figures: dict[str, Any]
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    figures: Any = field(default_factory=dict)
+    question: str = ""
+
+
+Told = Report
+"""A part's share of the report."""
+
+
+class Counts:
+    """Base of dataclasses whose fields are numbers, counters and lists."""
+
+    def add(self, other: "Counts | Mapping[str, Any]") -> None:
+        """Add what another run found, or its fields as JSON has them."""
+        for name, value in (vars(other) if isinstance(other, Counts) else other).items():
+            own = getattr(self, name)
+            setattr(self, name, own + (Counter(value) if isinstance(own, Counter) else value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +130,60 @@ class Spread:
         return cls(median=statistics.median(values), lowest=min(values), highest=max(values), count=len(values))
 
 
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """``Spread.of``, as JSON has it."""
+    return asdict(Spread.of(values))
+
+
 def measure(
-    actions: Mapping[str, Callable[[], object]], *, repetitions: int, clock: Callable[[], float] = time.perf_counter
+    actions: Mapping[str, Callable[[], object]],
+    *,
+    repetitions: int,
+    warm_up: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each action, repetition by repetition, the actions taking turns.
+    """Seconds of each action, repetition by repetition, the actions taking turns; without those of the ``warm_up``.
 
     Taking turns gives each the same share of whatever else the machine does meanwhile.
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(repetitions):
+    for _ in range(warm_up + repetitions):
         for name, action in actions.items():
             start = clock()
             action()
             seconds[name].append(clock() - start)
-    return seconds
+    return {name: each[warm_up:] for name, each in seconds.items()}
 
 
 def per_second(count: int, seconds: Sequence[float]) -> Spread:
     """Rate of ``count`` things done in each of the times."""
     return Spread.of([count / value for value in seconds])
+
+
+def median_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each number of several measurements, the median."""
+    return {name: statistics.median(each[name] for each in found) for name in found[0]}
+
+
+@contextlib.contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """The path, where nothing is; what is made there within the block is removed at its end."""
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: named tuples and dataclasses as objects, names as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def aligned(table: Table) -> str:
@@ -146,8 +200,7 @@ def aligned(table: Table) -> str:
 def _load_config(path: Path, quick: bool) -> dict[str, Any]:
     config = tomllib.loads(path.read_text())
     small = config.pop("quick", {})
-    unknown = set(small) - set(config)
-    if unknown:
+    if unknown := set(small) - set(config):
         raise ValueError(f"{path}: [quick] sets {sorted(unknown)}, which the file itself does not")
     return config | small if quick else config
 
@@ -175,9 +228,9 @@ def _as_json(name: str, run: Run, report: Report, described: dict[str, Any], sec
         "machine": described,
         "config": run.config,
         "goals": [asdict(goal) | {"wanted": goal.wanted, "met": goal.met} for goal in report.goals],
-        "tables": [asdict(table) for table in report.tables],
+        "tables": plain(report.tables),
         "notes": report.notes,
-        "figures": report.figures,
+        "figures": plain(report.figures),
     }
 
 
@@ -224,7 +277,8 @@ def program(
     Args:
         parts: what the benchmark consists of, if it can be measured part by part, into one file.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=sys.modules[run.__module__].__doc__)
+    about = sys.modules[run.__module__].__doc__ or ""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report there")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--config", type=Path, default=ROOT / "bench" / f"{name}.toml", metavar="PATH")
@@ -236,11 +290,12 @@ def program(
     given = parser.parse_args(arguments)
     given.dir.mkdir(parents=True, exist_ok=True)
     described: dict[str, Any] = machine.describe(given.dir)
-    start = time.perf_counter()
+    begun = time.perf_counter()
 
     def save(report: Report) -> None:
+        report.question = report.question or about.partition("\n")[0]
         if given.json:
-            found = _as_json(name, request, report, described, time.perf_counter() - start)
+            found = _as_json(name, request, report, described, time.perf_counter() - begun)
             _write(given.json, json.dumps(found, indent=1) + "\n")
 
     request = Run(
@@ -261,23 +316,29 @@ def program(
     return 0
 
 
-@dataclass(kw_only=True)
-class Told:
-    """A part's share of the report."""
+def start(name: str) -> None:
+    """Run ``bench.NAME`` and end: its ``run``, or else its ``PARTS``.
 
-    tables: list[Table]
-    goals: list[Goal] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    It is imported by its name, so that processes of its own find what they are to run.
+    """
+    module = importlib.import_module(f"bench.{name}")
+    parts = getattr(module, "PARTS", {})
+
+    def run(request: Run) -> Report:
+        return module.run(request) if hasattr(module, "run") else run_parts(request, "", parts)
+
+    run.__module__ = module.__name__
+    sys.exit(program(name, run, parts=tuple(parts)))
 
 
 class Part(NamedTuple):
     """Attributes:
-    measure: given the request and the figures of other parts, by their names; returns figures ready for JSON.
-    tell: given those figures.
+    measure: given the request and the figures of other parts, by their names; returns figures.
+    tell: given those figures as JSON has them.
     """
 
     measure: Callable[[Run, dict[str, Any]], dict[str, Any]]
-    tell: Callable[[dict[str, Any]], Told]
+    tell: Callable[[dict[str, Any]], Report]
 
 
 def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
@@ -288,9 +349,9 @@ def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
     figures: dict[str, Any] = dict(request.earlier)
     for name in request.parts or tuple(parts):
         print(f"--- {name}", flush=True)
-        start = time.perf_counter()
+        begun = time.perf_counter()
         found = parts[name].measure(request, figures)
-        figures[name] = found | {"measured_seconds": round(time.perf_counter() - start, 1)}
+        figures[name] = plain(found) | {"measured_seconds": round(time.perf_counter() - begun, 1)}
         request.save(_told(question, parts, figures))
     return _told(question, parts, figures)
 
@@ -298,10 +359,8 @@ def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
 def _told(question: str, parts: Mapping[str, Part], measured: Mapping[str, Any]) -> Report:
     figures = {name: measured[name] for name in parts if name in measured}
     told = [parts[name].tell(found) for name, found in figures.items()]
-    return Report(
-        question=question,
-        tables=[table for each in told for table in each.tables],
-        figures=figures,
-        goals=[goal for each in told for goal in each.goals],
-        notes=[note for each in told for note in each.notes],
-    )
+    tables, goals, notes = ([each for part in told for each in getattr(part, kind)] for kind in _OF_PARTS)
+    return Report(tables, goals, notes, figures, question)
+
+
+_OF_PARTS = ("tables", "goals", "notes")

@@ -8,15 +8,13 @@ process goes on from there. After a fifth of the kills the machine seems to have
 """
 
 import shutil
-import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
 from tierstore.system.killpoints import POINTS
 
-from .common import Goal, Report, Run, Table, program
-from .crash.chain import Tally
-from .crash.hosts import kill_runs
+from .common import Goal, Report, Run, Table, start
+from .crash.runs import kill_runs
 
 __all__ = ["run"]
 
@@ -31,30 +29,7 @@ def run(request: Run) -> Report:
         print(failure)
     if not tally.failures:
         shutil.rmtree(folder)
-    return Report(
-        question="Does a training run that is killed at any instant lose a row?",
-        tables=[_counts(tally), _points(tally)],
-        figures=vars(tally) | {"seconds": seconds},
-        goals=[
-            Goal(name="random kills", value=tally.random_kills, exactly=config["kills"]),
-            Goal(name="kills after which the store reopened at a commit", value=tally.reopened, exactly=tally.kills),
-            Goal(name="rows that differ", value=tally.rows_differ, exactly=0),
-            Goal(name="final bits that differ", value=tally.final_bits_differ, exactly=0),
-            Goal(name="named points killed at", value=len(tally.points), exactly=len(POINTS)),
-            Goal(name="failures", value=len(tally.failures), exactly=0),
-        ],
-        notes=[
-            "Compared with a run that nobody kills, all rows in memory, each commit waited for. A commit counts as "
-            "durable from the moment its future says so: a store that showed an older one would be a failure, and so "
-            "would one that showed anything but a commit, a process that failed, or one that hung.",
-            f"A run that is not killed takes {seconds['whole']:.2f} s, its opening "
-            f"{1e3 * seconds['opening']:.0f} ms of it, a commit {1e3 * seconds['commit']:.0f} ms.",
-        ],
-    )
-
-
-def _counts(tally: Tally) -> Table:
-    rows = {
+    counts = {
         "kills at random instants": tally.random_kills,
         "kills at named points": tally.point_kills,
         "of all kills followed by a start of the machine": tally.reboots,
@@ -65,16 +40,30 @@ def _counts(tally: Tally) -> Table:
         "runs that came to their end": tally.ended,
         "final bits that differ": tally.final_bits_differ,
     }
-    return Table.of_counts("a training run killed, taken up and killed again", rows)
-
-
-def _points(tally: Tally) -> Table:
-    return Table(
-        title="kills at named points, and how often whole runs pass them",
-        columns=["point", "kills", "passed"],
-        rows=[[name, f"{tally.points[name]:,}", f"{tally.reached[name]:,}"] for name in POINTS],
+    points = [[name, f"{tally.points[name]:,}", f"{tally.reached[name]:,}"] for name in POINTS]
+    return Report(
+        [
+            Table.of_counts("a training run killed, taken up and killed again", counts),
+            Table("kills at named points, and how often whole runs pass them", ["point", "kills", "passed"], points),
+        ],
+        [
+            Goal("random kills", tally.random_kills, exactly=config["kills"]),
+            Goal("kills after which the store reopened at a commit", tally.reopened, exactly=tally.kills),
+            Goal("rows that differ", tally.rows_differ, exactly=0),
+            Goal("final bits that differ", tally.final_bits_differ, exactly=0),
+            Goal("named points killed at", len(tally.points), exactly=len(POINTS)),
+            Goal("failures", len(tally.failures), exactly=0),
+        ],
+        [
+            "Compared with a run that nobody kills, all rows in memory, each commit waited for. A commit counts as "
+            "durable from the moment its future says so: a store that showed an older one would be a failure, and so "
+            "would one that showed anything but a commit, a process that failed, or one that hung.",
+            f"A run that is not killed takes {seconds['whole']:.2f} s, its opening "
+            f"{1e3 * seconds['opening']:.0f} ms of it, a commit {1e3 * seconds['commit']:.0f} ms.",
+        ],
+        vars(tally) | {"seconds": seconds},
     )
 
 
 if __name__ == "__main__":
-    sys.exit(program("crashes", run))
+    start("crashes")

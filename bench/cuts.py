@@ -7,17 +7,14 @@ to time the store is closed and opened again, and every row must be that of its 
 """
 
 import logging
-import shutil
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 
-from .common import Goal, Report, Run, Table, program
+from .common import Goal, Report, Run, Table, fresh_folder, start
 from .cut.life import TIERS, Found, live
 
 __all__ = ["run"]
@@ -26,30 +23,28 @@ _CUTS_A_RUN = 200
 _SEEDS_A_RUN = 100
 
 
-def _work(folder: Path, cuts: int, seed: int) -> Found:
+def work(folder: Path, cuts: int, seed: int) -> Found:
     logging.getLogger("tierstore").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     return live(folder, cuts=cuts, seed=seed)
 
 
 def run(request: Run) -> Report:
-    config = request.config
-    cuts, workers = config["cuts"], config["workers"]
-    folder = Path(mkdtemp(prefix="cuts-", dir=request.folder))
-    began = time.perf_counter()
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    config, found, begun = request.config, Found(), time.perf_counter()
+    with (
+        fresh_folder(request.folder / "cuts") as folder,
+        ProcessPoolExecutor(config["workers"], get_context("spawn")) as pool,
+    ):
         runs = [
-            pool.submit(_work, folder / f"{number}", _CUTS_A_RUN, config["seed"] + number * _SEEDS_A_RUN)
-            for number in range(-(-cuts // _CUTS_A_RUN))
+            pool.submit(work, folder / f"{number}", _CUTS_A_RUN, config["seed"] + number * _SEEDS_A_RUN)
+            for number in range(-(-config["cuts"] // _CUTS_A_RUN))
         ]
-        found = Found()
         for each in as_completed(runs):
             found.add(each.result())
-            request.save(_report(cuts, found, time.perf_counter() - began))
-    shutil.rmtree(folder)
+            request.save(_report(config["cuts"], found, time.perf_counter() - begun))
     for failure in found.failures:
         print(failure)
-    return _report(cuts, found, time.perf_counter() - began)
+    return _report(config["cuts"], found, time.perf_counter() - begun)
 
 
 def _report(cuts: int, found: Found, seconds: float) -> Report:
@@ -62,23 +57,20 @@ def _report(cuts: int, found: Found, seconds: float) -> Report:
         "wrong rows": found.wrong_rows,
         "slots that stayed pinned, or bookkeeping that was not whole": found.pinned,
     }
-    return Report(
-        question="Does a call that is cut short at any instant leave a wrong row?",
-        tables=[Table.of_counts(f"calls cut short over {len(TIERS)} combinations of tiers", counts)],
-        figures=counts | {"seconds": seconds},
-        goals=[
-            Goal(name="calls cut short", value=found.cuts.total(), at_least=cuts),
-            Goal(name="wrong rows, then and after reopening", value=found.wrong_rows, exactly=0),
-            Goal(name="slots that stayed pinned, or bookkeeping not whole", value=found.pinned, exactly=0),
-            Goal(name="failures", value=len(found.failures), exactly=0),
-        ],
-        notes=[
-            "An instant is a call, the start of a function or a jump backwards in the package's code, in the main "
-            "thread or in those of commits and prefetching. Rows are compared with a tensor of the values that they "
-            "may have."
-        ],
+    goals = [
+        Goal("calls cut short", found.cuts.total(), at_least=cuts),
+        Goal("wrong rows, then and after reopening", found.wrong_rows, exactly=0),
+        Goal("slots that stayed pinned, or bookkeeping not whole", found.pinned, exactly=0),
+        Goal("failures", len(found.failures), exactly=0),
+    ]
+    note = (
+        "An instant is a call, the start of a function or a jump backwards in the package's code, in the main "
+        "thread or in those of commits and prefetching. Rows are compared with a tensor of the values that they "
+        "may have."
     )
+    table = Table.of_counts(f"calls cut short over {len(TIERS)} combinations of tiers", counts)
+    return Report([table], goals, [note], counts | {"seconds": seconds})
 
 
 if __name__ == "__main__":
-    sys.exit(program("cuts", run))
+    start("cuts")

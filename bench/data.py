@@ -3,14 +3,13 @@
 import gzip
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CRITEO_NAME", "ROOT", "criteo_batches", "criteo_keys", "examples", "find_criteo", "require_criteo"]
+__all__ = ["CRITEO_NAME", "ROOT", "criteo_keys", "examples", "find_criteo", "require_criteo"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 """The checkout."""
@@ -50,23 +49,12 @@ def require_criteo() -> Path:
     return path
 
 
-def _criteo_rows(path: Path) -> Iterator[list[int]]:
-    with gzip.open(path, "rt") as lines:
-        for line in lines:
-            values = line.rstrip("\n").split("\t")[_FIRST_CATEGORY:]
-            yield [column << _KEY_ROW_BITS | int(value, 16) for column, value in enumerate(values) if value]
-
-
 def criteo_keys(path: Path) -> NDArray[np.int64]:
     """int64 [lookups]: the rows looked up, in row order and column by column within a row; missing values look up none.
 
     A key is ``column << 40 | value``, so that all 26 columns share one key space.
     """
-    return np.array([key for row in _criteo_rows(path) for key in row], np.int64)
-
-
-def criteo_batches(path: Path, samples: int) -> list[NDArray[np.int64]]:
-    """``criteo_keys``, in batches of so many rows of the file."""
-    rows = list(_criteo_rows(path))
-    parts = [rows[start : start + samples] for start in range(0, len(rows), samples)]
-    return [np.array([key for row in part for key in row], np.int64) for part in parts]
+    with gzip.open(path, "rt") as lines:
+        rows = (line.rstrip("\n").split("\t")[_FIRST_CATEGORY:] for line in lines)
+        keys = [column << _KEY_ROW_BITS | int(value, 16) for row in rows for column, value in enumerate(row) if value]
+    return np.array(keys, np.int64)

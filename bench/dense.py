@@ -1,4 +1,4 @@
-"""How much faster is the dense part of a model in fewer bits on a CPU, and what does that do to its predictions?
+"""How much faster is a model's dense part in fewer bits on a CPU, and what does it cost in AUC?
 
 Each way scores the same samples as float32 does, in turns with it, in one process. AUC is that of examples/criteo.toml,
 trained in float32.
@@ -6,35 +6,104 @@ trained in float32.
 
 import copy
 import statistics
-import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
 
+from tierstore.models import DLRM
 from tierstore.serve.models.dense import Dense, pack_linears
 
-from .common import Report, Run, Table, measure, program
-from .dense_ways import BASELINE, COMPILED, WAYS, Score, model_of
-from .quality import evaluated, train_store
+from .common import Report, Run, Table, fresh_folder, measure, start
+from .runs import run_config, scored, trained
 
 __all__ = ["run"]
 
 Config = Mapping[str, Any]
-Inputs = tuple[torch.Tensor, torch.Tensor]
+Inputs = tuple[Tensor, Tensor]
+Score = Callable[[Tensor, Tensor], Tensor]
+"""Logits, float32 [B], of dense features and pooled rows."""
+BASELINE: Final = "float32"
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+class DensePart(nn.Module):
+    """As a module of its own, as compilers want it."""
+
+    def __init__(self, model: DLRM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return self.model.dense_part(dense, pooled)
+
+
+def _model(shape: Config) -> DensePart:
+    """The dense part of a DLRM, its weights drawn from torch's random numbers; interaction "cat" is that of RMC1-3."""
+    settings = {name: value for name, value in shape.items() if name != "name"}
+    settings["interaction"] = "dot" if shape["interaction"] == "dot" else "dcn"  # which is as wide as "cat"
+    model = DLRM(nn.Identity(), **settings)
+    if shape["interaction"] == "cat":
+        model.interaction = _Function(lambda dense, sparse: torch.cat([dense, sparse.flatten(1)], 1))  # type: ignore[assignment]
+    return DensePart(model).eval()
+
+
+def _in_bfloat16(module: nn.Module) -> nn.Module:
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                linear = child.bfloat16()
+                setattr(parent, name, _Function(lambda inputs, linear=linear: linear(inputs.bfloat16()).float()))
+    return module
+
+
+def _own(module: nn.Module) -> nn.Module:
+    pack_linears(module, "int8")
+    return module
+
+
+def _dynamic(module: nn.Module) -> Any:
+    torch.backends.quantized.engine = "x86"
+    quantize: Any = torch.ao.quantization.quantize_dynamic
+    with warnings.catch_warnings(action="ignore"):  # deprecated, as quantized tensors are
+        return quantize(module, {nn.Linear}, torch.qint8)
+
+
+def _compiled(module: nn.Module) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(module, dynamic=True, options={"freezing": True})
+
+
+WAYS: Final[dict[str, Callable[[nn.Module], Any]]] = {
+    BASELINE: lambda module: module,
+    "float32, torch.compile": _compiled,
+    "bfloat16 linear layers": _in_bfloat16,
+    "int8, quantize_dynamic, x86": _dynamic,
+    "int8, tierstore serve --dense int8": _own,
+}
+"""Given a model in float32, which it may change."""
 
 
 def _made(config: Config, shape: Config) -> tuple[dict[str, Score], dict[str, str]]:
     """The ways that this machine has, for one model; and the others, with the reason."""
     torch.manual_seed(config["seed"])
-    model, given, scores, missing = model_of(shape), _inputs(shape, 200), {}, {}
-    for name, way in (WAYS | (COMPILED if config["compiled"] and torch.get_num_threads() == 1 else {})).items():
+    model, given, scores, missing = _model(shape), _inputs(shape, 200), {}, {}
+    for name, way in WAYS.items():
+        if way is _compiled and not (config["compiled"] and torch.get_num_threads() == 1):
+            continue
         try:
-            (score := way(copy.deepcopy(model), *given))(*given)
+            (score := way(copy.deepcopy(model)))(*given)
             scores[name] = score
-        except Exception as error:  # whatever a compiler or a package says that this machine has or has not
+        except Exception as error:  # whatever a compiler says that this machine has or has not
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
     return scores, missing
 
@@ -79,17 +148,19 @@ def _speed_table(config: Config, name: str, threads: str, measured: Config) -> T
         rows.append([way, *shown, f"{own['off_max']:.1e}", f"{own['off_mean']:.1e}"])
     columns = ["dense part", *(f"{count:,}" for count in config["candidates"]), "off by at most", "on average"]
     title = f"{name}, {threads} thread{'s' * (threads != '1')}: samples/s over float32's, by candidates"
-    return Table(title=title, columns=columns, rows=rows)
+    return Table(title, columns, rows)
 
 
 def _aucs(request: Run, layers: list[str]) -> dict[Dense, list[float]]:
     """Test AUCs of trainings with each seed, by what linear layers are served in."""
-    config, path = request.config, request.folder / "dense-store"
+    config = request.config
     aucs: dict[Dense, list[float]] = {"float32": [], "int8": []}
-    for seed in config["train_seeds"]:
-        run, _ = train_store(config, path, seed, *layers)
-        for kind, own in aucs.items():
-            own.append(evaluated(run, path, prepare=partial(pack_linears, dense=kind)).evaluation.auc)
+    with fresh_folder(request.folder / "dense-store") as path:
+        for seed in config["train_seeds"]:
+            made = run_config(config["run_file"], path, f"train.seed={seed}", *config["set"], *layers)
+            trained(made)
+            for kind, own in aucs.items():
+                own.append(scored(made, path, prepare=partial(pack_linears, dense=kind)).evaluation.auc)
     return aucs
 
 
@@ -100,23 +171,20 @@ def _auc_table(config: Config, aucs: Mapping[str, Mapping[Dense, list[float]]]) 
         means = [f"{statistics.mean(each):.6f}" for each in own.values()]
         rows.append([name, *means, f"{statistics.mean(lost):+.6f}", f"{min(lost):+.6f} to {max(lost):+.6f}"])
     title = f"Test AUC of {config['run_file']}, trained in float32, mean of {len(config['train_seeds'])} trainings"
-    return Table(title=title, columns=["layers", "float32", "int8", "lost", "lowest to highest"], rows=rows)
+    return Table(title, ["layers", "float32", "int8", "lost", "lowest to highest"], rows)
 
 
 def _report(config: Config, found: Mapping[str, Config], aucs: Mapping[str, Mapping[Dense, list[float]]]) -> Report:
     cases = [(name, threads, own) for name, each in found.items() for threads, own in each.items()]
     missing = {name: why for _, _, own in cases for name, why in own["missing"].items()}
-    return Report(
-        question="How much faster is a model's dense part in fewer bits on a CPU, and what does it cost in AUC?",
-        tables=[*(_speed_table(config, *case) for case in cases), _auc_table(config, aucs)],
-        figures={"dense": dict(found), "auc": dict(aucs)},
-        notes=[
-            f"Medians of {config['repetitions']} repetitions in turns, in one process, of the same samples; with one "
-            "thread of processor time. Off by: distance of probabilities from float32's, at the most candidates, with "
-            "weights as first drawn.",
-            *(f"Not here: {name} ({why})." for name, why in missing.items()),
-        ],
-    )
+    notes = [
+        f"Medians of {config['repetitions']} repetitions in turns, in one process, of the same samples; with one "
+        "thread of processor time. Off by: distance of probabilities from float32's, at the most candidates, with "
+        "weights as first drawn.",
+        *(f"Not here: {name} ({why})." for name, why in missing.items()),
+    ]
+    tables = [*(_speed_table(config, *case) for case in cases), _auc_table(config, aucs)]
+    return Report(tables, [], notes, {"dense": found, "auc": aucs})
 
 
 def run(request: Run) -> Report:
@@ -129,4 +197,4 @@ def run(request: Run) -> Report:
 
 
 if __name__ == "__main__":
-    sys.exit(program("dense", run))
+    start("dense")

@@ -1,4 +1,4 @@
-"""What the device itself gives, by fio: the physical limit beside which reads and writes are told."""
+"""What the device itself gives, by fio: the limit beside which reads and writes are told; and what a process took."""
 
 import json
 import shutil
@@ -7,7 +7,12 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = ["DEPTH", "MISSING", "Seconds", "is_there", "read_seconds", "reads_per_s", "written_bytes_per_s"]
+from .child import fields_of
+
+__all__ = [
+    "DEPTH", "MISSING", "DiskBytes", "Seconds", "bytes_of_process", "is_there", "read_seconds", "reads_per_s",
+    "written_bytes_per_s",
+]  # fmt: skip
 
 MISSING: Final = "fio is missing, so the device's limit was not measured: on Debian and Ubuntu, apt install fio."
 DEPTH: Final = 64
@@ -64,3 +69,22 @@ def written_bytes_per_s(folder: Path) -> float | None:
         rates.append(1e3 * _WRITTEN_BYTES / float(job["job_runtime"]))
         path.unlink()
     return statistics.median(rates)
+
+
+class DiskBytes(NamedTuple):
+    """Running totals of this process; a difference of two tells what happened between them."""
+
+    read: int
+    written: int
+
+    def __sub__(self, before: "DiskBytes") -> "DiskBytes":
+        return DiskBytes(self.read - before.read, self.written - before.written)
+
+
+def bytes_of_process() -> DiskBytes:
+    """What this process fetched from devices and what it made dirty of files (/proc/self/io).
+
+    Pages count as written when they are dirtied, so a page dirtied twice before the system wrote it counts once.
+    """
+    fields = fields_of("self/io")
+    return DiskBytes(int(fields["read_bytes"]), int(fields["write_bytes"]))

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import psutil
 
-__all__ = ["describe", "disk_of", "summary"]
+__all__ = ["describe", "summary"]
 
 PACKAGES: Final = ("tierstore", "torch", "numpy", "numba", "lmdb", "cachetools")
 
@@ -34,32 +34,21 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _filesystem_of(device_number: str) -> str:
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, tail = line.partition(" - ")
-        if fields.split()[2] == device_number:
-            return tail.split()[0]
-    return "unknown"
-
-
-def disk_of(folder: Path) -> dict[str, Any]:
-    """Name, model, file system and queue settings of the device that holds ``folder``; what is not known is ""."""
+def _disk(folder: Path) -> dict[str, Any]:
+    """Name, model, file system and size of the device that holds ``folder``; what is not known is ""."""
     number = folder.stat().st_dev
-    device_number = f"{os.major(number)}:{os.minor(number)}"
-    device = Path("/sys/dev/block", device_number).resolve()
+    places = [each for each in psutil.disk_partitions(all=True) if os.path.ismount(each.mountpoint)]
+    filesystem = next((each.fstype for each in places if os.stat(each.mountpoint).st_dev == number), "unknown")
+    device = Path("/sys/dev/block", f"{os.major(number)}:{os.minor(number)}").resolve()
     # A partition has no queue of its own: its disk is one folder up.
     disk = device if (device / "queue").is_dir() else device.parent
-    model = " ".join(part for part in (_read(disk / "device/vendor"), _read(disk / "device/model")) if part)
+    model = " ".join(filter(None, (_read(disk / "device/vendor"), _read(disk / "device/model"))))
     if not model or model.startswith("0x"):
         driver = disk / "device/driver"
         model = driver.resolve().name if driver.exists() else ""
     sectors = _read(disk / "size")
-    return {
-        "device": disk.name,
-        "model": model,
-        "filesystem": _filesystem_of(device_number),
-        "size_gib": round(int(sectors) * 512 / 2**30, 1) if sectors else None,
-    }
+    size = round(int(sectors) * 512 / 2**30, 1) if sectors else None
+    return {"device": disk.name, "model": model, "filesystem": filesystem, "size_gib": size}
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -69,7 +58,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": platform.release(),
-        "disk": disk_of(folder),
+        "disk": _disk(folder),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "load_1min": round(os.getloadavg()[0], 2),

@@ -1,4 +1,4 @@
-"""Is the memory budget kept: how much does a process grow beyond it while it trains and looks rows up?
+"""How much does a process grow beyond the memory budget while it trains and looks rows up?
 
 Each piece of work runs in a process of its own, which first does the same on a small store, so that modules are
 imported, kernels loaded and threads started. From there on its anonymous memory is watched: pages of the store's file
@@ -7,33 +7,28 @@ that are mapped are the system's page cache, which it takes back when it needs t
 
 import ctypes
 import gc
-import multiprocessing
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 
 import tierstore
 from tierstore.system.sizes import parse_size
 
-from .common import Goal, Report, Run, Table, program
-from .workload import Batches, make_store, write_every_row
+from .child import fields_of, in_child
+from .common import Goal, Report, Run, Table, fresh_folder, start
+from .workload import Batches, make_store
 
-__all__ = ["PERIOD_SECONDS", "Growth", "Watched", "in_child", "watched"]
+__all__ = ["run", "work_in"]
 
 _MIB: Final = 2**20
-PERIOD_SECONDS: Final = 0.002
+_PERIOD_SECONDS: Final = 0.002
 _SLACK_SHARE: Final = 0.05
 _SLACK_BYTES: Final = 64 * _MIB
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Growth(NamedTuple):
@@ -45,21 +40,14 @@ class Growth(NamedTuple):
     """Mapped files' pages that were present (RssFile): page cache."""
 
 
-class Watched:
-    """What ``watched`` found, once its block has ended."""
-
-    growth: Growth
-
-
 def _resident() -> Growth:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
+    fields = fields_of("self/status")
     return Growth(*(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")))
 
 
 @contextmanager
-def watched() -> Iterator[Watched]:
-    """Watch this process's memory during the block, by looking every 2 ms.
+def _watched() -> Iterator[list[Growth]]:
+    """Watch this process's memory during the block, by looking every 2 ms; found in the list at its end.
 
     Memory that was freed before but is kept by the allocator is given back first: else it would serve for nothing.
     """
@@ -70,25 +58,19 @@ def watched() -> Iterator[Watched]:
 
     def look() -> None:
         nonlocal most
-        while not ended.wait(PERIOD_SECONDS):
+        while not ended.wait(_PERIOD_SECONDS):
             most = Growth(*map(max, most, _resident()))
 
     watcher = threading.Thread(target=look, name="memory-watcher")
     watcher.start()
-    found = Watched()
+    found: list[Growth] = []
     try:
         yield found
     finally:
         ended.set()
         watcher.join()
     most = Growth(*map(max, most, _resident()))
-    found.growth = Growth(most.anonymous - before.anonymous, most.file - before.file)
-
-
-def in_child(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """``work(*args)`` in a fresh process; ``work`` is a function of a module, and all that goes over can be pickled."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(work, *args, **kwargs).result()
+    found.append(Growth(most.anonymous - before.anonymous, most.file - before.file))
 
 
 class Found(NamedTuple):
@@ -107,33 +89,15 @@ class Found(NamedTuple):
 Work = Callable[[tierstore.Store, Batches, int], None]
 
 
-def _batches(config: dict[str, Any], rows: int) -> Batches:
-    names = ("tables", "batch", "pooling_factor", "exponent", "seed")
-    return Batches(rows=rows, count=config["batches"], **{name: config[name] for name in names})
-
-
-def _create(folder: Path, config: dict[str, Any], rows: int, ddr: str) -> tierstore.Store:
-    shutil.rmtree(folder, ignore_errors=True)
-    rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
-    return make_store(folder, tables=config["tables"], rows=rows, dim=config["dim"], optimizer=rule, ddr=ddr)
-
-
-def _fill(folder: Path, config: dict[str, Any], rows: int) -> None:
-    """A committed store all of whose rows were written."""
-    with _create(folder, config, rows, "64MiB") as store:
-        for table in store.tables.values():
-            write_every_row(table)
-        store.commit()
+def _make(folder: Path, config: dict[str, Any], rows: int, ddr: str, value: float | None = None) -> tierstore.Store:
+    shape = {"tables": config["tables"], "rows": rows, "dim": config["dim"], "ddr": ddr, "value": value}
+    return make_store(folder, optimizer=tierstore.optim.RowWiseAdagrad(lr=0.05), **shape)
 
 
 def _train(store: tierstore.Store, batches: Batches, steps: int) -> None:
     """Steps over prefetched batches, a commit in the background halfway and one waited for."""
     module = tierstore.TieredEmbeddingBagCollection(store)
-    names = [f"f{table}" for table in range(batches.tables)]
-    features = (
-        tierstore.KeyedJaggedTensor(names, batches.values[step % batches.count], offsets=batches.offsets)
-        for step in range(steps)
-    )
+    features = (batches.jagged(step % batches.count) for step in range(steps))
     for step, feature in enumerate(tierstore.prefetch(features, module, depth=2, features=lambda batch: batch)):
         out = module(feature).values()
         out.backward(torch.ones_like(out))
@@ -155,27 +119,37 @@ def _read(store: tierstore.Store, batches: Batches, steps: int) -> None:
             table.read(batches.of_table(step % batches.count, number)[0])
 
 
+def fill(folder: Path, config: dict[str, Any], rows: int) -> None:
+    """A committed store all of whose rows were written."""
+    _make(folder, config, rows, "64MiB", 1.0).close()
+
+
 def work_in(folder: Path, config: dict[str, Any], ddr: str, work: Work) -> Found:
     """Growth while a store is made and trained, or a filled one opened for reading and its rows looked up."""
-    small, is_training = folder.with_name(f"{folder.name}-small"), work is _train
+    is_training, few = work is _train, config["warm_up_rows"]
 
     def opened(path: Path, rows: int, budget: str) -> tierstore.Store:
-        return _create(path, config, rows, budget) if is_training else tierstore.open(path, mode="r", ddr=budget)
+        return _make(path, config, rows, budget) if is_training else tierstore.open(path, mode="r", ddr=budget)
 
-    if not is_training:
-        _fill(small, config, config["warm_up_rows"])
-    with opened(small, config["warm_up_rows"], config["warm_up_ddr"]) as store:
-        work(store, _batches(config, config["warm_up_rows"]), 4)
-    shutil.rmtree(small)
-    batches = _batches(config | ({"exponent": 0.0} if work is _read else {}), config["rows"])
-    with watched() as watch, opened(folder, config["rows"], ddr) as store:
-        work(store, batches, config["steps"])
+    def batches(rows: int, exponent: float) -> Batches:
+        names = ("tables", "batch", "pooling_factor", "seed")
+        given = {name: config[name] for name in names}
+        return Batches(rows=rows, count=config["batches"], exponent=exponent, **given)
+
+    with fresh_folder(folder.with_name(f"{folder.name}-small")) as small:
+        if not is_training:
+            fill(small, config, few)
+        with opened(small, few, config["warm_up_ddr"]) as store:
+            work(store, batches(few, config["exponent"]), 4)
+    own = batches(config["rows"], 0.0 if work is _read else config["exponent"])
+    with _watched() as growth, opened(folder, config["rows"], ddr) as store:
+        work(store, own, config["steps"])
         stats = store.stats()
-    return Found(watch.growth, stats.ddr.bytes, stats.ssd.bytes)
+    return Found(growth[0], stats.ddr.bytes, stats.ssd.bytes)
 
 
 def _measure(request: Run) -> dict[str, tuple[str, Found]]:
-    config, folder = request.config, request.folder / "memory"
+    config = request.config
     large = config | {"tables": 1, "rows": config["large_rows"]}
     works: dict[str, tuple[str, Work, dict[str, Any]]] = {
         "training, everything in DDR": (config["ddr_whole"], _train, config),
@@ -185,20 +159,19 @@ def _measure(request: Run) -> dict[str, tuple[str, Found]]:
         f"cold reads of {large['rows']:,} rows, read-only": (config["ddr_cold"], _read, large),
     }
     found, filled = {}, None
-    try:
+    with fresh_folder(request.folder / "memory") as folder:
         for name, (ddr, work, own) in works.items():
+            if filled is not own:
+                shutil.rmtree(folder, ignore_errors=True)
             if work is not _train and filled is not own:
-                in_child(_fill, folder, own, own["rows"])
+                in_child(fill, folder, own, own["rows"])
                 filled = own
             found[name] = (ddr, in_child(work_in, folder, own, ddr, work))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
 def run(request: Run) -> Report:
-    """Run it."""
-    rows, goals, figures = list[list[str]](), list[Goal](), dict[str, Any]()
+    config, rows, goals, figures = request.config, list[list[str]](), list[Goal](), dict[str, Any]()
     for name, (ddr, each) in _measure(request).items():
         budget = parse_size(ddr, name="ddr")
         over = each.growth.anonymous - budget
@@ -206,29 +179,20 @@ def run(request: Run) -> Report:
         rows.append([name, *(f"{size / _MIB:,.1f}" for size in sizes)])
         map_bytes = each.map_bytes if each.map_bytes > _SLACK_BYTES else 0
         allowed = round((_SLACK_SHARE * budget + _SLACK_BYTES + map_bytes) / _MIB, 1)
-        goals.append(Goal(name=f"{name}: MiB over the budget", value=round(over / _MIB, 1), at_most=allowed))
-        figures[name] = each._asdict() | {"growth": each.growth._asdict(), "budget_bytes": budget}
-    config = request.config
+        goals.append(Goal(f"{name}: MiB over the budget", round(over / _MIB, 1), at_most=allowed))
+        figures[name] = each._asdict() | {"budget_bytes": budget}
     columns = ["work", "budget", "held, by stats()", "grew at most", "over", "map", "page cache mapped"]
-    title = "MiB, of a process that had everything imported, compiled and warmed up"
-    return Report(
-        question="How much does a process grow beyond the memory budget while it trains and looks rows up?",
-        tables=[Table(title=title, columns=columns, rows=rows)],
-        figures=figures,
-        goals=goals,
-        notes=[
-            f"{config['tables']} tables of {config['rows']:,} rows of {config['dim']} float32 with row-wise Adagrad, "
-            f"batches of {config['batch']:,} samples with {config['pooling_factor']} ids a table, {config['steps']} "
-            "steps prefetched two deep, a commit in the background and one waited for. Growth is of anonymous memory, "
-            "so it has what a batch takes, results and gradients too, which are outside the budget; so is the map from "
-            "rows to places, which is allowed beside the budget where it is larger than what is allowed for the rest. "
-            "Looked at every 2 ms."
-        ],
+    note = (
+        f"{config['tables']} tables of {config['rows']:,} rows of {config['dim']} float32 with row-wise Adagrad, "
+        f"batches of {config['batch']:,} samples with {config['pooling_factor']} ids a table, {config['steps']} "
+        "steps prefetched two deep, a commit in the background and one waited for. Growth is of anonymous memory, "
+        "so it has what a batch takes, results and gradients too, which are outside the budget; so is the map from "
+        "rows to places, which is allowed beside the budget where it is larger than what is allowed for the rest. "
+        "Looked at every 2 ms."
     )
+    title = "MiB, of a process that had everything imported, compiled and warmed up"
+    return Report([Table(title, columns, rows)], goals, [note], figures)
 
 
 if __name__ == "__main__":
-    # By its name, so that a child finds what it is to run.
-    from bench import memory
-
-    sys.exit(program("memory", memory.run))
+    start("memory")

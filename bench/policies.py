@@ -1,6 +1,5 @@
 """What does each policy hit, on real streams and on drawn ones that drift and scan?"""
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Final
@@ -9,7 +8,7 @@ import numpy as np
 
 from tierstore.cache.ddr import DdrCache, PolicyName
 
-from .common import Goal, Report, Run, Table, program
+from .common import Goal, Report, Run, Table, start
 from .data import criteo_keys, require_criteo
 from .peers.cachesim import hit_rate, policies, write_trace
 
@@ -80,21 +79,15 @@ def run(request: Run) -> Report:
         worst = max(worst, behind.max())
         means = ("/".join(f"{rate:.1f}" for rate in by_share) for by_share in each.mean(axis=0).T)
         shown.append([f"{kind}, {len(each)}", *means, f"{behind.max():.2f}", f"{(behind > 0.5).sum()}/{behind.size}"])
-    return Report(
-        question="What does each policy hit, on real streams and on drawn ones that drift and scan?",
-        tables=[
-            Table(
-                title=f"hit rates in percent, means of so many streams, with {config['shares']} of the rows cached",
-                columns=["streams", *OWN, *peers, "tinylfu is behind the best by at most", "by more than 0.5"],
-                rows=shown,
-            )
-        ],
-        figures={},
-        goals=[Goal(name="points TinyLFU is behind the best of the others", value=round(float(worst), 2), at_most=0.5)],
-        notes=["Peers: libCacheSim, whose WTinyLFU hits less than one with exact counts where rows drift or caches are "
-               "small. tinylfu's constants were chosen on other streams, some of these kinds, and half of the tables."],
-    )  # fmt: skip
+    title = f"hit rates in percent, means of so many streams, with {config['shares']} of the rows cached"
+    columns = ["streams", *OWN, *peers, "tinylfu is behind the best by at most", "by more than 0.5"]
+    note = (
+        "Peers: libCacheSim, whose WTinyLFU hits less than one with exact counts where rows drift or caches are "
+        "small. tinylfu's constants were chosen on other streams, some of these kinds, and half of the tables."
+    )
+    goal = Goal("points TinyLFU is behind the best of the others", round(float(worst), 2), at_most=0.5)
+    return Report([Table(title, columns, shown)], [goal], [note])
 
 
 if __name__ == "__main__":
-    sys.exit(program("policies", run))
+    start("policies")

@@ -8,12 +8,11 @@ rows/s beside pyarrow's datasets, and the memory that it takes.
 
 import contextlib
 import json
-import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,25 +22,28 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from tierstore.plan.presets import PUBLISHED
+from tierstore.plan.presets import preset
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
 from tierstore.train.readers import Batch
 from tierstore.train.steps import feed, train_step
 
-from .common import Goal, Report, Run, Spread, Table, measure, per_second, program
+from .common import Goal, Report, Run, Spread, Table, fresh_folder, measure, per_second, start
 from .data import ROOT
 from .workload import ids_of
 
 __all__ = ["run"]
 
 _NUM_DENSE: Final = 13
-_MLPERF: Final = next(each for each in PUBLISHED if each.name == "mlperf-dlrm-v2")
-_BAGS: Final = [int(table.pooling_factor) for table in _MLPERF.tables]
+_TABLES: Final = preset("mlperf-dlrm-v2").tables
+_BAGS: Final = [int(table.pooling_factor) for table in _TABLES]
 _NAMES: Final = [f"C{i}" for i in range(1, len(_BAGS) + 1)]
 _READY: Final = "batches in memory"
+_PYARROW: Final = "pyarrow.dataset"
 
 Ids = NDArray[np.int64]
+Rates = dict[str, Spread]
+"""Samples/s by the reader's name."""
 
 
 class _Data:
@@ -49,8 +51,9 @@ class _Data:
 
     def __init__(self, config: dict[str, Any], folder: Path, bags: Sequence[int]) -> None:
         self.count: int = config["samples"]
-        self.sizes = tuple(max(1, table.num_embeddings // config["scale"]) for table in _MLPERF.tables)
+        self.sizes = tuple(max(1, table.num_embeddings // config["scale"]) for table in _TABLES)
         self.folder = folder
+        folder.mkdir(parents=True)
         generator = np.random.default_rng(config["seed"])
         self.labels = generator.integers(0, 2, self.count).astype(np.float32)
         self.dense = generator.integers(0, 1000, (self.count, _NUM_DENSE)).astype(np.float32)
@@ -58,8 +61,6 @@ class _Data:
             ids_of(generator, size, self.count * bag, config["exponent"]).reshape(self.count, bag)
             for size, bag in zip(self.sizes, bags, strict=True)
         ]
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
 
     def _table(self, column: Callable[[Ids], Any]) -> pa.Table:
         columns = {"label": self.labels} | {f"I{i + 1}": each for i, each in enumerate(self.dense.T)}
@@ -119,30 +120,32 @@ def _batches(config: RunConfig) -> Iterable[Batch]:
 def _decode(path: Path) -> None:
     """What pyarrow needs for the columns alone."""
     with pyarrow.parquet.ParquetFile(path) as parquet:
-        for _ in parquet.iter_batches(8192, use_threads=False):
-            pass
+        _exhaust(parquet.iter_batches(8192, use_threads=False))
 
 
-def _exhaust(batches: Iterable[Batch]) -> None:
+def _exhaust(batches: Iterable[object]) -> None:
     for _ in batches:
         pass
 
 
-def _alone(data: _Data, paths: dict[str, Path], config: dict[str, Any]) -> dict[str, Spread]:
-    """Samples/s of each reader alone, and of decoding Parquet."""
+def _rates(count: int, actions: dict[str, Callable[[], object]], repetitions: int) -> Rates:
+    seconds = measure(actions, repetitions=repetitions, warm_up=1)
+    return {name: per_second(count, values) for name, values in seconds.items()}
+
+
+def _alone(data: _Data, paths: dict[str, Path], config: dict[str, Any]) -> Rates:
+    """Of each reader alone, and of decoding Parquet."""
     actions: dict[str, Callable[[], object]] = {}
     for name, path in paths.items():
         run_config = _config(data, path, 16, config["batch"], data.folder)
         actions[name] = lambda run_config=run_config: _exhaust(_batches(run_config))  # type: ignore[misc]
         if path.suffix == ".parquet":
             actions[f"{name}: decoding by pyarrow, one thread"] = lambda path=path: _decode(path)  # type: ignore[misc]
-    measure(actions, repetitions=1)
-    seconds = measure(actions, repetitions=config["repetitions"])
-    return {name: per_second(data.count, values) for name, values in seconds.items()}
+    return _rates(data.count, actions, config["repetitions"])
 
 
-def _trained(data: _Data, paths: dict[str, Path], config: dict[str, Any], dim: int) -> dict[str, Spread]:
-    """Samples/s of a run over each format, and over the same batches in memory."""
+def _trained(data: _Data, paths: dict[str, Path], config: dict[str, Any], dim: int) -> Rates:
+    """Of a run over each format, and over the same batches in memory."""
     first = _config(data, next(iter(paths.values())), dim, config["batch"], data.folder / f"store-{dim}")
     ready = list(_batches(first))
     with open_run_store(first) as store:
@@ -157,9 +160,7 @@ def _trained(data: _Data, paths: dict[str, Path], config: dict[str, Any], dim: i
         for name, path in paths.items():
             own = replace(first, data=replace(first.data, path=str(path)))
             actions[name] = lambda own=own: epoch(_batches(own))  # type: ignore[misc]
-        measure(actions, repetitions=1)
-        seconds = measure(actions, repetitions=config["repetitions"])
-    return {name: per_second(data.count, values) for name, values in seconds.items()}
+        return _rates(data.count, actions, config["repetitions"])
 
 
 _WHOLE: Final = """
@@ -192,14 +193,14 @@ def _write_whole(path: Path, rows: int, groups: int) -> Path:
     return path
 
 
-def _whole(folder: Path, config: dict[str, Any]) -> tuple[Table, list[dict[str, Any]], list[Goal]]:
+def _whole(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
     """A large file in one row group and in many, and a small one, by us and by pyarrow in turns."""
     rows, groups = config["whole_rows"], config["whole_groups"]
     files = {"small": (rows // 100, 1), "one row group": (rows, 1), f"{groups} row groups": (rows, groups)}
-    results, by_us = [], {}
+    results = []
     for name, (count, parts) in files.items():
         path = _write_whole(folder / "whole.parquet", count, parts)
-        found: dict[str, list[list[float]]] = {"pyarrow.dataset": [], "tierstore": []}
+        found: dict[str, list[list[float]]] = {_PYARROW: [], "tierstore": []}
         for reader in (*found,) * config["whole_repetitions"]:
             command = [sys.executable, "-c", _WHOLE, str(path), str(_WHOLE_COLUMNS), reader]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -208,124 +209,96 @@ def _whole(folder: Path, config: dict[str, Any]) -> tuple[Table, list[dict[str, 
             speed, peak = (statistics.median(values) for values in zip(*runs, strict=True))
             result = {"file": name, "bytes": path.stat().st_size, "reader": reader, "rows_per_s": speed, "peak": peak}
             results.append(result)
-        by_us[name] = (speed, peak, statistics.median(run[0] for run in found["pyarrow.dataset"]))
         path.unlink()
-    goals = []
-    for name in [*files][1:]:
-        speed, peak, peer = by_us[name]
-        more = (peak - by_us["small"][1]) / 2**20
-        goals += [
-            Goal(name=f"rows/s of a file in {name}, of pyarrow.dataset", value=round(speed / peer, 3), at_least=0.9),
-            Goal(name=f"MiB of memory for a file in {name}, more than for a small one", value=round(more), at_most=128),
+    return results
+
+
+def _whole_goals(results: list[dict[str, Any]]) -> Iterator[Goal]:
+    (_, small), *files = zip(results[::2], results[1::2], strict=True)
+    for peer, own in files:
+        share, more = own["rows_per_s"] / peer["rows_per_s"], round((own["peak"] - small["peak"]) / 2**20)
+        yield Goal(f"rows/s of a file in {own['file']}, of {_PYARROW}", round(share, 3), at_least=0.9)
+        yield Goal(f"MiB of memory for a file in {own['file']}, more than for a small one", more, at_most=128)
+
+
+def _whole_table(results: list[dict[str, Any]]) -> Table:
+    rows = [
+        [
+            each["file"], f"{each['bytes'] >> 20}", each["reader"], f"{each['rows_per_s']:,.0f}",
+            f"{each['peak'] / 2**20:,.0f}",
         ]
-    table = Table(
-        title="a large Parquet file, each time by a new process",
-        columns=["file", "MiB", "read by", "rows/s", "peak memory, MiB"],
-        rows=[
-            [
-                each["file"],
-                f"{each['bytes'] >> 20}",
-                each["reader"],
-                f"{each['rows_per_s']:,.0f}",
-                f"{each['peak'] / 2**20:,.0f}",
-            ]
-            for each in results
-        ],
-    )
-    return table, results, goals
+        for each in results
+    ]  # fmt: skip
+    columns = ["file", "MiB", "read by", "rows/s", "peak memory, MiB"]
+    return Table("a large Parquet file, each time by a new process", columns, rows)
 
 
 def _row(cells: Sequence[str], rate: Spread, *more: str) -> list[str]:
     return [*cells, f"{rate.median:,.0f}", f"{rate.lowest:,.0f} - {rate.highest:,.0f}", *more]
 
 
-def _readers(title: str, rates: dict[str, Spread]) -> Table:
-    return Table(
-        title=f"readers alone: {title}",
-        columns=["read", "samples/s", "lowest - highest"],
-        rows=[_row([name], rate) for name, rate in rates.items()],
-    )
+def _readers(title: str, rates: Rates) -> Table:
+    rows = [_row([name], rate) for name, rate in rates.items()]
+    return Table(f"readers alone: {title}", ["read", "samples/s", "lowest - highest"], rows)
 
 
-def _runs(batch: int, trained: dict[int, dict[str, Spread]], alone: dict[str, Spread]) -> Table:
+def _runs(batch: int, trained: dict[int, Rates], alone: Rates) -> Table:
     rows = []
     for dim, rates in trained.items():
         for name, rate in rates.items():
             faster = f"{alone[name].median / rate.median:.1f}" if name in alone else ""
             rows.append(_row([str(dim), name], rate, f"{rate.median / rates[_READY].median:.2f}", faster))
-    return Table(
-        title=f"training on them, all rows in memory, batches of {batch:,}",
-        columns=[
-            "dim",
-            "read from",
-            "samples/s",
-            "lowest - highest",
-            "of batches in memory",
-            "reader alone, faster by",
-        ],
-        rows=rows,
-    )
+    columns = ["dim", "read from", "samples/s", "lowest - highest", "of batches in memory", "reader alone, faster by"]
+    return Table(f"training on them, all rows in memory, batches of {batch:,}", columns, rows)
 
 
 def run(request: Run) -> Report:
-    config = request.config
-    many = _Data(config, request.folder / "reading", _BAGS)
-    paths = {
-        "Parquet, lists": many.parquet("lists", _lists),
-        "npy, [N, K]": many.npy(offsets=False),
-        "npy, offsets": many.npy(offsets=True),
+    config, folder = request.config, request.folder
+    with fresh_folder(folder / "reading") as many_folder, fresh_folder(folder / "reading-one") as one_folder:
+        many = _Data(config, many_folder, _BAGS)
+        paths = {
+            "Parquet, lists": many.parquet("lists", _lists),
+            "npy, [N, K]": many.npy(offsets=False),
+            "npy, offsets": many.npy(offsets=True),
+        }
+        alone = _alone(many, paths, config)
+        trained = {dim: _trained(many, paths, config, dim) for dim in config["dims"]}
+        one = _Data(config, one_folder, [1] * len(_BAGS))
+        one_paths = {
+            "Criteo's text": one.criteo(),
+            "CSV": one.csv(),
+            "Parquet, integers": one.parquet("integers", np.ravel),
+            "Parquet, strings": one.parquet("strings", _strings),
+            "npy, [N]": one.npy(offsets=False),
+        }
+        single = _alone(one, one_paths, config)
+        whole = _whole(one.folder, config)
+    shares = {
+        f"run from {name}, dim {dim}, of the run over batches in memory": rates[name].median / rates[_READY].median
+        for dim, rates in trained.items()
+        for name in paths
     }
-    alone = _alone(many, paths, config)
-    trained = {dim: _trained(many, paths, config, dim) for dim in config["dims"]}
-    one = _Data(config, request.folder / "reading-one", [1] * len(_BAGS))
-    one_paths = {
-        "Criteo's text": one.criteo(),
-        "CSV": one.csv(),
-        "Parquet, integers": one.parquet("integers", np.ravel),
-        "Parquet, strings": one.parquet("strings", _strings),
-        "npy, [N]": one.npy(offsets=False),
-    }
-    single = _alone(one, one_paths, config)
-    whole_table, whole, whole_goals = _whole(one.folder, config)
-    for data in (many, one):
-        shutil.rmtree(data.folder)
-    by_dim = {str(dim): {name: asdict(rate) for name, rate in rates.items()} for dim, rates in trained.items()}
+    least = config["share_of_ready"]
+    note = (
+        f"{config['samples']:,} samples; tables of MLPerf's sizes divided by {config['scale']}, ids by Zipf's law "
+        f"with exponent {config['exponent']}; the small DLRM of a run file's defaults, so that steps are short. A "
+        "reader alone runs in one thread and hashes, as in training. Files are in the page cache. The run's own "
+        "kernels use all cores, so what reading takes of a core it takes of them. The large file has "
+        f"{config['whole_rows']:,} rows of a label and {_WHOLE_COLUMNS} integers, neither compressed nor in a "
+        "dictionary. pyarrow.dataset gives decoded columns, on all cores; we check them and give bags, on one."
+    )
     return Report(
-        question="Does reading one's own data keep up with training?",
-        tables=[
+        [
             _readers(f"{sum(_BAGS)} ids a sample over {len(_BAGS)} tables", alone),
             _runs(config["batch"], trained, alone),
             _readers("one id a column, 13 dense columns", single),
-            whole_table,
+            _whole_table(whole),
         ],
-        figures={
-            "alone": {name: asdict(rate) for name, rate in alone.items()},
-            "one_id": {name: asdict(rate) for name, rate in single.items()},
-            "trained": by_dim,
-            "whole": whole,
-        },
-        goals=[
-            *whole_goals,
-            *(
-                Goal(
-                    name=f"run from {name}, dim {dim}, of the run over batches in memory",
-                    value=round(rates[name].median / rates[_READY].median, 3),
-                    at_least=config["share_of_ready"],
-                )
-                for dim, rates in trained.items()
-                for name in paths
-            ),
-        ],
-        notes=[
-            f"{config['samples']:,} samples; tables of MLPerf's sizes divided by {config['scale']}, ids by Zipf's law "
-            f"with exponent {config['exponent']}; the small DLRM of a run file's defaults, so that steps are short. A "
-            "reader alone runs in one thread and hashes, as in training. Files are in the page cache. The run's own "
-            "kernels use all cores, so what reading takes of a core it takes of them. The large file has "
-            f"{config['whole_rows']:,} rows of a label and {_WHOLE_COLUMNS} integers, neither compressed nor in a "
-            "dictionary. pyarrow.dataset gives decoded columns, on all cores; we check them and give bags, on one."
-        ],
+        [*_whole_goals(whole), *(Goal(name, round(share, 3), at_least=least) for name, share in shares.items())],
+        [note],
+        {"alone": alone, "one_id": single, "trained": trained, "whole": whole},
     )
 
 
 if __name__ == "__main__":
-    sys.exit(program("reading", run))
+    start("reading")

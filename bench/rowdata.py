@@ -5,7 +5,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tierstore.io import LmdbColdTier
 from tierstore.io.reads import RowReader
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 
-__all__ = ["Rows", "TierReader", "build_flat", "build_once", "build_store", "open_flat"]
+__all__ = ["Rows", "TierReader", "build_flat", "build_once", "build_rows", "build_store", "open_flat", "take_as_large"]
 
 _STORE_ID = bytes(16)
 _CHUNK_ROWS = 200_000
@@ -49,31 +49,35 @@ class Rows:
         return RowLayout(dim=self.dim, page_bytes=page_bytes)
 
 
-def build_once(parent: Path, name: str, rows: Rows, build: Callable[[Path], None]) -> Path:
-    """The folder ``name`` of these rows, built unless a build of it finished before."""
-    folder = parent / f"{name}-{rows.count}x{rows.dim}"
-    stamp = folder / "rows.json"
-    wanted = asdict(rows)
-    if stamp.exists() and json.loads(stamp.read_text()) == wanted:
+def build_once(folder: Path, made_of: Mapping[str, Any], build: Callable[[Path], object]) -> Path:
+    """The folder, built unless a build of it from the same was finished before; kept for the next run."""
+    stamp = folder.with_name(f"{folder.name}.json")
+    if stamp.exists() and json.loads(stamp.read_text()) == made_of:
         return folder
-    print(f"Building {folder} ({rows.count:,} rows of {rows.dim} float32; kept for the next run) ...", flush=True)
+    print(f"Building {folder} ...", flush=True)
+    stamp.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     build(folder)
-    stamp.write_text(json.dumps(wanted))
+    stamp.write_text(json.dumps(made_of))
     return folder
+
+
+def build_rows(parent: Path, name: str, rows: Rows, build: Callable[[Path], object]) -> Path:
+    """The folder of these rows in a form of that name."""
+    return build_once(parent / f"{name}-{rows.count}x{rows.dim}", asdict(rows), build)
 
 
 def build_flat(parent: Path, rows: Rows) -> Path:
     """The rows one after another in one file: what ``numpy.take`` reads."""
 
     def build(target: Path) -> None:
+        target.mkdir(parents=True)
         with (target / "rows.f32").open("wb") as file:
             for _, chunk in rows.chunks():
                 file.write(chunk.tobytes())
             os.fsync(file.fileno())
 
-    return build_once(parent, "flat", rows, build) / "rows.f32"
+    return build_rows(parent, "flat", rows, build) / "rows.f32"
 
 
 def open_flat(path: Path, rows: Rows, advice: int = mmap.MADV_NORMAL) -> Floats:
@@ -95,6 +99,7 @@ def build_store(parent: Path, rows: Rows, tables: int = 1) -> Path:
         raise ValueError(f"{rows.count} rows cannot be divided among {tables} tables")
 
     def build(target: Path) -> None:
+        target.mkdir(parents=True)
         tier = LmdbColdTier(target, store_id=_STORE_ID, readonly=False)
         layout = rows.layout(tier.page_bytes)
         for table in range(tables):
@@ -109,7 +114,7 @@ def build_store(parent: Path, rows: Rows, tables: int = 1) -> Path:
         tier.commit(b"", 1)
         tier.close()
 
-    return build_once(parent, "store" if tables == 1 else f"store{tables}", rows, build)
+    return build_rows(parent, "store" if tables == 1 else f"store{tables}", rows, build)
 
 
 def take_as_large(tier: LmdbColdTier, *, is_large: bool = True) -> None:

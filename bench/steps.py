@@ -16,7 +16,7 @@ from tierstore.models import DLRM
 from tierstore.plan.presets import KAGGLE_ROWS
 
 from .data import criteo_keys
-from .workload import ids_of, write_every_row
+from .workload import Batches, ids_of, make_store
 
 __all__ = ["StepWorkload", "criteo", "fill", "jagged", "kaggle", "step_of", "timed", "zipf"]
 
@@ -44,11 +44,10 @@ def jagged(ids: Sequence[Any], pooling_factor: int) -> tierstore.KeyedJaggedTens
 
 
 def zipf(config: dict[str, Any], exponent: float, count: int) -> StepWorkload:
-    generator = np.random.default_rng(config["seed"])
-    rows, size = [config["rows"]] * config["tables"], config["batch"] * config["pooling_factor"]
-    drawn = [ids_of(generator, each, size * count, exponent).reshape(count, size) for each in rows]
-    batches = [jagged([each[step] for each in drawn], config["pooling_factor"]) for step in range(count)]
-    return StepWorkload(f"Zipf {exponent}", rows, config["dim"], batches)
+    shape = {name: config[name] for name in ("tables", "rows", "batch", "pooling_factor", "seed")}
+    found = Batches(exponent=exponent, count=count, **shape)
+    batches = [found.jagged(step) for step in range(count)]
+    return StepWorkload(f"Zipf {exponent}", [config["rows"]] * config["tables"], config["dim"], batches)
 
 
 def criteo(path: Path, config: dict[str, Any], count: int) -> StepWorkload:
@@ -91,15 +90,7 @@ def kaggle(config: dict[str, Any], count: int) -> StepWorkload:
 def fill(path: Path, workload: StepWorkload, rule: tierstore.optim.Optimizer) -> None:
     """A store in which every row was written once, so that each has to be read."""
     shutil.rmtree(path, ignore_errors=True)
-    with tierstore.open(path, mode="w", ddr="512MiB") as store:
-        for number, rows in enumerate(workload.rows):
-            config_of = {"name": f"t{number}", "feature_names": (f"f{number}",), "pooling": "sum", "optimizer": rule}
-            store.create_table(
-                tierstore.TableConfig(num_embeddings=rows, embedding_dim=workload.dim, **config_of)  # type: ignore[arg-type]
-            )
-        for table in store.tables.values():
-            write_every_row(table, 0.01)
-        store.commit()
+    make_store(path, rows=workload.rows, dim=workload.dim, optimizer=rule, ddr="512MiB", value=0.01).close()
 
 
 def step_of(module: Any, workload: StepWorkload) -> Callable[[Any], None]:

@@ -1,4 +1,4 @@
-"""Is a training step over tiers no slower than its compute, or than the device reads and writes the pages of it?
+"""Is a training step over tiers no slower than its compute, or than the device needs for its pages?
 
 Steps of the tables alone (lookup, backward, optimizer), rows of later batches brought in ahead; of the Criteo-Kaggle
 shape also of the whole model, with the MLPs of the published DLRM baseline. Steps that do not count go before, which
@@ -7,9 +7,7 @@ out of it behind them, and then read past it, as one that is larger than memory.
 """
 
 import os
-import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +21,7 @@ from tierstore.io.lmdb import LmdbColdTier
 from tierstore.plan.measure import page_cache
 
 from . import device
-from .common import Goal, Part, Report, Run, Table, Told, program, run_parts
+from .common import Goal, Part, Report, Run, Table, fresh_folder, run_parts, start
 from .data import CRITEO_NAME, find_criteo
 from .rowdata import take_as_large
 from .steps import StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
@@ -33,46 +31,23 @@ __all__ = ["run"]
 
 ROWS_FILE: Final = "rows.lmdb"
 PAGE_BYTES: Final = 4096
-
-
-class Point(NamedTuple):
-    """Means over steps.
-
-    Attributes:
-        rows_in_ddr: share of the rows that the cache holds.
-        cleaning_read, cleaning_written: pages, beside ``pages_read`` and ``pages_written``.
-        dirtied: bytes of pages written, cleaning included, for a byte of the rows that were evicted.
-        file_bytes: of the row file, over bytes of all rows and their state.
-    """
-
-    workload: str
-    budget_percent: float
-    is_cached: bool
-    rows_in_ddr: float
-    step_s: float
-    cpu_s: float
-    hit_rate: float
-    rows_read: float
-    pages_read: float
-    rows_written: float
-    pages_written: float
-    cleaning_read: float
-    cleaning_written: float
-    dirtied: float
-    file_bytes: float
+_CRITEO: Final = "Criteo's lookups"
+Point = dict[str, Any]
+"""A workload under one budget: means over steps, and "rows_in_ddr" (share of the rows that the cache holds),
+"cleaning_read" and "cleaning_written" (pages, beside "pages_read" and "pages_written"), "dirtied" (bytes of pages
+written, cleaning included, for a byte of the rows that were evicted), "file_bytes" (of the row file, over bytes of all
+rows and their state)."""
 
 
 class _Case(NamedTuple):
-    """A workload under one budget."""
+    """A workload under one budget, its store filled."""
 
-    path: Path
     workload: StepWorkload
     percent: float
     is_cached: bool = False
 
 
-_Cases = Callable[[Run, Path], Iterator[_Case]]
-"""Yields each with its store filled."""
+_Cases = Callable[[dict[str, Any], Path], Iterator[_Case]]
 
 
 def _budget(path: Path, workload: StepWorkload, percent: float) -> int:
@@ -80,7 +55,7 @@ def _budget(path: Path, workload: StepWorkload, percent: float) -> int:
     if percent >= 100:
         return workload.table_bytes * 3 // 2  # all in memory takes some bytes a row beside the rows
     budget = max(int(workload.table_bytes * percent / 100), 2**22)
-    if not workload.name.startswith("Criteo's"):
+    if workload.name != _CRITEO:
         return budget
     wanted, low, high = sum(workload.rows) * percent / 100, budget, 4 * budget
     while high - low > 2**16:
@@ -92,9 +67,9 @@ def _budget(path: Path, workload: StepWorkload, percent: float) -> int:
     return high
 
 
-def _point(case: _Case, config: dict[str, Any]) -> Point:
-    path, workload = case.path, case.workload
-    steps = len(workload.batches) // 2 if workload.name.startswith("Criteo's") else config["steps"]
+def _point(path: Path, case: _Case, config: dict[str, Any]) -> Point:
+    workload = case.workload
+    steps = len(workload.batches) // 2 if workload.name == _CRITEO else config["steps"]
     with tierstore.open(path, mode="w", ddr=_budget(path, workload, case.percent)) as store:
         module = tierstore.TieredEmbeddingBagCollection(store)
         step = step_of(module, workload)
@@ -121,152 +96,135 @@ def _point(case: _Case, config: dict[str, Any]) -> Point:
 
         evicted = a_step("ssd", "rows_written") * (4 * workload.dim + 4)
         written = a_step("ssd", "bytes_written") + a_step("ssd", "bytes_moved")
-        return Point(
-            workload.name,
-            case.percent,
-            case.is_cached,
-            after.ddr.capacity_rows / sum(workload.rows),
-            statistics.mean(seconds),
-            cpu / steps,
-            a_step("ddr", "hits") / max(a_step("ddr", "unique"), 1 / steps),
-            a_step("ssd", "lookups"),
-            a_step("ssd", "bytes_read") / PAGE_BYTES,
-            a_step("ssd", "rows_written"),
-            a_step("ssd", "bytes_written") / PAGE_BYTES,
-            a_step("ssd", "pages_moved"),
-            a_step("ssd", "bytes_moved") / PAGE_BYTES,
-            written / evicted if evicted else 0.0,
-            os.path.getsize(path / ROWS_FILE) / workload.table_bytes,
-        )
+        return {
+            "workload": workload.name,
+            "budget_percent": case.percent,
+            "is_cached": case.is_cached,
+            "rows_in_ddr": after.ddr.capacity_rows / sum(workload.rows),
+            "step_s": statistics.mean(seconds),
+            "cpu_s": cpu / steps,
+            "hit_rate": a_step("ddr", "hits") / max(a_step("ddr", "unique"), 1 / steps),
+            "rows_read": a_step("ssd", "lookups"),
+            "pages_read": a_step("ssd", "bytes_read") / PAGE_BYTES,
+            "rows_written": a_step("ssd", "rows_written"),
+            "pages_written": a_step("ssd", "bytes_written") / PAGE_BYTES,
+            "cleaning_read": a_step("ssd", "pages_moved"),
+            "cleaning_written": a_step("ssd", "bytes_moved") / PAGE_BYTES,
+            "dirtied": written / evicted if evicted else 0.0,
+            "file_bytes": os.path.getsize(path / ROWS_FILE) / workload.table_bytes,
+        }
 
 
-class _Limits(NamedTuple):
-    """Of the device."""
-
-    reads_per_s: float
-    written_bytes_per_s: float
-
-    def seconds(self, point: Point) -> float:
-        """For the pages that were asked for, and those written, whether or not they were in the page cache."""
-        read = point.pages_read + point.cleaning_read
-        written = (point.pages_written + point.cleaning_written) * PAGE_BYTES
-        return read / self.reads_per_s + written / self.written_bytes_per_s
+def _device_seconds(point: Point, limit: dict[str, float] | None) -> float:
+    """For the pages that were asked for, and those written, whether or not they were in the page cache."""
+    if limit is None:
+        return 0.0
+    written = (point["pages_written"] + point["cleaning_written"]) * PAGE_BYTES
+    read = point["pages_read"] + point["cleaning_read"]
+    return float(read / limit["reads_per_s"] + written / limit["written_bytes_per_s"])
 
 
-def _zipf(request: Run, path: Path) -> Iterator[_Case]:
-    config = request.config
-    for exponent in config["exponents"]:
-        yield from _budgets(zipf(config, exponent, config["warm_steps"] + config["steps"]), path, config)
-
-
-def _criteo(request: Run, path: Path) -> Iterator[_Case]:
-    found = find_criteo()
-    if found is None:
-        print(f"without {CRITEO_NAME}: set TIERSTORE_CRITEO to the file")
-    else:
-        yield from _budgets(criteo(found, request.config, request.config["criteo_steps"]), path, request.config)
+def _rule(config: dict[str, Any]) -> tierstore.optim.Optimizer:
+    return tierstore.optim.RowWiseAdagrad(lr=config["lr"])
 
 
 def _budgets(workload: StepWorkload, path: Path, config: dict[str, Any]) -> Iterator[_Case]:
     for percent in config["budgets"]:
-        fill(path, workload, tierstore.optim.RowWiseAdagrad(lr=config["lr"]))
-        yield _Case(path, workload, percent)
+        fill(path, workload, _rule(config))
+        yield _Case(workload, percent)
 
 
-def _kaggle(request: Run, path: Path) -> Iterator[_Case]:
-    config = request.config
+def _zipf(config: dict[str, Any], path: Path) -> Iterator[_Case]:
+    for exponent in config["exponents"]:
+        yield from _budgets(zipf(config, exponent, config["warm_steps"] + config["steps"]), path, config)
+
+
+def _criteo(config: dict[str, Any], path: Path) -> Iterator[_Case]:
+    found = find_criteo()
+    if found is None:
+        print(f"without {CRITEO_NAME}: set TIERSTORE_CRITEO to the file")
+    else:
+        yield from _budgets(criteo(found, config, config["criteo_steps"]), path, config)
+
+
+def _kaggle(config: dict[str, Any], path: Path) -> Iterator[_Case]:
     workload = kaggle(config, config["warm_steps"] + config["steps"])
     model = workload._replace(name="Criteo-Kaggle's model, Zipf 1.05", is_model=True)
-    fill(path, workload, tierstore.optim.RowWiseAdagrad(lr=config["lr"]))
+    fill(path, workload, _rule(config))
     for each in (workload, model):
         for percent, is_cached in ((1, False), (1, True), (100, False)):
-            yield _Case(path, each, percent, is_cached)
+            yield _Case(each, percent, is_cached)
 
 
 def _measure(cases: _Cases, request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    path = request.folder / "tiers_store"
-    points: list[Point] = []
-    limits: list[_Limits] = []
-    for case in cases(request, path):
-        points.append(_point(case, request.config))
-        reads, written = device.reads_per_s(path / ROWS_FILE), device.written_bytes_per_s(request.folder)
-        limits += [_Limits(reads, written)] if reads and written else []
-        print("  ".join(_row(points[-1], "")), flush=True)
-    shutil.rmtree(path, ignore_errors=True)
-    limit = _Limits(*(statistics.median(each) for each in zip(*limits, strict=True))) if limits else None
-    compute = {point.workload: point.step_s for point in points if point.budget_percent >= 100}
-    rooflines = [max(compute[each.workload], limit.seconds(each) if limit else 0.0) for each in points]
-    return {
-        "device": limit and limit._asdict(),
-        "points": [
-            point._asdict() | {"roofline_s": roofline} for point, roofline in zip(points, rooflines, strict=True)
-        ],
-    }
+    points, limits = list[Point](), list[tuple[float, float]]()
+    with fresh_folder(request.folder / "tiers_store") as path:
+        for case in cases(request.config, path):
+            points.append(_point(path, case, request.config))
+            reads, written = device.reads_per_s(path / ROWS_FILE), device.written_bytes_per_s(request.folder)
+            limits += [(reads, written)] if reads and written else []
+            print("  ".join(_row(points[-1])), flush=True)
+    names, limit = ("reads_per_s", "written_bytes_per_s"), None
+    if limits:
+        limit = {name: statistics.median(each) for name, each in zip(names, zip(*limits, strict=True), strict=True)}
+    compute = {point["workload"]: point["step_s"] for point in points if point["budget_percent"] >= 100}
+    for point in points:
+        point["roofline_s"] = max(compute[point["workload"]], _device_seconds(point, limit))
+    return {"device": limit, "points": points}
 
 
-_COLUMNS: Final = (
+_COLUMNS: Final = [
     "ids", "DDR", "rows in DDR", "hits", "step ms", "CPU ms", "rows read", "pages read", "rows evicted",
     "pages written", "cleaning read / written", "dirtied for a byte", "file over rows", "roofline ms",
-)  # fmt: skip
+]  # fmt: skip
 
 
-def _row(point: Point, roofline: str) -> list[str]:
-    name = f"{point.workload}, in the page cache" if point.is_cached else point.workload
+def _row(point: Point) -> list[str]:
+    name = f"{point['workload']}, in the page cache" if point["is_cached"] else point["workload"]
+    counts = [f"{point[key]:,.0f}" for key in ("rows_read", "pages_read", "rows_written", "pages_written")]
     return [
-        name, f"{point.budget_percent:g} %", f"{point.rows_in_ddr:.1%}", f"{point.hit_rate:.1%}",
-        f"{1e3 * point.step_s:.1f}", f"{1e3 * point.cpu_s:.1f}", f"{point.rows_read:,.0f}", f"{point.pages_read:,.0f}",
-        f"{point.rows_written:,.0f}", f"{point.pages_written:,.0f}",
-        f"{point.cleaning_read:,.0f} / {point.cleaning_written:,.0f}", f"{point.dirtied:.2f}",
-        f"{point.file_bytes:.2f}", roofline,
+        name, f"{point['budget_percent']:g} %", f"{point['rows_in_ddr']:.1%}", f"{point['hit_rate']:.1%}",
+        f"{1e3 * point['step_s']:.1f}", f"{1e3 * point['cpu_s']:.1f}", *counts,
+        f"{point['cleaning_read']:,.0f} / {point['cleaning_written']:,.0f}", f"{point['dirtied']:.2f}",
+        f"{point['file_bytes']:.2f}", f"{1e3 * point.get('roofline_s', 0):.1f}",
     ]  # fmt: skip
 
 
-def _goals(points: list[Point], rooflines: dict[Point, float], *, has_limit: bool) -> Iterator[Goal]:
-    for name in dict.fromkeys(point.workload for point in points):
-        own = [point for point in points if point.workload == name and point.budget_percent < 100]
-        whole = next(point for point in points if (point.workload, point.budget_percent) == (name, 100))
-        worst = max(point.step_s / rooflines[point] for point in own if not point.is_cached)
-        if has_limit:
-            yield Goal(name=f"{name}: the worst step over its roofline", value=round(worst, 3), at_most=1.15)
-        dirtied = max(point.dirtied for point in own)
-        yield Goal(name=f"{name}: bytes dirtied for one of an evicted row", value=round(dirtied, 2), at_most=2.5)
-        if name.startswith("Criteo-Kaggle's model"):
-            for point in own:
-                where = "in the page cache" if point.is_cached else "on the device"
-                speed = round(whole.step_s / point.step_s, 3)
-                goal = f"{name}: speed with 1 % in DDR and the pages {where}, of all in DDR"
-                yield Goal(name=goal, value=speed, at_least=0.95 if point.is_cached else 0.8)
-        for point in own:
-            if point.is_cached and name.startswith("Criteo-Kaggle's tables"):
-                more = round(1e3 * (point.cpu_s - whole.cpu_s), 1)
-                yield Goal(name=f"{name}: ms of a processor for rows that miss, pages cached", value=more, at_most=6)
-        if name.startswith("Criteo's"):
-            useful = min(point.rows_read / point.pages_read for point in own)
-            yield Goal(name=f"{name}: rows that a page read brings", value=round(useful, 2), at_least=2.4)
+def _goals(name: str, whole: Point, own: list[Point], *, has_limit: bool) -> Iterator[Goal]:
+    """Of one workload with all rows in memory, and under the smaller budgets."""
+    worst = max(point["step_s"] / point["roofline_s"] for point in own if not point["is_cached"])
+    if has_limit:
+        yield Goal(f"{name}: the worst step over its roofline", round(worst, 3), at_most=1.15)
+    dirtied = max(point["dirtied"] for point in own)
+    yield Goal(f"{name}: bytes dirtied for one of an evicted row", round(dirtied, 2), at_most=2.5)
+    for point in own if name.startswith("Criteo-Kaggle's model") else ():
+        where = "in the page cache" if point["is_cached"] else "on the device"
+        goal = f"{name}: speed with 1 % in DDR and the pages {where}, of all in DDR"
+        least = 0.95 if point["is_cached"] else 0.8
+        yield Goal(goal, round(whole["step_s"] / point["step_s"], 3), at_least=least)
+    for point in own:
+        if point["is_cached"] and name.startswith("Criteo-Kaggle's tables"):
+            more = round(1e3 * (point["cpu_s"] - whole["cpu_s"]), 1)
+            yield Goal(f"{name}: ms of a processor for rows that miss, pages cached", more, at_most=6)
+    if name == _CRITEO:
+        useful = min(point["rows_read"] / point["pages_read"] for point in own)
+        yield Goal(f"{name}: rows that a page read brings", round(useful, 2), at_least=2.4)
 
 
-def _tell(title: str, note: str, figures: dict[str, Any]) -> Told:
-    rooflines = {
-        Point(**{name: each[name] for name in Point._fields}): each["roofline_s"] for each in figures["points"]
-    }
-    limit = figures["device"]
+def _tell(title: str, note: str, figures: dict[str, Any]) -> Report:
+    points, limit, goals = figures["points"], figures["device"], list[Goal]()
     gives = (
         f"The device reads {limit['reads_per_s']:,.0f} pages a second at queue depth {device.DEPTH}, and writes "
         f"{limit['written_bytes_per_s'] / 2**20:,.0f} MiB a second, one after the other."
         if limit
         else device.MISSING
     )
-    return Told(
-        tables=[
-            Table(
-                title=f"{title}: a step, by how much of the tables is in DDR",
-                columns=list(_COLUMNS),
-                rows=[_row(point, f"{1e3 * roofline:.1f}") for point, roofline in rooflines.items()],
-            )
-        ],
-        goals=list(_goals(list(rooflines), rooflines, has_limit=bool(limit))),
-        notes=[f"{note} {gives}"],
-    )
+    for name in dict.fromkeys(point["workload"] for point in points):
+        own = [point for point in points if point["workload"] == name]
+        (whole,) = (point for point in own if point["budget_percent"] == 100)
+        goals += _goals(name, whole, [point for point in own if point is not whole], has_limit=bool(limit))
+    table = Table(f"{title}: a step, by how much of the tables is in DDR", _COLUMNS, list(map(_row, points)))
+    return Report([table], goals, [f"{note} {gives}"])
 
 
 def run(request: Run) -> Report:
@@ -279,9 +237,8 @@ def run(request: Run) -> Report:
         "kaggle": f"Criteo-Kaggle's tables times {config['kaggle_scale']:g}, {config['kaggle_batch']:,} samples a "
         f"batch: {config['steps']} steps after {config['warm_steps']}.",
     }
-    parts = {name: Part(partial(_measure, cases), partial(_tell, name, notes[name])) for name, cases in _PARTS.items()}
-    question = "Is a training step over tiers no slower than its compute, or than the device needs for its pages?"
-    report = run_parts(request, question, parts)
+    parts = {name: Part(partial(_measure, cases), partial(_tell, name, notes[name])) for name, cases in PARTS.items()}
+    report = run_parts(request, "", parts)
     report.notes.append(
         f"Row-wise Adagrad, {config['depth']} batches brought in ahead; every row was written and committed before the "
         "first step. Pages and rows are of a step. Roofline: the larger of a step with every row in DDR, and of what "
@@ -291,8 +248,8 @@ def run(request: Run) -> Report:
     return report
 
 
-_PARTS: Final[dict[str, _Cases]] = {"zipf": _zipf, "criteo": _criteo, "kaggle": _kaggle}
+PARTS: Final[dict[str, _Cases]] = {"zipf": _zipf, "criteo": _criteo, "kaggle": _kaggle}
 
 
 if __name__ == "__main__":
-    sys.exit(program("tiers", run, parts=tuple(_PARTS)))
+    start("tiers")

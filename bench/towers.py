@@ -6,21 +6,18 @@ In one process: over hosts, towers compute the same.
 """
 
 import json
-import shutil
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from tierstore.train import train
-from tierstore.train.config import RunConfig, load, parse_override
+from tierstore.train.config import RunConfig
 from tierstore.train.partition import partition_run
 
-from .common import Goal, Report, Run, Table, program
-from .data import ROOT, require_criteo
+from .common import Goal, Report, Run, Table, fresh_folder, start
+from .runs import run_config, trained
 
 __all__ = ["run"]
 
@@ -30,41 +27,30 @@ Found = dict[str, dict[str, list[float]]]
 """Of a kind: AUC and log loss of each seed."""
 
 
-def _config(request: Run, store: Path, seed: int, *overrides: str) -> RunConfig:
-    given = [f'data.path="{require_criteo()}"', f'store.path="{store}"', f"train.seed={seed}", *request.config["set"]]
-    return load(ROOT / request.config["run_file"], [parse_override(text) for text in [*given, *overrides]])
-
-
-def _train(config: RunConfig, found: dict[str, list[float]]) -> None:
-    shutil.rmtree(config.store.path, ignore_errors=True)
-    test = train(config).test
-    if test is None:
-        raise ValueError("the run file has no test rows to evaluate on")
-    found["auc"].append(test.auc)
-    found["log_loss"].append(test.log_loss)
-
-
-def _towers(towers: Sequence[Sequence[str]]) -> str:
-    return f"model.towers={json.dumps(towers)}"
-
-
-def _measure(request: Run, interaction: str) -> Found:
-    store, count, kind = request.folder / "towers-store", request.config["towers"], f'model.interaction="{interaction}"'
+def _measure(request: Run, interaction: str, store: Path) -> Found:
+    config = request.config
     found: Found = {name: {"auc": [], "log_loss": []} for name in _KINDS}
-    for seed in request.config["seeds"]:
-        flat = _config(request, store, seed, kind)
-        _train(flat, found[_FLAT])
-        similar = partition_run(flat, count, seed=seed).towers
+
+    def train(kind: str, seed: int, towers: Sequence[Sequence[str]] = ()) -> RunConfig:
+        own = [f"model.towers={json.dumps(towers)}"] if towers else []
+        given = (f"train.seed={seed}", *config["set"], f'model.interaction="{interaction}"', *own)
+        made = run_config(config["run_file"], store, *given)
+        test = trained(made)
+        found[kind]["auc"].append(test.auc)
+        found[kind]["log_loss"].append(test.log_loss)
+        return made
+
+    for seed in config["seeds"]:
+        flat = train(_FLAT, seed)
+        train(_SIMILAR, seed, partition_run(flat, config["towers"], seed=seed).towers)
         columns = np.random.default_rng(seed).permutation(flat.data.sparse_columns)
-        drawn = [each.tolist() for each in np.array_split(columns, count)]
-        _train(_config(request, store, seed, kind, _towers(similar)), found[_SIMILAR])
-        _train(_config(request, store, seed, kind, _towers(drawn)), found[_RANDOM])
-    shutil.rmtree(store)
+        train(_RANDOM, seed, [each.tolist() for each in np.array_split(columns, config["towers"])])
     return found
 
 
 def run(request: Run) -> Report:
-    found = {name: _measure(request, kind) for kind, name in _INTERACTIONS.items()}
+    with fresh_folder(request.folder / "towers-store") as store:
+        found = {name: _measure(request, kind, store) for kind, name in _INTERACTIONS.items()}
     rows, goals = [], []
     for model, kinds in found.items():
         flat = kinds[_FLAT]["auc"]
@@ -73,23 +59,14 @@ def run(request: Run) -> Report:
             auc, loss = statistics.mean(figures["auc"]), statistics.mean(figures["log_loss"])
             spread = f"{statistics.stdev(figures['auc']):.5f}"
             rows.append([model, kind, f"{auc:.5f}", spread, f"{(mean - auc) / deviation:+.2f}", f"{loss:.5f}"])
-        lost = (mean - statistics.mean(kinds[_SIMILAR]["auc"])) / deviation
-        goals.append(
-            Goal(name=f"AUC that {model} loses by towers, standard deviations", value=round(lost, 2), at_most=1)
-        )
+        lost = round((mean - statistics.mean(kinds[_SIMILAR]["auc"])) / deviation, 2)
+        goals.append(Goal(f"AUC that {model} loses by towers, standard deviations", lost, at_most=1))
     seeds = len(request.config["seeds"])
     columns = ["model", "columns", "test AUC", "standard deviation", "lost, standard deviations", "log loss"]
     title = f"{request.config['run_file']}, {request.config['towers']} towers of compression 4: means of {seeds} seeds"
-    return Report(
-        question="Do towers keep a model's AUC?",
-        tables=[Table(title=title, columns=columns, rows=rows)],
-        figures=found,
-        goals=goals,
-        notes=[
-            "Standard deviations of the trainings without towers. One process; over hosts, towers compute the same."
-        ],
-    )
+    note = "Standard deviations of the trainings without towers. One process; over hosts, towers compute the same."
+    return Report([Table(title, columns, rows)], goals, [note], found)
 
 
 if __name__ == "__main__":
-    sys.exit(program("towers", run))
+    start("towers")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tierstore
 
-__all__ = ["CHUNK", "Batches", "distance", "ids_of", "make_store", "read_every_row", "write_every_row"]
+__all__ = ["CHUNK", "Batches", "ids_of", "make_store", "read_every_row"]
 
 CHUNK: Final = 200_000
 """Rows read or written at a time."""
@@ -56,6 +56,11 @@ class Batches:
         size = self.lookups // self.tables
         return self.values[index][table * size : (table + 1) * size], self.offsets[: self.batch]
 
+    def jagged(self, index: int) -> tierstore.KeyedJaggedTensor:
+        """A batch, of features f0, f1, ..."""
+        names = [f"f{table}" for table in range(self.tables)]
+        return tierstore.KeyedJaggedTensor(names, self.values[index], offsets=self.offsets)
+
     def unique(self, index: int) -> int:
         """Distinct rows in a batch."""
         return sum(len(np.unique(self.of_table(index, table)[0].numpy())) for table in range(self.tables))
@@ -64,46 +69,36 @@ class Batches:
 def make_store(
     path: Path | None,
     *,
-    tables: int,
-    rows: int,
+    rows: int | Sequence[int],
     dim: int,
     optimizer: Any,
-    ddr: str,
-    dtype: str = "float32",
-    **settings: Any,
+    ddr: str | int,
+    tables: int = 1,
+    value: float | None = None,
 ) -> tierstore.Store:
-    """A new store of tables t0, t1, ... with a feature f0, f1, ... each."""
-    store = tierstore.open(path, mode="w", ddr=ddr, **settings)
-    for number in range(tables):
+    """A new store of tables t0, t1, ... with a feature f0, f1, ... each.
+
+    Args:
+        rows: of each, or of all.
+        value: written to every row and committed, so that each has to be read, where else it would be computed.
+    """
+    store, init = tierstore.open(path, mode="w", ddr=ddr), tierstore.init.Uniform(-0.05, 0.05, seed=1)
+    for number, count in enumerate([rows] * tables if isinstance(rows, int) else rows):
         store.create_table(
             tierstore.TableConfig(
-                name=f"t{number}",
-                num_embeddings=rows,
-                embedding_dim=dim,
-                dtype=dtype,  # type: ignore[arg-type]
-                feature_names=(f"f{number}",),
-                pooling="sum",
-                init=tierstore.init.Uniform(-0.05, 0.05, seed=1),
-                optimizer=optimizer,
+                name=f"t{number}", num_embeddings=count, embedding_dim=dim, feature_names=(f"f{number}",),
+                pooling="sum", init=init, optimizer=optimizer,
             )
-        )
+        )  # fmt: skip
+    if value is not None:
+        for table in store.tables.values():
+            for ids in torch.split(torch.arange(table.config.num_embeddings), CHUNK):
+                table.write(ids, torch.full((len(ids), dim), value))
+        store.commit()
     return store
-
-
-def distance(weights: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The largest difference of a weight, of tables in the same order."""
-    return max(float((one - other).abs().max()) for one, other in zip(weights, others, strict=True))
 
 
 def read_every_row(table: tierstore.Table) -> None:
     """So that all are in memory, as far as they fit."""
     for ids in torch.split(torch.arange(table.config.num_embeddings), CHUNK):
         table.read(ids)
-
-
-def write_every_row(table: tierstore.Table, value: float = 1.0) -> None:
-    """So that each has to be read, where else it would be computed."""
-    rows, dim = table.config.num_embeddings, table.config.embedding_dim
-    for first in range(0, rows, CHUNK):
-        ids = torch.arange(first, min(first + CHUNK, rows))
-        table.write(ids, torch.full((len(ids), dim), value))

@@ -1,17 +1,16 @@
 """Chains: one store, used by one process after another, each killed, the last one running to the end of the plan."""
 
-import contextlib
 import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tierstore.system.killpoints import POINTS
 
-from .counts import Counts
+from ..common import Counts
 from .inspection import inspect
 from .life import Settings, live
 from .plan import Action
@@ -101,32 +100,26 @@ class Chain:
     """
 
     def __init__(self, directory: Path, course: Course, settings: Settings, name: str) -> None:
-        self._directory = directory
+        self._directory, self._course, self._settings, self._name = directory, course, settings, name
         self._stacks = directory.with_name(f"{directory.name} stacks")
-        self._course = course
-        self._settings = settings
-        self._name = name
         self._promise = Promise(settings.keep)
         self._boot = 1
         self.tally = Tally()
 
     def run(self, dooms: Iterator[Doom]) -> Tally:
-        """Kill one process after another until ``dooms`` end or a process outlives its own; then go on to the end."""
-        with self._telling():
+        """Kill one process after another until ``dooms`` end or a process outlives its own; then go on to the end.
+
+        A failure is told in a way that lets it be repeated; a store that has none is removed.
+        """
+        try:
             if self._kill_all(dooms):
                 self._live(Doom())
             self._end()
-        return self.tally
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell a failure in a way that lets it be repeated; remove a store that has none."""
-        try:
-            yield
         except (_Failure, PromiseError) as error:
             self.tally.failures.append(f"{self._name}, {self._settings}, after {self.tally.kills} kills: {error}")
         else:
             shutil.rmtree(self._directory, ignore_errors=True)
+        return self.tally
 
     def _kill_all(self, dooms: Iterator[Doom]) -> bool:
         """Whether the run has yet to come to its end."""
@@ -135,42 +128,36 @@ class Chain:
                 if doom.point[0]:
                     raise _Failure(f"{doom.point} was never reached")
                 return False
-            if doom.reboot:
-                self._boot += 1
-                self.tally.reboots += 1
-            self._check(self._inspect())
+            self._boot += doom.reboot
+            self.tally.reboots += doom.reboot
+            self._inspect()
             self.tally.reopened += 1
         return True
 
     def _live(self, doom: Doom) -> Ending:
         """One process; counted by how it ended."""
-        course, settings = self._course, self._settings
+        plan, settings, tally, point = self._course.plan, self._settings, self.tally, doom.point[0]
         ending = fork(
-            lambda report: live(self._directory, course.plan, settings, report, boot=self._boot, kill_at=doom.point),
+            lambda report: live(self._directory, plan, settings, report, boot=self._boot, kill_at=doom.point),
             self._stacks,
             doom.kill,
         )
         if ending.how == "failed":
             raise _Failure(ending.words)
-        if ending.how == "killed":
-            self._count_kill(doom, ending)
+        if ending.how == "killed" and point:
+            tally.point_kills += 1
+            tally.points[point] += 1
+        elif ending.how == "killed":
+            tally.random_kills += 1
+            tally.struck[_at_work(ending)] += 1
         for report in ending.reports:
             self._promise.hear(report)
         closed = ending.last("closed")
-        self.tally.reached.update(closed["reached"] if closed else {})
+        tally.reached.update(closed["reached"] if closed else {})
         return ending
 
-    def _count_kill(self, doom: Doom, ending: Ending) -> None:
-        point, _ = doom.point
-        if point:
-            self.tally.point_kills += 1
-            self.tally.points[point] += 1
-        else:
-            self.tally.random_kills += 1
-            self.tally.struck[_at_work(ending)] += 1
-
-    def _inspect(self) -> dict[str, Any]:
-        """Open what the process left, for reading; what it shows."""
+    def _inspect(self, *, is_end: bool = False) -> tuple[int, ...]:
+        """Open what the process left, for reading, and check what it shows; the positions of its versions."""
         may_lack = not self._promise.was_opened
         ending = fork(
             lambda report: inspect(self._directory, self._course.states, report, boot=self._boot, may_lack=may_lack),
@@ -181,21 +168,18 @@ class Chain:
             raise _Failure(f"could not be opened and read: {ending.words or ending.how}")
         self.tally.versions += len(shown["numbers"])
         self.tally.rows_differ += shown["rows"]
-        return shown
-
-    def _check(self, shown: dict[str, Any]) -> None:
+        self.tally.final_bits_differ += shown["bits"] * is_end
         if shown["words"]:
             raise _Failure(shown["words"])
-        self._promise.check(tuple(shown["head"]), shown["numbers"])
+        head = tuple(shown["head"])
+        self._promise.check(head, shown["numbers"])
+        return head
 
     def _end(self) -> None:
         """The plan is done: its last version must be there, with the bits of the run that was never killed."""
-        shown = self._inspect()
         self.tally.ended += 1
-        self.tally.final_bits_differ += shown["bits"]
-        self._check(shown)
-        if not shown["head"] or shown["head"][-1] != len(self._course.plan):
-            raise _Failure(f"the run ended, and its last version is of {shown['head']}")
+        if (head := self._inspect(is_end=True))[-1:] != (len(self._course.plan),):
+            raise _Failure(f"the run ended, and its last version is of {head}")
 
 
 def _at_work(ending: Ending) -> str:

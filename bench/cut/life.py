@@ -21,7 +21,7 @@ from torch import Tensor
 import tierstore
 from tierstore import optim
 
-from ..crash.counts import Counts
+from ..common import Counts
 from .instants import KINDS, Cutter
 
 __all__ = ["TIERS", "Found", "live"]
@@ -124,48 +124,45 @@ class _Life:
         """A call, and the rows as it leaves them."""
         name = self._random.choice(["read", "look up", "write", "train", "train", "prefetch", "commit", "commit later"])
         store, table, bag, ids, after = self._store, self._table, self._bag, self._ids(), self._now.clone()
-        if name == "read":
-            return name, lambda: self._expect(table.read(ids), self._now[ids]), after
-        if name == "look up":
-
-            def look_up() -> None:
-                with torch.no_grad():
-                    self._expect(bag(ids.view(-1, 1)), self._now[ids])
-
-            return name, look_up, after
+        dim, now = table.config.embedding_dim, self._now[ids]
+        batches, lookahead = [ids.view(-1, 1)], 2 if self._settings.get("policy") == "lookahead" else 0
         if name == "write":
             after[ids] = float(self._random.randrange(1 << 20))
-            rows = after[ids, None].expand(-1, self._config.embedding_dim)
-            return name, lambda: table.write(ids, rows), after
-        if name == "train":
-            after -= torch.bincount(ids, minlength=len(after))
-            return name, lambda: bag(ids.view(-1, 1)).sum().backward(), after
-        if name == "prefetch":
+        elif name == "prefetch":
             batches = [self._ids().view(-1, 1) for _ in range(3)]
-            lookahead = 2 if self._settings.get("policy") == "lookahead" else 0
+        if name in ("train", "prefetch"):
+            after -= torch.bincount(torch.cat(batches).flatten(), minlength=len(after))
+        if name in ("commit", "commit later"):
+            self._versions[store._pools.epoch] = after
+        values = after[ids, None].expand(-1, dim)
 
-            def run() -> None:
-                for batch in tierstore.prefetch(batches, bag, depth=1, lookahead=lookahead):
-                    bag(batch).sum().backward()
+        def look_up() -> None:
+            with torch.no_grad():
+                self._expect(bag(batches[0]), now)
 
-            for batch in batches:
-                after -= torch.bincount(batch.flatten(), minlength=len(after))
-            return name, run, after
-        self._versions[store._pools.epoch] = after
-        if name == "commit":
+        def prefetch() -> None:
+            for batch in tierstore.prefetch(batches, bag, depth=1, lookahead=lookahead):
+                bag(batch).sum().backward()
 
-            def commit() -> None:
-                self._durable = store.commit()
-
-            return name, commit, after
+        def commit() -> None:
+            self._durable = store.commit()
 
         def commit_later() -> None:
             # An update comes while the version is written, and another commit waits for it.
             pending = store.commit_async()
-            table.write(ids, self._now[ids, None].expand(-1, self._config.embedding_dim))
+            table.write(ids, now[:, None].expand(-1, dim))
             self._durable = pending.result()
 
-        return name, commit_later, after
+        calls: dict[str, Callable[[], Any]] = {
+            "read": lambda: self._expect(table.read(ids), now),
+            "look up": look_up,
+            "write": lambda: table.write(ids, values),
+            "train": lambda: bag(batches[0]).sum().backward(),
+            "prefetch": prefetch,
+            "commit": commit,
+            "commit later": commit_later,
+        }
+        return name, calls[name], after
 
     def _expect(self, found: Tensor, values: Tensor) -> None:
         self._compare(found, values, values, "a call's result")

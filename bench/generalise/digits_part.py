@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, pad
 from tierstore.models import box_sharpness, loss_along_line
 from tierstore.optim import HessianFree
 
-from ..common import Part, Run, Table, Told
+from ..common import Part, Report, Run, Table
 
 __all__ = ["PART"]
 
@@ -133,51 +133,41 @@ def train(kind: str, rate: float, batch: int, steps: int, seed: int) -> Trained:
 
 
 def _measure(request: Run, _: dict[str, Any]) -> dict[str, Any]:
-    config, found = request.config, dict[str, Any]()
+    config, found = request.config, dict[str, dict[str, Any]]()
     steps, seeds, batches = config["digits_steps"], config["digits_seeds"], config["digits_batches"]
     for kind, rates in config["digits_rates"].items():
-        ends: dict[int, list[Tensor]] = {}
+        ends, found[kind] = list[list[Tensor]](), {}
         for batch in batches:
             tried = {rate: [train(kind, rate, batch, steps, seed) for seed in seeds] for rate in rates}
             rate, best = min(tried.items(), key=lambda each: fmean(run.losses[-1] for run in each[1]))
-            ends[batch] = best[0].weights
-            runs = [run._replace(weights=[])._asdict() for run in best]
-            found.setdefault(kind, {})[str(batch)] = {"rate": rate, "runs": runs}
+            ends.append(best[0].weights)
+            found[kind][str(batch)] = {"rate": rate, "runs": [run._replace(weights=[]) for run in best]}
             print(kind, batch, rate, best[0].losses[-1], flush=True)
         net = _Net(seeds[0])
-        line = loss_along_line(net.whole, net.model.parameters(), ends[min(batches)], ends[max(batches)], _LINE)
-        found[kind]["line"] = line
+        found[kind]["line"] = loss_along_line(net.whole, net.model.parameters(), ends[0], ends[-1], _LINE)
     return {"optimizers": found, "steps": steps, "batches": batches}
 
 
-def _mean(runs: Sequence[dict[str, Any]], at: int) -> float:
-    return fmean(run["losses"][at] for run in runs)
-
-
-def _tell(figures: dict[str, Any]) -> Told:
+def _tell(figures: dict[str, Any]) -> Report:
     found, steps, rows, lines = figures["optimizers"], figures["steps"], list[list[str]](), list[list[str]]()
     for kind, shown in _NAMES.items():
         for batch in figures["batches"]:
             own = found[kind][str(batch)]
             runs, last = own["runs"], len(own["runs"][0]["losses"]) - 1
-            losses = [f"{_mean(runs, round(last * share)):.4f}" for share in _SHARES]
+            losses = [f"{fmean(run['losses'][round(last * share)] for run in runs):.4f}" for share in _SHARES]
             others = [f"{fmean(run[name] for run in runs):{form}}" for name, form in _OTHERS.items()]
             rows.append([shown, f"{batch:,}", f"{own['rate']:g}", *losses, *others])
         lines.append([shown, *(f"{loss:.4f}" for loss in found[kind]["line"])])
     columns = ["optimizer", "batch", "rate", *(f"loss, step {round(steps * share)}" for share in _SHARES)]
     columns += ["held-out errors", "sharpness 1e-3, %", "seconds"]
     title = f"Digits: loss of all training digits over {steps} steps, at the best of four rates; means over seeds"
-    along = [f"{place:g}" for place in _LINE]
     title_of_lines = "Loss on the line from the end point of the smaller batch, at 0, to that of the larger, at 1"
-    notes = [
+    along = Table(title_of_lines, ["optimizer", *(f"{place:g}" for place in _LINE)], lines)
+    note = (
         "Digits: scikit-learn's 1,797, of which 1,437 train, each moved nine ways by up to a pixel, and 360 are held "
         "out. Rates of Hessian-free steps are their first damping; a quarter of a batch gives their curvature."
-    ]
-    tables = [
-        Table(title=title, columns=columns, rows=rows),
-        Table(title=title_of_lines, columns=["optimizer", *along], rows=lines),
-    ]
-    return Told(tables=tables, notes=notes)
+    )
+    return Report([Table(title, columns, rows), along], notes=[note])
 
 
 PART: Final = Part(_measure, _tell)

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any, Final
 
-from ..common import Part, Run, Table, Told
+from ..common import Part, Report, Run, Table
 from ..sharded.ranks import run_ranks
 from .training import Point, config_of, points
 
@@ -20,36 +20,26 @@ _NAMES: Final = {"adam": "Adam", "hessian-free": "Hessian-free"}
 _MORE: Final = 1.003
 
 
-def _in_rank(
-    config: dict[str, Any], optimizer: str, rates: tuple[float, float], goal: float, seed: int, folder: Path
-) -> dict[str, Any]:
-    given = [f'store.path="{folder / "ranks"}"', f'optimizer.dense="{optimizer}"', f"train.seed={seed}"]
-    given += [f"optimizer.sparse_lr={rates[0]!r}", f"optimizer.dense_lr={rates[1]!r}"]
-    own = config_of(config, "criteo", folder, *given, f"train.batch_size={config['ranks_batch']}")
+def _in_rank(config: dict[str, Any], optimizer: str, best: Any, goal: float, seed: int, folder: Path) -> dict[str, Any]:
+    given = (f"train.seed={seed}", f"train.batch_size={config['ranks_batch']}")
+    own = config_of(config, "criteo", folder, "ranks", optimizer, best["rates"], *given)
 
     def goes_on(found: list[Point]) -> bool:
         return not found[-1].validation.log_loss <= goal
 
     found = points(own, epochs=config["ranks_epochs"], every=config["ranks_every"], goes_on=goes_on)
-    last = found[-1]
-    return {
-        "steps": last.step,
-        "seconds": last.seconds,
-        "reached": not goes_on(found),
-        "log_losses": [each.validation.log_loss for each in found],
-    }
-
-
-def _found(config: dict[str, Any], sets: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each optimizer, what part "sets" found for the batch."""
-    own = [each for each in sets["cells"] if (each["set"], each["batch"]) == ("criteo", config["ranks_batch"])]
-    return {each["optimizer"]: each for each in own if each["optimizer"] in _NAMES}
+    losses = [each.validation.log_loss for each in found]
+    return {"steps": found[-1].step, "seconds": found[-1].seconds, "reached": losses[-1] <= goal, "log_losses": losses}
 
 
 def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
     if "sets" not in figures:
         raise SystemExit('Part "ranks" trains by the rates that part "sets" finds: measure that one first.')
-    config, folder, best = request.config, request.folder / "generalise", _found(request.config, figures["sets"])
+    config, folder = request.config, request.folder / "generalise"
+    cells = [
+        each for each in figures["sets"]["cells"] if (each["set"], each["batch"]) == ("criteo", config["ranks_batch"])
+    ]
+    best = {each["optimizer"]: each for each in cells if each["optimizer"] in _NAMES}
     goal = _MORE * max(each["log_loss"] for each in best.values())
     found: dict[str, dict[str, list[dict[str, Any]]]] = {
         name: {str(size): [] for size in config["ranks"]} for name in _NAMES
@@ -57,7 +47,7 @@ def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
     for seed in config["ranks_seeds"]:
         for size in config["ranks"]:
             for optimizer, own in found.items():
-                of_ranks = run_ranks(_in_rank, size, config, optimizer, best[optimizer]["rates"], goal, seed, folder)
+                of_ranks = run_ranks(_in_rank, size, config, optimizer, best[optimizer], goal, seed, folder)
                 slowest = max(each["seconds"] for each in of_ranks)
                 own[str(size)].append(of_ranks[0] | {"seconds": slowest})
                 print(optimizer, size, own[str(size)][-1], flush=True)
@@ -68,12 +58,11 @@ def _median(runs: list[dict[str, Any]], name: str) -> float:
     return statistics.median(run[name] if run["reached"] else math.inf for run in runs)
 
 
-def _tell(figures: dict[str, Any]) -> Told:
+def _tell(figures: dict[str, Any]) -> Report:
     rows = []
     for optimizer, shown in _NAMES.items():
-        sizes = figures["optimizers"][optimizer]
         first: float | None = None
-        for size, runs in sizes.items():
+        for size, runs in figures["optimizers"][optimizer].items():
             each = statistics.median(run["seconds"] / run["steps"] for run in runs)
             first = first or each
             cells = [f"{_median(runs, 'steps'):,.0f}", f"{_median(runs, 'seconds'):.2f}", f"{1e3 * each:.0f}"]
@@ -84,8 +73,8 @@ def _tell(figures: dict[str, Any]) -> Told:
         "ranks together; medians over seeds"
     )
     cores = len(os.sched_getaffinity(0))
-    notes = [f"Ranks: one thread each, on {cores} cores; four share two. Evaluation is not in the seconds."]
-    return Told(tables=[Table(title=title, columns=columns, rows=rows)], notes=notes)
+    note = f"Ranks: one thread each, on {cores} cores; four share two. Evaluation is not in the seconds."
+    return Report([Table(title, columns, rows)], notes=[note])
 
 
 PART: Final = Part(_measure, _tell)

@@ -6,7 +6,6 @@ with the least loss on the validation rows, and its epoch, train with seeds of t
 
 import math
 import os
-import shutil
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,8 +18,8 @@ import torch
 
 from tierstore.train import RunConfig, sharpness_of, train
 
-from ..common import Part, Run, Table, Told
-from ..quality import evaluated
+from ..common import Part, Report, Run, Table, fresh_folder
+from ..runs import scored
 from .training import Point, config_of, points
 
 __all__ = ["PART"]
@@ -28,6 +27,11 @@ __all__ = ["PART"]
 _SETS: Final = {"criteo": "Criteo", "items": "next items"}
 _NAMES: Final = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "hessian-free": "Hessian-free, Bi-CGSTAB"}
 _SHARP: Final = ("whole_1e3_percent", "whole_5e4_percent", "subspace_1e3_percent", "largest_eigenvalue")
+_KEYS: Final = ("set", "optimizer", "batch")
+_COLUMNS: Final = [
+    "dense optimizer", "batch", "rate of rows", "of weights", "epochs", "test AUC", "log loss", "steps", "seconds",
+    "sharpness 1e-3, %", "5e-4, %", "1e-3, 100 dimensions, %", "largest eigenvalue",
+]  # fmt: skip
 Cell = tuple[str, str, int]
 """Set, optimizer, batch."""
 
@@ -35,27 +39,21 @@ Cell = tuple[str, str, int]
 def _drawn_rates(config: dict[str, Any], optimizer: str, batch: int) -> list[tuple[float, float]]:
     """Of rows and dense weights, evenly over the logarithms of their ranges (Sobol); first-order ones as they are at
     ``rates_batch``, and by the root of the batch over it elsewhere. A Hessian-free step's is its first length."""
-    ranges = config["rates"]
+    ranges = [config["rates"][name] for name in ("rows", optimizer)]
     found = torch.quasirandom.SobolEngine(2, scramble=True, seed=0).draw(config["trials"])  # type: ignore[no-untyped-call]
     scale = (batch / config["rates_batch"]) ** 0.5
     scales = scale, 1.0 if optimizer == "hessian-free" else scale
-
-    def rate(share: float, low: float, high: float) -> float:
-        return float(low * (high / low) ** share)
-
-    pairs = [
-        [rate(share, *ranges[name]) for share, name in zip(each, ("rows", optimizer), strict=True)]
+    pairs = (
+        [low * (high / low) ** share * own for own, share, (low, high) in zip(scales, each, ranges, strict=True)]
         for each in found.tolist()
-    ]
-    return [(rows * scales[0], dense * scales[1]) for rows, dense in pairs]
+    )
+    return [(rows, dense) for rows, dense in pairs]
 
 
 def _config(config: dict[str, Any], cell: Cell, rates: tuple[float, float], folder: Path, *overrides: str) -> RunConfig:
     name, optimizer, batch = cell
-    own = folder / f"{name}-{optimizer}-{batch}-{os.getpid()}"
-    given = [f'store.path="{own}"', f"train.batch_size={batch}", f'optimizer.dense="{optimizer}"']
-    given += [f"optimizer.sparse_lr={rates[0]!r}", f"optimizer.dense_lr={rates[1]!r}", *overrides]
-    return config_of(config, name, folder, *given)
+    store = f"{name}-{optimizer}-{batch}-{os.getpid()}"
+    return config_of(config, name, folder, store, optimizer, rates, f"train.batch_size={batch}", *overrides)
 
 
 def _falls(found: Sequence[Point]) -> bool:
@@ -71,12 +69,11 @@ def _tried(config: dict[str, Any], cell: Cell, rates: tuple[float, float], folde
 
 def _ended(config: dict[str, Any], cell: Cell, best: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     own = _config(config, cell, best["rates"], folder, f"train.seed={seed}", f"train.epochs={best['epochs']}")
-    shutil.rmtree(own.store.path, ignore_errors=True)
-    summary = train(own)
-    later = replace(own.data, train_rows=own.data.train_rows + own.data.test_rows, test_rows=config["test_rows"])
-    test = evaluated(replace(own, data=later), Path(own.store.path)).evaluation
-    sharp = sharpness_of(own.store.path, rows=config["sharpness_rows"])._asdict()
-    shutil.rmtree(own.store.path)
+    with fresh_folder(Path(own.store.path)) as path:
+        summary = train(own)
+        later = replace(own.data, train_rows=own.data.train_rows + own.data.test_rows, test_rows=config["test_rows"])
+        test = scored(replace(own, data=later), path).evaluation
+        sharp = sharpness_of(path, rows=config["sharpness_rows"])._asdict()
     kept = {name: sharp[name] for name in _SHARP}
     return {"auc": test.auc, "log_loss": test.log_loss, "steps": summary.step, "seconds": summary.seconds, **kept}
 
@@ -84,44 +81,36 @@ def _ended(config: dict[str, Any], cell: Cell, best: dict[str, Any], seed: int, 
 def _measure(request: Run, _: dict[str, Any]) -> dict[str, Any]:
     config, folder = request.config, request.folder / "generalise"
     folder.mkdir(exist_ok=True)
+    order = [(name, optimizer, batch) for name in _SETS for optimizer in _NAMES for batch in config["batches"]]
     for name in _SETS:
-        config_of(config, name, folder)  # writes the rows
-    cells = [(name, optimizer, batch) for name in _SETS for optimizer in _NAMES for batch in config["batches"]]
-    cells.sort(key=lambda cell: cell[2])
+        _config(config, (name, "sgd", 1), (0.1, 0.1), folder)  # writes the rows
+    cells = sorted(order, key=lambda cell: cell[2])
+    best: dict[Cell, dict[str, Any]] = {}
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
         tries = [
             (cell, pool.submit(_tried, config, cell, rates, folder))
             for cell in cells
             for rates in _drawn_rates(config, *cell[1:])
         ]
-        best: dict[Cell, dict[str, Any]] = {}
         for cell, future in tries:
             found = future.result()
             print(*cell, found, flush=True)
             if not best.get(cell, {"log_loss": math.inf})["log_loss"] <= found["log_loss"]:
                 best[cell] = found
-        runs = [
-            (cell, pool.submit(_ended, config, cell, best[cell], seed, folder))
-            for cell in cells
-            for seed in config["seeds"]
-        ]
-        ended: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
-        for cell, future in runs:
-            ended[cell].append(future.result())
-            print(*cell, ended[cell][-1], flush=True)
-    order = sorted(cells, key=lambda cell: (list(_SETS).index(cell[0]), list(_NAMES).index(cell[1]), cell[2]))
-    keys = ("set", "optimizer", "batch")
-    return {"cells": [dict(zip(keys, cell, strict=True)) | best[cell] | {"runs": ended[cell]} for cell in order]}
+        seeds = config["seeds"]
+        runs = {cell: [pool.submit(_ended, config, cell, best[cell], seed, folder) for seed in seeds] for cell in cells}
+        ended = {cell: [future.result() for future in own] for cell, own in runs.items()}
+    return {"cells": [dict(zip(_KEYS, cell, strict=True)) | best[cell] | {"runs": ended[cell]} for cell in order]}
 
 
 def _mean(cell: dict[str, Any], name: str) -> float:
     return statistics.fmean(run[name] for run in cell["runs"])
 
 
-def _ranked(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's correlation of ranks."""
-    places = [[sorted(values).index(value) for value in values] for values in (first, second)]
-    return statistics.correlation(*places)
+def _related(cells: Sequence[dict[str, Any]]) -> str:
+    """Spearman's correlation of ranks, of sharpness and AUC."""
+    both = [[_mean(cell, name) for cell in cells] for name in (_SHARP[0], "auc")]
+    return f"{statistics.correlation(*([sorted(each).index(value) for value in each] for each in both)):+.2f}"
 
 
 def _row(cell: dict[str, Any]) -> list[str]:
@@ -138,52 +127,34 @@ def _claims(name: str, cells: Sequence[dict[str, Any]]) -> list[list[str]]:
     """What AUC each optimizer loses by a batch 16 times as large, and whether the sharp end points are the bad ones."""
     rows = []
     for optimizer, shown in _NAMES.items():
-        own = {cell["batch"]: cell for cell in cells if cell["optimizer"] == optimizer}
-        small, large = min(own), max(own)
-        lost = [_mean(own[small], "auc") - _mean(own[batch], "auc") for batch in sorted(own)[1:]]
-        sharp = [_mean(cell, _SHARP[0]) for cell in own.values()]
-        related = _ranked(sharp, [_mean(cell, "auc") for cell in own.values()])
-        rise = _mean(own[large], _SHARP[0]) / _mean(own[small], _SHARP[0])
-        rows.append([_SETS[name], shown, *(f"{each:+.4f}" for each in lost), f"{rise:.2f}", f"{related:+.2f}"])
+        first, *larger = own = [cell for cell in cells if cell["optimizer"] == optimizer]
+        lost = [f"{_mean(first, 'auc') - _mean(cell, 'auc'):+.4f}" for cell in larger]
+        rise = _mean(own[-1], _SHARP[0]) / _mean(first, _SHARP[0])
+        rows.append([_SETS[name], shown, *lost, f"{rise:.2f}", _related(own)])
     others = [cell for cell in cells if cell["optimizer"] != "hessian-free"]
     for shown, some in (("all", cells), ("all first-order", others)):
-        related = _ranked([_mean(cell, _SHARP[0]) for cell in some], [_mean(cell, "auc") for cell in some])
-        rows.append([_SETS[name], shown, *("" for _ in lost), "", f"{related:+.2f}"])
+        rows.append([_SETS[name], shown, *("" for _ in lost), "", _related(some)])
     return rows
 
 
-def _tell(figures: dict[str, Any]) -> Told:
+def _tell(figures: dict[str, Any]) -> Report:
     cells, tables, claims = figures["cells"], [], list[list[str]]()
-    columns = [
-        "dense optimizer",
-        "batch",
-        "rate of rows",
-        "of weights",
-        "epochs",
-        "test AUC",
-        "log loss",
-        "steps",
-        "seconds",
-    ]
-    columns += ["sharpness 1e-3, %", "5e-4, %", "1e-3, 100 dimensions, %", "largest eigenvalue"]
     for name, shown in _SETS.items():
         own = [cell for cell in cells if cell["set"] == name]
         title = f"{shown}: means over seeds, at the rates and epochs that validation rows chose"
-        tables.append(Table(title=title, columns=columns, rows=[_row(cell) for cell in own]))
+        tables.append(Table(title, _COLUMNS, [_row(cell) for cell in own]))
         claims += _claims(name, own)
     batches = sorted({cell["batch"] for cell in cells})
     columns = ["set", "dense optimizer", *(f"AUC lost, {batches[0]:,} to {batch:,}" for batch in batches[1:])]
     columns += [f"sharpness 1e-3 at {batches[-1]:,} over {batches[0]:,}", "rank correlation of sharpness 1e-3 and AUC"]
-    tables.append(
-        Table(title="Do larger batches generalise worse, and are their minima sharper?", columns=columns, rows=claims)
-    )
-    notes = [
+    tables.append(Table("Do larger batches generalise worse, and are their minima sharper?", columns, claims))
+    note = (
         "Sharpness: the largest rise of the training loss found in a box around the dense weights by ten iterations, "
         "in percent (Keskar et al., 2017). ±: standard deviation over seeds. Rates: of each optimizer and batch the "
         "same number of drawn pairs, the best by the validation rows; of Hessian-free steps, the first length. "
         "Seconds of each run on a core of its own, beside another run."
-    ]
-    return Told(tables=tables, notes=notes)
+    )
+    return Report(tables, notes=[note])
 
 
 PART: Final = Part(_measure, _tell)

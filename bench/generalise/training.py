@@ -1,11 +1,11 @@
 """The data sets, and training on them as ``tierstore train`` does it, but with no commit, and evaluated as it goes."""
 
 import contextlib
+import itertools
 import logging
 import math
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,19 +13,19 @@ import numpy as np
 import torch
 
 from tierstore.train import RunConfig
-from tierstore.train.build import Run, build_run, open_data, open_run_store
-from tierstore.train.config import load, parse_override
+from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.metrics import Evaluation, Predictions
 from tierstore.train.processes import joined
-from tierstore.train.readers import FeatureHasher, Reader
 from tierstore.train.steps import feed, set_rates, train_step
 from tierstore.train.trainer import warm_up
 
+from ..common import fresh_folder
 from ..data import ROOT, require_criteo
+from ..runs import run_config
 
 __all__ = ["Point", "config_of", "points"]
 
-_ITEMS_FILE: Final = ROOT / "bench" / "generalise" / "items.toml"
+_FILES: Final = {"criteo": ROOT / "examples" / "criteo.toml", "items": ROOT / "bench" / "generalise" / "items.toml"}
 _EVALUATED: Final = 4096
 _DIVERGED: Final = Evaluation(0, math.nan, math.inf)
 
@@ -38,7 +38,7 @@ class Point(NamedTuple):
     validation: Evaluation
 
 
-def _items_file(config: dict[str, Any], stream: Path, folder: Path) -> Path:
+def _items_file(config: dict[str, Any], folder: Path) -> Path:
     """Rows of 3 items that a reader has on a list, and a fourth: the next of the list, or one drawn from all lists.
 
     Both kinds of fourth items stand earlier in the stream, which has one user's list after another.
@@ -46,7 +46,7 @@ def _items_file(config: dict[str, Any], stream: Path, folder: Path) -> Path:
     path = folder / f"items-{config['items_rows']}.csv"
     if path.exists():
         return path
-    ids = np.load(stream)["ids"].astype(np.int64)
+    ids = np.load(require_criteo().parent / "streams" / "amazon_book_kgat.npz")["ids"].astype(np.int64)
     generator = np.random.default_rng(0)
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
@@ -63,51 +63,18 @@ def _items_file(config: dict[str, Any], stream: Path, folder: Path) -> Path:
     return path
 
 
-def config_of(config: dict[str, Any], name: str, folder: Path, *overrides: str) -> RunConfig:
-    """Of the set "criteo" or "items", to be trained on all rows but those of validation and test."""
-    criteo = require_criteo()
-    stream = criteo.parent / "streams" / "amazon_book_kgat.npz"
-    files = {"criteo": ROOT / "examples" / "criteo.toml", "items": _ITEMS_FILE}
-    path = criteo if name == "criteo" else _items_file(config, stream, folder)
-    given = [f'data.path="{path}"', 'store.ddr="200% of tables"', f"data.train_rows={config['train_rows'][name]}"]
-    given += [f"data.test_rows={config['validation_rows']}", "train.commit_every=0", *overrides]
-    return load(files[name], [parse_override(text) for text in given])
+def config_of(
+    config: dict[str, Any], name: str, folder: Path, store: str, optimizer: str, rates: tuple[float, float], *more: str
+) -> RunConfig:
+    """Of the set "criteo" or "items", to be trained on all rows but those of validation and test.
 
-
-class _Trainer:
-    def __init__(self, config: RunConfig, run: Run, reader: Reader, hasher: FeatureHasher) -> None:
-        self.config, self.run, self._reader, self._hasher = config, run, reader, hasher
-
-    def batches(self, first: int, stop: int, size: int) -> Any:
-        processes = self.run.processes
-        rows = self._reader.batches(
-            self._hasher, batch_size=size, start_row=first, stop_row=stop, log_dense=self.config.data.log_dense,
-            part=processes.rank, parts=processes.size,
-        )  # fmt: skip
-        return contextlib.closing(feed(self.run, rows, depth=self.config.train.prefetch_depth))
-
-    def steps(self, epochs: int) -> Iterator[int]:
-        """Train; the number of each step, after it."""
-        config, step = self.config, 0
-        for _ in range(epochs):
-            with self.batches(0, config.data.train_rows, config.train.batch_size) as batches:
-                for batch in batches:
-                    set_rates(self.run, config.optimizer, step)
-                    train_step(self.run, batch)
-                    step += 1
-                    yield step
-
-    @torch.no_grad()
-    def evaluate(self) -> Evaluation:
-        """Of the validation rows."""
-        predictions, first = Predictions(), self.config.data.train_rows
-        with self.batches(first, first + self.config.data.test_rows, _EVALUATED) as batches:
-            for batch in batches:
-                predictions.add(batch.labels, self.run.model(batch.dense, batch.sparse))
-        try:
-            return Predictions.merged(self.run.processes.gather(predictions)).evaluate()
-        except ValueError:  # not a number
-            return _DIVERGED
+    Args:
+        rates: of rows and of dense weights, which ``optimizer`` trains.
+    """
+    given = [f"data.train_rows={config['train_rows'][name]}", f"data.test_rows={config['validation_rows']}"]
+    given += ["train.commit_every=0", f'optimizer.dense="{optimizer}"', f"optimizer.sparse_lr={rates[0]!r}"]
+    data = None if name == "criteo" else _items_file(config, folder)
+    return run_config(_FILES[name], folder / store, *given, f"optimizer.dense_lr={rates[1]!r}", *more, data=data)
 
 
 def points(config: RunConfig, *, epochs: int, every: int, goes_on: Callable[[list[Point]], bool]) -> list[Point]:
@@ -118,21 +85,44 @@ def points(config: RunConfig, *, epochs: int, every: int, goes_on: Callable[[lis
         every: 0: after each epoch.
         goes_on: given the points so far.
     """
-    shutil.rmtree(config.store.path, ignore_errors=True)
     torch.set_num_threads(1)
     logging.getLogger("tierstore").setLevel(logging.ERROR)  # of changes that are not committed
-    reader, hasher = open_data(config)
-    every, found = every or math.ceil(config.data.train_rows / config.train.batch_size), list[Point]()
-    with joined(config) as processes, open_run_store(config, processes) as store:
+    (reader, hasher), data = open_data(config), config.data
+    every, found = every or math.ceil(data.train_rows / config.train.batch_size), list[Point]()
+    with fresh_folder(Path(config.store.path)), joined(config) as processes, open_run_store(config, processes) as store:
         warm_up(config)
-        trainer = _Trainer(config, build_run(config, store, processes), reader, hasher)
-        seconds, start = 0.0, time.perf_counter()
-        for step in trainer.steps(epochs):
-            if step % every == 0:
-                seconds += time.perf_counter() - start
-                found.append(Point(step, seconds, trainer.evaluate()))
-                if not goes_on(found):
-                    break
-                start = time.perf_counter()
-    shutil.rmtree(config.store.path, ignore_errors=True)
+        run = build_run(config, store, processes)
+
+        def batches(first: int, stop: int, size: int) -> Any:
+            part = {"part": processes.rank, "parts": processes.size}
+            rows = reader.batches(
+                hasher, batch_size=size, start_row=first, stop_row=stop, log_dense=data.log_dense, **part
+            )
+            return contextlib.closing(feed(run, rows, depth=config.train.prefetch_depth))
+
+        @torch.no_grad()
+        def evaluate() -> Evaluation:
+            predictions = Predictions()
+            with batches(data.train_rows, data.train_rows + data.test_rows, _EVALUATED) as rows:
+                for batch in rows:
+                    predictions.add(batch.labels, run.model(batch.dense, batch.sparse))
+            try:
+                return Predictions.merged(processes.gather(predictions)).evaluate()
+            except ValueError:  # not a number
+                return _DIVERGED
+
+        steps, seconds = itertools.count(1), 0.0
+        for _ in range(epochs):
+            begun = time.perf_counter()
+            with batches(0, data.train_rows, config.train.batch_size) as rows:
+                for batch, step in zip(rows, steps, strict=False):
+                    set_rates(run, config.optimizer, step - 1)
+                    train_step(run, batch)
+                    if step % every == 0:
+                        seconds += time.perf_counter() - begun
+                        found.append(Point(step, seconds, evaluate()))
+                        if not goes_on(found):
+                            return found
+                        begun = time.perf_counter()
+            seconds += time.perf_counter() - begun
     return found

@@ -1,30 +1,21 @@
-"""W-TinyLFU, S3-FIFO and SIEVE as libCacheSim has them, if ``make peers`` has brought it."""
+"""W-TinyLFU, S3-FIFO and SIEVE as libCacheSim has them."""
 
-import contextlib
-import importlib
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from .fbgemm import PEERS
+from . import has, load
 
 __all__ = ["hit_rate", "policies", "write_trace"]
 
-_ACCESS = np.dtype([("time", "<u4"), ("row", "<u8"), ("size", "<u4"), ("next", "<i8")])
-
-
-def _libcachesim() -> Any:
-    if str(PEERS) not in sys.path:
-        sys.path.append(str(PEERS))
-    with contextlib.suppress(ImportError, OSError):
-        return importlib.import_module("libcachesim")
+_MODULE: Final = "libcachesim"
+_ACCESS: Final = np.dtype([("time", "<u4"), ("row", "<u8"), ("size", "<u4"), ("next", "<i8")])
 
 
 def policies() -> list[str]:
     """Its names of the policies; none without it."""
-    return ["WTinyLFU", "S3FIFO", "Sieve"] if _libcachesim() else []
+    return ["WTinyLFU", "S3FIFO", "Sieve"] if has(_MODULE) else []
 
 
 def write_trace(path: Path, rows: Any) -> None:
@@ -36,7 +27,7 @@ def write_trace(path: Path, rows: Any) -> None:
 
 def hit_rate(policy: str, trace: Path, capacity: int) -> float:
     """From 0 to 1."""
-    module = _libcachesim()
+    module = load(_MODULE)
     kind, flags = module.TraceType.ORACLE_GENERAL_TRACE, module.ReaderInitParam(ignore_obj_size=True)
     misses, _ = getattr(module, policy)(capacity).process_trace(module.TraceReader(str(trace), kind, flags))
     return float(1 - misses)

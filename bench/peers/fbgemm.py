@@ -1,35 +1,19 @@
-"""FBGEMM's table-batched embeddings on the CPU, if ``make peers`` has brought them."""
+"""FBGEMM's table-batched embeddings on the CPU."""
 
-import sys
-import warnings
-from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from ..data import ROOT
+from . import has, load
 
 __all__ = ["Fbgemm", "is_there"]
 
-PEERS: Final = ROOT / ".peers"
-
-
-def _operators() -> ModuleType | None:
-    if str(PEERS) not in sys.path:
-        sys.path.append(str(PEERS))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from fbgemm_gpu import split_table_batched_embeddings_ops_training as operators
-    except (ImportError, OSError):
-        return None
-    found: ModuleType = operators
-    return found
+_MODULE: Final = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 
 def is_there() -> bool:
-    return _operators() is not None
+    return has(_MODULE)
 
 
 class Fbgemm:
@@ -41,14 +25,11 @@ class Fbgemm:
     """
 
     def __init__(self, weights: list[Tensor], *, optimizer: str, lr: float, eps: float) -> None:
-        operators: Any = _operators()
-        rows, dim = weights[0].shape
-        place = operators.EmbeddingLocation.HOST, operators.ComputeDevice.CPU
+        operators = load(_MODULE)
+        shape = (*weights[0].shape, operators.EmbeddingLocation.HOST, operators.ComputeDevice.CPU)
+        rule = getattr(operators.OptimType, optimizer)
         self._module = operators.SplitTableBatchedEmbeddingBagsCodegen(
-            [(rows, dim, *place)] * len(weights),
-            optimizer=getattr(operators.OptimType, optimizer),
-            learning_rate=lr,
-            eps=eps,
+            [shape] * len(weights), optimizer=rule, learning_rate=lr, eps=eps
         )
         for own, given in zip(self.weights, weights, strict=True):
             own.copy_(given)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .torchrec import _module
+from .torchrec import module
 
 
 def main(folder: Path) -> None:
     ids, wanted = (torch.from_numpy(np.load(folder / name)) for name in ("ids.npy", "wanted.npy"))
-    modules, jagged = _module("torchrec.modules.mc_modules"), _module("torchrec.sparse.jagged_tensor").JaggedTensor
+    modules, jagged = module("torchrec.modules.mc_modules"), module("torchrec.sparse.jagged_tensor").JaggedTensor
     collisions = modules.MCHManagedCollisionModule(
         zch_size=len(ids) + 1,  # the last slot is for ids without one
         device=torch.device("cpu"), eviction_policy=modules.LRU_EvictionPolicy(), eviction_interval=1,

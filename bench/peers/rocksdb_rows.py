@@ -1,37 +1,26 @@
-"""RocksDB as parameter servers configure it, if ``make peers`` has brought it: one key a row, read with MultiGet."""
+"""RocksDB as parameter servers configure it: one key a row, read with MultiGet."""
 
-import importlib
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from ..rowdata import Floats, Int64s, Rows, build_once
-from .fbgemm import PEERS
+from ..rowdata import Floats, Int64s, Rows, build_rows
+from . import has, load
 
 __all__ = ["RocksdbRows", "is_there"]
 
+_MODULE: Final = "rocksdict"
 _BATCH_ROWS: Final = 50_000
 _BLOCK_CACHE_BYTES: Final = 8 << 20
 _BLOCK_BYTES: Final = 4096
 _BLOOM_BITS: Final = 10
 
 
-def _rocksdict() -> Any:
-    if str(PEERS) not in sys.path:
-        sys.path.append(str(PEERS))
-    return importlib.import_module("rocksdict")
-
-
 def is_there() -> bool:
-    try:
-        _rocksdict()
-    except (ImportError, OSError):
-        return False
-    return True
+    return has(_MODULE)
 
 
 def _options(rocksdict: Any) -> Any:
@@ -69,9 +58,9 @@ class RocksdbRows:
     """
 
     def __init__(self, parent: Path, rows: Rows, *, threads: int) -> None:
-        self._library = _rocksdict()
+        self._library = load(_MODULE)
         self._rows = rows
-        folder = build_once(parent, "rocksdb-rows", rows, self._build)
+        folder = build_rows(parent, "rocksdb-rows", rows, self._build)
         read_only = self._library.AccessType.read_only()
         self._database = self._library.Rdict(str(folder / "db"), _options(self._library), access_type=read_only)
         self.paths: Final = sorted((folder / "db").glob("*.sst"))
@@ -79,6 +68,7 @@ class RocksdbRows:
         self._parts = threads
 
     def _build(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
         database = self._library.Rdict(str(folder / "db"), _options(self._library))
         unlogged = self._library.WriteOptions()
         unlogged.disable_wal = True

@@ -1,8 +1,6 @@
-"""TorchRec's sharded embedding bags over gloo, on the CPU, if ``make peers`` has brought them."""
+"""TorchRec's sharded embedding bags over gloo, on the CPU."""
 
-import importlib
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -10,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .fbgemm import PEERS
+from . import PEERS, load
 
-__all__ = ["TorchRecBags", "distribute", "is_there", "set_weights"]
+__all__ = ["TorchRecBags", "distribute", "is_there", "module", "set_weights"]
 
 _RULES: Final = {"SGD": "EXACT_SGD", "row-wise Adagrad": "EXACT_ROWWISE_ADAGRAD"}
 
@@ -21,15 +19,12 @@ def is_there() -> bool:
     return (PEERS / "torchrec").is_dir()
 
 
-def _module(name: str) -> Any:
-    if str(PEERS) not in sys.path:
-        sys.path.append(str(PEERS))
+def module(name: str) -> Any:
+    """One of its modules, or of those that it brings."""
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     # It calls what a newer torch names otherwise, in every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.distributed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module(name)
+    return load(name)
 
 
 class TorchRecBags(nn.Module):
@@ -41,7 +36,7 @@ class TorchRecBags(nn.Module):
 
     def __init__(self, rows: Sequence[int], dim: int) -> None:
         super().__init__()
-        torchrec = _module("torchrec")
+        torchrec = module("torchrec")
         self._names = [f"f{number}" for number in range(len(rows))]
         tables = [
             torchrec.EmbeddingBagConfig(
@@ -53,7 +48,7 @@ class TorchRecBags(nn.Module):
 
     def jagged(self, batch: Any) -> Any:
         """TorchRec's own jagged tensor of tierstore's, with lengths in int32, as it has them by default."""
-        torchrec = _module("torchrec")
+        torchrec = module("torchrec")
         return torchrec.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths().to(torch.int32))
 
     def forward(self, batch: Any) -> "_Results":
@@ -85,23 +80,23 @@ def distribute(
         shardings: of each table, its type by TorchRec's name, and the ranks.
         optimizer: "SGD" or "row-wise Adagrad", fused with backward.
     """
-    plans = _module("torchrec.distributed.sharding_plan")
+    plans = module("torchrec.distributed.sharding_plan")
     kinds: dict[str, Callable[[Sequence[int]], Any]] = {
         "table_wise": lambda ranks: plans.table_wise(rank=ranks[0], compute_kernel="fused"),
         "row_wise": lambda _: plans.row_wise(compute_kernel="fused"),
         "column_wise": lambda ranks: plans.column_wise(ranks=list(ranks), compute_kernel="fused"),
     }
-    rules = _module("fbgemm_gpu.split_embedding_configs").EmbOptimType
+    rules = module("fbgemm_gpu.split_embedding_configs").EmbOptimType
     fused = {"optimizer": getattr(rules, _RULES[optimizer]), "learning_rate": lr, "eps": eps}
-    sharder = _module("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder(fused_params=fused)
+    sharder = module("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder(fused_params=fused)
     path, bags = next((name, each) for name, each in model.named_modules() if isinstance(each, TorchRecBags))
     size = torch.distributed.get_world_size()
     plan = plans.construct_module_sharding_plan(
         bags.bags, {name: kinds[kind](ranks) for name, (kind, ranks) in shardings.items()}, sharder=sharder,
         local_size=size, world_size=size, device_type="cpu",
     )  # fmt: skip
-    whole = _module("torchrec.distributed.types").ShardingPlan({f"{path}.bags".lstrip("."): plan})
-    parallel = _module("torchrec.distributed.model_parallel").DistributedModelParallel
+    whole = module("torchrec.distributed.types").ShardingPlan({f"{path}.bags".lstrip("."): plan})
+    parallel = module("torchrec.distributed.model_parallel").DistributedModelParallel
     made: nn.Module = parallel(model, device=torch.device("cpu"), plan=whole, sharders=[sharder])
     return made
 

@@ -1,12 +1,11 @@
 """Clients that do as little as a client can: bytes that were made beforehand go out, and whole answers come back."""
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
-__all__ = ["Answer", "BlockingRest", "Client", "Connection", "Done", "RestClient", "SocketClient"]
+__all__ = ["Answer", "Connection", "Done", "RestClient", "SocketClient"]
 
 _HEAD_END: Final = b"\r\n\r\n"
 _LENGTH: Final = b"\r\ncontent-length:"
@@ -20,17 +19,6 @@ class Answer(NamedTuple):
 
 
 Done = Callable[[Answer], None]
-
-
-class Client(Protocol):
-    """Connections to one server. Its methods are for one event loop."""
-
-    async def open(self) -> None: ...
-
-    def ask(self, request: bytes, done: Done) -> None:
-        """Send, at once if a connection is free, else when one is; ``done`` is called once, in the loop."""
-
-    async def close(self) -> None: ...
 
 
 class Connection(asyncio.Protocol):
@@ -75,7 +63,7 @@ class Connection(asyncio.Protocol):
 
 
 class SocketClient:
-    """Plain sockets; a subclass says when an answer is whole."""
+    """Plain sockets to one server, for one event loop; a subclass says when an answer is whole."""
 
     def __init__(self, host: str, port: int, connections: int) -> None:
         self._address = host, port
@@ -100,6 +88,7 @@ class SocketClient:
             self._free.append(connection)
 
     def ask(self, request: bytes, done: Done) -> None:
+        """Send, at once if a connection is free, else when one is; ``done`` is called once, in the loop."""
         if self._free:
             self._free.pop().send(request, done)
         elif self._all:
@@ -144,26 +133,3 @@ class RestClient(SocketClient):
         body = bytes(buffer[start:])
         status = head.split(b" ", 2)[1]
         return Answer(body) if status == b"200" else Answer(b"", f"{status.decode()}: {body[:200].decode()}")
-
-
-class BlockingRest:
-    """One connection, one request at a time, no event loop: what is measured through it is nearly all the server's."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._framing = RestClient(host, port, 0)
-        self._socket = socket.create_connection((host, port), timeout=60)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def ask(self, request: bytes) -> Answer:
-        """OSError if the connection is lost, or nothing comes for a minute."""
-        self._socket.sendall(request)
-        buffer = bytearray()
-        while (answer := self._framing.whole(buffer)) is None:
-            data = self._socket.recv(1 << 18)
-            if not data:
-                raise ConnectionResetError("the server closed the connection")
-            buffer += data
-        return answer
-
-    def close(self) -> None:
-        self._socket.close()

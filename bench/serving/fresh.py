@@ -2,15 +2,16 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from typing import Any, Final
 
 import numpy as np
 
+from tierstore.serve.client import Client
+
 from ..child import HOST
-from ..common import Goal, Part, Run, Table, Told
-from .clients import BlockingRest
-from .rig import Rig, canary_request, version_of
+from ..common import Goal, Part, Report, Run, Table
+from .rig import Rig
+from .shape import CANARY, CANARY_ROWS
 from .trainer import Commit
 
 __all__ = ["PART"]
@@ -20,12 +21,11 @@ _LIMIT_SECONDS: Final = 120.0
 _WANTED_SECONDS: Final = 0.5
 
 
-def _seen(client: BlockingRest, request: bytes, pending: "Future[Commit]") -> tuple[Commit, float]:
+def _seen(client: Client, pending: "Future[Commit]") -> tuple[Commit, float]:
     """The commit, and the time of the first answer with its version."""
-    first: dict[int, float] = {}
-    end = time.monotonic() + _LIMIT_SECONDS
+    ids, first, end = np.arange(CANARY_ROWS), dict[int, float](), time.monotonic() + _LIMIT_SECONDS
     while time.monotonic() < end:
-        version = version_of(client.ask(request).body)
+        version = int(client.infer(f"rows.{CANARY}", {"ids": ids}).version)
         first.setdefault(version, time.monotonic())
         if pending.done() and pending.result().version in first:
             return pending.result(), first[pending.result().version]
@@ -42,19 +42,19 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     seconds: list[float] = []
     with rig.trainer() as trainer, ThreadPoolExecutor(1) as threads:
 
-        def served(client: BlockingRest) -> float:
-            commit, seen = _seen(client, canary_request(), threads.submit(trainer.commit))
+        def served(client: Client) -> float:
+            commit, seen = _seen(client, threads.submit(trainer.commit))
             commits.append(commit)
             return seen - commit.committed
 
         for start in range(config["starts"]):
-            with rig.server("--warm-up", "none") as server:
+            with rig.server() as server:
                 rig.warm(server, config["start_seconds"])
-                with closing(BlockingRest(HOST, server.rest_port)) as client:
+                with Client(f"http://{HOST}:{server.rest_port}") as client:
                     firsts.append(served(client))
                 if start == config["starts"] - 1:
                     rig.warm(server)  # longer than a connection may be idle
-                    with closing(BlockingRest(HOST, server.rest_port)) as client:
+                    with Client(f"http://{HOST}:{server.rest_port}") as client:
                         for _ in range(config["commits"]):
                             # So that commits fall at any time between two looks of the server.
                             time.sleep(generator.random() * 0.1)
@@ -73,27 +73,28 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tell(figures: dict[str, Any]) -> Told:
+def _tell(figures: dict[str, Any]) -> Report:
     firsts = figures["first_seconds"]
     row = [f"{len(figures['seconds'])}", f"{figures['rows']:,}", f"{1e3 * figures['commit_s']:.0f}"]
     row += [f"{1e3 * figures[name]:.0f}" for name in ("p50_s", "p99_s", "highest_s")]
     row += [f"{1e3 * value:.0f}" for value in (float(np.median(firsts)), max(firsts))]
-    columns = ["commits", "rows changed", "the commit ms", "p50 ms", "p99 ms", "highest ms",
-               "first after a start, p50 ms", "highest ms"]  # fmt: skip
-    return Told(
-        tables=[Table(title="from a commit to the first answer of it", columns=columns, rows=[row])],
-        goals=[
-            Goal(name="p99 seconds from commit to served", value=figures["p99_s"], at_most=_WANTED_SECONDS),
-            Goal(name="seconds from the first commit after a start to served, highest", value=max(firsts),
-                 at_most=_WANTED_SECONDS),
+    columns = ["commits", "rows changed", "the commit ms", "p50 ms", "p99 ms", "highest ms"]
+    columns += ["first after a start, p50 ms", "highest ms"]
+    first = "seconds from the first commit after a start to served, highest"
+    note = (
+        "Fresh: a trainer in a process of its own, niced, changes rows of all tables and the dense weights and "
+        "commits; from when its commit returned, on one clock, to the first answer that names the version, asked "
+        "every millisecond. The server looks for newer commits every 50 ms, and may see one before it has "
+        f"returned. First: of {len(firsts)} servers, each after some seconds of load."
+    )
+    return Report(
+        [Table("from a commit to the first answer of it", columns, [row])],
+        [
+            Goal("p99 seconds from commit to served", figures["p99_s"], at_most=_WANTED_SECONDS),
+            Goal(first, max(firsts), at_most=_WANTED_SECONDS),
         ],
-        notes=[
-            "Fresh: a trainer in a process of its own, niced, changes rows of all tables and the dense weights and "
-            "commits; from when its commit returned, on one clock, to the first answer that names the version, asked "
-            "every millisecond. The server looks for newer commits every 50 ms, and may see one before it has "
-            f"returned. First: of {len(firsts)} servers, each after some seconds of load."
-        ],
-    )  # fmt: skip
+        [note],
+    )
 
 
 PART: Final = Part(_measure, _tell)

@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,12 +10,10 @@ import numpy as np
 from tierstore.plan.measure import page_cache
 
 from ..child import HOST
-from ..common import Goal, Part, Run, Table, Told
+from ..common import Goal, Part, Report, Run, Table, median_of
 from .clients import RestClient
 from .load import Load, Quantiles, closed_loop, open_loop
-from .rig import HitRate, Rig
-from .search import NUM_FIRST, by_turns, highest_load, search
-from .server import ServerProcess
+from .rig import Rig, ServerProcess
 
 __all__ = ["PART"]
 
@@ -25,6 +23,11 @@ _GRPC_SHARE: Final = 0.9
 _BELOW: Final = 0.95
 _SLICES: Final = 5
 """Of a step: short beside what a busy machine does for some seconds, long beside a queue's filling."""
+_GAIN: Final = -0.5
+_FACTOR: Final = 1.25
+"""From one rate to the next at most: a stall of the machine must not send the search far off."""
+_NUM_FIRST: Final = 2
+"""Rates on the way to the highest load, which do not count."""
 _COLUMNS: Final = [
     "protocol", "queries/s", "samples/s", "p50 ms", "p95 ms", "p99 ms", "hits", "server cores", "server ms a query",
     "generator cores",
@@ -36,23 +39,21 @@ def _step(rig: Rig, server: ServerProcess, rates: Mapping[str, float], number: i
     same times."""
     seconds = rig.config["lead_seconds"] + rig.config["slice_seconds"]
     loads: dict[str, list[Load]] = {protocol: [] for protocol in rates}
-    used: dict[str, list[tuple[float, int, int]]] = {protocol: [] for protocol in rates}
+    used = {protocol: np.zeros(3) for protocol in rates}
     for turn, (protocol, rate) in itertools.product(range(_SLICES), rates.items()):
         stream = rig.stream(server, protocol, rate, seconds, pattern=(rig.config["seed"], number, turn))
-        hits, cpu = HitRate.of(server), server.cpu_seconds()
-        loads[protocol] += open_loop([stream])
-        used[protocol].append((server.cpu_seconds() - cpu, *HitRate.of(server).minus(hits)))
+        before = server.used()
+        loads[protocol].append(open_loop(*stream))
+        used[protocol] += server.used() - before
     return [_told(protocol, rates[protocol], loads[protocol], used[protocol], rig) for protocol in rates]
 
 
-def _told(protocol: str, rate: float, loads: Sequence[Load], used: Sequence[tuple[float, int, int]], rig: Rig) -> Step:
+def _told(protocol: str, rate: float, loads: Sequence[Load], used: Any, rig: Rig) -> Step:
     seconds = sum(load.seconds for load in loads)
     quantiles = Quantiles.of(np.concatenate([load.since(rig.config["lead_seconds"]) for load in loads]))
-    failed = sum(load.num_failed for load in loads)
-    print(
-        f"  {protocol} {rate:.0f}/s: p50 {quantiles.p50:.1f}, p99 {quantiles.p99:.1f} ms, {failed} failed", flush=True
-    )
-    cpu, hits, unique = map(sum, zip(*used, strict=True))
+    failed, (cpu, hits, unique) = sum(load.num_failed for load in loads), used.tolist()
+    shown = f"p50 {quantiles.p50:.1f}, p99 {quantiles.p99:.1f} ms, {failed} failed"
+    print(f"  {protocol} {rate:.0f}/s: {shown}", flush=True)
     return {
         "protocol": protocol,
         "rate": rate,
@@ -65,6 +66,28 @@ def _told(protocol: str, rate: float, loads: Sequence[Load], used: Sequence[tupl
         "server_cores": cpu / seconds,
         "hit_rate": hits / max(1, unique),
     }
+
+
+def _around_highest(
+    first: float, ceiling: float, measure: Callable[[Mapping[str, float]], Mapping[str, float]], *, steps: int
+) -> dict[str, list[float]]:
+    """Of each protocol the rates around the highest load; none if latency was far above its bound at every rate.
+
+    Each rate follows from the latency at the one before, by its root: Robbins and Monro's stochastic approximation. A
+    bisection asks for yes or no, and keeps an error for good. Both protocols are measured together step by step: what
+    differs is not what the machine did meanwhile.
+
+    Args:
+        ceiling: no higher rate is tried.
+        measure: latencies over their bounds at these rates; inf where requests failed.
+    """
+    visited, is_near = {protocol: [min(first, ceiling)] for protocol in _BOTH}, dict.fromkeys(_BOTH, False)
+    for _ in range(steps):
+        for protocol, excess in measure({name: rates[-1] for name, rates in visited.items()}).items():
+            factor = max(excess**_GAIN, 1 / _FACTOR)
+            is_near[protocol] |= factor > 1 / _FACTOR
+            visited[protocol].append(min(visited[protocol][-1] * min(factor, _FACTOR), ceiling))
+    return {name: rates[min(_NUM_FIRST, steps) :] if is_near[name] else [] for name, rates in visited.items()}
 
 
 def _search(rig: Rig, server: ServerProcess) -> dict[str, Any]:
@@ -87,10 +110,9 @@ def _search(rig: Rig, server: ServerProcess) -> dict[str, Any]:
     client, seconds = RestClient(HOST, server.rest_port, 8), config["slice_seconds"]
     load = closed_loop(client, rig.requests(1000, "rest"), at_once=8, seconds=seconds)
     first = 0.5 * len(load.since(0)) / load.seconds
-    searches = {protocol: search(first, config["rate_ceiling"], steps=config["search_steps"]) for protocol in _BOTH}
-    visited = by_turns(searches, measure)
-    rates = {protocol: highest_load(each) for protocol, each in visited.items()}
-    near = list(itertools.chain(*steps[min(NUM_FIRST, len(steps) - 1) :]))
+    visited = _around_highest(first, config["rate_ceiling"], measure, steps=config["search_steps"])
+    rates = {protocol: statistics.median(each) if each else 0.0 for protocol, each in visited.items()}
+    near = list(itertools.chain(*steps[min(_NUM_FIRST, len(steps) - 1) :]))
     for share in config["shares"]:
         measure({protocol: share * rate for protocol, rate in rates.items() if rate})
     # What both met at a step cancels in the steps' ratios.
@@ -116,26 +138,25 @@ def _by_turns(rig: Rig, server: ServerProcess, rate: float) -> list[Step]:
 
 def _medians(steps: Sequence[Step]) -> dict[str, float]:
     names = ("p50", "p95", "p99", "generator_cores", "server_cores", "hit_rate")
-    return {name: statistics.median(step[name] for step in steps) for name in names}
+    return median_of([{name: step[name] for name in names} for step in steps])
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rig = Rig(request)
     device = rig.device_reads_per_s()
     rig.prepare()
-    with rig.server("--warm-up", "none") as server:
+    with rig.server() as server:
         rig.warm(server)
         found = _search(rig, server)
         common = rig.config["turns_share"] * min(each["rate"] for each in found["highest"])
         at_one_load = _by_turns(rig, server, common) if common else []
-    names = ("page_cache", "p99_ms", "p95_ms")
     return {
         **found,
         "by_turns": at_one_load,
         "ddr_bytes": rig.ddr_bytes,
         "page_cache_share": page_cache.resident_share(rig.rows_file),
         "device_reads_per_s": device,
-        **{name: rig.config[name] for name in names},
+        **{name: rig.config[name] for name in ("page_cache", "p99_ms", "p95_ms")},
     }
 
 
@@ -157,24 +178,18 @@ def _at_shares(figures: dict[str, Any]) -> list[Step]:
     return found
 
 
-def _tell(figures: dict[str, Any]) -> Told:
+def _tell(figures: dict[str, Any]) -> Report:
     title = "the ranking model under load, tables ten times the memory for rows; last of each: the highest load"
     goals = [
-        Goal(name=f"{each['protocol']} at {each['rate']:.0f} queries/s: {name} ms", value=each[name], at_most=bound)
+        Goal(f"{each['protocol']} at {each['rate']:.0f} queries/s: {name} ms", each[name], at_most=bound)
         for each in figures["by_turns"]
         for name, bound in (("p95", figures["p95_ms"]), ("p99", figures["p99_ms"]))
     ]
     if ratio := figures["grpc_over_rest"]:
-        goals.append(Goal(name="highest load over gRPC, of that over REST", value=ratio["value"], at_least=_GRPC_SHARE))
-    return Told(
-        tables=[
-            Table(title=title, columns=_COLUMNS, rows=list(map(_row, _at_shares(figures)))),
-            Table(
-                title="the protocols by turns, at one load", columns=_COLUMNS, rows=list(map(_row, figures["by_turns"]))
-            ),
-        ],
-        goals=goals,
-        notes=[_note(figures)],
+        goals.append(Goal("highest load over gRPC, of that over REST", ratio["value"], at_least=_GRPC_SHARE))
+    tables = {title: _at_shares(figures), "the protocols by turns, at one load": figures["by_turns"]}
+    return Report(
+        [Table(name, _COLUMNS, list(map(_row, steps))) for name, steps in tables.items()], goals, [_note(figures)]
     )
 
 

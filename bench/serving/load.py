@@ -7,17 +7,15 @@ import selectors
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .clients import Answer, Client
+from .clients import Answer, SocketClient
 
-__all__ = ["Load", "Quantiles", "Stream", "closed_loop", "open_loop", "poisson"]
+__all__ = ["Load", "Quantiles", "closed_loop", "open_loop", "poisson"]
 
 _LAST_ANSWER_SECONDS: Final = 30.0
-_T = TypeVar("_T")
-_OnAnswer = Callable[[int, Answer], None]
 
 
 class Quantiles(NamedTuple):
@@ -63,22 +61,13 @@ class Load(NamedTuple):
         return self.latency[(self.intended >= seconds) & np.isfinite(self.latency)]
 
 
-class Stream(NamedTuple):
-    """Requests of one kind, each at its time; ``on_answer`` is given the request's index and its answer."""
-
-    client: Client
-    requests: Sequence[bytes]
-    intended: Any
-    on_answer: _OnAnswer | None = None
-
-
 def poisson(generator: np.random.Generator, rate: float, seconds: float) -> Any:
     """float64: times of a Poisson process with ``rate`` a second."""
     times = np.cumsum(generator.exponential(1 / rate, int(rate * seconds * 1.2) + 50))
     return times[times < seconds]
 
 
-def _run_alone(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+def _run_alone(work: Callable[[], Coroutine[Any, Any, Load]]) -> Load:
     """Run a coroutine in a loop of its own, which wakes up to the microsecond, without the garbage collector."""
 
     def timed_loop() -> asyncio.AbstractEventLoop:
@@ -106,7 +95,7 @@ class _Record:
         self._cpu = time.process_time()
         self.in_flight = 0
 
-    def ask(self, client: Client, request: bytes, due: float, then: Callable[[Answer], None]) -> None:
+    def ask(self, client: SocketClient, request: bytes, due: float, then: Callable[[Answer], None]) -> None:
         """Send one that was due so many seconds after the start."""
         index = len(self.intended)
         self.intended.append(due)
@@ -131,40 +120,43 @@ class _Record:
         return Load(intended, latency, late, seconds, cores / seconds, failed, tuple(self.errors[:5]))
 
 
-def _ignore(_: Answer) -> None:
+def _ignore(_index: int, _answer: Answer) -> None:
     pass
 
 
-def open_loop(streams: Sequence[Stream]) -> list[Load]:
-    """Send each request when it is due; what is not answered some time after the last one has failed."""
+def open_loop(
+    client: SocketClient, requests: Sequence[bytes], intended: Any, on_answer: Callable[[int, Answer], None] = _ignore
+) -> Load:
+    """Send each request when it is due; what is not answered some time after the last one has failed.
 
-    async def send(stream: Stream, record: _Record) -> None:
-        for index, (request, due) in enumerate(zip(stream.requests, stream.intended.tolist(), strict=True)):
+    Args:
+        intended: float64, seconds from the start at which each is to leave, in order.
+        on_answer: is given a request's index and its answer.
+    """
+
+    async def send(record: _Record) -> None:
+        for index, (request, due) in enumerate(zip(requests, intended.tolist(), strict=True)):
             wait = record.start + due - time.perf_counter()
             if wait > 0 or not index % 16:
                 await asyncio.sleep(max(wait, 0))
-            then = partial(stream.on_answer, index) if stream.on_answer else _ignore
-            record.ask(stream.client, request, due, then)
+            record.ask(client, request, due, partial(on_answer, index))
         while record.in_flight:
             await asyncio.sleep(0.001)
 
-    async def work() -> list[Load]:
-        for stream in streams:
-            await stream.client.open()
-        records = [_Record() for _ in streams]
-        last = max((stream.intended[-1] for stream in streams if len(stream.intended)), default=0.0)
+    async def work() -> Load:
+        await client.open()
+        record, last = _Record(), intended[-1] if len(intended) else 0.0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(last + _LAST_ANSWER_SECONDS):
-                await asyncio.gather(*map(send, streams, records))
-        loads = [record.load() for record in records]
-        for stream in streams:
-            await stream.client.close()
-        return loads
+                await send(record)
+        load = record.load()
+        await client.close()
+        return load
 
     return _run_alone(work)
 
 
-def closed_loop(client: Client, requests: Sequence[bytes], *, at_once: int, seconds: float) -> Load:
+def closed_loop(client: SocketClient, requests: Sequence[bytes], *, at_once: int, seconds: float) -> Load:
     """Keep ``at_once`` requests in flight, from the list over and over; ``intended`` is when each was sent."""
 
     async def work() -> Load:

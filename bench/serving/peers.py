@@ -10,13 +10,13 @@ import numpy as np
 import tierstore
 
 from ..child import HOST, Child
-from ..common import Goal, Part, Run, Table, Told
+from ..common import Goal, Part, Report, Run, Table, median_of
 from ..peers import redis_rows
 from . import queries
-from .clients import Answer, Client, RestClient
+from .clients import Answer, RestClient, SocketClient
 from .http2 import GrpcClient
-from .load import Quantiles, Stream, closed_loop, open_loop
-from .server import ServerProcess
+from .load import Quantiles, closed_loop, open_loop
+from .rig import ServerProcess
 from .shape import ROWS_TABLE, chunks, rows_store
 
 __all__ = ["PART"]
@@ -40,7 +40,7 @@ class _Way(NamedTuple):
 
     name: str
     server: Child
-    client: Callable[[int, int], Client]
+    client: Callable[[int, int], SocketClient]
     encode: Callable[[queries.Query, int], bytes]
     rows: Callable[[bytes, int], bytes]
 
@@ -88,75 +88,59 @@ def _tierstore(request: Run, divisor: int, stack: contextlib.ExitStack) -> list[
     ]  # fmt: skip
 
 
-class _Lookups:
-    """Lookups of so many ids a sample, of every way the same."""
-
-    def __init__(self, request: Run, features: int, ways: list[_Way]) -> None:
-        self._config, self._features, self._ways = request.config, features, ways
-        self._generator = np.random.default_rng(request.config["seed"] + features)
-        self._law = queries.Rows(ROWS_TABLE, request.config["peer_rows"], request.config["exponent"], features)
-
-    def check(self, expected: Any) -> None:
-        """RuntimeError unless every way answers with the rows themselves."""
-        query = self._law.draw(self._generator, 1)[0]
-        for way in self._ways:
-            answers: list[Answer] = []
-            client, request = way.client(1, self._features), way.encode(query, self._features)
-            stream = Stream(client, [request], np.zeros(1), lambda _, answer, to=answers: to.append(answer))  # type: ignore[misc]
-            open_loop([stream])
-            ids = query.inputs["ids"]
-            if answers[0].error or way.rows(answers[0].body, len(ids)) != expected[ids].tobytes():
-                raise RuntimeError(f"{way.name}: {answers[0].error or 'other rows than those in the store'}")
-
-    def _turn(self, way: _Way, connections: int, drawn: list[queries.Query]) -> dict[str, Any]:
-        """As fast as it answers."""
-        requests, cpu = [way.encode(query, self._features) for query in drawn], way.server.cpu_seconds()
-        client, seconds = way.client(connections, self._features), self._config["peer_seconds"]
-        load = closed_loop(client, requests, at_once=connections, seconds=seconds)
-        return {
-            "connections": connections,
-            "queries_per_s": len(load.since(0)) / load.seconds,
-            **Quantiles.of(load.since(0))._asdict(),
-            "failed": load.num_failed,
-            "generator_cores": load.cores,
-            "server_cores": (way.server.cpu_seconds() - cpu) / load.seconds,
-        }
-
-    def measure(self) -> dict[str, dict[str, Any]]:
-        """Of each way the medians at that number of connections with which it is fastest; the ways take turns."""
-        counts = self._config["peer_connections"]
-        found: dict[str, dict[int, list[dict[str, Any]]]] = {
-            way.name: {each: [] for each in counts} for way in self._ways
-        }
-        for turn in range(1 + self._config["repetitions"]):
-            for connections in counts:
-                drawn = self._law.draw(self._generator, _NUM_REQUESTS)
-                for way in self._ways:
-                    once = self._turn(way, connections, drawn)
-                    found[way.name][connections] += [once] if turn else []  # the first warms up
-        medians = {name: [_medians(each) for each in by_count.values()] for name, by_count in found.items()}
-        return {name: max(each, key=lambda one: float(one["queries_per_s"])) for name, each in medians.items()}
+def _check(way: _Way, query: queries.Query, features: int, expected: Any) -> None:
+    """RuntimeError unless it answers with the rows themselves."""
+    answers, ids = list[Answer](), query.inputs["ids"]
+    request = way.encode(query, features)
+    open_loop(way.client(1, features), [request], np.zeros(1), lambda _, answer: answers.append(answer))
+    if answers[0].error or way.rows(answers[0].body, len(ids)) != expected[ids].tobytes():
+        raise RuntimeError(f"{way.name}: {answers[0].error or 'other rows than those in the store'}")
 
 
-def _medians(found: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: statistics.median(each[name] for each in found) for name in found[0]}
+def _turn(way: _Way, connections: int, features: int, drawn: list[queries.Query], seconds: float) -> dict[str, Any]:
+    """As fast as it answers."""
+    requests, cpu = [way.encode(query, features) for query in drawn], way.server.cpu_seconds()
+    load = closed_loop(way.client(connections, features), requests, at_once=connections, seconds=seconds)
+    return {
+        "connections": connections,
+        "queries_per_s": len(load.since(0)) / load.seconds,
+        **Quantiles.of(load.since(0))._asdict(),
+        "failed": load.num_failed,
+        "generator_cores": load.cores,
+        "server_cores": (way.server.cpu_seconds() - cpu) / load.seconds,
+    }
+
+
+def _highest(config: dict[str, Any], features: int, ways: list[_Way], expected: Any) -> dict[str, dict[str, Any]]:
+    """Of each way the medians at that number of connections with which it is fastest; the ways take turns."""
+    generator = np.random.default_rng(config["seed"] + features)
+    law = queries.Rows(ROWS_TABLE, config["peer_rows"], config["exponent"], features)
+    query, seconds = law.draw(generator, 1)[0], config["peer_seconds"]
+    for way in ways:
+        _check(way, query, features, expected)
+    found = {way.name: {each: list[dict[str, Any]]() for each in config["peer_connections"]} for way in ways}
+    for turn in range(1 + config["repetitions"]):
+        for connections in config["peer_connections"]:
+            drawn = law.draw(generator, _NUM_REQUESTS)
+            for way in ways:
+                once = _turn(way, connections, features, drawn, seconds)
+                found[way.name][connections] += [once] if turn else []  # the first warms up
+    medians = {name: [median_of(each) for each in by_count.values()] for name, by_count in found.items()}
+    return {name: max(each, key=lambda one: float(one["queries_per_s"])) for name, each in medians.items()}
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    config = request.config
+    config, measured = request.config, []
     rows_store(request.folder, config)
-    measured = []
     with contextlib.ExitStack() as stack:
         ways = [way for divisor in config["peer_divisors"] for way in _tierstore(request, divisor, stack)]
         has_redis = redis_rows.is_there()
-        if has_redis:
-            ways.append(_redis(request, stack))
+        ways += [_redis(request, stack)] if has_redis else []
         expected = np.concatenate(list(_rows(request)))
         for features in config["peer_features"]:
-            lookups = _Lookups(request, features, ways)
-            lookups.check(expected)
             rows = statistics.mean(queries.QUERY_SIZES) * features
-            measured.append({"features": features, "rows_per_query": rows, "highest": lookups.measure()})
+            highest = _highest(config, features, ways, expected)
+            measured.append({"features": features, "rows_per_query": rows, "highest": highest})
     return {"has_redis": has_redis, "rows": config["peer_rows"], "dim": config["dim"], "lookups": measured}
 
 
@@ -171,19 +155,19 @@ def _table(measured: dict[str, Any], figures: dict[str, Any]) -> Table:
     ]  # fmt: skip
     title = f"lookups of {per_query:,.0f} rows a query on average, {figures['rows']:,} rows of {figures['dim']}"
     columns = ["asked of", "highest rows/s", "p50 ms", "p99 ms", "server cores", "generator cores", "failed"]
-    return Table(title=title, columns=columns, rows=rows)
+    return Table(title, columns, rows)
 
 
 def _goal(measured: dict[str, Any]) -> Goal:
     rates = {name: each["queries_per_s"] for name, each in measured["highest"].items()}
     own = max((name for name in rates if "all rows" in name), key=lambda name: float(rates[name]))
     name = f"{measured['rows_per_query']:,.0f} rows a query, {own}: rows/s over Redis's"
-    return Goal(name=name, value=rates[own] / rates[_REDIS], at_least=_TIMES[measured["features"]])
+    return Goal(name, rates[own] / rates[_REDIS], at_least=_TIMES[measured["features"]])
 
 
-def _tell(figures: dict[str, Any]) -> Told:
+def _tell(figures: dict[str, Any]) -> Report:
     has_redis = figures["has_redis"]
-    return Told(
+    return Report(
         tables=[_table(measured, figures) for measured in figures["lookups"]],
         goals=[_goal(measured) for measured in figures["lookups"]] if has_redis else [],
         notes=[

@@ -5,49 +5,22 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from tierstore.plan.traces import draw_zipf
 from tierstore.serve.client import encode_request
 from tierstore.serve.grpc.messages import message_class
 from tierstore.serve.tensors import JSON_LENGTH_HEADER
 
-__all__ = ["DATATYPES", "QUERY_SIZES", "Query", "Ranking", "Rows", "Zipf", "encoded_grpc", "encoded_rest"]
+__all__ = ["QUERY_SIZES", "Query", "Ranking", "Rows", "drawn", "encoded_grpc", "encoded_rest"]
 
-_HEAD_RANKS: Final = 1 << 16
-_SCATTER: Final = 2_654_435_761
-"""A prime above any number of rows here, so that multiplying by it modulo that number permutes the rows."""
 QUERY_SIZES: Final = (100,) * 2 + (200,) * 12 + (300,) * 2 + (400, 500, 600, 700)
 """Samples of a query, each a twentieth of all: the distribution of MLPerf Inference's DLRM."""
 _NUM_DENSE: Final = 13
-DATATYPES: Final = {"int32": "INT32", "int64": "INT64", "float32": "FP32"}
+_DATATYPES: Final = {"int32": "INT32", "int64": "INT64", "float32": "FP32"}
 
 
-class Zipf:
-    """Rows 0 to ``rows - 1`` of a table, the r-th most frequent with a weight of r to the power of ``-exponent``.
-
-    The first ranks are drawn by their summed weights, the rest by the integral of the law, which there differs from
-    the sum by less than one in a thousand million. Frequent rows are scattered over the table.
-
-    Args:
-        exponent: above 0, and not 1.
-    """
-
-    def __init__(self, rows: int, exponent: float) -> None:
-        self._rows = rows
-        self._power = 1 - exponent
-        head = min(rows, _HEAD_RANKS)
-        self._cumulated = np.cumsum(np.arange(1, head + 1, dtype=np.float64) ** -exponent)
-        self._first = (head + 0.5) ** self._power
-        tail = ((rows + 0.5) ** self._power - self._first) / self._power
-        self._total = float(self._cumulated[-1]) + tail
-
-    def draw(self, generator: np.random.Generator, count: int) -> Any:
-        """int64 [count]."""
-        places = generator.random(count) * self._total
-        ranks = np.searchsorted(self._cumulated, places, side="right")
-        beyond = ranks == len(self._cumulated)
-        areas = places[beyond] - self._cumulated[-1]
-        tail = (self._first + self._power * areas) ** (1 / self._power)
-        ranks[beyond] = np.minimum((tail + 0.5).astype(np.int64) - 1, self._rows - 1)
-        return ranks.astype(np.int64) * _SCATTER % self._rows
+def drawn(generator: np.random.Generator, rows: int, exponent: float, count: int) -> Any:
+    """int64 [count] rows of a table by Zipf's law; which are the frequent ones is the same for every generator."""
+    return draw_zipf(rows, exponent, count, seed=int(generator.integers(1 << 62)))
 
 
 class Query(NamedTuple):
@@ -64,11 +37,11 @@ def _sizes(generator: np.random.Generator, count: int) -> Any:
     return np.concatenate([np.empty(0, np.int64), *blocks])[:count]
 
 
-class Ranking:
+class Ranking(NamedTuple):
     """Queries of model "ranking", one id a feature."""
 
-    def __init__(self, rows: Sequence[int], exponent: float) -> None:
-        self._laws = [Zipf(each, exponent) for each in rows]
+    rows: Sequence[int]
+    exponent: float
 
     def draw(
         self, generator: np.random.Generator, count: int, *, sizes_from: np.random.Generator | None = None
@@ -78,9 +51,8 @@ class Ranking:
         Args:
             sizes_from: draws the sizes alone, so that they can be drawn again.
         """
-        sizes = _sizes(sizes_from or generator, count)
-        bounds = np.concatenate([[0], np.cumsum(sizes)])
-        ids = np.stack([law.draw(generator, int(bounds[-1])) for law in self._laws])
+        bounds = np.cumsum([0, *_sizes(sizes_from or generator, count)])
+        ids = np.stack([drawn(generator, rows, self.exponent, int(bounds[-1])) for rows in self.rows])
         dense = generator.integers(0, 1000, (int(bounds[-1]), _NUM_DENSE)).astype(np.float32)
         return [
             Query(
@@ -88,24 +60,25 @@ class Ranking:
                 {
                     "dense": dense[first:last],
                     "values": np.ascontiguousarray(ids[:, first:last]).reshape(-1),
-                    "lengths": np.ones((len(self._laws), last - first), np.int32),
+                    "lengths": np.ones((len(ids), last - first), np.int32),
                 },
             )
             for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
         ]
 
 
-class Rows:
+class Rows(NamedTuple):
     """Lookups of one table's rows: as many ids as a query of the ranking model with so many features has."""
 
-    def __init__(self, table: str, rows: int, exponent: float, features: int) -> None:
-        self._model, self._law, self._features = f"rows.{table}", Zipf(rows, exponent), features
+    table: str
+    rows: int
+    exponent: float
+    features: int
 
     def draw(self, generator: np.random.Generator, count: int) -> list[Query]:
-        """``Ranking.draw``."""
-        sizes = _sizes(generator, count) * self._features
-        parts = np.split(self._law.draw(generator, int(sizes.sum())), np.cumsum(sizes)[:-1])
-        return [Query(self._model, {"ids": ids}) for ids in parts]
+        sizes = _sizes(generator, count) * self.features
+        parts = np.split(drawn(generator, self.rows, self.exponent, int(sizes.sum())), np.cumsum(sizes)[:-1])
+        return [Query(f"rows.{self.table}", {"ids": ids}) for ids in parts]
 
 
 def encoded_rest(query: Query) -> bytes:
@@ -122,7 +95,7 @@ def encoded_grpc(query: Query) -> bytes:
     """A ModelInferRequest, tensors as raw contents."""
     message = message_class("ModelInferRequest")(model_name=query.model)
     for name, array in query.inputs.items():
-        message.inputs.add(name=name, datatype=DATATYPES[array.dtype.name], shape=array.shape)
+        message.inputs.add(name=name, datatype=_DATATYPES[array.dtype.name], shape=array.shape)
         message.raw_input_contents.append(array.tobytes())
     found: bytes = message.SerializeToString()
     return found

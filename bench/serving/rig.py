@@ -1,58 +1,61 @@
 """A ranking server under load: what the parts of the benchmark share."""
 
+import json
 import re
+import sys
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from tierstore.plan.measure import page_cache
 
 from .. import device
-from ..child import HOST
+from ..child import HOST, Child
 from ..common import Run
 from . import queries
-from .clients import Client, RestClient
+from .clients import RestClient, SocketClient
 from .http2 import GrpcClient
-from .load import Load, Stream, closed_loop, open_loop, poisson
-from .server import ServerProcess
-from .shape import CANARY, CANARY_ROWS, kaggle_rows, kaggle_store, table_bytes
+from .load import closed_loop, poisson
+from .shape import kaggle_rows, kaggle_store, table_bytes
 from .trainer import TrainerProcess
 
-__all__ = ["HitRate", "Rig", "canary_request", "version_of"]
+__all__ = ["Rig", "ServerProcess"]
 
-_VERSION: Final = re.compile(rb'"model_version":"(\d+)"')
-_ROWS_FILE: Final = "rows.lmdb"
-
-
-def version_of(body: bytes) -> int:
-    """The version that a REST answer names."""
-    found = _VERSION.search(body)
-    if found is None:
-        raise ValueError(f"an answer without a version: {body[:200]!r}")
-    return int(found[1])
+_READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), status http://[^:]+:(\d+)/")
 
 
-def canary_request() -> bytes:
-    """All rows of the canary table, over REST."""
-    return queries.encoded_rest(queries.Query(f"rows.{CANARY}", {"ids": np.arange(CANARY_ROWS)}))
+class ServerProcess(Child):
+    """``tierstore serve`` on ports that are free; ready when this returns."""
 
+    needs_signal = True
 
-class HitRate(NamedTuple):
-    """Of host memory, at one time."""
+    def __init__(self, store: Path | str, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
+        ports = [word for name in ("port", "grpc-port", "admin-port") for word in (f"--{name}", "0")]
+        command = [sys.executable, "-m", "tierstore", "serve", "--store", store, "--ddr", ddr, *ports]
+        super().__init__([*command, "--log-level", "warning", *flags], log=log)
+        try:
+            found = _READY.search(line := self.line())
+            if found is None:
+                raise RuntimeError(f"the server said {line!r}")
+        except BaseException:
+            self.kill()
+            raise
+        self.rest_port, self.grpc_port, self._admin_port = map(int, found.groups())
 
-    hits: int
-    unique: int
+    def status(self) -> dict[str, Any]:
+        """Its status.json."""
+        with urllib.request.urlopen(f"http://{HOST}:{self._admin_port}/status.json", timeout=30) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+        return found
 
-    @classmethod
-    def of(cls, server: ServerProcess) -> "HitRate":
-        tier = next(each for each in server.status()["tiers"] if each["name"] == "ddr")
-        return cls(tier["hits"], tier["unique"])
-
-    def minus(self, earlier: "HitRate") -> "HitRate":
-        return HitRate(self.hits - earlier.hits, self.unique - earlier.unique)
+    def used(self) -> Any:
+        """float64 [3] so far: seconds of processors, hits of host memory, and rows that were looked up in it."""
+        tier = next(each for each in self.status()["tiers"] if each["name"] == "ddr")
+        return np.array([self.cpu_seconds(), tier["hits"], tier["unique"]])
 
 
 class Rig:
@@ -60,16 +63,12 @@ class Rig:
 
     def __init__(self, request: Run) -> None:
         self.config: Mapping[str, Any] = request.config
-        self.folder = request.folder
         self.store: Path = kaggle_store(request.folder, request.config)
         self.ddr_bytes = table_bytes(request.config) // int(request.config["ddr_divisor"])
-        self.log = request.folder / "serve.log"
+        self.rows_file = self.store / "rows.lmdb"
+        self._log = request.folder / "serve.log"
         self._queries = queries.Ranking(kaggle_rows(request.config), request.config["exponent"])
-        self.generator = np.random.default_rng(request.config["seed"])
-
-    @property
-    def rows_file(self) -> Path:
-        return self.store / _ROWS_FILE
+        self._generator = np.random.default_rng(request.config["seed"])
 
     def prepare(self) -> None:
         """Put the file of rows into the page cache, or out of it, as the configuration says. Before a server starts."""
@@ -79,50 +78,39 @@ class Rig:
         """What the disk itself gives now."""
         return device.reads_per_s(self.rows_file)
 
-    def server(self, *flags: str) -> ServerProcess:
+    def server(self) -> ServerProcess:
+        """One that begins with empty memory."""
         # A small store's tables need more than their own tenth.
-        ddr = max(self.ddr_bytes, 8 << 20)
-        return ServerProcess(self.store, ddr, log=self.log, flags=flags)
-
-    def client(self, server: ServerProcess, protocol: str) -> Client:
-        if protocol == "grpc":
-            return GrpcClient(HOST, server.grpc_port, self.config["connections"])
-        return RestClient(HOST, server.rest_port, self.config["connections"])
+        return ServerProcess(self.store, max(self.ddr_bytes, 8 << 20), log=self._log, flags=("--warm-up", "none"))
 
     def requests(self, count: int, protocol: str, *, sizes_from: np.random.Generator | None = None) -> list[bytes]:
         """So many ranking queries that were never asked before."""
         encode = queries.encoded_grpc if protocol == "grpc" else queries.encoded_rest
-        return [encode(query) for query in self._queries.draw(self.generator, count, sizes_from=sizes_from)]
+        return [encode(query) for query in self._queries.draw(self._generator, count, sizes_from=sizes_from)]
 
     def stream(
-        self,
-        server: ServerProcess,
-        protocol: str,
-        rate: float,
-        seconds: float,
-        *,
-        pattern: Sequence[int] = (),
-    ) -> Stream:
-        """Args:
-        pattern: numbers that queries' times, but for the rate, and sizes follow from; their ids are drawn again.
-        """
-        times, sizes = np.random.default_rng(pattern).spawn(2) if pattern else (self.generator, self.generator)
-        intended = poisson(times, rate, seconds)
-        requests = self.requests(len(intended), protocol, sizes_from=sizes)
-        return Stream(self.client(server, protocol), requests, intended)
+        self, server: ServerProcess, protocol: str, rate: float, seconds: float, *, pattern: Sequence[int]
+    ) -> tuple[SocketClient, list[bytes], Any]:
+        """What ``open_loop`` takes.
 
-    def load(self, server: ServerProcess, protocol: str, rate: float, seconds: float) -> Load:
-        return open_loop([self.stream(server, protocol, rate, seconds)])[0]
+        Args:
+            pattern: numbers that queries' times, but for the rate, and sizes follow from; their ids are drawn again.
+        """
+        times, sizes = np.random.default_rng(pattern).spawn(2)
+        intended, connections = poisson(times, rate, seconds), self.config["connections"]
+        client: SocketClient = RestClient(HOST, server.rest_port, connections)
+        if protocol == "grpc":
+            client = GrpcClient(HOST, server.grpc_port, connections)
+        return client, self.requests(len(intended), protocol, sizes_from=sizes), intended
 
     def trainer(self) -> TrainerProcess:
         """One that goes on with the store."""
-        return TrainerProcess(self.store, self.config["update_rows"], nice=self.config["trainer_nice"], log=self.log)
+        return TrainerProcess(self.store, self.config["update_rows"], nice=self.config["trainer_nice"], log=self._log)
 
     def warm(self, server: ServerProcess, seconds: float | None = None) -> None:
         """Ask as fast as the server answers: ``warm_seconds``, until memory holds the hot rows, or as given."""
         end = time.monotonic() + (self.config["warm_seconds"] if seconds is None else seconds)
         while (left := end - time.monotonic()) > 0:
             # Fresh requests every few seconds: asked again, the same ones would only hit.
-            requests = self.requests(400, "rest")
             client = RestClient(HOST, server.rest_port, 4)
-            closed_loop(client, requests, at_once=4, seconds=max(0.1, min(left, 1.5)))
+            closed_loop(client, self.requests(400, "rest"), at_once=4, seconds=max(0.1, min(left, 1.5)))

@@ -1,7 +1,5 @@
 """The stores that are served: Criteo-Kaggle's tables as a training run leaves them, and one table of plain rows."""
 
-import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,10 +14,11 @@ from tierstore.train.checkpoint import Position, commit_run
 from tierstore.train.config import load, parse_override
 
 from ..data import ROOT
+from ..rowdata import build_once
 
 __all__ = [
-    "CANARY", "CANARY_ROWS", "ROWS_TABLE", "build_once", "chunks", "fill_tables", "kaggle_rows", "kaggle_store",
-    "rows_store", "table_bytes", "write_canary",
+    "CANARY", "CANARY_ROWS", "ROWS_TABLE", "chunks", "kaggle_rows", "kaggle_store", "rows_store", "table_bytes",
+    "write_canary",
 ]  # fmt: skip
 
 CANARY: Final = "canary"
@@ -27,7 +26,6 @@ CANARY: Final = "canary"
 CANARY_ROWS: Final = 256
 ROWS_TABLE: Final = "t0"
 _CHUNK: Final = 500_000
-_BUILD_DDR: Final = "512MiB"
 
 Config = Mapping[str, Any]
 
@@ -64,23 +62,19 @@ def _fill(table: tierstore.Table, generator: np.random.Generator) -> None:
         table.write(ids, torch.from_numpy(values).sub_(0.5).mul_(0.1))
 
 
-def build_once(path: Path, made_of: Config, build: Callable[[tierstore.Store], None]) -> Path:
-    """Build the store unless it was built to the end before, of the same."""
-    marker = path.with_name(f"{path.name}.json")
-    if marker.exists() and json.loads(marker.read_text()) == made_of:
-        return path
-    marker.unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
-    path.with_name(f"{path.name}.hot").unlink(missing_ok=True)
-    print(f"building {path}", flush=True)
-    with tierstore.open(path, mode="w", ddr=_BUILD_DDR) as store:
-        build(store)
-    marker.write_text(json.dumps(made_of))
-    return path
+def _built(path: Path, made_of: Config, fill: Callable[[tierstore.Store, np.random.Generator], object]) -> Path:
+    """A store, every row written, unless it was built before."""
+
+    def build(path: Path) -> None:
+        path.with_name(f"{path.name}.hot").unlink(missing_ok=True)
+        with tierstore.open(path, mode="w", ddr="512MiB") as store:
+            fill(store, np.random.default_rng(made_of["seed"]))
+
+    return build_once(path, made_of, build)
 
 
 def kaggle_store(folder: Path, config: Config) -> Path:
-    """The published DLRM baseline's model over Kaggle's tables, every row written, committed as by a training run."""
+    """The published DLRM baseline's model over Kaggle's tables, committed as by a training run."""
     path, names = folder / "serve_kaggle", ("kaggle_scale", "dim", "bottom_mlp", "top_mlp", "seed")
     settings = {
         "store.path": f'"{path}"', "data.hashing": '"mod"', "embedding.dim": config["dim"],
@@ -89,32 +83,24 @@ def kaggle_store(folder: Path, config: Config) -> Path:
         "train.seed": config["seed"],
     }  # fmt: skip
 
-    def build(store: tierstore.Store) -> None:
+    def build(store: tierstore.Store, generator: np.random.Generator) -> None:
         overrides = [parse_override(f"{name}={value}") for name, value in settings.items()]
         run_config = load(ROOT / "examples" / "criteo.toml", overrides)
         run = build_run(run_config, store)
-        generator = np.random.default_rng(config["seed"])
         for name in run_config.data.sparse_columns:
             _fill(store[name], generator)
         write_canary(_add_table(store, CANARY, CANARY_ROWS, config["dim"]), 1)
         commit_run(run, run_config, Position()).result()
 
-    return build_once(path, {name: config[name] for name in names}, build)
+    return _built(path, {name: config[name] for name in names}, build)
 
 
 def rows_store(folder: Path, config: Config) -> Path:
-    """A store of one table without optimizer state, every row written."""
+    """A store of one table without optimizer state."""
     made_of = {"rows": config["peer_rows"], "dim": config["dim"], "seed": config["seed"]}
 
-    def build(store: tierstore.Store) -> None:
-        fill_tables(store, {ROWS_TABLE: made_of["rows"]}, made_of["dim"], seed=made_of["seed"])
+    def build(store: tierstore.Store, generator: np.random.Generator) -> None:
+        _fill(_add_table(store, ROWS_TABLE, made_of["rows"], made_of["dim"]), generator)
+        store.commit()
 
-    return build_once(folder / "serve_rows", made_of, build)
-
-
-def fill_tables(store: tierstore.Store, tables: Mapping[str, int], dim: int, *, seed: int) -> None:
-    """Add tables of so many rows, by name, every row written, and commit."""
-    generator = np.random.default_rng(seed)
-    for name, rows in tables.items():
-        _fill(_add_table(store, name, rows, dim), generator)
-    store.commit()
+    return _built(folder / "serve_rows", made_of, build)

@@ -6,20 +6,21 @@
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 import tierstore
 from tierstore.train.build import build_run
 from tierstore.train.checkpoint import Position, commit_run, restore_run, saved_config
-from tierstore.train.config import RunConfig
 
 from ..child import Child
-from .queries import Zipf
+from .queries import drawn
 from .shape import CANARY, write_canary
 
 __all__ = ["Commit", "TrainerProcess"]
@@ -57,49 +58,22 @@ class TrainerProcess(Child):
         return Commit(**json.loads(self.ask("commit")))
 
 
-class _Trainer:
-    """Rows drawn as the load draws them, so that those which are served are those which change."""
-
-    def __init__(self, store: tierstore.Store, config: RunConfig, rows: int) -> None:
-        self._run, self._config = build_run(config, store), config
-        self._position = restore_run(self._run)
-        self._generator = np.random.default_rng(store.version)
-        self._laws = {
-            name: (size, Zipf(size, _EXPONENT))
-            for name, size in zip(config.data.sparse_columns, config.table_sizes, strict=True)
-        }
-        self._rows = rows
-
-    def _ids(self) -> dict[str, Any]:
-        """int64, distinct, of each table; small tables change whole, and large ones make up for what they lack."""
-        found, left = {}, self._rows
-        for number, (name, (size, law)) in enumerate(sorted(self._laws.items(), key=lambda each: each[1][0])):
-            share = min(size, left // (len(self._laws) - number))
-            left -= share
-            ids = np.arange(size) if share * 4 >= size else np.empty(0, np.int64)
-            while len(ids) < share:
-                ids = np.union1d(ids, law.draw(self._generator, 2 * share))
-            found[name] = self._generator.permutation(ids)[:share]
-        return found
-
-    @torch.no_grad()
-    def commit(self) -> Commit:
-        store, changed = self._run.store, self._ids()
-        for name, drawn in changed.items():
-            ids = torch.from_numpy(drawn)
-            rows = store[name].read(ids)
-            store[name].write(ids, rows + 1e-4 * torch.randn(rows.shape))
-        write_canary(store[CANARY], store.version + 1)
-        for parameter in self._run.model.dense_parameters().values():
-            parameter.add_(1e-5 * torch.randn(parameter.shape))
-        self._position = Position(step=self._position.step + 1)
-        start = time.monotonic()
-        version = commit_run(self._run, self._config, self._position).result()
-        end = time.monotonic()
-        return Commit(version, end, end - start, sum(map(len, changed.values())))
+def _ids(sizes: Mapping[str, int], count: int, generator: np.random.Generator) -> dict[str, Tensor]:
+    """int64, distinct, of each table, drawn as the load draws them, so that those which are served are those which
+    change; small tables change whole, and large ones make up for what they lack."""
+    found, left = {}, count
+    for number, (name, size) in enumerate(sorted(sizes.items(), key=lambda each: each[1])):
+        share = min(size, left // (len(sizes) - number))
+        left -= share
+        ids = np.arange(size) if share * 4 >= size else np.empty(0, np.int64)
+        while len(ids) < share:
+            ids = np.union1d(ids, drawn(generator, size, _EXPONENT, 2 * share))
+        found[name] = torch.from_numpy(generator.permutation(ids)[:share])
+    return found
 
 
-def _main(path: str, rows: str, nice: str) -> int:
+@torch.no_grad()
+def _main(path: str, rows: str, nice: str) -> None:
     process = psutil.Process()
     process.nice(int(nice))
     process.ionice(psutil.IOPRIO_CLASS_IDLE)
@@ -107,12 +81,23 @@ def _main(path: str, rows: str, nice: str) -> int:
         config = saved_config(store.extra, path)
         if config is None:
             raise ValueError(f"{path} has no commit of a training run")
-        trainer = _Trainer(store, config, int(rows))
+        run, generator = build_run(config, store), np.random.default_rng(store.version)
+        position, sizes = restore_run(run), dict(zip(config.data.sparse_columns, config.table_sizes, strict=True))
         print("ready", flush=True)
         for _ in sys.stdin:
-            print(json.dumps(trainer.commit()._asdict()), flush=True)
-    return 0
+            changed = _ids(sizes, int(rows), generator)
+            for name, ids in changed.items():
+                own = store[name].read(ids)
+                store[name].write(ids, own + 1e-4 * torch.randn(own.shape))
+            write_canary(store[CANARY], store.version + 1)
+            for parameter in run.model.dense_parameters().values():
+                parameter.add_(1e-5 * torch.randn(parameter.shape))
+            position = Position(step=position.step + 1)
+            begun = time.monotonic()
+            version = commit_run(run, config, position).result()
+            end = time.monotonic()
+            print(json.dumps(Commit(version, end, end - begun, sum(map(len, changed.values())))._asdict()), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+    _main(*sys.argv[1:])

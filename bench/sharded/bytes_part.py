@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tierstore.dist.plan import ShardingType
 
-from ..common import Goal, Part, Run, Table, Told
+from ..common import Goal, Part, Report, Run, Table
 from ..data import require_criteo
 from ..steps import StepWorkload, criteo
 from .ranks import run_ranks
@@ -88,30 +88,29 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     return {"points": points, "batch": config["batch"]}
 
 
-def _tell(figures: dict[str, Any]) -> Told:
-    points, rows, goals = figures["points"], list[list[str]](), list[Goal]()
-    totals = [{name: sum(sent.values()) for name, sent in point["sent"].items()} for point in points]
-    for point, total in zip(points, totals, strict=True):
+def _tell(figures: dict[str, Any]) -> Report:
+    rows, worst = list[list[str]](), dict[str, float]()
+    for point in figures["points"]:
+        totals = {name: sum(sent.values()) for name, sent in point["sent"].items()}
+        kind = f"{point['ranks']} ranks, {point['sharding_type']}"
+        worst[kind] = max(worst.get(kind, 0.0), totals[ROWS] / totals[THEIRS])
         for name, sent in point["sent"].items():
             kib = [f"{each / 1024:,.0f}" for each in sent.values()]
             where = f"{point['ranks']}, {point['sharding_type']}"
-            rows.append([where, str(point["dim"]), name, *kib, f"{total[name] / total[THEIRS]:.3f}"])
-    for key in dict.fromkeys((each["ranks"], each["sharding_type"]) for each in points):
-        own = [
-            total for each, total in zip(points, totals, strict=True) if (each["ranks"], each["sharding_type"]) == key
-        ]
-        share = max(total[ROWS] / total[THEIRS] for total in own)
-        name = f"bytes of a step over TorchRec's, {key[0]} ranks, {key[1]}, the worst of dims"
-        goals.append(Goal(name=name, value=round(share, 3), at_most=_GOAL))
-    columns = ["ranks, sharding", "dim", "system", *points[0]["sent"][ROWS], "of TorchRec's, in all"]
-    table = Table(title="KiB that a rank sends to the others in a step, Criteo's lookups", columns=columns, rows=rows)
+            rows.append([where, str(point["dim"]), name, *kib, f"{totals[name] / totals[THEIRS]:.3f}"])
+    goals = [
+        Goal(f"bytes of a step over TorchRec's, {kind}, the worst of dims", round(share, 3), at_most=_GOAL)
+        for kind, share in worst.items()
+    ]
+    columns = ["ranks, sharding", "dim", "system", *sent, "of TorchRec's, in all"]
     note = (
         f"Bytes: as the kernel counts them on the loopback device; {figures['batch']:,} samples a rank, one id a bag "
         "or none, mean over ranks and steps; forward has ids too, int64 in both. tierstore sends each distinct row of "
         "a rank's batch once, TorchRec pooled bags. Where tables are row-wise, each of its ranks has a part of every "
         "bag, and gloo's reduce-scatter sends it twice."
     )
-    return Told(tables=[table], goals=goals, notes=[note])
+    title = "KiB that a rank sends to the others in a step, Criteo's lookups"
+    return Report([Table(title, columns, rows)], goals, [note])
 
 
 PART: Final = Part(_measure, _tell)

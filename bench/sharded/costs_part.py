@@ -8,7 +8,7 @@ from tierstore.dist.placement.costs import KINDS
 from tierstore.dist.placement.measure import measure_ranks
 from tierstore.settings.sections import described
 
-from ..common import Goal, Part, Run, Table, Told
+from ..common import Goal, Part, Report, Run, Table
 from .ranks import run_ranks
 
 __all__ = ["PART", "costs_of"]
@@ -31,20 +31,18 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     return {"costs": [asdict(run_ranks(_in_rank, size, request.config["measure_s"])[0]) for size in sizes]}
 
 
-def _tell(figures: dict[str, Any]) -> Told:
-    rows, goals = [], []
-    for costs in figures["costs"]:
-        for kind in KINDS:
-            error = costs["errors"][kind]
-            rows.append([str(costs["world_size"]), kind, f"{error:.1%}"])
-            name = f"error of the costs, {costs['world_size']} ranks, {kind}"
-            goals.append(Goal(name=name, value=round(error, 3), at_most=0.15))
-    table = Table(
-        title="mean error of what is predicted of a step, sets of tables that were not fitted",
-        columns=["ranks", "exchange", "error"], rows=rows,
-    )  # fmt: skip
+def _tell(figures: dict[str, Any]) -> Report:
+    pairs = [(costs, kind, costs["errors"][kind]) for costs in figures["costs"] for kind in KINDS]
+    goals = [
+        Goal(f"error of the costs, {costs['world_size']} ranks, {kind}", round(error, 3), at_most=0.15)
+        for costs, kind, error in pairs
+    ]
+    title = "mean error of what is predicted of a step, sets of tables that were not fitted"
+    rows = [[str(costs["world_size"]), kind, f"{error:.1%}"] for costs, kind, error in pairs]
     note = "; ".join(costs["source"].partition("measure, ")[2] for costs in figures["costs"])
-    return Told(tables=[table], goals=goals, notes=[f"Costs: {note}; each fifth set is held out."])
+    return Report(
+        [Table(title, ["ranks", "exchange", "error"], rows)], goals, [f"Costs: {note}; each fifth set is held out."]
+    )
 
 
 PART: Final = Part(_measure, _tell)

@@ -11,7 +11,7 @@ import tierstore
 from tierstore.dist.placement import Demand, Prediction, RankCosts, Search, TableDemand, greedy
 from tierstore.dist.placement.baselines import RULES
 
-from ..common import Goal, Part, Run, Table, Told
+from ..common import Goal, Part, Report, Run, Table
 from .costs_part import costs_of
 
 __all__ = ["BEAM", "PART", "rank_limit", "searched", "tables_asked"]
@@ -91,7 +91,7 @@ def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
     return {"points": points, "tables": len(tables), "ranks": size, "search_s": time.perf_counter() - begun}
 
 
-def _tell(figures: dict[str, Any]) -> Told:
+def _tell(figures: dict[str, Any]) -> Report:
     rows, shares = [], []
     for size in dict.fromkeys(point["ranks"] for point in figures["points"]):
         own = [point["seconds"] for point in figures["points"] if point["ranks"] == size]
@@ -103,20 +103,16 @@ def _tell(figures: dict[str, Any]) -> Told:
             rows.append([str(size), rule, f"{len(valid) / len(own):.0%}", *shown])
             if rule != BEAM and valid:
                 shares.append(ratio)
-    table = Table(
-        title="plans of 20 to 100 tables, simulated by the costs",
-        columns=["ranks", "search", "valid", "mean ms of a step", "over the beam's of the same sets"], rows=rows,
-    )  # fmt: skip
+    columns = ["ranks", "search", "valid", "mean ms of a step", "over the beam's of the same sets"]
     found = [each["seconds"][BEAM] is not None for each in figures["points"]]
+    least = round(min(shares, default=1), 3)
+    name = f"seconds of the search for {figures['tables']} tables, {figures['ranks']} ranks"
     goals = [
-        Goal(name="sets of which the beam search finds a plan", value=sum(found) / len(found), at_least=1.0),
-        Goal(name="cost by the best greedy rule over the beam's", value=round(min(shares, default=1), 3), at_least=1.0),
-        Goal(
-            name=f"seconds of the search for {figures['tables']} tables, {figures['ranks']} ranks",
-            value=round(figures["search_s"], 1), at_most=30.0,
-        ),
-    ]  # fmt: skip
-    return Told(tables=[table], goals=goals, notes=[_NOTE])
+        Goal("sets of which the beam search finds a plan", sum(found) / len(found), at_least=1.0),
+        Goal("cost by the best greedy rule over the beam's", least, at_least=1.0),
+        Goal(name, round(figures["search_s"], 1), at_most=30.0),
+    ]
+    return Report([Table("plans of 20 to 100 tables, simulated by the costs", columns, rows)], goals, [_NOTE])
 
 
 _NOTE: Final = (

@@ -1,5 +1,6 @@
 """Part "steps": time of a training step over Criteo's lookups, beside TorchRec's and one process's."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import tierstore
 from tierstore.dist.plan import ShardingType
 
-from ..common import Goal, Part, Run, Table, Told
+from ..common import Goal, Part, Report, Run, Table
 from ..data import require_criteo
 from ..steps import StepWorkload, criteo
 from .ranks import run_ranks, whole_machine
@@ -82,44 +83,25 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     return {"points": points, "batch": config["batch"], "turns": config["turns"], "depth": config["depth"]}
 
 
-def _ms(point: dict[str, Any], name: str) -> str:
-    return f"{1e3 * point['seconds'][name]['median']:.1f}"
-
-
-def _ratio(point: dict[str, Any], other: str) -> float:
-    return float(point["seconds"][other]["median"] / point["seconds"][OURS]["median"])
-
-
-def _tell(figures: dict[str, Any]) -> Told:
-    points = figures["points"]
-    rows = [
-        [
-            f"{point['ranks']}, {point['sharding_type']}", str(point["dim"]), point["what"],
-            *(_ms(point, name) for name in (OURS, AHEAD, THEIRS)), f"{_ratio(point, THEIRS):.2f}",
-            *([_ms(point, ALONE), f"{_ratio(point, ALONE):.2f}"] if ALONE in point["seconds"] else ["", ""]),
-        ]
-        for point in points
-    ]  # fmt: skip
+def _tell(figures: dict[str, Any]) -> Report:
+    rows, theirs, alone = [], dict[str, float](), dict[str, float]()
+    for point in figures["points"]:
+        times = {name: each["median"] for name, each in point["seconds"].items()}
+        ratios = {name: times[name] / times[OURS] for name in (THEIRS, ALONE) if name in times}
+        kind, ms = f"{point['ranks']} ranks, {point['sharding_type']}", {n: f"{1e3 * t:.1f}" for n, t in times.items()}
+        last = [ms[ALONE], f"{ratios[ALONE]:.2f}"] if ALONE in ms else ["", ""]
+        cells = [*(ms[name] for name in (OURS, AHEAD, THEIRS)), f"{ratios[THEIRS]:.2f}", *last]
+        rows.append([f"{point['ranks']}, {point['sharding_type']}", str(point["dim"]), point["what"], *cells])
+        theirs[kind] = min(theirs.get(kind, math.inf), ratios[THEIRS])
+        if ALONE in ratios and point["what"] == MODEL:
+            alone[kind] = min(alone.get(kind, math.inf), ratios[ALONE])
     columns = ["ranks, sharding", "dim", "step of", OURS, AHEAD, THEIRS, "faster by", ALONE, "of its speed"]
-    table = Table(title="ms of a training step, Criteo's lookups, all rows in memory", columns=columns, rows=rows)
-    goals = [
-        Goal(
-            name=f"{size} ranks, {kind}: speed of a step over TorchRec's, the worst of dims and models",
-            value=round(min(_ratio(each, THEIRS) for each in points if _is(each, size, kind)), 3),
-            at_least=1.0,
-        )
-        for size, kind in dict.fromkeys((each["ranks"], each["sharding_type"]) for each in points)
-    ]
-    pairs = [each for each in points if ALONE in each["seconds"] and each["what"] == MODEL]
-    for kind in dict.fromkeys(each["sharding_type"] for each in pairs):
-        value = min(_ratio(each, ALONE) for each in pairs if each["sharding_type"] == kind)
-        name = f"2 ranks, {kind}: speed over one process of 2 threads, DLRM, the worst of dims"
-        goals.append(Goal(name=name, value=round(value, 3), at_least=0.8))
-    return Told(tables=[table], goals=goals, notes=[_NOTE.format(**figures)])
-
-
-def _is(point: dict[str, Any], size: int, kind: str) -> bool:
-    return bool(point["ranks"] == size and point["sharding_type"] == kind)
+    name = "{}: speed of a step over TorchRec's, the worst of dims and models"
+    goals = [Goal(name.format(kind), round(ratio, 3), at_least=1.0) for kind, ratio in theirs.items()]
+    name = "{}: speed over one process of 2 threads, DLRM, the worst of dims"
+    goals += [Goal(name.format(kind), round(ratio, 3), at_least=0.8) for kind, ratio in alone.items()]
+    table = Table("ms of a training step, Criteo's lookups, all rows in memory", columns, rows)
+    return Report([table], goals, [_NOTE.format(**figures)])
 
 
 _NOTE: Final = (

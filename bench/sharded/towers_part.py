@@ -1,17 +1,14 @@
 """Part "towers": a step over links between hosts that are slow, or not, flat and by towers, beside TorchRec's.
 
-Hosts are network namespaces of this machine, joined by a pair of virtual interfaces with a rate; it needs root,
-``ip`` and ``tc``. Ranks of one host talk over its loopback interface, without limits.
+Ranks of one host talk over its loopback interface, without limits.
 """
 
-import contextlib
 import json
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +20,8 @@ from torch import nn
 import tierstore
 from tierstore.dist import TowerTieredEmbeddingBagCollection, open_sharded
 
-from ..common import Goal, Part, Run, Table, Told
+from ..common import Goal, Part, Report, Run, Table
+from ..hosts import address, joined_hosts, python_on
 from .systems import Ours, Setup, System, Theirs, Tierstore
 from .turns import contender, spreads, take_turns
 
@@ -32,8 +30,6 @@ __all__ = ["PART"]
 _HOSTS: Final = 2
 _ON_HOST: Final = 2
 _PORT: Final = 29_571
-_BURST_BYTES_PER_MBIT: Final = 500
-"""4 ms of the rate: more than one packet of the interface, and no tick of the kernel's clock is lost."""
 ROWS: Final = "flat, rows"
 POOLED: Final = "flat, pooled"
 WHOLE: Final = "towers, identity"
@@ -59,15 +55,9 @@ class ByTowers(Tierstore):
 def _batches(config: dict[str, Any], rank: int) -> list[tierstore.KeyedJaggedTensor]:
     generator, tables = torch.Generator().manual_seed(rank), config["tables"]
     lengths = torch.full((tables * config["batch"],), config["ids"], dtype=torch.int64)
-    names = [f"f{number}" for number in range(tables)]
-    return [
-        tierstore.KeyedJaggedTensor(
-            names,
-            (torch.rand(int(lengths.sum()), generator=generator) ** 3 * config["rows"]).long(),
-            lengths=lengths,
-        )
-        for _ in range(config["batches"])
-    ]
+    names, count = [f"f{number}" for number in range(tables)], int(lengths.sum())
+    ids = [(torch.rand(count, generator=generator) ** 3 * config["rows"]).long() for _ in range(config["batches"])]
+    return [tierstore.KeyedJaggedTensor(names, each, lengths=lengths) for each in ids]
 
 
 def _in_rank(config: dict[str, Any]) -> dict[str, list[float]]:
@@ -84,42 +74,15 @@ def _in_rank(config: dict[str, Any]) -> dict[str, list[float]]:
     return found
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(words, check=True)
-
-
-@contextlib.contextmanager
-def _linked(mbit: int) -> Iterator[list[str]]:
-    """Names of network namespaces 10.77.0.1 and 10.77.0.2; ``mbit`` 0: no limit."""
-    names = [f"tierstore-{os.getpid()}-{host}" for host in range(_HOSTS)]
-    ends = [f"ts{os.getpid() % 100_000}{side}" for side in "ab"]
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            _ip("ip", "netns", "add", name)
-            stack.callback(_ip, "ip", "netns", "del", name)
-        _ip("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
-        for host, (name, end) in enumerate(zip(names, ends, strict=True)):
-            inside = ("ip", "netns", "exec", name)
-            _ip(*inside, "ip", "link", "set", end, "name", "link0")
-            _ip(*inside, "ip", "addr", "add", f"10.77.0.{host + 1}/24", "dev", "link0")
-            for each in ("link0", "lo"):
-                _ip(*inside, "ip", "link", "set", each, "up")
-            if mbit:
-                limits = ("rate", f"{mbit}mbit", "burst", f"{_BURST_BYTES_PER_MBIT * mbit}", "latency", "400ms")
-                _ip(*inside, "tc", "qdisc", "add", "dev", "link0", "root", "tbf", *limits)
-        yield names
-
-
 def _run_ranks(names: list[str], config: dict[str, Any]) -> list[Any]:
+    told = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "link0", "LOCAL_WORLD_SIZE": f"{_ON_HOST}"}
+    environment = os.environ | told | {"TOWERS": json.dumps(config)}
     with tempfile.TemporaryDirectory() as folder:
-        told = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "link0", "LOCAL_WORLD_SIZE": f"{_ON_HOST}"}
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", names[rank // _ON_HOST], sys.executable, "-m", __name__, folder, f"{rank}"],
-                env=os.environ | told | {"TOWERS": json.dumps(config)},
-            )
+        commands = [
+            [*map(str, python_on(names[rank // _ON_HOST], __name__)), folder, f"{rank}"]
             for rank in range(_HOSTS * _ON_HOST)
         ]
+        ranks = [subprocess.Popen(command, env=environment) for command in commands]
         if sum(abs(rank.wait()) for rank in ranks):
             raise SystemExit("a rank failed; see above")
         return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(len(ranks))]
@@ -127,7 +90,7 @@ def _run_ranks(names: list[str], config: dict[str, Any]) -> list[Any]:
 
 def main(folder: str, rank: int) -> None:
     torch.set_num_threads(1)
-    meet = {"init_method": f"tcp://10.77.0.1:{_PORT}", "rank": rank, "world_size": _HOSTS * _ON_HOST}
+    meet = {"init_method": f"tcp://{address(0)}:{_PORT}", "rank": rank, "world_size": _HOSTS * _ON_HOST}
     dist.init_process_group("gloo", timeout=timedelta(minutes=2), **meet)  # type: ignore[arg-type]
     found = _in_rank(json.loads(os.environ["TOWERS"]))
     (Path(folder) / f"{rank}").write_bytes(pickle.dumps(found))
@@ -135,47 +98,26 @@ def main(folder: str, rank: int) -> None:
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    if os.geteuid():
-        raise SystemExit('The part "towers" makes network namespaces, which takes root; choose others by --only.')
-    config = request.config["towers"]
-    points = []
+    config, points = request.config["towers"], []
     for mbit in config["mbit"]:
-        with _linked(mbit) as names:
+        with joined_hosts(_HOSTS, mbit) as names:
             points.append({"mbit": mbit, "seconds": spreads(_run_ranks(names, config))})
         print(mbit, {name: round(1e3 * each["median"], 1) for name, each in points[-1]["seconds"].items()}, flush=True)
     return {"points": points, **config}
 
 
-def _median(point: dict[str, Any], name: str) -> float:
-    return float(point["seconds"][name]["median"])
-
-
-def _best(point: dict[str, Any]) -> float:
-    return min(_median(point, name) for name in (ROWS, POOLED, THEIRS))
-
-
-def _tell(figures: dict[str, Any]) -> Told:
-    points, towers = figures["points"], [f"towers, 1/{each}" for each in figures["compressions"]]
-    names = [ROWS, POOLED, THEIRS, WHOLE, *towers]
-    rows = [
-        [
-            f"{point['mbit']} Mb/s" if point["mbit"] else "no limit",
-            *(f"{1e3 * _median(point, name):.0f}" for name in names),
-            f"{_best(point) / min(_median(point, name) for name in towers):.2f}",
-        ]
-        for point in points
-    ]
-    table = Table(title="ms of a step over a link between 2 hosts of 2 ranks", columns=["link", *names, "faster by"],
-                  rows=rows)  # fmt: skip
-    goals = [
-        Goal(
-            name=f"towers, {point['mbit'] or 'no limit'}{' Mb/s' * bool(point['mbit'])}: speed over the best flat one",
-            value=round(_best(point) / min(_median(point, name) for name in towers), 3),
-            at_least=1.9 if point["mbit"] == min(each["mbit"] for each in points if each["mbit"]) else 0.95,
-        )
-        for point in points
-    ]
-    return Told(tables=[table], goals=goals, notes=[_NOTE.format(**figures)])
+def _tell(figures: dict[str, Any]) -> Report:
+    rows, goals, towers = [], [], [f"towers, 1/{each}" for each in figures["compressions"]]
+    names, slowest = [ROWS, POOLED, THEIRS, WHOLE, *towers], min(filter(None, (p["mbit"] for p in figures["points"])))
+    for point in figures["points"]:
+        times = {name: each["median"] for name, each in point["seconds"].items()}
+        faster = min(times[name] for name in (ROWS, POOLED, THEIRS)) / min(times[name] for name in towers)
+        link = f"{point['mbit']} Mb/s" if point["mbit"] else "no limit"
+        rows.append([link, *(f"{1e3 * times[name]:.0f}" for name in names), f"{faster:.2f}"])
+        least = 1.9 if point["mbit"] == slowest else 0.95
+        goals.append(Goal(f"towers, {link}: speed over the best flat one", round(faster, 3), at_least=least))
+    table = Table("ms of a step over a link between 2 hosts of 2 ranks", ["link", *names, "faster by"], rows)
+    return Report([table], goals, [_NOTE.format(**figures)])
 
 
 _NOTE: Final = (

@@ -3,8 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 import tierstore
 
-from ..common import Spread
+from ..common import spread
 from .ranks import whole_machine
 from .systems import System, dense_part, train_step
 
@@ -47,16 +46,13 @@ class Contender(NamedTuple):
         """Seconds from the end of a step to that of the next; at either end those are left out that prefetch, which
         begins and ends with the turn, would make longer or shorter."""
         ends = []
-        if self.depth:
-            ahead = tierstore.prefetch(
-                self.batches, self.system.model, depth=self.depth, features=lambda batch: batch[0]
-            )
-            with contextlib.closing(ahead):
-                for batch in ahead:
-                    self.step(batch)
-                    ends.append(time.perf_counter())
-        else:
-            for batch in self.batches:
+        with contextlib.ExitStack() as stack:
+            batches: Iterable[Batch] = self.batches
+            if self.depth:
+                model = self.system.model
+                ahead = tierstore.prefetch(self.batches, model, depth=self.depth, features=lambda batch: batch[0])
+                batches = stack.enter_context(contextlib.closing(ahead))
+            for batch in batches:
                 self.step(batch)
                 ends.append(time.perf_counter())
         return [end - begin for begin, end in itertools.pairwise(ends[2:-2])]
@@ -101,5 +97,5 @@ def spreads(of_ranks: Sequence[dict[str, list[float]]]) -> dict[str, dict[str, A
     found = {}
     for name in of_ranks[0]:
         times = [each[name] for each in of_ranks if each[name]]
-        found[name] = asdict(Spread.of([max(step) for step in zip(*times, strict=True)]))
+        found[name] = spread([max(step) for step in zip(*times, strict=True)])
     return found

@@ -11,8 +11,7 @@ from bench.peers import redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.http2 import GrpcClient
-from bench.serving.load import Stream, open_loop
-from bench.serving.queries import Zipf
+from bench.serving.load import open_loop
 from tests.serve import fronts
 from tierstore.serve.rest.infer_body import parse_infer
 
@@ -37,23 +36,8 @@ class Echo:
             asyncio.get_running_loop().call_later(self.seconds, done, Answer(request, self.error))
 
 
-def test_ids_follow_the_law() -> None:
-    for rows in (3, 1000, 500_000):
-        ids = Zipf(rows, 1.05).draw(np.random.default_rng(0), 200_000)
-        assert ids.min() >= 0
-        assert ids.max() < rows
-        counts = np.sort(np.bincount(ids, minlength=rows))[::-1]
-        weights = np.arange(1, rows + 1) ** -1.05
-        shares = weights / weights.sum()
-        assert np.abs(counts[:3] / len(ids) - shares[:3]).max() < 0.005
-        # Beyond the ranks that are summed up, too.
-        assert abs(np.count_nonzero(np.isin(ids, np.arange(65536, rows) * 2_654_435_761 % rows)) / len(ids)
-                   - shares[65536:].sum()) < 0.005  # fmt: skip
-
-
 def test_latency_counts_from_when_a_request_was_due() -> None:
-    held_up = Stream(Echo(0.05, is_blocking=True), [b"x"] * 5, np.zeros(5))
-    (load,) = open_loop([held_up])
+    load = open_loop(Echo(0.05, is_blocking=True), [b"x"] * 5, np.zeros(5))
     assert (np.diff(load.latency) >= 0.05).all()
     assert load.latency[-1] >= 0.25
     assert load.late[-1] >= 0.2
@@ -96,9 +80,8 @@ def test_calls_over_sockets_are_grpcs() -> None:
     answers: list[tuple[int, Answer]] = []
     with fronts.serving("grpc") as served:
         failing = queries.encoded_grpc(queries.Query("full", {"x": arrays[0]}))
-        asked = Stream(GrpcClient("127.0.0.1", served.port, 2), [*requests, failing], np.zeros(6),
-                       lambda *each: answers.append(each))  # fmt: skip
-        (load,) = open_loop([asked])
+        client = GrpcClient("127.0.0.1", served.port, 2)
+        load = open_loop(client, [*requests, failing], np.zeros(6), lambda *each: answers.append(each))
     bodies = {index: answer.body for index, answer in answers}
     for index, (request, array) in enumerate(zip(requests, arrays, strict=True)):
         assert bodies[index].endswith(array.tobytes())
@@ -115,5 +98,5 @@ def test_redis_gives_the_rows_it_was_given(tmp_path: Path) -> None:
     with redis_rows.RedisServer([rows[:3000], rows[3000:]], log=tmp_path / "log") as server:
         client = redis_rows.RedisClient(server.port, 2, commands=3, dim=16)
         request = redis_rows.encoded_mget(ids, 3)
-        open_loop([Stream(client, [request], np.zeros(1), lambda _, answer: answers.append(answer.body))])
+        open_loop(client, [request], np.zeros(1), lambda _, answer: answers.append(answer.body))
     assert redis_rows.rows_of(answers[0], 16) == rows[ids].tobytes()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.crash.hosts import kill_runs
+from bench.crash.runs import kill_runs
 from bench.cut.instants import Cutter
 from bench.cut.life import live
 from tests.io.support import open_tier

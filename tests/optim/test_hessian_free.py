@@ -11,10 +11,27 @@ import torch
 from torch import Tensor, nn
 
 import tierstore
-from bench.generalise.exact_part import monkey_saddle, net_of_zeros
 from tierstore.optim import HessianFree
 from tierstore.optim.hessian_free import choose, search
 from tierstore.optim.krylov import conjugate_gradients
+
+
+def monkey_saddle() -> tuple[list[nn.Parameter], Any]:
+    """x³ - 3xy² in a bowl: on the axis y = 0 the gradient leads into the saddle, where curvature is 0."""
+    at = nn.Parameter(torch.tensor([0.3, 0.0]))
+    return [at], lambda: (at[0] ** 3 - 3 * at[0] * at[1] ** 2 + at.square().sum().square() / 4, at)
+
+
+def net_of_zeros() -> tuple[list[nn.Parameter], Any]:
+    """Two layers, where the gradient is 0 and the loss is not."""
+    first, last = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(4))
+    inputs = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+
+    def evaluate() -> Any:
+        outputs = torch.tanh(inputs @ first) @ last
+        return (outputs - torch.sin(inputs.sum(1))).square().mean(), outputs
+
+    return [first, last], evaluate
 
 
 @pytest.mark.parametrize(("saddle", "stalled", "left"), [(monkey_saddle, -0.01, -1.0), (net_of_zeros, 0.35, 0.2)])
