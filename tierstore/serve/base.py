@@ -24,24 +24,26 @@ class Query(Protocol):
     def num_ids(self) -> int: ...
 
 
-class Model(Protocol):
+class Model:
     """One model. ``parse`` may run in any thread, the others in one at a time, and not while the store changes."""
 
     metadata: ModelMetadata
-    """Without versions: it is for the engine to say which is served."""
+    """Without versions: the engine knows which is served."""
 
-    @property
-    def tables(self) -> Sequence[Table]:
-        """Of each feature whose ids its queries hold, in their order."""
+    tables: Sequence[Table]
+    """Of each feature whose ids its queries hold, in their order."""
 
-    def parse(self, inputs: Mapping[str, InferTensor]) -> Query:
+    def parse(self, inputs: Mapping[str, InferTensor]) -> Any:
         """Check a request's inputs; ServeError INVALID names the input."""
+        raise NotImplementedError
 
-    def answer_at_once(self, query: Any) -> Outputs | None:
+    def answer_at_once(self, query: Any) -> Outputs | None:  # noqa: ARG002 - most take longer
         """What ``run`` gives of this query alone, if that takes some 0.1 ms and reads nothing from SSD; else None."""
+        return None
 
     def run(self, queries: Sequence[Any], pause: Pause | None = None) -> Sequence[Outputs | ServeError]:
         """The outputs of each query, as if it were alone, or its error; with ``pause`` rows are looked up in parts."""
+        raise NotImplementedError
 
 
 class Engine(Protocol):

@@ -111,7 +111,7 @@ def test_hashing_is_the_published_one(trained: Trained, store: tierstore.Store) 
     given = {"values": tensor("INT64", values), "lengths": tensor("INT32", lengths)}
     model: Any = models_of(store).by_name["ranking"]
     parsed = model.parse(given | {"dense": tensor("FP32", np.zeros((2, 13)))})
-    assert parsed.jagged.values.tolist() == [row_of(*pair) for pair in zip(values, features, strict=True)]
+    assert parsed.values.tolist() == [row_of(*pair) for pair in zip(values, features, strict=True)]
 
 
 def wrong_queries(good: dict[str, InferTensor]) -> dict[str, dict[str, InferTensor]]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...settings.sections import nearest
 from ...store import Store, Table
-from ..base import Outputs, Pause
+from ..base import Model, Outputs, Pause
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec
-from .jagged import DenseAndIds, Dropped, Features, Merged, check_inputs, invalid, merge, parts_of, require_finite
+from .jagged import Dropped, Features, JaggedIds, Merged, check_inputs, invalid, merge, parts_of, require_finite
 from .lookups import feature_inputs, limits_of
 from .program import Program
 
@@ -24,14 +24,11 @@ _OTHER_MODELS: Final = re.compile(r"(ranking|pooled|rows|stats)|(pooled|rows)\..
 """Names that are not free, whether or not the store has such a model now; "stats" stands for all models in a path."""
 
 
-class Exported:
+class Exported(Model):
     """A model named like its file. An input of the program that is named like a feature of the store gets that
-    feature's rows, every other comes with the request. If a dict of the program holds one feature, all it holds are.
-
-    Inputs: the program's others; values INT64 [N] and lengths INT32 [F, B], feature by feature in the order of the
-    metadata's parameter ``features``. Outputs: the program's. ``features``: inputs that get rows; None for all that
-    can. ValueError: the program's inputs and the store's features do not fit.
-    """
+    feature's rows, every other comes with the request, with values INT64 [N] and lengths INT32 [F, B] as of "pooled".
+    ``features``: inputs that get rows; None for all that can. ValueError: the program's inputs and the store's features
+    do not fit."""
 
     def __init__(
         self, store: Store, program: Program, dropped: Dropped | None, *, features: Sequence[str] | None = None
@@ -69,7 +66,7 @@ class Exported:
     def features(self) -> list[str]:
         return self._features.names
 
-    def parse(self, inputs: Mapping[str, InferTensor]) -> DenseAndIds:
+    def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
         check_inputs(inputs, self.metadata.inputs)
         num_samples = inputs["lengths"].data.shape[1]
         dense = []
@@ -84,13 +81,10 @@ class Exported:
             if len(spec.shape) == 3 and lengths.max() > spec.shape[1]:
                 what = f"has {lengths.max()} at sample {lengths.argmax()} of feature {spec.name!r}"
                 raise invalid("lengths", f"{what}; the model takes up to {spec.shape[1]} ids a sample")
-        return DenseAndIds(tuple(dense), jagged)
+        return jagged._replace(dense=dense)
 
-    def answer_at_once(self, query: DenseAndIds) -> None:  # noqa: ARG002 - its program takes longer
-        return None
-
-    def run(self, queries: Sequence[DenseAndIds], pause: Pause | None = None) -> list[Outputs]:
-        batch = merge([query.jagged for query in queries])
+    def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> list[Outputs]:
+        batch = merge(queries)
         dense = [np.concatenate(parts) for parts in zip(*(query.dense for query in queries), strict=True)]
         given = {spec.name: torch.from_numpy(each) for spec, each in zip(self._dense, dense, strict=True)}
         with torch.inference_mode():

@@ -27,33 +27,25 @@ _QUICK_SECONDS: Final = 0.002
 
 
 class JaggedIds(NamedTuple):
-    """Of one request or batch: values int64 [N], lengths int64 [F, B], weights float32 [N] or None for ones."""
+    """Of one request or batch: values int64 [N], lengths int64 [F, B], weights float32 [N] or None for ones; ``dense``:
+    a model's other inputs; ``outside``: which ids are no rows, bool [N], or None."""
 
     values: Any
     lengths: Any
     weights: Any = None
+    dense: Any = None
+    outside: Any = None
+    ids_per_sample: int = 0
 
     @property
     def num_samples(self) -> int:
         """Those that there are; or one for as many ids as are due to it, if that is more."""
-        return max(int(self.lengths.shape[1]), -(-len(self.values) // (_BAG_IDS * len(self.lengths))))
+        due = self.ids_per_sample or _BAG_IDS * len(self.lengths)
+        return max(int(self.lengths.shape[1]), -(-len(self.values) // due))
 
     @property
     def num_ids(self) -> int:
         return len(self.values)
-
-
-class DenseAndIds(NamedTuple):
-    dense: Any
-    jagged: JaggedIds
-
-    @property
-    def num_samples(self) -> int:
-        return self.jagged.num_samples
-
-    @property
-    def num_ids(self) -> int:
-        return self.jagged.num_ids
 
 
 class Features:

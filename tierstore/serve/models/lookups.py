@@ -1,7 +1,7 @@
 """Tables as models: pooled bags or plain rows, for other model servers to look up in."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...store import Table
-from ..base import Outputs, Pause
+from ..base import Model, Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, TensorSpec
 from .jagged import Dropped, Features, JaggedIds, Merged, check_inputs, merge, part_sizes, parts_of
 
@@ -43,7 +43,7 @@ def split_rows(outputs: Any, name: str, bounds: Any) -> list[Outputs]:
     return [{name: InferTensor("FP32", outputs[bounds[part] : bounds[part + 1]])} for part in range(len(bounds) - 1)]
 
 
-class Pooled:
+class Pooled(Model):
     """Models "pooled.TABLE" and "pooled": bags of ids of every feature, pooled as their tables say, side by side.
 
     Inputs: ids INT64 [N] and lengths INT32 [B] of one table, or values INT64 [N] and lengths INT32 [F, B], feature by
@@ -128,24 +128,7 @@ def pooled_features(collection: TieredEmbeddingBagCollection, dropped: Dropped |
     return Pooled(metadata, features, tables, lambda batch: pool_features(collection, batch).numpy())
 
 
-class _RowIds(NamedTuple):
-    """Ids whose rows are asked for, and which of them are none, bool [N] or None. They count by the rows of the
-    answer, too."""
-
-    jagged: JaggedIds
-    outside: Any
-    rows_per_sample: int
-
-    @property
-    def num_ids(self) -> int:
-        return self.jagged.num_ids
-
-    @property
-    def num_samples(self) -> int:
-        return max(int(self.jagged.lengths.shape[1]), -(-len(self.jagged.values) // self.rows_per_sample))
-
-
-class RowsModel:
+class RowsModel(Model):
     """Models "rows.TABLE" and "rows", of tables of one width: rows as they are.
 
     Inputs: ids INT64 [N] of one table, or values and lengths as of "pooled". Output: rows FP32 [N, D].
@@ -158,24 +141,24 @@ class RowsModel:
         row_bytes = tables[0].config.embedding_dim * np.dtype(np.float32).itemsize
         self._rows_per_sample = max(len(tables), min(_SAMPLE_ROWS, _SAMPLE_BYTES // row_bytes))
 
-    def parse(self, inputs: Mapping[str, InferTensor]) -> _RowIds:
+    def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
         check_inputs(inputs, self.metadata.inputs)
         if "lengths" in inputs:
-            return _RowIds(self._features.parse(inputs, are_pooled=False), None, self._rows_per_sample)
+            return self._features.parse(inputs, are_pooled=False)._replace(ids_per_sample=self._rows_per_sample)
         ids = np.array(inputs["ids"].data, np.int64)
         lengths = np.array([[len(ids)]])
         outside = self._features.outside(ids, lengths)
         ids = ids if outside is None else np.where(outside, 0, ids)
-        return _RowIds(JaggedIds(ids, lengths), outside, self._rows_per_sample)
+        return JaggedIds(ids, lengths, outside=outside, ids_per_sample=self._rows_per_sample)
 
-    def answer_at_once(self, query: _RowIds) -> Outputs | None:
-        if not _is_quick(self.tables, query.jagged.values):
+    def answer_at_once(self, query: JaggedIds) -> Outputs | None:
+        if not _is_quick(self.tables, query.values):
             return None
-        rows = self.tables[0].rows_in_memory(query.jagged.values)
+        rows = self.tables[0].rows_in_memory(query.values)
         return None if rows is None else _rows_of(query, rows)
 
-    def run(self, queries: Sequence[_RowIds], pause: Pause | None = None) -> list[Outputs]:
-        batch = merge([query.jagged for query in queries])
+    def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> list[Outputs]:
+        batch = merge(queries)
         bounds = batch.offsets[np.arange(len(self.tables))[:, None] * batch.samples[-1] + batch.samples]
         ids = torch.from_numpy(batch.values)
         read = [_read(table, ids[span[0] : span[-1]], pause) for table, span in zip(self.tables, bounds, strict=True)]
@@ -198,7 +181,7 @@ def _read(table: Table, ids: Tensor, pause: Pause | None) -> Any:
     return joined(pieces)
 
 
-def _rows_of(query: _RowIds, rows: Any) -> Outputs:
+def _rows_of(query: JaggedIds, rows: Any) -> Outputs:
     if query.outside is not None:
         rows[query.outside] = 0
     return {"rows": InferTensor("FP32", rows)}

@@ -108,21 +108,14 @@ def _described(path: Path, exported: Any, max_samples: int) -> Program:
 
 
 def _found(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if not wanted:
-        return {}
-    first = next(iter(wanted))
+    def is_there(prefix: str) -> bool:
+        pairs = [(state.get(prefix + name), each) for name, each in wanted.items()]
+        return all(has is not None and (has.shape, has.dtype) == (each.shape, each.dtype) for has, each in pairs)
+
+    first = next(iter(wanted), "")
     prefixes = [name.removesuffix(first) for name in state if name == first or name.endswith(f".{first}")]
-    places = [{name: state.get(prefix + name) for name in wanted} for prefix in prefixes]
-    whole = [
-        {name: each for name, each in place.items() if each is not None and _is_alike(each, wanted[name])}
-        for place in places
-    ]
-    whole = [place for place in whole if len(place) == len(wanted)]
-    return whole[0] if len(whole) == 1 else {}
-
-
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+    whole = [prefix for prefix in prefixes if is_there(prefix)]
+    return {name: state[whole[0] + name] for name in wanted} if len(whole) == 1 else {}
 
 
 def _spec(kind: str, name: str, value: Any, batches: set[Any]) -> TensorSpec:

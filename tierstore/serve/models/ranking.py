@@ -1,7 +1,6 @@
 """The ranking model: what ``tierstore train`` trained, its rows from the store's tiers.
 
-A request holds what a row of the training data holds: dense values and categories, as they were before the run's own
-treatment of them (``data.log_dense``, ``data.hashing``), which is repeated here.
+A request holds what a row of the training data holds: the run's own treatment of that is repeated here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +18,14 @@ from ...train.checkpoint import load_model
 from ...train.config import RunConfig
 from ...train.readers import CategoryRule, FeatureHasher, dense_features
 from ...train.readers.categories import read_texts
-from ..base import Outputs, Pause
+from ..base import Model, Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .dense import Dense, in_float32, low_layers, pack_linears
-from .jagged import DenseAndIds, Dropped, Features, check_inputs, invalid, merge, parts_of, require_finite
+from .jagged import Dropped, Features, JaggedIds, check_inputs, invalid, merge, parts_of, require_finite
 from .lookups import feature_inputs, joined, owners_of, pool_features, split_rows
 
 
-class Ranking:
+class Ranking(Model):
     """Model "ranking": probabilities of the label.
 
     Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N], or
@@ -85,7 +84,7 @@ class Ranking:
         for layer in self._packed:
             layer.pack()
 
-    def parse(self, inputs: Mapping[str, InferTensor]) -> DenseAndIds:
+    def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
         if self._refuses and "values" in inputs:
             _require_texts(inputs["values"])
         inputs = {name: _as_categories(tensor, self._rule) for name, tensor in inputs.items()}
@@ -98,13 +97,10 @@ class Ranking:
         jagged = self._features.parse(inputs)
         ids = self._hasher.ids(jagged.values, jagged.lengths.sum(1))
         treated = dense_features(np.array(dense, np.float32), log=self._config.data.log_dense)
-        return DenseAndIds(treated, jagged._replace(values=ids))
+        return jagged._replace(values=ids, dense=treated)
 
-    def answer_at_once(self, query: DenseAndIds) -> None:  # noqa: ARG002 - its program takes longer
-        return None
-
-    def run(self, queries: Sequence[DenseAndIds], pause: Pause | None = None) -> Sequence[Outputs | ServeError]:
-        batch = merge([query.jagged for query in queries])
+    def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> Sequence[Outputs | ServeError]:
+        batch = merge(queries)
         dense = joined([query.dense for query in queries])
         with torch.inference_mode():
             pooled = [pool_features(self._collection, part) for part in parts_of(batch, pause)]
