@@ -32,6 +32,7 @@ COSTS = SoftwareCosts(
     append_ns_per_byte=1.0,
     transaction_us=400.0,
     wake_us=25.0,
+    value_ns=0.6,
 )
 DRIVE = Storage(
     capacity_bytes=1e12,

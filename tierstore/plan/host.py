@@ -12,10 +12,10 @@ ID_BYTES: Final = 8
 TRAINING_FLOPS: Final = 3
 """Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own. Other
 work of a dense model is counted so too."""
-_AHEAD_BATCHES: Final = 12
-"""Of fixed work of a batch: what fetching one ahead takes; 10 to 13 in measured runs."""
-_VALUE_BYTES: Final = 6
-"""Of a row, that are read and written in the time of a value of a dense model; 5 to 6.4 in measured runs."""
+_AHEAD_BATCHES: Final = 7
+_HANDED_OVER_BATCHES: Final = 5
+"""Of fixed work of a batch: what fetching one ahead takes, and what taking it over from the thread that fetches; 5.6 to
+7 and 4 to 6 in measured runs."""
 
 
 class Checked:
@@ -91,11 +91,11 @@ class SoftwareCosts(Checked):
 
     batch_us: float = option(
         0.0,
-        "a batch or a query, whatever its ids; a training step takes three times this, fetching ahead twelve",
+        "a batch or a query, whatever its ids; a training step takes three times this, one fetched ahead twelve more",
         low=0,
     )
     id_ns: float = option(0.0, "an id, and again a distinct row: found in a cache, or updated", low=0)
-    byte_ns: float = option(0.0, "a byte of a row or a bag in memory; a value of a dense model counts as six", low=0)
+    byte_ns: float = option(0.0, "a byte of a row or a bag in memory", low=0)
     miss_ns: float = option(0.0, "a row fetched from a page that the system has in memory", low=0)
     read_ns: float = option(0.0, "a page read from the device, without the device's own time", low=0)
     append_ns: float = option(0.0, "a row appended to the log and synced", low=0)
@@ -107,10 +107,17 @@ class SoftwareCosts(Checked):
         low=0,
     )
 
+    value_ns: float = option(0.0, "a value that a dense model reads or writes, on one core", low=0)
+
     @property
     def ahead_us(self) -> float:
         """A batch that is fetched ahead, on the thread that fetches."""
         return _AHEAD_BATCHES * self.batch_us
+
+    @property
+    def handed_over_us(self) -> float:
+        """The same on the thread that computes."""
+        return _HANDED_OVER_BATCHES * self.batch_us
 
     def lookup_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
         """Pooling rows that are in memory; ``rows``: distinct ones."""
@@ -138,7 +145,7 @@ class SoftwareCosts(Checked):
         threads."""
         times = TRAINING_FLOPS if is_training else 1
         starts = 1e3 * times * dense.dense_products * self.wake_us if threads > 1 else 0.0
-        return starts, times * samples / threads * dense.dense_values * _VALUE_BYTES * self.byte_ns
+        return starts, times * samples / threads * dense.dense_values * self.value_ns
 
 
 @dataclass(frozen=True, kw_only=True)

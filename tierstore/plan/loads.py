@@ -66,7 +66,7 @@ def _of_ranks(
         ahead = seconds["cold rows"] + seconds["write-back"] if is_ahead else 0.0
         share = ahead / (ahead + lookups_s + seconds["model"])
         network_s = 1e-6 * (costs.reduce_us + share * (costs.reduce_busy_us - costs.reduce_us))
-    return {"batch": 0.0, "lookups": lookups_s, "network": network_s, "id exchange": 0.0}
+    return {"lookups": lookups_s, "network": network_s, "id exchange": 0.0}
 
 
 def lanes_of(seconds: Mapping[str, float], *, is_ahead: bool) -> tuple[Lane, ...]:
@@ -122,8 +122,11 @@ class _Work(NamedTuple):
         return self.setup.hosts > 1 and self.is_training
 
     def batch(self) -> ResourceLoad:
-        seconds = 1e-6 * self.setup.host.costs.batch_us * (TRAINING_FLOPS if self.is_training else 1)
-        return ResourceLoad("batch", seconds, 1.0, "batches")
+        """Fixed work of the computing thread; of ranks only taking over what was prefetched."""
+        costs = self.setup.host.costs
+        own_us = 0.0 if self.setup.rank_costs else costs.batch_us * (TRAINING_FLOPS if self.is_training else 1)
+        over_us = costs.handed_over_us if self.is_ahead else 0.0
+        return ResourceLoad("batch", 1e-6 * (own_us + over_us), 1.0, "batches")
 
     def lookups(self) -> ResourceLoad:
         """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""

@@ -43,11 +43,10 @@ _CHUNK, _BATCHES = 100_000, 8
 _MISS_PART: Final = 8  # the cache holds one row of so many where batches miss
 _WRITTEN_BEFORE, _WRITTEN = 1 / 4, 1 / 2
 """Of the rows: so few that no space has to be won back."""
-_DENSE_TABLES, _DENSE_DIM, _DENSE_SAMPLES = 8, 16, 64
+_DENSE_TABLES, _DENSE_DIM = 8, 64
 _DENSE: Final[dict[str, Any]] = {
-    "num_dense": 13, "bottom_mlp": (32,), "top_mlp": (32,), "interaction": "dot", "cross_layers": 1, "cross_rank": 0,
+    "num_dense": 13, "bottom_mlp": (64,), "top_mlp": (64,), "interaction": "dot", "cross_layers": 1, "cross_rank": 0,
 }  # fmt: skip
-"""Next to no work a product."""
 
 
 class Lab(NamedTuple):
@@ -187,7 +186,8 @@ def _misses(lab: Lab, *, is_cold: bool) -> _Loop:
         # Slots are filled in order at first, and rows leave in it: not so when most rows have left.
         while (ddr := subject.store.stats().ddr).evictions < ddr.capacity_rows:
             subject.run(*subject.batches(1, lab.ids), is_training=False)
-        return subject.timed(subject.batches(_BATCHES, lab.cold_ids if is_cold else lab.ids), is_cold=is_cold)
+        batches = subject.batches(_BATCHES, lab.cold_ids) if is_cold else subject.batches(_BATCHES * lab.passes, lab.ids)
+        return subject.timed(batches, is_cold=is_cold)
 
 
 def _writes(lab: Lab, *, dim: int, part: int) -> _Loop:
@@ -201,11 +201,11 @@ def _writes(lab: Lab, *, dim: int, part: int) -> _Loop:
         return subject.timed(batches, is_training=True, middle=statistics.fmean)
 
 
-def _dense(lab: Lab) -> _Loop:
+def _dense(lab: Lab, *, samples: int) -> _Loop:
     """Training steps of a small dense model on all cores: the fastest, as other processes use the cores too."""
     model = DLRM(nn.Identity(), num_features=_DENSE_TABLES, embedding_dim=_DENSE_DIM, **_DENSE)
-    rule, dense = torch.optim.SGD(model.parameters(), lr=0.01), torch.rand(_DENSE_SAMPLES, _DENSE["num_dense"])
-    pooled = torch.rand(_DENSE_SAMPLES, _DENSE_TABLES * _DENSE_DIM, requires_grad=True)
+    rule, dense = torch.optim.SGD(model.parameters(), lr=0.01), torch.rand(samples, _DENSE["num_dense"])
+    pooled = torch.rand(samples, _DENSE_TABLES * _DENSE_DIM, requires_grad=True)
 
     def step() -> float:
         began = time.perf_counter()
@@ -216,8 +216,8 @@ def _dense(lab: Lab) -> _Loop:
         return 1e9 * (time.perf_counter() - began)
 
     dense_work, cores = dlrm_work([_DENSE_DIM] * _DENSE_TABLES, **_DENSE), lab.processor.cores
-    flops_ns = 1e9 * TRAINING_FLOPS * _DENSE_SAMPLES * dense_work.dense_flops / lab.processor.flops
-    amounts: dict[str, Any] = {"samples": _DENSE_SAMPLES, "threads": cores, "is_training": True}
+    flops_ns = 1e9 * TRAINING_FLOPS * samples * dense_work.dense_flops / lab.processor.flops
+    amounts: dict[str, Any] = {"samples": samples, "threads": cores, "is_training": True}
     with set_torch_threads(cores):
         fastest = min(step() for _ in range(3 + 3 * lab.passes))
     return _Loop(fastest, lambda costs: flops_ns + sum(costs.dense_ns(dense_work, **amounts)))
@@ -225,13 +225,15 @@ def _dense(lab: Lab) -> _Loop:
 
 _LOOPS: Final[Mapping[tuple[str, ...], Sequence[Callable[[Lab], _Loop]]]] = {
     ("batch_us",): [functools.partial(_in_memory, dim=_WIDE, ids=1, is_training=True)],
-    ("byte_ns",): [functools.partial(_in_memory, dim=_WIDE, ids=IDS, is_training=False)],
-    ("id_ns",): [functools.partial(_in_memory, dim=_NARROW, ids=IDS, is_training=True)],
+    ("byte_ns", "id_ns"): [
+        functools.partial(_in_memory, dim=dim, ids=IDS, is_training=is_training)
+        for dim, is_training in ((_WIDE, False), (_WIDE, True), (_NARROW, True))
+    ],
     ("miss_ns",): [functools.partial(_misses, is_cold=False)],
     ("read_ns",): [functools.partial(_misses, is_cold=True)],
     ("append_ns", "append_ns_per_byte", "transaction_us"): [
         functools.partial(_writes, dim=dim, part=part) for dim, part in ((_NARROW, 8), (_NARROW, 64), (_WIDE, 8))
     ],
-    ("wake_us",): [_dense],
+    ("wake_us", "value_ns"): [functools.partial(_dense, samples=samples) for samples in (64, 2048)],
 }
 """In the order in which they are timed; each finds the costs of its key."""
