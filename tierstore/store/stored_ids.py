@@ -29,8 +29,9 @@ def section_rows(config: TableConfig) -> int:
 
 def ids_bytes(config: TableConfig) -> int:
     """Memory for a table's ids, once they are looked at; 0 if they are not dynamic."""
-    here = range(*config.ids.owned) if config.ids else ()
-    return sum(map_bytes(len(here) * share) for share in shares(config))
+    if config.ids is None:
+        return 0
+    return sum(map_bytes(len(range(*config.ids.owned)) * share) for share in shares(config))
 
 
 class Section(NamedTuple):
