@@ -40,9 +40,6 @@ def random_accesses(seed: int, num: int = 4000) -> Accesses:
     return Accesses(keys.astype(np.int64), np.arange(num + 1), ("a", "b", "c"))
 
 
-# Stack distances
-
-
 def searched(keys: list[int]) -> dict[int, int]:
     """Accesses by distance; a row's first access has none."""
     counts: Counter[int] = Counter()
@@ -55,20 +52,13 @@ def searched(keys: list[int]) -> dict[int, int]:
     return dict(counts)
 
 
-def found_in(keys: np.ndarray, skip: int = 0) -> dict[int, int]:
-    histogram = distances(numbered(keys), skip=skip)
-    return {int(distance): int(histogram[distance]) for distance in np.flatnonzero(histogram)}
-
-
 @pytest.mark.kernel
 @given(keys=st.lists(st.integers(0, 90), max_size=400), skip=st.integers(0, 400), shift=st.integers(0, 40))
 def test_distances_of_any_accesses_behind_any_that_are_skipped(keys: list[int], skip: int, shift: int) -> None:
     before = Counter(searched(keys[:skip]))
-    found = found_in(np.array(keys, np.int64) << shift, min(skip, len(keys)))
+    histogram = distances(numbered(np.array(keys, np.int64) << shift), skip=min(skip, len(keys)))
+    found = {distance: int(histogram[distance]) for distance in np.flatnonzero(histogram).tolist()}
     assert found == {key: n - before[key] for key, n in searched(keys).items() if n > before[key]}
-
-
-# Stores
 
 
 def misses(accesses: Accesses, policy: str, capacity: int, depth: int = 0) -> int:
@@ -142,9 +132,6 @@ def test_skipped_batches_fill_the_cache_and_do_not_count(policy: str, skip: int)
     np.testing.assert_allclose(first + rest, whole, rtol=1e-12)
 
 
-# Samples
-
-
 def test_accesses_that_are_a_sample_give_the_curve_of_all() -> None:
     keys = np.random.default_rng(7).integers(0, 400, 20_000)
     whole = Accesses(keys, np.arange(20_001), ("a",))
@@ -166,9 +153,6 @@ def test_lookups_of_all_rows_say_what_misses_are_a_share_of(policy: str) -> None
         assert made.num_accesses == sum(counts)
         expected = np.minimum(curve(half, policy, sizes=sizes).miss_ratios * 8000 / sum(counts), 1)
         np.testing.assert_allclose(made.miss_ratios, expected, rtol=1e-12)
-
-
-# The command
 
 
 @pytest.fixture

@@ -36,10 +36,9 @@ _DEPTHS: Final = (1, 4, 16, 64)
 _LARGE_BYTES, _LARGE_DEPTH, _FILE_PARTS = 1 << 20, 8, 8
 _CALLS, _ENOUGH, _MOST_GROWTH = 5, 0.5, 16  # that count; of its time, at least; of reads, from call to call
 _FILE_SHARE: Final = 0.1  # of what is free
-_LEAST_FILE_BYTES: Final = 16 << 20
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "rootfs")
 _LEAST_SECONDS, _DEFAULT_SECONDS, _MOST_SECONDS = 1.0, 50.0, 3600.0
-_FILE_BYTES: Final = 1 << 30
+_LEAST_FILE_BYTES, _FILE_BYTES = 16 << 20, 1 << 30
 _NETWORK: Final = Link(bytes_per_s=1.12e9, latency_us=30.0)
 _COLD_SECONDS: Final = 0.25  # that a batch of cold reads may take
 _CORES_SHARE, _SSD_SHARE = 0.15, 0.35  # of the time; loops over stores take the rest
