@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import NamedTuple
 
 import tierstore
 from tierstore.errors import DamagedError, TierstoreError
@@ -11,15 +11,30 @@ from tierstore.errors import DamagedError, TierstoreError
 from .life import Report, other_boot
 from .state import State
 
-__all__ = ["inspect"]
+__all__ = ["Shown", "inspect"]
 
-_OPEN: Final[dict[str, Any]] = {"ddr": "2MiB", "threads": 1}
-_NOTHING: Final[dict[str, Any]] = {"head": (), "numbers": (), "rows": 0, "bits": 0, "words": ""}
+_DDR = "2MiB"
+
+
+class Shown(NamedTuple):
+    """What a store shows.
+
+    Attributes:
+        was_there: whether it could be opened for reading at all.
+        head: positions of its versions, the oldest first; numbers: their numbers.
+        rows, bits, words: how the versions differ from what they must be, summed up.
+    """
+
+    was_there: bool
+    head: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    rows: int = 0
+    bits: int = 0
+    words: str = ""
 
 
 def inspect(directory: Path, states: Mapping[int, State], report: Report, *, boot: int, may_lack: bool) -> None:
-    """Report as "shown" what the store is; run in a process of its own: "head" (positions of its versions, the oldest
-    first), their "numbers", and "rows", "bits" and "words" (how they differ from what they must be, summed up).
+    """Report as "shown" what the store is; run in a process of its own.
 
     Where the machine has started again, a store can be read only after it was opened for writing: then a copy is.
 
@@ -30,26 +45,30 @@ def inspect(directory: Path, states: Mapping[int, State], report: Report, *, boo
     with other_boot(boot):
         try:
             found = _shown(directory, states, may_lack)
-        except TierstoreError as error:
-            if isinstance(error, DamagedError) and "the machine stopped" in str(error):
+        except DamagedError as error:
+            if "the machine stopped" in str(error):
                 shutil.rmtree(copy, ignore_errors=True)
                 shutil.copytree(directory, copy)
-                tierstore.open(copy, **_OPEN).close()
+                tierstore.open(copy, ddr=_DDR, threads=1).close()
                 found = _shown(copy, states, may_lack)
                 shutil.rmtree(copy)
             elif may_lack:
-                found = _NOTHING
+                found = Shown(was_there=False)
             else:
                 raise
-    report("shown", **found)
+        except TierstoreError:
+            if not may_lack:
+                raise
+            found = Shown(was_there=False)
+    report("shown", **found._asdict())
 
 
-def _shown(directory: Path, states: Mapping[int, State], may_lack: bool) -> dict[str, Any]:
-    with tierstore.open(directory, mode="r", **_OPEN) as store:
+def _shown(directory: Path, states: Mapping[int, State], may_lack: bool) -> Shown:
+    with tierstore.open(directory, mode="r", ddr=_DDR, threads=1) as store:
         numbers = store.versions
     head, rows, bits, words = [], 0, 0, []
     for number in numbers or (None,):
-        with tierstore.open(directory, mode="r", version=number, **_OPEN) as store:
+        with tierstore.open(directory, mode="r", version=number, ddr=_DDR, threads=1) as store:
             store.verify()
             found = State.of(store)
         expected = states.get(found.position)
@@ -62,4 +81,4 @@ def _shown(directory: Path, states: Mapping[int, State], may_lack: bool) -> dict
         rows, bits = rows + difference.rows, bits + difference.bits
         if difference.words:
             words.append(f"version {number}: {difference.words}")
-    return {"head": head, "numbers": numbers, "rows": rows, "bits": bits, "words": "; ".join(words)}
+    return Shown(True, tuple(head), numbers, rows, bits, "; ".join(words))

@@ -29,7 +29,6 @@ _NOISE = 0.1
 _POINTS_A_STALL: Final = 4
 _RATE_DECAY: Final = 0.995
 """Each step multiplies the tables' learning rates by it."""
-_Look = Callable[[int], None]
 Report = Callable[..., None]
 """``report(label, **values)`` tells whoever watches; in one write, so that a kill loses it whole or not at all."""
 
@@ -173,9 +172,18 @@ class _Life:
     """
 
     def __init__(
-        self, store: tierstore.Store, plan: Sequence[Action], depth: int, report: Report, look: _Look | None = None
+        self,
+        store: "tierstore.Store",
+        plan: Sequence[Action],
+        depth: int,
+        report: Report,
+        look: Callable[[int], None] | None = None,
     ) -> None:
-        self._store, self._plan, self._depth, self._report, self._look = store, plan, depth, report, look
+        self._store = store
+        self._plan = plan
+        self._depth = depth
+        self._report = report
+        self._look = look
         for config in configs():
             store.create_table(config)
         self._collection = tierstore.TieredEmbeddingBagCollection(store)
@@ -213,19 +221,20 @@ class _Life:
                     self._commit(self._position)
 
     def _commit(self, position: int) -> None:
-        def tell(done: "Future[Any]") -> None:
-            if error := done.exception():
-                self._report("failed", words=f"the commit at {position}: {error!r}")
-            else:
-                self._report("durable", position=position, version=done.result())
-
         self._report("begin", position=position)
         self._last = self._store.commit_async(extra={"position": position}, tensors=self._dense.tensors())
-        self._last.add_done_callback(tell)
+        self._last.add_done_callback(lambda done: self._tell(done, position))
         self._committed = position
         if self._look is not None:
             self._last.result()
             self._look(position)
+
+    def _tell(self, done: "Future[Any]", position: int) -> None:
+        error = done.exception()
+        if error is None:
+            self._report("durable", position=position, version=done.result())
+        else:
+            self._report("failed", words=f"the commit at {position}: {error!r}")
 
     def _go_back(self, position: int) -> None:
         """To the version of that position, one of the last two."""

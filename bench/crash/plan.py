@@ -6,7 +6,7 @@ an action like any other; after it the run has that version's rows and goes on b
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ _LONGEST_BAG: Final = 6
 _SESSIONS: Final = 450
 _STEPS_A_COMMIT: Final = (2, 4, 3)
 _COMMITS_A_ROLLBACK: Final = 4
-_IDS: Final = tierstore.DynamicIds(admission=tierstore.ids.Frequency(2))
 
 
 class Action(NamedTuple):
@@ -42,15 +41,30 @@ class Batch(NamedTuple):
 def configs() -> list[tierstore.TableConfig]:
     """Three tables of different layouts and optimizers; two features share one of them, and one has dynamic ids, of
     which it has rows for a third."""
-    shapes: list[dict[str, Any]] = [
-        {"name": "item", "num_embeddings": 900, "embedding_dim": 28, "feature_names": FEATURES[:2]},
-        {"name": "user", "num_embeddings": 700, "embedding_dim": 16},
-        {"name": "session", "num_embeddings": _SESSIONS // 3, "embedding_dim": 12, "ids": _IDS},
-    ]
-    rules = (optim.Adagrad(lr=0.05), optim.Adam(lr=0.02), optim.RowWiseAdagrad(lr=0.05))
     return [
-        tierstore.TableConfig(**shape, optimizer=rule, init=tierstore.init.Uniform(-1, 1, seed=seed))
-        for seed, (shape, rule) in enumerate(zip(shapes, rules, strict=True), 3)
+        tierstore.TableConfig(
+            name="item",
+            num_embeddings=900,
+            embedding_dim=28,
+            feature_names=("clicked", "viewed"),
+            init=tierstore.init.Uniform(-1, 1, seed=3),
+            optimizer=optim.Adagrad(lr=0.05),
+        ),
+        tierstore.TableConfig(
+            name="user",
+            num_embeddings=700,
+            embedding_dim=16,
+            init=tierstore.init.Uniform(-1, 1, seed=4),
+            optimizer=optim.Adam(lr=0.02),
+        ),
+        tierstore.TableConfig(
+            name="session",
+            num_embeddings=_SESSIONS // 3,
+            embedding_dim=12,
+            init=tierstore.init.Uniform(-1, 1, seed=5),
+            optimizer=optim.RowWiseAdagrad(lr=0.05),
+            ids=tierstore.DynamicIds(admission=tierstore.ids.Frequency(2)),
+        ),
     ]
 
 

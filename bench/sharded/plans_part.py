@@ -30,7 +30,7 @@ from .costs_part import costs_of
 from .ranks import run_ranks
 from .sets_part import BEAM, rank_limit, searched, tables_asked
 from .step_part import joined
-from .systems import Tierstore
+from .systems import System
 from .turns import contender, spreads, take_turns
 
 __all__ = ["MEASURED", "PART"]
@@ -135,7 +135,7 @@ def _by_hand(tables: Sequence[tierstore.TableConfig], size: int) -> dict[str, Pl
     return {name: Plan(size, own) for name, own in found.items()}
 
 
-class Planned(Tierstore):
+class Planned(System):
     """Tables as a plan has them."""
 
     store: ShardedStore
@@ -146,7 +146,7 @@ class Planned(Tierstore):
         for table in case.tables:
             self.store.create_table(table)
         self.module = ShardedTieredEmbeddingBagCollection(self.store)
-        self.model: torch.nn.Module = self.module
+        self.model = self.module
 
     def served(self, batches: Sequence[tierstore.KeyedJaggedTensor]) -> list[float]:
         """Rows that each rank looks up in its part in a step."""

@@ -4,7 +4,7 @@ Each is built alike in all ranks, over tables t0, t1, ... with a feature f0, f1,
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from tierstore.models import DLRM
 from ..peers import torchrec
 
 __all__ = [
-    "Alone", "Ours", "Setup", "System", "Theirs", "Tierstore", "dense_part", "first_weights", "shardings", "train_step",
+    "Alone", "Ours", "Setup", "System", "Theirs", "dense_part", "first_weights", "shardings", "train_step",
 ]  # fmt: skip
 
 Shardings = dict[str, tuple[ShardingType, Sequence[int]]]
@@ -74,24 +74,6 @@ class Setup(NamedTuple):
         )  # fmt: skip
 
 
-class System(Protocol):
-    """A way to train the tables.
-
-    Attributes:
-        model: called with the dense features and a batch, or with a batch where there are tables alone.
-    """
-
-    model: nn.Module
-
-    def jagged(self, batch: tierstore.KeyedJaggedTensor) -> Any:
-        """The batch as the system wants it."""
-
-    def pooled(self, batch: Any) -> Tensor:
-        """float32 [B, E] of tables alone, the columns in an order of the system's own."""
-
-    def close(self) -> None: ...
-
-
 def shardings(sharding_type: ShardingType, rows: Sequence[int], size: int) -> Shardings:
     """Of all tables over so many ranks; table-wise, the largest are dealt out first, in turns."""
     order = sorted(range(len(rows)), key=lambda number: -rows[number])
@@ -100,16 +82,23 @@ def shardings(sharding_type: ShardingType, rows: Sequence[int], size: int) -> Sh
     return {f"t{number}": (sharding_type, list(range(size))) for number in range(len(rows))}
 
 
-class Tierstore:
-    """What tierstore's systems have in common."""
+class System:
+    """A way to train the tables, by tierstore unless a subclass says otherwise.
+
+    Attributes:
+        model: called with the dense features and a batch, or with a batch where there are tables alone.
+    """
 
     store: tierstore.Store | ShardedStore
     module: nn.Module
+    model: nn.Module
 
     def jagged(self, batch: tierstore.KeyedJaggedTensor) -> Any:
+        """The batch as the system wants it."""
         return batch
 
     def pooled(self, batch: Any) -> Tensor:
+        """float32 [B, E] of tables alone, the columns in an order of the system's own."""
         found: Tensor = self.module(batch).values()
         return found
 
@@ -117,7 +106,7 @@ class Tierstore:
         self.store.close()
 
 
-class Ours(Tierstore):
+class Ours(System):
     """tierstore's sharded tables, a thread a rank."""
 
     store: ShardedStore
@@ -136,7 +125,7 @@ class Ours(Tierstore):
         self.model = whole if setup.mlps is None else data_parallel(whole)
 
 
-class Theirs:
+class Theirs(System):
     """TorchRec's ``DistributedModelParallel``, of the first weights that tierstore's have."""
 
     def __init__(self, setup: Setup) -> None:
@@ -158,7 +147,7 @@ class Theirs:
         pass
 
 
-class Alone(Tierstore):
+class Alone(System):
     """tierstore in one process.
 
     Args:

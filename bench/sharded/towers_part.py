@@ -22,7 +22,7 @@ from tierstore.dist import TowerTieredEmbeddingBagCollection, open_sharded
 
 from ..common import Goal, Part, Report, Run, Table
 from ..hosts import address, joined_hosts, python_on
-from .systems import Ours, Setup, System, Theirs, Tierstore
+from .systems import Ours, Setup, System, Theirs
 from .turns import contender, spreads, take_turns
 
 __all__ = ["PART"]
@@ -36,7 +36,7 @@ WHOLE: Final = "towers, identity"
 THEIRS: Final = "TorchRec, flat"
 
 
-class ByTowers(Tierstore):
+class ByTowers(System):
     """tierstore's tables, half of them on each host, compressed there; 0: as they are."""
 
     def __init__(self, setup: Setup, compression: int) -> None:
@@ -49,7 +49,7 @@ class ByTowers(Tierstore):
         widths = [len(tables) * setup.dim for tables in towers]
         modules = [nn.Linear(width, width // compression) for width in widths] if compression else None
         self.module = TowerTieredEmbeddingBagCollection(store, modules)
-        self.model: nn.Module = self.module
+        self.model = self.module
 
 
 def _batches(config: dict[str, Any], rank: int) -> list[tierstore.KeyedJaggedTensor]:
