@@ -59,7 +59,7 @@ def table_name(number: int) -> str:
 
 def hbm_bytes(rows: float, row_bytes: int) -> int:
     """A budget of device memory that has so many cached rows beside their overflow slots."""
-    return hbm_bytes_of(RowLayout(dim=row_bytes // 4), math.ceil(rows), "lru")
+    return hbm_bytes_of(RowLayout(dim=row_bytes // 4), math.ceil(rows))
 
 
 def open_fresh(folder: Path, **settings: Any) -> tierstore.Store:

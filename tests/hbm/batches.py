@@ -1,21 +1,15 @@
-"""Batches for tests of kernels over rows, and the CPU's kernels run on them: what the others must equal, bit by bit."""
+"""Batches for tests of kernels over rows."""
 
 import math
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tierstore.hbm.batch import Bags, Groups
-from tierstore.kernels import floats
-from tierstore.kernels import slots as kernels
-from tierstore.kernels.threads import Workers
-from tierstore.pool import backward
-from tierstore.pool.bags import NO_ARG_MAX, NO_FLOATS
-from tierstore.pool.bags import Bags as PoolBags
 
 UNTOUCHED = 7.0
 """In the gaps of results."""
@@ -48,24 +42,9 @@ class Batch:
     table_of: Any
 
     @property
-    def wide_starts(self) -> Any:
-        """``bag_starts`` as the CPU's kernels take them, int64."""
-        return self.bag_starts.astype(np.int64)
-
-    @property
-    def dtype_code(self) -> int:
-        return floats.code_of_dtype(str(self.weights.dtype).removeprefix("torch."))
-
-    @property
     def lengths(self) -> Any:
         """int [U], positions of each unique row."""
         return np.diff(self.starts[: len(self.slots) + 1])
-
-    @property
-    def table_of_row(self) -> Any:
-        """int32 [U]."""
-        first = self.order[self.starts[: len(self.slots)]]
-        return self.table_of[self.bag_of[first] // self.samples]
 
     def bags(self, module: ModuleType, device: str, *, scaled: bool = True) -> Bags:
         """``bag_of`` is what the kernels of ``module`` make of ``bag_starts``."""
@@ -115,11 +94,6 @@ def make_batch(
     )  # fmt: skip
 
 
-def storage(weights: Tensor) -> Any:
-    """Numpy's view of weights, as kernels take them."""
-    return weights.numpy() if weights.dtype == torch.float32 else weights.view(torch.uint16).numpy()
-
-
 def bits(values: Any) -> Any:
     """Bit patterns on the CPU, those of NaN made one: devices differ in a NaN's sign and payload."""
     tensor = torch.as_tensor(values).detach().cpu().clone()
@@ -127,62 +101,3 @@ def bits(values: Any) -> Any:
         tensor[tensor.isnan()] = float("nan")
         tensor = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
     return tensor.numpy()
-
-
-def numba_pool(batch: Batch, mode: int, *, scaled: bool) -> tuple[Any, Any]:
-    """(pooled, arg-maxima or None)."""
-    out = np.full_like(batch.grad_out, UNTOUCHED)
-    num_bags = len(batch.bag_starts) - 1
-    arg_max = np.full((num_bags, batch.dim), -1, np.int32) if mode == kernels.MAX else NO_ARG_MAX
-    kernels.pool_rows(
-        0, num_bags, 0, len(batch.inverse), batch.wide_starts, batch.slots[batch.inverse],
-        batch.scale if scaled else NO_FLOATS, mode, storage(batch.weights), batch.dim, batch.dtype_code,
-        batch.columns, batch.samples, out, arg_max,
-    )  # fmt: skip
-    return out, arg_max if mode == kernels.MAX else None
-
-
-def numba_dot(batch: Batch) -> Any:
-    """float32 [N], the gradient of per-sample weights."""
-    out = np.empty(len(batch.inverse), np.float32)
-    kernels.dot_rows(
-        0, len(batch.bag_starts) - 1, 0, len(batch.inverse), batch.wide_starts, batch.slots[batch.inverse],
-        storage(batch.weights), batch.dim, batch.dtype_code, batch.columns, batch.samples, batch.grad_out, out,
-    )  # fmt: skip
-    return out
-
-
-class Updated(NamedTuple):
-    """What an update changes."""
-
-    weights: Tensor
-    state: Tensor
-
-
-def numba_update(
-    batch: Batch, *, arg_max: Any, mean: bool, scaled: bool, codes: Any, hyper: Any, state: Tensor
-) -> Updated:
-    """The batch's rows and state after an update."""
-    changed = Updated(batch.weights.clone(), state.clone())
-    scale = batch.scale if scaled else NO_FLOATS
-    arg_max = NO_ARG_MAX if arg_max is None else arg_max
-    bounds = np.array([0, len(batch.bag_starts) - 1])
-    bags = PoolBags(
-        np.zeros(1, np.int64), batch.table_of, bounds, batch.wide_starts, batch.columns, batch.samples, scale
-    )
-    pool: Any = SimpleNamespace(
-        weights=storage(changed.weights), state=changed.state.numpy(), layout=SimpleNamespace(dim=batch.dim),
-        dtype_code=batch.dtype_code,
-    )  # fmt: skip
-    # Row by row, since here rows of any two tables may follow each other.
-    in_order = list(dict.fromkeys(batch.inverse.tolist()))
-    number_of = {number: place for place, number in enumerate(in_order)}
-    groups = backward.Groups(bags, arg_max, batch.grad_out.shape[1], Workers(1), is_mean=mean)
-    groups.by_number(np.array([number_of[number] for number in batch.inverse.tolist()], np.int32), len(in_order))
-    for place, number in enumerate(in_order):
-        table = batch.table_of_row[number]
-        groups.update(
-            pool, place, batch.slots[number : number + 1], np.array(codes[table : table + 1], np.int64),
-            hyper[table : table + 1], batch.grad_out,
-        )  # fmt: skip
-    return changed

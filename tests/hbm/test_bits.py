@@ -160,7 +160,7 @@ def test_any_work_has_the_bits_of_host_memory(case: Case) -> None:
         ended, stats = everything(Path(folder) / "with", case, hbm=hbm, ddr=case.ddr, policy=case.policy)
         assert [place for place, pair in enumerate(zip(ended, expected, strict=True)) if pair[0] != pair[1]] == []
         assert stats.hits + stats.misses == stats.unique
-        if case.share == 1:
+        if case.share == 1 and case.is_one_pool:  # of several, those of small rows may have most of theirs
             assert min(stats.evictions, stats.split_batches) > 0
         elif not case.share:
             assert (stats.evictions, stats.split_batches) == (0, 0)

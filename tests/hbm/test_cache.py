@@ -5,16 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tierstore.cache.base import DIRTY, LOADING, RESIDENT
 from tierstore.hbm import cache_triton, cache_twin
-from tierstore.hbm.books import PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
-from tierstore.hbm.cache import PERIOD, FrequencySketch, HbmCache, PolicyName
+from tierstore.hbm.books import NUM_STATUSES, PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
+from tierstore.hbm.cache import PERIOD, HbmCache, PolicyName
 
 CAPACITY = 40
 """Two sets, the second one of 8 slots."""
@@ -44,11 +42,11 @@ class Model:
         self.sets: list[dict[int, Row]] = [{}, {}]
         self.clock = 0
 
-    def plan(self, keys: list[int], own: list[int], asked: list[int] | None, taken: set[int]) -> list[Status]:
+    def plan(self, keys: list[int], own: list[int], taken: set[int]) -> list[Status]:
         planned = [dict(rows) for rows in self.sets]
         busy: set[int] = set()
         statuses = []
-        for number, (key, which) in enumerate(zip(keys, own, strict=True)):
+        for key, which in zip(keys, own, strict=True):
             rows = planned[which]
             idle = [each for each in rows if each not in busy and not rows[each].pins]
             victim = min(idle, key=lambda each: rows[each].rank(self.policy), default=-1)
@@ -60,8 +58,6 @@ class Model:
                 status = Status.FREE_SLOT
             elif victim < 0:
                 status = Status.CONFLICT
-            elif asked is not None and asked[number] < rows[victim].count:
-                status = Status.REFUSED
             else:
                 status = Status.DIRTY_VICTIM if rows[victim].is_dirty else Status.CLEAN_VICTIM
                 del rows[victim]
@@ -72,11 +68,11 @@ class Model:
         self.planned = planned
         return statuses
 
-    def commit(self, keys: list[int], own: list[int], asked: list[int] | None, statuses: list[Status]) -> None:
+    def commit(self, keys: list[int], own: list[int], statuses: list[Status]) -> None:
         old, self.sets = self.sets, self.planned
         for number, (key, which, status) in enumerate(zip(keys, own, statuses, strict=True)):
             if key in self.sets[which] and status < Status.CONFLICT and status != Status.TAKEN:
-                row = old[which][key] if status == Status.HIT else Row(0 if asked is None else asked[number] - 1, 0)
+                row = old[which][key] if status == Status.HIT else Row(0, 0)
                 row.count, row.stamp, row.pins = row.count + 1, self.clock + 1 + number, row.pins + 1
                 self.sets[which][key] = row
         self.clock += len(keys)
@@ -89,8 +85,7 @@ class Model:
 devices = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 steps = st.tuples(
     st.sets(st.integers(0, len(KEYS) - 1), min_size=1, max_size=50).map(sorted),
-    st.sampled_from(["fill", "fill and change", "keep", "give up", "age", "clear"]),
-    st.booleans(),
+    st.sampled_from(["fill", "fill and change", "keep", "age", "clear"]),
     st.randoms(use_true_random=False),
 )
 
@@ -98,24 +93,22 @@ steps = st.tuples(
 @pytest.mark.parametrize("device", devices)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @given(script=st.lists(steps, max_size=12))
-def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[int], str, bool, object]]) -> None:
+def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[int], str, object]]) -> None:
     cache = HbmCache(CAPACITY, weight_words=1, state_words=0, policy=policy, device=torch.device(device))
     model, kept = Model(policy), []
-    for places, action, is_asked, random in script:
+    for places, action, random in script:
         keys, sets = KEYS[places], SETS[places]
         listed, own = keys.tolist(), sets.tolist()
-        asked = [random.randint(1, 3) for _ in listed] if is_asked and policy == "lfu" else None  # type: ignore[attr-defined]
         taken = {key for key in listed if key not in model.rows and random.random() < 0.1}  # type: ignore[attr-defined]
         lying = [CAPACITY + number if key in taken else -1 for number, key in enumerate(listed)]
         padded = torch.cat([keys, KEYS[:STALE]]).to(device)
         plan = cache.plan(
             padded, torch.tensor([len(keys)], dtype=torch.int32, device=device),
             lying=torch.tensor(lying + [CAPACITY] * STALE, dtype=torch.int32, device=device) if taken else None,
-            counts=None if asked is None else torch.tensor(asked + [0] * STALE, dtype=torch.int32, device=device),
         )  # fmt: skip
-        statuses = model.plan(listed, own, asked, taken)
+        statuses = model.plan(listed, own, taken)
         assert plan.statuses.tolist() == statuses + [Status.NO_KEY] * STALE
-        assert plan.summary.sum(0).tolist() == [statuses.count(each) for each in Status]
+        assert plan.summary.sum(0).tolist() == [statuses.count(each) for each in range(NUM_STATUSES)]
         before = [tensor.clone() for tensor in cache._books]
         cache.commit(plan)
         is_done = max(statuses) < Status.DIRTY_VICTIM
@@ -126,24 +119,18 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
             model.clock += len(padded)
             cache.clean(leaving)
             cache.commit(plan, forced=True)
-        model.commit(listed, own, asked, statuses)
+        model.commit(listed, own, statuses)
         model.clock += STALE
         assert plan.slots[plan.statuses == Status.TAKEN].tolist() == [each for each in lying if each >= 0]
         slots = plan.slots[(plan.slots >= 0) & (plan.statuses != Status.TAKEN)]
         assert len(set(slots.tolist())) == len(slots)
         rows = [model.rows[key] for key in cache.keys_at(slots).tolist()]
-        if action == "give up":
-            entered = cache.keys_at(slots[torch.isin(slots, cache.slots_with(LOADING))]).tolist()
-            cache.drop_loading(plan.slots)
-            model.sets = [{key: row for key, row in each.items() if key not in entered} for each in model.sets]
-        else:
-            cache.settle(plan.slots)
+        cache.settle(plan.slots)
         if action == "keep":
             kept.append((slots, rows))
         else:
-            if action != "give up":
-                beyond = torch.tensor([CAPACITY, CAPACITY + 30], dtype=torch.int32, device=device)
-                cache.release(torch.cat([plan.slots, beyond]), changed=action == "fill and change")
+            beyond = torch.tensor([CAPACITY, CAPACITY + 30], dtype=torch.int32, device=device)
+            cache.release(torch.cat([plan.slots, beyond]), changed=action == "fill and change")
             for row in rows:
                 row.pins -= 1
                 row.is_dirty |= action == "fill and change"
@@ -207,7 +194,7 @@ def copied(books: Books) -> Books:
 
 
 def summary() -> Tensor:
-    return torch.zeros((SUMMARY_ROWS, len(Status)), dtype=torch.int32, device=DEVICE)
+    return torch.zeros((SUMMARY_ROWS, NUM_STATUSES), dtype=torch.int32, device=DEVICE)
 
 
 def number(value: int) -> Tensor:
@@ -223,15 +210,13 @@ def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) 
     keys = keys[mixed(keys).argsort()]
     some = torch.where(torch.rand(len(keys), generator=generator) < 0.2, capacity + torch.arange(len(keys)), -1)
     some = some.to(DEVICE, torch.int32)
-    asked = torch.randint(1, 4, (len(keys),), generator=generator).to(DEVICE, torch.int32)
-    for lying, counts in ((None, None), (some, None), (None, asked), (some, asked)):
-        given = (len(keys), len(keys) - 7) if lying is None else (len(keys) // 2,)
-        for num_unique in map(number, given if counts is None else given[:1]):
+    for lying in (None, some):
+        for num_unique in map(number, (len(keys), len(keys) - 7) if lying is None else (len(keys) // 2,)):
             plans = []
             for kernels in (cache_twin, cache_triton):
                 own = summary()
-                slots, statuses = kernels.plan(books, keys, num_unique, lying, counts, own)
-                plans.append(Plan(keys, slots, statuses, counts, own))
+                slots, statuses = kernels.plan(books, keys, num_unique, lying, own)
+                plans.append(Plan(keys, slots, statuses, own))
             expected, planned = plans
             assert torch.equal(planned.statuses, expected.statuses)
             assert torch.equal(planned.slots, expected.slots)
@@ -243,8 +228,6 @@ def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) 
             assert (Status.NO_KEY in seen) == (int(num_unique) < len(keys))
             assert Status.CONFLICT in seen or share_pinned < 0.5
             assert (Status.TAKEN in seen) == (lying is not None)
-            assert Status.REFUSED not in seen or counts is not None
-            assert Status.REFUSED in seen or counts is None or share_pinned > 0.5
 
 
 def check_commits(books: Books, plans: list[Plan], lfu: bool) -> None:
@@ -254,7 +237,7 @@ def check_commits(books: Books, plans: list[Plan], lfu: bool) -> None:
         for kernels, plan in zip((cache_twin, cache_triton), plans, strict=True):
             given = plan if blocked else plan._replace(summary=summary())
             if blocked:
-                given.summary[-1, Status.REFUSED] = 1
+                given.summary[-1, Status.CONFLICT] = 1
             changed, following = copied(books), summary() + 1
             kernels.commit(changed, given, following, 2**33 + 5, lfu, forced)
             assert not following.any()
@@ -281,7 +264,6 @@ def test_keys_are_found_among_sorted_ones(known: list[int], asked: list[int]) ->
             "unpin": st.booleans(),
             "keep": st.sampled_from([-1, ~DIRTY, ~LOADING]),
             "add": st.sampled_from([0, DIRTY]),
-            "forget": st.booleans(),
         }
     ),
     size=st.sampled_from([0, 1, 255, 257, 300]),
@@ -294,68 +276,20 @@ def test_flags(edit: Any, size: int) -> None:
     for slot in slots.tolist():
         if 0 <= slot < 290:
             left = before.tolist()[slot] - (PIN if edit["unpin"] else 0)
-            expected[slot] = 0 if edit["forget"] and left & LOADING else (left & edit["keep"]) | edit["add"]
+            expected[slot] = (left & edit["keep"]) | edit["add"]
     for kernels in (cache_twin, cache_triton):
         flags = before.to(DEVICE, copy=True)
         kernels.edit_flags(flags, slots.to(DEVICE), 290, **edit)
         assert flags.tolist() == expected
 
 
-def places_of(key: int, width: int) -> list[int]:
-    """In Python's integers, apart from the code."""
-    mask = 2**64 - 1
-    mix = key & mask
-    mix = ((mix ^ mix >> 30) * 0xBF58476D1CE4E5B9) & mask
-    mix = ((mix ^ mix >> 27) * 0x94D049BB133111EB) & mask
-    return [((mix >> 32) * width) >> 32, width + (((mix & (2**32 - 1)) * width) >> 32)]
-
-
-@triton.jit
-def place_keys(keys, places, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As the sketch's kernels do, whose counters would not fit memory here."""
-    number = tl.arange(0, BLOCK)
-    mixed = cache_triton.mix(tl.load(keys + number))
-    tl.store(places + number, cache_triton.sketch_place(mixed >> 32, width))
-    tl.store(places + BLOCK + number, cache_triton.sketch_place(mixed & 0xFFFFFFFF, width) + width)
-
-
-@pytest.mark.parametrize("width", [8, 2**16 - 1, 8 * 10**7, 2**31, 2**34, 2**34 - 8])
-def test_places_in_a_sketch_of_any_width(width: int) -> None:
-    keys = torch.cat([torch.arange(500), torch.arange(500) << 40, torch.tensor([-1, 2**63 - 1])])
-    keys = torch.cat([keys, torch.arange(1024 - len(keys)) * 982_451_653])
-    expected = torch.tensor([places_of(key, width) for key in keys.tolist()]).T
-    assert torch.equal(cache_twin.sketch_places(keys, width), expected)
-    assert 0 <= int(expected.min()) <= int(expected.max()) < 2 * width
-    found = torch.empty((2, len(keys)), dtype=torch.int64, device=DEVICE)
-    place_keys[(1,)](keys.to(DEVICE), found, width, BLOCK=len(keys), enable_fp_fusion=False)
-    assert torch.equal(found.cpu(), expected)
-
-
-@pytest.mark.parametrize("width", [8, 400])
-@pytest.mark.parametrize("known", [0, 1, 256, 300, 600])
-def test_sketches_count_alike_up_to_a_limit(width: int, known: int) -> None:
-    generator = torch.Generator().manual_seed(width)
-    counters = torch.randint(0, 30, (2 * width,), generator=generator).to(DEVICE, torch.int16)
-    keys = torch.randperm(4 * 600, generator=generator)[:600].to(DEVICE)
-    ended = []
-    for kernels in (cache_twin, cache_triton):
-        own = counters.clone()
-        estimates = kernels.sketch_estimate(own, keys, number(known))[:known]
-        kernels.sketch_count(own, keys, number(known), 31)
-        ended.append((estimates, own))
-    assert torch.equal(ended[0][0], ended[1][0])
-    assert torch.equal(ended[0][1], ended[1][1])
-    places = [places_of(key, width) for key in keys[:known].tolist()]
-    assert ended[0][0].tolist() == [min(int(counters[place]) for place in both) + 1 for both in places]
-    added = torch.bincount(torch.tensor(places, dtype=torch.int64).flatten(), minlength=2 * width)
-    assert torch.equal(ended[0][1].cpu().long(), (counters.cpu() + added).clamp(max=31))
-
-
-def test_a_sketch_halves_its_counts_in_time() -> None:
-    sketch, keys = FrequencySketch(4, DEVICE, cache_twin), torch.arange(4, device=DEVICE)
-    for _ in range(PERIOD):
-        assert not sketch.age()
-        sketch.count(keys, number(4), 4)
-    before = sketch.estimate(keys, number(4)) - 1
-    assert [sketch.age(), sketch.age()] == [True, False]
-    assert torch.equal(sketch.estimate(keys, number(4)) - 1, before // 2)
+def test_counts_are_halved_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved: list[int] = []
+    monkeypatch.setattr(HbmCache, "age", lambda own: halved.append(own._clock))
+    cache = HbmCache(2, weight_words=1, state_words=0, policy="lfu", device=DEVICE)
+    for _ in range(3 * PERIOD):
+        plan = cache.plan(KEYS[:1].to(DEVICE), number(1))
+        cache.commit(plan)
+        cache.settle(plan.slots)
+        cache.release(plan.slots, changed=False)
+    assert halved == [2 * PERIOD]

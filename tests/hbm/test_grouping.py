@@ -101,12 +101,14 @@ def test_groups_that_begin_about_the_edges_of_tiles(device: str, edges: list[int
     check_slots(np.searchsorted(sorted(cuts), np.arange(count), side="right").tolist(), device)
 
 
-def test_more_tiles_than_one_step_of_the_sum_over_them_takes(device: str) -> None:
-    slots = torch.arange(TILE * TILE + TILE + 1, dtype=torch.int32, device=device) // 700
+def test_more_tiles_than_one_step_of_the_sum_over_them_takes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiles that are small, as the interpreter is slow."""
+    monkeypatch.setattr(cache_triton, "TILE", 64)
+    slots = torch.arange(64 * 64 + 64 + 1, dtype=torch.int32, device=device) // 70
     distinct, groups = cache.group_slots(slots)
     count = int(groups.num_unique)
     assert torch.equal(distinct[:count], torch.arange(count, dtype=torch.int32, device=device))
-    assert torch.equal(groups.starts[:count], distinct[:count] * 700)
+    assert torch.equal(groups.starts[:count], distinct[:count] * 70)
 
 
 def test_mixing_loses_no_key_and_spreads_neighbours_over_sets() -> None:

@@ -14,8 +14,7 @@ from tests.hbm.stores import few_slots
 from tierstore import optim
 from tierstore.hbm import backend, cache_triton, rows_triton
 from tierstore.hbm.full import FullRows
-from tierstore.hbm.lease import HbmLease
-from tierstore.hbm.pool import HbmPool
+from tierstore.hbm.pool import HbmLease, HbmPool
 from tierstore.store import arguments
 
 ROWS, DIM, STEPS = 600, 4, 10

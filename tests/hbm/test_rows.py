@@ -1,4 +1,4 @@
-"""Kernels over rows of the HBM tier: the CPU's, their twins in torch and those in Triton give the same bits.
+"""Kernels over rows of the HBM tier: in any parts, those in Triton give the bits of the CPU's, which are the twin.
 
 Without a CUDA device the Triton kernels run in Triton's interpreter.
 """
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.hbm.batches import UNTOUCHED, Batch, bits, make_batch, numba_dot, numba_pool, numba_update
+from tests.hbm.batches import UNTOUCHED, Batch, bits, make_batch
 from tierstore import optim
 from tierstore.hbm import rows_twin
 from tierstore.hbm.batch import Bags, DeviceIds
@@ -47,12 +47,14 @@ class Rows(NamedTuple):
     device: str
 
 
+TWIN = Rows(rows_twin, "cpu")
+
+
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param((rows_twin, "cpu"), id="twin", marks=pytest.mark.kernel),
         pytest.param((rows_triton, "cpu"), id="interpreted", marks=needs_interpreter),
-        pytest.param((rows_twin, "cuda"), id="twin-cuda", marks=pytest.mark.gpu),
         pytest.param((rows_triton, "cuda"), id="cuda", marks=pytest.mark.gpu),
     ],
 )
@@ -173,13 +175,13 @@ def pool(
 
 
 def check_pool(rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: bool) -> None:
-    expected, best = numba_pool(batch, mode, scaled=scaled)
+    expected, best = pool(TWIN, batch, mode, [], scaled=scaled, by_row=False)
     for by_row in (False, True):
         out, arg_max = pool(rows, batch, mode, cuts, scaled=scaled, by_row=by_row)
         assert np.array_equal(bits(out), bits(expected))
         if best is not None:
             assert arg_max is not None
-            assert np.array_equal(bits(arg_max), best)
+            assert torch.equal(arg_max.cpu(), best)
 
 
 ODD = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-7, -1e-40, 3e38, -3e38])
@@ -209,17 +211,22 @@ def test_any_pooling(
 @pytest.mark.parametrize(("dim", "dtype"), [(dim, DTYPES[place % 3]) for place, dim in enumerate(DIMS)])
 def test_dot_products(rows: Rows, dim: int, dtype: torch.dtype) -> None:
     batch = make_batch(dim, dtype)
-    slots, inverse = (torch.from_numpy(each).to(rows.device) for each in (batch.slots, batch.inverse))
+    expected = dots(TWIN, batch, [], by_row=False)
     for by_row in (False, True):
-        out = torch.full((len(inverse),), -1.0, device=rows.device)
-        for first, last in ((0, 5), (5, 5), (5, len(inverse))):
-            part = inverse[first:last]
-            rows.module.dot_rows(
-                batch.bags(rows.module, rows.device), slots if by_row else slots[part], part if by_row else None,
-                first, last, weights=batch.weights.to(rows.device), dim=dim,
-                grad_out=torch.from_numpy(batch.grad_out).to(rows.device), grad_scale=out,
-            )  # fmt: skip
-        assert np.array_equal(bits(out), bits(numba_dot(batch)))
+        assert np.array_equal(bits(dots(rows, batch, [5, 5], by_row=by_row)), bits(expected))
+
+
+def dots(rows: Rows, batch: Batch, cuts: list[int], *, by_row: bool) -> Tensor:
+    slots, inverse = (torch.from_numpy(each).to(rows.device) for each in (batch.slots, batch.inverse))
+    out = torch.full((len(inverse),), -1.0, device=rows.device)
+    for first, last in zip([0, *cuts], [*cuts, len(inverse)], strict=True):
+        part = inverse[first:last]
+        rows.module.dot_rows(
+            batch.bags(rows.module, rows.device), slots if by_row else slots[part], part if by_row else None,
+            first, last, weights=batch.weights.to(rows.device), dim=batch.dim,
+            grad_out=torch.from_numpy(batch.grad_out).to(rows.device), grad_scale=out,
+        )  # fmt: skip
+    return out
 
 
 def check_update(
@@ -227,29 +234,32 @@ def check_update(
 ) -> None:
     """Two updates in a row, so that the second starts from state that is not zero; in two parts, cut at ``cut``."""
     number = len(batch.slots)
-    codes = tuple(rule.code for rule in rules)
     state = torch.zeros(64, max(rule.state_dim(batch.dim) for rule in rules) + 2)
-    arg_max = numba_pool(batch, kernels.MAX, scaled=False)[1] if mode == "max" else None
-    bags, groups = batch.bags(rows.module, rows.device, scaled=scaled), batch.groups(rows.device)
+    arg_max = pool(TWIN, batch, kernels.MAX, [], scaled=False, by_row=False)[1] if mode == "max" else None
     weights, own_state = batch.weights.to(rows.device, copy=True), state.to(rows.device, copy=True)
+    codes = tuple(rule.code for rule in rules)
+    # The last part has more slots than there are rows.
+    slots = np.concatenate([batch.slots, np.full(9, 10**9, np.int32)])
+    parts = [(0, cut), (cut, number + 9), (number, number + 9), (number + 2, number + 9)]
+
+    def update(where: Rows, first: int, last: int, weights: Tensor, state: Tensor, dirty: Tensor | None) -> None:
+        device = where.device
+        where.module.update_rows(
+            batch.bags(where.module, device, scaled=scaled), batch.groups(device),
+            torch.from_numpy(slots[first:last]).to(device), first,
+            grad_out=torch.from_numpy(batch.grad_out).to(device),
+            arg_max=None if arg_max is None else arg_max.to(device), mean=mode == "mean", codes=codes,
+            code_of=torch.tensor(codes, dtype=torch.int32, device=device), hyper=hyper.to(device), weights=weights,
+            state=state, dim=batch.dim, dirty=dirty,
+        )  # fmt: skip
+
     for step in (1, 2):
-        hyper = np.array([rule.hyper(rule.lr, step) for rule in rules], np.float32)
+        hyper = torch.tensor([rule.hyper(rule.lr, step) for rule in rules])
         assert hyper.shape[1] == NUM_HYPER
-        batch.weights[:], state[:] = numba_update(
-            batch, arg_max=arg_max, mean=mode == "mean", scaled=scaled, codes=codes, hyper=hyper, state=state
-        )
-        # The last part has more slots than there are rows.
-        slots = np.concatenate([batch.slots, np.full(9, 10**9, np.int32)])
         dirty = torch.zeros(64, dtype=torch.uint8, device=rows.device) if step == 1 else None
-        for first, last in ((0, cut), (cut, number + 9), (number, number + 9), (number + 2, number + 9)):
-            rows.module.update_rows(
-                bags, groups, torch.from_numpy(slots[first:last]).to(rows.device), first,
-                grad_out=torch.from_numpy(batch.grad_out).to(rows.device),
-                arg_max=None if arg_max is None else torch.from_numpy(arg_max).to(rows.device), mean=mode == "mean",
-                codes=codes, code_of=torch.tensor(codes, dtype=torch.int32, device=rows.device),
-                hyper=torch.from_numpy(hyper).to(rows.device), weights=weights, state=own_state, dim=batch.dim,
-                dirty=dirty,
-            )  # fmt: skip
+        update(TWIN, 0, number, batch.weights, state, None)
+        for first, last in parts:
+            update(rows, first, last, weights, own_state, dirty)
         assert np.array_equal(bits(own_state), bits(state))
         assert np.array_equal(bits(weights), bits(batch.weights))
         if dirty is not None:
@@ -300,14 +310,3 @@ def test_updates_of_rows_with_thousands_of_positions(rows: Rows) -> None:
     batch = make_batch(4, torch.float32, hot=(10, SUPER_RUN + 1, SUPER_RUN))
     hottest = int(batch.lengths.argmax())
     check_update(rows, batch, [RULES["rowwise_adagrad"]], scaled=True, cut=hottest + 1)
-
-
-@pytest.mark.parametrize("by_row", [False, True])
-def test_warming_up_touches_no_row(rows: Rows, by_row: bool) -> None:
-    weights, state = torch.full((1, 11), 3.0, device=rows.device), torch.full((1, 20), 4.0, device=rows.device)
-    rows.module.warm_up(
-        weights=weights, state=state, dim=8, codes=tuple(rule.code for rule in RULES.values()), by_row=by_row,
-        marks_dirty=by_row, modes=tuple(MODES.values()),
-    )  # fmt: skip
-    assert weights.eq(3).all()
-    assert state.eq(4).all()

@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ from ..pool.transfers import Tier
 from ..system.signals import shielded
 from . import backend
 from .batch import Bags, DeviceIds, Groups
-from .checks import Captured, Captures, Check, Checks, Spare
+from .checks import Captured, Check, Checks, Spare
 from .lanes import Mark, refused_in_graph
 from .staging import Field, Sender
 
@@ -57,7 +57,7 @@ class DeviceLease(Protocol):
         """What the calling thread's current stream is given within uses the rows, and may change them."""
 
     def release(self, *, changed: bool = False) -> None:
-        """Nobody will use the rows any more, beside the work that does by now; a second call does nothing."""
+        """Only work that was given to the device by now uses the rows any more; a second call does nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class DeviceBatch:
         ready: when bags are there; rows_ready: when rows are.
         check: of ids that the device joined; None if the host did, which found nothing wrong.
         captured: whose ids a CUDA graph joins, or None.
-        grouping: its positions by row, as its pool groups them; None until it did.
+        grouping: its positions by row, as its pool groups them, when ``grouped``; None until it did.
     """
 
     bags: Bags
@@ -80,6 +80,7 @@ class DeviceBatch:
     check: Check | None = None
     captured: Captured | None = None
     grouping: Any = None
+    grouped: Mark | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -132,7 +133,6 @@ class DeviceRows(Tier, ABC):
         lane: the device's streams.
         kernels: ``rows_triton`` or ``rows_twin``.
         checks: of batches whose ids the device joined.
-        captures: of lookups in CUDA graphs.
         lock: serialises threads that bring rows in or write them down; taken before the locks of the pool below.
         split_batches: batches whose rows did not fit at once; conflict_misses: rows that found their set pinned.
         fill_seconds: time spent bringing rows in and writing them down.
@@ -157,7 +157,6 @@ class DeviceRows(Tier, ABC):
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
         self.checks = Checks(self.lane, self.device)
-        self.captures = Captures(self.lane)
         self.lock = threading.RLock()
         self._features: dict[bytes, _SentFeatures] = {}
         self._below = below.transfers
@@ -166,14 +165,6 @@ class DeviceRows(Tier, ABC):
         self._retain_lock = threading.Lock()
         self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
         self._closed = False
-
-    def warm_up(self, codes: Collection[int], modes: Collection[int]) -> None:
-        """Have the kernels compiled that lookups of tables with these optimizers and poolings will usually need."""
-        with torch.inference_mode(False), self.lane.side():
-            self.kernels.warm_up(
-                weights=self.weights, state=self.state, dim=self.layout.dim, codes=tuple(sorted(codes)),
-                by_row=self.dirty is None, marks_dirty=self.dirty is not None, modes=tuple(sorted(modes)),
-            )  # fmt: skip
 
     # Batches
 
@@ -238,7 +229,7 @@ class DeviceRows(Tier, ABC):
             ready = self.lane.mark()
             self.retain(given, words, sent)
         check = Check(*words, ready, explain)
-        captured = None if spare is None else self.captures.add(check, spare.counts, count)
+        captured = None if spare is None else self.checks.add_captured(check, spare.counts, count)
         return DeviceBatch(bags, rows, ready, ready, check, captured)
 
     def _spare(self, sent: _SentFeatures) -> Spare:
@@ -260,7 +251,7 @@ class DeviceRows(Tier, ABC):
                 self._features.clear()
             self._features[name] = known
         if self.is_capturable and not (known.spare or self.lane.is_capturing):
-            known.spare.extend(Spare.some(self.checks, len(features.columns)))
+            known.spare.extend(self.checks.spare(len(features.columns)))
         return known
 
     def begin(self) -> None:
@@ -270,7 +261,6 @@ class DeviceRows(Tier, ABC):
             self._require_capturable()
         else:
             self.checks.look()
-            self.captures.look()
 
     def _require_capturable(self) -> None:
         raise refused_in_graph("rows must all be in device memory: give more hbm=")
@@ -284,7 +274,6 @@ class DeviceRows(Tier, ABC):
 
     def look(self) -> None:
         self.checks.look(wait=True)
-        self.captures.look(wait=True)
 
     def require_right(self, batch: DeviceBatch) -> None:
         """ValueError for a wrong id or offset. Waits for the device, if the host has not checked them."""
@@ -293,7 +282,7 @@ class DeviceRows(Tier, ABC):
 
     @abstractmethod
     def has_room(self, batch: DeviceBatch) -> bool:
-        """Whether the rows could be held, beside those that are. May wait for the device."""
+        """Whether the rows could be held as well as those that are. May wait for the device."""
 
     @abstractmethod
     def stage(self, batch: DeviceBatch) -> DeviceLease | None:
@@ -315,8 +304,15 @@ class DeviceRows(Tier, ABC):
         the next."""
 
     @abstractmethod
+    def _grouped(self, batch: DeviceBatch) -> Any:
+        """The batch's ``grouping``, made if need be."""
+
     def groups(self, batch: DeviceBatch) -> Groups:
         """The batch's positions by row, for the calling thread's current stream."""
+        groups: Groups = self._grouped(batch).groups
+        assert batch.grouped is not None
+        self.lane.follow(batch.grouped)
+        return groups
 
     @abstractmethod
     def keys(self, batch: DeviceBatch) -> Tensor:
@@ -334,21 +330,12 @@ class DeviceRows(Tier, ABC):
         """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done;
         under capture, until ``close``."""
         if self.lane.is_capturing:
-            self.captures.keep(*objects)
+            self.checks.keep(*objects)
             return
         with self._retain_lock:
-            self._let_go()
+            while self._retained and self._retained[0][0].query():
+                self._retained.popleft()
             self._retained.append((self.lane.mark(), objects))
-
-    @property
-    def num_retained(self) -> int:
-        with self._retain_lock:
-            self._let_go()
-            return len(self._retained)
-
-    def _let_go(self) -> None:
-        while self._retained and self._retained[0][0].query():
-            self._retained.popleft()
 
     def rules(self, tables: tuple[Any, ...], hyper: list[Hyper]) -> Rules:
         """Rules on the device, sent again only when they changed, for the calling thread's current stream. The caller
@@ -459,7 +446,7 @@ class DeviceRows(Tier, ABC):
             self.lane.mark().synchronize()
             for arena in (self.weights, self.state):
                 arena.untyped_storage().resize_(0)
-            self.captures.close()
+            self.checks.close()
 
     @abstractmethod
     def _follow_users(self) -> None:

@@ -39,10 +39,12 @@ class Status(IntEnum):
     """The row that leaves is dirty: write it back before the plan is carried out."""
     CONFLICT = 5
     """Every slot of the set is pinned."""
-    REFUSED = 6
-    """The row that would leave is asked for more often."""
     NO_KEY = 7
     """There are fewer keys."""
+
+
+NUM_STATUSES: Final = 8
+"""A power of two, as Triton's ranges are."""
 
 
 SUMMARY_ROWS: Final = 32
@@ -57,7 +59,7 @@ class Books(NamedTuple):
     ranks: Tensor
     """int64 [sets * WAYS]: the victim is the unpinned row of least rank. Least recently used: the number of the last
     access. Least frequently used: ``accesses << STAMP_BITS | number of the last access`` (after 2**40 accesses the
-    least used is no longer told well)."""
+    least used is not always found)."""
     flags: Tensor
     """int32 [sets * WAYS]: those of ``flags``, plus ``PIN`` for each pin; 0 is a free slot."""
 
@@ -76,13 +78,11 @@ class Plan(NamedTuple):
     keys: Tensor
     """int64 [N]."""
     slots: Tensor
-    """int32 [N]; where a key lies if that is elsewhere; -1 for a conflict miss or a refused one, and from U on."""
+    """int32 [N]; where a key lies if that is elsewhere; -1 for a conflict miss, and from U on."""
     statuses: Tensor
     """int8 [N]: Status; from U on NO_KEY."""
-    counts: Tensor | None
-    """int32 [N]: accesses that a row is entered with, by policy "lfu"; None for 1."""
     summary: Tensor
-    """int32 [SUMMARY_ROWS, len(Status)]: the column sums are how many keys have each status. It is overwritten after
+    """int32 [SUMMARY_ROWS, NUM_STATUSES]: the column sums are how many keys have each status. It is overwritten after
     the next plan's commit."""
 
 

@@ -1,13 +1,12 @@
 """The device tier over all pools of a store: one budget, one side stream, one account."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
-from ..kernels.slots import MODES
 from ..layout import QuantizedName, RowLayout
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
@@ -15,45 +14,31 @@ from ..pool.stats import TierStats, of_counters
 from ..system.sizes import format_size
 from .base import rows_of
 from .cache import PolicyName
-from .full import FullSize
+from .full import FullRows, FullSize
 from .lanes import NOT_THERE, open_lane
-from .pool import HbmSize
+from .pool import HbmPool, HbmSize
 from .staging import Sender
-
-POLICIES: Final[dict[str, PolicyName]] = {
-    "auto": "lru", "lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"
-}  # fmt: skip
-"""The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
-
 
 DeviceSize = FullSize | HbmSize
 """How much device memory a pool has, and for what."""
 
 
-class HbmTable(Protocol):
-    config: TableConfig
-    index: int
-    layout: RowLayout
-    rows: range
-
-
 def add_hbm(
-    pools: Iterable[Pool], sizes: Mapping[RowLayout, DeviceSize], tables: Sequence[HbmTable], *, device: torch.device,
+    pools: Iterable[Pool], sizes: Mapping[RowLayout, DeviceSize], tables: Sequence[Any], *, device: torch.device,
     policy: str, readonly: bool, given: object,
 ) -> None:  # fmt: skip
-    """Give each pool its part of device memory. BudgetError, which names ``given``, the budget as its owner wrote it:
-    the device has less memory free."""
+    """Give each pool its part of device memory, for some ``Table``s. BudgetError, which names ``given``, the budget as
+    its owner wrote it: the device has less memory free."""
     sender = Sender(open_lane(device), device)
     sender.lane.require_no_capture(NOT_THERE)
-    own = POLICIES[policy.removeprefix("reference-")]
+    own: PolicyName = "lfu" if policy.endswith("lfu") else "lru"
     try:
         for pool in pools:
-            size, its_tables = sizes[pool.layout], [table for table in tables if table.layout == pool.layout]
-            ranges = {table.index: table.rows for table in its_tables}
-            rows = size.make_rows(pool, ranges, sender, policy=own, readonly=readonly)
-            configs = [table.config for table in its_tables]
-            rows.warm_up({config.optimizer.code for config in configs}, {MODES[config.pooling] for config in configs})
-            pool.tier = rows
+            ranges = {table.index: table.rows for table in tables if table.layout == pool.layout}
+            if isinstance(size := sizes[pool.layout], FullSize):
+                pool.tier = FullRows(pool, ranges, size, sender, readonly=readonly)
+            else:
+                pool.tier = HbmPool(pool, size, sender, own)
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise BudgetError(

@@ -5,14 +5,12 @@ only. Within a set the victim is exactly the least recently (or least frequently
 
 Admission has two steps. ``plan`` names each row's slot and victim and changes nothing, so dirty victims can be written
 back first. It depends only on the cache and the batch: rows of one set are planned one after another in the order
-given. A row whose whole set is pinned is a *conflict miss* and gets no slot; if the caller gives access counts
-(``FrequencySketch``), nor does a row used less often than its victim. ``commit`` can be launched right behind, before
-the host has seen the plan: it does nothing if the plan's summary says that rows must be written back first or do not
-fit. The host never learns U, the number of keys, beforehand.
+given. A row whose whole set is pinned is a *conflict miss* and gets no slot. ``commit`` can be launched right behind,
+before the host has seen the plan: it does nothing if the plan's summary says that rows must be written back first or do
+not fit. The host never learns U, the number of keys, beforehand.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -21,16 +19,18 @@ from torch import Tensor
 from ..cache.base import DIRTY, LOADING, RESIDENT
 from . import backend, cache_twin
 from .batch import Groups
-from .books import NO_SUCH_SLOT, PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
+from .books import NO_SUCH_SLOT, NUM_STATUSES, PIN, SUMMARY_ROWS, WAYS, Books, Plan, mixed, sets_of
 
 PolicyName = Literal["lru", "lfu"]
 
 INDEX_BYTES: Final = 20
 """Key, rank and flags of a slot."""
-SUMMARY_BYTES: Final = 2 * SUMMARY_ROWS * len(Status) * 4
+SUMMARY_BYTES: Final = 2 * SUMMARY_ROWS * NUM_STATUSES * 4
 """Of a plan and the next, of a cache."""
 CAPACITY_MAX: Final = 2**31 - 2 * WAYS
 """Slots are int32, those behind the cache's included."""
+PERIOD: Final = 50
+"""Keys, for each slot, between two halvings of access counts (policy "lfu")."""
 
 
 class HbmCache:
@@ -61,7 +61,7 @@ class HbmCache:
         self.kernels = backend.cache_kernels(device)
         self._clock = 0
         # The summaries of one plan and the next, which the commit in between sets to 0.
-        self._summaries = torch.zeros((2, SUMMARY_ROWS, len(Status)), dtype=torch.int32, device=device)
+        self._summaries = torch.zeros((2, SUMMARY_ROWS, NUM_STATUSES), dtype=torch.int32, device=device)
         self._summary, self._following = self._summaries.unbind()
         self._is_ready = True
 
@@ -73,9 +73,7 @@ class HbmCache:
         """int32 [n]: each key's slot, or -1. Changes nothing; for checks, and slow."""
         return cache_twin.find(self._books, keys)
 
-    def plan(
-        self, keys: Tensor, num_unique: Tensor, *, lying: Tensor | None = None, counts: Tensor | None = None
-    ) -> Plan:
+    def plan(self, keys: Tensor, num_unique: Tensor, *, lying: Tensor | None = None) -> Plan:
         """Plan which slots a batch's rows take, and their victims. Changes nothing.
 
         Args:
@@ -83,29 +81,30 @@ class HbmCache:
                 order to treat them.
             num_unique: int32 [1], U.
             lying: int32 [N]: of keys that lie behind the cache's slots, and take none, where; else -1. None for none.
-            counts: int32 [N], how often each is asked for. By policy "lfu", a row does not enter where the row that
-                would leave has a higher count, and enters with its own. None: every row enters, with a count of 1.
         """
         if not self._is_ready:
             self._summaries.zero_()
         self._is_ready = False
         self._summary, self._following = self._following, self._summary
-        slots, statuses = self.kernels.plan(self._books, keys, num_unique, lying, counts, self._summary)
-        return Plan(keys, slots, statuses, counts, self._summary)
+        slots, statuses = self.kernels.plan(self._books, keys, num_unique, lying, self._summary)
+        return Plan(keys, slots, statuses, self._summary)
 
     def commit(self, plan: Plan, *, forced: bool = False) -> None:
         """Carry out the last plan: evict, reserve, count an access, pin. Nothing else may have changed since then.
         Unless ``forced`` (dirty victims are clean by now, and keys without a slot are taken care of), nothing is
-        done where the plan has a dirty victim, a conflict miss or a refused key."""
+        done where the plan has a dirty victim or a conflict miss."""
         clock, self._clock = self._clock, self._clock + len(plan.keys)
         self.kernels.commit(self._books, plan, self._following, clock, self._is_lfu, forced)
         self._is_ready = True
+        period = PERIOD * self.capacity
+        if self._is_lfu and clock // period < self._clock // period:
+            self.age()
 
-    def list_keys(self, plan: Plan, places: Tensor, told: Tensor) -> Tensor:
-        """Slots, int32 [n] on the device, of some places (int64 [n]) of a plan. ``told``, int64 [2, n] and page-locked,
-        gets their keys for the host, which then waits; and those of the rows that have their slots now, or, of a
-        slot that is none of the cache's, its number."""
-        slots: Tensor = self.kernels.list_keys(self._books, plan, places, self.capacity, told)
+    def list_keys(self, plan: Plan, places: Tensor, listed: Tensor) -> Tensor:
+        """Slots, int32 [n] on the device, of some places (int64 [n]) of a plan. ``listed``, int64 [2, n], page-locked,
+        gets their keys for the host, which then waits; and those of the rows that have their slots now, or, of a slot
+        that is none of the cache's, its number."""
+        slots: Tensor = self.kernels.list_keys(self._books, plan, places, self.capacity, listed)
         return slots
 
     # Slots: int32 [n], distinct but for those below 0 and from the capacity on, which stay as they are
@@ -117,10 +116,6 @@ class HbmCache:
     def release(self, slots: Tensor, *, changed: bool) -> None:
         """Undo one pin of each slot, and note that its row is newer than the tier below if it changed."""
         self._edit(slots, unpin=True, add=DIRTY if changed else 0)
-
-    def drop_loading(self, slots: Tensor) -> None:
-        """Undo one pin of each slot, and forget those that are loading, which only one caller has pinned."""
-        self._edit(slots, unpin=True, forget=True)
 
     def repin(self, leased: Sequence[Tensor]) -> None:
         """Have the slots of these leases pinned, each as often as it is in one, and no others; and forget what is
@@ -136,24 +131,8 @@ class HbmCache:
         """The rows of these slots were written to the tier below."""
         self._edit(slots, keep=~DIRTY)
 
-    def _edit(self, slots: Tensor, *, unpin: bool = False, keep: int = -1, add: int = 0, forget: bool = False) -> None:
-        flags = self._books.flags
-        self.kernels.edit_flags(flags, slots, self.capacity, unpin=unpin, keep=keep, add=add, forget=forget)
-
-    def warm_up(self) -> None:
-        """Have the kernels compiled. Changes no row that is there."""
-        device = self._books.flags.device
-        keys = torch.zeros(1, dtype=torch.int64, device=device)
-        none = torch.zeros(1, dtype=torch.int32, device=device)
-        for lying in (None, none):
-            for counts in (None, none) if self._is_lfu else (None,):
-                plan = self.plan(keys, none, lying=lying, counts=counts)
-                self.commit(plan)
-        self.list_keys(plan, keys, torch.empty((2, 1), dtype=torch.int64, device=device))
-        if self._is_lfu:
-            self.age()
-        for edit in (self.settle, self.drop_loading):
-            edit(none - 1)
+    def _edit(self, slots: Tensor, *, unpin: bool = False, keep: int = -1, add: int = 0) -> None:
+        self.kernels.edit_flags(self._books.flags, slots, self.capacity, unpin=unpin, keep=keep, add=add)
 
     def age(self) -> None:
         """Halve the counts of all rows (policy "lfu")."""
@@ -203,56 +182,6 @@ class HbmCache:
         assert not any(counts.values()), f"of {self.capacity} slots {len(slots)} are resident: {counts}"
 
 
-_WIDTH: Final = 8
-"""Counters of a row of the sketch, for each cached row."""
-_ROWS: Final = 2
-SKETCH_BYTES: Final = _WIDTH * _ROWS * 2
-"""For each cached row."""
-MAX_ESTIMATE: Final = 30_000
-PERIOD: Final = 50
-"""Accesses, for each cached row, between two halvings. Widths and periods were tried on Criteo's lookups: half the
-width costs 0.5 to 0.8 points of hit rate, a fifth of the period 1."""
-
-
-class FrequencySketch:
-    """Recent access counts of keys. Too high where keys share counters; too low only by halving."""
-
-    def __init__(self, capacity: int, device: torch.device, kernels: ModuleType) -> None:
-        self._period = PERIOD * capacity
-        self._counters = torch.zeros(_ROWS * _WIDTH * capacity, dtype=torch.int16, device=device)
-        self._kernels = kernels
-        self._accesses = 0
-
-    def count(self, keys: Tensor, num_unique: Tensor, known: int) -> None:
-        """Count one access of each of the first U keys (int64 [n], distinct); ``known``: U, on the host."""
-        self._kernels.sketch_count(self._counters, keys, num_unique, MAX_ESTIMATE)
-        self._accesses += known
-
-    def estimate(self, keys: Tensor, num_unique: Tensor) -> Tensor:
-        """int32 [n]: accesses of each of the first U keys, the current one included."""
-        estimates: Tensor = self._kernels.sketch_estimate(self._counters, keys, num_unique)
-        return estimates
-
-    def age(self) -> bool:
-        """Halve the counts if it is time. A caller that compares them with its own counts must then halve those too."""
-        if self._accesses < self._period:
-            return False
-        self._accesses //= 2
-        self._counters >>= 1
-        return True
-
-    def warm_up(self) -> None:
-        """Have the kernels compiled. Changes nothing."""
-        keys = torch.zeros(1, dtype=torch.int64, device=self._counters.device)
-        none = torch.zeros(1, dtype=torch.int32, device=self._counters.device)
-        self.estimate(keys, none)
-        self.count(keys, none, 0)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._counters.nbytes
-
-
 class Grouping(NamedTuple):
     """A batch of N keys, U distinct.
 
@@ -281,8 +210,3 @@ def group_slots(slots: Tensor) -> tuple[Tensor, Groups]:
     ordered, order = torch.sort(slots, stable=True)
     distinct, starts, num_unique, _ = kernels.place_starts(ordered, order, None)
     return distinct, Groups(order, starts, num_unique)
-
-
-def warm_up(device: torch.device) -> None:
-    group_keys(torch.zeros(1, dtype=torch.int64, device=device))
-    group_slots(torch.zeros(1, dtype=torch.int32, device=device))

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ..cache.base import DIRTY, LOADING, RESIDENT
 from .backend import launch
-from .books import PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, Books, Plan, Status
+from .books import NUM_STATUSES, PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, Books, Plan, Status
 from .cache_twin import MAX_COUNT, STAMP_MASK
 
 _WAYS: Final = tl.constexpr(WAYS)
 _RESIDENT: Final = tl.constexpr(RESIDENT)
-_LOADING: Final = tl.constexpr(LOADING)
 _DIRTY: Final = tl.constexpr(DIRTY)
 _PIN: Final = tl.constexpr(PIN)
 _ENTERED: Final = tl.constexpr(RESIDENT | LOADING | PIN)
@@ -35,9 +34,8 @@ _CLEAN_VICTIM: Final = tl.constexpr(int(Status.CLEAN_VICTIM))
 _TAKEN: Final = tl.constexpr(int(Status.TAKEN))
 _DIRTY_VICTIM: Final = tl.constexpr(int(Status.DIRTY_VICTIM))
 _CONFLICT: Final = tl.constexpr(int(Status.CONFLICT))
-_REFUSED: Final = tl.constexpr(int(Status.REFUSED))
 _NO_KEY: Final = tl.constexpr(int(Status.NO_KEY))
-_STATUSES: Final = tl.constexpr(len(Status))
+_STATUSES: Final = tl.constexpr(NUM_STATUSES)
 _SUMMARY_ROWS: Final = tl.constexpr(SUMMARY_ROWS)
 _CLOCK_BITS: Final = tl.constexpr(30)
 """A number that grows is passed in two halves: above 2**31 Triton would compile the kernel again."""
@@ -61,8 +59,7 @@ def set_of(key, num_sets):
 
 @triton.jit(do_not_specialize=["num_sets"])
 def plan_sets(
-    book_keys, ranks, flags, keys, num_unique, lying, counts, slots, statuses, summary, num_sets,
-    HAS_LYING: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    book_keys, ranks, flags, keys, num_unique, lying, slots, statuses, summary, num_sets, HAS_LYING: tl.constexpr,
 ) -> None:  # fmt: skip
     """One warp a set: the program of a set's first key plans all its keys, with the set's state in registers."""
     number = tl.program_id(0)
@@ -91,8 +88,6 @@ def plan_sets(
                 was = tl.sum(tl.where(is_chosen, set_flags, 0), axis=0)
                 status = tl.where((was & _DIRTY) != 0, _DIRTY_VICTIM, _CLEAN_VICTIM)
                 least = tl.min(cost, axis=0)
-                if HAS_COUNTS:
-                    status = tl.where(tl.load(counts + number) < (least >> _STAMP_BITS), _REFUSED, status)
                 status = tl.where(was == 0, _FREE_SLOT, status)
                 status = tl.where(least == _NEVER, _CONFLICT, status)
                 status = tl.where(is_hit, _HIT, status)
@@ -114,8 +109,8 @@ def plan_sets(
 
 @triton.jit(do_not_specialize=["count", "clock_high", "clock_low", "forced"])
 def commit_slots(
-    book_keys, ranks, flags, keys, slots, statuses, counts, summary, following, count, clock_high, clock_low, forced,
-    LFU: tl.constexpr, HAS_COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    book_keys, ranks, flags, keys, slots, statuses, summary, following, count, clock_high, clock_low, forced,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     cell = tl.arange(0, _SUMMARY_ROWS * _STATUSES)
     if tl.program_id(0) == 0:
@@ -132,8 +127,6 @@ def commit_slots(
     rank = (clock_high.to(tl.int64) << _CLOCK_BITS) + clock_low + number + 1
     if LFU:
         accesses = tl.minimum((tl.load(ranks + slot, mask=is_hit, other=0) >> _STAMP_BITS) + 1, _MAX_COUNT)
-        if HAS_COUNTS:
-            accesses = tl.where(is_hit, accesses, tl.load(counts + number, mask=fits, other=0).to(tl.int64))
         rank = (accesses << _STAMP_BITS) | rank
     flag = tl.load(flags + slot, mask=is_hit, other=0)
     tl.store(book_keys + slot, tl.load(keys + number, mask=fits, other=0), mask=fits)
@@ -182,60 +175,22 @@ def age_tile(ranks, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "capacity", "unpin", "keep", "add"])
-def edit_tile(flags, slots, count, capacity, unpin, keep, add, FORGET: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def edit_tile(flags, slots, count, capacity, unpin, keep, add, BLOCK: tl.constexpr) -> None:
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + number, mask=number < count, other=-1)
     inside = (slot >= 0) & (slot < capacity)
     left = tl.load(flags + slot, mask=inside, other=0) - unpin
-    changed = (left & keep) | add
-    if FORGET:
-        changed = tl.where((left & _LOADING) != 0, 0, changed)
-    tl.store(flags + slot, changed, mask=inside)
-
-
-@triton.jit
-def sketch_place(half, width):
-    """int64: see ``cache_twin.sketch_places``; half is uint64."""
-    wide = width.to(tl.uint64)
-    return ((half * (wide >> 16) + ((half * (wide & 0xFFFF)) >> 16)) >> 16).to(tl.int64)
-
-
-@triton.jit(do_not_specialize=["width"])
-def estimate_tile(counters, keys, num_unique, estimates, width, BLOCK: tl.constexpr) -> None:
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = number < tl.load(num_unique)
-    mixed = mix(tl.load(keys + number, mask=inside, other=0))
-    upper = tl.load(counters + sketch_place(mixed >> 32, width), mask=inside, other=0)
-    lower = tl.load(counters + width + sketch_place(mixed & 0xFFFFFFFF, width), mask=inside, other=0)
-    tl.store(estimates + number, tl.minimum(upper, lower).to(tl.int32) + 1, mask=inside)
-
-
-@triton.jit(do_not_specialize=["width", "most"])
-def count_keys(words, keys, num_unique, width, most, BLOCK: tl.constexpr) -> None:
-    """BLOCK keys. Two counters lie in a word of 32 bits, the smallest that is added to atomically; a full one is put
-    back, so that the result does not depend on the order."""
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = number < tl.load(num_unique)
-    mixed = mix(tl.load(keys + number, mask=inside, other=0))
-    for row in tl.static_range(2):
-        half = mixed & 0xFFFFFFFF if row else mixed >> 32
-        place = sketch_place(half, width) + row * width
-        shift = ((place & 1) * 16).to(tl.int32)
-        one = tl.full([BLOCK], 1, tl.int32) << shift
-        before = tl.atomic_add(words + (place >> 1), one, mask=inside, sem="relaxed")
-        is_full = inside & (((before >> shift) & 0xFFFF) >= most)
-        tl.atomic_add(words + (place >> 1), -one, mask=is_full, sem="relaxed")
+    tl.store(flags + slot, (left & keep) | add, mask=inside)
 
 
 def plan(
-    books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, counts: Tensor | None, summary: Tensor
+    books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, summary: Tensor
 ) -> tuple[Tensor, Tensor]:
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
     launch(
-        plan_sets, (len(keys),), *books, keys, num_unique, slots if lying is None else lying,
-        slots if counts is None else counts, slots, statuses, summary, len(books.flags) // WAYS,
-        HAS_LYING=lying is not None, HAS_COUNTS=counts is not None, num_warps=1,
+        plan_sets, (len(keys),), *books, keys, num_unique, slots if lying is None else lying, slots, statuses, summary,
+        len(books.flags) // WAYS, HAS_LYING=lying is not None, num_warps=1,
     )  # fmt: skip
     return slots, statuses
 
@@ -244,15 +199,14 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
     high, low = divmod(clock, 1 << _CLOCK_BITS.value)
     launch(
         commit_slots, (triton.cdiv(len(plan.keys), _BLOCK),), *books, plan.keys, plan.slots, plan.statuses,
-        plan.slots if plan.counts is None else plan.counts, plan.summary, following, len(plan.keys), high, low,
-        int(forced), LFU=lfu, HAS_COUNTS=plan.counts is not None, BLOCK=_BLOCK,
+        plan.summary, following, len(plan.keys), high, low, int(forced), LFU=lfu, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
-def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Tensor) -> Tensor:
+def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, listed: Tensor) -> Tensor:
     slots = torch.empty(len(places), dtype=torch.int32, device=places.device)
     launch(
-        list_tile, (triton.cdiv(len(places), _BLOCK),), books.keys, plan.keys, plan.slots, places, *told, slots,
+        list_tile, (triton.cdiv(len(places), _BLOCK),), books.keys, plan.keys, plan.slots, places, *listed, slots,
         len(places), capacity, BLOCK=_BLOCK,
     )  # fmt: skip
     return slots
@@ -271,26 +225,12 @@ def age(ranks: Tensor) -> None:
     launch(age_tile, (triton.cdiv(len(ranks), _BLOCK),), ranks, len(ranks), BLOCK=_BLOCK)
 
 
-def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int, forget: bool) -> None:
+def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int) -> None:
     if len(slots):
         launch(
             edit_tile, (triton.cdiv(len(slots), _BLOCK),), flags, slots, len(slots), capacity, PIN if unpin else 0,
-            keep, add, FORGET=forget, BLOCK=_BLOCK,
+            keep, add, BLOCK=_BLOCK,
         )  # fmt: skip
-
-
-def sketch_estimate(counters: Tensor, keys: Tensor, num_unique: Tensor) -> Tensor:
-    estimates = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
-    grid = (triton.cdiv(len(keys), _BLOCK),)
-    launch(estimate_tile, grid, counters, keys, num_unique, estimates, len(counters) // 2, BLOCK=_BLOCK)
-    return estimates
-
-
-def sketch_count(counters: Tensor, keys: Tensor, num_unique: Tensor, most: int) -> None:
-    grid = (triton.cdiv(len(keys), _BLOCK),)
-    launch(
-        count_keys, grid, counters.view(torch.int32), keys, num_unique, len(counters) // 2, most, BLOCK=_BLOCK
-    )  # fmt: skip
 
 
 TILE: Final = 1024

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cache.base import DIRTY, LOADING, RESIDENT
-from .books import PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
+from .books import NUM_STATUSES, PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1
 MAX_COUNT: Final = (1 << 22) - 1
@@ -23,12 +23,12 @@ def find(books: Books, keys: Tensor) -> Tensor:
 
 
 def plan(
-    books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, counts: Tensor | None, summary: Tensor
+    books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, summary: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(slots, statuses), see ``HbmCache.plan``: the first key of every set, then the second of every set, and so on.
 
     Args:
-        summary: int32 [SUMMARY_ROWS, len(Status)]; the number of keys of each status is added to column sums.
+        summary: int32 [SUMMARY_ROWS, NUM_STATUSES]; the number of keys of each status is added to column sums.
     """
     device = keys.device
     slots = torch.full((len(keys),), -1, dtype=torch.int32, device=device)
@@ -54,8 +54,6 @@ def plan(
         flags = set_flags[row, way]
         status = torch.full_like(way, int(Status.CLEAN_VICTIM))
         status[flags & DIRTY != 0] = int(Status.DIRTY_VICTIM)
-        if counts is not None:
-            status[counts[number] < (least >> STAMP_BITS)] = int(Status.REFUSED)
         status[flags == 0] = int(Status.FREE_SLOT)
         status[least == _NEVER] = int(Status.CONFLICT)
         status[is_hit] = int(Status.HIT)
@@ -64,7 +62,7 @@ def plan(
         slots[number[fits]] = (distinct.long()[row] * WAYS + way)[fits].to(torch.int32)
         set_keys[row[fits], way[fits]] = key[fits]
         set_flags[row[fits], way[fits]] = RESIDENT | PIN
-    summary[0] += torch.bincount(statuses[: len(keys)].long(), minlength=len(Status)).to(torch.int32)
+    summary[0] += torch.bincount(statuses[: len(keys)].long(), minlength=NUM_STATUSES).to(torch.int32)
     return slots, statuses
 
 
@@ -88,20 +86,17 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
     ranks = stamps
     if lfu:
         old = torch.where(is_hit, books.ranks[slots], 0)
-        counts = ((old >> STAMP_BITS) + 1).clamp(max=MAX_COUNT)
-        if plan.counts is not None:
-            counts = torch.where(is_hit, counts, plan.counts[chosen].long())
-        ranks = (counts << STAMP_BITS) | stamps
+        ranks = ((old >> STAMP_BITS) + 1).clamp(max=MAX_COUNT) << STAMP_BITS | stamps
     books.flags[slots[~is_hit]] = 0  # first: a key is never seen at another's row, even if this is cut short
     books.keys[slots] = plan.keys[chosen]
     books.ranks[slots] = ranks
     books.flags[slots] = torch.where(is_hit, books.flags[slots] + PIN, RESIDENT | LOADING | PIN)
 
 
-def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Tensor) -> Tensor:
+def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, listed: Tensor) -> Tensor:
     slots = plan.slots[places]
-    told[0] = plan.keys[places]
-    told[1] = torch.where((slots >= 0) & (slots < capacity), books.keys[slots.clamp(0, capacity - 1)], slots)
+    listed[0] = plan.keys[places]
+    listed[1] = torch.where((slots >= 0) & (slots < capacity), books.keys[slots.clamp(0, capacity - 1)], slots)
     return slots
 
 
@@ -121,44 +116,15 @@ def age(ranks: Tensor) -> None:
     ranks.copy_((counts << STAMP_BITS) | (ranks & STAMP_MASK))
 
 
-def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int, forget: bool) -> None:
+def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int) -> None:
     """Change the flags of slots (int32 [n], distinct), but of none below 0 or from ``capacity`` on.
 
     Args:
         unpin: whether to undo one pin.
         keep: the bits that stay; add: those that are set then.
-        forget: whether to free slots that are loading.
     """
     slots = slots[(slots >= 0) & (slots < capacity)]
-    left = flags[slots] - (PIN if unpin else 0)
-    flags[slots] = torch.where((left & LOADING != 0) & forget, 0, left & keep | add)
-
-
-def sketch_places(keys: Tensor, width: int) -> Tensor:
-    """int64 [2, n]: a counter of each key in either row of a sketch ``width`` wide: ``half * width >> 32`` of either
-    half of the mixed key, in 64 bits for a width below 2**47."""
-    mix = mixed(keys)
-    halves = torch.stack([(mix >> 32) + (1 << 31), mix & 0xFFFFFFFF])
-    places = (halves * (width >> 16) + (halves * (width & 0xFFFF) >> 16)) >> 16
-    return places + torch.tensor([[0], [width]], device=keys.device)
-
-
-def sketch_estimate(counters: Tensor, keys: Tensor, num_unique: Tensor) -> Tensor:
-    """int32 [n]: accesses of each of the first U keys, the current one included.
-
-    Args:
-        counters: int16 [2 * width].
-    """
-    estimates = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
-    places = sketch_places(keys[: int(num_unique)], len(counters) // 2)
-    estimates[: places.shape[1]] = counters[places].amin(0).to(torch.int32) + 1
-    return estimates
-
-
-def sketch_count(counters: Tensor, keys: Tensor, num_unique: Tensor, most: int) -> None:
-    """Add one to the counters of each of the first U keys, up to ``most``."""
-    places = sketch_places(keys[: int(num_unique)], len(counters) // 2).flatten()
-    counters.index_add_(0, places, torch.ones_like(places, dtype=torch.int16)).clamp_(max=most)
+    flags[slots] = (flags[slots] - (PIN if unpin else 0)) & keep | add
 
 
 def mix_keys(keys: Tensor) -> Tensor:

@@ -54,56 +54,8 @@ class Check(NamedTuple):
             raise self.explain(record)
 
 
-class Checks:
-    def __init__(self, lane: Lane, device: torch.device) -> None:
-        self._lane = lane
-        self._device = device
-        self._lock = threading.Lock()
-        self._words: list[Tensor] = []
-        self._unseen: deque[Check] = deque()
-
-    def words(self, num_features: int) -> tuple[Tensor, Tensor]:
-        """(``is_right``, ``record``) of a batch in which nothing is wrong yet, for the current stream: the side one."""
-        with self._lock, torch.inference_mode(False):
-            if not self._words:
-                made = torch.ones(_WORDS_AT_ONCE, dtype=torch.int32, device=self._device)
-                self._words = [made[place : place + 1] for place in range(_WORDS_AT_ONCE)]
-            record = torch.empty(num_features + 1, dtype=torch.int64, device="cpu", pin_memory=self._lane.pin_memory)
-            record.numpy()[:] = 0
-            return self._words.pop(), record
-
-    def note(self, check: Check) -> None:
-        """Its batch was used. ValueError for what is known to be wrong by now, with it or with an earlier one."""
-        if check.made.query():
-            check.require_right()
-        else:
-            with self._lock:
-                self._unseen.append(check)
-        self.look()
-
-    def look(self, *, wait: bool = False) -> None:
-        """ValueError, once for each batch that was used, for what is wrong with it: as far as it is known by now, or
-        with ``wait`` of all."""
-        while check := self._next(wait=wait):
-            try:
-                check.require_right()
-            except ValueError as error:
-                error.add_note(_LATE)
-                raise
-
-    def _next(self, *, wait: bool) -> Check | None:
-        with self._lock:
-            is_there = self._unseen and (wait or self._unseen[0].made.query())
-            return self._unseen.popleft() if is_there else None
-
-    def require_right(self, check: Check) -> None:
-        """As ``Check.require_right``; ``look`` will not raise it again."""
-        with self._lock:
-            self._unseen = deque(each for each in self._unseen if each is not check)
-        check.require_right()
-
-
 _SPARE: Final = 8
+"""As many lookups of the same features as one step of a model may have."""
 _REPLAYED: Final = (
     "The device found this in a batch that a CUDA graph was replayed with. That batch, and those replayed after it "
     "until now, changed no row of the tables that were looked up with it, and were not counted as updates of them."
@@ -116,14 +68,6 @@ class Spare(NamedTuple):
 
     words: tuple[Tensor, Tensor]
     counts: Tensor
-
-    @classmethod
-    def some(cls, checks: Checks, num_features: int) -> "list[Spare]":
-        """With counters at 0, for as many lookups as one step of a model may have; made on the current stream."""
-        words = [checks.words(num_features) for _ in range(_SPARE)]
-        with torch.inference_mode(False):
-            counts = torch.zeros((_SPARE, 2), dtype=torch.int64, device=words[0][0].device)
-        return [cls(*each) for each in zip(words, counts, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,21 +99,38 @@ class Captured:
         return int(self.counts[1])
 
 
-class Captures:
-    """The captured lookups of one pool; for any thread."""
+class Checks:
+    """Those of one pool, for any thread. ``captured``: its lookups in CUDA graphs."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, device: torch.device) -> None:
+        self.captured: list[Captured] = []
         self._lane = lane
+        self._device = device
         self._lock = threading.Lock()
-        self._lookups: list[Captured] = []
+        self._words: list[Tensor] = []
+        self._unseen: deque[Check] = deque()
         self._kept: list[Any] = []
 
-    def __len__(self) -> int:
-        return len(self._lookups)
+    def words(self, num_features: int) -> tuple[Tensor, Tensor]:
+        """(``is_right``, ``record``) of a batch in which nothing is wrong yet, for the current stream: the side one."""
+        with self._lock, torch.inference_mode(False):
+            if not self._words:
+                made = torch.ones(_WORDS_AT_ONCE, dtype=torch.int32, device=self._device)
+                self._words = [made[place : place + 1] for place in range(_WORDS_AT_ONCE)]
+            record = torch.empty(num_features + 1, dtype=torch.int64, device="cpu", pin_memory=self._lane.pin_memory)
+            record.numpy()[:] = 0
+            return self._words.pop(), record
 
-    def add(self, check: Check, counts: Tensor, num_positions: int) -> Captured:
+    def spare(self, num_features: int) -> list[Spare]:
+        """For lookups that will be captured, with counters at 0; made on the current stream."""
+        words = [self.words(num_features) for _ in range(_SPARE)]
+        with torch.inference_mode(False):
+            counts = torch.zeros((_SPARE, 2), dtype=torch.int64, device=self._device)
+        return [Spare(*each) for each in zip(words, counts, strict=True)]
+
+    def add_captured(self, check: Check, counts: Tensor, num_positions: int) -> Captured:
         made = Captured(self._lane, check, counts, num_positions)
-        self._lookups.append(made)
+        self.captured.append(made)
         return made
 
     def keep(self, *objects: Any) -> None:
@@ -179,20 +140,42 @@ class Captures:
     def close(self) -> None:
         self._kept.clear()
 
-    @property
-    def num_positions(self) -> int:
-        """Looked up by replays so far. Waits for the device."""
-        return sum(each.num_forwards * each.num_positions for each in self._lookups)
+    def note(self, check: Check) -> None:
+        """Its batch was used. ValueError for what is known to be wrong by now, with it or with an earlier one."""
+        if check.made.query():
+            check.require_right()
+        else:
+            with self._lock:
+                self._unseen.append(check)
+        self.look()
 
     def look(self, *, wait: bool = False) -> None:
-        """ValueError, once, for a wrong batch of a replay: as far as it is known by now, or with ``wait`` of all."""
-        if wait and self._lookups:
+        """ValueError, once for each batch that was used or replayed, for what is wrong with it: as far as it is known
+        by now, or with ``wait`` of all."""
+        while check := self._next(wait=wait):
+            try:
+                check.require_right()
+            except ValueError as error:
+                error.add_note(_LATE)
+                raise
+        if wait and self.captured:
             self._lane.synchronize()
-        for each in self._lookups:
+        for each in self.captured:
             if each.check.record.numpy().any():
-                self._tell(each.check)
+                self._raise_replayed(each.check)
 
-    def _tell(self, check: Check) -> None:
+    def _next(self, *, wait: bool) -> Check | None:
+        with self._lock:
+            is_there = self._unseen and (wait or self._unseen[0].made.query())
+            return self._unseen.popleft() if is_there else None
+
+    def require_right(self, check: Check) -> None:
+        """As ``Check.require_right``; ``look`` will not raise it again."""
+        with self._lock:
+            self._unseen = deque(each for each in self._unseen if each is not check)
+        check.require_right()
+
+    def _raise_replayed(self, check: Check) -> None:
         with self._lock:
             self._lane.synchronize()
             record = check.record.numpy()

@@ -29,7 +29,7 @@ from ..pool import Pool
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
-from .cache import PolicyName, group_slots
+from .cache import group_slots
 from .lanes import NOT_THERE, Mark, refused_in_graph
 from .staging import Sender, Staging, staging_bytes
 
@@ -48,17 +48,11 @@ class FullSize(NamedTuple):
     def host_bytes(self, layout: RowLayout) -> int:
         return staging_bytes(layout, self.staging_rows)
 
-    def make_rows(
-        self, below: Pool, tables: Mapping[int, range], sender: Sender, *, policy: PolicyName, readonly: bool  # noqa: ARG002
-    ) -> "FullRows":  # fmt: skip
-        return FullRows(below, tables, self, sender, readonly=readonly)
-
 
 class _Grouping(NamedTuple):
     slots: Tensor
     """int32 [N]: those of the distinct rows."""
     groups: Groups
-    made: Mark
 
 
 class FullLease:
@@ -143,11 +137,6 @@ class FullRows(DeviceRows):
         slots = self._grouped(batch).slots
         return iter((Part(0, len(slots), slots, None, lease or FullLease(self, batch)),))
 
-    def groups(self, batch: DeviceBatch) -> Groups:
-        grouping = self._grouped(batch)
-        self.lane.follow(grouping.made)
-        return grouping.groups
-
     def _grouped(self, batch: DeviceBatch) -> _Grouping:
         """Group on the calling thread's current stream, if that was not done."""
         if batch.grouping is None:
@@ -155,7 +144,8 @@ class FullRows(DeviceRows):
             slots, groups = group_slots(batch.rows)
             if batch.check is not None:  # a wrong batch has no rows that an update could change
                 groups = groups._replace(num_unique=groups.num_unique * batch.check.is_right)
-            batch.grouping = _Grouping(slots, groups, self.lane.mark())
+            batch.grouped = self.lane.mark()
+            batch.grouping = _Grouping(slots, groups)  # last: another thread may look
         made: _Grouping = batch.grouping
         return made
 
@@ -192,7 +182,7 @@ class FullRows(DeviceRows):
                     self._uses.append(self.lane.mark())
 
     def _follow_users(self) -> None:
-        if len(self.captures):
+        if self.checks.captured:
             self.lane.synchronize()
         for mark in list(self._uses):
             self.lane.follow(mark)
@@ -285,12 +275,12 @@ class FullRows(DeviceRows):
 
     @property
     def num_leased(self) -> int:
-        return len(self._held) + len(self.captures)
+        return len(self._held) + len(self.checks.captured)
 
     @property
     def all_counters(self) -> CacheCounters:
         lookups, hits, *others = self.counters
-        replayed = self.captures.num_positions
+        replayed = sum(each.num_forwards * each.num_positions for each in self.checks.captured)
         return CacheCounters(lookups + replayed, hits + replayed, *others)
 
     @property
@@ -314,4 +304,4 @@ class FullRows(DeviceRows):
     def check_integrity(self) -> None:
         """AssertionError if a row is dirty that is not in."""
         with self.lock:
-            assert self._loaded is not None or not self.num_dirty, "rows are dirty before they were brought in"
+            assert self._loaded is not None or not self.num_dirty, "rows are dirty before they were loaded"

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 
 _WAY_OUT: Final = (
-    "docs/gpu.md tells what a graph can have. For the rest, capture the part of the model behind the tables "
+    "docs/gpu.md says what a graph can have. For the rest, capture the part of the model behind the tables "
     "(DLRM.dense_part), and run the tables before it"
 )
 NOT_THERE: Final = "rows must be in device memory before: run a step without a graph"

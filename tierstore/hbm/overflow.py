@@ -28,7 +28,7 @@ _NOBODY: Final = -1
 
 class Overflow(DdrCache):
     """Which rows have overflow slots, least recently used first to go: a cache without rows, known to the device, whose
-    slots are ``behind`` others in the arenas. Rows enter by ``enter`` and go by ``drop`` and ``forget``, which tell
+    slots are ``behind`` others in the arenas. Rows enter by ``enter`` and go by ``drop`` and ``forget``, which update
     the device. Nothing waits for it."""
 
     def __init__(self, capacity: int, *, behind: int, sender: Sender, kernels: ModuleType) -> None:
@@ -39,9 +39,6 @@ class Overflow(DdrCache):
         self._keys = torch.full((capacity,), _NOBODY, dtype=torch.int64, device=sender.device)
         self._ordered: tuple[Tensor, Tensor] | None = None
         """``_keys`` sorted, and the slot of each; None after a change."""
-
-    def warm_up(self) -> None:
-        self._kernels.find_sorted(self._keys, self._keys, self._keys[:1], self.behind)
 
     def locate(self, keys: Tensor) -> Tensor | None:
         """int32 [n], on the keys' device: each key's slot of the arenas or -1. None if no key can have one."""
@@ -88,7 +85,7 @@ class Overflow(DdrCache):
 
     def repin(self, leased: Sequence[Int32s]) -> None:
         """Have the slots of these leases pinned, each as often as it is in one, and no others; and forget what is
-        loading. The device is told of all."""
+        loading. The device gets all again."""
         self.pins[:] = 0
         self.tallies[Tally.PINNED] = 0
         for slots in leased:
@@ -106,10 +103,10 @@ class Overflow(DdrCache):
         self._tell(slots, _NOBODY)
 
     def check_integrity(self) -> None:
-        """AssertionError unless the books are whole and nothing is loading."""
+        """AssertionError unless its counters are right and nothing is loading."""
         super().check_integrity()
         slots, keys = self.resident_slots(), self._keys.cpu().numpy()
         assert not self.is_loading(slots), "an overflow slot is loading with nobody at it"
         known = int((keys != _NOBODY).sum())
-        assert known == len(slots), f"{known} slots taken on the device, {len(slots)} in the books"
-        assert np.array_equal(keys[slots], self.keys_of(slots)), "the device's keys are not those of the books"
+        assert known == len(slots), f"{known} slots taken on the device, {len(slots)} on the host"
+        assert np.array_equal(keys[slots], self.keys_of(slots)), "the device's keys are not those of the host"

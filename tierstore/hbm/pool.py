@@ -2,10 +2,10 @@
 
 A row's newest value is in its slot here if it has one, else in the pool below. Most slots are the set-associative
 cache's. A row all of whose set is in use (a *conflict miss*) takes an *overflow* slot, behind the cache's in the same
-arenas; so does, by policy "lfu", a row that is asked for less often than its victim, while there is room.
+arenas.
 
 A lease pins its slots. ``release`` only notes it, with a mark of the stream that used the rows: the slots are unpinned
-when rows are next brought in and the mark has passed. So nothing is evicted that a queued kernel needs, and no thread
+when rows are next fetched and the mark has passed. So nothing is evicted that a queued kernel needs, and no thread
 waits for a model's kernels; a thread that brings rows in waits for the side stream's.
 
 A call may be cut short anywhere, by any exception. Which slots are pinned follows from the leases that there are: the
@@ -20,8 +20,9 @@ import contextlib
 import operator
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -36,11 +37,9 @@ from ..layout import RowLayout
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
-from .batch import Groups
-from .books import SUMMARY_ROWS, Plan, Status
-from .cache import FrequencySketch, Grouping, HbmCache, PolicyName, group_keys, warm_up
+from .books import NUM_STATUSES, SUMMARY_ROWS, Plan, Status
+from .cache import Grouping, HbmCache, PolicyName, group_keys
 from .lanes import Mark
-from .lease import HbmClaim, HbmLease
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
 from .staging import Sender, Staging, staging_bytes
 
@@ -56,16 +55,6 @@ class HbmSize(NamedTuple):
     def host_bytes(self, layout: RowLayout) -> int:
         return staging_bytes(layout, self.staging_rows) + overflow_bytes(self.overflow_rows)
 
-    def make_rows(
-        self, below: Pool, tables: Mapping[int, range], sender: Sender, *, policy: PolicyName, readonly: bool  # noqa: ARG002
-    ) -> "HbmPool":  # fmt: skip
-        return HbmPool(below, self, sender, policy)
-
-
-class _Grouped(NamedTuple):
-    grouping: Grouping
-    made: Mark
-
 
 class _Misses(NamedTuple):
     """The keys of a batch that are no hits, by status, and of each status in order of their sets."""
@@ -77,6 +66,62 @@ class _Misses(NamedTuple):
     keys: Int64s
     own: Int32s
     """Overflow slots of the first of them, those with status TAKEN."""
+
+
+class HbmLease:
+    """The rows of a batch, pinned in their slots until ``release``; in place from ``ready`` on. ``grouping`` is of the
+    keys asked for."""
+
+    __slots__ = ("__weakref__", "_pool", "claim", "grouping", "held", "num_rows", "overflow", "ready", "slots")
+
+    def __init__(
+        self, pool: "HbmPool", grouping: Grouping, slots: Tensor, num_rows: int, overflow: Int32s, ready: Mark
+    ) -> None:
+        self._pool: HbmPool | None = pool
+        self.grouping = grouping
+        self.ready = ready
+        self.held = False
+        self.claim = HbmClaim(self, pool.released.append)
+        self.slots = self.claim.slots = slots
+        self.num_rows = num_rows
+        self.overflow = self.claim.overflow = overflow
+        self.claim.last_use = ready
+        self.claim.changed = False
+
+    @contextlib.contextmanager
+    def in_use(self, *, changes: bool = False) -> Iterator[None]:
+        assert self._pool is not None, "rows are used after their release"
+        with self._pool.rows_lock:
+            self._pool.lane.follow(self.ready)
+            self.claim.changed |= changes
+            try:
+                yield
+            finally:
+                self.claim.last_use = self._pool.lane.mark()
+
+    def release(self, *, changed: bool = False) -> None:
+        self.claim.changed |= changed
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.released.append(self.claim)
+
+
+class HbmClaim(weakref.ref[HbmLease]):
+    """What a lease has, for when it is gone. Nothing of Python runs where one is dropped: the garbage collector may do
+    that in any thread, under any lock, and no exception can come then.
+
+    Attributes:
+        slots: int32 [N]; the first ones are rows of the arenas, in order of the keys asked for, the others are -1.
+        overflow: numpy int32 [n], which overflow slots are among them.
+        last_use: when the work that uses the rows is done.
+        changed: whether that work makes the rows newer than those below.
+    """
+
+    __slots__ = ("changed", "last_use", "overflow", "slots")
+    slots: Tensor
+    overflow: Int32s
+    last_use: Mark
+    changed: bool
 
 
 class HbmPool(DeviceRows):
@@ -93,17 +138,16 @@ class HbmPool(DeviceRows):
                 size.cached_rows, weight_words=layout.weight_words, state_words=layout.state_words, policy=policy,
                 device=device, extra_rows=size.overflow_rows,
             )  # fmt: skip
-            kernels = self.cache.kernels
-            self.overflow = Overflow(size.overflow_rows, behind=size.cached_rows, sender=sender, kernels=kernels)
-            self._sketch = FrequencySketch(size.cached_rows, device, kernels) if policy == "lfu" else None
+            self.overflow = Overflow(
+                size.overflow_rows, behind=size.cached_rows, sender=sender, kernels=self.cache.kernels
+            )
             self.weights = self.cache.weights.view(layout.torch_dtype)
             self.state = self.cache.state.view(torch.float32)
             arenas = self.cache.weights, self.cache.state
             self._staging = Staging(layout, size.staging_rows, arenas, lane, self.kernels)
-            self._summary = self._host_buffer(SUMMARY_ROWS * len(Status), torch.int32).view(SUMMARY_ROWS, -1)
+            self._summary = self._host_buffer(SUMMARY_ROWS * NUM_STATUSES, torch.int32).view(SUMMARY_ROWS, -1)
             self._seen: Int32s = self._summary.numpy()
-            self._told = self._host_buffer(0, torch.int64)
-            self._warm_up()
+            self._listed = self._host_buffer(0, torch.int64)
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
         self.released: deque[HbmClaim] = deque()
         self._claims: set[HbmClaim] = set()
@@ -112,21 +156,15 @@ class HbmPool(DeviceRows):
         self._last_overflow = 0
         self._is_whole = True
 
-    def _warm_up(self) -> None:
-        warm_up(self.device)
-        self.cache.warm_up()
-        self.overflow.warm_up()
-        if self._sketch is not None:
-            self._sketch.warm_up()
-
     # Batches
 
-    def _grouped(self, batch: DeviceBatch) -> _Grouped:
+    def _grouped(self, batch: DeviceBatch) -> Grouping:
         if batch.grouping is None:
             with self.lane.side():
                 self.lane.follow(batch.rows_ready)
-                batch.grouping = _Grouped(group_keys(batch.rows), self.lane.mark())
-        made: _Grouped = batch.grouping
+                grouping, batch.grouped = group_keys(batch.rows), self.lane.mark()
+                batch.grouping = grouping  # last: another thread may look
+        made: Grouping = batch.grouping
         return made
 
     def has_room(self, batch: DeviceBatch) -> bool:
@@ -139,36 +177,29 @@ class HbmPool(DeviceRows):
             return self._can_hold(num_rows)
 
     def stage(self, batch: DeviceBatch) -> HbmLease | None:
-        lease = self.acquire(self._grouped(batch).grouping, len(batch)) if self.has_room(batch) else None
+        lease = self.acquire(self._grouped(batch), len(batch)) if self.has_room(batch) else None
         if lease is not None and not self.hold(lease):
             lease.release()
             return None
         return lease
 
     def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        grouping = self._grouped(batch).grouping
-        leased = self._parts(batch.rows, grouping) if lease is None else [(0, len(batch), lease)]
-        for first, last, own in leased:
-            yield Part(first, last, own.slots, own.grouping.inverse, own)
+        if lease is not None:
+            return iter((Part(0, len(batch), lease.slots, lease.grouping.inverse, lease),))
+        return self._parts(batch.rows, self._grouped(batch))
 
     def whole(self, batch: DeviceBatch, lease: Any) -> HbmLease | None:
-        found: HbmLease | None = self.acquire(self._grouped(batch).grouping, 0) if lease is None else lease
+        found: HbmLease | None = self.acquire(self._grouped(batch), 0) if lease is None else lease
         return found
 
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        grouping = self._grouped(batch).grouping
-        leased = self._row_parts(grouping) if lease is None else [(0, len(batch), lease)]
-        for first, last, own in leased:
-            yield Part(first, last, own.slots, None, own)
-
-    def groups(self, batch: DeviceBatch) -> Groups:
-        grouping, made = self._grouped(batch)
-        self.lane.follow(made)
-        return grouping.groups
+        if lease is not None:
+            return iter((Part(0, len(batch), lease.slots, None, lease),))
+        return self._row_parts(self._grouped(batch))
 
     def keys(self, batch: DeviceBatch) -> Tensor:
         groups = self.groups(batch)
-        return self._grouped(batch).grouping.keys[: int(groups.num_unique)]
+        return self._grouped(batch).keys[: int(groups.num_unique)]
 
     def position_keys(self, batch: DeviceBatch) -> Int64s:
         self.lane.follow(batch.rows_ready)
@@ -177,24 +208,21 @@ class HbmPool(DeviceRows):
 
     # Leases
 
-    def _parts(self, keys: Tensor, grouping: Grouping) -> Iterator[tuple[int, int, HbmLease]]:
-        """Leases that together cover ``keys`` (int64 [N], on the device) in order, each with its range; one if the rows
-        fit. Each is released when the next is asked for, unless the caller held it: then it is the caller's to
-        release. BudgetError: every slot stayed pinned by others for a minute."""
+    def _parts(self, keys: Tensor, grouping: Grouping) -> Iterator[Part]:
+        """``parts`` of keys, int64 [N], on the device."""
 
         def acquire(first: int, last: int) -> HbmLease | None:
             return self.acquire(grouping if last - first == len(keys) else self.group(keys[first:last]), last - first)
 
         for first, last, lease in self._in_parts(len(keys), acquire):
             try:
-                yield first, last, lease
+                yield Part(first, last, lease.slots, lease.grouping.inverse, lease)
             finally:
                 if not lease.held:
                     lease.release()
                     self.retain(lease.grouping)
 
-    def _row_parts(self, grouping: Grouping) -> Iterator[tuple[int, int, HbmLease]]:
-        """Leases of the distinct keys of a batch, each with its range; of all of them, if they fit."""
+    def _row_parts(self, grouping: Grouping) -> Iterator[Part]:
         keys, num_unique = grouping.keys, grouping.groups.num_unique
 
         def acquire(first: int, last: int) -> HbmLease | None:
@@ -206,7 +234,7 @@ class HbmPool(DeviceRows):
             return self.acquire(own, 0)
 
         for first, last, lease in self._in_parts(len(keys), acquire):
-            yield first, last, lease
+            yield Part(first, last, lease.slots, None, lease)
             if lease.num_rows < last - first:
                 return
 
@@ -261,15 +289,10 @@ class HbmPool(DeviceRows):
             self.require_open()
             started = time.perf_counter()
             self._reclaim(wait=False)
-            counts = None if self._sketch is None else self._sketch.estimate(grouping.keys, grouping.groups.num_unique)
-            lease = self._admit(grouping, lookups, counts)
+            lease = self._admit(grouping, lookups)
             if lease is None and self.released:
                 self._reclaim(wait=True)
-                lease = self._admit(grouping, lookups, counts)
-            if lease is not None and lookups and self._sketch is not None:
-                self._sketch.count(grouping.keys, grouping.groups.num_unique, lease.num_rows)
-                if self._sketch.age():
-                    self.cache.age()
+                lease = self._admit(grouping, lookups)
             self.fill_seconds += time.perf_counter() - started
             return lease
 
@@ -323,22 +346,16 @@ class HbmPool(DeviceRows):
 
     # Bringing rows in; the caller is in ``_changing``
 
-    def _admit(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
-        lease = self._try(grouping, lookups, counts)
-        if lease is None and counts is not None:
-            lease = self._try(grouping, lookups, None)
-        return lease
-
-    def _try(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
+    def _admit(self, grouping: Grouping, lookups: int) -> HbmLease | None:
         """Launch all that a batch needs whose rows are there, or enter over clean ones; then bring in what is missing.
         None, and nothing is pinned, if there are too few overflow slots."""
         cache, overflow = self.cache, self.overflow
         lying = overflow.locate(grouping.keys)
-        plan = cache.plan(grouping.keys, grouping.groups.num_unique, lying=lying, counts=counts)
+        plan = cache.plan(grouping.keys, grouping.groups.num_unique, lying=lying)
         self._summary.copy_(plan.summary, non_blocking=True)
-        is_told = self.lane.mark()
+        is_there = self.lane.mark()
         cache.commit(plan)
-        is_told.synchronize()
+        is_there.synchronize()
         seen: list[int] = np.add.reduce(self._seen).tolist()
         total = sum(seen)
         outside = _NO_SLOTS
@@ -369,11 +386,11 @@ class HbmPool(DeviceRows):
     def _misses(self, plan: Plan, seen: list[int]) -> _Misses:
         """What is no hit; and the dirty victims are written down, and clean. The host waits once if there are none."""
         places = torch.sort(plan.statuses, stable=True).indices[seen[Status.HIT] : sum(seen)]
-        if len(self._told) < 2 * len(places):
-            self._told = self._host_buffer(1 << (2 * len(places) - 1).bit_length(), torch.int64)
-        told = self._told[: 2 * len(places)].view(2, -1)
-        slots = self.cache.list_keys(plan, places, told)
-        keys, others = told.numpy()
+        if len(self._listed) < 2 * len(places):
+            self._listed = self._host_buffer(1 << (2 * len(places) - 1).bit_length(), torch.int64)
+        listed = self._listed[: 2 * len(places)].view(2, -1)
+        slots = self.cache.list_keys(plan, places, listed)
+        keys, others = listed.numpy()
         first = sum(seen[Status.TAKEN : Status.DIRTY_VICTIM])
         victims = slice(first, first + seen[Status.DIRTY_VICTIM])
         if seen[Status.DIRTY_VICTIM]:
@@ -443,19 +460,20 @@ class HbmPool(DeviceRows):
     def read(self, keys: Int64s) -> Tensor:
         sent = self._send_keys(keys)
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
-        for first, last, lease in self._parts(sent, self.group(sent)):
-            with lease.in_use():
-                out[first:last] = self.weights[lease.slots[lease.grouping.inverse]][:, : self.layout.dim]
+        for part in self._parts(sent, self.group(sent)):
+            with part.lease.in_use():
+                out[part.first : part.last] = self.weights[part.slots[part.inverse]][:, : self.layout.dim]
         return out
 
     @shielded
     def write(self, keys: Int64s, rows: Tensor) -> None:
         sent, rows = self._send_keys(keys), rows.to(self.device)
-        for first, _, lease in self._parts(sent, self.group(sent)):
+        for part in self._parts(sent, self.group(sent)):
+            lease: Any = part.lease
             order, starts, _ = lease.grouping.groups
             try:
                 with lease.in_use(changes=True):
-                    last = first + order[starts[1 : lease.num_rows + 1] - 1]
+                    last = part.first + order[starts[1 : lease.num_rows + 1] - 1]
                     self.weights[lease.slots[: lease.num_rows], : self.layout.dim] = rows[last]
             finally:
                 lease.release()
@@ -485,9 +503,7 @@ class HbmPool(DeviceRows):
 
     @property
     def size_bytes(self) -> int:
-        sketch = 0 if self._sketch is None else self._sketch.size_bytes
-        overflow = self.overflow.capacity * OVERFLOW_INDEX_BYTES
-        return self.cache.size_bytes + overflow + sketch
+        return self.cache.size_bytes + self.overflow.capacity * OVERFLOW_INDEX_BYTES
 
     @property
     def host_bytes(self) -> int:

@@ -24,8 +24,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ..kernels import slots as kernels
-from ..optim.configs import NUM_HYPER
 from ..optim.rules import RUN, SUPER_RUN
 from .backend import launch
 from .batch import Bags, DeviceIds, Groups
@@ -135,37 +133,6 @@ def move_rows(arenas: Pair, buffers: Pair, slots: Tensor, *, up: bool) -> None:
         move_tile, (triton.cdiv(len(slots), rows),), *arenas, *buffers, slots, len(slots), *words, *widths, UP=up,
         ROWS=rows,
     )  # fmt: skip
-
-
-def warm_up(
-    *, weights: Tensor, state: Tensor, dim: int, codes: tuple[int, ...], by_row: bool, marks_dirty: bool,
-    modes: tuple[int, ...] = (kernels.SUM,),
-) -> None:  # fmt: skip
-    """Have the kernels compiled that lookups in a pool will usually need, by launches that touch none of its rows.
-    ``by_row``: lookups give ``inverse``; ``marks_dirty``: updates give ``dirty``."""
-    device, length = weights.device, SUPER_RUN + 1
-    zeros = torch.zeros(length + 1, dtype=torch.int32, device=device)
-    # One empty bag; and positions of no rows.
-    bags = Bags(zeros[:2], zeros[:length], zeros[:1], zeros[:1], 1, column_step=math.gcd(dim, 4))
-    groups = Groups(torch.zeros(length, dtype=torch.int64, device=device), zeros, zeros[:1])
-    out, hyper = torch.zeros((1, dim), device=device), torch.zeros((len(codes), NUM_HYPER), device=device)
-    number_bags(bags.bag_starts, torch.empty(1, dtype=torch.int32, device=device))
-    long, own = groups.order[:2], bags._replace(bag_starts=zeros[:2].clone(), bag_of=zeros.clone())
-    join_ids(
-        DeviceIds(long[:1], long, None), long[:1], long[:1], own,
-        torch.empty(1, dtype=torch.int64 if by_row else torch.int32, device=device), zeros[:1].clone(), long.clone(),
-    )  # fmt: skip
-    for mode in modes:
-        arg_max = torch.zeros((1, dim), dtype=torch.int32, device=device) if mode == kernels.MAX else None
-        pool_rows(
-            bags, zeros, zeros if by_row else None, 0, 0, mode=mode, weights=weights, dim=dim, out=out,
-            arg_max=arg_max,
-        )  # fmt: skip
-        update_rows(
-            bags, groups, zeros[:1], 0, grad_out=out, arg_max=arg_max, mean=mode == kernels.MEAN, codes=codes,
-            code_of=zeros[: len(codes)], hyper=hyper, weights=weights, state=state, dim=dim,
-            dirty=torch.zeros(1, dtype=torch.uint8, device=device) if marks_dirty else None,
-        )  # fmt: skip
 
 
 def _tile(rows: str, dim: int, bags: Bags, results: Tensor) -> dict[str, int]:

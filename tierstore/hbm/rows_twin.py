@@ -1,21 +1,24 @@
-"""Kernels over rows of the HBM tier in plain torch operations: the oracle of ``rows_triton``, on any device.
+"""Kernels over rows of the HBM tier where the device is the CPU: those of host memory, called as ``rows_triton`` is.
 
-Every float32 operation and its place in the order are those of ``kernels.pool_rows``, ``kernels.dot_rows`` and
-``optim.rules.merge_and_update``, so the bits are theirs too (but for the sign and payload of a NaN, which devices
-choose). Each operation is one torch call of its own: nothing is there to contract. Divisors are tensors, because some
-devices multiply by the reciprocal of a scalar. Calls wait for the device and are slow; all tensors are on one device.
+Their docstrings are the contract of both. The bits are those of ``kernels`` and ``optim.rules`` (but for the sign and
+payload of a NaN, which devices choose).
 
 Shape legend: N positions (ids of the batch), U unique rows, K = F * B bags, C output columns, S slots, D dim, T tables.
 """
 
-from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels import slots as kernels
-from ..optim.configs import SGD, Adagrad, RowWiseAdagrad
-from ..optim.rules import RUN, SUPER_RUN
+from ..kernels.arrays import Floats, Int32s
+from ..kernels.floats import code_of_dtype
+from ..optim.rules import merge_and_update, scratch
+from ..pool.bags import NO_ARG_MAX, NO_FLOATS
 from .batch import Bags, DeviceIds, Groups
 
 Pair = tuple[Tensor, ...]
@@ -24,7 +27,7 @@ Pair = tuple[Tensor, ...]
 
 def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
     """Fill ``bag_of``, int32 [N], with the bag of each position: those of bag ``k`` are ``bag_starts[k:k + 2]``."""
-    numbers = torch.arange(len(bag_starts) - 1, dtype=torch.int32, device=bag_of.device)
+    numbers = torch.arange(len(bag_starts) - 1, dtype=torch.int32)
     bag_of.copy_(torch.repeat_interleave(numbers, bag_starts.diff().long()))
 
 
@@ -51,13 +54,12 @@ def join_ids(
     is_off[0] |= starts[0] != 0
     is_off[-1] |= starts[-1] != count
     bags.bag_starts.copy_(starts.clamp(0, count))
-    positions = torch.arange(count, device=rows.device)
-    bag = (torch.searchsorted(starts, positions, right=True) - 1).clamp(0, num_bags - 1)
+    bag = (torch.searchsorted(starts, torch.arange(count), right=True) - 1).clamp(0, num_bags - 1)
     bags.bag_of.copy_(bag)
     feature, ids = bag // bags.batch, given.ids.long()
     is_no_row = (ids < 0) | (ids >= num_rows[feature])
     rows.copy_(firsts[feature] + torch.where(is_no_row, torch.zeros_like(ids), ids))
-    record[feature[is_no_row].to(record.device)] = ids[is_no_row].to(record.device)
+    record[feature[is_no_row]] = ids[is_no_row]
     if is_off.any():
         record[len(firsts)] = is_off.int().argmax() + 1
     is_right.mul_((~(is_no_row.any() | is_off.any())).int())
@@ -83,28 +85,11 @@ def pool_rows(
         out: float32 [B, C].
         arg_max: int32 [K, D], the first position of each maximum (MAX), -1 of an empty bag; else None.
     """
-    stops = bags.bag_starts[1:]
-    low, high = bags.bag_starts[:-1].clamp(min=first), stops.clamp(max=last)
-    place = _places(bags, torch.arange(len(stops), device=out.device), dim)
-    if first == 0:
-        out[place] = 0
-        if arg_max is not None:
-            arg_max.fill_(-1)
-    pooled = out[place]
-    for bag, position in _steps(low, high):
-        row = weights[_slots_of(slots, inverse, position - first), :dim].float()
-        if arg_max is not None:
-            wins = (arg_max[bag] < 0) | (row > pooled[bag])
-            pooled[bag] = torch.where(wins, row, pooled[bag])
-            arg_max[bag] = torch.where(wins, position.int()[:, None], arg_max[bag])
-        elif bags.scale is not None:
-            pooled[bag] = pooled[bag] + bags.scale[position][:, None] * row
-        else:
-            pooled[bag] = pooled[bag] + row
-    if mode == kernels.MEAN:
-        complete = torch.nonzero((low < high) & (high == stops))[:, 0]
-        pooled[complete] = pooled[complete] / _counts(bags)[complete][:, None]
-    out[place] = pooled
+    kernels.pool_rows(
+        0, len(bags.bag_starts) - 1, first, last, bags.bag_starts.long().numpy(), _slots_of(slots, inverse),
+        _scale_of(bags), mode, _array(weights), dim, _code_of(weights), bags.columns.numpy(), bags.batch,
+        out.numpy(), NO_ARG_MAX if arg_max is None else arg_max.numpy(),
+    )  # fmt: skip
 
 
 def dot_rows(
@@ -119,15 +104,17 @@ def dot_rows(
         grad_out: float32 [B, C].
         grad_scale: float32 [N], filled on ``[first, last)``.
     """
-    source = grad_out[_places(bags, bags.bag_of[first:last].long(), dim)]
-    slot = _slots_of(slots, inverse, torch.arange(last - first, device=slots.device))
-    grad_scale[first:last] = _halving_sum(weights[slot, :dim].float() * source)
+    kernels.dot_rows(
+        0, len(bags.bag_starts) - 1, first, last, bags.bag_starts.long().numpy(), _slots_of(slots, inverse),
+        _array(weights), dim, _code_of(weights), bags.columns.numpy(), bags.batch, grad_out.detach().numpy(),
+        grad_scale.numpy(),
+    )  # fmt: skip
 
 
 def update_rows(
     bags: Bags, groups: Groups, slots: Tensor, first_unique: int, *, grad_out: Tensor, arg_max: Tensor | None,
-    mean: bool, codes: tuple[int, ...], code_of: Tensor, hyper: Tensor, weights: Tensor, state: Tensor, dim: int,
-    dirty: Tensor | None,
+    mean: bool, codes: tuple[int, ...], code_of: Tensor, hyper: Tensor, weights: Tensor, state: Tensor,  # noqa: ARG001
+    dim: int, dirty: Tensor | None,
 ) -> None:  # fmt: skip
     """Merge the gradients of distinct rows, and update each once: those from ``first_unique`` up to
     ``min(first_unique + len(slots), U)``.
@@ -146,15 +133,22 @@ def update_rows(
     stop = min(first_unique + len(slots), int(groups.num_unique))
     if first_unique >= stop:
         return
-    gradient = _merge(bags, groups, first_unique, stop, grad_out, arg_max, mean, dim)
-    first_bags = bags.bag_of[groups.order[groups.starts[first_unique:stop].long()]]
-    tables = bags.table_of[(first_bags // bags.batch).long()].long()
-    slot = slots[: stop - first_unique].long()
-    if dirty is not None:
-        dirty[slot] = 1  # first, as an update may fail half done
-    for code in set(codes):
-        chosen = torch.nonzero(code_of[tables] == code)[:, 0]
-        _update(code, hyper[tables[chosen]], gradient[chosen], slot[chosen], weights, state)
+    # Each row is given as a table of its own, of one row.
+    count, order = stop - first_unique, groups.order.numpy()
+    starts, bag_of = groups.starts[first_unique : stop + 1].long().numpy(), bags.bag_of.numpy()[order]
+    tables = bags.table_of[torch.from_numpy(bag_of[starts[:-1]] // bags.batch)]
+    factors = NO_FLOATS if bags.scale is None else _scale_of(bags)[order]
+    if mean:
+        factors = np.float32(1) / np.diff(bags.bag_starts.numpy())[bag_of].astype(np.float32)
+    sources = bag_of % bags.batch * np.int64(grad_out.shape[1]) + bags.columns.numpy()[bag_of // bags.batch]
+    flags = np.empty(0, np.uint8) if dirty is None else dirty.numpy()
+    merge_and_update(
+        0, 0, count, 0, np.zeros(count, np.int64), np.arange(count), slots.numpy(), np.ones(count, np.int64),
+        np.stack([starts[:-1], starts[1:]], axis=1).ravel(), sources, factors, order.astype(np.int32), bag_of,
+        NO_ARG_MAX if arg_max is None else arg_max.numpy(), grad_out.detach().reshape(1, -1).numpy(),
+        code_of[tables].long().numpy(), hyper[tables].numpy(), _array(weights), _array(state), dim,
+        _code_of(weights), flags, 1, None, None, scratch(dim),
+    )  # fmt: skip
 
 
 def move_rows(arenas: Pair, buffers: Pair, slots: Tensor, *, up: bool) -> None:
@@ -171,120 +165,23 @@ def move_rows(arenas: Pair, buffers: Pair, slots: Tensor, *, up: bool) -> None:
             torch.index_select(arena, 0, slots, out=buffer[: len(slots)])
 
 
-def warm_up(**_: object) -> None:
-    """Nothing here has to be compiled."""
+def _slots_of(slots: Tensor, inverse: Tensor | None) -> Int32s:
+    """int32, the slot of each position of a call."""
+    found: Int32s = (slots if inverse is None else slots[inverse.long()]).numpy()
+    return found
 
 
-def _slots_of(slots: Tensor, inverse: Tensor | None, place: Tensor) -> Tensor:
-    """int64, of some positions, counted from the first of the call."""
-    return slots[place if inverse is None else inverse[place].long()].long()
+def _array(rows: Tensor) -> NDArray[Any]:
+    """Rows as kernels see them: float32, or uint16 for the dtypes of 16 bits. After ``Tensor.numpy`` their memory could
+    not be freed by ``resize_``."""
+    kind = "<f4" if rows.dtype == torch.float32 else "<u2"
+    memory = {"data": (rows.data_ptr(), False), "shape": tuple(rows.shape), "typestr": kind, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=memory))
 
 
-def _steps(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(which ranges, an index of each): first ``low`` of every range ``[low, high)`` not empty, then the next, ..."""
-    lengths = high - low
-    for step in range(int(lengths.max()) if len(lengths) else 0):
-        which = torch.nonzero(lengths > step)[:, 0]
-        yield which, low[which] + step
+def _scale_of(bags: Bags) -> Floats:
+    return NO_FLOATS if bags.scale is None else bags.scale.detach().numpy()
 
 
-def _sum_ranges(low: Tensor, high: Tensor, dim: int, term: Callable[[Tensor], Tensor]) -> Tensor:
-    """float32 [ranges, dim]: from zero, ``term`` of each index of the range added one after another."""
-    total = torch.zeros(len(low), dim, dtype=torch.float32, device=low.device)
-    for which, index in _steps(low, high):
-        total[which] = total[which] + term(index)
-    return total
-
-
-def _halving_sum(terms: Tensor) -> Tensor:
-    width = kernels.padded_width(terms.shape[1])
-    terms = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
-    while width > 1:
-        width //= 2
-        terms = terms[:, :width] + terms[:, width:]
-    return 0.0 + terms[:, 0]
-
-
-def _places(bags: Bags, bag: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """(samples, columns) that index a [B, C] matrix at the results of some bags (int64)."""
-    column = bags.columns.long()[bag // bags.batch][:, None] + torch.arange(dim, device=bag.device)
-    return (bag % bags.batch)[:, None], column
-
-
-def _counts(bags: Bags) -> Tensor:
-    return bags.bag_starts.diff().float()
-
-
-def _merge(
-    bags: Bags, groups: Groups, begin: int, end: int, grad_out: Tensor, arg_max: Tensor | None, mean: bool, dim: int
-) -> Tensor:
-    """float32 [end - begin, dim]: gradients in the canonical order, see ``optim.rules``."""
-
-    def gradient_of(place: Tensor) -> Tensor:
-        position = groups.order[place]
-        bag = bags.bag_of[position].long()
-        source = grad_out[_places(bags, bag, dim)]
-        if arg_max is not None:
-            return torch.where(arg_max[bag] == position[:, None], source, torch.zeros_like(source))
-        if mean:
-            return (torch.ones_like(_counts(bags)) / _counts(bags))[bag][:, None] * source
-        return source if bags.scale is None else bags.scale[position][:, None] * source
-
-    starts, stops = groups.starts[begin:end].long(), groups.starts[begin + 1 : end + 1].long()
-    low, high, runs_low, runs_high = _cut(starts, stops, RUN)
-    runs = _sum_ranges(low, high, dim, gradient_of)
-    low, high, supers_low, supers_high = _cut(runs_low, runs_high, SUPER_RUN // RUN)
-    super_runs = _sum_ranges(low, high, dim, lambda run: runs[run])
-    return _sum_ranges(supers_low, supers_high, dim, lambda run: super_runs[run])
-
-
-def _cut(low: Tensor, high: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ranges ``[low, high)`` cut into pieces of ``size``: begins and ends of the pieces, range after range; and the
-    first piece of each range and the one behind its last."""
-    num_pieces = (high - low + size - 1) // size
-    ends = num_pieces.cumsum(0)
-    owner = torch.repeat_interleave(num_pieces)
-    number = torch.arange(len(owner), device=owner.device) - (ends - num_pieces)[owner]
-    begin = low[owner] + number * size
-    return begin, torch.minimum(begin + size, high[owner]), ends - num_pieces, ends
-
-
-def _update(code: int, hyper: Tensor, gradient: Tensor, slot: Tensor, weights: Tensor, state: Tensor) -> None:
-    """One optimizer step of rows that share a rule; the formulas are those of ``optim.configs``."""
-    dim = gradient.shape[1]
-    value = weights[slot, :dim].float()
-    lr, weight_decay, eps = hyper[:, 0:1], hyper[:, 1:2], hyper[:, 2:3]
-    gradient = torch.where(weight_decay != 0, gradient + weight_decay * value, gradient)
-    if code == SGD.code:
-        change = lr * gradient
-    elif code == RowWiseAdagrad.code:
-        accumulator = state[slot, 0] + _mean_square(gradient)
-        state[slot, 0] = accumulator
-        change = lr / (_root(accumulator)[:, None] + eps) * gradient
-    elif code == Adagrad.code:
-        squares = state[slot, :dim] + gradient * gradient
-        state[slot, :dim] = squares
-        change = lr * gradient / (_root(squares) + eps)
-    else:
-        change = _adam(hyper, gradient, slot, state)
-    weights[slot, :dim] = (hyper[:, 7:8] * value - change).to(weights.dtype)
-
-
-def _mean_square(gradient: Tensor) -> Tensor:
-    total = _halving_sum(gradient * gradient)
-    return total / torch.full_like(total, gradient.shape[1])
-
-
-def _adam(hyper: Tensor, gradient: Tensor, slot: Tensor, state: Tensor) -> Tensor:
-    dim = gradient.shape[1]
-    eps, beta1, beta2, step_size, root_correction = (hyper[:, column : column + 1] for column in range(2, 7))
-    first = beta1 * state[slot, :dim] + (1 - beta1) * gradient
-    second = beta2 * state[slot, dim : 2 * dim] + (1 - beta2) * gradient * gradient
-    state[slot, :dim] = first
-    state[slot, dim : 2 * dim] = second
-    return step_size * first / (_root(second) / root_correction + eps)
-
-
-def _root(value: Tensor) -> Tensor:
-    """Square root to nearest: torch's own in float32 may be off by one bit, in float64 it is near enough to round."""
-    return value.double().sqrt().float()
+def _code_of(weights: Tensor) -> int:
+    return code_of_dtype(str(weights.dtype).removeprefix("torch."))

@@ -6,6 +6,7 @@ the host waits for it.
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
@@ -28,18 +29,12 @@ Field = tuple[torch.dtype, int]
 """An array's type and length."""
 
 
+@dataclass(eq=False)
 class _SendBuffer:
     """Page-locked memory, int32, and when the copy out of it is done."""
 
     host: Tensor
-    words: Int32s
-
-    def __init__(self) -> None:
-        self.replace(torch.empty(0, dtype=torch.int32, device="cpu"))
-        self.free: Mark | None = None
-
-    def replace(self, host: Tensor) -> None:
-        self.host, self.words = host, host.numpy()
+    free: Mark | None = None
 
 
 class Sender:
@@ -50,7 +45,8 @@ class Sender:
         self.lane = lane
         self.device = device
         self._lock = threading.Lock()
-        self._buffers = [_SendBuffer() for _ in range(_SEND_BUFFERS)]
+        nothing = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._buffers = [_SendBuffer(nothing) for _ in range(_SEND_BUFFERS)]
         self._number = 0
 
     def send(self, fields: Sequence[Field], fill: Callable[[list[NDArray[Any]]], None]) -> tuple[list[Tensor], Mark]:
@@ -63,9 +59,10 @@ class Sender:
         total = sum(cuts)
         with self._lock:
             buffer = self._next(total)
+            words: Int32s = buffer.host.numpy()
             arrays, start = [], 0
             for (dtype, _), length in zip(fields, lengths, strict=True):
-                arrays.append(buffer.words[start : start + length].view(_NUMPY[dtype]))
+                arrays.append(words[start : start + length].view(_NUMPY[dtype]))
                 start += length + -length % _ALIGNMENT_WORDS
             fill(arrays)
             with self.lane.side():
@@ -90,10 +87,10 @@ class Sender:
         self._number += 1
         if buffer.free is not None and not buffer.free.query():
             buffer.free.synchronize()
-        if len(buffer.words) < num_words:
+        if len(buffer.host) < num_words:
             grown = 1 << (num_words - 1).bit_length()
             with torch.inference_mode(False):
-                buffer.replace(torch.empty(grown, dtype=torch.int32, device="cpu", pin_memory=self.lane.pin_memory))
+                buffer.host = torch.empty(grown, dtype=torch.int32, device="cpu", pin_memory=self.lane.pin_memory)
         return buffer
 
 
@@ -126,10 +123,6 @@ class Staging:
         self._lane = lane
         self._kernels = kernels
         *self._up, self._down = (_Buffer(layout, rows, lane) for _ in range(_NUM_BUFFERS))
-        for up in (False, True):  # has the kernel compiled; no row is there yet
-            kernels.move_rows(
-                arenas, self._down.words, torch.zeros(1, dtype=torch.int32, device=arenas[0].device), up=up
-            )
 
     def bring(self, keys: Int64s, slots: Tensor, read: Callable[[Int64s, Words, Words], None]) -> None:
         """Have ``read(keys, weights, state)`` fill buffers with the rows of ``keys``, numpy int64 [n], and copy them

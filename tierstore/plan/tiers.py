@@ -98,7 +98,7 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
     """
     rows = tuple((pool.layout, math.ceil(pool.num_rows / setup.hosts)) for pool in demand.pools)
     try:
-        hot = _hbm_sizes(int(setup.hbm_bytes), rows, setup.policy) if setup.hbm_bytes else {}
+        hot = _hbm_sizes(int(setup.hbm_bytes), rows) if setup.hbm_bytes else {}
         staging = sum(size.host_bytes(layout) for layout, size in hot.items())
         budget = int(setup.ddr_bytes / setup.workers)
         ids = math.ceil(setup.workload.id_bytes / setup.hosts)
@@ -123,8 +123,8 @@ def _division(budget: int, rows: _Counts, num_tables: int, policy: str, staging:
 
 
 @lru_cache(maxsize=4096)
-def _hbm_sizes(budget: int, rows: _Counts, policy: str) -> dict[RowLayout, HbmSize | FullSize]:
-    return divide_hbm(budget, dict(rows), policy=policy, given=budget)
+def _hbm_sizes(budget: int, rows: _Counts) -> dict[RowLayout, HbmSize | FullSize]:
+    return divide_hbm(budget, dict(rows), given=budget)
 
 
 def segment_bytes(layout: RowLayout) -> int:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from .. import cache
 from ..errors import BudgetError
 from ..hbm.books import WAYS
-from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, SKETCH_BYTES, SUMMARY_BYTES
+from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
 from ..hbm.full import DIRTY_BYTES, FullSize
 from ..hbm.overflow import OVERFLOW_INDEX_BYTES
 from ..hbm.pool import HbmSize
@@ -85,9 +85,7 @@ def divide(
     return Division(transaction, pools)
 
 
-def divide_hbm(
-    budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object
-) -> dict[RowLayout, HbmSize | FullSize]:
+def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> dict[RowLayout, HbmSize | FullSize]:
     """The same of device memory; arguments and errors as of ``divide``."""
     full = {
         layout: full_hbm_bytes_of(layout, count) if count <= CAPACITY_MAX else _NEVER_BYTES
@@ -97,8 +95,8 @@ def divide_hbm(
         return {layout: _full_hbm_size(layout, count) for layout, count in rows.items()}
     wanted = {layout: min(count, _MOST_SLOTS) for layout, count in rows.items()}
     fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
-    least = {layout: hbm_bytes_of(layout, count, policy) for layout, count in fewest.items()}
-    most = {layout: hbm_bytes_of(layout, count, policy) for layout, count in wanted.items()}
+    least = {layout: hbm_bytes_of(layout, count) for layout, count in fewest.items()}
+    most = {layout: hbm_bytes_of(layout, count) for layout, count in wanted.items()}
     if is_share_of_tables(given):
         budget = max(budget, sum(least.values()))
     if budget < sum(least.values()):
@@ -112,7 +110,7 @@ def divide_hbm(
             sizes[layout] = _full_hbm_size(layout, rows[layout])
             continue
         places = range(fewest[layout], wanted[layout] + 1)
-        fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: hbm_bytes_of(own, count, policy))  # type: ignore[misc]
+        fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: hbm_bytes_of(own, count))  # type: ignore[misc]
         sizes[layout] = _hbm_size(layout, places[max(fitting, 1) - 1])
     return sizes
 
@@ -140,12 +138,11 @@ def full_hbm_bytes_of(layout: RowLayout, count: int) -> int:
     return count * (layout.row_bytes + DIRTY_BYTES)
 
 
-def hbm_bytes_of(layout: RowLayout, cached: int, policy: str) -> int:
+def hbm_bytes_of(layout: RowLayout, cached: int) -> int:
     """Device memory of a pool with so many cached rows; what ``HbmPool.size_bytes`` says."""
     size = _hbm_size(layout, cached)
     index = -(-cached // WAYS) * WAYS * INDEX_BYTES + size.overflow_rows * OVERFLOW_INDEX_BYTES + SUMMARY_BYTES
-    sketch = cached * SKETCH_BYTES if policy.endswith("lfu") else 0
-    return (cached + size.overflow_rows) * layout.row_bytes + index + sketch
+    return (cached + size.overflow_rows) * layout.row_bytes + index
 
 
 def _outbox_rows(cached: int) -> int:

@@ -207,7 +207,7 @@ def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> 
     budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))
     if memory.device.type == "cpu":
         require_memory(budget, f"hbm={memory.hbm!r}")
-    return divide_hbm(budget, rows, policy=memory.policy, given=memory.hbm)
+    return divide_hbm(budget, rows, given=memory.hbm)
 
 
 def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, policy: str) -> cache.RowCache:
