@@ -124,7 +124,7 @@ def _keep(directory: str | os.PathLike[str]) -> int:
 
 
 def _table(store: Store, match: Match, is_new: bool) -> Table:
-    """The table, made if need be, with its count of updates and learning rate as the file tells."""
+    """The table, made if need be, with its count of updates and learning rate as the file has them."""
     table = store.create_table(match.config)
     if match.kept is not None and match.states:
         table.restore(match.kept)

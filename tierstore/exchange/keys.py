@@ -45,7 +45,7 @@ def part_of(target: str) -> tuple[str, str] | None:
 
 
 def table_of(key: str, known: Mapping[str, str]) -> str | None:
-    """The table that a key's tensor is the weights of; ``known``: those that the file itself tells. None if unknown."""
+    """The table that a key's tensor is the weights of; ``known``: those that the file itself names. None if unknown."""
     if key in known:
         return known[key]
     found = _TORCHREC.fullmatch(key)

@@ -50,8 +50,8 @@ class _Files(NamedTuple):
 
 
 class Match(NamedTuple):
-    """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it, else
-    ``updates``, the count of updates that Adam's moments have. ``keys`` are all that are taken, ``beside`` the
+    """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file has it, else
+    ``updates``, the count of updates that Adam's moments have. ``keys`` are all that are taken, ``unused`` the
     state that is not. ``ids``: int64 [rows] of the rows of a table with dynamic ids, and their scores if there are."""
 
     source: Source
@@ -63,7 +63,7 @@ class Match(NamedTuple):
     kept: TableState | None
     updates: int | None
     keys: tuple[str, ...]
-    beside: tuple[str, ...]
+    unused: tuple[str, ...]
 
     @property
     def place(self) -> str:
@@ -167,16 +167,16 @@ def _match(files: _Files, key: str, table: str, settings: Settings, existing: Ta
     info = source.tensors[key]
     place = _place(source, key)
     _require_table(info, place)
-    told = {each.key: each for each in source.metadata.tables}.get(key) if source.metadata else None
-    has_ids = files.key_of(key, table, IDS) in files.places
-    config = existing or _new_config(info, table, settings, told.config if told else None, place, has_ids=has_ids)
+    exported = {each.key: each for each in source.metadata.tables}.get(key) if source.metadata else None
+    theirs, has_ids = exported.config if exported else None, files.key_of(key, table, IDS) in files.places
+    config = existing or _new_config(info, table, settings, theirs, place, has_ids=has_ids)
     step_key = files.key_of(key, table, "step")
-    kept, updates = (told.state, None) if told else (None, _updates(files, step_key, config))
+    kept, updates = (exported.state, None) if exported else (None, _updates(files, step_key, config))
     states = _states(files, key, table, config, info.shape[0])
-    ids = _ids(files, key, config, told.config if told else None, info.shape[0]) if has_ids else {}
+    ids = _ids(files, key, config, theirs, info.shape[0]) if has_ids else {}
     taken = (key, *(part.key for part in states), *ids, *(() if updates is None else (step_key,)))
     found = {name: files.key_of(key, table, name) for name in STATE_NAMES}
-    beside = tuple(name for name, its in found.items() if its in files.places and its not in taken and name != "step")
+    unused = tuple(name for name, its in found.items() if its in files.places and its not in taken and name != "step")
     for name in STATE_NAMES:
         if (table, name) in files.parts and found[name] not in taken and not (kept and name == "step"):
             raise ValueError(
@@ -184,14 +184,14 @@ def _match(files: _Files, key: str, table: str, settings: Settings, existing: Ta
                 f"{type(config.optimizer).__name__}, without {name}; {_other_optimizer((name,))}"
             )
     numbers = [] if config.ids is None else [np.arange(info.shape[0])]
-    match = Match(source, key, config, info, states, [*ids.values()] or numbers, kept, updates, taken, beside)
+    match = Match(source, key, config, info, states, [*ids.values()] or numbers, kept, updates, taken, unused)
     _require_fits(match, config, settings)
     return match
 
 
-def _other_optimizer(beside: Sequence[str]) -> str:
+def _other_optimizer(unused: Sequence[str]) -> str:
     """What to do with state that a table's optimizer does not have."""
-    names = "RowWiseAdagrad() or optimizer=Adagrad()" if "sum" in beside else "Adam()"
+    names = "RowWiseAdagrad() or optimizer=Adagrad()" if "sum" in unused else "Adam()"
     return f"import into a new table with optimizer={names}"
 
 
@@ -200,9 +200,9 @@ def notes_of(match: Match, is_new: bool, count: int) -> tuple[str, ...]:
     config, notes, num_rows = match.config, list[str](), match.info.shape[0]
     if num_rows < config.num_embeddings and config.ids is None:
         notes.append(f"rows from {num_rows:,} on are not in the file: they stay as they are")
-    if match.beside:
+    if match.unused:
         what = f"the table's optimizer is {type(config.optimizer).__name__}"
-        notes.append(f"{', '.join(match.beside)} not taken, as {what}: {_other_optimizer(match.beside)}")
+        notes.append(f"{', '.join(match.unused)} not taken, as {what}: {_other_optimizer(match.unused)}")
     if config.optimizer.kind == "adam" and match.states and match.kept is None and match.updates is None:
         name = state_key(match.key, "step")
         then = "bias correction starts from 0" if is_new else f"the count of updates stays {count}"
@@ -241,22 +241,22 @@ def _require_table(info: TensorInfo, place: str) -> None:
 
 
 def _new_config(
-    info: TensorInfo, table: str, settings: Settings, told: TableConfig | None, place: str, *, has_ids: bool
+    info: TensorInfo, table: str, settings: Settings, theirs: TableConfig | None, place: str, *, has_ids: bool
 ) -> TableConfig:
     rows, dim = info.shape
     dtype = settings.dtype or str(info.dtype).removeprefix("torch.")
     changes: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim, "dtype": dtype}
     changes |= {"rounding": "nearest"} if dtype == "float32" else {}
     if has_ids:
-        known = told is not None and told.ids is not None and told.num_embeddings
-        changes |= {"num_embeddings": known} if known else {"ids": DynamicIds()}
+        rows_before = theirs is not None and theirs.ids is not None and theirs.num_embeddings
+        changes |= {"num_embeddings": rows_before} if rows_before else {"ids": DynamicIds()}
     changes |= {name: value for name, value in settings._asdict().items() if value is not None}
     try:
-        if told is None:
+        if theirs is None:
             config = TableConfig(name=table, **changes)
         else:
-            names = (table,) if told.feature_names == (told.name,) else told.feature_names
-            config = replace(told, name=table, feature_names=names, **changes)
+            names = (table,) if theirs.feature_names == (theirs.name,) else theirs.feature_names
+            config = replace(theirs, name=table, feature_names=names, **changes)
         config.layout(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).pages_per_block  # noqa: B018 - ValueError for rows too wide
         return config
     except (ValueError, TypeError) as error:
@@ -289,14 +289,14 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
         raise TableError(f"{have}, rounding={config.rounding!r}, not {settings.rounding!r}; leave rounding as it is")
 
 
-def _ids(files: _Files, key: str, config: TableConfig, told: TableConfig | None, num_rows: int) -> dict[str, Int64s]:
+def _ids(files: _Files, key: str, config: TableConfig, theirs: TableConfig | None, num_rows: int) -> dict[str, Int64s]:
     """By key, ids of rows, and their scores if the table evicts as the file's did. ValueError: they are no int64
     [num_rows], or an id comes twice. TableError: the table's rows have numbers."""
     names = [files.key_of(key, config.name, name) for name in (IDS, SCORES)]
     place = _place(files.places[names[0]], names[0])
     if config.ids is None:
         raise TableError(f"{place} has ids of rows, and table {config.name!r} numbers them: choose another table")
-    if told is None or told.ids is None or told.ids.eviction.scores != config.ids.eviction.scores:
+    if theirs is None or theirs.ids is None or theirs.ids.eviction.scores != config.ids.eviction.scores:
         names = names[:1]
     found = {}
     for name, source in [(name, files.places[name]) for name in names if name in files.places]:

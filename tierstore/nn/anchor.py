@@ -34,7 +34,7 @@ _SEEN: Final["weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen]"] = weakre
 
 
 class _Seen:
-    """What an optimizer's steps were told of: the updates of each module's rows as of its last step, and whether there
+    """What an optimizer's steps saw: the updates of each module's rows as of its last step, and whether there
     was more than one before it."""
 
     def __init__(self) -> None:

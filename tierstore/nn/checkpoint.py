@@ -1,4 +1,4 @@
-"""A whole job in one version of a store: rows, and beside them a model's weights, optimizers and schedulers.
+"""A whole job in one version of a store: rows, and with them a model's weights, optimizers and schedulers.
 
 ::
 

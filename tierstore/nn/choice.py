@@ -23,7 +23,7 @@ class Choice:
         self.is_ahead = True
         self._seconds: dict[bool, float] = {}
         self._run: list[float] = []
-        self._unsettled = _RUN_STEPS  # steps after a change: batches that were brought in ahead are used up, or made
+        self._unsettled = _RUN_STEPS  # steps after a change: batches that were fetched ahead are used up, or made
         self._runs_left = self._every = 1
         self._is_trial = False
         self._began = time.perf_counter()

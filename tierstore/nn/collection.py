@@ -32,7 +32,7 @@ class _Feature(NamedTuple):
 
 
 class Collection(TieredModule):
-    """Features of some tables, looked up in one call; ``TieredEmbeddingBagCollection`` tells arguments and errors."""
+    """Features of some tables, looked up in one call; ``TieredEmbeddingBagCollection`` has arguments and errors."""
 
     def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:
         super().__init__(store)

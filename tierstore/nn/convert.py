@@ -223,8 +223,8 @@ def weights_of(model: nn.Module, chosen: Iterable[tuple[str, Embedding]]) -> tup
 
 def _require_none(refused: Mapping[str, str]) -> None:
     if refused:
-        told = "".join(f"\n  {name or _ROOT!r}: {reason}" for name, reason in refused.items())
-        raise ValueError(f"nothing was converted. Change these modules, or name the others in names=[...]:{told}")
+        said = "".join(f"\n  {name or _ROOT!r}: {reason}" for name, reason in refused.items())
+        raise ValueError(f"nothing was converted. Change these modules, or name the others in names=[...]:{said}")
 
 
 def _reason(module: Embedding) -> str:

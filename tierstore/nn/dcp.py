@@ -6,7 +6,7 @@
     torch.distributed.checkpoint.save(state, checkpoint_id=path)  # and load, of the same
 
 Rows go by chunks through tensors without storage, by torch's protocol ``_Checkpointable`` (2.6 on). A writer asks for
-the shards it was told of and pickles each, which reads its rows. A reader narrows a shard to what it has read and
+the shards it was given and pickles each, which reads its rows. A reader narrows a shard to what it has read and
 calls ``copy_``, which writes them. Every other use raises.
 """
 
@@ -83,7 +83,7 @@ def rows(store: Tables, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
 
     Of a sharded store all ranks save and load together, each what it owns; any number of ranks, and a store that is not
     sharded, can load it. Where each rank of several has a store of its own, it gives a ``key`` of its own: of equal
-    names torch saves one rank's. A ``store.optimizer()`` has learning rates of its own: save and load it beside.
+    names torch saves one rank's. A ``store.optimizer()`` has learning rates of its own: save and load it too.
 
     Args:
         store: a ``Store`` or ``ShardedStore``.
@@ -230,10 +230,10 @@ class _Range(Tensor):
 
 
 class _WholeTensor(_Range):
-    """All of a table's tensor, as the planners of a checkpoint ask for it. Of a sharded table a rank tells its part."""
+    """All of a table's tensor, as the planners of a checkpoint ask for it. Of a sharded table a rank has its part."""
 
     _shards: dict[int, int]
-    """Stop by start, those that a planner was told of last."""
+    """Stop by start, those that a planner got last."""
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties

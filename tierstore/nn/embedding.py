@@ -13,8 +13,32 @@ from .function import Padding, Prepared
 from .module import NO_COUNTERPART, TieredModule, checked_padding, checked_table
 
 
+class _OfTable(TieredModule):
+    """A module over one table."""
+
+    def __init__(self, table: Table, padding_idx: int | None) -> None:
+        super().__init__(checked_table(table).store)
+        self.table = table
+        self.num_embeddings = table.config.num_embeddings
+        self.embedding_dim = table.config.embedding_dim
+        self.padding_idx = None if padding_idx is None else checked_padding(padding_idx, table)
+
+    @property
+    def _tables(self) -> list[Table]:
+        return [self.table]
+
+    def _used(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(bool [n], which ids are no padding; int64 [n + 1], how many of them come before each place)."""
+        assert self.padding_idx is not None
+        is_used = ids.long() != self.padding_idx
+        return is_used, torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
+
+    def extra_repr(self) -> str:
+        return repr(self.table) + ("" if self.padding_idx is None else f", padding_idx={self.padding_idx}")
+
+
 @hinting(NO_COUNTERPART)
-class TieredEmbedding(TieredModule):
+class TieredEmbedding(_OfTable):
     """Rows of one table, one for each id; called as ``torch.nn.Embedding`` is.
 
     The rows are no torch parameters: see ``TieredEmbeddingBag``, of which this is one id a bag. ``max_norm``,
@@ -32,11 +56,7 @@ class TieredEmbedding(TieredModule):
     """
 
     def __init__(self, table: Table, *, padding_idx: int | None = None) -> None:
-        super().__init__(checked_table(table).store)
-        self.table = table
-        self.num_embeddings = table.config.num_embeddings
-        self.embedding_dim = table.config.embedding_dim
-        self.padding_idx = None if padding_idx is None else checked_padding(padding_idx, table)
+        super().__init__(table, padding_idx)
         self._has_padding_row = padding_idx is not None and table.ids is None
         if self._has_padding_row:
             self._empty = table.first_values(torch.tensor([self.padding_idx])).to(table.store.device)
@@ -71,10 +91,6 @@ class TieredEmbedding(TieredModule):
                 table.write(row, torch.zeros((1, self.embedding_dim), dtype=table.layout.torch_dtype))
             self._written_at = at
 
-    @property
-    def _tables(self) -> list[Table]:
-        return [self.table]
-
     def _pooled_directly(self, ids: Tensor) -> Tensor | None:
         if self.padding_idx is not None or not ids.is_cpu:
             return None
@@ -90,9 +106,8 @@ class TieredEmbedding(TieredModule):
         if self.padding_idx is None:
             offsets = torch.arange(len(flat) + 1, dtype=torch.int64, device=flat.device)
         else:
-            is_used = flat.long() != self.padding_idx
+            is_used, offsets = self._used(flat)
             flat = flat[is_used]
-            offsets = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
             if self._has_padding_row and len(flat) < len(is_used):
                 row = self.table.jagged(torch.tensor([self.padding_idx]), torch.tensor([0, 1]), mode="sum")
                 places = (~is_used).to(self.table.store.device)
@@ -101,13 +116,9 @@ class TieredEmbedding(TieredModule):
         lookup = self.table.lookup(jagged, mode=mode)
         return Prepared([lookup], (jagged.batch, self.embedding_dim), None, (ids,), self.table.store, padding)
 
-    def extra_repr(self) -> str:
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.table!r}{padding}"
-
 
 @hinting(NO_COUNTERPART)
-class TieredEmbeddingBag(TieredModule):
+class TieredEmbeddingBag(_OfTable):
     """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.
 
     The rows are no torch parameters: the table's optimizer runs at the end of backward, once for all lookups of a
@@ -136,7 +147,7 @@ class TieredEmbeddingBag(TieredModule):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> None:
-        super().__init__(checked_table(table).store)
+        super().__init__(table, padding_idx)
         pooling = table.config.pooling
         if mode is not None and mode != pooling:
             require_choice(mode, tuple(MODES), "mode")
@@ -145,12 +156,8 @@ class TieredEmbeddingBag(TieredModule):
                 f"leave mode out, or make the table with TableConfig(pooling={mode!r}), an existing one by "
                 f"store.change_table({table.name!r}, pooling={mode!r})"
             )
-        self.table = table
-        self.num_embeddings = table.config.num_embeddings
-        self.embedding_dim = table.config.embedding_dim
         self.mode = pooling
         self.include_last_offset = include_last_offset
-        self.padding_idx = None if padding_idx is None else checked_padding(padding_idx, table)
 
     def forward(
         self,
@@ -173,10 +180,6 @@ class TieredEmbeddingBag(TieredModule):
         """
         sources = (input, offsets, per_sample_weights)
         return self._run(sources, sources)
-
-    @property
-    def _tables(self) -> list[Table]:
-        return [self.table]
 
     def _pooled_directly(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -216,8 +219,7 @@ class TieredEmbeddingBag(TieredModule):
                 flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given
             )
             _ = whole.on_host  # what is wrong with the whole batch is an error first
-            is_used = flat.long() != self.padding_idx
-            before = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
+            is_used, before = self._used(flat)
             flat, offsets = flat[is_used], before[offsets.long()]
             scale = None if scale is None else scale[is_used]
         jagged = self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given)
@@ -225,8 +227,7 @@ class TieredEmbeddingBag(TieredModule):
         return Prepared([lookup], (jagged.batch, self.table.layout.dim), scale, sources, self.table.store)
 
     def extra_repr(self) -> str:
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.table!r}, mode={self.mode!r}{padding}"
+        return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
 def _evenly(bags: int, width: int, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from ..lookup.dynamic import DynamicLookup, pool_all
 from ..lookup.gradients import Turn, collect, note_pass, require_engine
 from ..lookup.joined import AnyLookup
 from ..lookup.tables import LookupTable
-from ..pool import Pool
 from ..store import Store
 
 _MISSED: Final = 2
@@ -103,38 +102,20 @@ class Prepared:
             raise
         return all(are_in)
 
-    def announce(self) -> "Announced | None":
-        """Tell the pools of the rows it will use; None, and nothing is told, if a pool has no room for it yet."""
+    def announce(self) -> contextlib.ExitStack | None:
+        """Announce the rows that it will use to their pools, until what is returned is closed; None, and nothing is
+        announced, if a pool has no room for it yet."""
         demands = [lookup.demand for lookup in self._all]
         if not all(pool.can_announce(len(keys)) for pool, keys in demands):
             return None
-        announced = Announced([])
-        with announced.whole():
-            announced.batches.extend((pool, pool.announce(keys)) for pool, keys in demands)
-        return announced
+        with contextlib.ExitStack() as announced:
+            for pool, keys in demands:
+                announced.callback(pool.retire, pool.announce(keys))
+            return announced.pop_all()
 
     def release(self) -> None:
         for lookup in self._all:
             lookup.release()
-
-
-class Announced(NamedTuple):
-    """A batch that caches know of, by its number in each pool."""
-
-    batches: list[tuple[Pool, int]]
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Retire it if what adds to it within fails."""
-        try:
-            yield
-        except BaseException:
-            self.retire()
-            raise
-
-    def retire(self) -> None:
-        for pool, batch in self.batches:
-            pool.retire(batch)
 
 
 class PreparedLookups:

@@ -1,5 +1,6 @@
 """What all modules over tables have in common: the parameter that stands for rows, and batches prepared ahead."""
 
+import contextlib
 import copy
 import sys
 import weakref
@@ -17,7 +18,7 @@ from ..store.arguments import NOT_TRACED, refuse_traces
 from ..system.checks import require_int
 from ..system.hints import Unpicklable
 from .anchor import Anchor
-from .function import Announced, Prepared, PreparedLookups, run_lookups
+from .function import Prepared, PreparedLookups, run_lookups
 
 NO_COUNTERPART: Final = {
     "max_norm": "rows are not renormalized; leave it out",
@@ -141,9 +142,9 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     def forget(self, ticket: Prepared) -> None:
         self._prepared.drop(ticket)
 
-    def announce(self, features: Any) -> Announced | None:
-        """Tell the pools that these rows will be used, after those announced before; None if there is no room yet. The
-        caller retires what is returned."""
+    def announce(self, features: Any) -> contextlib.ExitStack | None:
+        """Announce to the pools that these rows will be used, after those announced before, until the caller closes
+        what is returned; None if there is no room yet."""
         return self._prepare_of(features).announce()
 
     def __copy__(self) -> "TieredModule":

@@ -1,5 +1,6 @@
 """The prefetch pipeline: rows of later batches are read while this batch computes."""
 
+import contextlib
 import copy
 import os
 import queue
@@ -17,8 +18,7 @@ from ..system.flag import Flag
 from ..system.forks import disown_in_forks, require_own
 from ..system.signals import shielded
 from .choice import AUTO_DEPTH, Choice
-from .function import Announced
-from .preparable import Preparable, as_one
+from .preparable import Modules
 
 Batch = TypeVar("Batch")
 _Item = tuple[()] | tuple[Any, Any] | BaseException
@@ -78,7 +78,7 @@ class Prefetched(Generator[Batch, None, None]):
 
 
 def _position_of(batches: Any) -> Any:
-    """Where a source is; the error, if it cannot tell; None if it never does."""
+    """Where a source is; the error, if it cannot say; None if it never does."""
     if not hasattr(batches, "state_dict"):
         return None
     try:
@@ -100,9 +100,9 @@ def prefetch(
     Closing the generator (``contextlib.closing``, or its end) releases what was not used and ends the thread; where
     that waits for ``batches``, it ends once they yield or end, and nobody waits for it but the next pass over the same
     object. ``state_dict()`` of what is returned is the position of the batch given last, where ``batches`` has one.
-    Results are the same bits for every depth: rows are brought in early, but read and updated in the order of
-    the steps. A batch whose rows would not stay until it is used, for want of room beside those in use, is not
-    brought in ahead: a store that has no room for two batches reads as a plain loop does.
+    Results are the same bits for every depth: rows are fetched early, but read and updated in the order of
+    the steps. A batch whose rows would not stay until it is used, for want of free space besides those in use, is not
+    fetched ahead: a store that has no room for two batches reads as a plain loop does.
 
     With ``lookahead`` the reader is that many batches further ahead, and a store opened with policy="lookahead" learns
     which rows they use, so that it evicts those whose next use is farthest. The batches wait in memory, those that the
@@ -113,7 +113,7 @@ def prefetch(
             Batches that are read ahead must not share memory: a reader that reuses a buffer has to copy it.
         module: a module over tables, a model with such modules, or a list of either. Its ``forward`` must be given the
             very object that ``features`` returned.
-        depth: batches brought in ahead; 0 is a plain loop without a thread. "auto": a thread reads 2 batches ahead;
+        depth: batches fetched ahead; 0 is a plain loop without a thread. "auto": a thread reads 2 batches ahead;
             where steps are faster so it brings their rows in, elsewhere it reads between steps what is read within 5
             ms. Both ways are tried, ever more rarely, until all rows are in memory to stay. Where ranks must agree, and
             with ``lookahead``: 2.
@@ -127,7 +127,7 @@ def prefetch(
             ``features`` or the reading of rows raised, when the batch that it happened to is asked for; batches before
             it are yielded first, and the store stays usable.
     """
-    get_features, one = default_features if features is None else features, as_one(module)
+    get_features, one = default_features if features is None else features, Modules.of(module)
     choice = Choice() if depth == "auto" and not one.is_collective and not lookahead else None
     depth = AUTO_DEPTH if depth == "auto" else depth
     for name, value in (("depth", depth), ("lookahead", lookahead)):
@@ -139,14 +139,9 @@ def prefetch(
 
 
 def _plain(
-    batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
+    batches: Iterable[Any], module: Modules, lookahead: int, get_features: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    if not lookahead:
-        _wait_for(batches)
-        for batch in batches:
-            yield batch, _position_of(batches)
-        return
-    reader = _Reader(batches, module, lookahead, get_features)
+    reader = _Reader(batches, module, lookahead, get_features if lookahead else lambda _: None)
     try:
         while (item := reader.next()) is not None:
             yield item.batch, item.position
@@ -165,7 +160,7 @@ class _Ahead(NamedTuple):
     batch: Any
     features: Any
     position: Any
-    announced: Announced | None = None
+    announced: contextlib.ExitStack | None = None
 
 
 class _Reader:
@@ -175,9 +170,9 @@ class _Reader:
     batches before it."""
 
     def __init__(
-        self, batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
+        self, batches: Iterable[Any], module: Modules, lookahead: int, get_features: Callable[[Any], Any]
     ) -> None:
-        self.module: Preparable | None = module
+        self.module: Modules | None = module
         self.is_closed = False
         self._batches = batches
         self._iterator: Iterator[Any] | None = None
@@ -290,7 +285,7 @@ class _Reader:
 
 def _retire(item: _Ahead) -> None:
     if item.announced is not None:
-        item.announced.retire()
+        item.announced.close()
 
 
 def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.maxsize) -> None:
@@ -311,7 +306,7 @@ def _pop(items: deque[Any], work: Callable[[Any], None]) -> bool:
 
 
 def _pipeline(
-    batches: Iterable[Any], module: Preparable, depth: int, lookahead: int, get_features: Callable[[Any], Any],
+    batches: Iterable[Any], module: Modules, depth: int, lookahead: int, get_features: Callable[[Any], Any],
     choice: Choice | None,
 ) -> Generator[Any, None, None]:  # fmt: skip
     worker, consumer = _Worker(_Reader(batches, module.ahead(), lookahead, get_features), depth), _Consumer()
@@ -343,7 +338,7 @@ class _Worker:
     drops a pipeline drops all of it.
 
     Attributes:
-        is_ahead: if not, batches are read, but no rows are brought in; and who asks for one lets those that there is
+        is_ahead: if not, batches are read, but no rows are fetched; and who asks for one lets those that there is
             room for be read first, once none is left, as the two would keep each other waiting for the interpreter.
     """
 
@@ -351,16 +346,16 @@ class _Worker:
         self.is_ahead = True
         self._reader = reader
         self._ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        # One for each batch that may yet be brought in; a dead reference once nobody refers to this.
+        # One for each batch that may yet be fetched; a dead reference once nobody refers to this.
         self._places: queue.SimpleQueue[weakref.ref[_Worker] | None] = queue.SimpleQueue()
         for _ in range(depth + 1):  # one is in use
             self._places.put(None)
         self._tickets: deque[Any] = deque()  # of batches that were read and not forgotten, in order
         self._next: tuple[tuple[Any, Any], Any] | None = None  # what is to be given when there is room, and its ticket
         self._borrowed = 0  # places that were taken while it waited
-        self._vacant = 0  # places that batches have left, and the thread was not told of
+        self._vacant = 0  # places that batches have left, and the thread does not know of
         self._is_in = True  # the last batch that was handed over
-        # Of a sharded module: where the thread is in the source when this is stopped, it tells the other ranks later.
+        # Of a sharded module: where the thread is in the source when this is stopped, the other ranks learn it later.
         self._collective = reader.module if reader.module is not None and reader.module.is_collective else None
         self._has_ended = False
         self._rests = Flag()  # the thread did what it had to
@@ -429,7 +424,7 @@ class _Worker:
         self._ready.put(given)
         return not self._reader.is_closed
 
-    def _must_wait(self, module: Preparable | None) -> bool:
+    def _must_wait(self, module: Modules | None) -> bool:
         """Whether the rows would not stay, and the batch is not the next one that is asked for, or closed.
 
         While a batch that is not in is in use, there is room that it needs itself.

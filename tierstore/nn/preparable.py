@@ -1,64 +1,47 @@
-"""What the prefetch pipeline drives: a module over tables, or several as one."""
+"""What the prefetch pipeline drives: the modules over tables of a model, as one."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Sequence
+from typing import Any
 
-from .function import Announced
 
-
-class Preparable(Protocol):
-    """A module whose rows can be brought in ahead: those over tables, as ``TieredEmbeddingBag``.
+class Modules:
+    """Modules over tables, or what ``TieredModule.ahead`` of each gives for a pass; methods are as those of a
+    ``TieredModule``, of which ``features`` is a list with what each is given, or one object that all are given.
 
     Attributes:
-        is_collective: other ranks must bring theirs in at the same time.
+        is_collective: other ranks must bring their rows in at the same time.
     """
 
-    is_collective: bool
-
-    def ahead(self) -> "Preparable":
-        """What brings the rows of one pass in."""
-
-    def has_all_rows(self) -> bool:
-        """Whether all rows of its tables are in memory to stay: there is nothing to bring in."""
-
-    def begin(self, batches: Any) -> Iterator[Any]:
-        """``iter(batches)``, which the thread that calls ``prepare`` reads from."""
-
-    def end(self) -> None:
-        """The pass brings no more in; called once by whom ``prepare`` is called by."""
-
-    def prepare(self, features: Any) -> Any:
-        """Read ids for the forward call that will be given ``features``; returns a ticket."""
-
-    def has_room(self, ticket: Any) -> bool:
-        """Whether the rows would stay until that call."""
-
-    def bring_in(self, ticket: Any) -> bool:
-        """Bring in the rows that stay until that call; returns whether all do. Called once."""
-
-    def forget(self, ticket: Any) -> None:
-        """Release what that ticket stands for, if no forward took it."""
-
-    def announce(self, features: Any) -> Announced | None:
-        """Tell the caches that the rows of ``features`` will be used, after those announced before; None if there is
-        no room for that yet."""
-
-
-class _Several:
-    def __init__(self, modules: Sequence[Preparable]) -> None:
+    def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules
         self.is_collective = any(module.is_collective for module in modules)
 
-    def ahead(self) -> "_Several":
-        return _Several([module.ahead() for module in self._modules])
+    @classmethod
+    def of(cls, module: Any) -> "Modules":
+        """Those of a model, of several modules, or the one that is given. TypeError: there is none."""
+        if _is_over_tables(module):
+            return cls([module])
+        given = [module] if hasattr(module, "modules") else list(module)
+        found = list(dict.fromkeys(each for model in given for each in model.modules() if _is_over_tables(each)))
+        if not found:
+            raise TypeError(
+                f"a {type(module).__name__} has no module over tables, as TieredEmbeddingBag, to prefetch for"
+            )
+        return cls(found)
+
+    def ahead(self) -> "Modules":
+        return Modules([module.ahead() for module in self._modules])
 
     def has_all_rows(self) -> bool:
         return all(module.has_all_rows() for module in self._modules)
 
-    def begin(self, batches: Any) -> Iterator[Any]:
+    def begin(self, batches: Any) -> Any:
+        """``iter(batches)``, which the thread that calls ``prepare`` reads from."""
         return next((each for each in self._modules if each.is_collective), self._modules[0]).begin(batches)
 
     def end(self) -> None:
+        """The pass brings no more in; called once, by the thread that calls ``prepare``."""
         for module in self._modules:
             module.end()
 
@@ -83,36 +66,23 @@ class _Several:
         for module, own in zip(self._modules, ticket, strict=False):
             module.forget(own)
 
-    def announce(self, features: Any) -> Announced | None:
-        announced = Announced([])
-        with announced.whole():
+    def announce(self, features: Any) -> contextlib.ExitStack | None:
+        with contextlib.ExitStack() as announced:
             for module, own in self._pairs(features):
                 one = module.announce(own)
                 if one is None:
-                    announced.retire()
                     return None
-                announced.batches.extend(one.batches)
-        return announced
+                announced.push(one)
+            return announced.pop_all()
 
-    def _pairs(self, features: Any) -> list[tuple[Preparable, Any]]:
+    def _pairs(self, features: Any) -> list[tuple[Any, Any]]:
         """Each module with its own features, of a list, or with those that all share."""
-        own = features if isinstance(features, list) else [features] * len(self._modules)
-        if len(own) != len(self._modules):
-            raise ValueError(f"features= gave a list of {len(own)}, but there are {len(self._modules)} modules")
+        count = len(self._modules)
+        own = features if isinstance(features, list) and count > 1 else [features] * count
+        if len(own) != count:
+            raise ValueError(f"features= gave a list of {len(own)}, but there are {count} modules")
         return list(zip(self._modules, own, strict=True))
 
 
-def as_one(module: Any) -> Preparable:
-    """The modules over tables of a model, of several modules, or the one that is given."""
-    if _is_preparable(module):
-        one: Preparable = module
-        return one
-    given = [module] if hasattr(module, "modules") else list(module)
-    found = list(dict.fromkeys(each for model in given for each in model.modules() if _is_preparable(each)))
-    if not found:
-        raise TypeError(f"a {type(module).__name__} has no module over tables, as TieredEmbeddingBag, to prefetch for")
-    return found[0] if len(found) == 1 else _Several(found)
-
-
-def _is_preparable(module: Any) -> bool:
+def _is_over_tables(module: Any) -> bool:
     return hasattr(module, "prepare") and hasattr(module, "is_collective")
