@@ -79,12 +79,9 @@ format: $(READY)
 # Outside the environment: what they say they need is not what tierstore may need.
 TORCHREC := torchrec==1.9.2 tensordict torchmetrics==1.0.3 pyre-extensions pyvers cloudpickle typing_inspect
 FRAMEWORKS := lightning==2.6.6 lightning-utilities accelerate==1.15.0 pyyaml huggingface_hub requests charset_normalizer urllib3
-# The machine code of PyTorch 2.11's Triton is tested, too.
-OLDER_TRITON := triton==3.6.0
 PEERS ?= fbgemm-gpu-cpu==1.8.0 rocksdict==0.3.29 libcachesim==0.3.5 $(TORCHREC) $(FRAMEWORKS)
 peers: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers $(PEERS)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers/triton-3.6 $(OLDER_TRITON)
 
 docs: $(READY)
 	$(BIN)/python -m docs.generate

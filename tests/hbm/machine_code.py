@@ -1,15 +1,14 @@
 """What Triton's compiler makes of the HBM tier's kernels for an H100 or H200, as JSON; it needs no GPU.
 
     python -m tests.hbm.machine_code > machine_code.json
-    python -m tests.hbm.machine_code --triton .peers/triton-3.6 > machine_code-3.6.json
 
 A program of its own: Triton's interpreter, where it is on, takes the place of the compiler for a whole process. The
 tier's own functions are called on the CPU, with a ``launch`` that only notes kernel, arguments and options. So what is
 compiled is what is launched.
 """
 
-import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -143,24 +142,19 @@ def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     from tierstore.hbm import cache_triton
-    from tierstore.hbm.books import SUMMARY_ROWS, WAYS, Books, Plan, Status
+    from tierstore.hbm.books import NUM_STATUSES, SUMMARY_ROWS, WAYS, Books, Plan
 
     keys, slots = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     books = Books.empty(2 * WAYS, torch.device("cpu"))
-    summary = torch.zeros((SUMMARY_ROWS, len(Status)), dtype=torch.int32)
-    counters = torch.zeros(64, dtype=torch.int16)
-    for name, lying, counts, lfu in (("lru", None, None, False), ("lfu", slots, slots, True)):
-        plan = Plan(keys, slots, slots.to(torch.int8), counts, summary)
-        yield f"plan {name}", partial(cache_triton.plan, books, keys, slots[:1], lying, counts, summary)
+    summary = torch.zeros((SUMMARY_ROWS, NUM_STATUSES), dtype=torch.int32)
+    for name, lying, lfu in (("lru", None, False), ("lfu", slots, True)):
+        plan = Plan(keys, slots, slots.to(torch.int8), summary)
+        yield f"plan {name}", partial(cache_triton.plan, books, keys, slots[:1], lying, summary)
         yield f"commit {name}", partial(cache_triton.commit, books, plan, summary, 1, lfu, lfu)
         yield f"list {name}", partial(cache_triton.list_keys, books, plan, keys, 64, torch.stack([keys, keys]))
     yield "find", lambda: cache_triton.find_sorted(keys, keys, keys, 64)
     yield "age", lambda: cache_triton.age(books.ranks)
-    edit = partial(cache_triton.edit_flags, books.flags, slots, 64, unpin=True, keep=-1, add=0)
-    yield "edit", partial(edit, forget=False)
-    yield "forget", partial(edit, forget=True)
-    yield "estimate", lambda: cache_triton.sketch_estimate(counters, keys, slots[:1])
-    yield "count", lambda: cache_triton.sketch_count(counters, keys, slots[:1], 9)
+    yield "edit", partial(cache_triton.edit_flags, books.flags, slots, 64, unpin=True, keep=-1, add=0)
     yield "mix", lambda: cache_triton.mix_keys(keys)
     yield "place starts of keys", lambda: cache_triton.place_starts(keys, keys, keys)
     yield "place starts of slots", lambda: cache_triton.place_starts(slots, keys, None)
@@ -252,9 +246,14 @@ def _loop(lines: list[str]) -> dict[str, int]:
     return {"barriers": barriers, "loaded_first": sum(place < first for place in loads)}
 
 
-def _found(launch: Launch) -> dict[str, Any]:
+_NOTED: Final[dict[str, Launch]] = {}
+"""What forked processes find here."""
+
+
+def _found(name: str) -> dict[str, Any]:
     """Registers of a thread, bytes of those that did not fit, the share of a multiprocessor's warps that it can hold,
     the innermost loops of a kernel over rows, and PTX."""
+    launch = _NOTED[name]
     compiled = _compiled(launch)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -277,28 +276,15 @@ def _found(launch: Launch) -> dict[str, Any]:
 
 
 def found() -> dict[str, Any]:
-    """``version`` of Triton; ``launches``, what became of each; and ``missing``, kernels that no launch is of."""
-    import triton
-
-    noted = launches()
+    """``launches``, what became of each; and ``missing``, kernels that no launch is of."""
+    _NOTED.update(launches())
     names = [f"{module}.{name}" for module in MODULES for name in kernels_of(module)]
-    launched = {f"{each.kernel.__module__}.{each.kernel.fn.__name__}" for each in noted.values()}
-    return {
-        "version": triton.__version__,
-        "missing": sorted(set(names) - launched),
-        "launches": {name: _found(launch) for name, launch in noted.items()},
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What Triton makes of the HBM tier's kernels for sm_90.")
-    parser.add_argument("--triton", type=Path, help="folder with another Triton than the installed one")
-    arguments = parser.parse_args()
-    if arguments.triton:
-        sys.path.insert(0, str(arguments.triton))
-    os.environ.pop("TRITON_INTERPRET", None)
-    print(json.dumps(found(), indent=1))
+    launched = {f"{each.kernel.__module__}.{each.kernel.fn.__name__}" for each in _NOTED.values()}
+    with multiprocessing.get_context("fork").Pool(2) as processes:
+        made = processes.map(_found, _NOTED, chunksize=1)
+    return {"missing": sorted(set(names) - launched), "launches": dict(zip(_NOTED, made, strict=True))}
 
 
 if __name__ == "__main__":
-    main()
+    os.environ.pop("TRITON_INTERPRET", None)
+    print(json.dumps(found(), indent=1))
