@@ -97,7 +97,7 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(("number", "policy"), list(enumerate(POLICIES)))
+@pytest.mark.parametrize(("number", "policy"), [(0, "lru"), (1, "lfu")])
 @pytest.mark.parametrize("hbm", ["80KiB", "1MiB"])
 def test_no_tensor_escapes_the_accounts(store_dir: Path, hbm: str, number: int, policy: str) -> None:
     shape = [(64, "float32"), (3, "float16")][(number + (hbm == "1MiB")) % 2]
