@@ -70,6 +70,16 @@ def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
     assert other.oldest(8) == 7
 
 
+def test_a_second_writer_learns_who_has_the_lock(stack: ExitStack, rows: Path) -> None:
+    first, second = (stack.enter_context(closing(Pins(rows, writable=True))) for _ in range(2))
+    first.lock_for_writer()
+    expected = rf"rows\.lmdb: this process \({os.getpid()}\) has the store open for writing; close it there"
+    with pytest.raises(StoreLockedError, match=rf'{expected}, or open with mode="r"\.$'):
+        second.lock_for_writer()
+    with pytest.raises(StoreLockedError, match=rf"{expected}\.$"):
+        second.lock_for_writer(shared=True)
+
+
 def test_a_writer_lock_that_the_file_system_has_not_leaves_nothing_open(
     rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
