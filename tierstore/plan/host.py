@@ -12,10 +12,8 @@ ID_BYTES: Final = 8
 TRAINING_FLOPS: Final = 3
 """Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own. Other
 work of a dense model is counted so too."""
-_AHEAD_BATCHES: Final = 7
-_HANDED_OVER_BATCHES: Final = 5
-"""Of fixed work of a batch: what fetching one ahead takes, and what taking it over from the thread that fetches; 5.6 to
-7 and 4 to 6 in measured runs."""
+AHEAD_BATCHES, HANDED_OVER_BATCHES = 7, 5
+"""Times ``batch_us``: fetching a batch ahead, and taking it over; 5.6 to 7 and 4 to 6 in measured runs."""
 
 
 class Checked:
@@ -106,18 +104,7 @@ class SoftwareCosts(Checked):
         "sharing a matrix product between threads, and starting it; a pool's lookups or updates take 1.7 of it",
         low=0,
     )
-
     value_ns: float = option(0.0, "a value that a dense model reads or writes, on one core", low=0)
-
-    @property
-    def ahead_us(self) -> float:
-        """A batch that is fetched ahead, on the thread that fetches."""
-        return _AHEAD_BATCHES * self.batch_us
-
-    @property
-    def handed_over_us(self) -> float:
-        """The same on the thread that computes."""
-        return _HANDED_OVER_BATCHES * self.batch_us
 
     def lookup_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
         """Pooling rows that are in memory; ``rows``: distinct ones."""

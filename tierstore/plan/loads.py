@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from ..dist.ranks import Precision
 from ..kernels.threads import MIN_WORK
-from .host import ID_BYTES, TRAINING_FLOPS
+from .host import AHEAD_BATCHES, HANDED_OVER_BATCHES, ID_BYTES, TRAINING_FLOPS
 from .prediction import FLOAT_BYTES, Lane, ResourceLoad, Setup
 from .tiers import PoolLoad, segment_bytes
 
@@ -124,9 +124,9 @@ class _Work(NamedTuple):
     def batch(self) -> ResourceLoad:
         """Fixed work of the computing thread; of ranks only taking over what was prefetched."""
         costs = self.setup.host.costs
-        own_us = 0.0 if self.setup.rank_costs else costs.batch_us * (TRAINING_FLOPS if self.is_training else 1)
-        over_us = costs.handed_over_us if self.is_ahead else 0.0
-        return ResourceLoad("batch", 1e-6 * (own_us + over_us), 1.0, "batches")
+        times = 0 if self.setup.rank_costs else TRAINING_FLOPS if self.is_training else 1
+        times += HANDED_OVER_BATCHES if self.is_ahead else 0
+        return ResourceLoad("batch", 1e-6 * times * costs.batch_us, 1.0, "batches")
 
     def lookups(self) -> ResourceLoad:
         """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""
@@ -229,7 +229,7 @@ class _Work(NamedTuple):
         costs = self.setup.host.costs
         nanoseconds = self._sum(lambda pool: self._admitting_ns(pool) + pool.misses * costs.miss_row_ns(pool.layout))
         nanoseconds += self._sum(lambda pool: pool.pages_read * costs.read_ns)
-        nanoseconds += 1e3 * costs.ahead_us if self.is_ahead else 0.0
+        nanoseconds += 1e3 * AHEAD_BATCHES * costs.batch_us if self.is_ahead else 0.0
         return ResourceLoad("cold rows", nanoseconds * 1e-9, self._sum(lambda pool: pool.misses), "rows")
 
     def _admitting_ns(self, pool: PoolLoad) -> float:

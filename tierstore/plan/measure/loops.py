@@ -41,9 +41,8 @@ _ROW_EXTRA_BYTES, _STAGING_BYTES, _SLACK = 60, 512 << 10, 1.2
 """Of a budget: what a cached row takes besides itself, what a store takes at least, and an eighth for transactions."""
 _CHUNK, _BATCHES = 100_000, 8
 _MISS_PART: Final = 8  # the cache holds one row of so many where batches miss
-_WRITTEN_BEFORE, _WRITTEN = 1 / 4, 1 / 2
-"""Of the rows: so few that no space has to be won back."""
-_DENSE_TABLES, _DENSE_DIM = 8, 64
+_WRITTEN_BEFORE, _WRITTEN = 1 / 4, 1 / 2  # of the rows: so few that no space has to be won back
+_DENSE_TABLES, _DENSE_DIM, _DENSE_SAMPLES = 8, 64, (64, 2048)
 _DENSE: Final[dict[str, Any]] = {
     "num_dense": 13, "bottom_mlp": (64,), "top_mlp": (64,), "interaction": "dot", "cross_layers": 1, "cross_rank": 0,
 }  # fmt: skip
@@ -186,8 +185,8 @@ def _misses(lab: Lab, *, is_cold: bool) -> _Loop:
         # Slots are filled in order at first, and rows leave in it: not so when most rows have left.
         while (ddr := subject.store.stats().ddr).evictions < ddr.capacity_rows:
             subject.run(*subject.batches(1, lab.ids), is_training=False)
-        batches = subject.batches(_BATCHES, lab.cold_ids) if is_cold else subject.batches(_BATCHES * lab.passes, lab.ids)
-        return subject.timed(batches, is_cold=is_cold)
+        count, ids = (_BATCHES, lab.cold_ids) if is_cold else (_BATCHES * lab.passes, lab.ids)
+        return subject.timed(subject.batches(count, ids), is_cold=is_cold)
 
 
 def _writes(lab: Lab, *, dim: int, part: int) -> _Loop:
@@ -234,6 +233,6 @@ _LOOPS: Final[Mapping[tuple[str, ...], Sequence[Callable[[Lab], _Loop]]]] = {
     ("append_ns", "append_ns_per_byte", "transaction_us"): [
         functools.partial(_writes, dim=dim, part=part) for dim, part in ((_NARROW, 8), (_NARROW, 64), (_WIDE, 8))
     ],
-    ("wake_us", "value_ns"): [functools.partial(_dense, samples=samples) for samples in (64, 2048)],
+    ("wake_us", "value_ns"): [functools.partial(_dense, samples=samples) for samples in _DENSE_SAMPLES],
 }
 """In the order in which they are timed; each finds the costs of its key."""
