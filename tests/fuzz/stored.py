@@ -328,12 +328,12 @@ TARGETS = {
         b'|"tables"',
     ),
     "records": Target(
-        read=_read_record, seeds=_records, errors=(TierstoreError,), mutations=1000,
+        read=_read_record, seeds=_records, errors=(TierstoreError,),
         words=b'NaN|Infinity|1e999|null|[]|{}|{"extra":|"tables"|[1,2]|[[|9999999999999999999999',
     ),
     "walk": Target(read=_walk, seeds=_edits_of_trees, mutations=30),
     "segments": Target(read=_enter_segments, seeds=_edits_of_indexes, mutations=40),
-    "anchor": Target(read=_read_anchor, seeds=_anchors),
+    "anchor": Target(read=_read_anchor, seeds=_anchors, mutations=100),
     "update": Target(
         read=_read_update, seeds=_updates, errors=(DamagedError,),
         words=b'"chunk.0"|"chunk.1"|data_offsets|"U8"|[-1,0,|\\"tables\\"|"num_embeddings\\": |99999999999|'
