@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -245,6 +247,29 @@ def test_hessian_free_steps_repeat_their_bits_with_parts_that_are_empty(curvatur
     assert len({each.bits for found in runs for each in found}) == 1
     assert {each.loss for found in runs for each in found} == {runs[0][0].loss}
     assert runs[0][0].loss < 0.69
+
+
+@pytest.mark.soak
+def test_torchrun_restarts_a_killed_rank_and_all_end_in_the_same_bits(
+    tmp_path: Path, expected: tuple[str, float, float]
+) -> None:
+    (tmp_path / "run.toml").write_text(to_toml(config(tmp_path, "run", train__commit_every=1)))
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tierstore"]
+    command = [sys.executable, "-m", *words, "train", "run.toml", "--resume", "--json", "summary.json", "--digest"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    is_killed, lines = False, []
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as torchrun:
+        assert torchrun.stderr is not None
+        for line in torchrun.stderr:
+            lines.append(line)
+            if "committed version" in line and not is_killed:
+                (rank,) = [each for each in psutil.Process(torchrun.pid).children() if each.environ()["RANK"] == "1"]
+                rank.kill()
+                is_killed = True
+    assert torchrun.returncode == 0, "".join(lines)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (is_killed, summary["step"], summary["bits"]) == (True, STEPS, expected[0])
+    assert summary["rows"] < 2 * TRAIN_ROWS
 
 
 def train_differently(made: RunConfig) -> None:

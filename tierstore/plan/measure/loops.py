@@ -185,8 +185,8 @@ def _misses(lab: Lab, *, is_cold: bool) -> _Loop:
         # Slots are filled in order at first, and rows leave in it: not so when most rows have left.
         while (ddr := subject.store.stats().ddr).evictions < ddr.capacity_rows:
             subject.run(*subject.batches(1, lab.ids), is_training=False)
-        count, ids = (_BATCHES, lab.cold_ids) if is_cold else (_BATCHES * lab.passes, lab.ids)
-        return subject.timed(subject.batches(count, ids), is_cold=is_cold)
+        amount = (_BATCHES, lab.cold_ids) if is_cold else (_BATCHES * lab.passes, lab.ids)
+        return subject.timed(subject.batches(*amount), is_cold=is_cold)
 
 
 def _writes(lab: Lab, *, dim: int, part: int) -> _Loop:
