@@ -21,7 +21,7 @@ from tierstore.serve.models.dense import Dense, pack_linears
 from .common import Report, Run, Table, fresh_folder, measure, start
 from .runs import run_config, scored, trained
 
-__all__ = ["run"]
+__all__ = ["DensePart", "model_of", "run"]
 
 Config = Mapping[str, Any]
 Inputs = tuple[Tensor, Tensor]
@@ -47,7 +47,7 @@ class DensePart(nn.Module):
         return self.model.dense_part(dense, pooled)
 
 
-def _model(shape: Config) -> DensePart:
+def model_of(shape: Config) -> DensePart:
     """The dense part of a DLRM, its weights drawn from torch's random numbers; interaction "cat" is that of RMC1-3."""
     settings = {name: value for name, value in shape.items() if name != "name"}
     settings["interaction"] = "dot" if shape["interaction"] == "dot" else "dcn"  # which is as wide as "cat"
@@ -96,7 +96,7 @@ WAYS: Final[dict[str, Callable[[nn.Module], Any]]] = {
 def _made(config: Config, shape: Config) -> tuple[dict[str, Score], dict[str, str]]:
     """The ways that this machine has, for one model; and the others, with the reason."""
     torch.manual_seed(config["seed"])
-    model, given, scores, missing = _model(shape), _inputs(shape, 200), {}, {}
+    model, given, scores, missing = model_of(shape), _inputs(shape, 200), {}, {}
     for name, way in WAYS.items():
         if way is _compiled and not (config["compiled"] and torch.get_num_threads() == 1):
             continue

@@ -40,6 +40,7 @@ ORDER: Final = (
     "quantize",
     "versions",
     "serve",
+    "rmc",
     "dense",
     "plan",
     "dist",

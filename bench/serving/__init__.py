@@ -1,1 +1,1 @@
-"""Parts of ``bench.serve``: a server and a trainer in their own processes, requests made beforehand, load."""
+"""Parts of ``bench.serve`` and ``bench.rmc``: processes of servers and trainers, requests made beforehand, load."""

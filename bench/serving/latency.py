@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,9 +15,10 @@ from .clients import RestClient
 from .load import Load, Quantiles, closed_loop, open_loop
 from .rig import Rig, ServerProcess
 
-__all__ = ["PART"]
+__all__ = ["NUM_FIRST", "PART", "around_highest"]
 
 Step = dict[str, Any]
+Rates = Mapping[str, float]
 _BOTH: Final = ("rest", "grpc")
 _GRPC_SHARE: Final = 0.9
 _BELOW: Final = 0.95
@@ -26,7 +27,7 @@ _SLICES: Final = 5
 _GAIN: Final = -0.5
 _FACTOR: Final = 1.25
 """From one rate to the next at most: a stall of the machine must not send the search far off."""
-_NUM_FIRST: Final = 2
+NUM_FIRST: Final = 2
 """Rates on the way to the highest load, which do not count."""
 _COLUMNS: Final = [
     "protocol", "queries/s", "samples/s", "p50 ms", "p95 ms", "p99 ms", "hits", "server cores", "server ms a query",
@@ -34,7 +35,7 @@ _COLUMNS: Final = [
 ]  # fmt: skip
 
 
-def _step(rig: Rig, server: ServerProcess, rates: Mapping[str, float], number: int) -> list[Step]:
+def _step(rig: Rig, server: ServerProcess, rates: Rates, number: int) -> list[Step]:
     """The protocols at their loads for some seconds, by turns slice by slice, with queries of the same sizes at the
     same times."""
     seconds = rig.config["lead_seconds"] + rig.config["slice_seconds"]
@@ -68,26 +69,26 @@ def _told(protocol: str, rate: float, loads: Sequence[Load], used: Any, rig: Rig
     }
 
 
-def _around_highest(
-    first: float, ceiling: float, measure: Callable[[Mapping[str, float]], Mapping[str, float]], *, steps: int
+def around_highest(
+    names: Iterable[str], first: float, ceiling: float, measure: Callable[[Rates], Mapping[str, float]], *, steps: int
 ) -> dict[str, list[float]]:
-    """Of each protocol the rates around the highest load; none if latency was far above its bound at every rate.
+    """By name the rates around the highest load; none if latency was far above its bound at every rate.
 
     Each rate follows from the latency at the one before, by its root: Robbins and Monro's stochastic approximation. A
-    bisection asks for yes or no, and keeps an error for good. Both protocols are measured together step by step: what
-    differs is not what the machine did meanwhile.
+    bisection asks for yes or no, and keeps an error for good. All are measured together step by step: what differs is
+    not what the machine did meanwhile.
 
     Args:
         ceiling: no higher rate is tried.
         measure: latencies over their bounds at these rates; inf where requests failed.
     """
-    visited, is_near = {protocol: [min(first, ceiling)] for protocol in _BOTH}, dict.fromkeys(_BOTH, False)
+    visited, is_near = {name: [min(first, ceiling)] for name in names}, dict.fromkeys(names, False)
     for _ in range(steps):
-        for protocol, excess in measure({name: rates[-1] for name, rates in visited.items()}).items():
+        for name, excess in measure({name: rates[-1] for name, rates in visited.items()}).items():
             factor = max(excess**_GAIN, 1 / _FACTOR)
-            is_near[protocol] |= factor > 1 / _FACTOR
-            visited[protocol].append(min(visited[protocol][-1] * min(factor, _FACTOR), ceiling))
-    return {name: rates[min(_NUM_FIRST, steps) :] if is_near[name] else [] for name, rates in visited.items()}
+            is_near[name] |= factor > 1 / _FACTOR
+            visited[name].append(min(visited[name][-1] * min(factor, _FACTOR), ceiling))
+    return {name: rates[min(NUM_FIRST, steps) :] if is_near[name] else [] for name, rates in visited.items()}
 
 
 def _search(rig: Rig, server: ServerProcess) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def _search(rig: Rig, server: ServerProcess) -> dict[str, Any]:
     config = rig.config
     steps: list[list[Step]] = []
 
-    def measure(rates: Mapping[str, float]) -> dict[str, float]:
+    def measure(rates: Rates) -> dict[str, float]:
         """Latency over its bound, the larger of two."""
         steps.append(_step(rig, server, rates, len(steps)))
         return {
@@ -110,9 +111,9 @@ def _search(rig: Rig, server: ServerProcess) -> dict[str, Any]:
     client, seconds = RestClient(HOST, server.rest_port, 8), config["slice_seconds"]
     load = closed_loop(client, rig.requests(1000, "rest"), at_once=8, seconds=seconds)
     first = 0.5 * len(load.since(0)) / load.seconds
-    visited = _around_highest(first, config["rate_ceiling"], measure, steps=config["search_steps"])
+    visited = around_highest(_BOTH, first, config["rate_ceiling"], measure, steps=config["search_steps"])
     rates = {protocol: statistics.median(each) if each else 0.0 for protocol, each in visited.items()}
-    near = list(itertools.chain(*steps[min(_NUM_FIRST, len(steps) - 1) :]))
+    near = list(itertools.chain(*steps[min(NUM_FIRST, len(steps) - 1) :]))
     for share in config["shares"]:
         measure({protocol: share * rate for protocol, rate in rates.items() if rate})
     # What both met at a step cancels in the steps' ratios.

@@ -10,12 +10,12 @@ from tierstore.serve.client import encode_request
 from tierstore.serve.grpc.messages import message_class
 from tierstore.serve.tensors import JSON_LENGTH_HEADER
 
-__all__ = ["QUERY_SIZES", "Query", "Ranking", "Rows", "drawn", "encoded_grpc", "encoded_rest"]
+__all__ = ["DATATYPES", "QUERY_SIZES", "Query", "Ranking", "Rows", "drawn", "encoded_grpc", "encoded_rest"]
 
 QUERY_SIZES: Final = (100,) * 2 + (200,) * 12 + (300,) * 2 + (400, 500, 600, 700)
 """Samples of a query, each a twentieth of all: the distribution of MLPerf Inference's DLRM."""
 _NUM_DENSE: Final = 13
-_DATATYPES: Final = {"int32": "INT32", "int64": "INT64", "float32": "FP32"}
+DATATYPES: Final = {"int32": "INT32", "int64": "INT64", "float32": "FP32"}
 
 
 def drawn(generator: np.random.Generator, rows: int, exponent: float, count: int) -> Any:
@@ -95,7 +95,7 @@ def encoded_grpc(query: Query) -> bytes:
     """A ModelInferRequest, tensors as raw contents."""
     message = message_class("ModelInferRequest")(model_name=query.model)
     for name, array in query.inputs.items():
-        message.inputs.add(name=name, datatype=_DATATYPES[array.dtype.name], shape=array.shape)
+        message.inputs.add(name=name, datatype=DATATYPES[array.dtype.name], shape=array.shape)
         message.raw_input_contents.append(array.tobytes())
     found: bytes = message.SerializeToString()
     return found

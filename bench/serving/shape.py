@@ -17,8 +17,8 @@ from ..data import ROOT
 from ..rowdata import build_once
 
 __all__ = [
-    "CANARY", "CANARY_ROWS", "ROWS_TABLE", "chunks", "kaggle_rows", "kaggle_store", "rows_store", "table_bytes",
-    "write_canary",
+    "CANARY", "CANARY_ROWS", "ROWS_TABLE", "built", "chunks", "fill_tables", "kaggle_rows", "kaggle_store",
+    "rows_store", "table_bytes", "write_canary",
 ]  # fmt: skip
 
 CANARY: Final = "canary"
@@ -62,7 +62,14 @@ def _fill(table: tierstore.Table, generator: np.random.Generator) -> None:
         table.write(ids, torch.from_numpy(values).sub_(0.5).mul_(0.1))
 
 
-def _built(path: Path, made_of: Config, fill: Callable[[tierstore.Store, np.random.Generator], object]) -> Path:
+def fill_tables(store: tierstore.Store, tables: Mapping[str, int], dim: int, generator: np.random.Generator) -> None:
+    """Add tables of so many rows, by name, every row written, and commit."""
+    for name, rows in tables.items():
+        _fill(_add_table(store, name, rows, dim), generator)
+    store.commit()
+
+
+def built(path: Path, made_of: Config, fill: Callable[[tierstore.Store, np.random.Generator], object]) -> Path:
     """A store, every row written, unless it was built before."""
 
     def build(path: Path) -> None:
@@ -92,7 +99,7 @@ def kaggle_store(folder: Path, config: Config) -> Path:
         write_canary(_add_table(store, CANARY, CANARY_ROWS, config["dim"]), 1)
         commit_run(run, run_config, Position()).result()
 
-    return _built(path, {name: config[name] for name in names}, build)
+    return built(path, {name: config[name] for name in names}, build)
 
 
 def rows_store(folder: Path, config: Config) -> Path:
@@ -100,7 +107,6 @@ def rows_store(folder: Path, config: Config) -> Path:
     made_of = {"rows": config["peer_rows"], "dim": config["dim"], "seed": config["seed"]}
 
     def build(store: tierstore.Store, generator: np.random.Generator) -> None:
-        _fill(_add_table(store, ROWS_TABLE, made_of["rows"], made_of["dim"]), generator)
-        store.commit()
+        fill_tables(store, {ROWS_TABLE: made_of["rows"]}, made_of["dim"], generator)
 
-    return _built(folder / "serve_rows", made_of, build)
+    return built(folder / "serve_rows", made_of, build)

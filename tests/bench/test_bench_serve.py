@@ -2,16 +2,20 @@
 
 import asyncio
 import time
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bench.common import Run
+from bench.data import ROOT
 from bench.peers import redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.http2 import GrpcClient
 from bench.serving.load import open_loop
+from bench.serving.zoo import OPERATORS, ZooModel, by_operator
 from tests.serve import fronts
 from tierstore.serve.rest.infer_body import parse_infer
 
@@ -88,6 +92,14 @@ def test_calls_over_sockets_are_grpcs() -> None:
         assert len(bodies[index]) == pytest.approx(len(request), abs=20)
     assert load.num_failed == 1
     assert "the queue is full" in load.errors[0]
+
+
+def test_every_operator_takes_time_and_torch_agrees(tmp_path: Path) -> None:
+    config = tomllib.loads((ROOT / "bench" / "rmc.toml").read_text())
+    request = Run(config=config | config["quick"], quick=True, folder=tmp_path)
+    for seconds in by_operator(ZooModel(request, "rmc1"))["sizes"].values():
+        assert min(seconds.values()) > 0
+        assert sum(seconds[name] for name in OPERATORS) == seconds["all"]
 
 
 @pytest.mark.skipif(not redis_rows.is_there(), reason="there is no redis-server")
