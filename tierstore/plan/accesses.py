@@ -36,10 +36,12 @@ class Accesses(NamedTuple):
 
     @property
     def num_batches(self) -> int:
+        """Those that ``starts`` lists."""
         return len(self.starts) - 1
 
     @property
     def all_batches(self) -> int:
+        """By which means over the batches are divided."""
         return self.num_batches + self.unlisted
 
 

@@ -39,8 +39,7 @@ ROWS, IDS, PASSES = 200_000, 4096, 10
 _NARROW, _WIDE = 16, 128
 _ROW_EXTRA_BYTES, _STAGING_BYTES, _SLACK = 60, 512 << 10, 1.2
 """Of a budget: what a cached row takes besides itself, what a store takes at least, and an eighth for transactions."""
-_CHUNK, _BATCHES = 100_000, 8
-_MISS_PART: Final = 8  # the cache holds one row of so many where batches miss
+_CHUNK, _BATCHES, _MISS_PART = 100_000, 8, 8  # where batches miss, the cache holds one row in _MISS_PART
 _WRITTEN_BEFORE, _WRITTEN = 1 / 4, 1 / 2  # of the rows: so few that no space has to be won back
 _DENSE_TABLES, _DENSE_DIM, _DENSE_SAMPLES = 8, 64, (64, 2048)
 _DENSE: Final[dict[str, Any]] = {
