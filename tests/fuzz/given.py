@@ -167,28 +167,28 @@ def _parquet_files() -> list[bytes]:
 
 # A request as it arrives: JSON with tensors, or with binary data behind it; or gRPC's message.
 
-_GRPC, _ALL = 0xFFFE, 0xFFFF
+GRPC, WHOLE = 0xFFFE, 0xFFFF
 _LENGTH_BYTES = 2
 
 
 def _infer(data: bytes) -> None:
-    """The first two bytes are the length of the JSON, ``_ALL`` or ``_GRPC``; what is taken is answered with."""
+    """The first two bytes are the length of the JSON, ``WHOLE`` or ``GRPC``; what is taken is answered with."""
     length, body = int.from_bytes(data[:_LENGTH_BYTES], "little"), data[_LENGTH_BYTES:]
     try:
-        if length == _GRPC:
+        if length == GRPC:
             _check_datatypes(request := decode_request(read_request(body)))
             for is_raw in (True, False):
                 sent = asyncio.run(encode_response(_response(request), is_raw=is_raw))
                 message_class("ModelInferResponse").FromString(sent)
             return
-        call = parse_infer(body, json_bytes=None if length == _ALL else length, json_bytes_max=1 << 16, model="m")
+        call = parse_infer(body, json_bytes=None if length == WHOLE else length, json_bytes_max=1 << 16, model="m")
         _check_datatypes(call.request)
         sent = asyncio.run(write_infer(_response(call.request), call)).body
     except ServeError as error:
         if error.status not in (Status.INVALID, Status.TOO_LARGE):
             raise FindingError("not the error it should be") from error
         raise
-    _check_places(call, body, len(body) if length == _ALL else length)
+    _check_places(call, body, len(body) if length == WHOLE else length)
     if not sent.startswith(b'{"model_name"'):
         raise FindingError("an answer that is none")
 
@@ -236,7 +236,7 @@ def _requests() -> list[bytes]:
     grpc = message_class("ModelInferRequest")(model_name="m", id="1", raw_input_contents=[bytes(8)])
     grpc.inputs.add(name="x", datatype="FP32", shape=[2])
     grpc.parameters["timeout"].int64_param = 5
-    whole, over_grpc = (kind.to_bytes(_LENGTH_BYTES, "little") for kind in (_ALL, _GRPC))
+    whole, over_grpc = (kind.to_bytes(_LENGTH_BYTES, "little") for kind in (WHOLE, GRPC))
     return [_binary(every), _binary({"INT64": every["INT64"]}), whole + message, over_grpc + grpc.SerializeToString()]
 
 

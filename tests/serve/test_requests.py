@@ -15,12 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz import infer
+from tests.fuzz.given import GRPC, TARGETS, WHOLE
 from tests.serve.requests import FAULTS, WAYS, Drawn, Tensor, grpc_message, parse, rest_body, valid
 from tierstore.serve.grpc.codec import decode_request, read_request
 from tierstore.serve.messages import DATATYPES, NUMBERS, InferResponse, InferTensor, ServeError, Status
 from tierstore.serve.rest.infer_body import MAX_JSON_LISTS, InferCall, parse_infer, write_infer, write_json_data
 from tierstore.serve.tensors import MAX_TENSORS, MAX_TEXTS, PIECE_ELEMENTS
+
+INFER = TARGETS["infer"]
 
 
 def refusal(work: Any, *arguments: Any, status: Status | None = Status.INVALID) -> str:
@@ -291,12 +293,12 @@ def test_changed_bytes(drawn: Drawn, is_grpc: bool, draws: st.DataObject) -> Non
     for _ in range(draws.draw(st.integers(0, 4))):
         place = draws.draw(st.integers(0, len(data)))
         data[place : place + draws.draw(st.integers(0, 3))] = draws.draw(
-            st.sampled_from(infer.WORDS) | st.binary(max_size=3)
+            st.sampled_from(INFER.dictionary) | st.binary(max_size=3)
         )
     length = max(length + draws.draw(st.sampled_from([0, 0, 0, 1, -1, 7])) + len(data) - len(body), 0)
-    infer.run((infer.GRPC if is_grpc else length).to_bytes(2, "little") + data)
+    INFER.run((GRPC if is_grpc else length).to_bytes(2, "little") + data)
 
 
-@given(st.binary(max_size=200), st.integers(0, 250) | st.just(infer.GRPC) | st.just(infer.WHOLE))
+@given(st.binary(max_size=200), st.integers(0, 250) | st.just(GRPC) | st.just(WHOLE))
 def test_any_bytes(body: bytes, length: int) -> None:
-    infer.run(length.to_bytes(2, "little") + body)
+    INFER.run(length.to_bytes(2, "little") + body)

@@ -475,9 +475,9 @@ def test_what_an_old_reader_holds_is_told(
             assert growth / 2 < held < growth + before
             said = told()
             assert 2 <= len(said) <= 6  # each of twice as much
-            assert all(f"process {os.getpid()} still shows an old version, and keeps " in each for each in said)
+            assert all(f"this process ({os.getpid()}) still shows an old version, and keeps " in each for each in said)
             assert all("Store.refresh()" in each for each in said)
-            assert f"process {os.getpid()} shows an older version, and keeps " in describe_store(store_dir)
+            assert f"this process ({os.getpid()}) shows an older version, and keeps " in describe_store(store_dir)
             reader.refresh()
             commit(2)
             assert store.stats().ssd.held_bytes < held / 4

@@ -68,14 +68,14 @@ def test_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     told = f"3\n{{}}\n{tmp_path / 'kernels'}\n"
     for ticks, said in (("+++", "compiled 3 kernels in 0 s"), ("", "nothing to do")):
         script = [sys.executable, "-c", f"print({told.format(ticks)!r}, end='')"]
-        monkeypatch.setattr(compiling, "start", lambda *_, s=script: subprocess.Popen(s, stdout=subprocess.PIPE))
+        monkeypatch.setattr(compiling, "start", lambda *_, s=script, **options: subprocess.Popen(s, **options))
         assert cli.main(["compile"]) == 0
         assert capsys.readouterr().out == f"{said}; {tmp_path / 'kernels'} holds 2.0 KiB of machine code\n"
 
 
 def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     script = [sys.executable, "-c", "import sys; sys.exit(3)"]
-    monkeypatch.setattr(compiling, "start", lambda *_: subprocess.Popen(script, stdout=subprocess.PIPE))
+    monkeypatch.setattr(compiling, "start", lambda *_, **options: subprocess.Popen(script, **options))
     assert cli.main(["compile"]) == 1
     assert "ended with status 3" in capsys.readouterr().err
 
