@@ -131,8 +131,8 @@ def _step_columns(
     lanes: int, code: int, rate: np.float32, kept: np.float32, hyper: Floats, work: Floats, weights: Weights, slot: int,
     column: int, state: Floats, state_row: int, dim: int, dtype_code: int,
 ) -> None:  # fmt: skip
-    gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
     """One step of some columns of a row. Of row-wise Adagrad, ``rate`` is divided by its root already."""
+    gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
     if code <= _ROWWISE_ADAGRAD or code == _OF_COLUMNS:  # and _SGD
         step = rate * gradient
     elif code == _ADAGRAD:
