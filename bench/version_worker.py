@@ -3,6 +3,7 @@
 It is run by its path over the modules of another tree, and so imports nothing beside them at its top.
 """
 
+import gc
 import json
 import shutil
 import sys
@@ -169,11 +170,13 @@ def _profiled(action: Callable[[], Any]) -> tuple[tuple[int, int, int], Any]:
         if event == "call" and frame.f_code.co_filename.startswith(package):
             codes.append(frame.f_code)
 
+    gc.disable()  # the package is called at each collection
     sys.setprofile(note)
     try:
         result = action()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return (len(codes), len(set(codes)), len({code.co_filename for code in codes})), result
 
 
