@@ -190,8 +190,10 @@ def test_figures_over_seeds_are_means_and_deviations(run_file, tmp_path):
 
 
 def test_the_page_has_a_line_and_a_band_for_each_combination_and_shows_no_markup_of_names(run_file, tmp_path):
-    page = page_of("<i>", made_runs(run_file, tmp_path))
+    runs = made_runs(run_file, tmp_path)
+    page = page_of("<i>", runs)
     assert page.count("<figure") == 3
+    assert all(f": {group.points['AUC'].mean:,.4g} AUC" in page for group in groups_of(runs)), "lines are means"
     assert page.count("<polyline") == page.count('band"') == 3 * 2
     assert "<b>" not in page
     assert "<i>" not in page
