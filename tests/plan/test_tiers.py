@@ -111,7 +111,7 @@ def train(store_dir: Path, policy: str, *, steps: int, samples: int = 250) -> Tr
                 module(features).values().sum().backward()
             ddr, ssd = store.stats().ddr, store.stats().ssd
             found = (ddr.unique, ddr.misses, ssd.rows_written, ssd.rows_moved, ssd.bytes_read / 4096)
-            counts.append(np.array([*found, transactions_in(store_dir / "rows.lmdb")]))
+            counts.append(np.array([*found, transactions_in(store_dir / "rows.lmdb", store["a"].layout.page_bytes)]))
     accesses = Accesses(np.concatenate(drawn), np.arange(0, 2 * samples * steps + 1, 2 * samples), ("a",))
     return Trained(setup, accesses, *((counts[1] - counts[0]) / (steps // 2)).tolist())
 

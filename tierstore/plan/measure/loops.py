@@ -6,8 +6,6 @@ them. A dense model runs on all cores, by the clock.
 
 import contextlib
 import functools
-import mmap
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,8 @@ from torch.utils.benchmark import set_torch_threads
 from ... import optim
 from ...config import TableConfig
 from ...io import ROW_FILE_NAME
-from ...io.btree import META_READ_BYTES, parse_meta
+from ...io.anchor import read_metas
+from ...io.btree import parse_meta
 from ...kernels.arrays import Float64s
 from ...kernels.least_squares import solve_nonnegative
 from ...layout import RowLayout
@@ -101,9 +100,9 @@ class _Subject(NamedTuple):
 
     def done(self) -> Float64s:
         """Rows read from SSD, pages read for them, rows written, and transactions."""
-        ssd = self.store.stats().ssd
-        pages = ssd.bytes_read / self.layout.page_bytes
-        return np.array([ssd.lookups, pages, ssd.rows_written, transactions_in(self.file)], np.float64)
+        ssd, page_bytes = self.store.stats().ssd, self.layout.page_bytes
+        transactions = transactions_in(self.file, page_bytes)
+        return np.array([ssd.lookups, ssd.bytes_read / page_bytes, ssd.rows_written, transactions], np.float64)
 
     def timed(
         self,
@@ -161,11 +160,9 @@ def _opened(lab: Lab, dim: int, cached_rows: float) -> Iterator[_Subject]:
         store.rollback(store.version)
 
 
-def transactions_in(path: Path) -> int:
+def transactions_in(path: Path, page_bytes: int) -> int:
     """Ever made in a store's file, by the newer of its two meta pages."""
-    with path.open("rb", buffering=0) as file:
-        pages = [os.pread(file.fileno(), META_READ_BYTES, at) for at in (0, mmap.PAGESIZE)]
-    return max(meta.txn_id for meta in map(parse_meta, pages) if not isinstance(meta, str))
+    return max(meta.txn_id for meta in map(parse_meta, read_metas(path, page_bytes)) if not isinstance(meta, str))
 
 
 def _in_memory(lab: Lab, *, dim: int, ids: int, is_training: bool) -> _Loop:
