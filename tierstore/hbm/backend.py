@@ -1,4 +1,4 @@
-"""Kernels of a device: Triton's on CUDA, launched by one thread at a time, and torch's elsewhere.
+"""Kernels of a device: Triton's on CUDA, launched by one thread at a time, and twins elsewhere.
 
 Triton compiles a kernel when it is first launched with new constants, and two threads must not do that at once; its
 interpreter runs one kernel at a time at all.
