@@ -84,31 +84,35 @@ def test_row_numbers_stay_and_the_first_beyond_its_table_is_named(rows, sizes):
     assert (e.value.row, e.value.column) == (row, column)
 
 
-def config_of(folder, hashing, rows):
-    texts = ["17", "ab", "02134", "", "9" * 18]
-    (folder / "a.csv").write_text("y,u,v\n" + "".join(f"0,{text},{text}x\n" for text in texts))
-    ids = "dynamic" if hashing == "none" else "fixed"
-    (folder / "run.toml").write_text(
-        f"[data]\npath = '{folder / 'a.csv'}'\nlabel_column = 'y'\ndense_columns = []\nhashing = '{hashing}'\n"
-        f"hash_seed = {IDS.seed}\nsparse_columns = ['u', 'v']\n[embedding]\nnum_embeddings = {rows}\nids = '{ids}'\n"
-    )
-    return load(folder / "run.toml"), texts
-
-
 def test_rows_of_categories_are_those_that_readers_train(tmp_path):
     """Texts, and integers, of each column, against what a CSV file of the same gives."""
-    config, texts = config_of(tmp_path, "mix", 1000)
-    (batch,) = open_data(config)[0].batches(FeatureHasher(config.table_sizes), batch_size=9)
-    trained = batch.sparse.to_dict()
-    assert row_ids(config, "u", [text for text in texts if text]).tolist() == trained["u"].values().tolist()
-    assert row_ids(config, "v", [f"{text}x" for text in texts]).tolist() == trained["v"].values().tolist()
-    assert row_ids(config, "u", [17]).tolist() == trained["u"].values().tolist()[:1]
-    for column, wrong, message in (("u", ["a", ""], "a missing"), ("u", [-1], "a missing"), ("w", [1], "column='w': ")):
-        with pytest.raises(ValueError, match=message):
-            row_ids(config, column, wrong)
-    config, _ = config_of(tmp_path, "mod", 2**40)
-    assert row_ids(config, "u", torch.tensor([17, 5])).tolist() == [17, 5]
-    with pytest.raises(ValueError, match="has no row in a table"):
-        row_ids(config, "u", ["ab"])
-    config, _ = config_of(tmp_path, "none", 2**40)
-    assert row_ids(config, "u", ["ab", "17", -1]).tolist() == [category_of("ab", rule=IDS), 17, -1]
+    texts = ["17", "ab", "02134", "", "9" * 18]
+    (tmp_path / "a.csv").write_text("y,u,v\n" + "".join(f"0,{text},{text}x\n" for text in texts))
+    for hashing in ("mix", "mod", "none"):
+        (tmp_path / "run.toml").write_text(
+            f"[data]\npath = '{tmp_path / 'a.csv'}'\nlabel_column = 'y'\ndense_columns = []\nhashing = '{hashing}'\n"
+            f"hash_seed = {IDS.seed}\n"
+            f"sparse_columns = ['u', 'v']\n[embedding]\nnum_embeddings = {1000 if hashing == 'mix' else 2**40}\n"
+            f"ids = '{'dynamic' if hashing == 'none' else 'fixed'}'\n"
+        )
+        config = load(tmp_path / "run.toml")
+        if hashing == "mod":
+            assert row_ids(config, "u", torch.tensor([17, 5])).tolist() == [17, 5]
+            with pytest.raises(ValueError, match="has no row in a table"):
+                row_ids(config, "u", ["ab"])
+            continue
+        if hashing == "none":
+            assert row_ids(config, "u", ["ab", "17", -1]).tolist() == [category_of("ab", rule=IDS), 17, -1]
+            with pytest.raises(ValueError, match="stands for a missing category"):
+                row_ids(config, "u", [""])
+            continue
+        (batch,) = open_data(config)[0].batches(FeatureHasher(config.table_sizes), batch_size=9)
+        trained = batch.sparse.to_dict()
+        assert row_ids(config, "u", [text for text in texts if text]).tolist() == trained["u"].values().tolist()
+        assert row_ids(config, "v", [f"{text}x" for text in texts]).tolist() == trained["v"].values().tolist()
+        assert row_ids(config, "u", [17]).tolist() == trained["u"].values().tolist()[:1]
+        for wrong in ("", -1):
+            with pytest.raises(ValueError, match="stands for a missing category"):
+                row_ids(config, "u", ["a", wrong])
+        with pytest.raises(ValueError, match="column='w': "):
+            row_ids(config, "w", [1])

@@ -46,7 +46,7 @@ def of_23(last, dtype=None, columns=None):
         ("dense", of_23(np.inf, np.float32, 13), r"row 20, column 0: inf"),
         ("dense", np.zeros((23, 13), [("x" * 200, "f4")]), r"holds \[\(.{197,198} \[23, 13\]"),
         ("sparse", of_23(0, columns=25), r"holds float64 \[23, 25\]"),
-        ("sparse", of_23(2**63, np.uint64, 26), r"sparse\.npy, column C1, row 20: 9223372036854775808"),
+        ("sparse", of_23(2**63, np.uint64, 26), r"row 20, column 0: 9223372036854775808"),
     ],
 )
 def test_wrong_arrays_are_named(folder, name, array, message):

@@ -57,6 +57,22 @@ def test_texts_are_integers_or_hashed_in_full(texts, floats, rule):
     assert found == [-1 if category is None else category for category in wanted]
 
 
+def test_hashes_of_texts_are_as_published():
+    """Vectors of xxHash's own test suite: the first bytes of a generator's output, with seeds 0 and 2654435761."""
+    state, letters = 2654435761, bytearray()
+    for _ in range(222):
+        letters.append(state >> 56)
+        state = state * 11400714785074694797 % 2**64
+    for length, *expected in (
+        (1, 0xE934A84ADB052768, 0x5014607643A9B4C3), (4, 0x9136A0DCA57457EE, 0xCAAB286BD8E9FDB5),
+        (14, 0x8282DCC4994E35C8, 0xC3BD6BF63DEB6DF0), (222, 0xB641AE8CB691C174, 0x20CB8AB7AE10C14A),
+    ):  # fmt: skip
+        for seed, hashed in zip((0, 2654435761), expected, strict=True):
+            text = np.frombuffer(bytes(letters[:length]), np.uint8)
+            found = read_texts(text, np.array([0, length]), CategoryRule(are_ids=True, seed=seed))
+            assert found.view(np.uint64).item() == hashed
+
+
 def test_ids_are_any_int64_and_the_same_in_every_format(tmp_path):
     ids, schema = [5, -(2**63), -17, 2**63 - 1, 0], Schema(label="y", dense=("a",), sparse=("c",), rule=IDS)
     pq.write_table(table_of(pa.array([*ids, None])), tmp_path / "ids.parquet")
@@ -275,6 +291,12 @@ def test_wrong_columns_of_npy_are_named(tmp_path, values, offsets, message):
         list(write_npy(tmp_path, values, None if offsets is None else np.array(offsets)).read_chunks(0, None, 9))
 
 
+WRONG_COLUMNS = [
+    ([1.5, 2.0], r"row 0, column c: 1\.5"),
+    ([1.0, 2.0**53], "row 1, column c: 9007199254740992.0"),
+    ([[1, 2], [3, -4]], "row 1, column c: -4"),
+    ([[[1]], [[2]]], r"column c of type list.* cast it to a list of numbers"),
+]
 BROKEN_CSV = [
     ("y,a,c\n1,2,3\n\n1,2\n", r"x\.csv, row 1: 2 fields, and the header has 3: '1,2'"),
     ("y,a,c\n1,z,3\n", r"x\.csv, row 0, column a: 'z' is no number; leave the field empty where it is missing"),
@@ -285,7 +307,11 @@ BROKEN_CSV = [
 ]
 
 
-def test_broken_csv_is_named(tmp_path):
+def test_wrong_columns_and_broken_files_are_named(tmp_path):
+    for column, message in WRONG_COLUMNS:
+        pq.write_table(table_of(column), tmp_path / "x.parquet")
+        with pytest.raises(DataError, match=message):
+            list(open_reader(tmp_path / "x.parquet", schema=SCHEMA).read_chunks(0, None, 9))
     for text, message in BROKEN_CSV:
         (tmp_path / "x.csv").write_text(text)
         with pytest.raises(DataError, match=message):
@@ -339,8 +365,11 @@ def test_a_row_number_beyond_its_table_is_named_with_row_and_column(tmp_path):
 
 def test_without_dense_columns(tmp_path):
     schema = Schema(label="y", dense=(), sparse=("c",))
+    pq.write_table(table_of([1, 2, 3]), tmp_path / "x.parquet")
     np.save(tmp_path / "label.npy", np.ones(3))
     np.save(tmp_path / "sparse.npy", np.array([[1], [2], [3]]))
-    (chunk,) = open_reader(tmp_path, schema=schema).read_chunks(0, None, 9)
-    assert chunk.dense.shape == (3, 0)
-    assert bags(chunk.categories) == [[[1]], [[2]], [[3]]]
+    (tmp_path / "x.csv").write_text("y,c\n1,1\n1,2\n1,3\n")
+    for path in (tmp_path, tmp_path / "x.parquet", tmp_path / "x.csv"):
+        (chunk,) = open_reader(path, schema=schema).read_chunks(0, None, 9)
+        assert chunk.dense.shape == (3, 0)
+        assert bags(chunk.categories) == [[[1]], [[2]], [[3]]]

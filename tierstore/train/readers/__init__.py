@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 DataFormat = Literal["auto", "criteo", "parquet", "csv", "npy"]
+
+
 _ONE_FILE: Final = "Criteo's text format is one file: name one of the days, or join them with cat"
 
 
@@ -46,14 +48,15 @@ def open_reader(
     """Open the data at ``path``.
 
     Args:
-        data_format: "auto" takes a folder with label.npy as npy; ``*.csv`` and ``*.tsv``, plain or compressed, as CSV;
-            ``*.parquet`` and ``*.pq`` as Parquet, files or folders of them. With Criteo's own columns it takes
-            ``*.tsv`` and all other files as Criteo's text format.
+        data_format: "auto" takes a folder with label.npy as npy, ``*.csv`` and ``*.tsv``, plain or compressed, and a
+            folder of such files as CSV, ``*.parquet``, ``*.pq`` and a folder of such files as Parquet. With Criteo's
+            own columns it takes ``*.tsv`` and all other files as Criteo's text format.
         schema: the columns to read, of which Criteo's text format knows only its own, and what categories are.
         quoting: whether a field of CSV may stand in double quotes; False takes them as any other character.
 
-    DataError: there is nothing at the path, or not in the format. ValueError: an unknown format, another schema with
-    Criteo's text format, or a name that tells no format.
+    Raises:
+        DataError: there is nothing at the path, or what is there is not in the format.
+        ValueError: an unknown format, another schema with Criteo's text format, or a name that tells no format.
     """
     if "://" in str(path):
         raise DataError(f"{path} is no path; readers take local files: copy the data to this machine, or mount it")

@@ -47,21 +47,24 @@ _LABEL_TEXTS: Final = {"0": 0, "1": 1, "-1": -1, "false": 0, "true": 1, "0.0": 0
 
 
 class Head(NamedTuple):
-    """Names of a file's columns, and how many rows it has, where it says so without being read."""
+    """What a file tells without being read."""
 
     names: Sequence[str]
+    """Of its columns."""
     num_rows: int | None = None
+    """None where that is not known."""
 
 
 class ArrowReader(Reader):
     """Reads one file, or all files of a folder that have the format's endings, in the order of their names.
-    ImportError: there is no pyarrow. DataError: a file is not of the format or lacks a column, or a value cannot be."""
+    ImportError: without pyarrow. DataError: for a file that is not of the format or lacks a column, or a value
+    its column cannot hold."""
 
     endings: ClassVar[tuple[str, ...]]
     what: ClassVar[str]
     """What a file of the format is, for messages."""
     reads_floats: ClassVar[bool] = False
-    """Whether texts may be integers written as "12.0"."""
+    """Whether texts may be integers that are written as "12.0"."""
 
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
         self.path = Path(path)
@@ -91,6 +94,11 @@ class ArrowReader(Reader):
         if twice := [name for name in wanted if columns[name] > 1]:
             raise DataError(f"{path} has more than one column of the name {excerpt_names(twice)}")
 
+    @property
+    def num_rows(self) -> int | None:
+        lengths = [file.num_rows for file in self.files]
+        return None if None in lengths else sum(filter(None, lengths))
+
     def place(self, row: int) -> str:
         index = 0
         while index < len(self._lengths) - 1 and row >= (length := self._lengths[index] or 0):
@@ -108,7 +116,7 @@ class ArrowReader(Reader):
     @abstractmethod
     def _records(self, file: Path, skip: int, chunk_rows: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
         """The wanted columns of all rows, with the number of each record's first row. Records within the first
-        ``skip`` rows may be left out, but for the last one."""
+        ``skip`` rows may be left out, but for the last one. A chunk of more than one record is copied."""
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         held: list[RawRows] = []
@@ -137,7 +145,7 @@ class ArrowReader(Reader):
                         while row < (limit := min(before + end, stop)):
                             count = min(limit - row, chunk_rows - (row - start) % chunk_rows)
                             part = record.slice(row - before - first, count)
-                            yield _Record(path, row - before, part, self.reads_floats).convert(self.schema)
+                            yield _Record(path, row - before, part, reads_floats=self.reads_floats).convert(self.schema)
                             row += count
                         if row == stop:
                             return
@@ -162,15 +170,15 @@ class ArrowReader(Reader):
         return f"{file} is not {self.what}, or is broken: {str(error)[:MAX_REASON]}"
 
 
-class _Record(NamedTuple):
-    path: Path
-    row: int
-    """The number of its first one."""
-    record: Any
-    reads_floats: bool
+class _Record:
+    def __init__(self, path: Path, row: int, record: "pa.RecordBatch", *, reads_floats: bool) -> None:
+        self._path = path
+        self._row = row
+        self._record = record
+        self._reads_floats = reads_floats
 
     def convert(self, schema: Schema) -> RawRows:
-        dense = np.empty((self.record.num_rows, len(schema.dense)), np.float32)
+        dense = np.empty((self._record.num_rows, len(schema.dense)), np.float32)
         with np.errstate(over="ignore"):
             for column, name in enumerate(schema.dense):
                 dense[:, column] = self._numbers(name, self._column(name))
@@ -179,13 +187,13 @@ class _Record(NamedTuple):
             for column, name in enumerate(schema.dense):
                 self._check(name, are_finite[:, column], "finite as float32; null stands for missing")
         values, lengths = zip(*(self._bags(name, schema.rule) for name in schema.sparse), strict=True)
-        categories = Categories.of_columns(values, lengths, self.record.num_rows)
+        categories = Categories.of_columns(values, lengths, self._record.num_rows)
         return RawRows(self._labels(schema.label), dense, categories)
 
     def _column(self, name: str) -> Any:
         import pyarrow as pa
 
-        column = self.record.column(name)
+        column = self._record.column(name)
         return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
     def _labels(self, name: str) -> Floats:
@@ -215,7 +223,7 @@ class _Record(NamedTuple):
                 good = np.array([_is_number(each) for each in column])
                 self._check(name, good, "a number; null stands for missing")
             raise DataError(
-                f"{self.path}: column {name} of type {_type(column)} holds no numbers: {str(error)[:MAX_REASON]}"
+                f"{self._path}: column {name} of type {_type(column)} holds no numbers: {str(error)[:MAX_REASON]}"
             ) from error
         values: Floats | Float64s = numbers.to_numpy(zero_copy_only=False)
         return values
@@ -254,23 +262,23 @@ class _Record(NamedTuple):
             values = (filled.fill_null(0) if elements.null_count else filled).to_numpy(zero_copy_only=False)
             if values.dtype == np.uint64:
                 expected = "below 2**63; cast the column to strings, which are hashed where they are larger"
-                self._check(name, values <= MAX_CATEGORY, expected, elements, lengths)
+                self._check_elements(name, elements, values <= MAX_CATEGORY, lengths, expected)
             elif values.min(initial=0) < rule.least:
-                self._check(name, values >= 0, "an integer from 0 on; null is missing", elements, lengths)
+                self._check_elements(name, elements, values >= 0, lengths, "an integer from 0 on; null is missing")
         elif pa.types.is_floating(kind):
             values = elements.to_numpy(zero_copy_only=False)
             is_there = ~np.isnan(values)
             expected = (
                 f"a whole number from 0 to 2**{exact_bits(values)}, as {values.dtype} holds exactly; null is missing"
             )
-            self._check(name, are_whole(values) & ~(values < rule.least), expected, elements, lengths)
+            self._check_elements(name, elements, are_whole(values) & ~(values < rule.least), lengths, expected)
         elif _is_text(kind):
             values, is_text = self._texts(elements.cast(pa.large_binary()), rule)
             is_there = is_text if is_there is None else is_there & is_text
         else:
             to = "a list of numbers or of strings" if pa.types.is_nested(kind) else "strings"
             raise DataError(
-                f"{self.path}: column {name} of type {_type(elements)} holds neither numbers nor strings nor lists of "
+                f"{self._path}: column {name} of type {_type(elements)} holds neither numbers nor strings nor lists of "
                 f"them; cast it to {to} to take its values as categories"
             )
         if is_there is None or is_there.all():
@@ -282,20 +290,23 @@ class _Record(NamedTuple):
         _, offsets, letters = texts.buffers()
         places = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
         read: Bytes = np.empty(0, np.uint8) if letters is None else np.frombuffer(letters, np.uint8)
-        return read_texts(read, places, rule, floats=self.reads_floats), places[1:] > places[:-1]
+        return read_texts(read, places, rule, floats=self._reads_floats), places[1:] > places[:-1]
 
-    def _check(self, name: str, good: Bools, expected: str, elements: Any = None, lengths: Ids | None = None) -> None:
-        """DataError unless all of the column's values, or of the elements of its lists, are good."""
+    def _check(self, name: str, good: Bools, expected: str) -> None:
+        self._check_elements(name, self._record.column(name), good, None, expected)
+
+    def _check_elements(self, name: str, elements: Any, good: Bools, lengths: Ids | None, expected: str) -> None:
         if not good.all():
             broken = int(np.flatnonzero(~good)[0])
-            at = broken if lengths is None else int(np.searchsorted(np.cumsum(lengths), broken, side="right"))
-            row, elements = self.row + at, self.record.column(name) if elements is None else elements
+            row = self._row + (
+                broken if lengths is None else int(np.searchsorted(np.cumsum(lengths), broken, side="right"))
+            )
             try:
                 found = elements[broken].as_py()
                 value = excerpt(found.decode(errors="backslashreplace") if isinstance(found, bytes) else found)
             except (ValueError, OverflowError):
                 value = "a value that cannot be shown"
-            raise DataError(f"{self.path}, row {row}, column {name}: {value} is not {expected}")
+            raise DataError(f"{self._path}, row {row}, column {name}: {value} is not {expected}")
 
 
 def _is_text(kind: Any) -> bool:
@@ -320,7 +331,8 @@ def _type(column: Any) -> str:
 
 
 def names_below(folder: Path) -> list[str]:
-    """Relative paths of files, and links to folders, below the folder but not in hidden ones, in order."""
+    """The files below the folder, but for hidden folders, by their relative paths, in order. Links to folders count
+    as files."""
     found = []
     for place, folders, names in os.walk(folder):
         linked = [name for name in folders if Path(place, name).is_symlink()]

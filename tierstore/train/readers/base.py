@@ -1,4 +1,6 @@
-"""The contract of a reader: rows of click data, from any row on, as batches. A format implements ``read_chunks``.
+"""The contract of a reader: rows of click data, from any row on, as batches a model takes.
+
+A format implements ``read_chunks``; what is common to all, turning raw values into a model's input, is here.
 
 Shapes: B rows of a batch, n rows of a chunk, C dense columns, F categorical columns.
 """
@@ -27,8 +29,8 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """A row's columns: a label, C dense ones, which may be none, and F categorical ones, by name; and what values of
-    these become."""
+    """Which columns a row has: one label, C dense ones, which may be none, F categorical ones, the model's feature
+    names; and what values of categorical ones become."""
 
     label: str
     dense: tuple[str, ...]
@@ -107,8 +109,7 @@ class Reader(ABC):
     @property
     def num_rows(self) -> int | None:
         """How many there are; None where only reading all of them would tell."""
-        lengths = [file.num_rows for file in self.files]
-        return None if None in lengths else sum(filter(None, lengths))
+        return None
 
     def place(self, row: int) -> str:
         """Where a row that was read lies, for messages."""
@@ -116,8 +117,9 @@ class Reader(ABC):
 
     @abstractmethod
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
-        """Rows ``[start_row, stop_row)``, or to the end of the data, ``chunk_rows`` at a time; only the last chunk may
-        be shorter. Memory is bounded. DataError names the file and the line or row."""
+        """Rows ``[start_row, stop_row)``, or to the end, ``chunk_rows`` at a time; only the last chunk may be
+        shorter. Rows before ``start_row`` are skipped without being converted. Ends early where the data ends.
+        Memory is bounded. DataError names the file and the line or row."""
 
     def batches(
         self,
@@ -130,14 +132,16 @@ class Reader(ABC):
         part: int = 0,
         parts: int = 1,
     ) -> Iterator[Batch]:
-        """Rows ``[start_row, stop_row)`` as batches of ``batch_size``; only the last may be shorter.
+        """Rows ``[start_row, stop_row)`` as batches of ``batch_size``; only the last may be shorter. Batches begun at
+        row r are those of a run begun at 0 if r is a multiple of ``batch_size``.
 
         Args:
             part, parts: give a part of each batch only: consecutive rows; parts differ by at most one row.
             log_dense: dense values x become log(1 + max(x, 0)); False leaves them as they are. Missing ones are 0.
 
-        DataError: broken data, a category without a row, or data that ends before ``stop_row``. ValueError: unless
-        ``0 <= start_row <= stop_row`` and ``batch_size >= 1``.
+        Raises:
+            DataError: for broken data, for a category without a row, and where the data ends before ``stop_row``.
+            ValueError: unless ``0 <= start_row <= stop_row`` and ``batch_size >= 1``.
         """
         if start_row < 0 or batch_size < 1 or (stop_row is not None and stop_row < start_row):
             raise ValueError(f"rows [{start_row}, {stop_row}) in batches of {batch_size}: not a range of rows")

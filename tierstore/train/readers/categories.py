@@ -4,6 +4,7 @@ Shapes: F columns, n rows, N categories.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,8 +26,13 @@ _MINUS: Final = 45
 
 
 class CategoryRule(NamedTuple):
-    """What values become: from 0 on, or with ``are_ids`` any int64; then Criteo's hexadecimal numbers are texts.
-    ``seed``: of the hashes of texts, in [0, 2**63)."""
+    """What values become.
+
+    Attributes:
+        are_ids: categories are ids, any int64: negative integers are taken, and Criteo's hexadecimal numbers are
+            texts. Otherwise categories are from 0 on.
+        seed: of the hashes of texts, in [0, 2**63).
+    """
 
     are_ids: bool = False
     seed: int = 0
@@ -53,12 +59,14 @@ class Categories(NamedTuple):
         cls, columns: Sequence[Int64s], lengths: Iterable[NDArray[Any] | int], num_rows: int
     ) -> "Categories":
         """From each column, and the lengths [n] of its bags; one number, if all have it."""
-        offsets = np.zeros((len(columns), num_rows + 1), np.int64)
-        for row, own in zip(offsets[:, 1:], lengths, strict=True):
+        count, lengths = len(columns) * num_rows, list(lengths)
+        if all(isinstance(each, int) and each == 1 for each in lengths):
+            return cls(columns, _strided(_ascending(count + 1), len(columns)))
+        flat = np.zeros(count + 1, np.int64)
+        for row, own in zip(flat[1:].reshape(len(columns), num_rows), lengths, strict=True):
             row[:] = own
-        offsets[:, 1:] = np.cumsum(offsets[:, 1:]).reshape(len(columns), num_rows)
-        offsets[1:, 0] = offsets[:-1, -1]
-        return cls(columns, offsets)
+        np.cumsum(flat, out=flat)
+        return cls(columns, _strided(flat, len(columns)))
 
     @classmethod
     def of_matrix(cls, values: Int64s) -> "Categories":
@@ -84,8 +92,20 @@ class Categories(NamedTuple):
         return Categories.of_columns(columns, np.diff(own), end - begin)
 
 
+def _strided(flat: Int64s, num_columns: int) -> Int64s:
+    """Offsets of columns. A column's end where the next one's begin: rows of a view that overlap in one number."""
+    num_rows = (len(flat) - 1) // num_columns
+    return np.lib.stride_tricks.as_strided(flat, (num_columns, num_rows + 1), (8 * num_rows, 8), writeable=False)
+
+
+@lru_cache(2)
+def _ascending(count: int) -> Int64s:
+    return np.arange(count)
+
+
 def exact_bits(floats: NDArray[Any]) -> int:
-    """Whole floating-point numbers of the array's type are exact below 2 to this power."""
+    """Whole floating-point numbers of the array's type are exact below 2 to this power; from there on digits are
+    lost."""
     return min(np.finfo(floats.dtype).nmant + 1, 53)
 
 
@@ -96,9 +116,12 @@ def are_whole(floats: NDArray[Any]) -> Bools:
 
 
 def read_texts(letters: Bytes, offsets: Int64s, rule: CategoryRule, *, floats: bool = False) -> Int64s:
-    """The categories [n] that texts stand for, where text i is ``letters[offsets[i]:offsets[i + 1]]``, in UTF-8: an
-    integer below 2**63 that is written without sign and leading zeros (with ``floats`` also "12.0"), else the upper 63
-    bits of its XXH64. As ids, integers may be any int64, and hashes are all 64 bits. An empty text is ``MISSING``."""
+    """The categories [n] that texts stand for, where text i is ``letters[offsets[i]:offsets[i + 1]]``, in UTF-8.
+
+    A text that is written as an integer below 2**63, without sign and leading zeros, is that integer (with ``floats``
+    also "12.0"). Any other one is the upper 63 bits of its XXH64. As ids, integers may be any int64, and hashes are
+    all 64 bits. An empty text is ``MISSING``, as an id may be.
+    """
     categories = np.empty(len(offsets) - 1, np.int64)
     _read_texts(letters, offsets, floats, rule.are_ids, np.uint64(rule.seed), categories)
     return categories

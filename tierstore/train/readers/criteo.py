@@ -128,8 +128,12 @@ class _Text:
             raise DataError(
                 f"{self._path}, after line {self.row}: the file is truncated, its gzip data has no end; copy it again"
             ) from error
-        except (zlib.error, OSError) as error:  # as gzip.BadGzipFile
-            raise DataError(f"{self._path}, after line {self.row}: cannot be read: {error}") from error
+        except (zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{self._path}, after line {self.row}: the gzip data is broken: {error}") from error
+        except OSError as error:
+            raise DataError(
+                f"{self._path}, after line {self.row}: cannot be read: {error.strerror or error}"
+            ) from error
         self._end += count
         if not count:
             self._at_end = True

@@ -32,9 +32,10 @@ _QUOTE: Final = 34
 
 
 class CsvReader(ArrowReader):
-    """Reads CSV, plain or compressed, with the columns' names in its first line; an empty field is missing. Delimiters
-    are what the first line has most of: commas, tabs, semicolons or bars. With ``quoting`` a field that begins with a
-    double quote ends with one, and may hold delimiters and line ends. Errors as of ``ArrowReader``."""
+    """Reads CSV, plain or compressed, with the names of the columns in its first line; an empty field is missing.
+    Fields are separated by what the first line has most of: commas, tabs, semicolons or bars. With ``quoting`` a
+    field that begins with a double quote ends with one, and may hold delimiters and line ends between. For errors
+    see ``ArrowReader``."""
 
     endings: ClassVar = tuple(
         f".{kind}{packed}" for kind in ("csv", "tsv") for packed in ("", ".gz", ".bz2", ".zst", ".lz4")

@@ -56,42 +56,46 @@ class FeatureHasher:
     def __call__(self, categories: Categories) -> HashedIds:
         """The row ids of B rows of F columns. OutsideTableError: one of them is not below its limit."""
         columns, offsets = categories
-        values, lengths = np.concatenate(columns), np.array([len(each) for each in columns], np.int64)
-        ids = np.empty_like(values)
-        outside = self._hash(values, lengths, ids)
-        if outside >= 0:
-            column = int(np.searchsorted(np.cumsum(lengths), outside, side="right"))
-            raise OutsideTableError(
-                f"category {values[outside]} has no row in a table of {self.limits[column]} rows; with "
-                'data.hashing = "mod" categories are row numbers: give the table more rows '
-                '(embedding.num_embeddings), or set data.hashing = "mix", which takes any',
-                row=int(np.searchsorted(offsets[column], outside, side="right")) - 1,
-                column=column,
-            )
+        lengths = np.array([len(each) for each in columns], np.int64)
+        ids, begin = np.empty(lengths.sum(), np.int64), 0
+        for column, values in enumerate(columns):
+            outside = self._hash(values, lengths, (column, column + 1), ids[begin : begin + len(values)])
+            if outside >= 0:
+                raise OutsideTableError(
+                    f"category {values[outside]} has no row in a table of {self.limits[column]} rows; with "
+                    'data.hashing = "mod" categories are row numbers: give the table more rows '
+                    '(embedding.num_embeddings), or set data.hashing = "mix", which takes any',
+                    row=int(np.searchsorted(offsets[column], begin + outside, side="right")) - 1,
+                    column=column,
+                )
+            begin += len(values)
         return HashedIds(ids, np.append(offsets[:, :-1], len(ids)))
 
     def ids(self, categories: Int64s, lengths: Int64s) -> Int64s:
         """Row ids [N] of categories [N] below their limits, column by column; ``lengths`` [F]: how many each has."""
         ids = np.empty_like(categories)
-        outside = self._hash(categories, lengths, ids)
+        outside = self._hash(categories, lengths, (0, len(lengths)), ids)
         assert outside < 0, outside
         return ids
 
-    def _hash(self, categories: Int64s, lengths: Int64s, ids: Int64s) -> int:
+    def _hash(self, categories: Int64s, lengths: Int64s, columns: tuple[int, int], ids: Int64s) -> int:
         if len(lengths) != len(self._num_embeddings):
             raise ValueError(f"categories of {len(lengths)} columns for {len(self._num_embeddings)} tables")
         if self._mode == "none":
             ids[:] = categories
             return -1
-        outside: int = _hash(categories, lengths, self._num_embeddings, self._mode == "mix", ids)
+        outside: int = _hash(categories, lengths, self._num_embeddings, columns, self._mode == "mix", ids)
         return outside
 
 
 @kernel
-def _hash(categories: Int64s, lengths: Int64s, num_embeddings: Int64s, mix: bool, ids: Int64s) -> int:
-    """``ids[i]`` is the row of ``categories[i]``; each column has so many. Returns -1, or the first that is no row."""
+def _hash(
+    categories: Int64s, lengths: Int64s, num_embeddings: Int64s, columns: tuple[int, int], mix: bool, ids: Int64s
+) -> int:
+    """``ids[i]`` is the row of ``categories[i]``, of these columns only, of which each has so many. Returns -1, or the
+    first that is no row."""
     begin = 0
-    for column in range(len(lengths)):
+    for column in range(columns[0], columns[1]):
         end, rows, first = begin + lengths[column], np.uint64(num_embeddings[column]), np.uint64(column) * STEP
         own, found, inverse = categories[begin:end], ids[begin:end], MOST // rows
         for i in range(len(own)):

@@ -50,7 +50,7 @@ class NpyReader(Reader):
       ``offsets[r + 1]``.
 
     Categories are integers, booleans or whole floating-point numbers; NaN and negative ones are missing, of ids only
-    -1 is. DataError: a file is missing, is no array of the right kind, or is longer than another.
+    -1 is. DataError where a file is missing, is no array of the right kind, or is longer than another.
     """
 
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
@@ -62,14 +62,14 @@ class NpyReader(Reader):
         if schema.dense:
             self._dense = _map(self.path / "dense.npy", "biuf", (len(schema.dense),))
             lengths["dense.npy"] = len(self._dense)
-        path = self.path / "sparse.npy"
-        if path.exists():
-            matrix = _map(path, "biuf", (len(schema.sparse),))
-            columns = zip(schema.sparse, matrix.T, strict=True)
-            self._columns = [_Column(path, f"{path}, column {name}", own, 1, len(own)) for name, own in columns]
+        self._matrix: NDArray[Any] | None = None
+        self._columns: list[_Column] = []
+        if (self.path / "sparse.npy").exists():
+            self._matrix = _map(self.path / "sparse.npy", "biuf", (len(schema.sparse),))
+            lengths["sparse.npy"] = len(self._matrix)
         else:
             self._columns = [_Column.open(self.path, name) for name in schema.sparse]
-        lengths |= {column.path.name: column.num_rows for column in self._columns}
+            lengths |= {column.path.name: column.num_rows for column in self._columns}
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
         self.files = tuple(DataFile(name, (self.path / name).stat().st_size, len(self._label)) for name in lengths)
@@ -85,17 +85,20 @@ class NpyReader(Reader):
             label, dense = self._label[begin:end], self._dense[begin:end]
             _check(self.path / "label.npy", begin, label, are_labels(label), "0 or 1, or else -1 or 1")
             _check(self.path / "dense.npy", begin, dense, fits_float32(dense), "finite as float32; NaN is missing")
-            values, lengths = zip(*(each.read(begin, end, self.schema.rule) for each in self._columns), strict=True)
-            categories = Categories.of_columns(values, lengths, end - begin)
-            yield RawRows(label.astype(np.float32), dense.astype(np.float32), categories)
+            yield RawRows(label.astype(np.float32), dense.astype(np.float32), self._categories(begin, end))
+
+    def _categories(self, begin: int, end: int) -> Categories:
+        if self._matrix is not None:
+            matrix, _ = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end], self.schema.rule)
+            return Categories.of_matrix(matrix)
+        values, lengths = zip(*(column.read(begin, end, self.schema.rule) for column in self._columns), strict=True)
+        return Categories.of_columns(values, lengths, end - begin)
 
 
 class _Column(NamedTuple):
     """A column's array: row r has ``values[offsets[r]:offsets[r + 1]]``, or so many as ``offsets`` says."""
 
     path: Path
-    what: str
-    """It is, for messages."""
     values: NDArray[Any]
     offsets: NDArray[Any] | int
     num_rows: int
@@ -107,10 +110,10 @@ class _Column(NamedTuple):
             values, offsets = _map(path, "biuf", ()), _map(offsets_path, "iu", ())
             if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values):
                 raise DataError(f"{offsets_path}: offsets go from 0 to {len(values)}, the length of {path.name}")
-            return cls(path, f"{path}", values, offsets, len(offsets) - 1)
+            return cls(path, values, offsets, len(offsets) - 1)
         values = _map(path, "biuf", None)
         size = 1 if values.ndim == 1 else values.shape[1]
-        return cls(path, f"{path}", values.reshape(-1), size, len(values))
+        return cls(path, values.reshape(-1), size, len(values))
 
     def read(self, begin: int, end: int, rule: CategoryRule) -> tuple[Int64s, Int64s | int]:
         """The categories of rows ``[begin, end)``, and how many each row has, or all have."""
@@ -121,40 +124,35 @@ class _Column(NamedTuple):
             offsets = self.offsets[begin : end + 1].astype(np.int64)
             lengths = np.diff(offsets)
             if lengths.min(initial=0) < 0:
-                _check(
-                    self.path.with_suffix(".offsets.npy"),
-                    begin,
-                    offsets[1:],
-                    lengths >= 0,
-                    "at least the offset before it",
-                )
+                path = self.path.with_suffix(".offsets.npy")
+                _check(path, begin, offsets[1:], lengths >= 0, "at least the offset before it")
         values = self.values[offsets[0] : offsets[-1]]
-        categories, are_all_there = _read_categories(self.what, int(offsets[0]), values, rule)
+        categories, are_all_there = _read_categories(self.path, int(offsets[0]), values, rule)
         if are_all_there:
             return categories, lengths
         is_there = categories != MISSING
         return categories[is_there], np.diff(np.append(0, np.cumsum(is_there))[offsets - offsets[0]])
 
 
-def _read_categories(what: str, begin: int, array: NDArray[Any], rule: CategoryRule) -> tuple[Int64s, bool]:
-    """The categories [n] of an array [n], or ``MISSING``, a view where it holds them; and whether it is known that none
-    is missing. ``begin`` is the number of its first row."""
+def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule) -> tuple[Int64s, bool]:
+    """Categories of the array's shape, or ``MISSING``, a view where that is what it holds; and whether it is known that
+    none is missing. ``begin`` is the number of its first row."""
     if array.dtype.kind == "f":
         expected = f"a whole number below 2**{exact_bits(array)}, as {array.dtype} holds exactly; NaN is missing"
-        _check(what, begin, array, are_whole(array), expected)
+        _check(path, begin, array, are_whole(array), expected)
         array = np.where(np.isnan(array), MISSING, array)
     if array.dtype.kind == "u":
-        _check(what, begin, array, array <= MAX_CATEGORY, "below 2**63")
+        _check(path, begin, array, array <= MAX_CATEGORY, "below 2**63")
     categories: Int64s = np.require(array, np.int64, "A")
     least = categories.min(initial=0)
     return categories if least >= rule.least else np.where(categories < 0, MISSING, categories), bool(least >= 0)
 
 
-def _check(what: Path | str, begin: int, rows: NDArray[Any], good: Bools, expected: str) -> None:
+def _check(path: Path, begin: int, rows: NDArray[Any], good: Bools, expected: str) -> None:
     if not good.all():
         row, *column = (int(indexes[0]) for indexes in np.nonzero(~good))
         place = f"row {begin + row}" + (f", column {column[0]}" if column else "")
-        raise DataError(f"{what}, {place}: {rows[(row, *column)]} is not {expected}")
+        raise DataError(f"{path}, {place}: {rows[(row, *column)]} is not {expected}")
 
 
 def _map(path: Path, kinds: str, shape: tuple[int, ...] | None) -> NDArray[Any]:
