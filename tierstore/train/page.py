@@ -185,7 +185,7 @@ _RATES: Final = (
 def page_of(title: str, runs: Mapping[str, Run], *, notes: Sequence[str] = ()) -> str:
     """The page, some 100 KB, of one or two runs by their names; ``notes`` stand below the title."""
     described = [
-        f"{name}: steps {run['history'][0]['step'] + 1:,} to {run['step']:,}, model on {run['device']}"
+        f"{name}: {run['step'] - run['history'][0]['step']:,} steps, to step {run['step']:,}, model on {run['device']}"
         f"{', interrupted' if run['interrupted'] else ''}."
         for name, run in runs.items()
     ]

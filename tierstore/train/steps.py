@@ -79,4 +79,8 @@ def feed(
     ahead = prefetch(batches, run.embeddings, depth=depth, lookahead=lookahead, features=lambda batch: batch.sparse)
     with contextlib.closing(ahead):
         for batch in ahead:
-            yield dataclasses.replace(batch, dense=batch.dense.to(device), labels=batch.labels.to(device))
+            yield dataclasses.replace(
+                batch,
+                dense=batch.dense.to(device, non_blocking=True),
+                labels=batch.labels.to(device, non_blocking=True),
+            )
