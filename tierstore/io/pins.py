@@ -118,7 +118,7 @@ class Pins:
         """Take the writer's lock, until ``close``. ``shared``: keep writers out, no more.
 
         Raises:
-            StoreLockedError: a writer has it; names its process.
+            StoreLockedError: a writer, or a repair, has it; names its process.
             TierstoreError: the file system has no locks.
         """
         try:

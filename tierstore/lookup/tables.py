@@ -246,7 +246,7 @@ class LookupTable(ABC):
     def next_hyper(self) -> Hyper:
         """Count one more update and give its hyper-parameters."""
         self._step += 1
-        self._num_changes += 1
+        self.note_change()
         return self.config.optimizer.hyper(self._learning_rate, self._step)
 
     def replayed_hyper(self, captured: Captured) -> Hyper:
