@@ -130,13 +130,6 @@ class WaitLane(Lane):
     def side(self) -> AbstractContextManager[Any]:
         return self._side()
 
-    @property
-    def is_capturing(self) -> bool:
-        return self._inner.is_capturing
-
-    def synchronize(self) -> None:
-        self._inner.synchronize()
-
     def mark(self) -> Mark:
         return self._inner.mark()
 
@@ -241,29 +234,6 @@ class Trainer(Steps):
 
     def _ahead(self, batches: Sequence[Batch]) -> Iterable[Batch]:
         return tierstore.prefetch(batches, self.collection, depth=self._depth, features=lambda batch: batch.sparse)
-
-    def graphed(self, batch: Batch) -> Callable[[Sequence[Batch]], float]:
-        """``take_steps`` by replays of one CUDA graph, of batches of that size, whose ids are on the device before."""
-        own = Batch(batch.dense.clone(), batch.labels.clone(), batch.sparse.to(self._rig.device))
-        for _ in range(_WARM_UPS):
-            self.step(own)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step(own)
-
-        def take_steps(batches: Sequence[Batch]) -> float:
-            there = [each._replace(sparse=each.sparse.to(self._rig.device)) for each in batches]
-            self._rig.wait()
-            start = time.perf_counter()
-            for each in there:
-                own.dense.copy_(each.dense)
-                own.labels.copy_(each.labels)
-                own.sparse.values().copy_(each.sparse.values())
-                graph.replay()
-            self._rig.wait()
-            return time.perf_counter() - start
-
-        return take_steps
 
     def waited_share(self, batches: Sequence[Batch]) -> float:
         """Train on the batches; the share of the time for which the model's stream stood still for rows."""

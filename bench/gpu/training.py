@@ -4,8 +4,7 @@ Every step has a batch that was never seen before. Torch's has one ``nn.Embeddin
 sparse gradients and SGD; the tier's has row-wise Adagrad.
 """
 
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +28,6 @@ _WANTED: Final = 1.0
 _PROBES: Final = 2
 _NAMES: Final = {
     "tierstore": "tierstore",
-    "graph": "tierstore, replays of a CUDA graph",
     "torch": "torch's DLRM, nn.EmbeddingBag",
     "dense part": "dense part alone",
 }
@@ -83,11 +81,9 @@ def _measure(rig: Rig, own: Trainer, theirs: Steps, case: dict[str, Any], config
         rig, config["table_sizes"], config["exponent"], case["batch"], (repetitions + 1) * steps + 2 * _PROBES
     )
     rounds = [batches[start : start + steps] for start in range(0, (repetitions + 1) * steps, steps)]
-    graphed = _graphed(rig, own, batches[0])
-    seconds: dict[str, list[float]] = {name: [] for name in ("tierstore", *graphed, "torch", "dense part")}
+    seconds: dict[str, list[float]] = {name: [] for name in ("tierstore", "torch", "dense part")}
     for number, part in enumerate(rounds):
         taken = {"tierstore": own.take_steps(part), "torch": theirs.take_steps(part)}
-        taken |= {name: take_steps(part) for name, take_steps in graphed.items()}
         taken["dense part"] = own.dense_seconds(part, config["dim"])
         for name in seconds if number else ():
             seconds[name].append(taken[name] / steps)
@@ -99,15 +95,6 @@ def _measure(rig: Rig, own: Trainer, theirs: Steps, case: dict[str, Any], config
         "step_s": {name: asdict(Spread.of(each)) for name, each in seconds.items()},
         "asked": {name: None if found is None else found._asdict() for name, found in asked.items()},
     }
-
-
-def _graphed(rig: Rig, own: Trainer, batch: Batch) -> dict[str, Callable[[Sequence[Batch]], float]]:
-    """Empty on the CPU, and where the device refuses the capture."""
-    try:
-        return {"graph": own.graphed(batch)} if rig.is_cuda else {}
-    except RuntimeError:  # what else is timed stands
-        traceback.print_exc()
-        return {}
 
 
 def _asked(rig: Rig, steps: Steps, batches: list[Batch]) -> Asked | None:
@@ -156,8 +143,7 @@ def _report(cases: list[dict[str, Any]], left: list[str], size: int, config: dic
             "Training, all rows in device memory: batches never seen before, dense features and labels on the device, "
             f"ids on the host, {config['depth']} batches prefetched by the tier. Torch: nn.EmbeddingBag with sparse "
             "gradients and SGD, where the tier has row-wise Adagrad. Launches and waits: of one step without "
-            "prefetching, those of the dense part included, as the profiler sees them. Replays: a whole step is one "
-            "CUDA graph, and ids are on the device before the clock runs."
+            "prefetching, those of the dense part included, as the profiler sees them."
         ],
         left=left,
     )

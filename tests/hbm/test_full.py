@@ -15,9 +15,9 @@ from tests.hbm.counting import Count, counting
 from tests.hbm.stores import ALL, ENOUGH, ROWS, config, open_store, put, shown, simple, step
 from tierstore import optim
 from tierstore.errors import ClosedError
-from tierstore.hbm.base import DeviceRows
+from tierstore.hbm.base import DeviceRows, rows_of
 from tierstore.hbm.full import FullRows
-from tierstore.hbm.lanes import Lane
+from tierstore.hbm.lanes import CudaLane, Lane
 from tierstore.hbm.staging import Sender, Staging
 from tierstore.store import arguments
 
@@ -163,6 +163,25 @@ def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
 
 
 # What is wrong
+
+
+@SIZES
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_lookup_under_capture_is_refused(
+    store_dir: Path, there: There, monkeypatch: pytest.MonkeyPatch, hbm: int, on_device: bool
+) -> None:
+    with open_store(store_dir, hbm=hbm) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        if on_device:
+            there.begin()
+        before = bag(ALL[:3, None])
+        monkeypatch.setattr(CudaLane, "__init__", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(rows_of(store["t"].pool).lane, "refuse_capture", CudaLane().refuse_capture)
+        with pytest.raises(RuntimeError, match="cannot capture a lookup of tables: capture the part"):
+            bag(ALL[:3, None])
+        monkeypatch.undo()
+        assert torch.equal(bag(ALL[:3, None]), before)
 
 
 WRONG_IDS = [-1, ROWS, 2**40, -(2**62)]

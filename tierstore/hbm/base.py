@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ from ..pool.transfers import Tier
 from ..system.signals import shielded
 from . import backend
 from .batch import Bags, DeviceIds, Groups
-from .checks import Captured, Check, Checks, Spare
-from .lanes import Mark, refused_in_graph
+from .checks import Check, Checks
+from .lanes import Mark
 from .staging import Field, Sender
 
 POSITIONS_MAX: Final = 2**30
@@ -40,9 +40,7 @@ _WIDE: Final = 4
 """float32 that a thread of a GPU moves at a time, 16 bytes."""
 _KEPT: Final = 64
 """Of what is sent once: features, rules."""
-IN_USE: Final = (
-    "a batch under way (prefetched, or before its backward or step) or a CUDA graph (until the store is closed)"
-)
+IN_USE: Final = "an in-flight batch (prefetched, or before its backward or step)"
 """What uses rows longer than one call."""
 _TRANSIENT_SECONDS: Final = 1.0
 """No read or write of rows takes longer."""
@@ -69,7 +67,6 @@ class DeviceBatch:
         rows: int32 [N], the slot of each position, or int64 [N], its key.
         ready: when bags are there; rows_ready: when rows are.
         check: of ids that the device joined; None if the host did, which found nothing wrong.
-        captured: whose ids a CUDA graph joins, or None.
         grouping: its positions by row, as its pool groups them, when ``grouped``; None until it did.
     """
 
@@ -78,7 +75,6 @@ class DeviceBatch:
     ready: Mark
     rows_ready: Mark
     check: Check | None = None
-    captured: Captured | None = None
     grouping: Any = None
     grouped: Mark | None = None
 
@@ -109,13 +105,12 @@ class Rules(NamedTuple):
 
 class _SentFeatures(NamedTuple):
     """On the device: ``firsts``, int64 [F], the slot or key of row 0 of each feature's table; the rest as ``Features``
-    has it. ``spare``: of the next lookups that are captured."""
+    has it."""
 
     firsts: Tensor
     num_rows: Tensor
     columns: Tensor
     table_of: Tensor
-    spare: list[Spare]
 
 
 class _SentRules(NamedTuple):
@@ -143,8 +138,6 @@ class DeviceRows(Tier, ABC):
     dirty: Tensor | None
     row_dtype: torch.dtype
     """Of ``DeviceBatch.rows``."""
-    is_capturable: ClassVar[bool] = False
-    """Whether a CUDA graph may have lookups."""
     numbering: Numbering | None = None
     """Of slots, if these are what ``DeviceBatch.rows`` are; else they are keys."""
 
@@ -223,19 +216,11 @@ class DeviceRows(Tier, ABC):
             scale = None if given.scale is None else torch.empty(count, dtype=torch.float32, device=self.device)
             step = math.gcd(_WIDE, *features.columns.tolist())
             bags = Bags(starts, bag_of, sent.columns, sent.table_of, batch, scale, step)
-            spare = self._spare(sent) if self.lane.is_capturing else None
-            words = self.checks.words(num_features) if spare is None else spare.words
+            words = self.checks.words(num_features)
             self.kernels.join_ids(given, sent.firsts, sent.num_rows, bags, rows, *words)
             ready = self.lane.mark()
             self.retain(given, words, sent)
-        check = Check(*words, ready, explain)
-        captured = None if spare is None else self.checks.add_captured(check, spare.counts, count)
-        return DeviceBatch(bags, rows, ready, ready, check, captured)
-
-    def _spare(self, sent: _SentFeatures) -> Spare:
-        if not sent.spare:
-            raise refused_in_graph("no more lookups of the same features fit: run a step without a graph before")
-        return sent.spare.pop()
+        return DeviceBatch(bags, rows, ready, ready, Check(*words, ready, explain))
 
     def _sent(self, features: Features) -> _SentFeatures:
         """What the device has to know of features, sent once, for the side stream."""
@@ -246,30 +231,21 @@ class DeviceRows(Tier, ABC):
             if self.numbering is not None:
                 firsts = self.numbering.first_slots(features.indices)
             sent, _ = self._sender.copy(firsts, features.num_rows, features.columns, features.table_of)
-            known = _SentFeatures(sent[0], sent[1], sent[2], sent[3], [])
+            known = _SentFeatures(*sent)
             if len(self._features) >= _KEPT:
                 self._features.clear()
             self._features[name] = known
-        if self.is_capturable and not (known.spare or self.lane.is_capturing):
-            known.spare.extend(self.checks.spare(len(features.columns)))
         return known
 
     def begin(self) -> None:
         """To be called before a lookup gives the device more work. ValueError for an earlier batch's wrong id, as far
-        as that is known; RuntimeError under capture, if rows like these cannot be in a CUDA graph."""
-        if self.lane.is_capturing:
-            self._require_capturable()
-        else:
-            self.checks.look()
-
-    def _require_capturable(self) -> None:
-        raise refused_in_graph("rows must all be in device memory: give more hbm=")
+        as that is known; RuntimeError under capture into a CUDA graph."""
+        self.lane.refuse_capture()
+        self.checks.look()
 
     def note(self, batch: DeviceBatch) -> None:
         """A batch was used. Errors as of ``begin``."""
-        if batch.captured is not None:
-            batch.captured.count_forward()
-        elif batch.check is not None:
+        if batch.check is not None:
             self.checks.note(batch.check)
 
     def look(self) -> None:
@@ -327,11 +303,7 @@ class DeviceRows(Tier, ABC):
         """Let a lease outlive its call, if held pins leave room for others; else False."""
 
     def retain(self, *objects: Any) -> None:
-        """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done;
-        under capture, until ``close``."""
-        if self.lane.is_capturing:
-            self.checks.keep(*objects)
-            return
+        """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
         with self._retain_lock:
             while self._retained and self._retained[0][0].query():
                 self._retained.popleft()
@@ -418,11 +390,6 @@ class DeviceRows(Tier, ABC):
     # State
 
     @property
-    def all_counters(self) -> CacheCounters:
-        """``counters``, and what replays of CUDA graphs did: for those waits for the device."""
-        return self.counters
-
-    @property
     @abstractmethod
     def capacity_rows(self) -> int:
         """Rows that there is room for."""
@@ -439,14 +406,12 @@ class DeviceRows(Tier, ABC):
     def close(self) -> None:
         """Refuse further use, wait until no work that was given to the device uses the rows, and free their memory,
         even if objects still refer to them (as a lookup does that waits for backward)."""
-        self.lane.require_no_capture("no store is closed")
         self.refuse()
         with self.lock, self.lane.side():
             self._follow_users()
             self.lane.mark().synchronize()
             for arena in (self.weights, self.state):
                 arena.untyped_storage().resize_(0)
-            self.checks.close()
 
     @abstractmethod
     def _follow_users(self) -> None:

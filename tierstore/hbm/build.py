@@ -15,7 +15,7 @@ from ..system.sizes import format_size
 from .base import rows_of
 from .cache import PolicyName
 from .full import FullRows, FullSize
-from .lanes import NOT_THERE, open_lane
+from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 from .staging import Sender
 
@@ -30,7 +30,6 @@ def add_hbm(
     """Give each pool its part of device memory, for some ``Table``s. BudgetError, which names ``given``, the budget as
     its owner wrote it: the device has less memory free."""
     sender = Sender(open_lane(device), device)
-    sender.lane.require_no_capture(NOT_THERE)
     own: PolicyName = "lfu" if policy.endswith("lfu") else "lru"
     try:
         for pool in pools:
@@ -67,7 +66,7 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
 
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:
     hot = [rows_of(pool) for pool in pools if pool.tier.on_device]
-    return of_counters([rows.all_counters for rows in hot])._replace(
+    return of_counters([rows.counters for rows in hot])._replace(
         capacity_rows=sum(rows.capacity_rows for rows in hot),
         bytes=sum(rows.size_bytes for rows in hot),
         seconds=sum(rows.fill_seconds for rows in hot),

@@ -3,17 +3,12 @@
 The kernel that joins a batch (``join_ids``) writes what is wrong to page-locked memory, and clears a word on the
 device, by which the batch then changes no row. The host looks when the kernel is done: it asks whenever it gives the
 device more work, and waits only where it waits anyway.
-
-A lookup in a CUDA graph (``Captured``) has a word, a record and two counters that were made before the capture, so
-that no replay sets them again. Cleared by a wrong batch, the word stays so until the host has looked. The rows'
-addresses are part of the graph, so the pool counts as in use until it is closed.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,62 +49,15 @@ class Check(NamedTuple):
             raise self.explain(record)
 
 
-_SPARE: Final = 8
-"""As many lookups of the same features as one step of a model may have."""
-_REPLAYED: Final = (
-    "The device found this in a batch that a CUDA graph was replayed with. That batch, and those replayed after it "
-    "until now, changed no row of the tables that were looked up with it, and were not counted as updates of them."
-)
-
-
-class Spare(NamedTuple):
-    """What one captured lookup will need: ``words``, as of ``Check``, and ``counts``, int64 [2] on the device, of
-    forwards and updates."""
-
-    words: tuple[Tensor, Tensor]
-    counts: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Captured:
-    """A lookup in a CUDA graph, which counts its replays."""
-
-    lane: Lane
-    check: Check
-    counts: Tensor
-    num_positions: int
-
-    def count_forward(self) -> None:
-        self.counts[0].add_(1)
-
-    def count_update(self) -> None:
-        """Have each replay count one more update, unless its ids are wrong."""
-        self.counts[1].add_(self.check.is_right[0])
-
-    @property
-    def num_forwards(self) -> int:
-        """Waits for the device."""
-        self.lane.synchronize()
-        return int(self.counts[0])
-
-    @property
-    def num_updates(self) -> int:
-        """Waits for the device."""
-        self.lane.synchronize()
-        return int(self.counts[1])
-
-
 class Checks:
-    """Those of one pool, for any thread. ``captured``: its lookups in CUDA graphs."""
+    """Those of one pool, for any thread."""
 
     def __init__(self, lane: Lane, device: torch.device) -> None:
-        self.captured: list[Captured] = []
         self._lane = lane
         self._device = device
         self._lock = threading.Lock()
         self._words: list[Tensor] = []
         self._unseen: deque[Check] = deque()
-        self._kept: list[Any] = []
 
     def words(self, num_features: int) -> tuple[Tensor, Tensor]:
         """(``is_right``, ``record``) of a batch in which nothing is wrong yet, for the current stream: the side one."""
@@ -121,25 +69,6 @@ class Checks:
             record.numpy()[:] = 0
             return self._words.pop(), record
 
-    def spare(self, num_features: int) -> list[Spare]:
-        """For lookups that will be captured, with counters at 0; made on the current stream."""
-        words = [self.words(num_features) for _ in range(_SPARE)]
-        with torch.inference_mode(False):
-            counts = torch.zeros((_SPARE, 2), dtype=torch.int64, device=self._device)
-        return [Spare(*each) for each in zip(words, counts, strict=True)]
-
-    def add_captured(self, check: Check, counts: Tensor, num_positions: int) -> Captured:
-        made = Captured(self._lane, check, counts, num_positions)
-        self.captured.append(made)
-        return made
-
-    def keep(self, *objects: Any) -> None:
-        """Keep what replays will use until ``close``."""
-        self._kept.extend(objects)
-
-    def close(self) -> None:
-        self._kept.clear()
-
     def note(self, check: Check) -> None:
         """Its batch was used. ValueError for what is known to be wrong by now, with it or with an earlier one."""
         if check.made.query():
@@ -150,19 +79,14 @@ class Checks:
         self.look()
 
     def look(self, *, wait: bool = False) -> None:
-        """ValueError, once for each batch that was used or replayed, for what is wrong with it: as far as it is known
-        by now, or with ``wait`` of all."""
+        """ValueError, once for each batch that was used, for what is wrong with it: as far as it is known by now, or
+        with ``wait`` of all."""
         while check := self._next(wait=wait):
             try:
                 check.require_right()
             except ValueError as error:
                 error.add_note(_LATE)
                 raise
-        if wait and self.captured:
-            self._lane.synchronize()
-        for each in self.captured:
-            if each.check.record.numpy().any():
-                self._raise_replayed(each.check)
 
     def _next(self, *, wait: bool) -> Check | None:
         with self._lock:
@@ -174,15 +98,3 @@ class Checks:
         with self._lock:
             self._unseen = deque(each for each in self._unseen if each is not check)
         check.require_right()
-
-    def _raise_replayed(self, check: Check) -> None:
-        with self._lock:
-            self._lane.synchronize()
-            record = check.record.numpy()
-            if record.any():
-                error = check.explain(record)
-                error.add_note(_REPLAYED)
-                record[:] = 0
-                check.is_right.fill_(1)
-                self._lane.synchronize()
-                raise error

@@ -5,8 +5,6 @@ first use. Dirty rows are marked by the kernel that updates them, and go down wh
 
 ``lock`` is held while work on the rows is given to the device, and by ``flush`` until it is done. So a row's mark and
 its value change together for a thread that copies rows down. Nobody holds a lock of the pool below while asking for it.
-A replay of a CUDA graph takes no lock and leaves no mark: ``flush`` waits for those that it was called after, and its
-caller sees to it that none begins meanwhile.
 """
 
 import contextlib
@@ -30,7 +28,7 @@ from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
 from .cache import group_slots
-from .lanes import NOT_THERE, Mark, refused_in_graph
+from .lanes import Mark
 from .staging import Sender, Staging, staging_bytes
 
 DIRTY_BYTES: Final = 1
@@ -79,7 +77,6 @@ class FullRows(DeviceRows):
     """See the module's docstring. ``tables``: the range of each one's rows, by its index."""
 
     row_dtype = torch.int32
-    is_capturable = True
 
     def __init__(
         self, below: Pool, tables: Mapping[int, range], size: FullSize, sender: Sender, *, readonly: bool
@@ -120,8 +117,7 @@ class FullRows(DeviceRows):
         return lease
 
     def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        if batch.captured is None:
-            self._note_hits(len(batch))
+        self._note_hits(len(batch))
         return iter((Part(0, len(batch), batch.rows, None, lease or FullLease(self, batch)),))
 
     def _note_hits(self, count: int) -> None:
@@ -176,20 +172,13 @@ class FullRows(DeviceRows):
             try:
                 yield
             finally:
-                if not self.lane.is_capturing:
-                    while self._uses and self._uses[0].query():
-                        self._uses.popleft()
-                    self._uses.append(self.lane.mark())
+                while self._uses and self._uses[0].query():
+                    self._uses.popleft()
+                self._uses.append(self.lane.mark())
 
     def _follow_users(self) -> None:
-        if self.checks.captured:
-            self.lane.synchronize()
         for mark in list(self._uses):
             self.lane.follow(mark)
-
-    def _require_capturable(self) -> None:
-        if self._loaded is None:
-            raise refused_in_graph(NOT_THERE)
 
     # Rows from and to the pool below
 
@@ -216,8 +205,7 @@ class FullRows(DeviceRows):
 
     @shielded
     def flush(self) -> None:
-        """A thread about to use rows waits for it; nobody may replay a graph meanwhile."""
-        self.lane.require_no_capture("rows are not committed or copied down")
+        """A thread about to use rows waits for it."""
         self.look()
         with self.lock, self.lane.side():
             self._follow_users()
@@ -275,13 +263,7 @@ class FullRows(DeviceRows):
 
     @property
     def num_leased(self) -> int:
-        return len(self._held) + len(self.checks.captured)
-
-    @property
-    def all_counters(self) -> CacheCounters:
-        lookups, hits, *others = self.counters
-        replayed = sum(each.num_forwards * each.num_positions for each in self.checks.captured)
-        return CacheCounters(lookups + replayed, hits + replayed, *others)
+        return len(self._held)
 
     @property
     def num_dirty(self) -> int:

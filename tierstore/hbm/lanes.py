@@ -6,26 +6,9 @@ both are the calling thread, and nothing is ever pending.
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
-
-_WAY_OUT: Final = (
-    "docs/gpu.md says what a graph can have. For the rest, capture the part of the model behind the tables "
-    "(DLRM.dense_part), and run the tables before it"
-)
-NOT_THERE: Final = "rows must be in device memory before: run a step without a graph"
-
-
-def refused_in_graph(what: str) -> RuntimeError:
-    """The error for what a CUDA graph cannot have: ``what`` says what it needs, or what is not done there."""
-    return RuntimeError(f"under capture into a CUDA graph {what}. {_WAY_OUT}")
-
-
-def refuse_capture(what: str) -> None:
-    """RuntimeError, see ``refused_in_graph``, while the calling thread's work is captured into a CUDA graph."""
-    if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        raise refused_in_graph(what)
 
 
 class Mark(Protocol):
@@ -51,19 +34,8 @@ class Lane:
 
     pin_memory = False
 
-    @property
-    def is_capturing(self) -> bool:
-        """Whether the calling thread's current stream is captured into a CUDA graph. Then all of its work goes to that
-        stream, and marks mean nothing: those made before may be neither asked nor waited for."""
-        return False
-
-    def require_no_capture(self, what: str) -> None:
-        """RuntimeError under capture, see ``refused_in_graph``."""
-        if self.is_capturing:
-            raise refused_in_graph(what)
-
-    def synchronize(self) -> None:
-        """Wait for all work of the device, replays of CUDA graphs too, which leave no marks."""
+    def refuse_capture(self) -> None:
+        """RuntimeError while the calling thread's current stream is captured into a CUDA graph: rows come and go."""
 
     def side(self) -> AbstractContextManager[Any]:
         """Within it, the calling thread's work goes to the side stream."""
@@ -86,30 +58,26 @@ class CudaLane(Lane):
         # Its kernels are small and others wait for them.
         self._side: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    @property
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-    def synchronize(self) -> None:
-        self.require_no_capture("nobody can wait for the device")
-        torch.cuda.synchronize(self._device)
+    def refuse_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot capture a lookup of tables: capture the part of the model behind them "
+                "(DLRM.dense_part), and look the tables up before each replay"
+            )
 
     def side(self) -> AbstractContextManager[Any]:
         # Its device is current then, too: Triton launches on that one.
-        return contextlib.nullcontext() if self.is_capturing else torch.cuda.stream(self._side)
+        return torch.cuda.stream(self._side)
 
     def mark(self) -> Mark:
-        if self.is_capturing:
-            return _Done()
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         made: Mark = event
         return made
 
     def follow(self, mark: Mark) -> None:
-        if not self.is_capturing:
-            stream: Any = torch.cuda.current_stream(self._device)
-            stream.wait_event(mark)
+        stream: Any = torch.cuda.current_stream(self._device)
+        stream.wait_event(mark)
 
 
 def open_lane(device: torch.device) -> Lane:

@@ -51,8 +51,7 @@ class Sender:
 
     def send(self, fields: Sequence[Field], fill: Callable[[list[NDArray[Any]]], None]) -> tuple[list[Tensor], Mark]:
         """Have ``fill(arrays)`` write numpy arrays of these types and lengths, and copy them to the device: tensors
-        there, and when. RuntimeError: the calling thread's current stream is captured into a CUDA graph."""
-        self.lane.require_no_capture("nothing is sent from the host: run such a step without a graph before")
+        there, and when."""
         # A torch operation costs the host as much as five of numpy's: one cuts all that was sent.
         lengths = [length * dtype.itemsize // _WORD_BYTES for dtype, length in fields]
         cuts = [cut for length in lengths for cut in (length, -length % _ALIGNMENT_WORDS)]

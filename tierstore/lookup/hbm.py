@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules, rows_of
-from ..hbm.lanes import refused_in_graph
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats
-from ..optim.configs import Hyper
 from ..pool import Pool
 from ..system.signals import shielded
 from .joined import AnyLookup, Joined
@@ -36,9 +34,6 @@ class HbmLookup(AnyLookup):
         self._batch: DeviceBatch | None = None
         if joined.sent is not None:
             self._rows, self._batch = joined.rows, joined.sent
-        else:
-            lane = rows_of(self.joined.tables[0].pool).lane
-            lane.require_no_capture("ids must be on the store's device, each table's in one lookup")
         self._parts: Sequence[HbmLookup] = ()
         self._arg_max: Tensor | None = None
         self._rules: Rules | None = None
@@ -69,8 +64,6 @@ class HbmLookup(AnyLookup):
     def _sent(self, pool: Pool) -> tuple[DeviceRows, DeviceBatch]:
         rows = rows_of(pool)
         rows.begin()
-        if self._batch is not None and rows.lane.is_capturing != (self._batch.captured is not None):
-            raise refused_in_graph("no batch is used that was prefetched or looked up outside, nor the other way round")
         if rows is not self._rows or self._batch is None:
             if self._rows is not None and self._batch is not None:
                 self.joined.note_keys(self._rows.position_keys(self._batch))
@@ -161,7 +154,6 @@ class HbmLookup(AnyLookup):
         if self._is_empty:
             return
         with self._on_device(self.joined.tables[0].pool) as (rows, batch):
-            rows.lane.require_no_capture("per-sample weights get no gradient: give some that require none")
             own = torch.zeros(len(batch), dtype=torch.float32, device=rows.device)
             for part in rows.parts(batch, self._lease):
                 with part.lease.in_use():
@@ -173,30 +165,23 @@ class HbmLookup(AnyLookup):
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        replayed = None if self._is_empty else self.joined.tables[0].in_pool(self._bring_in)
-        return Ready(partial(self.update, grad_out, replayed), self._is_empty or self._lease is not None)
+        if not self._is_empty:
+            self.joined.tables[0].in_pool(self._bring_in)
+        return Ready(partial(self.update, grad_out), self._is_empty or self._lease is not None)
 
-    def _bring_in(self, pool: Pool) -> list[Hyper] | None:
-        """Bring the rows in, if they fit together. Under capture returns the tables' ``replayed_hyper``."""
-        replayed = None
+    def _bring_in(self, pool: Pool) -> None:
+        """Bring the rows in, if they fit together."""
         with self._on_device(pool) as (rows, batch):
-            if batch.captured is not None:  # what no graph can have is refused here, before a row changes
-                replayed = [table.replayed_hyper(batch.captured) for table in self.joined.tables]
             self._lease = rows.whole(batch, self._lease)
-        return replayed
 
     @shielded
-    def update(self, grad_out: Tensor, replayed: list[Hyper] | None = None) -> None:
-        """Under capture also given the tables' ``replayed_hyper``."""
+    def update(self, grad_out: Tensor) -> None:
         joined = self.joined
         if self._is_empty:
             joined.next_hyper()
             return
         with self._on_device(self.joined.tables[0].pool) as (rows, batch):
-            hyper = joined.next_hyper() if replayed is None else replayed
-            if batch.captured is not None:
-                batch.captured.count_update()
-            self._rules = rules = rows.rules(tuple(joined.tables), hyper)
+            self._rules = rules = rows.rules(tuple(joined.tables), joined.next_hyper())
             groups = rows.groups(batch)
             held, self._lease = self._lease, None
             for part in rows.row_parts(batch, held):
@@ -218,7 +203,6 @@ class HbmLookup(AnyLookup):
         if self._is_empty:
             return by_table(tables, torch.empty(0, dtype=torch.int64), torch.empty(0, dim))
         with self._on_device(self.joined.tables[0].pool) as (rows, batch):
-            rows.lane.require_no_capture("gradients of rows are not merged, as for grad of a table's parameter")
             rows.require_right(batch)
             groups = rows.groups(batch)
             keys = rows.keys(batch)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows, rows_of
 from ..hbm.batch import DeviceIds
-from ..hbm.lanes import refuse_capture
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
@@ -439,7 +438,6 @@ class DeviceJagged:
     @cached_property
     def on_host(self) -> Jagged:
         """A copy; waits for the device."""
-        refuse_capture("a batch must have ids, none of them dynamic, and all features of one lookup, in order")
         return self._to_host()._replace(batch=self.batch)
 
     def join(self, features: Features, places: Sequence[int]) -> Joined | Unjoined:
@@ -482,7 +480,6 @@ class _JoinedThere(Joined):
         if name not in ("bags", "_ids", "_keys", "_slots", "_numbering"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         rows, sent = self.rows, self.sent
-        rows.lane.require_no_capture("the host reads no ids, as it would for a table that is looked up twice or traced")
         rows.require_right(sent)
         keys = rows.position_keys(sent)
         rows.lane.follow(sent.ready)

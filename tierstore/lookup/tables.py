@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import ClosedError, IdError, ReadOnlyError, TableError
-from ..hbm.checks import Captured
-from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Int64s
 from ..kernels.rounding import NEAREST, update_seed
 from ..kernels.threads import Workers
@@ -159,6 +157,7 @@ class LookupTable(ABC):
         first_rate: where a new ``Store.optimizer`` starts: ``config.optimizer.lr``, or what ``learning_rate`` was set
             to since the store was opened.
         is_gone: the store has moved to a version without it.
+        num_changes: how often its rows were updated, written, or replaced by those of another version.
     """
 
     def __init__(self, store: LookupStore, config: TableConfig, index: int, layout: RowLayout) -> None:
@@ -170,8 +169,7 @@ class LookupTable(ABC):
         self.is_gone = False
         self._known_pool: Callable[[], Pool | None] = lambda: None
         self._learning_rate = self.first_rate = config.optimizer.lr
-        self._step = self._num_changes = 0
-        self._captured: list[Captured] = []
+        self._step = self.num_changes = 0
 
     @property
     def name(self) -> str:
@@ -210,7 +208,7 @@ class LookupTable(ABC):
     @property
     def learning_rate(self) -> float:
         """Of the next update: ``config.optimizer.lr`` at first; may be set to any finite number from 0 on. It is part
-        of a commit. RuntimeError if it is set to another while a CUDA graph trains the table."""
+        of a commit."""
         return self._learning_rate
 
     @learning_rate.setter
@@ -222,45 +220,17 @@ class LookupTable(ABC):
         """Set the rate in force, by a schedule or from a commit."""
         if not (math.isfinite(rate) and rate >= 0):
             raise ValueError(f"learning_rate={rate} must be finite and not negative")
-        if self._captured and rate != self._learning_rate:
-            raise RuntimeError(
-                f"a CUDA graph trains table {self.name!r} at learning rate {self._learning_rate}, so it cannot become "
-                f"{rate}: commit, close the store and open it again, set the rate, and capture the step again"
-            )
         self._learning_rate = float(rate)
-
-    @property
-    def num_changes(self) -> int:
-        """How often its rows were updated, written, or replaced by those of another version."""
-        return self._num_changes + self._num_replayed
-
-    @property
-    def _num_replayed(self) -> int:
-        """Updates by replays of CUDA graphs; if there are any, waits for the device."""
-        return sum(captured.num_updates for captured in self._captured)
 
     def note_change(self) -> None:
         """Count one more change of its rows."""
-        self._num_changes += 1
+        self.num_changes += 1
 
     def next_hyper(self) -> Hyper:
         """Count one more update and give its hyper-parameters."""
         self._step += 1
         self.note_change()
         return self.config.optimizer.hyper(self._learning_rate, self._step)
-
-    def replayed_hyper(self, captured: Captured) -> Hyper:
-        """The hyper-parameters of an update in a CUDA graph, which counts its replays. RuntimeError if they change from
-        one update to the next."""
-        rule = self.config.optimizer
-        hyper = rule.hyper(self._learning_rate, 1)
-        if hyper != rule.hyper(self._learning_rate, 2):
-            raise refused_in_graph(
-                f"{rule.kind}, which goes by the step's number, does not train table {self.name!r}: take SGD, Adagrad "
-                "or RowWiseAdagrad"
-            )
-        self._captured.append(captured)
-        return hyper
 
     @property
     def rounding_seed(self) -> int:

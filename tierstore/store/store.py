@@ -54,8 +54,7 @@ _MAX_NAMED: Final = 5  # Tables, in a line of the log
 class Store(Unpicklable):
     """An open store; made by ``tierstore.open``. A context manager that closes it.
 
-    Any number of threads may read while one trains. Only that one may commit, roll back, create tables and close, and
-    replay CUDA graphs that train.
+    Any number of threads may read while one trains. Only that one may commit, roll back, create tables and close.
 
     Attributes:
         directory: absolute.

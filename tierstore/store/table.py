@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..errors import TableError
-from ..hbm.lanes import refuse_capture
 from ..kernels.arrays import Floats, Ids, Int64s
 from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS
@@ -70,11 +69,11 @@ class Table(Unpicklable, LookupTable):
     @property
     def state(self) -> TableState:
         """What a commit keeps besides the rows: the count of updates, by which Adam corrects its bias, and the rate."""
-        return TableState(self._step + self._num_replayed, self.learning_rate)
+        return TableState(self._step, self.learning_rate)
 
     def restore(self, state: TableState) -> None:
         """Go on from that state."""
-        self._step = state.step - self._num_replayed
+        self._step = state.step
         self.go_on_at(state.learning_rate)
         self.note_change()
 
@@ -89,7 +88,6 @@ class Table(Unpicklable, LookupTable):
     def keys_of(self, ids: Int64s, use: Use) -> Found:
         if self.ids is None:
             return Found(self._keys_of(ids))
-        refuse_capture(f"no id of table {self.name!r} is found, as its ids are dynamic")
         return self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
 
     @shielded
