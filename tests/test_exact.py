@@ -24,17 +24,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"ddr": TIGHT, "policy": "lru"},
     {"ddr": TIGHT, "policy": "lru", "depth": 3, "threads": 3},
     {"ddr": "440KiB", "policy": "lfu", "depth": 1, "threads": 2},
-    {"ddr": "440KiB", "policy": "reference-lru", "depth": 5},
+    {"ddr": "440KiB", "policy": "lru", "depth": 5},
     {"ddr": "480KiB", "policy": "tinylfu", "depth": 3, "threads": 2},
-    {"ddr": TIGHT, "policy": "reference-lfu"},
-    {"ddr": "480KiB", "policy": "lookahead", "depth": 2, "lookahead": 5, "threads": 2},
-    {"ddr": "480KiB", "policy": "lookahead", "lookahead": 3},
-    {"ddr": "480KiB", "hbm": TINY, "policy": "lookahead", "depth": 1, "lookahead": 2},
+    {"ddr": TIGHT, "policy": "lfu"},
     {"ddr": "2MiB", "depth": 2, "threads": 4},
     {"ddr": TIGHT, "policy": "lru", "depth": 2, "threads": 2, "cold": "memory"},
     {"ddr": "2MiB", "hbm": "1MiB", "depth": 2},
     {"ddr": "2MiB", "hbm": TINY, "depth": 8, "policy": "lfu"},
-    {"ddr": "480KiB", "hbm": TINY, "depth": 1, "policy": "reference-lru"},
+    {"ddr": "480KiB", "hbm": TINY, "depth": 1, "policy": "lru"},
     {"ddr": "480KiB", "hbm": "64KiB", "depth": 3, "threads": 2},
 ]
 
@@ -57,7 +54,7 @@ def batches(pooling: str) -> list[tierstore.KeyedJaggedTensor]:
 
 
 def train(
-    directory: Path | None, config: dict[str, Any], *, depth: int = 0, lookahead: int = 0, **settings: Any
+    directory: Path | None, config: dict[str, Any], *, depth: int = 0, **settings: Any
 ) -> tuple[torch.Tensor, Any]:
     """(all rows after training and, if there is a directory, reopening; statistics of training)."""
     everything = torch.arange(ROWS)
@@ -75,7 +72,7 @@ def train(
                 )
             )
         collection = tierstore.TieredEmbeddingBagCollection(store)
-        for features in tierstore.prefetch(batches(config["pooling"]), collection, depth=depth, lookahead=lookahead):
+        for features in tierstore.prefetch(batches(config["pooling"]), collection, depth=depth):
             out = collection(features).values()
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
             for pool in {table.pool for table in store.tables.values()}:

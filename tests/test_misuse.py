@@ -322,7 +322,7 @@ def test_what_is_no_batch_and_no_list_of_tables(store: tierstore.Store) -> None:
     jagged: Any = tierstore.KeyedJaggedTensor
     one = torch.ones(1, dtype=torch.int64)
     for batch in (one, {"items": one}, None, tierstore.JaggedTensor(one, lengths=one)):
-        for use in (collection, collection.prepare, collection.announce):
+        for use in (collection, collection.prepare):
             with pytest.raises(TypeError, match=rf"takes a KeyedJaggedTensor, not {type(batch).__name__}; make one"):
                 use(batch)
     for name, given in {"values": ([1],), "weights": (one, [1.0]), "lengths": (one, None, [1])}.items():

@@ -33,7 +33,7 @@ class StoreMachine(RuleBasedStateMachine):
     """``live`` is what reads must show, ``saved`` what each kept version must show, by its number."""
 
     @initialize(
-        policy=st.sampled_from(["lru", "lfu", "tinylfu", "lookahead", "reference-lru", "reference-tinylfu"]),
+        policy=st.sampled_from(["lru", "lfu", "tinylfu"]),
         threads=st.integers(1, 3),
         hbm=hbms,
     )

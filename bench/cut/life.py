@@ -32,7 +32,6 @@ TIERS: Final[dict[str, tuple[tuple[int, int], dict[str, Any]]]] = {
     "all rows in memory": (_FULL, {"ddr": "4MiB"}),
     "LRU over SSD": (_WIDE, {"ddr": "1MiB", "policy": "lru"}),
     "TinyLFU over SSD": (_WIDE, {"ddr": "1MiB", "policy": "tinylfu"}),
-    "lookahead over SSD": (_WIDE, {"ddr": "1MiB", "policy": "lookahead"}),
     "device memory over all rows": (_FULL, {"ddr": "4MiB", "hbm": "12KiB", "device": "cpu"}),
     "device memory over LRU": (_WIDE, {"ddr": "2MiB", "hbm": "600KiB", "device": "cpu", "policy": "lru"}),
     "all rows in device memory": (_FULL, {"ddr": "4MiB", "hbm": "64MiB", "device": "cpu"}),
@@ -125,7 +124,7 @@ class _Life:
         name = self._random.choice(["read", "look up", "write", "train", "train", "prefetch", "commit", "commit later"])
         store, table, bag, ids, after = self._store, self._table, self._bag, self._ids(), self._now.clone()
         dim, now = table.config.embedding_dim, self._now[ids]
-        batches, lookahead = [ids.view(-1, 1)], 2 if self._settings.get("policy") == "lookahead" else 0
+        batches = [ids.view(-1, 1)]
         if name == "write":
             after[ids] = float(self._random.randrange(1 << 20))
         elif name == "prefetch":
@@ -141,7 +140,7 @@ class _Life:
                 self._expect(bag(batches[0]), now)
 
         def prefetch() -> None:
-            for batch in tierstore.prefetch(batches, bag, depth=1, lookahead=lookahead):
+            for batch in tierstore.prefetch(batches, bag, depth=1):
                 bag(batch).sum().backward()
 
         def commit() -> None:

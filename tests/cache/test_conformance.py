@@ -1,8 +1,11 @@
 """The contract of tierstore/cache/base.py, for every cache."""
 
+from typing import Any
+
 import cachetools
 import pytest
 
+from tests.cache.reference import ReferenceCache
 from tests.conformance.row_cache import RowCacheConformance, SettledTinyLFU
 from tierstore.cache import RowCache, make_cache
 from tierstore.kernels.jit import JIT_ENABLED
@@ -26,12 +29,6 @@ class TinyLfu(Lru):
     policy = "tinylfu"
 
 
-class LookaheadUnannounced(Lru):
-    """Without announcements it is LRU."""
-
-    policy = "lookahead"
-
-
 class Fast:
     num_accesses = 20_000 if JIT_ENABLED else 2000
     pytestmark = pytest.mark.kernel
@@ -49,29 +46,25 @@ class TestTinyLfu(Fast, TinyLfu):
     pass
 
 
-class TestLookahead(Fast, LookaheadUnannounced):
-    pass
-
-
 class Reference:
     """Nothing is replayed by it."""
 
     test_a_cache_without_rows_simulates = None
     test_access_replays_as_cachetools_access_for_access = None
     test_replay_needs_a_quiet_cache = None
+    policy: Any
+
+    def make(self, capacity: int, *, weight_words: int = 2, state_words: int = 1) -> RowCache:
+        return ReferenceCache(capacity, weight_words=weight_words, state_words=state_words, policy=self.policy)
 
 
 class TestReferenceLru(Reference, Lru):
-    policy = "reference-lru"
+    pass
 
 
 class TestReferenceLfu(Reference, Lfu):
-    policy = "reference-lfu"
+    pass
 
 
 class TestReferenceTinyLfu(Reference, TinyLfu):
-    policy = "reference-tinylfu"
-
-
-class TestReferenceLookahead(Reference, LookaheadUnannounced):
-    policy = "reference-lookahead"
+    pass

@@ -15,13 +15,13 @@ from tierstore.cache.base import STAMP
 from tierstore.cache.books import Tally
 from tierstore.kernels.jit import JIT_ENABLED
 
-PolicyName = Literal["lru", "lfu", "tinylfu", "lookahead"]
-POLICY_NAMES: tuple[PolicyName, ...] = ("lru", "lfu", "tinylfu", "lookahead")
+PolicyName = Literal["lru", "lfu", "tinylfu"]
+POLICY_NAMES: tuple[PolicyName, ...] = ("lru", "lfu", "tinylfu")
 
 
 @pytest.mark.parametrize(
     ("policy", "stated_bytes", "fixed_bytes"),
-    [("lru", 44, 500), ("lfu", 60, 500), ("tinylfu", 60, 37_800), ("lookahead", 212, 21_000)],
+    [("lru", 44, 500), ("lfu", 60, 500), ("tinylfu", 60, 37_800)],
 )
 def test_overhead_is_what_is_stated_and_what_is_allocated(
     policy: PolicyName, stated_bytes: int, fixed_bytes: int

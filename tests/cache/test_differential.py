@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.cache.reference import ReferenceCache
 from tests.cache.test_index import key_with
 from tests.conformance.row_cache import order_of, take
 from tierstore.cache import Admission, AdmitStatus, DdrCache
-from tierstore.cache.reference import ReferenceCache
 from tierstore.kernels.arrays import Int32s, Int64s
 
 # Twelve ordinary keys, and four that share one fingerprint.
@@ -38,7 +38,7 @@ class TwinMachine(RuleBasedStateMachine):
     @initialize(capacity=st.integers(1, 8))
     def build(self, capacity: int) -> None:
         self.fast = DdrCache(capacity, weight_words=1, state_words=0, policy=self.policy)  # type: ignore[arg-type]
-        self.slow = ReferenceCache(capacity, weight_words=1, state_words=0, policy=f"reference-{self.policy}")  # type: ignore[arg-type]
+        self.slow = ReferenceCache(capacity, weight_words=1, state_words=0, policy=self.policy)  # type: ignore[arg-type]
         self.flights: list[Flight] = []
 
     def both(self, keys: Int64s) -> tuple[Int32s, Int32s]:
@@ -208,40 +208,12 @@ class LfuTwinMachine(TwinMachine):
     policy = "lfu"
 
 
-class LookaheadTwinMachine(TwinMachine):
-    """Batches are announced in any number and retired in any order, beside the admissions."""
-
-    policy = "lookahead"
-
-    @initialize()
-    def announce_nothing(self) -> None:
-        self.announced: list[int] = []
-
-    @rule(keys=batches, times=st.integers(1, 3))
-    def announce(self, keys: Int64s, times: int) -> None:
-        for _ in range(times):
-            assert self.fast.can_announce(len(keys)) == self.slow.can_announce(len(keys))
-            number = self.fast.announce(keys)
-            assert number == self.slow.announce(keys)
-            self.announced.append(number)
-
-    @precondition(lambda self: self.announced)
-    @rule(place=st.one_of(st.just(0), places))
-    def retire(self, place: int) -> None:
-        number = self.announced[place % len(self.announced)]
-        if number % 2:
-            self.announced.remove(number)
-        self.fast.retire(number)
-        self.slow.retire(number)
-
-
 class TinyLfuTwinMachine(TwinMachine):
     policy = "tinylfu"
 
 
-for _machine in (TwinMachine, LfuTwinMachine, TinyLfuTwinMachine, LookaheadTwinMachine):
+for _machine in (TwinMachine, LfuTwinMachine, TinyLfuTwinMachine):
     _machine.TestCase.settings = settings(stateful_step_count=40, max_examples=3 * settings().max_examples)
 TestLruTwins = pytest.mark.kernel(TwinMachine.TestCase)
 TestLfuTwins = pytest.mark.kernel(LfuTwinMachine.TestCase)
 TestTinyLfuTwins = pytest.mark.kernel(TinyLfuTwinMachine.TestCase)
-TestLookaheadTwins = pytest.mark.kernel(LookaheadTwinMachine.TestCase)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cache.reference import ReferenceCache
 from tierstore.cache import Admission, AdmitStatus, FullCache, RowCache
-from tierstore.cache.reference import ReferenceCache
 from tierstore.layout import KEY_ROW_BITS
 
 pytestmark = pytest.mark.kernel
@@ -62,7 +62,7 @@ steps = st.one_of(
 def test_it_does_as_the_reference_cache_does(script: list[tuple[str, Any]], again: list[tuple[str, Any]]) -> None:
     caches: list[RowCache] = [
         full_cache(),
-        ReferenceCache(len(KEYS), weight_words=2, state_words=1, policy="reference-lru"),
+        ReferenceCache(len(KEYS), weight_words=2, state_words=1, policy="lru"),
     ]
     for action, keys in [*script, ("admit", KEYS), ("mark_dirty", KEYS[3:4]), ("mark_dirty", KEYS[4:5]), *again]:
         if action in {"admit", "abandon", "reserve"}:

@@ -1,7 +1,5 @@
 """LRU and LFU against plain cachetools caches, TinyLFU against its twin, access for access; and on real lookups."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tierstore.cache
-import tierstore.kernels
 from bench.data import criteo_keys
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access, oracle_order, order_of
-from tierstore.cache import DdrCache, capacity_for
+from tierstore.cache import DdrCache
 from tierstore.cache.books import Tally
 from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.jit import JIT_ENABLED
@@ -117,25 +113,3 @@ def test_tinylfu_ages_and_lowers_its_levels_as_its_twin() -> None:
     assert len(rates) > 2
     assert not JIT_ENABLED or bases != sorted(bases)
     assert order_of(cache) == oracle_order(oracle)
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
-def test_twins_have_one_capacity(policy: str) -> None:
-    fast = capacity_for(policy, 123_456, weight_words=16, state_words=2)
-    assert fast == capacity_for(f"reference-{policy}", 123_456, weight_words=16, state_words=2) > 0
-
-
-def test_the_reference_shares_no_code_with_the_fast_cache() -> None:
-    # Empty packages in place of the real ones, so that only what the reference itself imports is imported.
-    code = """if True:
-        import sys, types
-        for name, path in zip(("tierstore", "tierstore.cache", "tierstore.kernels"), sys.argv[1:], strict=True):
-            sys.modules[name] = types.ModuleType(name)
-            sys.modules[name].__path__ = [path]
-        import tierstore.cache.reference
-        print(sorted(name for name in sys.modules if name.startswith("tierstore.")))
-    """
-    paths = [package.__path__[0] for package in (tierstore, tierstore.cache, tierstore.kernels)]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
-    own = [f"tierstore.cache{part}" for part in ("", ".base", ".reference", ".reference_policies")]
-    assert done.stdout.strip() == str([*own, "tierstore.kernels", "tierstore.kernels.arrays"])

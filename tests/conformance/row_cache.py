@@ -7,8 +7,8 @@ import cachetools
 import numpy as np
 import pytest
 
+from tests.cache.reference_policies import TinyLFU
 from tierstore.cache.base import Admission, AdmitStatus, Pinned, RowCache
-from tierstore.cache.reference_policies import TinyLFU
 from tierstore.kernels.arrays import Int32s, Int64s
 
 

@@ -241,17 +241,3 @@ def test_an_empty_batch_has_the_shape_of_a_full_one() -> None:
     for unknown in (object(), Counted(torch.ones(3))):
         with pytest.raises(TypeError, match="empty="):
             empty_of(unknown)
-
-
-def look_ahead() -> None:
-    with open_sharded(cold="memory", ddr="2MiB") as store:
-        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
-        module = ShardedTieredEmbeddingBagCollection(store)
-        batch = tierstore.KeyedJaggedTensor(["t"], torch.arange(2), offsets=torch.arange(3))
-        for depth in (0, 1):
-            with pytest.raises(RuntimeError, match="lookahead= does not serve"):
-                list(tierstore.prefetch([batch] * 3, module, depth=depth, lookahead=1))
-
-
-def test_rows_that_others_will_ask_for_are_not_announced(tmp_path: Path) -> None:
-    run(look_ahead, 1, tmp_path)

@@ -17,7 +17,7 @@ from tierstore.errors import BudgetError
 from tierstore.hbm.base import DeviceRows
 from tierstore.system.sizes import parse_size
 
-POLICIES = ["lru", "lfu", "tinylfu", "lookahead"]
+POLICIES = ["lru", "lfu", "tinylfu"]
 OPTIMIZERS = [optim.SGD(), optim.RowWiseAdagrad(), optim.Adagrad(), optim.Adam()]
 FEWEST_ROWS = 22
 shapes = st.fixed_dictionaries(

@@ -32,7 +32,7 @@ EVICTIONS = st.just(LRU()) | st.builds(LFU, st.none() | st.integers(1, 5)) | st.
 class DynamicIdsMachine(RuleBasedStateMachine):
     @initialize(
         admission=ADMISSIONS, eviction=EVICTIONS | TTL_BY_TIME, capacity=st.integers(1, 40),
-        ddr=st.sampled_from(["2MiB", "480KiB"]), policy=st.sampled_from(["auto", "lru", "reference-lfu"]),
+        ddr=st.sampled_from(["2MiB", "480KiB"]), policy=st.sampled_from(["auto", "lru", "lfu"]),
         hbm=st.sampled_from([0, 4, 20, 40]), is_deferred=st.booleans(),
     )  # fmt: skip
     def begin(

@@ -1,9 +1,7 @@
 """Passes over batches that end early: who is told, what is taken, and what is released."""
 
-import importlib
 import signal
 import threading
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 import tierstore
-from tests.nn.test_prefetch import MANY, announced_keys, batch, make_collection, prefetch_threads
+from tests.nn.test_prefetch import batch, make_collection, prefetch_threads
 
 
 class _OfRanks:
@@ -99,29 +97,3 @@ def test_a_pass_that_was_closed_while_it_waited_for_another_takes_no_batch(store
         for thread in prefetch_threads():
             thread.join(30)
         assert source.number == 2
-
-
-def test_a_signal_between_taking_an_announced_batch_and_retiring_it(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Deque(deque[Any]):
-        is_armed = False
-
-        def popleft(self) -> Any:
-            item = super().popleft()
-            if Deque.is_armed:
-                Deque.is_armed = False
-                signal.raise_signal(signal.SIGINT)
-            return item
-
-    monkeypatch.setattr(importlib.import_module("tierstore.nn.prefetch"), "deque", Deque)
-    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
-        collection = make_collection(store, MANY)
-        batches = [batch(number) for number in range(6)]
-        pipeline = tierstore.prefetch(batches, collection, depth=0, lookahead=2)
-        collection(next(pipeline))
-        Deque.is_armed = True
-        with pytest.raises(KeyboardInterrupt):
-            next(pipeline)
-        pipeline.close()
-        assert announced_keys(store) == 0

@@ -47,20 +47,19 @@ def pinned(store: tierstore.Store) -> int:
 
 @settings(max_examples=settings.default.max_examples // 3)
 @given(
-    policy=st.sampled_from(["lru", "lfu", "tinylfu", "lookahead"]),
+    policy=st.sampled_from(["lru", "lfu", "tinylfu"]),
     depth=st.integers(0, 5) | st.just("auto"),
     ways=st.lists(st.booleans(), min_size=1),
-    lookahead=st.sampled_from([0, 1, 3, 50]),
     shares=st.lists(st.floats(0.001, 1.6), min_size=1, max_size=6),
     trained=st.booleans(),
     end=st.sampled_from(["all", "break", "reader", "wrong id", "model"]),
     at=st.integers(0, 5),
 )
 def test_any_loop(
-    policy: Any, depth: Any, ways: list[bool], lookahead: int, shares: list[float], trained: bool, end: str, at: int
+    policy: Any, depth: Any, ways: list[bool], shares: list[float], trained: bool, end: str, at: int
 ) -> None:
     """Batches of any share of the cache come in order, each in its turn, with the rows of a plain loop; whatever ends
-    the loop, nothing stays pinned, announced or running."""
+    the loop, nothing stays pinned or running."""
     read = seen = 0
     end = end if at < len(shares) else "all"
     with tierstore.open(cold="memory", ddr="440KiB", policy=policy) as store:
@@ -85,12 +84,10 @@ def test_any_loop(
 
         def loop() -> None:
             nonlocal seen
-            with contextlib.closing(
-                tierstore.prefetch(reader(), collection, depth=depth, lookahead=lookahead)
-            ) as ahead:
+            with contextlib.closing(tierstore.prefetch(reader(), collection, depth=depth)) as ahead:
                 for item in ahead:
                     assert item is batches[seen]
-                    assert read <= seen + 1 + (2 if depth == "auto" else depth) + lookahead
+                    assert read <= seen + 1 + (2 if depth == "auto" else depth)
                     with torch.set_grad_enabled(trained):
                         out = collection(item).values()
                     assert torch.equal(out[:, 0].detach(), expected[ids[seen]])
@@ -113,7 +110,6 @@ def test_any_loop(
         assert seen == (len(batches) if end == "all" else at + (end == "break"))
         gc.collect()
         assert pinned(store) == 0
-        assert policy != "lookahead" or announced_keys(store) == 0
         with store["a"].pool.arena.lock:
             store["a"].pool.cache.check_integrity()
         shown = torch.arange(3 * capacity)
@@ -204,13 +200,6 @@ def test_once_all_rows_are_in_memory_to_stay_nothing_is_brought_in(monkeypatch: 
             assert len(brought_in) == expected
 
 
-def test_with_lookahead_rows_are_always_brought_in(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that is only read ahead would be retired before it is used."""
-    monkeypatch.setattr(importlib.import_module("tierstore.nn.prefetch"), "Choice", None)
-    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
-        assert len(list(tierstore.prefetch([batch(1), batch(2)], make_collection(store), lookahead=2))) == 2
-
-
 def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)
@@ -257,59 +246,11 @@ def test_prefetching_reads_no_more_than_a_plain_loop(caches: float, trained: boo
 def test_wrong_arguments(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)
-        with pytest.raises(ValueError, match="depth=-1"):
-            tierstore.prefetch([], collection, depth=-1)
-        for lookahead in (-1, True, 1.5):
-            with pytest.raises((ValueError, TypeError), match="lookahead"):
-                tierstore.prefetch([], collection, lookahead=lookahead)  # type: ignore[arg-type]
+        for depth in (-1, True, 1.5):
+            with pytest.raises(ValueError, match="depth="):
+                tierstore.prefetch([], collection, depth=depth)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="pass features="):
             next(iter(tierstore.prefetch([object()], collection, depth=1)))
-
-
-def in_eviction_order(store: tierstore.Store) -> list[int]:
-    cache = store["a"].pool.cache
-    return [int(key) & 2**40 - 1 for key in cache.keys_of(cache.resident_slots())]
-
-
-def announced_keys(store: tierstore.Store) -> int:
-    cache: Any = store["a"].pool.cache
-    return int((cache._books.last_uses != 0).sum())
-
-
-def test_the_row_used_last_is_evicted_first(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
-        collection = make_collection(store, MANY)
-        store["a"].read(torch.tensor([4, 1, 2, 3, 9, 5]))
-        pipeline = tierstore.prefetch([batch(5), batch(3, 5), batch(1, 3), batch(2)], collection, depth=0, lookahead=3)
-        next(pipeline)
-        assert in_eviction_order(store) == [4, 9, 2, 1, 3, 5]
-        next(pipeline)
-        assert in_eviction_order(store) == [4, 9, 2, 1, 3, 5]
-        next(pipeline)
-        assert in_eviction_order(store) == [4, 9, 5, 2, 1, 3]
-        pipeline.close()
-        assert announced_keys(store) == 0
-        assert set(in_eviction_order(store)) == {1, 2, 3, 4, 5, 9}
-
-
-def test_the_reader_waits_for_room_to_announce(store_dir: Path) -> None:
-    """Each batch uses a third of the cache's rows; there is room for six uses a row."""
-    read = 0
-
-    def reader() -> Iterator[tierstore.KeyedJaggedTensor]:
-        nonlocal read
-        for i in range(60):
-            read = i + 1
-            yield batch(*range(i, i + rows // 3))
-
-    with tierstore.open(store_dir, ddr="480KiB", policy="lookahead") as store:
-        collection = make_collection(store, rows=5000)
-        rows = store["a"].pool.cache.capacity
-        for used, item in enumerate(tierstore.prefetch(reader(), collection, depth=0, lookahead=50), 1):
-            collection(item).values().sum().backward()
-            assert read <= used + 18
-        assert used == read == 60
-        assert announced_keys(store) == 0
 
 
 class Stuck:
@@ -345,21 +286,19 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("last", [lambda: None, fail], ids=["yields", "raises"])
-@pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_pipeline_whose_source_waits_ends_at_once_and_keeps_nothing(
-    store_dir: Path, lookahead: int, last: Callable[[], None]
+    store_dir: Path, last: Callable[[], None]
 ) -> None:
     stuck = Stuck(last=last)
-    store = tierstore.open(store_dir, ddr="1MiB", policy="lookahead")
+    store = tierstore.open(store_dir, ddr="1MiB")
     collection = make_collection(store, MANY)
-    pipeline = tierstore.prefetch(stuck.batches(), collection, depth=4, lookahead=lookahead)
+    pipeline = tierstore.prefetch(stuck.batches(), collection, depth=4)
     collection(next(pipeline)).values().sum().backward()
     assert stuck.waits.wait(10)
-    assert (announced_keys(store) > 0) == (lookahead > 0)
     within(10, pipeline.close)
     (thread,) = prefetch_threads()
     assert thread.daemon
-    assert pinned(store) == announced_keys(store) == 0
+    assert pinned(store) == 0
     store["a"].pool.cache.check_integrity()
     within(10, store.close)
     gone = weakref.ref(store), weakref.ref(collection)
@@ -460,14 +399,13 @@ def test_the_next_pass_waits_for_what_the_last_one_reads(store_dir: Path, depth:
     assert not loader.was_met
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_the_position_is_that_of_the_batch_given(store_dir: Path, depth: int, lookahead: int) -> None:
+def test_the_position_is_that_of_the_batch_given(store_dir: Path, depth: int) -> None:
     loader = Loader()
     loader.goes_on.set()
-    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)
-        ahead = tierstore.prefetch(loader, collection, depth=depth, lookahead=lookahead)
+        ahead = tierstore.prefetch(loader, collection, depth=depth)
         with pytest.raises(TypeError, match=r"batches= must have a state_dict\(\)"):
             ahead.state_dict()
         positions = [(int(each.values()), ahead.state_dict()) for each in ahead]
@@ -477,7 +415,7 @@ def test_the_position_is_that_of_the_batch_given(store_dir: Path, depth: int, lo
         with pytest.raises(TypeError, match=r"batches= must have a state_dict\(\)"):
             plain.state_dict()
         loader.state_dict = fail  # type: ignore[method-assign, assignment]
-        ahead = tierstore.prefetch(loader, collection, depth=depth, lookahead=lookahead)
+        ahead = tierstore.prefetch(loader, collection, depth=depth)
         assert len([*zip(range(2), ahead, strict=False)]) == 2, "whoever does not ask does not see the error"
         with pytest.raises(OSError, match="the network is gone"):
             ahead.state_dict()
@@ -498,17 +436,6 @@ def test_one_object_given_again_holds_no_rows_once_it_was_used(ddr: str, hbm: in
         bag.forget(first)
         bag.forget(second)
         assert table.pool.pins.num_held == table.pool.pins.num_pinned == table.pool.tier.num_leased == 0
-
-
-def test_a_wrong_id_in_one_of_several_modules_leaves_nothing_announced() -> None:
-    with tierstore.open(cold="memory", ddr="1MiB", policy="lookahead") as store:
-        configs = [tierstore.TableConfig(name=name, num_embeddings=100_000, embedding_dim=8) for name in "ab"]
-        bags = [tierstore.TieredEmbeddingBag(store.create_table(config)) for config in configs]
-        right, wrong = torch.arange(500).view(-1, 5), torch.full((100, 5), 100_000)
-        for _ in range(80):
-            with pytest.raises(ValueError, match="is not a row of table 'b'"):
-                next(tierstore.prefetch([[right, wrong]], bags, depth=0, lookahead=2, features=lambda each: each))
-        assert store["a"].pool.can_announce(500)
 
 
 def test_a_module_of_the_users_may_have_a_method_of_that_name(store_dir: Path) -> None:

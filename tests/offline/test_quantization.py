@@ -24,7 +24,7 @@ SMALL = {"ddr": "480KiB", "threads": 1}
 SETTINGS: list[dict[str, Any]] = [
     SMALL,
     {"ddr": "480KiB", "threads": 2, "policy": "lfu"},
-    {"ddr": "480KiB", "threads": 1, "policy": "reference-lru"},
+    {"ddr": "480KiB", "threads": 1, "policy": "lru"},
     {"ddr": "64MiB", "threads": 3},
 ]
 every_dtype = pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -47,7 +47,7 @@ def make_store(folder: Path, workload: Workload, *, ddr: int, policy: str, hbm: 
     return store
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu"])
 @pytest.mark.parametrize(
     ("ddr", "hbm"), [(1 << 20, 0), (5_000_000, 0), (15_000_000, 0), (60_000_000, 0), (12_000_000, 3_000_000)]
 )

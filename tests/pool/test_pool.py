@@ -60,7 +60,7 @@ def tier() -> TroubledTier:
     return TroubledTier(MemoryColdTier())
 
 
-@pytest.fixture(params=["lru", "lfu", "tinylfu", "lookahead", "reference-lru"])
+@pytest.fixture(params=["lru", "lfu", "tinylfu"])
 def made(tier: TroubledTier, request: pytest.FixtureRequest) -> Iterator[Pool]:
     made = make_pool(tier, request.param)
     yield made
@@ -209,7 +209,7 @@ def test_a_read_counts_repeated_ids_once_at_every_budget(store_dir: Path, budget
             assert (tier.lookups, tier.unique, tier.hits, tier.misses) == (100 * reads, reads, reads - 1, 1)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "reference-lfu", "reference-tinylfu"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu"])
 def test_reads_of_rows_in_memory_order_them_as_reads_that_bring_them_in(store_dir: Path, policy: str) -> None:
     """A row read a hundred times at once is as near eviction as one read once."""
     orders = []

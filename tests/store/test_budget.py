@@ -33,7 +33,7 @@ def batch(rows: int, count: int, seed: int) -> tierstore.KeyedJaggedTensor:
         ("lfu", "16MiB", LAYOUTS[1]),
         ("tinylfu", "500KiB", LAYOUTS[2]),
         ("tinylfu", "16MiB", LAYOUTS[0]),
-        ("lookahead", "2MiB", LAYOUTS[1]),
+        ("tinylfu", "2MiB", LAYOUTS[1]),
     ],
     ids=str,
 )
@@ -48,7 +48,7 @@ def test_what_a_store_allocates_stays_within_its_budget(
         batches = [batch(rows, 500, seed) for seed in range(4)]
 
         def train() -> None:
-            for features in tierstore.prefetch(batches, collection, depth=2, lookahead=2):
+            for features in tierstore.prefetch(batches, collection, depth=2):
                 collection(features).values().sum().backward()
 
         train()  # compiles kernels, outside the measurement

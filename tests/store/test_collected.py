@@ -76,7 +76,7 @@ def _prefetching(job: Job, draw: random.Random) -> None:
         for start in range(0, ROWS, 500):
             yield IDS[start : start + 500].view(-1, 5)
 
-    job.pipeline = tierstore.prefetch(batches(), job.bag, depth=3, lookahead=draw.randint(0, 2))  # type: ignore[attr-defined]
+    job.pipeline = tierstore.prefetch(batches(), job.bag, depth=3)  # type: ignore[attr-defined]
     for _ in range(draw.randint(1, 5)):
         job.bag(next(job.pipeline)).sum().backward()  # type: ignore[attr-defined]
 

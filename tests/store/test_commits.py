@@ -20,7 +20,7 @@ from tierstore.system.flag import Flag
 
 ROWS, DIM = 20_000, 4
 ALL = torch.arange(ROWS)
-POLICIES = ["lru", "lfu", "reference-lru"]
+POLICIES = ["lru", "lfu", "tinylfu"]
 
 
 def open_store(directory: Path, **settings: Any) -> tierstore.Store:
@@ -51,7 +51,7 @@ def shown(directory: Path, version: int | None = None) -> torch.Tensor:
     [
         ("lru", "write-back: segments put"),
         ("lfu", "write-back: segments put"),
-        ("reference-lru", "write-back: segments published"),
+        ("tinylfu", "write-back: segments published"),
         ("lru", "commit: frozen rows written"),
         ("lfu", "commit: record put"),
     ],

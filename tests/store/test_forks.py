@@ -46,8 +46,8 @@ table, ids = store["t"], torch.arange(2000)
 bag = tierstore.TieredEmbeddingBag(table)
 batches = [ids[start : start + 50].view(-1, 5) for start in range(0, 2000, 50)]
 pipeline = tierstore.prefetch(batches, bag, depth=2)
-looking_ahead = tierstore.prefetch(batches, bag, depth=0, lookahead=2)
-next(pipeline), next(looking_ahead)
+plain = tierstore.prefetch(batches, bag, depth=0)
+next(pipeline), next(plain)
 recorder = store.record(sys.argv[1] + "/../t.npz", rate=1.0)
 held, goes_on = threading.Event(), threading.Event()
 def hold(name):
@@ -81,7 +81,7 @@ uses = {
     "tensors": (lambda: store.tensors()["w"].tolist(), "[1.0, 1.0, 1.0]"),
     "PendingCommit": (lambda: pending.result(), "ClosedError"),
     "pipeline": (lambda: next(pipeline), "ClosedError"),
-    "pipeline without a thread": (lambda: next(looking_ahead), "ClosedError"),
+    "pipeline without a thread": (lambda: next(plain), "ClosedError"),
     "pipeline.close": (lambda: pipeline.close(), "None"),
     "Recorder.describe": (lambda: recorder.describe(), "ClosedError"),
     "Recorder.stop": (lambda: recorder.stop(), "None"),
@@ -109,7 +109,7 @@ def use_all():
 
 def use_and_drop():
     use_all()
-    globals().update(store=None, reader=None, memory=None, table=None, bag=None, pipeline=None, looking_ahead=None,
+    globals().update(store=None, reader=None, memory=None, table=None, bag=None, pipeline=None, plain=None,
                      recorder=None, pending=None, client=None, admin=None, uses={})
     gc.collect()
 
@@ -131,7 +131,7 @@ killpoints.hook = None
 goes_on.set()
 assert pending.result() == 2
 assert [bag(batch).shape for batch in pipeline] == [(10, 16)] * 39
-pipeline.close(), looking_ahead.close()
+pipeline.close(), plain.close()
 assert reader.refresh() == 2
 assert torch.equal(reader["t"].read(ids[:10]), torch.full((10, 16), 5.0))
 table.write(ids, torch.full((2000, 16), 6.0))

@@ -15,7 +15,7 @@ from tierstore.store.newer import resident_keys
 
 pytestmark = pytest.mark.kernel
 PIECE = 8
-POLICIES = ["lru", "lfu", "tinylfu", "lookahead"]
+POLICIES = ["lru", "lfu", "tinylfu"]
 
 
 def pool_over(cache: Any) -> Any:

@@ -19,12 +19,12 @@ from tierstore.store import recording
 from tierstore.store.recording import require_recordable
 from tierstore.trace import read_trace
 
-ROWS = {"a": 900, "b": 50, "c": 300}
+ROWS = {"a": 9000, "b": 50, "c": 300}
 DIMS = {"a": 4, "b": 4, "c": 8}
 INDEXES = {"a": 0, "b": 1, "c": 2}
 TIERS: dict[str, dict[str, Any]] = {
     "in memory": {"ddr": "4MiB"},
-    "leased": {"ddr": "4MiB", "policy": "reference-lru"},
+    "leased": {"ddr": "480KiB"},
     "with hbm": {"ddr": "4MiB", "hbm": "1MiB"},
 }
 

@@ -74,7 +74,7 @@ OPTIMIZERS = [
     {"optimizer__sparse": "adagrad", "optimizer__dense": "adam", "optimizer__dense_lr": 0.001},
     {"optimizer__sparse": "adam", "optimizer__sparse_lr": 0.001, "optimizer__sparse_weight_decay": 1e-4},
 ]
-POLICIES = ["lru", "lfu", "reference-lru", "tinylfu", "lookahead"]
+POLICIES = ["lru", "lfu", "auto", "tinylfu"]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -86,8 +86,6 @@ def test_tiers_threads_commits_and_interruptions_change_no_bit(run, unbroken, mo
     settings = {"store__ddr": FITS_NOTHING if policy in POLICIES[:3] else "440KiB", "store__policy": policy}
     settings |= {"store__threads": draw.choice([1, 3]), "train__commit_every": commit_every, **optimizers}
     settings["train__prefetch_depth"] = 2 if policy in POLICIES[3:] else draw.choice([0, 1, 2, 5])
-    if policy == "lookahead":
-        settings["train__lookahead"] = 9
     how, step = draw.choice(["", "ctrl-c", "ctrl-c", "crash"]), draw.choice([1, 9, 10, 11, 13, STEPS])
     done = 0
     with monkeypatch.context() as patch:

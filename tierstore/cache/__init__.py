@@ -1,19 +1,14 @@
 """The row caches: which rows are resident, in which slot, and which row is the next victim.
 
-===================  =============================================================
-policy               cache
-===================  =============================================================
-"auto"               what we think best: "tinylfu"; may change between releases
-"lru"                host memory, exact least-recently-used; array kernels
-"lfu"                host memory, exact least-frequently-used; array kernels
-"tinylfu"            host memory, least frequently used by counts that outlive
-                     residence and age, or LRU where a sample says that it hits more
-"lookahead"          host memory, the row whose next announced use is farthest;
-                     before them those of no announced use, as "lru"
-"reference-lru"      the same in plain Python: some fifty times as slow, obviously right
-"reference-lfu"      likewise
-"reference-tinylfu"  likewise
-===================  =============================================================
+=========  =====================================================================
+policy     cache
+=========  =====================================================================
+"auto"     what we think best: "tinylfu"; may change between releases
+"lru"      host memory, exact least-recently-used; array kernels
+"lfu"      host memory, exact least-frequently-used; array kernels
+"tinylfu"  host memory, least frequently used by counts that outlive
+           residence and age, or LRU where a sample says that it hits more
+=========  =====================================================================
 
 These are in host memory. Where there is room for every row, ``FullCache`` takes their place: it evicts nothing, so it
 needs no policy.  ``tierstore.hbm.cache`` has that of device memory.
@@ -36,7 +31,6 @@ __all__ = [
     "AUTO",
     "OVERHEAD_BYTES",
     "POLICIES",
-    "REFERENCE_PREFIX",
     "TABLE_BYTES",
     "Admission",
     "AdmitStatus",
@@ -53,14 +47,11 @@ __all__ = [
     "size_bytes_of",
 ]
 
-REFERENCE_PREFIX: Final = "reference-"
 AUTO: Final = "auto"
 """The default policy's name."""
 _BEST: Final = "tinylfu"
-"""Of the host's policies that need no announcements; docs/performance.md has the measurements."""
-POLICIES: Final[tuple[str, ...]] = (
-    AUTO, *(prefix + policy for prefix in ("", REFERENCE_PREFIX) for policy in OVERHEAD_BYTES)
-)  # fmt: skip
+"""Of the host's policies; docs/performance.md has the measurements."""
+POLICIES: Final[tuple[str, ...]] = (AUTO, *OVERHEAD_BYTES)
 """Names that ``make_cache`` accepts."""
 
 
@@ -69,7 +60,7 @@ def resolve_policy(policy: str) -> str:
     return _BEST if policy == AUTO else policy
 
 
-def _checked(policy: str) -> str:
+def _checked(policy: str) -> Any:
     policy = resolve_policy(policy)
     _require_choice(policy, POLICIES, "policy")
     return policy
@@ -87,26 +78,18 @@ def make_cache(policy: str, capacity: int, *, weight_words: int, state_words: in
     Raises:
         ValueError: unknown policy, or a size out of range.
     """
-    known: Any = _checked(policy)
-    if known.startswith(REFERENCE_PREFIX):
-        from .reference import ReferenceCache
-
-        return ReferenceCache(capacity, weight_words=weight_words, state_words=state_words, policy=known)
-    return DdrCache(capacity, weight_words=weight_words, state_words=state_words, policy=known)
+    return DdrCache(capacity, weight_words=weight_words, state_words=state_words, policy=_checked(policy))
 
 
 def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_words: int) -> int:
     """The largest capacity whose rows, index and policy fit the budget; 0 if not even one row does.
-
-    A reference policy is given the capacity of its fast twin, so that both evict the same rows; its Python objects
-    come on top of the budget.
 
     Raises:
         ValueError, TypeError: unknown policy, or a number of words that is negative or none.
     """
     for name, words in (("weight_words", weight_words), ("state_words", state_words)):
         _require_int(words, name, 0, _NUMBER_MAX)
-    most = min(max(budget_bytes, 0) // OVERHEAD_BYTES[_fast_twin(policy)], _CAPACITY_MAX)
+    most = min(max(budget_bytes, 0) // OVERHEAD_BYTES[_checked(policy)], _CAPACITY_MAX)
 
     def size_bytes(capacity: int) -> int:
         return size_bytes_of(policy, capacity, weight_words=weight_words, state_words=state_words)
@@ -115,13 +98,9 @@ def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_wor
 
 
 def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words: int) -> int:
-    """Bytes of a cache of this capacity: rows, index and policy; a reference policy's are those of its fast twin.
+    """Bytes of a cache of this capacity: rows, index and policy.
     ValueError, TypeError: unknown policy, or a number that is negative or none."""
     for name, number in (("capacity", capacity), ("weight_words", weight_words), ("state_words", state_words)):
         _require_int(number, name, 0, _NUMBER_MAX)
     rows = _arena_bytes(capacity, weight_words) + _arena_bytes(capacity, state_words)
-    return rows + _overhead_bytes_of(capacity, _fast_twin(policy))
-
-
-def _fast_twin(policy: str) -> Any:
-    return _checked(policy).removeprefix(REFERENCE_PREFIX)
+    return rows + _overhead_bytes_of(capacity, _checked(policy))

@@ -31,7 +31,7 @@ def _drop(state: CacheState, slot: Any) -> None:
     """Take a clean, unpinned row out of index and policy; its slot is then in no list."""
     slots = state.slots
     index_erase(state.entries, slots[slot]["key"], slot)
-    policy_remove(state, state.bucket, state.uses, slot)
+    policy_remove(state, state.bucket, slot)
     slots[slot]["flags"] = 0
     state.tallies[Tally.RESIDENT] -= 1
 
@@ -62,7 +62,7 @@ def _enter(state: CacheState, key: Any, slot: Any, flags: Any) -> None:
     slots[slot]["key"] = key
     slots[slot]["flags"] = flags
     index_insert(state.entries, key, slot)
-    policy_insert(state, state.bucket, state.uses, slot)
+    policy_insert(state, state.bucket, slot)
     state.tallies[Tally.RESIDENT] += 1
 
 
@@ -122,7 +122,7 @@ def admit_keys(
                 continue
             if slot == cursor:
                 cursor = np.int64(slots[slot]["next"])
-            policy_touch(state, state.bucket, state.uses, slot)
+            policy_touch(state, state.bucket, slot)
             is_missing = slots[slot]["flags"] & LOADING != 0
         else:
             is_missing = True
@@ -169,7 +169,7 @@ def _replay(state: CacheState, keys: Int64s) -> Any:
         slot = index_find(state.entries, slots, key)
         if slot >= 0:
             hits += 1
-            policy_touch(state, state.bucket, state.uses, slot)
+            policy_touch(state, state.bucket, slot)
         else:
             slot = _free_slot(state)
             if slot < 0:
@@ -280,7 +280,7 @@ def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
             slots[slot]["flags"] |= _TOUCHED
             distinct[count] = slot
             count += 1
-            policy_touch(state, state.bucket, state.uses, slot)
+            policy_touch(state, state.bucket, slot)
     for i in range(count):
         slots[distinct[i]]["flags"] &= ~_TOUCHED
     tallies[Tally.HITS] += count

@@ -258,17 +258,6 @@ class Placement(Protocol):
     def evict(self, slots: Int32s) -> None:
         """Drop these rows, which must be resident, clean and unpinned (AssertionError)."""
 
-    def can_announce(self, num_keys: int) -> bool:
-        """Whether a batch of so many keys can be announced; always True if the policy ignores announcements."""
-
-    def announce(self, keys: Int64s) -> int:
-        """Announce a future batch, int64 [n], duplicates allowed, after those announced before: victims are chosen by
-        it. Returns the batch's number, for ``retire``; 0 if there is no room, or the policy ignores announcements."""
-
-    def retire(self, batch: int) -> None:
-        """Drop an announcement: the batch was admitted, or never will be. No effect for 0 or a retired batch. Memory is
-        freed in the order of announcing."""
-
 
 class RowCache(SlotStates, Placement, Protocol):
     """Slots, and the rows in them."""

@@ -19,16 +19,6 @@ _ALIGNMENT_BYTES: Final = BLOCK_BYTES
 LEVELS: Final = 256  # of TinyLFU: the list's main part has so many, and a counter of the sketch holds one
 
 
-MAX_BATCHES: Final = 1024  # of lookahead: announced at a time, less one
-USES_PER_ROW: Final = 6
-"""Of lookahead: announced uses for each slot. On Criteo's lookups a third as many cost 2 points of hits, twice 1."""
-_USES_MAX: Final = 2**31 - 2
-USE_DTYPE: Final = np.dtype([("key", np.int64), ("next", np.int32), ("batch", np.int32)])
-"""``next`` is the key's next announced use, of the newest the oldest; ``batch`` its batch's place."""
-BATCH_DTYPE: Final = np.dtype([("start", np.int64), ("count", np.int32), ("is_open", np.int32)])
-"""Number of the batch's first use, how many it has, and whether it is still to come."""
-
-
 class Tally(IntEnum):
     """Places in ``CacheState.tallies``."""
 
@@ -49,22 +39,16 @@ class Tally(IntEnum):
     WINDOW_ROWS: Final = 14
     BASE: Final = 15  # TinyLFU: the level of a row with one access, now
     RATE: Final = 16  # by which each access advances the clock
-    UNKNOWN_LAST: Final = 17  # Lookahead: the last slot of no known use, the root if there is none
-    OLDEST_BATCH: Final = 18
-    NEWEST_BATCH: Final = 19  # numbers of the announced batches, the newest below the oldest if there is none
-    USES_START: Final = 20
-    USES_END: Final = 21
-    """Announced uses, counted since the cache was made; one lies at its number modulo their capacity."""
-    FILLED: Final = 22  # of ``FullCache``: resident rows that are not loading
-    CLOCK: Final = 23  # TinyLFU: since ``BASE`` rose
+    FILLED: Final = 17  # of ``FullCache``: resident rows that are not loading
+    CLOCK: Final = 18  # TinyLFU: since ``BASE`` rose
 
 
 NUM_TALLIES: Final = len(Tally)
 
 
 class CacheState(NamedTuple):
-    """Arrays of LFU and of lookahead are None under another policy, whose kernels are compiled without their code;
-    TinyLFU's are empty."""
+    """Arrays of LFU are None under another policy, whose kernels are compiled without their code; TinyLFU's are
+    empty."""
 
     entries: Words  # uint64 [index_places(capacity)]: the index, see index.py
     slots: SlotRecords  # SLOT_DTYPE [capacity + 1]; the last is the root of the list
@@ -72,20 +56,14 @@ class CacheState(NamedTuple):
     bucket_count: Int64s | Any  # LFU, int64 [capacity]: accesses of each row in the bucket
     bucket_tail: Int32s | Any  # LFU, int32 [capacity]: the bucket's last slot
     level_tail: Int32s
-    """TinyLFU, int32 [LEVELS]: the last slot of the main part's rows of this level, the root if there is none.
-    Lookahead, int32 [MAX_BATCHES]: the last slot of the rows that this batch uses next."""
+    """TinyLFU, int32 [LEVELS]: the last slot of the main part's rows of this level, the root if there is none."""
     sketch: Bytes  # TinyLFU, uint8 [sketch_width(capacity)]: see sketch.py
-    uses: SlotRecords | Any  # Lookahead, USE_DTYPE [USES_PER_ROW * capacity]: announced uses
-    last_uses: Words | Any  # Lookahead, uint64: the index of announced keys; each leads to the key's newest use
-    batches: SlotRecords | Any
-    """Lookahead, BATCH_DTYPE [MAX_BATCHES]: announced batches, one at its number modulo MAX_BATCHES."""
     tallies: Int64s  # int64 [NUM_TALLIES]: see Tally
 
 
 _DTYPES: Final[dict[str, Any]] = {
     "entries": np.uint64, "slots": SLOT_DTYPE, "bucket": np.int32, "bucket_count": np.int64, "bucket_tail": np.int32,
-    "level_tail": np.int32, "sketch": np.uint8, "uses": USE_DTYPE, "last_uses": np.uint64, "batches": BATCH_DTYPE,
-    "tallies": np.int64,
+    "level_tail": np.int32, "sketch": np.uint8, "tallies": np.int64,
 }  # fmt: skip
 _ALIGNED: Final = ("slots", "sketch")  # they begin at the start of a cache line
 
@@ -97,10 +75,6 @@ def _lengths(capacity: int, policy: str) -> dict[str, int]:
         lengths |= dict.fromkeys(("bucket", "bucket_count", "bucket_tail"), capacity)
     if policy == "tinylfu":
         lengths |= {"level_tail": LEVELS, "sketch": sketch_width(capacity)}
-    if policy == "lookahead":
-        num_uses = min(USES_PER_ROW * capacity, _USES_MAX)
-        lengths |= {"level_tail": MAX_BATCHES, "batches": MAX_BATCHES}
-        lengths |= {"uses": num_uses, "last_uses": index_places(num_uses)}
     return lengths
 
 
@@ -128,8 +102,7 @@ def new_state(capacity: int, policy: str) -> CacheState:
     state = CacheState(**arrays)
     state.slots[capacity]["previous"] = state.slots[capacity]["next"] = capacity
     state.level_tail[:] = capacity
-    state.tallies[[Tally.MAIN_LAST, Tally.UNKNOWN_LAST]] = capacity
-    state.tallies[Tally.OLDEST_BATCH] = 1
+    state.tallies[Tally.MAIN_LAST] = capacity
     return state
 
 

@@ -1,8 +1,8 @@
-"""The warm tier: rows in host memory, evicted by exact LRU, exact LFU, TinyLFU or lookahead.
+"""The warm tier: rows in host memory, evicted by exact LRU, exact LFU or TinyLFU.
 
 Besides its rows a cache needs ``OVERHEAD_BYTES`` for each: 12 of index, 32 of slot record, with LFU 16 of buckets, with
-TinyLFU 16 of sketch, with lookahead 28 for each of 6 announced uses. And a cache of any size up to 500 bytes, with
-TinyLFU 37 KiB, with lookahead 21 KiB. Memory is taken from the system as slots are first used.
+TinyLFU 16 of sketch. And a cache of any size up to 500 bytes, with TinyLFU 37 KiB. Memory is taken from the system as
+slots are first used.
 """
 
 from typing import Any, Final, Literal, get_args
@@ -14,22 +14,20 @@ from ..system.checks import require_int
 from . import admission as kernels
 from .aging import aging_bytes_of, new_aging
 from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing, Pinned
-from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of
+from .books import BUCKET_BYTES, CacheState, Tally, new_state, state_bytes_of
 from .host import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, indexes, require_capacity
 from .index import SLOT_DTYPE
 from .integrity import check_state
-from .lookahead import announce_keys, has_room, retire_batch
 from .policies import ranks_of
 from .sketch import sketch_width
 
-PolicyName = Literal["lru", "lfu", "tinylfu", "lookahead"]
+PolicyName = Literal["lru", "lfu", "tinylfu"]
 
 INDEX_BYTES: Final = 12
 OVERHEAD_BYTES: Final[dict[str, int]] = {
     "lru": INDEX_BYTES + SLOT_DTYPE.itemsize,
     "lfu": INDEX_BYTES + SLOT_DTYPE.itemsize + BUCKET_BYTES,
     "tinylfu": INDEX_BYTES + SLOT_DTYPE.itemsize + sketch_width(4) // 4,
-    "lookahead": INDEX_BYTES + SLOT_DTYPE.itemsize + USES_PER_ROW * (USE_DTYPE.itemsize + INDEX_BYTES),
 }
 """Index and policy, in bytes per cached row."""
 _STAMP_MAX: Final = 2**31 - 1
@@ -48,7 +46,7 @@ class DdrCache(HostCache):
         capacity: slots, at least 1.
         weight_words: 64-bit words of weights a row; 0 for a cache without rows, to simulate.
         state_words: 64-bit words of optimizer state a row.
-        policy: "lru", "lfu", "tinylfu" or "lookahead".
+        policy: "lru", "lfu" or "tinylfu".
 
     Raises:
         ValueError: for any of them out of range.
@@ -196,16 +194,6 @@ class DdrCache(HostCache):
         self._require_stamps(2 * len(keys))
         kernels.replay_batches(self._books, self._aging, keys, starts, limits, pinned, is_hit, scratch)
         return is_hit
-
-    def can_announce(self, num_keys: int) -> bool:
-        return self.policy != "lookahead" or bool(has_room(self._books, num_keys))
-
-    def announce(self, keys: Int64s) -> int:
-        return int(announce_keys(self._books, checked_keys(keys))) if self.policy == "lookahead" else 0
-
-    def retire(self, batch: int) -> None:
-        if batch:
-            retire_batch(self._books, batch)
 
     def check_integrity(self) -> None:
         check_state(self._books)

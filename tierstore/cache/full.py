@@ -216,15 +216,6 @@ class FullCache(HostCache):
     def dirty_victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - none leaves
         return np.empty(0, np.int32)
 
-    def can_announce(self, num_keys: int) -> bool:  # noqa: ARG002 - announcing takes no room
-        return True
-
-    def announce(self, keys: Int64s) -> int:  # noqa: ARG002 - every row stays in
-        return 1
-
-    def retire(self, batch: int) -> None:
-        pass
-
     def by_admission(self, slots: Int32s) -> Int32s:
         return slots
 

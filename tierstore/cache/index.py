@@ -145,12 +145,6 @@ def index_insert(index: Words, key: Any, slot: Any) -> None:
 
 
 @inline
-def index_replace(index: Words, key: Any, slot: Any, other: Any) -> None:
-    """Let the entry of a key that leads to ``slot`` lead to another."""
-    index[_place_of(index, key, _entry_of(key, slot))] = _entry_of(key, other)
-
-
-@inline
 def index_erase(index: Words, key: Any, slot: Any) -> None:
     """Remove the entry of a resident slot, and close the gap behind it."""
     places = np.uint64(index.size)

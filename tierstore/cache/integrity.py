@@ -7,8 +7,7 @@ import numpy as np
 from ..kernels.arrays import Int32s, Int64s
 from .admission import find_keys
 from .base import DIRTY, FROZEN, LOADING, RESIDENT
-from .books import LEVELS, MAX_BATCHES, CacheState, Tally
-from .lookahead import UNKNOWN
+from .books import LEVELS, CacheState, Tally
 from .tinylfu import IN_WINDOW
 
 Faults = dict[str, Any]  # by name, what should be False or empty
@@ -58,25 +57,6 @@ def _check_levels(state: CacheState, listed: Int64s, faults: Faults, counts: Cou
     counts["window"] = int(state.tallies[Tally.WINDOW_ROWS]), int(in_window.sum())
 
 
-def _check_groups(state: CacheState, listed: Int64s, faults: Faults, counts: Counts) -> None:
-    tallies, uses, batches = state.tallies, state.uses, state.batches
-    root, groups = len(state.slots) - 1, state.slots["rank"][listed].astype(int)
-    newest: Int32s = np.empty(len(listed), np.int32)
-    find_keys(state.last_uses, uses, state.slots["key"][listed], newest)
-    is_known = groups != UNKNOWN
-    places = np.where(is_known, (groups - tallies[Tally.OLDEST_BATCH]) % MAX_BATCHES, MAX_BATCHES)
-    known, unknown = listed[is_known], listed[~is_known]
-    tails = _last_of_each(groups[is_known], known, MAX_BATCHES, root)
-    faults["rows in another group"] = groups != np.where(newest < 0, UNKNOWN, uses["batch"][uses["next"][newest]])
-    faults["groups of retired batches"] = batches["is_open"][groups[is_known]] == 0
-    faults["groups out of order"] = np.diff(places) > 0
-    faults["groups' last slots wrong"] = state.level_tail != tails
-    faults["last of unknown use wrong"] = tallies[Tally.UNKNOWN_LAST] != [root, *unknown][-1]
-    numbers = np.arange(tallies[Tally.OLDEST_BATCH], tallies[Tally.NEWEST_BATCH] + 1)
-    num_uses = int(tallies[Tally.USES_END] - tallies[Tally.USES_START])
-    counts["uses"] = num_uses, int(batches["count"][numbers % MAX_BATCHES].sum())
-
-
 def check_state(state: CacheState) -> None:
     """AssertionError, with every term, unless the laws of ``RowCache.check_integrity`` hold. O(capacity)."""
     slots, tallies = state.slots, state.tallies
@@ -110,8 +90,6 @@ def check_state(state: CacheState) -> None:
         _check_buckets(state, listed, faults, counts)
     if state.sketch.size:
         _check_levels(state, listed, faults, counts)
-    if state.uses is not None:
-        _check_groups(state, listed, faults, counts)
     terms = {name: f"{kept} kept, {counted} counted" for name, (kept, counted) in counts.items()}
     terms |= {name: str(np.count_nonzero(wrong)) for name, wrong in faults.items()}
     broken = [name for name, (kept, counted) in counts.items() if kept != counted]

@@ -1,9 +1,9 @@
-"""LRU, LFU, TinyLFU and lookahead over arrays, O(1) a step: each keeps resident slots in one list in eviction order.
+"""LRU, LFU and TinyLFU over arrays, O(1) a step: each keeps resident slots in one list in eviction order.
 
 LRU: a touched slot moves to the end. LFU: slots of equal count lie side by side, oldest first, and form a *bucket*;
 buckets lie in order of their counts. A bucket knows its count and its last slot; its neighbours are found through
 the list. Both evict exactly what cachetools (>= 8) evicts: a new row has count 1, and a row that returns starts again.
-TinyLFU is in tinylfu.py, lookahead in lookahead.py.
+TinyLFU is in tinylfu.py.
 """
 
 from typing import Any
@@ -12,8 +12,7 @@ import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import uncounted_inline as inline
-from .books import LEVELS, MAX_BATCHES, CacheState, Tally, link_after, unlink
-from .lookahead import UNKNOWN, lookahead_insert, lookahead_remove, lookahead_touch
+from .books import LEVELS, CacheState, Tally, link_after, unlink
 from .tinylfu import IN_WINDOW, tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
 
 
@@ -94,22 +93,17 @@ def ranks_of(state: CacheState, slots: Int64s) -> Int32s:
         return state.bucket_count[state.bucket[slots]].clip(max=2**31 - 1).astype(np.int32)
     if state.sketch.size:
         return np.where(rank & IN_WINDOW, np.int32(LEVELS), rank & np.int32(LEVELS - 1))
-    if state.uses is not None:
-        ahead = ((rank - state.tallies[Tally.OLDEST_BATCH]) % MAX_BATCHES).astype(np.int32)
-        return np.where(rank == UNKNOWN, np.int32(-MAX_BATCHES), -ahead)
     return np.zeros(len(slots), np.int32)
 
 
 @inline
-def policy_touch(state: CacheState, bucket: Any, uses: Any, slot: Any) -> None:
-    """Count one access of a resident slot. ``bucket`` and ``uses`` are those of the state: only of a helper's argument
-    that is None does numba leave out what is for others."""
+def policy_touch(state: CacheState, bucket: Any, slot: Any) -> None:
+    """Count one access of a resident slot. ``bucket`` is that of the state: only of a helper's argument that is None
+    does numba leave out what is for others."""
     if bucket is not None:
         _lfu_touch(state, slot)
     elif state.sketch.size:
         tinylfu_touch(state, slot)
-    elif uses is not None:
-        lookahead_touch(state, slot)
     else:
         slots = state.slots
         unlink(slots, slot)
@@ -117,26 +111,22 @@ def policy_touch(state: CacheState, bucket: Any, uses: Any, slot: Any) -> None:
 
 
 @inline
-def policy_insert(state: CacheState, bucket: Any, uses: Any, slot: Any) -> None:
+def policy_insert(state: CacheState, bucket: Any, slot: Any) -> None:
     """Enter a new row's slot, with its first access."""
     if bucket is not None:
         _lfu_insert(state, slot)
     elif state.sketch.size:
         tinylfu_insert(state, slot)
-    elif uses is not None:
-        lookahead_insert(state, slot)
     else:
         slots = state.slots
         link_after(slots, slot, slots[slots.size - 1]["previous"])
 
 
 @inline
-def policy_remove(state: CacheState, bucket: Any, uses: Any, slot: Any) -> None:
+def policy_remove(state: CacheState, bucket: Any, slot: Any) -> None:
     """Forget a resident slot, and its count as far as the policy does."""
     if state.sketch.size:
         tinylfu_remove(state, slot)
-    elif uses is not None:
-        lookahead_remove(state, slot)
     else:
         if bucket is not None:
             _leave_bucket(state, slot)

@@ -40,7 +40,7 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[st
     "--ddr": ("store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
     "--hbm": ("store.hbm", str, "SIZE", "GPU memory for rows, written as --ddr is; 0: none"),
     "--device": ("store.device", str, "NAME", "where the model computes: cpu, or cuda with --hbm"),
-    "--policy": ("store.policy", str, ("auto", "lru", "lfu", "tinylfu", "lookahead"), "which rows leave memory first"),
+    "--policy": ("store.policy", str, ("auto", "lru", "lfu", "tinylfu"), "which rows leave memory first"),
     "--threads": ("store.threads", int, "N", "threads of the store"),
     "--record": ("store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
     "--record-rate": ("store.record_rate", float, "X", "share of the rows that is recorded"),

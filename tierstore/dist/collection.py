@@ -88,9 +88,6 @@ class Ahead:
     def forget(self, ticket: Prepared) -> None:
         self._module.forget(ticket)
 
-    def announce(self, features: Any) -> Any:
-        return self._module.announce(features)
-
     def end(self) -> None:
         """Tell the other ranks that there are no more batches, and wait until they have none. In the pass's thread."""
         with contextlib.suppress(RuntimeError):  # of a rank that is gone, as forward will say
@@ -131,10 +128,6 @@ class ShardedModule(TieredModule):
     def ahead(self) -> Ahead:
         """Called by ``tierstore.prefetch``. Collective."""
         return Ahead(self, self._owners.ranks.twin())
-
-    def announce(self, features: Any) -> Any:  # noqa: ARG002
-        """RuntimeError: rows that other ranks will ask for are not known so far ahead."""
-        raise RuntimeError("lookahead= does not serve modules over sharded tables; leave it 0")
 
 
 class ShardedCollection(ShardedModule, Collection):

@@ -29,7 +29,6 @@ from ..lookup.lookup import make_lookup
 from ..lookup.tables import Hold, Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..optim.rules import mean_squares
-from ..pool import Pool
 from ..pool.arena import RowArrays, dot_part, pool_part
 from ..pool.bags import NO_ARG_MAX, Numbering, Pooling
 from ..store import Table
@@ -178,13 +177,6 @@ class ShardedLookup(SendsGradients):
     def stage(self) -> bool:
         """Bring in the rows that are asked of this rank, and hold them until used; False if they do not fit."""
         found: bool = self.own.stage()
-        return found
-
-    @property
-    def demand(self) -> tuple[Pool, Int64s]:
-        """The pool and the keys, int64 [N], of the rows that ranks ask this one for."""
-        self.route(self._ranks)
-        found: tuple[Pool, Int64s] = self.own.demand
         return found
 
     @abstractmethod

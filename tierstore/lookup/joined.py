@@ -17,7 +17,6 @@ from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..optim.configs import Hyper
-from ..pool import Pool
 from ..pool.backward import Groups
 from ..pool.bags import NO_FLOATS, Bags, Batch, Distinct, Features, IdsOfBags, Numbering
 from .tables import Find, Hold, LookupTable, Sought, TrainsRows
@@ -283,11 +282,6 @@ class AnyLookup(TrainsRows, Protocol):
     @property
     def holds(self) -> Sequence[Hold]:
         return self.joined.holds
-
-    @property
-    def demand(self) -> tuple[Pool, Int64s]:
-        """The pool and the keys, int64 [N], of the rows it will use."""
-        return self.joined.tables[0].pool, self.joined.keys
 
     @abstractmethod
     def has_room(self) -> bool:

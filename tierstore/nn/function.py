@@ -1,6 +1,5 @@
 """The autograd function behind all modules: pooled lookups forward, gradients for the fused optimizer backward."""
 
-import contextlib
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -101,17 +100,6 @@ class Prepared:
             self.release()
             raise
         return all(are_in)
-
-    def announce(self) -> contextlib.ExitStack | None:
-        """Announce the rows that it will use to their pools, until what is returned is closed; None, and nothing is
-        announced, if a pool has no room for it yet."""
-        demands = [lookup.demand for lookup in self._all]
-        if not all(pool.can_announce(len(keys)) for pool, keys in demands):
-            return None
-        with contextlib.ExitStack() as announced:
-            for pool, keys in demands:
-                announced.callback(pool.retire, pool.announce(keys))
-            return announced.pop_all()
 
     def release(self) -> None:
         for lookup in self._all:

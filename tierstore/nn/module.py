@@ -1,6 +1,5 @@
 """What all modules over tables have in common: the parameter that stands for rows, and batches prepared ahead."""
 
-import contextlib
 import copy
 import sys
 import weakref
@@ -141,11 +140,6 @@ class TieredModule(Unpicklable, nn.Module, ABC):
 
     def forget(self, ticket: Prepared) -> None:
         self._prepared.drop(ticket)
-
-    def announce(self, features: Any) -> contextlib.ExitStack | None:
-        """Announce to the pools that these rows will be used, after those announced before, until the caller closes
-        what is returned; None if there is no room yet."""
-        return self._prepare_of(features).announce()
 
     def __copy__(self) -> "TieredModule":
         made = type(self).__new__(type(self))

@@ -1,6 +1,5 @@
 """The prefetch pipeline: rows of later batches are read while this batch computes."""
 
-import contextlib
 import copy
 import os
 import queue
@@ -61,7 +60,7 @@ class Prefetched(Generator[Batch, None, None]):
 
     def state_dict(self) -> Any:
         """A copy of ``batches.state_dict()`` as it was right after the last batch that this gave: resume there. The
-        source itself is up to ``depth + lookahead`` batches further.
+        source itself is up to ``depth`` batches further.
 
         Raises:
             TypeError: ``batches`` has no ``state_dict``, or nothing was given yet. Others: what that raised.
@@ -92,7 +91,6 @@ def prefetch(
     module: Any,
     *,
     depth: int | Literal["auto"] = "auto",
-    lookahead: int = 0,
     features: Callable[[Batch], Any] | None = None,
 ) -> Prefetched[Batch]:
     """Iterate over ``batches`` while a thread reads ahead and brings the rows of up to ``depth`` later batches in.
@@ -104,44 +102,35 @@ def prefetch(
     the steps. A batch whose rows would not stay until it is used, for want of free space besides those in use, is not
     fetched ahead: a store that has no room for two batches reads as a plain loop does.
 
-    With ``lookahead`` the reader is that many batches further ahead, and a store opened with policy="lookahead" learns
-    which rows they use, so that it evicts those whose next use is farthest. The batches wait in memory, those that the
-    store has no room to remember excepted: they are not read before it has. Other policies make nothing of it.
-
     Args:
-        batches: consumed by the thread (by the caller's with depth=0); never more than ``depth + lookahead`` ahead.
+        batches: consumed by the thread (by the caller's with depth=0); never more than ``depth`` ahead.
             Batches that are read ahead must not share memory: a reader that reuses a buffer has to copy it.
         module: a module over tables, a model with such modules, or a list of either. Its ``forward`` must be given the
             very object that ``features`` returned.
         depth: batches fetched ahead; 0 is a plain loop without a thread. "auto": a thread reads 2 batches ahead;
             where steps are faster so it brings their rows in, elsewhere it reads between steps what is read within 5
-            ms. Both ways are tried, ever more rarely, until all rows are in memory to stay. Where ranks must agree, and
-            with ``lookahead``: 2.
-        lookahead: batches announced ahead of those.
+            ms. Both ways are tried, ever more rarely, until all rows are in memory to stay. Where ranks must agree: 2.
         features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
             several modules, in the order of ``model.modules()``, a list of that, or one object that all are given.
             Default: the batch, if it is a tensor or jagged, else its ``sparse`` or ``sparse_features``.
 
     Raises:
-        ValueError: depth or lookahead is negative. TypeError: there is no module over tables. Whatever ``batches``,
+        ValueError: depth is negative. TypeError: there is no module over tables. Whatever ``batches``,
             ``features`` or the reading of rows raised, when the batch that it happened to is asked for; batches before
             it are yielded first, and the store stays usable.
     """
     get_features, one = default_features if features is None else features, Modules.of(module)
-    choice = Choice() if depth == "auto" and not one.is_collective and not lookahead else None
+    choice = Choice() if depth == "auto" and not one.is_collective else None
     depth = AUTO_DEPTH if depth == "auto" else depth
-    for name, value in (("depth", depth), ("lookahead", lookahead)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name}={value!r} must be an int, 0 or more")
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        raise ValueError(f"depth={depth!r} must be an int, 0 or more")
     if depth == 0:
-        return Prefetched(_plain(batches, one, lookahead, get_features))
-    return Prefetched(_pipeline(batches, one, depth, lookahead, get_features, choice))
+        return Prefetched(_plain(batches, one))
+    return Prefetched(_pipeline(batches, one, depth, get_features, choice))
 
 
-def _plain(
-    batches: Iterable[Any], module: Modules, lookahead: int, get_features: Callable[[Any], Any]
-) -> Generator[Any, None, None]:
-    reader = _Reader(batches, module, lookahead, get_features if lookahead else lambda _: None)
+def _plain(batches: Iterable[Any], module: Modules) -> Generator[Any, None, None]:
+    reader = _Reader(batches, module, lambda _: None)
     try:
         while (item := reader.next()) is not None:
             yield item.batch, item.position
@@ -160,28 +149,18 @@ class _Ahead(NamedTuple):
     batch: Any
     features: Any
     position: Any
-    announced: contextlib.ExitStack | None = None
 
 
 class _Reader:
-    """Reads batches in order, up to ``lookahead`` further than it gives them, and announces those. While it waits in
-    the caller's code, in the source or in ``features``, another thread may close and release it. From then on it
-    refers to nothing but the source, and gives no more batches. What a batch raised is raised in its turn, after the
-    batches before it."""
+    """Reads batches in order. While it waits in the caller's code, in the source or in ``features``, another thread may
+    close and release it. From then on it refers to nothing but the source, and gives no more batches."""
 
-    def __init__(
-        self, batches: Iterable[Any], module: Modules, lookahead: int, get_features: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, batches: Iterable[Any], module: Modules, get_features: Callable[[Any], Any]) -> None:
         self.module: Modules | None = module
         self.is_closed = False
         self._batches = batches
         self._iterator: Iterator[Any] | None = None
-        self._lookahead = lookahead
         self._get_features: Callable[[Any], Any] | None = get_features
-        self._window: deque[_Ahead] = deque()
-        self._waiting: list[_Ahead] = []  # read, but there was no room to announce it
-        self._error: BaseException | None = None
-        self._ended = False
         self._gate = threading.Lock()
         self._is_outside = False
         self._left: Flag | None = None  # set when it is no more outside
@@ -203,42 +182,11 @@ class _Reader:
         require_own(self._process_id, "the pipeline", "open the store here, and call tierstore.prefetch here")
 
     def next(self) -> _Ahead | None:
-        """The next batch, or None at the end. The one before is retired: it is in use. ClosedError in a fork."""
+        """The next batch, or None at the end, or once this was closed. ClosedError in a fork."""
         self.require_own()
-        _pop_all(self._window, _retire, limit=1)
-        while not self._ended and len(self._window) <= self._lookahead and self._add(must=not self._window):
-            pass
-        if self._window:
-            return self._window[0]
-        if self._error is not None:
-            raise self._error
-        return None
-
-    def _add(self, *, must: bool) -> bool:
-        """Read a batch and announce it; False at the end, and unless ``must`` if the caches have no room for it yet."""
-        try:
-            return (bool(self._waiting) or self._read()) and self._announce(must=must)
-        except StopIteration:
-            self._ended = True
-        except BaseException as error:
-            self._error, self._ended = error, True
-        return False
-
-    @shielded
-    def _announce(self, *, must: bool) -> bool:
-        """Announce what waits, and have it in the window, by which it is retired."""
-        assert self.module is not None
-        announced = self.module.announce(self._waiting[0].features) if self._lookahead else None
-        if announced is None and self._lookahead and not must:
-            return False
-        self._window.append(self._waiting.pop()._replace(announced=announced))
-        return True
-
-    def _read(self) -> bool:
-        """Take a batch from the source; False if it was closed."""
         with self._gate:
             if self.is_closed:
-                return False
+                return None
             self._is_outside = True
         assert self._get_features is not None
         try:
@@ -246,10 +194,13 @@ class _Reader:
                 _wait_for(self._batches)
                 module = self.module
                 if self.is_closed or module is None:
-                    return False
+                    return None
                 self._iterator = module.begin(self._batches)
                 del module
-            batch = next(self._iterator)
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                return None
             item = _Ahead(batch, self._get_features(batch), _position_of(self._batches))
         finally:
             with self._gate:
@@ -258,9 +209,7 @@ class _Reader:
                     self._left.set()
                     if _LEFT.get(id(self._batches)) is self._left:
                         del _LEFT[id(self._batches)]
-        if not self.is_closed:
-            self._waiting.append(item)
-        return not self.is_closed
+        return None if self.is_closed else item
 
     def close(self) -> bool:
         """Let it read nothing more. Returns whether it is in the caller's code, which may take forever."""
@@ -276,16 +225,9 @@ class _Reader:
         self.release()
 
     def release(self) -> None:
-        """Retire what was announced and forget the caches; for the thread that closed it, unless another is at work in
-        it outside the caller's code."""
-        self.module = self._get_features = self._error = None
-        self._waiting.clear()
-        _pop_all(self._window, _retire)
-
-
-def _retire(item: _Ahead) -> None:
-    if item.announced is not None:
-        item.announced.close()
+        """Forget the caches; for the thread that closed it, unless another is at work in it outside the caller's
+        code."""
+        self.module = self._get_features = None
 
 
 def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.maxsize) -> None:
@@ -306,10 +248,9 @@ def _pop(items: deque[Any], work: Callable[[Any], None]) -> bool:
 
 
 def _pipeline(
-    batches: Iterable[Any], module: Modules, depth: int, lookahead: int, get_features: Callable[[Any], Any],
-    choice: Choice | None,
+    batches: Iterable[Any], module: Modules, depth: int, get_features: Callable[[Any], Any], choice: Choice | None
 ) -> Generator[Any, None, None]:  # fmt: skip
-    worker, consumer = _Worker(_Reader(batches, module.ahead(), lookahead, get_features), depth), _Consumer()
+    worker, consumer = _Worker(_Reader(batches, module.ahead(), get_features), depth), _Consumer()
     try:
         worker.is_ahead = choice is None or not module.has_all_rows()
         worker.start(consumer)

@@ -1,6 +1,5 @@
 """What the prefetch pipeline drives: the modules over tables of a model, as one."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,15 +64,6 @@ class Modules:
     def forget(self, ticket: list[Any]) -> None:
         for module, own in zip(self._modules, ticket, strict=False):
             module.forget(own)
-
-    def announce(self, features: Any) -> contextlib.ExitStack | None:
-        with contextlib.ExitStack() as announced:
-            for module, own in self._pairs(features):
-                one = module.announce(own)
-                if one is None:
-                    return None
-                announced.push(one)
-            return announced.pop_all()
 
     def _pairs(self, features: Any) -> list[tuple[Any, Any]]:
         """Each module with its own features, of a list, or with those that all share."""

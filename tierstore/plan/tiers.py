@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..cache import REFERENCE_PREFIX, resolve_policy
+from ..cache import resolve_policy
 from ..cache.tinylfu import MOVED_MAX, MOVED_SHARE
 from ..errors import BudgetError
 from ..hbm.full import FullSize
@@ -167,7 +167,7 @@ def _load(
     written, transactions, live = 0.0, 0.0, 0.0
     if misses and is_training:
         live = _live_in_victims(min(both / num_rows, _MOST_CACHED))
-        most = _BY_COUNT.get(resolve_policy(setup.policy).removeprefix(REFERENCE_PREFIX))
+        most = _BY_COUNT.get(resolve_policy(setup.policy))
         if most is not None:
             written = min(misses, unique)
             transactions = written / min(max(misses, min(ddr_rows / MOVED_SHARE, most)), transaction_rows)

@@ -19,7 +19,6 @@ from typing import Final
 
 from ..cache import FullCache, RowCache
 from ..io import ColdTier
-from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..system.signals import shielded
@@ -60,29 +59,6 @@ class Pool:
         self.rows: ResidentRows = InPlaceRows(cache, *parts) if isinstance(cache, FullCache) else EvictingRows(*parts)
         self.transfers = Transfers(self.arena, self.rows, self.leases, self.writeback)
         self.tier: Tier = self.transfers
-        self._said_lookahead = False
-
-    # Announcements
-
-    def can_announce(self, num_keys: int) -> bool:
-        with self.arena.lock:
-            return self.cache.can_announce(num_keys)
-
-    @shielded
-    def announce(self, keys: Int64s) -> int:
-        with self.arena.lock:
-            self.arena.require_open()
-            number = self.cache.announce(keys)
-            if not number and not self._said_lookahead and self.can_announce(len(keys)):
-                self._said_lookahead = True
-                _LOG.warning('lookahead= changes nothing under this policy; open the store with policy="lookahead"')
-            return number
-
-    @shielded
-    def retire(self, batch: int) -> None:
-        with self.arena.lock:
-            if not self.is_closed:
-                self.cache.retire(batch)
 
     def refuse(self) -> None:
         """Refuse further use, here and in the tier above; waiters wake up."""

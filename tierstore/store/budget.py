@@ -61,20 +61,19 @@ def divide(
         given: the budget as its owner wrote it, for the BudgetError that names what is enough.
         hbm_staging: bytes of the budget that the tier above needs; ids_bytes: those that dynamic ids take.
     """
-    can_be_full = not policy.startswith(cache.REFERENCE_PREFIX)
     least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
     if is_share_of_tables(given):  # of small tables it is less than a store needs, and means as little as it takes
         budget = max(budget, _enough(sum(least.values()), hbm_staging + ids_bytes))
     transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
     available = budget - hbm_staging - ids_bytes - STAGING_BYTES - transaction
     most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
-    full = {layout: _full_bytes(layout, count, num_tables) for layout, count in rows.items()} if can_be_full else most
+    full = {layout: _full_bytes(layout, count, num_tables) for layout, count in rows.items()}
     if available < sum(least.values()):
         raise _too_little(budget, sum(least.values()), hbm_staging, ids_bytes, given)
     shares = full if available >= sum(full.values()) else _shares(available, least, most)
     pools = {
         layout: PoolSize(count, _outbox_rows(count), is_full=True)
-        if can_be_full and shares[layout] >= full[layout]
+        if shares[layout] >= full[layout]
         else _pool_size(layout, count, shares[layout], policy)
         for layout, count in rows.items()
     }

@@ -61,10 +61,8 @@ def open_store(
         hbm: budget of device memory for the hottest rows and their index, written as ``ddr`` is ("50%" is of the
             device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
-        policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence, and fade
-            as fast as a sample says that it hits most) or "lookahead" (by next use, as announced to ``prefetch``);
-            "auto": now "tinylfu" in host memory, "lru" in device memory. Each has a slow, independent implementation,
-            as "reference-lru".
+        policy: which rows leave memory first: "lru", "lfu" or "tinylfu" (by counts that outlive residence, and fade
+            as fast as a sample says that it hits most); "auto": now "tinylfu" in host memory, "lru" in device memory.
         threads: for lookups and updates, which give the same results; default: the CPUs this process may use.
         dtype: with mode="r", what rows are kept in memory as, without optimizer state: "float16", "bfloat16", "int8" or
             "int4" (quantized row by row), where they are stored in more bits; "stored" for what they are stored as.

@@ -24,7 +24,8 @@ _FREE_KEYS: Final = frozenset(
     {
         *("data.path", "data.check_files", "data.test_rows", "data.test_path", "train.test_each_epoch"),
         *("ranks.plan", "ranks.timeout_seconds"),
-        *("train.epochs", "train.prefetch_depth", "train.lookahead", "train.commit_every"),
+        *("train.epochs", "train.prefetch_depth", "train.commit_every"),
+        "train.lookahead",  # of runs of 0.1
     }
 )
 """Keys that may differ when a run continues, besides [store]: they change no result, or (epochs) only its end."""

@@ -48,11 +48,7 @@ class StoreSection:
     )
     hbm: str | int = option(0, 'GPU memory for rows, above ddr: bytes, "2GiB", "50%" or "5% of tables"; 0: none')
     device: str = option("cpu", 'where the model computes: "cpu", or "cuda" ("cuda:1") with hbm; decides last bits')
-    policy: str = option(
-        "auto",
-        'which rows leave memory first: "auto", "lru", "lfu", "tinylfu", "lookahead" with train.lookahead, or '
-        '"reference-" and one of them',
-    )
+    policy: str = option("auto", 'which rows leave memory first: "auto", "lru", "lfu" or "tinylfu"')
     threads: int = option(0, "threads of the store; 0 chooses", low=0, high=_MAX_THREADS)
     keep: int = option(1, "commits to keep, for tierstore rollback; ranks: 2 or more", low=1, high=MAX_KEPT_VERSIONS)
     slack: float = option(DEFAULT_SLACK, "size of the row file, over that of its rows, from which it is cleaned")
@@ -215,7 +211,6 @@ class TrainSection:
     prefetch_depth: int | Literal["auto"] = option(
         "auto", 'batches whose rows are fetched ahead; "auto": 2 where that is faster', low=0, high=_MAX_THREADS
     )
-    lookahead: int = option(0, 'batches after those that store.policy "lookahead" knows', low=0, high=_MAX_COUNT)
     commit_every: int = option(1000, "steps between commits; 0: only at the end", low=0, high=_MAX_COUNT)
     test_each_epoch: bool = option(False, "evaluate after each epoch, not only after the last")
     torch_threads: int = option(1, "threads of torch, which decide last bits", low=1, high=_MAX_THREADS)

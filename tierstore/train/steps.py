@@ -70,13 +70,11 @@ def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return binary_cross_entropy_with_logits(logits, labels) if len(labels) else logits.sum()
 
 
-def feed(
-    run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"], lookahead: int = 0
-) -> Generator[Batch, None, None]:
-    """The batches, on the store's device but for their ids: up to ``depth`` prefetched, ``lookahead`` after those made
-    known. Closing it releases what was prefetched and not used."""
+def feed(run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"]) -> Generator[Batch, None, None]:
+    """The batches, on the store's device but for their ids: up to ``depth`` prefetched. Closing it releases what was
+    prefetched and not used."""
     device = run.local.device
-    ahead = prefetch(batches, run.embeddings, depth=depth, lookahead=lookahead, features=lambda batch: batch.sparse)
+    ahead = prefetch(batches, run.embeddings, depth=depth, features=lambda batch: batch.sparse)
     with contextlib.closing(ahead):
         for batch in ahead:
             yield dataclasses.replace(

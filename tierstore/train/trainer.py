@@ -222,7 +222,7 @@ class _Training:
             part=processes.rank,
             parts=processes.size,
         )
-        return feed(self.run, batches, depth=train.prefetch_depth, lookahead=train.lookahead)
+        return feed(self.run, batches, depth=train.prefetch_depth)
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:

@@ -60,14 +60,13 @@ def everything() -> list[Work]:
 
 
 def _train(table: TableConfig, folder: Path) -> None:
-    policy, lookahead = ("lookahead", 2) if table.pooling == "max" else ("auto", 0)
-    with open_store(folder, ddr=_BUDGET, threads=1, policy=policy) as store:
+    with open_store(folder, ddr=_BUDGET, threads=1) as store:
         store.create_table(table)
         store.create_table(replace(table, name="other", feature_names=("other",)))
         module = TieredEmbeddingBagCollection(store)
         for ids in (_IDS, _IDS.int()):
             one = KeyedJaggedTensor(["item", "other"], ids, offsets=torch.arange(5))
-            for batch in prefetch([one] * 2, module, depth=1, lookahead=lookahead, features=lambda given: given):
+            for batch in prefetch([one] * 2, module, depth=1, features=lambda given: given):
                 module(batch).values().sum().backward()
         bag = TieredEmbeddingBag(store["item"])
         if table.pooling == "sum":

@@ -1,7 +1,6 @@
-"""The slow and obviously right row cache, on mappings of Python's own: oracle in tests, off-switch in use.
+"""The slow and obviously right row cache, on mappings of Python's own: the oracle of the fast one.
 
-It shares nothing with the fast cache but the contract. Its rows take the same memory; its bookkeeping, Python objects
-of some hundred bytes a row, is not counted in ``size_bytes``.
+It shares nothing with the fast cache but the contract. ``size_bytes`` are those of its rows.
 """
 
 from collections import Counter
@@ -9,11 +8,21 @@ from typing import Final, Literal
 
 import numpy as np
 
-from ..kernels.arrays import Int32s, Int64s, Words
-from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, STAMP, Admission, AdmitStatus, CacheCounters, Listing, Pinned
-from .reference_policies import CLASSES, Lookahead
+from tests.cache.reference_policies import CLASSES
+from tierstore.cache.base import (
+    CONSUMED,
+    NUM_MISSING,
+    NUM_UNIQUE,
+    STAMP,
+    Admission,
+    AdmitStatus,
+    CacheCounters,
+    Listing,
+    Pinned,
+)
+from tierstore.kernels.arrays import Int32s, Int64s, Words
 
-ReferencePolicyName = Literal["reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"]
+PolicyName = Literal["lru", "lfu", "tinylfu"]
 
 
 def _aligned(capacity: int, words: int) -> Words:
@@ -30,13 +39,13 @@ class ReferenceCache:
         capacity: slots, at least 1.
         weight_words: 64-bit words of weights a row.
         state_words: 64-bit words of optimizer state a row.
-        policy: "reference-" and one of "lru", "lfu", "tinylfu", "lookahead".
+        policy: "lru", "lfu" or "tinylfu".
 
     Raises:
         ValueError: for any of them out of range.
     """
 
-    def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: ReferencePolicyName) -> None:
+    def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: PolicyName) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1")
         if weight_words < 0 or state_words < 0:
@@ -274,7 +283,7 @@ class ReferenceCache:
     def resident_slots(self) -> Int32s:
         return np.array([self._rows.slots[key] for key in self._rows.eviction_order()], np.int32)
 
-    def list_more(self, listing: Listing, limit: int) -> bool:  # noqa: ARG002 - all at once, in eviction order
+    def list_more(self, listing: Listing, limit: int) -> bool:
         slots = self.resident_slots()
         listing.add(self.keys_of(slots), np.zeros(len(slots), np.int32), np.arange(len(slots)))
         return False
@@ -286,16 +295,6 @@ class ReferenceCache:
             assert slot not in self._dirty | self._frozen, f"slot {slot} is dirty or frozen"
             self._drop(slot)
             self._counted.update(evictions=1)
-
-    def can_announce(self, num_keys: int) -> bool:
-        return self._rows.can_announce(num_keys) if isinstance(self._rows, Lookahead) else True
-
-    def announce(self, keys: Int64s) -> int:
-        return self._rows.announce(keys.tolist()) if isinstance(self._rows, Lookahead) else 0
-
-    def retire(self, batch: int) -> None:
-        if isinstance(self._rows, Lookahead):
-            self._rows.retire(batch)
 
     def check_integrity(self) -> None:
         rows, pins = self._rows, self._rows.pins
