@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tierstore.cache.base import RESIDENT
-from tierstore.hbm.books import WAYS, Plan, Status, mixed, sets_of
 from tierstore.hbm.cache import Grouping, HbmCache, group_keys
+from tierstore.hbm.cache_state import WAYS, Plan, Status, mixed, sets_of
 
 from ..common import Spread, Table
 from .ids import Zipf
@@ -54,8 +54,8 @@ def _fill(rig: Rig, cache: HbmCache, count: int) -> Tensor:
     slots = sets * WAYS + way
     chosen = (way < WAYS) & (slots < cache.capacity)
     slots, keys = slots[chosen], keys[order[chosen]]
-    books = cache._books
-    books.keys[slots], books.flags[slots] = keys, RESIDENT
+    cache_state = cache._cache_state
+    cache_state.keys[slots], cache_state.flags[slots] = keys, RESIDENT
     return keys[torch.randperm(len(keys), generator=rig.generator, device=rig.device)]
 
 
@@ -72,7 +72,7 @@ class _Admitting:
     def __init__(self, cache: HbmCache, batches: list[Tensor]) -> None:
         self._cache = cache
         self._batches = batches
-        self._saved = [own.clone() for own in cache._books]
+        self._saved = [own.clone() for own in cache._cache_state]
         self.grouping: Grouping | None = None
         self.plan: Plan | None = None
 
@@ -82,7 +82,7 @@ class _Admitting:
     def restore(self, number: int) -> None:
         """The cache as it was, and the batch grouped."""
         self.group(number)
-        for own, copy in zip(self._cache._books, self._saved, strict=True):
+        for own, copy in zip(self._cache._cache_state, self._saved, strict=True):
             own.copy_(copy)
 
     def admit(self, number: int) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
-from tierstore.hbm import build, lanes
-from tierstore.hbm.lanes import Lane, Mark
+from tierstore.hbm import build, streams
+from tierstore.hbm.streams import Mark, Streams
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 from tierstore.models import DLRM
 from tierstore.store.budget import hbm_bytes_of
@@ -30,7 +30,7 @@ __all__ = [
     "Batch",
     "Steps",
     "Trainer",
-    "WaitLane",
+    "WaitStreams",
     "draw_batches",
     "fill_host_memory",
     "hbm_bytes",
@@ -106,10 +106,10 @@ def draw_batches(rig: Rig, sizes: Sequence[int], exponent: float, batch: int, co
     return made
 
 
-class WaitLane(Lane):
-    """A lane that can tell for how long a model's stream stood still for rows that were not there yet."""
+class WaitStreams(Streams):
+    """Streams that can tell for how long a model's stream stood still for rows that were not there yet."""
 
-    def __init__(self, inner: Lane, rig: Rig) -> None:
+    def __init__(self, inner: Streams, rig: Rig) -> None:
         self.pin_memory = inner.pin_memory
         self.recording = False
         self._inner = inner
@@ -217,18 +217,18 @@ class Trainer(Steps):
 
     def __init__(self, rig: Rig, store: tierstore.Store, config: dict[str, Any], *, depth: int) -> None:
         self.store = store
-        self.lanes: list[WaitLane] = []
+        self._watched_streams: list[WaitStreams] = []
         self._depth = depth
         self.collection = tierstore.TieredEmbeddingBagCollection(store)
         super().__init__(rig, self.collection, len(store.tables), config)
-        with mock.patch.object(build, "open_lane", self._watched(lanes.open_lane)):
+        with mock.patch.object(build, "open_streams", self._watched(streams.open_streams)):
             # Pools are made when they are first asked for.
             assert store[table_name(0)].pool.tier.on_device, "the store has no rows in device memory"
 
-    def _watched(self, open_lane: Callable[[torch.device], Lane]) -> Callable[[torch.device], Lane]:
-        def opened(device: torch.device) -> Lane:
-            self.lanes.append(WaitLane(open_lane(device), self._rig))
-            return self.lanes[-1]
+    def _watched(self, open_streams: Callable[[torch.device], Streams]) -> Callable[[torch.device], Streams]:
+        def opened(device: torch.device) -> Streams:
+            self._watched_streams.append(WaitStreams(open_streams(device), self._rig))
+            return self._watched_streams[-1]
 
         return opened
 
@@ -237,12 +237,12 @@ class Trainer(Steps):
 
     def waited_share(self, batches: Sequence[Batch]) -> float:
         """Train on the batches; the share of the time for which the model's stream stood still for rows."""
-        for lane in self.lanes:
-            lane.recording = True
+        for each in self._watched_streams:
+            each.recording = True
         seconds = self.take_steps(batches)
-        for lane in self.lanes:
-            lane.recording = False
-        return sum(lane.waited_seconds() for lane in self.lanes) / seconds
+        for each in self._watched_streams:
+            each.recording = False
+        return sum(each.waited_seconds() for each in self._watched_streams) / seconds
 
     def digest(self, batches: Sequence[Batch]) -> str:
         """SHA-256 of the dense weights and of every row that the batches name."""

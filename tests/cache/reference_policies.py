@@ -126,7 +126,7 @@ class Sketch:
         self._counters = {place: level - amount for place, level in self._counters.items() if level > amount}
 
 
-class Aging:
+class HalfLife:
     """Small caches replay a sample of the accesses, each at its own rate; says the mean rate, weighted by hits."""
 
     def __init__(self, capacity: int) -> None:
@@ -173,7 +173,7 @@ class TinyLFU(Pinnable):
         self._sketch = Sketch(maxsize)
         self._base = self._clock = 0
         self._rate = rate or RATES[0]
-        self._aging = None if rate else Aging(maxsize)
+        self._half_life = None if rate else HalfLife(maxsize)
 
     def eviction_order(self) -> Iterator[int]:
         for part in self._parts:
@@ -230,8 +230,8 @@ class TinyLFU(Pinnable):
         self._base += risen
         if self._base + HIGHEST >= LEVELS:
             self._lower(self._base - LOWERED_BASE)
-        if self._aging:
-            self._rate = self._aging.observe(keys, self._rate)
+        if self._half_life:
+            self._rate = self._half_life.observe(keys, self._rate)
 
     def _lower(self, amount: int) -> None:
         self._base -= amount

@@ -12,7 +12,7 @@ from tests.conformance.row_cache import admitted, keys_from, order_of, visit
 from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for
 from tierstore.cache import admission as kernels
 from tierstore.cache.base import STAMP
-from tierstore.cache.books import Tally
+from tierstore.cache.cache_state import Tally
 from tierstore.kernels.jit import JIT_ENABLED
 
 PolicyName = Literal["lru", "lfu", "tinylfu"]
@@ -75,7 +75,7 @@ def test_stamps_start_over(policy: PolicyName) -> None:
     cache = DdrCache(4, weight_words=0, state_words=0, policy=policy)
     # Key 3 keeps stamp 1, which the admission after the last number has again.
     visit(cache, 3)
-    cache._books.tallies[Tally.STAMP] = 2**31 - 2
+    cache._cache_state.tallies[Tally.STAMP] = 2**31 - 2
     last = admitted(cache, 2, 1)
     assert last.progress[STAMP] == 2**31 - 1
     again = Admission(keys_from(1, 2, 3, 1))
@@ -105,9 +105,9 @@ def test_admission_passes_each_pinned_slot_once(policy: PolicyName) -> None:
 
 def test_a_round_of_aging_that_was_cut_short_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DdrCache(512, weight_words=1, state_words=0, policy="tinylfu")
-    waiting = cache._aging.waiting
+    waiting = cache._half_life.waiting
     behind = waiting.copy()
-    cache._aging = cache._aging._replace(waiting=behind[: len(waiting) // 2])
+    cache._half_life = cache._half_life._replace(waiting=behind[: len(waiting) // 2])
     kept, cuts = behind[len(waiting) // 2 :].copy(), 0
 
     def age(*_: object) -> None:

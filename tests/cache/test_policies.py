@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.data import criteo_keys
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access, oracle_order, order_of
 from tierstore.cache import DdrCache
-from tierstore.cache.books import Tally
+from tierstore.cache.cache_state import Tally
 from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.jit import JIT_ENABLED
 
@@ -107,8 +107,8 @@ def test_tinylfu_ages_and_lowers_its_levels_as_its_twin() -> None:
     rates, bases = set(), []
     for keys in np.split(turns if JIT_ENABLED else turns[: 20 * capacity], 20):
         assert cache.access(keys).tolist() == [oracle_access(oracle, key) for key in keys.tolist()]
-        rates.add(int(cache._books.tallies[Tally.RATE]))
-        bases.append(int(cache._books.tallies[Tally.BASE]))
+        rates.add(int(cache._cache_state.tallies[Tally.RATE]))
+        bases.append(int(cache._cache_state.tallies[Tally.BASE]))
         cache.check_integrity()
     assert len(rates) > 2
     assert not JIT_ENABLED or bases != sorted(bases)

@@ -1,4 +1,4 @@
-"""Training on a device, small enough to run many times; and lanes whose work comes late."""
+"""Training on a device, small enough to run many times; and streams whose work comes late."""
 
 import contextlib
 import random
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tierstore
 from tierstore import optim
-from tierstore.hbm.lanes import Lane, Mark, open_lane
+from tierstore.hbm.streams import Mark, Streams, open_streams
 from tierstore.pool.transfers import Transfers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -104,10 +104,10 @@ def assert_same(ended: Ended, expected: Ended, told: object = None) -> None:
     assert torch.equal(ended.rows, expected.rows), told
 
 
-class LateLane(Lane):
-    """A lane whose streams are idle for random times before and after every step; on the CPU, the thread is."""
+class LateStreams(Streams):
+    """Streams that are idle for random times before and after every step; on the CPU, the thread is."""
 
-    def __init__(self, inner: Lane, delays: "Delays", *, waits: bool = True) -> None:
+    def __init__(self, inner: Streams, delays: "Delays", *, waits: bool = True) -> None:
         self.pin_memory = inner.pin_memory
         self._inner = inner
         self._delays = delays
@@ -154,7 +154,7 @@ class Delays:
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays, *, waits: bool = True) -> None:
-    """Have the lanes of stores that are opened from now on be late, and every copy of rows to the device too."""
+    """Have the streams of stores that are opened from now on be late, and every copy of rows to the device too."""
     take = Transfers.take
 
     def late_take(self: Transfers, *given: Any) -> None:
@@ -163,5 +163,5 @@ def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays, *, waits: bool = 
 
     monkeypatch.setattr(Transfers, "take", late_take)
     monkeypatch.setattr(
-        "tierstore.hbm.build.open_lane", lambda device: LateLane(open_lane(device), delays, waits=waits)
+        "tierstore.hbm.build.open_streams", lambda device: LateStreams(open_streams(device), delays, waits=waits)
     )

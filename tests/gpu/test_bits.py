@@ -80,7 +80,7 @@ def test_whatever_comes_late(
 
 
 @pytest.mark.gpu
-def test_a_lane_that_does_not_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_do_not_wait_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What shows that the test above could fail."""
     batches = make_batches(2)
     expected = train(tmp_path / "plain", batches)

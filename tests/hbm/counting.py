@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierstore.hbm import cache_triton, cache_twin, rows_triton, rows_twin
-from tierstore.hbm.lanes import Lane
+from tierstore.hbm.streams import Streams
 
 TWINS: Final = (cache_twin, rows_twin)
 KERNELS_OF: Final = {"place_starts": 2, "update_rows": 3}
@@ -120,8 +120,8 @@ def counting(monkeypatch: pytest.MonkeyPatch, *copies: tuple[Any, str]) -> Itera
             patch.setattr(owner, name, count.counted(getattr(owner, name), name, 1))
         for name in ("cpu", "tolist"):
             patch.setattr(Tensor, name, count.counted(getattr(Tensor, name), name, 1, waits=True))
-        patch.setattr(Lane, "mark", lambda _: CountingMark(count))
-        patch.setattr(Lane, "follow", lambda _, mark: None)
+        patch.setattr(Streams, "mark", lambda _: CountingMark(count))
+        patch.setattr(Streams, "follow", lambda _, mark: None)
         with count:
             yield count
 

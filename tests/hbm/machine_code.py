@@ -142,19 +142,19 @@ def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     from tierstore.hbm import cache_triton
-    from tierstore.hbm.books import NUM_STATUSES, SUMMARY_ROWS, WAYS, Books, Plan
+    from tierstore.hbm.cache_state import NUM_STATUSES, SUMMARY_ROWS, WAYS, CacheState, Plan
 
     keys, slots = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
-    books = Books.empty(2 * WAYS, torch.device("cpu"))
+    cache_state = CacheState.empty(2 * WAYS, torch.device("cpu"))
     summary = torch.zeros((SUMMARY_ROWS, NUM_STATUSES), dtype=torch.int32)
     for name, lying, lfu in (("lru", None, False), ("lfu", slots, True)):
         plan = Plan(keys, slots, slots.to(torch.int8), summary)
-        yield f"plan {name}", partial(cache_triton.plan, books, keys, slots[:1], lying, summary)
-        yield f"commit {name}", partial(cache_triton.commit, books, plan, summary, 1, lfu, lfu)
-        yield f"list {name}", partial(cache_triton.list_keys, books, plan, keys, 64, torch.stack([keys, keys]))
+        yield f"plan {name}", partial(cache_triton.plan, cache_state, keys, slots[:1], lying, summary)
+        yield f"commit {name}", partial(cache_triton.commit, cache_state, plan, summary, 1, lfu, lfu)
+        yield f"list {name}", partial(cache_triton.list_keys, cache_state, plan, keys, 64, torch.stack([keys, keys]))
     yield "find", lambda: cache_triton.find_sorted(keys, keys, keys, 64)
-    yield "age", lambda: cache_triton.age(books.ranks)
-    yield "edit", partial(cache_triton.edit_flags, books.flags, slots, 64, unpin=True, keep=-1, add=0)
+    yield "age", lambda: cache_triton.age(cache_state.ranks)
+    yield "edit", partial(cache_triton.edit_flags, cache_state.flags, slots, 64, unpin=True, keep=-1, add=0)
     yield "mix", lambda: cache_triton.mix_keys(keys)
     yield "place starts of keys", lambda: cache_triton.place_starts(keys, keys, keys)
     yield "place starts of slots", lambda: cache_triton.place_starts(slots, keys, None)

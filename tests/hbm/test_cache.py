@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tierstore.cache.base import DIRTY, LOADING, RESIDENT
 from tierstore.hbm import cache_triton, cache_twin
-from tierstore.hbm.books import NUM_STATUSES, PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
 from tierstore.hbm.cache import PERIOD, HbmCache, PolicyName
+from tierstore.hbm.cache_state import NUM_STATUSES, PIN, SUMMARY_ROWS, WAYS, CacheState, Plan, Status, mixed, sets_of
 
 CAPACITY = 40
 """Two sets, the second one of 8 slots."""
@@ -109,10 +109,10 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
         statuses = model.plan(listed, own, taken)
         assert plan.statuses.tolist() == statuses + [Status.NO_KEY] * STALE
         assert plan.summary.sum(0).tolist() == [statuses.count(each) for each in range(NUM_STATUSES)]
-        before = [tensor.clone() for tensor in cache._books]
+        before = [tensor.clone() for tensor in cache._cache_state]
         cache.commit(plan)
         is_done = max(statuses) < Status.DIRTY_VICTIM
-        assert is_done or all(map(torch.equal, before, cache._books))
+        assert is_done or all(map(torch.equal, before, cache._cache_state))
         leaving = plan.slots[plan.statuses == Status.DIRTY_VICTIM]
         assert all(model.rows[key].is_dirty for key in cache.keys_at(leaving).tolist() if key in model.rows)
         if not is_done:
@@ -160,7 +160,7 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
 def test_every_tensor_is_counted() -> None:
     cache = HbmCache(70, weight_words=3, state_words=2, policy="lru", device=torch.device("cpu"), extra_rows=5)
     tensors = [each for each in vars(cache).values() if isinstance(each, torch.Tensor)]
-    storages = {each.data_ptr(): each for each in (own.untyped_storage() for own in (*tensors, *cache._books))}
+    storages = {each.data_ptr(): each for each in (own.untyped_storage() for own in (*tensors, *cache._cache_state))}
     assert cache.size_bytes == sum(each.nbytes() for each in storages.values())
 
 
@@ -168,29 +168,29 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def some_books(generator: torch.Generator, capacity: int, share_pinned: float) -> Books:
-    """Books after a while: most slots resident in their sets, some pinned, some dirty."""
-    books = Books.empty(capacity, torch.device("cpu"))
-    num_sets = len(books.flags) // WAYS
+def some_state(generator: torch.Generator, capacity: int, share_pinned: float) -> CacheState:
+    """CacheState after a while: most slots resident in their sets, some pinned, some dirty."""
+    cache_state = CacheState.empty(capacity, torch.device("cpu"))
+    num_sets = len(cache_state.flags) // WAYS
     keys = torch.randperm(4 * capacity, generator=generator)
     for key, own in zip(keys.tolist(), sets_of(mixed(keys), num_sets).tolist(), strict=True):
-        free = torch.nonzero(books.flags[own * WAYS : (own + 1) * WAYS] == 0)
+        free = torch.nonzero(cache_state.flags[own * WAYS : (own + 1) * WAYS] == 0)
         if len(free) > 1:
             slot = own * WAYS + int(free[0])
-            books.keys[slot] = key
-            books.flags[slot] = RESIDENT
-    resident = books.flags == RESIDENT
+            cache_state.keys[slot] = key
+            cache_state.flags[slot] = RESIDENT
+    resident = cache_state.flags == RESIDENT
     draw = torch.rand(len(resident), generator=generator)
-    books.flags[resident & (draw < 0.3)] |= DIRTY
+    cache_state.flags[resident & (draw < 0.3)] |= DIRTY
     draw = torch.rand(len(resident), generator=generator)
-    books.flags[resident & (draw < share_pinned)] += 2 * PIN
+    cache_state.flags[resident & (draw < share_pinned)] += 2 * PIN
     counts = torch.randint(1, 4, (len(resident),), generator=generator)
-    books.ranks.copy_((counts << 40) | torch.randperm(len(resident), generator=generator))
-    return Books(*(tensor.to(DEVICE) for tensor in books))
+    cache_state.ranks.copy_((counts << 40) | torch.randperm(len(resident), generator=generator))
+    return CacheState(*(tensor.to(DEVICE) for tensor in cache_state))
 
 
-def copied(books: Books) -> Books:
-    return Books(*(tensor.clone() for tensor in books))
+def copied(cache_state: CacheState) -> CacheState:
+    return CacheState(*(tensor.clone() for tensor in cache_state))
 
 
 def summary() -> Tensor:
@@ -204,7 +204,7 @@ def number(value: int) -> Tensor:
 @pytest.mark.parametrize(("capacity", "share_pinned", "lfu"), [(32, 0.95, True), (70, 0.1, True), (70, 0.95, False)])
 def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) -> None:
     generator = torch.Generator().manual_seed(capacity)
-    books = some_books(generator, capacity, share_pinned)
+    cache_state = some_state(generator, capacity, share_pinned)
     keys = torch.randperm(4 * capacity, generator=generator)[: 2 * capacity]
     keys = torch.cat([keys, torch.tensor([-1, 2**63 - 1, -(2**63)])]).to(DEVICE)
     keys = keys[mixed(keys).argsort()]
@@ -215,14 +215,14 @@ def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) 
             plans = []
             for kernels in (cache_twin, cache_triton):
                 own = summary()
-                slots, statuses = kernels.plan(books, keys, num_unique, lying, own)
+                slots, statuses = kernels.plan(cache_state, keys, num_unique, lying, own)
                 plans.append(Plan(keys, slots, statuses, own))
             expected, planned = plans
             assert torch.equal(planned.statuses, expected.statuses)
             assert torch.equal(planned.slots, expected.slots)
             assert torch.equal(planned.summary.sum(0), expected.summary.sum(0))
             assert int(planned.summary.sum()) == int(num_unique)
-            check_commits(books, plans, lfu)
+            check_commits(cache_state, plans, lfu)
             seen = set(expected.statuses.tolist())
             assert {Status.HIT, Status.DIRTY_VICTIM} <= seen
             assert (Status.NO_KEY in seen) == (int(num_unique) < len(keys))
@@ -230,7 +230,7 @@ def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) 
             assert (Status.TAKEN in seen) == (lying is not None)
 
 
-def check_commits(books: Books, plans: list[Plan], lfu: bool) -> None:
+def check_commits(cache_state: CacheState, plans: list[Plan], lfu: bool) -> None:
     """With a summary that hinders, unless forced, and with one that does not."""
     for forced, blocked in ((True, True), (False, True), (False, False)):
         ended = []
@@ -238,11 +238,11 @@ def check_commits(books: Books, plans: list[Plan], lfu: bool) -> None:
             given = plan if blocked else plan._replace(summary=summary())
             if blocked:
                 given.summary[-1, Status.CONFLICT] = 1
-            changed, following = copied(books), summary() + 1
+            changed, following = copied(cache_state), summary() + 1
             kernels.commit(changed, given, following, 2**33 + 5, lfu, forced)
             assert not following.any()
             ended.append(changed)
-        for one, other, before in zip(*ended, books, strict=True):
+        for one, other, before in zip(*ended, cache_state, strict=True):
             assert torch.equal(one, other)
             goes = (forced or not blocked) and bool((plans[0].slots >= 0).any())
             assert torch.equal(one, before) != goes

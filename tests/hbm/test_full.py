@@ -17,8 +17,8 @@ from tierstore import optim
 from tierstore.errors import ClosedError
 from tierstore.hbm.base import DeviceRows, rows_of
 from tierstore.hbm.full import FullRows
-from tierstore.hbm.lanes import CudaLane, Lane
 from tierstore.hbm.staging import Sender, Staging
+from tierstore.hbm.streams import CudaStreams, Streams
 from tierstore.store import arguments
 
 LAST = ROWS - 1
@@ -96,17 +96,17 @@ def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
     """A device that is late: copies happen when somebody waits for their mark."""
     waited: list[int] = []
 
-    class Late(Lane):
+    class Late(Streams):
         def __init__(self) -> None:
             self.number = 0
 
         def mark(self) -> Any:
             self.number += 1
-            number, lane = self.number, self
+            number, streams = self.number, self
 
             class Mark:
                 def query(self) -> bool:
-                    return number <= lane.number - 3
+                    return number <= streams.number - 3
 
                 def synchronize(self) -> None:
                     waited.append(number)
@@ -175,9 +175,9 @@ def test_a_lookup_under_capture_is_refused(
         if on_device:
             there.begin()
         before = bag(ALL[:3, None])
-        monkeypatch.setattr(CudaLane, "__init__", lambda _: None)
+        monkeypatch.setattr(CudaStreams, "__init__", lambda _: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        monkeypatch.setattr(rows_of(store["t"].pool).lane, "refuse_capture", CudaLane().refuse_capture)
+        monkeypatch.setattr(rows_of(store["t"].pool).streams, "refuse_capture", CudaStreams().refuse_capture)
         with pytest.raises(RuntimeError, match="cannot capture a lookup of tables: capture the part"):
             bag(ALL[:3, None])
         monkeypatch.undo()

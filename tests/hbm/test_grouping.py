@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tierstore.hbm import backend, cache, cache_triton, cache_twin
 from tierstore.hbm.batch import Groups
-from tierstore.hbm.books import mixed, sets_of
+from tierstore.hbm.cache_state import mixed, sets_of
 from tierstore.layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)

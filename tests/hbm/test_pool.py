@@ -19,9 +19,9 @@ from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError
 from tierstore.hbm import pool as hbm_pool
 from tierstore.hbm.cache import HbmCache
-from tierstore.hbm.lanes import Lane
 from tierstore.hbm.pool import HbmLease, HbmPool, HbmSize
 from tierstore.hbm.staging import Sender
+from tierstore.hbm.streams import Streams
 from tierstore.io import MemoryColdTier
 from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool
@@ -74,7 +74,7 @@ def below(cold: TroubledTier) -> Below:
 
 def make(below: Any, policy: Any = "lru") -> HbmPool:
     size = HbmSize(cached_rows=CACHED, overflow_rows=OVERFLOW, staging_rows=STAGED)
-    return HbmPool(below, size, Sender(Lane(), torch.device("cpu")), policy)
+    return HbmPool(below, size, Sender(Streams(), torch.device("cpu")), policy)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ class Trouble:
 
 @pytest.mark.parametrize("name", ["plan", "commit", "release"])
 @pytest.mark.parametrize("action", ["read", "write", "flush", "forget"])
-def test_ctrl_c_waits_until_the_books_are_whole(
+def test_ctrl_c_waits_until_the_state_is_whole(
     hot: HbmPool, monkeypatch: pytest.MonkeyPatch, name: str, action: str
 ) -> None:
     write(hot, range(ROOM), 2.0)

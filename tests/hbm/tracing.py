@@ -1,4 +1,4 @@
-"""A lane that computes at once, as on the CPU, and checks what a device would be free to do.
+"""Streams that compute at once, as on the CPU, and check what a device would be free to do.
 
 Every stream has a vector clock; a mark carries its stream's, and whoever follows or has waited for the mark is behind
 it. Work on the same slot, one of the two writing, must be so ordered whatever the streams' speeds. Whether a mark has
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tierstore.hbm import build, rows_twin
 from tierstore.hbm.batch import Groups
-from tierstore.hbm.lanes import Lane
 from tierstore.hbm.staging import Staging
+from tierstore.hbm.streams import Streams
 
 
 class Access(NamedTuple):
@@ -98,7 +98,7 @@ class TracingMark:
             self._trace.clock(self._trace.thread).update(self.clock - self._trace.clock(self._trace.thread))
 
 
-class TracingLane(Lane):
+class TracingStreams(Streams):
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
@@ -116,9 +116,9 @@ class TracingLane(Lane):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seed: int) -> Trace:
-    """Have stores opened from here on use a tracing lane, and rows be watched."""
+    """Have stores opened from here on use tracing streams, and rows be watched."""
     trace = Trace(seed)
-    monkeypatch.setattr(build, "open_lane", lambda _: TracingLane(trace))
+    monkeypatch.setattr(build, "open_streams", lambda _: TracingStreams(trace))
 
     def watch(owner: Any, name: str, slots_of: Callable[..., Tensor], *, writes: bool) -> None:
         real = getattr(owner, name)

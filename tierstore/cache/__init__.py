@@ -23,9 +23,9 @@ from .base import Admission, AdmitStatus, CacheCounters, Listing, Pinned, RowCac
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import overhead_bytes_of as _overhead_bytes_of
 from .full import TABLE_BYTES, FullCache, full_size_bytes
-from .host import CAPACITY_MAX as _CAPACITY_MAX
-from .host import NUMBER_MAX as _NUMBER_MAX
-from .host import arena_bytes as _arena_bytes
+from .host_cache import CAPACITY_MAX as _CAPACITY_MAX
+from .host_cache import NUMBER_MAX as _NUMBER_MAX
+from .host_cache import arena_bytes as _arena_bytes
 
 __all__ = [
     "AUTO",

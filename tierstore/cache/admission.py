@@ -12,10 +12,10 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from .aging import NUM_SPEEDS, Aging, choose_rate, sample_key, score_hits
 from .base import CONSUMED, LOADING, NUM_MISSING, NUM_UNIQUE, RESIDENT, UNCLEAN, AdmitStatus
-from .books import CacheState, Tally
-from .host import NOTHING_WRONG, restart
+from .cache_state import CacheState, Tally
+from .half_life import NUM_SPEEDS, HalfLife, choose_rate, sample_key, score_hits
+from .host_cache import NOTHING_WRONG, restart
 from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch
 from .policies import policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
 
@@ -181,12 +181,12 @@ def _replay(state: CacheState, keys: Int64s) -> Any:
 
 
 @kernel
-def age(state: CacheState, aging: Aging) -> None:
+def age(state: CacheState, half_life: HalfLife) -> None:
     """TinyLFU: replay a complete round in the small caches; change the rate."""
-    aging.waiting[0] = 0
+    half_life.waiting[0] = 0
     for speed in range(NUM_SPEEDS):
-        score_hits(aging, speed, _replay(aging.small[speed], aging.waiting[1:]))
-    state.tallies[Tally.RATE] = choose_rate(aging.scores)
+        score_hits(half_life, speed, _replay(half_life.small[speed], half_life.waiting[1:]))
+    state.tallies[Tally.RATE] = choose_rate(half_life.scores)
 
 
 @kernel
@@ -211,7 +211,7 @@ def _release(state: CacheState, pinned: Int32s) -> None:
 @kernel
 def replay_batches(
     state: CacheState,
-    aging: Aging,
+    half_life: HalfLife,
     keys: Int64s,
     starts: Int64s,
     limits: Int64s,
@@ -251,8 +251,8 @@ def replay_batches(
                 oldest = batch
         if state.sketch.size:
             for i in range(starts[batch], stop):
-                if sample_key(aging.waiting, state.slots.size - 1, keys[i]):
-                    age(state, aging)
+                if sample_key(half_life.waiting, state.slots.size - 1, keys[i]):
+                    age(state, half_life)
     _release(state, pinned)
 
 

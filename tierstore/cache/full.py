@@ -30,8 +30,8 @@ from .base import (
     Listing,
     Pinned,
 )
-from .books import NUM_TALLIES, Tally
-from .host import (
+from .cache_state import NUM_TALLIES, Tally
+from .host_cache import (
     EIGHT,
     NOTHING_WRONG,
     NUMBER_MAX,

@@ -7,7 +7,7 @@ import numpy as np
 from ..kernels.arrays import Int32s, Int64s
 from .admission import find_keys
 from .base import DIRTY, FROZEN, LOADING, RESIDENT
-from .books import LEVELS, CacheState, Tally
+from .cache_state import LEVELS, CacheState, Tally
 from .tinylfu import IN_WINDOW
 
 Faults = dict[str, Any]  # by name, what should be False or empty

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import uncounted_inline as inline
-from .books import LEVELS, CacheState, Tally, link_after, unlink
+from .cache_state import LEVELS, CacheState, Tally, link_after, unlink
 from .tinylfu import IN_WINDOW, tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
 
 

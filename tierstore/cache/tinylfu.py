@@ -3,7 +3,7 @@
 A row's *level* is the logarithm of its accesses, each worth half as much as one a half-life later: ``HALVING`` levels
 are a factor of two. All counts fade alike, so a level stays as it is until the row's next access; what moves is
 ``Tally.BASE``, the level of a row that is accessed once now. Each access advances a clock by ``Tally.RATE``. At the
-slowest rate the order is LFU with a long memory, at the fastest nearly LRU; aging.py chooses between.
+slowest rate the order is LFU with a long memory, at the fastest nearly LRU; half_life.py chooses between.
 
 A missed row is always admitted. It enters the *window*, the end of the list, in order of use. A row that leaves the
 window enters the *main* part ``_NEWCOMER`` below its level, and before the rows there, until it is accessed again. So a
@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..kernels.jit import uncounted_inline as inline
-from .books import LEVELS, CacheState, Tally, link_after, unlink
+from .cache_state import LEVELS, CacheState, Tally, link_after, unlink
 from .sketch import sketch_level, sketch_lower, sketch_raise
 
 IN_WINDOW: Final = LEVELS  # bit of a slot record's ``rank``; the bits below are the row's level, or its place in main

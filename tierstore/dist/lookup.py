@@ -402,7 +402,7 @@ class DeviceRowsLookup(RowsLookup):
     def _on_device(self) -> Iterator[tuple[DeviceRows, DeviceBatch, Tensor]]:
         """Also the place of each position's row, int32 [N]; all are kept until the work given within is done."""
         rows, batch = self._sent_batch
-        rows.lane.follow(batch.ready)
+        rows.streams.follow(batch.ready)
         slots = batch.rows.to(torch.int32)
         try:
             yield rows, batch, slots

@@ -30,9 +30,9 @@ from ..pool.transfers import Tier
 from ..system.signals import shielded
 from . import backend
 from .batch import Bags, DeviceIds, Groups
-from .checks import Check, Checks
-from .lanes import Mark
 from .staging import Field, Sender
+from .streams import Mark
+from .wrong_ids import Check, Checks
 
 POSITIONS_MAX: Final = 2**30
 """Of a batch: kernels number them by int32, and add two such numbers."""
@@ -125,7 +125,7 @@ class DeviceRows(Tier, ABC):
     Attributes:
         weights: of the table's dtype, [slots, >= dim]; state: float32 [slots, >= state_dim]. The arenas.
         dirty: uint8 [slots], which ``update_rows`` marks; None where leases do.
-        lane: the device's streams.
+        streams: the device's streams.
         kernels: ``rows_triton`` or ``rows_twin``.
         checks: of batches whose ids the device joined.
         lock: serialises threads that bring rows in or write them down; taken before the locks of the pool below.
@@ -143,13 +143,13 @@ class DeviceRows(Tier, ABC):
 
     def __init__(self, below: Pool, sender: Sender) -> None:
         self.layout = below.layout
-        self.lane = sender.lane
+        self.streams = sender.streams
         self.device = sender.device
         self.kernels = backend.row_kernels(self.device)
         self.counters = CacheCounters(0, 0, 0, 0)
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
-        self.checks = Checks(self.lane, self.device)
+        self.checks = Checks(self.streams, self.device)
         self.lock = threading.RLock()
         self._features: dict[bytes, _SentFeatures] = {}
         self._below = below.transfers
@@ -187,12 +187,12 @@ class DeviceRows(Tier, ABC):
             for scale in arrays[4:]:
                 scale[:] = given.scale
 
-        made = None if known is None else self.lane.mark()
+        made = None if known is None else self.streams.mark()
         (starts, sent_columns, table_of, own_rows, *scale), _ = self._sender.send(fields, fill)
-        with self.lane.side():
+        with self.streams.side():
             bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
             self.kernels.number_bags(starts, bag_of)
-            ready = self.lane.mark()
+            ready = self.streams.mark()
         bags = Bags(
             starts, bag_of, sent_columns, table_of, given.batch, scale[0] if scale else None,
             math.gcd(_WIDE, *columns.tolist()),
@@ -206,9 +206,9 @@ class DeviceRows(Tier, ABC):
         ``explain``: the error for a ``Check.record`` that is not all 0."""
         self.require_open()
         num_features, count = len(features.columns), len(given.ids)
-        made = self.lane.mark()
-        with self.lane.side():
-            self.lane.follow(made)
+        made = self.streams.mark()
+        with self.streams.side():
+            self.streams.follow(made)
             sent = self._sent(features)
             starts = torch.empty(num_features * batch + 1, dtype=torch.int32, device=self.device)
             bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
@@ -218,7 +218,7 @@ class DeviceRows(Tier, ABC):
             bags = Bags(starts, bag_of, sent.columns, sent.table_of, batch, scale, step)
             words = self.checks.words(num_features)
             self.kernels.join_ids(given, sent.firsts, sent.num_rows, bags, rows, *words)
-            ready = self.lane.mark()
+            ready = self.streams.mark()
             self.retain(given, words, sent)
         return DeviceBatch(bags, rows, ready, ready, Check(*words, ready, explain))
 
@@ -240,7 +240,7 @@ class DeviceRows(Tier, ABC):
     def begin(self) -> None:
         """To be called before a lookup gives the device more work. ValueError for an earlier batch's wrong id, as far
         as that is known; RuntimeError under capture into a CUDA graph."""
-        self.lane.refuse_capture()
+        self.streams.refuse_capture()
         self.checks.look()
 
     def note(self, batch: DeviceBatch) -> None:
@@ -287,7 +287,7 @@ class DeviceRows(Tier, ABC):
         """The batch's positions by row, for the calling thread's current stream."""
         groups: Groups = self._grouped(batch).groups
         assert batch.grouped is not None
-        self.lane.follow(batch.grouped)
+        self.streams.follow(batch.grouped)
         return groups
 
     @abstractmethod
@@ -307,7 +307,7 @@ class DeviceRows(Tier, ABC):
         with self._retain_lock:
             while self._retained and self._retained[0][0].query():
                 self._retained.popleft()
-            self._retained.append((self.lane.mark(), objects))
+            self._retained.append((self.streams.mark(), objects))
 
     def rules(self, tables: tuple[Any, ...], hyper: list[Hyper]) -> Rules:
         """Rules on the device, sent again only when they changed, for the calling thread's current stream. The caller
@@ -321,7 +321,7 @@ class DeviceRows(Tier, ABC):
             if len(self._rules) >= _KEPT:
                 self._rules.clear()
             self._rules[tables] = known
-        self.lane.follow(known.ready)
+        self.streams.follow(known.ready)
         return known.rules
 
     def merged(
@@ -356,7 +356,7 @@ class DeviceRows(Tier, ABC):
     @shielded
     def put_first_values(self, keys: Int64s, ids: Int64s) -> None:
         """Overwrite rows below, and those of them that are here."""
-        with self.lock, self.lane.side():
+        with self.lock, self.streams.side():
             self._below.put_first_values(keys, ids)
             if len(keys):
                 self._renew(keys)
@@ -407,9 +407,9 @@ class DeviceRows(Tier, ABC):
         """Refuse further use, wait until no work that was given to the device uses the rows, and free their memory,
         even if objects still refer to them (as a lookup does that waits for backward)."""
         self.refuse()
-        with self.lock, self.lane.side():
+        with self.lock, self.streams.side():
             self._follow_users()
-            self.lane.mark().synchronize()
+            self.streams.mark().synchronize()
             for arena in (self.weights, self.state):
                 arena.untyped_storage().resize_(0)
 

@@ -15,9 +15,9 @@ from ..system.sizes import format_size
 from .base import rows_of
 from .cache import PolicyName
 from .full import FullRows, FullSize
-from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 from .staging import Sender
+from .streams import open_streams
 
 DeviceSize = FullSize | HbmSize
 """How much device memory a pool has, and for what."""
@@ -29,7 +29,7 @@ def add_hbm(
 ) -> None:  # fmt: skip
     """Give each pool its part of device memory, for some ``Table``s. BudgetError, which names ``given``, the budget as
     its owner wrote it: the device has less memory free."""
-    sender = Sender(open_lane(device), device)
+    sender = Sender(open_streams(device), device)
     own: PolicyName = "lfu" if policy.endswith("lfu") else "lru"
     try:
         for pool in pools:

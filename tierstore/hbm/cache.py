@@ -19,7 +19,7 @@ from torch import Tensor
 from ..cache.base import DIRTY, LOADING, RESIDENT
 from . import backend, cache_twin
 from .batch import Groups
-from .books import NO_SUCH_SLOT, NUM_STATUSES, PIN, SUMMARY_ROWS, WAYS, Books, Plan, mixed, sets_of
+from .cache_state import NO_SUCH_SLOT, NUM_STATUSES, PIN, SUMMARY_ROWS, WAYS, CacheState, Plan, mixed, sets_of
 
 PolicyName = Literal["lru", "lfu"]
 
@@ -57,7 +57,7 @@ class HbmCache:
         self.weights = torch.empty((rows, weight_words), dtype=torch.int64, device=device)
         self.state = torch.empty((rows, state_words), dtype=torch.int64, device=device)
         self._is_lfu = policy == "lfu"
-        self._books = Books.empty(capacity, device)
+        self._cache_state = CacheState.empty(capacity, device)
         self.kernels = backend.cache_kernels(device)
         self._clock = 0
         # The summaries of one plan and the next, which the commit in between sets to 0.
@@ -67,11 +67,11 @@ class HbmCache:
 
     @property
     def num_sets(self) -> int:
-        return len(self._books.flags) // WAYS
+        return len(self._cache_state.flags) // WAYS
 
     def locate(self, keys: Tensor) -> Tensor:
         """int32 [n]: each key's slot, or -1. Changes nothing; for checks, and slow."""
-        return cache_twin.find(self._books, keys)
+        return cache_twin.find(self._cache_state, keys)
 
     def plan(self, keys: Tensor, num_unique: Tensor, *, lying: Tensor | None = None) -> Plan:
         """Plan which slots a batch's rows take, and their victims. Changes nothing.
@@ -86,7 +86,7 @@ class HbmCache:
             self._summaries.zero_()
         self._is_ready = False
         self._summary, self._following = self._following, self._summary
-        slots, statuses = self.kernels.plan(self._books, keys, num_unique, lying, self._summary)
+        slots, statuses = self.kernels.plan(self._cache_state, keys, num_unique, lying, self._summary)
         return Plan(keys, slots, statuses, self._summary)
 
     def commit(self, plan: Plan, *, forced: bool = False) -> None:
@@ -94,7 +94,7 @@ class HbmCache:
         Unless ``forced`` (dirty victims are clean by now, and keys without a slot are taken care of), nothing is
         done where the plan has a dirty victim or a conflict miss."""
         clock, self._clock = self._clock, self._clock + len(plan.keys)
-        self.kernels.commit(self._books, plan, self._following, clock, self._is_lfu, forced)
+        self.kernels.commit(self._cache_state, plan, self._following, clock, self._is_lfu, forced)
         self._is_ready = True
         period = PERIOD * self.capacity
         if self._is_lfu and clock // period < self._clock // period:
@@ -104,7 +104,7 @@ class HbmCache:
         """Slots, int32 [n] on the device, of some places (int64 [n]) of a plan. ``listed``, int64 [2, n], page-locked,
         gets their keys for the host, which then waits; and those of the rows that have their slots now, or, of a slot
         that is none of the cache's, its number."""
-        slots: Tensor = self.kernels.list_keys(self._books, plan, places, self.capacity, listed)
+        slots: Tensor = self.kernels.list_keys(self._cache_state, plan, places, self.capacity, listed)
         return slots
 
     # Slots: int32 [n], distinct but for those below 0 and from the capacity on, which stay as they are
@@ -120,7 +120,7 @@ class HbmCache:
     def repin(self, leased: Sequence[Tensor]) -> None:
         """Have the slots of these leases pinned, each as often as it is in one, and no others; and forget what is
         loading. For slots as for ``release``."""
-        flags = self._books.flags[: self.capacity]
+        flags = self._cache_state.flags[: self.capacity]
         flags &= PIN - 1
         flags[flags & LOADING != 0] = 0
         for slots in leased:
@@ -132,42 +132,42 @@ class HbmCache:
         self._edit(slots, keep=~DIRTY)
 
     def _edit(self, slots: Tensor, *, unpin: bool = False, keep: int = -1, add: int = 0) -> None:
-        self.kernels.edit_flags(self._books.flags, slots, self.capacity, unpin=unpin, keep=keep, add=add)
+        self.kernels.edit_flags(self._cache_state.flags, slots, self.capacity, unpin=unpin, keep=keep, add=add)
 
     def age(self) -> None:
         """Halve the counts of all rows (policy "lfu")."""
-        self.kernels.age(self._books.ranks)
+        self.kernels.age(self._cache_state.ranks)
 
     def keys_at(self, slots: Tensor) -> Tensor:
-        return self._books.keys[slots]
+        return self._cache_state.keys[slots]
 
     def slots_with(self, flags: int) -> Tensor:
         """int32 [n], ascending: resident slots that have any of these flags. Waits for the device."""
-        found: Tensor = torch.nonzero(self._books.flags & flags).flatten().to(torch.int32)
+        found: Tensor = torch.nonzero(self._cache_state.flags & flags).flatten().to(torch.int32)
         return found
 
     def clear(self) -> None:
         """Forget every row that is neither pinned nor newer than the tier below."""
-        flags = self._books.flags
+        flags = self._cache_state.flags
         flags[(flags < PIN) & (flags & DIRTY == 0)] = 0
 
     @property
     def num_pinned(self) -> int:
-        return int((self._books.flags[: self.capacity] >= PIN).sum())
+        return int((self._cache_state.flags[: self.capacity] >= PIN).sum())
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.weights, self.state, self._summaries, *self._books))
+        return sum(tensor.nbytes for tensor in (self.weights, self.state, self._summaries, *self._cache_state))
 
     def check_integrity(self) -> None:
         """AssertionError, with every term, unless the conservation laws hold: each resident key lies in its own set,
         and once; a slot that is not resident has no flag and no pin; a loading slot is pinned and clean; ranks are of
         accesses that happened, and distinct. Waits for the device."""
-        flags = self._books.flags.cpu()
+        flags = self._cache_state.flags.cpu()
         flags, beyond = flags[: self.capacity], flags[self.capacity :]
         resident = flags & RESIDENT != 0
         slots = torch.nonzero(resident).flatten()
-        keys, ranks = self._books.keys.cpu()[slots], self._books.ranks.cpu()[slots]
+        keys, ranks = self._cache_state.keys.cpu()[slots], self._cache_state.ranks.cpu()[slots]
         loading = flags[flags & LOADING != 0]
         faults = {
             "outside their set": sets_of(mixed(keys), self.num_sets) != slots // WAYS,
@@ -197,7 +197,7 @@ class Grouping(NamedTuple):
 
 
 def group_keys(keys: Tensor) -> Grouping:
-    """Group int64 [N] by key, N > 0. Keys are sorted by ``books.mixed``, so keys of a set are neighbours."""
+    """Group int64 [N] by key, N > 0. Keys are sorted by ``cache_state.mixed``, so keys of a set are neighbours."""
     kernels = backend.cache_kernels(keys.device)
     ordered, order = torch.sort(kernels.mix_keys(keys), stable=True)
     distinct, starts, num_unique, inverse = kernels.place_starts(ordered, order, keys)

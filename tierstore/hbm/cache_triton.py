@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..cache.base import DIRTY, LOADING, RESIDENT
 from .backend import launch
-from .books import NUM_STATUSES, PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, Books, Plan, Status
+from .cache_state import NUM_STATUSES, PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, CacheState, Plan, Status
 from .cache_twin import MAX_COUNT, STAMP_MASK
 
 _WAYS: Final = tl.constexpr(WAYS)
@@ -45,7 +45,7 @@ _BLOCK: Final = 256
 
 @triton.jit
 def mix(key):
-    """uint64: the keys (int64) mixed; see ``books.mixed``."""
+    """uint64: the keys (int64) mixed; see ``cache_state.mixed``."""
     value = key.to(tl.uint64, bitcast=True)
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     return (value ^ (value >> 27)) * 0x94D049BB133111EB
@@ -53,7 +53,7 @@ def mix(key):
 
 @triton.jit
 def set_of(key, num_sets):
-    """int64: see ``books.sets_of``."""
+    """int64: see ``cache_state.sets_of``."""
     return (((mix(key) >> 32) * num_sets.to(tl.uint64)) >> 32).to(tl.int64)
 
 
@@ -184,29 +184,29 @@ def edit_tile(flags, slots, count, capacity, unpin, keep, add, BLOCK: tl.constex
 
 
 def plan(
-    books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, summary: Tensor
+    cache_state: CacheState, keys: Tensor, num_unique: Tensor, lying: Tensor | None, summary: Tensor
 ) -> tuple[Tensor, Tensor]:
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
     launch(
-        plan_sets, (len(keys),), *books, keys, num_unique, slots if lying is None else lying, slots, statuses, summary,
-        len(books.flags) // WAYS, HAS_LYING=lying is not None, num_warps=1,
+        plan_sets, (len(keys),), *cache_state, keys, num_unique, slots if lying is None else lying, slots, statuses,
+        summary, len(cache_state.flags) // WAYS, HAS_LYING=lying is not None, num_warps=1,
     )  # fmt: skip
     return slots, statuses
 
 
-def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
+def commit(cache_state: CacheState, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
     high, low = divmod(clock, 1 << _CLOCK_BITS.value)
     launch(
-        commit_slots, (triton.cdiv(len(plan.keys), _BLOCK),), *books, plan.keys, plan.slots, plan.statuses,
+        commit_slots, (triton.cdiv(len(plan.keys), _BLOCK),), *cache_state, plan.keys, plan.slots, plan.statuses,
         plan.summary, following, len(plan.keys), high, low, int(forced), LFU=lfu, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
-def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, listed: Tensor) -> Tensor:
+def list_keys(cache_state: CacheState, plan: Plan, places: Tensor, capacity: int, listed: Tensor) -> Tensor:
     slots = torch.empty(len(places), dtype=torch.int32, device=places.device)
     launch(
-        list_tile, (triton.cdiv(len(places), _BLOCK),), books.keys, plan.keys, plan.slots, places, *listed, slots,
+        list_tile, (triton.cdiv(len(places), _BLOCK),), cache_state.keys, plan.keys, plan.slots, places, *listed, slots,
         len(places), capacity, BLOCK=_BLOCK,
     )  # fmt: skip
     return slots

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cache.base import DIRTY, LOADING, RESIDENT
-from .books import NUM_STATUSES, PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
+from .cache_state import NUM_STATUSES, PIN, STAMP_BITS, WAYS, CacheState, Plan, Status, mixed, sets_of
 
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1
 MAX_COUNT: Final = (1 << 22) - 1
@@ -14,16 +14,16 @@ MAX_COUNT: Final = (1 << 22) - 1
 _NEVER: Final = torch.iinfo(torch.int64).max
 
 
-def find(books: Books, keys: Tensor) -> Tensor:
+def find(cache_state: CacheState, keys: Tensor) -> Tensor:
     """int32 [n]: the slot of each key (int64 [n]), or -1."""
-    sets = sets_of(mixed(keys), len(books.flags) // WAYS)
+    sets = sets_of(mixed(keys), len(cache_state.flags) // WAYS)
     slots = sets.long()[:, None] * WAYS + torch.arange(WAYS, device=keys.device)
-    same = (books.flags[slots] & RESIDENT != 0) & (books.keys[slots] == keys[:, None])
+    same = (cache_state.flags[slots] & RESIDENT != 0) & (cache_state.keys[slots] == keys[:, None])
     return torch.where(same.any(1), slots[:, 0] + same.to(torch.int8).argmax(1), -1).to(torch.int32)
 
 
 def plan(
-    books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, summary: Tensor
+    cache_state: CacheState, keys: Tensor, num_unique: Tensor, lying: Tensor | None, summary: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(slots, statuses), see ``HbmCache.plan``: the first key of every set, then the second of every set, and so on.
 
@@ -35,12 +35,12 @@ def plan(
     statuses = torch.full((len(keys),), int(Status.NO_KEY), dtype=torch.int8, device=device)
     keys = keys[: int(num_unique)]
     statuses[: len(keys)] = int(Status.TAKEN)
-    sets = sets_of(mixed(keys), len(books.flags) // WAYS)
+    sets = sets_of(mixed(keys), len(cache_state.flags) // WAYS)
     distinct, run, length = torch.unique_consecutive(sets, return_inverse=True, return_counts=True)
     place_in_run = torch.arange(len(sets), device=device) - (length.cumsum(0) - length)[run]
     ways = distinct.long()[:, None] * WAYS + torch.arange(WAYS, device=device)
-    set_keys, set_flags = books.keys[ways], books.flags[ways].clone()
-    set_ranks = torch.where(set_flags & RESIDENT != 0, books.ranks[ways], -1)
+    set_keys, set_flags = cache_state.keys[ways], cache_state.flags[ways].clone()
+    set_ranks = torch.where(set_flags & RESIDENT != 0, cache_state.ranks[ways], -1)
     if lying is not None:
         slots[: len(keys)] = lying[: len(keys)]
     for place in range(int(length.max()) if len(length) else 0):
@@ -70,7 +70,7 @@ def _first(is_chosen: Tensor) -> Tensor:
     return is_chosen.to(torch.int8).argmax(1)
 
 
-def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
+def commit(cache_state: CacheState, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
     """See ``HbmCache.commit``; key ``i`` is access number ``clock + 1 + i``.
 
     Args:
@@ -85,18 +85,18 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
     is_hit = plan.statuses[chosen] == int(Status.HIT)
     ranks = stamps
     if lfu:
-        old = torch.where(is_hit, books.ranks[slots], 0)
+        old = torch.where(is_hit, cache_state.ranks[slots], 0)
         ranks = ((old >> STAMP_BITS) + 1).clamp(max=MAX_COUNT) << STAMP_BITS | stamps
-    books.flags[slots[~is_hit]] = 0  # first: a key is never seen at another's row, even if this is cut short
-    books.keys[slots] = plan.keys[chosen]
-    books.ranks[slots] = ranks
-    books.flags[slots] = torch.where(is_hit, books.flags[slots] + PIN, RESIDENT | LOADING | PIN)
+    cache_state.flags[slots[~is_hit]] = 0  # first: a key is never seen at another's row, even if this is cut short
+    cache_state.keys[slots] = plan.keys[chosen]
+    cache_state.ranks[slots] = ranks
+    cache_state.flags[slots] = torch.where(is_hit, cache_state.flags[slots] + PIN, RESIDENT | LOADING | PIN)
 
 
-def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, listed: Tensor) -> Tensor:
+def list_keys(cache_state: CacheState, plan: Plan, places: Tensor, capacity: int, listed: Tensor) -> Tensor:
     slots = plan.slots[places]
     listed[0] = plan.keys[places]
-    listed[1] = torch.where((slots >= 0) & (slots < capacity), books.keys[slots.clamp(0, capacity - 1)], slots)
+    listed[1] = torch.where((slots >= 0) & (slots < capacity), cache_state.keys[slots.clamp(0, capacity - 1)], slots)
     return slots
 
 

@@ -28,8 +28,8 @@ from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
 from .cache import group_slots
-from .lanes import Mark
 from .staging import Sender, Staging, staging_bytes
+from .streams import Mark
 
 DIRTY_BYTES: Final = 1
 """Of each row."""
@@ -86,14 +86,14 @@ class FullRows(DeviceRows):
         self.numbering: RowNumbering = RowNumbering(tables)
         self._is_trained = not readonly
         # Not inference tensors, even if inference comes first: they will be written to outside inference mode too.
-        with torch.inference_mode(False), self.lane.side():
+        with torch.inference_mode(False), self.streams.side():
             words = [
                 torch.empty((size.cached_rows, width), dtype=torch.int64, device=self.device)
                 for width in (layout.weight_words, layout.state_words)
             ]
             self.weights, self.state = words[0].view(layout.torch_dtype), words[1].view(torch.float32)
             self._marks = torch.zeros(size.cached_rows, dtype=torch.uint8, device=self.device)
-            self._staging = Staging(layout, size.staging_rows, (words[0], words[1]), self.lane, self.kernels)
+            self._staging = Staging(layout, size.staging_rows, (words[0], words[1]), self.streams, self.kernels)
         self.dirty = self._marks
         self._held: set[weakref.ref[FullLease]] = set()
         self._uses: deque[Mark] = deque()
@@ -110,7 +110,7 @@ class FullRows(DeviceRows):
             self.require_open()
             self._load()
         if self._is_trained:
-            with self.lane.side():
+            with self.streams.side():
                 self._grouped(batch)
         lease = FullLease(self, batch)
         self.hold(lease)
@@ -136,11 +136,11 @@ class FullRows(DeviceRows):
     def _grouped(self, batch: DeviceBatch) -> _Grouping:
         """Group on the calling thread's current stream, if that was not done."""
         if batch.grouping is None:
-            self.lane.follow(batch.rows_ready)
+            self.streams.follow(batch.rows_ready)
             slots, groups = group_slots(batch.rows)
             if batch.check is not None:  # a wrong batch has no rows that an update could change
                 groups = groups._replace(num_unique=groups.num_unique * batch.check.is_right)
-            batch.grouped = self.lane.mark()
+            batch.grouped = self.streams.mark()
             batch.grouping = _Grouping(slots, groups)  # last: another thread may look
         made: _Grouping = batch.grouping
         return made
@@ -151,7 +151,7 @@ class FullRows(DeviceRows):
         return torch.from_numpy(self.numbering.keys_at(slots)).to(self.device)
 
     def position_keys(self, batch: DeviceBatch) -> Int64s:
-        self.lane.follow(batch.rows_ready)
+        self.streams.follow(batch.rows_ready)
         return self.numbering.keys_at(batch.rows.cpu().numpy())
 
     def hold(self, lease: Any) -> bool:
@@ -168,17 +168,17 @@ class FullRows(DeviceRows):
         with self.lock:
             self.require_open()
             for mark in (*marks, self._load()):
-                self.lane.follow(mark)
+                self.streams.follow(mark)
             try:
                 yield
             finally:
                 while self._uses and self._uses[0].query():
                     self._uses.popleft()
-                self._uses.append(self.lane.mark())
+                self._uses.append(self.streams.mark())
 
     def _follow_users(self) -> None:
         for mark in list(self._uses):
-            self.lane.follow(mark)
+            self.streams.follow(mark)
 
     # Rows from and to the pool below
 
@@ -186,7 +186,7 @@ class FullRows(DeviceRows):
         """Bring every row in, unless they are; when they are. The caller holds ``lock``."""
         if self._loaded is None:
             started = time.perf_counter()
-            with self.lane.side():
+            with self.streams.side():
                 self._loaded = self._bring_all()
             self.fill_seconds += time.perf_counter() - started
         return self._loaded
@@ -201,18 +201,18 @@ class FullRows(DeviceRows):
         for first, last in self._ranges:
             slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
             self._staging.bring(self.numbering.keys_at(np.arange(first, last, dtype=np.int32)), slots, self._below.take)
-        return self.lane.mark()
+        return self.streams.mark()
 
     @shielded
     def flush(self) -> None:
         """A thread about to use rows waits for it."""
         self.look()
-        with self.lock, self.lane.side():
+        with self.lock, self.streams.side():
             self._follow_users()
             started = time.perf_counter()
             for first, last in self._ranges:
                 self._flush_some(first, last)
-            self.lane.mark().synchronize()  # no mark of a later update is cleared
+            self.streams.mark().synchronize()  # no mark of a later update is cleared
             self.fill_seconds += time.perf_counter() - started
 
     def _flush_some(self, first: int, last: int) -> None:
@@ -227,7 +227,7 @@ class FullRows(DeviceRows):
             slots, _ = self._send_slots(keys)
             self._follow_users()
             self._staging.bring(keys, slots, self._below.take)
-            self._loaded = self.lane.mark()
+            self._loaded = self.streams.mark()
 
     def _forget(self) -> None:
         """The next use brings all rows in again."""
@@ -267,7 +267,7 @@ class FullRows(DeviceRows):
 
     @property
     def num_dirty(self) -> int:
-        with self.lane.side():
+        with self.streams.side():
             self._follow_users()
             return int(torch.count_nonzero(self._marks))
 

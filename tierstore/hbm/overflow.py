@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache import Admission, AdmitStatus, DdrCache, size_bytes_of
 from ..cache.base import LOADING
-from ..cache.books import Tally
+from ..cache.cache_state import Tally
 from ..kernels.arrays import Int32s, Int64s
 from .staging import Sender
 

@@ -37,11 +37,11 @@ from ..layout import RowLayout
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
-from .books import NUM_STATUSES, SUMMARY_ROWS, Plan, Status
 from .cache import Grouping, HbmCache, PolicyName, group_keys
-from .lanes import Mark
+from .cache_state import NUM_STATUSES, SUMMARY_ROWS, Plan, Status
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
 from .staging import Sender, Staging, staging_bytes
+from .streams import Mark
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
 
@@ -92,12 +92,12 @@ class HbmLease:
     def in_use(self, *, changes: bool = False) -> Iterator[None]:
         assert self._pool is not None, "rows are used after their release"
         with self._pool.rows_lock:
-            self._pool.lane.follow(self.ready)
+            self._pool.streams.follow(self.ready)
             self.claim.changed |= changes
             try:
                 yield
             finally:
-                self.claim.last_use = self._pool.lane.mark()
+                self.claim.last_use = self._pool.streams.mark()
 
     def release(self, *, changed: bool = False) -> None:
         self.claim.changed |= changed
@@ -130,10 +130,10 @@ class HbmPool(DeviceRows):
 
     def __init__(self, below: Pool, size: HbmSize, sender: Sender, policy: PolicyName) -> None:
         super().__init__(below, sender)
-        lane, device = self.lane, self.device
+        streams, device = self.streams, self.device
         layout = self.layout
         # Not inference tensors, even if inference comes first: they will be written to outside inference mode too.
-        with torch.inference_mode(False), lane.side():
+        with torch.inference_mode(False), streams.side():
             self.cache = HbmCache(
                 size.cached_rows, weight_words=layout.weight_words, state_words=layout.state_words, policy=policy,
                 device=device, extra_rows=size.overflow_rows,
@@ -144,7 +144,7 @@ class HbmPool(DeviceRows):
             self.weights = self.cache.weights.view(layout.torch_dtype)
             self.state = self.cache.state.view(torch.float32)
             arenas = self.cache.weights, self.cache.state
-            self._staging = Staging(layout, size.staging_rows, arenas, lane, self.kernels)
+            self._staging = Staging(layout, size.staging_rows, arenas, streams, self.kernels)
             self._summary = self._host_buffer(SUMMARY_ROWS * NUM_STATUSES, torch.int32).view(SUMMARY_ROWS, -1)
             self._seen: Int32s = self._summary.numpy()
             self._listed = self._host_buffer(0, torch.int64)
@@ -160,9 +160,9 @@ class HbmPool(DeviceRows):
 
     def _grouped(self, batch: DeviceBatch) -> Grouping:
         if batch.grouping is None:
-            with self.lane.side():
-                self.lane.follow(batch.rows_ready)
-                grouping, batch.grouped = group_keys(batch.rows), self.lane.mark()
+            with self.streams.side():
+                self.streams.follow(batch.rows_ready)
+                grouping, batch.grouped = group_keys(batch.rows), self.streams.mark()
                 batch.grouping = grouping  # last: another thread may look
         made: Grouping = batch.grouping
         return made
@@ -202,7 +202,7 @@ class HbmPool(DeviceRows):
         return self._grouped(batch).keys[: int(groups.num_unique)]
 
     def position_keys(self, batch: DeviceBatch) -> Int64s:
-        self.lane.follow(batch.rows_ready)
+        self.streams.follow(batch.rows_ready)
         keys: Int64s = batch.rows.cpu().numpy()
         return keys
 
@@ -228,7 +228,7 @@ class HbmPool(DeviceRows):
         def acquire(first: int, last: int) -> HbmLease | None:
             own = grouping
             if last - first < len(keys):
-                with self.lane.side():
+                with self.streams.side():
                     count = (num_unique - first).clamp(0, last - first)
                 own = grouping._replace(keys=keys[first:last], groups=grouping.groups._replace(num_unique=count))
             return self.acquire(own, 0)
@@ -263,7 +263,7 @@ class HbmPool(DeviceRows):
         return max(1, self.overflow.capacity // 2)
 
     def group(self, keys: Tensor) -> Grouping:
-        with self.lane.side():
+        with self.streams.side():
             return group_keys(keys)
 
     def hold(self, lease: Any) -> bool:
@@ -307,7 +307,7 @@ class HbmPool(DeviceRows):
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         """On the side stream, with ``lock``: what a call that was cut short within left half done is undone first."""
-        with self.lock, self.lane.side():
+        with self.lock, self.streams.side():
             if not self._is_whole:
                 claims = list(self._claims)
                 self.cache.repin([claim.slots for claim in claims])
@@ -325,14 +325,14 @@ class HbmPool(DeviceRows):
                 if not (claim.last_use.query() or wait):
                     self.released.rotate(-1)
                     continue
-                self.lane.follow(claim.last_use)
+                self.streams.follow(claim.last_use)
                 self._unpin(claim)
             self.released.popleft()
 
     def _follow_users(self) -> None:
         self._reclaim(wait=True)
         for mark, _ in list(self._retained):
-            self.lane.follow(mark)
+            self.streams.follow(mark)
 
     def _unpin(self, claim: HbmClaim) -> None:
         self.cache.release(claim.slots, changed=claim.changed)
@@ -353,7 +353,7 @@ class HbmPool(DeviceRows):
         lying = overflow.locate(grouping.keys)
         plan = cache.plan(grouping.keys, grouping.groups.num_unique, lying=lying)
         self._summary.copy_(plan.summary, non_blocking=True)
-        is_there = self.lane.mark()
+        is_there = self.streams.mark()
         cache.commit(plan)
         is_there.synchronize()
         seen: list[int] = np.add.reduce(self._seen).tolist()
@@ -378,7 +378,7 @@ class HbmPool(DeviceRows):
             if len(outside) > len(own):
                 slots = self._bring_into_overflow(slots, misses, outside[: len(outside) - len(own)])
             overflow.touch(own)
-        lease = HbmLease(self, grouping, slots, total, outside, self.lane.mark())
+        lease = HbmLease(self, grouping, slots, total, outside, self.streams.mark())
         self._claims.add(lease.claim)
         self._count(lookups, seen)
         return lease
@@ -397,7 +397,7 @@ class HbmPool(DeviceRows):
             self._write_down(others[victims], slots[victims])
             self.cache.clean(slots[victims])
         else:
-            self.lane.mark().synchronize()
+            self.streams.mark().synchronize()
         own = (others[: seen[Status.TAKEN]] - self.cache.capacity).astype(np.int32)
         return _Misses(places, slots, keys, own)
 
@@ -417,7 +417,7 @@ class HbmPool(DeviceRows):
 
     def _host_buffer(self, length: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # it is kept
-            return torch.empty(length, dtype=dtype, device="cpu", pin_memory=self.lane.pin_memory)
+            return torch.empty(length, dtype=dtype, device="cpu", pin_memory=self.streams.pin_memory)
 
     # Writing rows down; the caller holds ``lock`` and is on the side stream
 
@@ -450,7 +450,7 @@ class HbmPool(DeviceRows):
             self._staging.bring(keys[is_here.cpu().numpy()], slots[is_here], self._below.take)
 
     def _forget(self) -> None:
-        with self.lane.side():
+        with self.streams.side():
             self.cache.clear()
             self.overflow.forget()
 

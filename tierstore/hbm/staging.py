@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
-from .lanes import Lane, Mark
+from .streams import Mark, Streams
 
 _SEND_BUFFERS: Final = 2
 _WORD_BYTES: Final = 4
@@ -41,8 +41,8 @@ class Sender:
     """Sends arrays to a device on its side stream, for any thread. Two buffers grow to the largest batch, rounded up to
     a power of two: a caller waits only if the copy before the last is not done."""
 
-    def __init__(self, lane: Lane, device: torch.device) -> None:
-        self.lane = lane
+    def __init__(self, streams: Streams, device: torch.device) -> None:
+        self.streams = streams
         self.device = device
         self._lock = threading.Lock()
         nothing = torch.empty(0, dtype=torch.int32, device="cpu")
@@ -64,10 +64,10 @@ class Sender:
                 arrays.append(words[start : start + length].view(_NUMPY[dtype]))
                 start += length + -length % _ALIGNMENT_WORDS
             fill(arrays)
-            with self.lane.side():
+            with self.streams.side():
                 sent = torch.empty(total, dtype=torch.int32, device=self.device)
                 sent.copy_(buffer.host[:total], non_blocking=True)
-                buffer.free = mark = self.lane.mark()
+                buffer.free = mark = self.streams.mark()
         pieces = sent.split_with_sizes(cuts)[::2]
         return [
             piece if dtype == torch.int32 else piece.view(dtype)
@@ -89,7 +89,7 @@ class Sender:
         if len(buffer.host) < num_words:
             grown = 1 << (num_words - 1).bit_length()
             with torch.inference_mode(False):
-                buffer.host = torch.empty(grown, dtype=torch.int32, device="cpu", pin_memory=self.lane.pin_memory)
+                buffer.host = torch.empty(grown, dtype=torch.int32, device="cpu", pin_memory=self.streams.pin_memory)
         return buffer
 
 
@@ -98,9 +98,9 @@ _NUM_BUFFERS: Final = 3
 
 
 class _Buffer:
-    def __init__(self, layout: RowLayout, rows: int, lane: Lane) -> None:
+    def __init__(self, layout: RowLayout, rows: int, streams: Streams) -> None:
         self.words = tuple(
-            torch.empty((rows, width), dtype=torch.int64, device="cpu", pin_memory=lane.pin_memory)
+            torch.empty((rows, width), dtype=torch.int64, device="cpu", pin_memory=streams.pin_memory)
             for width in (layout.weight_words, layout.state_words)
         )
         self._rows = tuple(part.numpy().view("uint64") for part in self.words)
@@ -111,17 +111,17 @@ class _Buffer:
 
 
 class Staging:
-    """Buffers of so many rows each. One caller at a time, within ``lane.side()``. ``arenas``: weights and state on the
-    device, int64 [slots, words]; ``kernels``: ``rows_triton`` or ``rows_twin``."""
+    """Buffers of so many rows each. One caller at a time, within ``streams.side()``. ``arenas``: weights and state on
+    the device, int64 [slots, words]; ``kernels``: ``rows_triton`` or ``rows_twin``."""
 
     def __init__(
-        self, layout: RowLayout, rows: int, arenas: tuple[Tensor, Tensor], lane: Lane, kernels: ModuleType
+        self, layout: RowLayout, rows: int, arenas: tuple[Tensor, Tensor], streams: Streams, kernels: ModuleType
     ) -> None:
         self.rows = rows
         self._arenas = arenas
-        self._lane = lane
+        self._streams = streams
         self._kernels = kernels
-        *self._up, self._down = (_Buffer(layout, rows, lane) for _ in range(_NUM_BUFFERS))
+        *self._up, self._down = (_Buffer(layout, rows, streams) for _ in range(_NUM_BUFFERS))
 
     def bring(self, keys: Int64s, slots: Tensor, read: Callable[[Int64s, Words, Words], None]) -> None:
         """Have ``read(keys, weights, state)`` fill buffers with the rows of ``keys``, numpy int64 [n], and copy them
@@ -133,14 +133,14 @@ class Staging:
                 buffer.free.synchronize()
             read(keys[part], *buffer.first(len(keys[part])))
             self._kernels.move_rows(self._arenas, buffer.words, slots[part], up=True)
-            buffer.free = self._lane.mark()
+            buffer.free = self._streams.mark()
 
     def take(self, keys: Int64s, slots: Tensor, write: Callable[[Int64s, Words, Words], None]) -> None:
         """Copy the rows of ``slots`` to the host and give them to ``write(keys, weights, state)``, some at a time."""
         for first in range(0, len(keys), self.rows):
             part = slice(first, first + self.rows)
             self._kernels.move_rows(self._arenas, self._down.words, slots[part], up=False)
-            self._lane.mark().synchronize()
+            self._streams.mark().synchronize()
             write(keys[part], *self._down.first(len(keys[part])))
 
     @property

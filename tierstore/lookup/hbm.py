@@ -23,7 +23,7 @@ from .tables import Ready, RowGradients, by_table
 
 class HbmLookup(AnyLookup):
     """``stage`` and ``forward`` raise ValueError for an id outside its table. If the device joins the ids, a later call
-    may raise it instead: see ``hbm.checks``."""
+    may raise it instead: see ``hbm.wrong_ids``."""
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
         self.joined = joined
@@ -80,7 +80,7 @@ class HbmLookup(AnyLookup):
         empty = torch.empty(0, dtype=rows.row_dtype, device=rows.device)
         for piece in pieces:
             if piece is not None:
-                rows.lane.follow(piece.rows_ready)
+                rows.streams.follow(piece.rows_ready)
         known = torch.cat(parts.over_positions([empty if piece is None else piece.rows for piece in pieces]))
         rows.retain(*pieces)
         return known

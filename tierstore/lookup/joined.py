@@ -476,7 +476,7 @@ class _JoinedThere(Joined):
         rows, sent = self.rows, self.sent
         rows.require_right(sent)
         keys = rows.position_keys(sent)
-        rows.lane.follow(sent.ready)
+        rows.streams.follow(sent.ready)
         starts = sent.bags.bag_starts.cpu().numpy().astype(np.int64)
         scale = NO_FLOATS if sent.bags.scale is None else sent.bags.scale.cpu().numpy()
         ends = starts[:: self.batch]

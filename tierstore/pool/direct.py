@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..cache.books import Tally
+from ..cache.cache_state import Tally
 from ..cache.full import HITS_IN_PLACE
 from ..kernels import slots as kernels
 from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights

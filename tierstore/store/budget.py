@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 from .. import cache
 from ..errors import BudgetError
-from ..hbm.books import WAYS
 from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
+from ..hbm.cache_state import WAYS
 from ..hbm.full import DIRTY_BYTES, FullSize
 from ..hbm.overflow import OVERFLOW_INDEX_BYTES
 from ..hbm.pool import HbmSize

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Int64s
-from .lanes import Lane, Mark
+from .streams import Mark, Streams
 
 _WORDS_AT_ONCE: Final = 256
 """One launch makes the words of so many batches."""
@@ -52,8 +52,8 @@ class Check(NamedTuple):
 class Checks:
     """Those of one pool, for any thread."""
 
-    def __init__(self, lane: Lane, device: torch.device) -> None:
-        self._lane = lane
+    def __init__(self, streams: Streams, device: torch.device) -> None:
+        self._streams = streams
         self._device = device
         self._lock = threading.Lock()
         self._words: list[Tensor] = []
@@ -65,7 +65,7 @@ class Checks:
             if not self._words:
                 made = torch.ones(_WORDS_AT_ONCE, dtype=torch.int32, device=self._device)
                 self._words = [made[place : place + 1] for place in range(_WORDS_AT_ONCE)]
-            record = torch.empty(num_features + 1, dtype=torch.int64, device="cpu", pin_memory=self._lane.pin_memory)
+            record = torch.empty(num_features + 1, dtype=torch.int64, device="cpu", pin_memory=self._streams.pin_memory)
             record.numpy()[:] = 0
             return self._words.pop(), record
 

@@ -18,7 +18,7 @@ WAYS: Final = 32
 PIN: Final = 16
 """One pin of a slot; a slot's flags are at least this while it is pinned."""
 STAMP_BITS: Final = 40
-"""Of a rank, see ``Books``."""
+"""Of a rank, see ``CacheState``."""
 NO_SUCH_SLOT: Final = 1 << 30
 """Flags of a way that the last set does not have: for ever pinned."""
 
@@ -51,7 +51,7 @@ SUMMARY_ROWS: Final = 32
 """Of a plan's summary: so that not all programs add to the same few bytes."""
 
 
-class Books(NamedTuple):
+class CacheState(NamedTuple):
     """Bookkeeping of slots, set after set, 32 a set."""
 
     keys: Tensor
@@ -64,7 +64,7 @@ class Books(NamedTuple):
     """int32 [sets * WAYS]: those of ``flags``, plus ``PIN`` for each pin; 0 is a free slot."""
 
     @classmethod
-    def empty(cls, capacity: int, device: torch.device) -> "Books":
+    def empty(cls, capacity: int, device: torch.device) -> "CacheState":
         size = -(-capacity // WAYS) * WAYS
         flags = torch.zeros(size, dtype=torch.int32, device=device)
         flags[capacity:] = NO_SUCH_SLOT

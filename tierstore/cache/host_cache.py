@@ -1,7 +1,7 @@
 """What the caches in host memory share: the arenas, the flags and pins of slots, and how many there are of each.
 
 Kernels over slots return ``NOTHING_WRONG``, or the position of the first slot that forbids the operation. Those before
-it are done, so that a caller's bug leaves the books balanced.
+it are done, so that a caller's bug leaves the counts balanced.
 """
 
 from typing import Any, Final
@@ -14,7 +14,7 @@ from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..kernels.simd import item
 from .base import CHANGED, DIRTY, FLAGS, FROZEN, LOADING, NUM_UNIQUE, STAMP, CacheCounters, Pinned
-from .books import Tally
+from .cache_state import Tally
 
 NOTHING_WRONG: Final = -1
 NUMBER_MAX: Final = 2**62  # of counts and sizes that arguments give
@@ -83,7 +83,7 @@ class HostCache:
     Attributes:
         weights, state: uint64 [capacity, words], 64-byte aligned.
         flags, pins: integers [capacity]; flags are bits as in ``flags``.
-        tallies: int64, see ``books.Tally``.
+        tallies: int64, see ``cache_state.Tally``.
     """
 
     def __init__(self, flags: Any, pins: Any, tallies: Int64s, *, weight_words: int, state_words: int) -> None:

@@ -29,7 +29,7 @@ class _Done:
         return None
 
 
-class Lane:
+class Streams:
     """A device's two streams; here the CPU's, where everything happens at once."""
 
     pin_memory = False
@@ -50,7 +50,7 @@ class Lane:
         mark.synchronize()
 
 
-class CudaLane(Lane):
+class CudaStreams(Streams):
     pin_memory = True
 
     def __init__(self, device: torch.device) -> None:
@@ -80,5 +80,5 @@ class CudaLane(Lane):
         stream.wait_event(mark)
 
 
-def open_lane(device: torch.device) -> Lane:
-    return CudaLane(device) if device.type == "cuda" else Lane()
+def open_streams(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else Streams()

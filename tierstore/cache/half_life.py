@@ -15,7 +15,7 @@ import numpy as np
 
 from ..kernels.arrays import Int64s
 from ..kernels.jit import uncounted_inline as inline
-from .books import CacheState, Tally, new_state, state_bytes_of
+from .cache_state import CacheState, Tally, new_state, state_bytes_of
 from .index import mixed_key
 
 _SAMPLED_ROWS: Final = 128
@@ -35,26 +35,26 @@ _HALF: Final = np.uint64(32)
 _SALT: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Aging(NamedTuple):
+class HalfLife(NamedTuple):
     small: tuple[CacheState, ...]  # [NUM_SPEEDS]
     waiting: Int64s  # int64 [1 + accesses of a round]: how many sampled keys the small caches have not seen, and these
     scores: Int64s  # int64 [NUM_SPEEDS]: recent hits
 
 
-def aging_bytes_of(capacity: int) -> int:
+def half_life_bytes_of(capacity: int) -> int:
     """Bytes of a TinyLFU cache's small ones."""
     return NUM_SPEEDS * state_bytes_of(min(capacity, _SAMPLED_ROWS), "tinylfu")
 
 
-def new_aging(state: CacheState) -> Aging:
+def new_half_life(state: CacheState) -> HalfLife:
     """Sets the rate of ``state``, the slowest at first; of another policy than TinyLFU it is never used."""
     if not state.sketch.size:
-        return Aging((state,) * NUM_SPEEDS, state.tallies, state.tallies)
+        return HalfLife((state,) * NUM_SPEEDS, state.tallies, state.tallies)
     rows = min(len(state.slots) - 1, _SAMPLED_ROWS)
     small = tuple(new_state(rows, "tinylfu") for _ in range(NUM_SPEEDS))
     for each, rate in zip((state, *small), (_RATES[0], *_RATES[::_STEPS]), strict=True):
         each.tallies[Tally.RATE] = rate
-    return Aging(small, np.zeros(1 + max(1, rows // _SLOTS_PER_ACCESS), np.int64), np.zeros(NUM_SPEEDS, np.int64))
+    return HalfLife(small, np.zeros(1 + max(1, rows // _SLOTS_PER_ACCESS), np.int64), np.zeros(NUM_SPEEDS, np.int64))
 
 
 @inline
@@ -73,9 +73,9 @@ def sample_key(waiting: Int64s, capacity: Any, key: Any) -> Any:
 
 
 @inline
-def score_hits(aging: Aging, speed: Any, hits: Any) -> None:
+def score_hits(half_life: HalfLife, speed: Any, hits: Any) -> None:
     """A small cache hit so often in this round."""
-    aging.scores[speed] += _HIT * hits - aging.scores[speed] // _KEPT
+    half_life.scores[speed] += _HIT * hits - half_life.scores[speed] // _KEPT
 
 
 @inline
