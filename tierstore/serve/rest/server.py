@@ -17,13 +17,15 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from ..limits import Limits
-from ..messages import ServeError
+from ..messages import ServeError, Status
 from ..tls import Tls
 from .protocol import BoundedProtocol
 
 _BACKLOG: Final = 1024
 _NO_SUCH_FAMILY: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """What an address says that the machine's network lacks, though a name has it."""
+_ACCEPT_SECONDS: Final = 0.1
+"""Until a connection is accepted again, after the system refused to."""
 _CLEANUP_SECONDS: Final = 1.0
 """For which requests that were cut off may still clean up before they are cancelled."""
 
@@ -87,32 +89,57 @@ class HttpServer:
         )
         self._config.load()
         self._state = ServerState()
-        self._servers: list[asyncio.Server] = []
+        self._stops: list[Callable[[], object]] = []  # of what accepts connections
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
 
     @property
     def num_connections(self) -> int:
-        return len(self._state.connections)
+        return len(self._state.connections) + len(self._handshakes)
 
     async def start(self, listeners: Sequence[socket.socket]) -> int:
         """Accept connections of bound sockets, which ``stop`` closes; returns their port."""
+        loop, port = asyncio.get_running_loop(), int(listeners[0].getsockname()[1])
         for listener in listeners:
-            server = await asyncio.get_running_loop().create_server(
-                self._protocol,
-                sock=listener,
-                backlog=_BACKLOG,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._limits.receive_seconds,
-            )
-            self._servers.append(server)
-        return int(listeners[0].getsockname()[1])
+            if self._tls is None:
+                server = await loop.create_server(self._protocol, sock=listener, backlog=_BACKLOG)
+                self._stops.append(server.close)
+            else:
+                accepting = loop.create_task(self._accept(listener))
+                accepting.add_done_callback(lambda _, listener=listener: listener.close())
+                self._stops.append(accepting.cancel)
+        return port
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections and shake hands. asyncio's server would have any number of handshakes under way, and tell
+        of a connection after its own."""
+        loop, most = asyncio.get_running_loop(), 2 * self._limits.connections
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(_ACCEPT_SECONDS)
+                continue
+            if self.num_connections >= most:
+                accepted.close()
+                self._on_refused(ServeError(Status.OVERLOADED, f"{most} connections are open or shake hands"))
+                continue
+            shaking = loop.create_task(self._shake_hands(accepted))
+            self._handshakes.add(shaking)
+            shaking.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        loop, seconds = asyncio.get_running_loop(), self._limits.receive_seconds
+        with contextlib.suppress(OSError):
+            await loop.connect_accepted_socket(self._protocol, accepted, ssl=self._tls, ssl_handshake_timeout=seconds)
 
     async def stop(self, grace_seconds: float) -> None:
         """Stop accepting, close connections that wait, let requests in flight finish, and cut off those that do not."""
-        if not self._servers:
+        if not self._stops:
             return
-        for server in self._servers:
-            server.close()
+        for stop in (*self._stops, *(each.cancel for each in self._handshakes)):
+            stop()
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
         for connection in tuple(self._state.connections):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
@@ -127,7 +154,7 @@ class HttpServer:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CLEANUP_SECONDS)
-        self._servers.clear()
+        self._stops.clear()
 
     def _protocol(self) -> BoundedProtocol:
         return BoundedProtocol(
