@@ -5,6 +5,7 @@ steps. Nothing else is recorded: neither prefetched rows, nor writes, nor a stor
 rows: of dynamic ids those that they have, and nothing of ids without one, as caches and files see rows.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -66,7 +67,8 @@ class Recorder:
     """Records what a store looks up, until it is stopped or the store is closed; made by ``Store.record``.
 
     A context manager that stops it. Any number of threads may look up meanwhile. The file is written whole each time:
-    empty at once, then every minute, and when recording ends. A process that is killed loses the lookups since then.
+    empty at once, then every minute, and when recording ends; if nothing was looked up, it is removed then. A process
+    that is killed loses the lookups since then.
     ``max_bytes`` bounds the file, and memory but while the file is written, which takes as much again.
 
     Raises:
@@ -192,7 +194,11 @@ class Recorder:
         self._over.set()
         self._thread.join()
         if not self._is_written:
-            self._write()
+            if self._recorded.contents().num_batches:
+                self._write()
+            else:  # as of a run that failed before its first step: the next attempt finds its name free
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
             self._is_written = True
 
     def __enter__(self) -> "Recorder":
