@@ -10,6 +10,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from starlette.types import ASGIApp
@@ -60,6 +61,10 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> list[socket.soc
     return listeners
 
 
+def _close(listener: socket.socket, _: object) -> None:
+    listener.close()
+
+
 class HttpServer:
     """Serves an application from ``start`` to ``stop``, without its lifespan. ``on_refused``: called for what it
     never sees. ValueError: TLS files that cannot be used."""
@@ -106,7 +111,7 @@ class HttpServer:
                 self._stops.append(server.close)
             else:
                 accepting = loop.create_task(self._accept(listener))
-                accepting.add_done_callback(lambda _, listener=listener: listener.close())
+                accepting.add_done_callback(partial(_close, listener))
                 self._stops.append(accepting.cancel)
         return port
 
