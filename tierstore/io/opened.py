@@ -56,8 +56,7 @@ class View:
 
     @contextmanager
     def lease(self, check: Callable[[], None], *, with_rows: bool = True) -> Iterator[tuple[Snapshot, RowMap | None]]:
-        """Snapshot and map, or the snapshot alone, kept until the end of the block; ``check`` may refuse, under the
-        lock."""
+        """Snapshot and map, or no map, kept until the end of the block; ``check`` may refuse, under the lock."""
         lease = object()
         try:
             with self.lock:

@@ -69,8 +69,7 @@ class Client:
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 30.0, store: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-            shown = excerpt(url.rpartition("@")[2])  # before it may be a password
-            raise ValueError(f"url={shown}: expected http://host:port or https://host:port")
+            raise ValueError(f"url={excerpt(url.rpartition('@')[2])}: expected http://host:port or https://host:port")
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}: expected seconds, more than 0")
         is_tls = parts.scheme == "https"

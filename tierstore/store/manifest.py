@@ -23,8 +23,7 @@ from ..system.plainfile import read_plain_file
 FORMAT_VERSION: Final = 5
 _FORMAT_BEFORE: Final = 4  # of the same content; see io/records.py
 MANIFEST_NAME: Final = "manifest.json"
-_BEFORE_IT: Final = (MANIFEST_NAME, "rows.", "incoming", ".")
-"""How names begin that a directory may hold before its manifest: of files cut short, of updates, and hidden ones."""
+_BEFORE_IT: Final = (MANIFEST_NAME, "rows.", "incoming", ".")  # how names begin of what there may be before
 _MAX_BYTES: Final = 16 * 2**20
 """Some 50,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
 _MAX_REASON: Final = 400

@@ -5,7 +5,6 @@ steps. Nothing else is recorded: neither prefetched rows, nor writes, nor a stor
 rows: of dynamic ids those that they have, and nothing of ids without one, as caches and files see rows.
 """
 
-import contextlib
 import logging
 import os
 import threading
@@ -197,8 +196,7 @@ class Recorder:
             if self._recorded.contents().num_batches:
                 self._write()
             else:  # as of a run that failed before its first step: the next attempt finds its name free
-                with contextlib.suppress(OSError):
-                    self.path.unlink()
+                self.path.unlink(missing_ok=True)
             self._is_written = True
 
     def __enter__(self) -> "Recorder":

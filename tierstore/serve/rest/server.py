@@ -10,7 +10,6 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
 from starlette.types import ASGIApp
@@ -25,8 +24,6 @@ from .protocol import BoundedProtocol
 _BACKLOG: Final = 1024
 _NO_SUCH_FAMILY: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """What an address says that the machine's network lacks, though a name has it."""
-_ACCEPT_SECONDS: Final = 0.1
-"""Until a connection is accepted again, after the system refused to."""
 _CLEANUP_SECONDS: Final = 1.0
 """For which requests that were cut off may still clean up before they are cancelled."""
 
@@ -61,10 +58,6 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> list[socket.soc
     return listeners
 
 
-def _close(listener: socket.socket, _: object) -> None:
-    listener.close()
-
-
 class HttpServer:
     """Serves an application from ``start`` to ``stop``, without its lifespan. ``on_refused``: called for what it
     never sees. ValueError: TLS files that cannot be used."""
@@ -94,7 +87,9 @@ class HttpServer:
         )
         self._config.load()
         self._state = ServerState()
-        self._stops: list[Callable[[], object]] = []  # of what accepts connections
+        self._servers: list[asyncio.Server] = []
+        self._listeners: Sequence[socket.socket] = ()
+        self._accepting: list[asyncio.Task[None]] = []
         self._handshakes: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
 
@@ -104,26 +99,22 @@ class HttpServer:
 
     async def start(self, listeners: Sequence[socket.socket]) -> int:
         """Accept connections of bound sockets, which ``stop`` closes; returns their port."""
-        loop, port = asyncio.get_running_loop(), int(listeners[0].getsockname()[1])
+        loop, self._listeners = asyncio.get_running_loop(), listeners
         for listener in listeners:
             if self._tls is None:
-                server = await loop.create_server(self._protocol, sock=listener, backlog=_BACKLOG)
-                self._stops.append(server.close)
+                self._servers.append(await loop.create_server(self._protocol, sock=listener, backlog=_BACKLOG))
             else:
-                accepting = loop.create_task(self._accept(listener))
-                accepting.add_done_callback(partial(_close, listener))
-                self._stops.append(accepting.cancel)
-        return port
+                self._accepting.append(loop.create_task(self._accept(listener)))
+        return int(listeners[0].getsockname()[1])
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections and shake hands. asyncio's server would have any number of handshakes under way, and tell
-        of a connection after its own."""
+        """asyncio's server would have any number of handshakes under way, and tell of a connection after its own."""
         loop, most = asyncio.get_running_loop(), 2 * self._limits.connections
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
             except OSError:
-                await asyncio.sleep(_ACCEPT_SECONDS)
+                await asyncio.sleep(0.1)  # the system is short of something
                 continue
             if self.num_connections >= most:
                 accepted.close()
@@ -140,11 +131,15 @@ class HttpServer:
 
     async def stop(self, grace_seconds: float) -> None:
         """Stop accepting, close connections that wait, let requests in flight finish, and cut off those that do not."""
-        if not self._stops:
+        if not self._listeners:
             return
-        for stop in (*self._stops, *(each.cancel for each in self._handshakes)):
-            stop()
-        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        for server in self._servers:
+            server.close()
+        for task in (ending := (*self._accepting, *self._handshakes)):
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
         for connection in tuple(self._state.connections):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
@@ -159,7 +154,7 @@ class HttpServer:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CLEANUP_SECONDS)
-        self._stops.clear()
+        self._listeners = ()
 
     def _protocol(self) -> BoundedProtocol:
         return BoundedProtocol(
