@@ -85,6 +85,15 @@ PAGES = [
 ]
 
 
+def test_the_first_examples_of_pages_may_be_run_in_one_folder() -> None:
+    """Each makes a store of a name of its own."""
+    firsts = {page: found[0] for page in PAGES if (found := examples(page))}
+    names = {page: set(re.findall(r'(?:open|open_sharded|path)[(=]"([^"]+)"', each)) for page, each in firsts.items()}
+    every = [name for each in names.values() for name in each]
+    assert len(every) > 10
+    assert not {name: [page for page in names if name in names[page]] for name in every if every.count(name) > 1}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     path = ROOT / page

@@ -43,6 +43,19 @@ def test_values_of_closed_sets_are_listed(words, capsys):
     assert "invalid choice: 'x'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", ["train f", "serve", "demo", "inspect s", "shard plan", "trace describe t", "plan run f"]
+)
+def test_an_unknown_flag_shows_the_usage_of_its_command(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*words.split(" "), "--nosuch"])
+    errors = capsys.readouterr().err
+    command = " ".join(word for word in words.split(" ") if len(word) > 1)
+    assert errors.startswith(f"usage: tierstore {command} [-h]")
+    if command != "shard plan":  # which wants more first
+        assert errors.endswith(f"tierstore {command}: error: unrecognized arguments: --nosuch\n")
+
+
 def test_traceback_shows_where_an_error_arose(tmp_path):
     with pytest.raises(tierstore.errors.StoreNotFoundError):
         cli.main(["inspect", str(tmp_path / "nosuch"), "--traceback"])

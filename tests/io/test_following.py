@@ -93,6 +93,28 @@ def test_following_copies_no_map_and_reads_new_indexes_only(
     assert not copies
 
 
+@pytest.mark.parametrize("reads_rows", [True, False])
+def test_a_map_is_copied_once_for_who_reads_through_it_and_not_for_a_backup(
+    writer: LmdbColdTier, follower: LmdbColdTier, reads_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, copied = [], RowMap.copied
+    monkeypatch.setattr(RowMap, "copied", lambda rows: copies.append(1) or copied(rows))
+    with follower.lease() if reads_rows else follower.lease_tree() as leased:
+        for version in range(3, 7):
+            write_rows(writer, WIDE, FIRST, version)
+            writer.commit(b"", version)
+            found = follower.find_newer()
+            assert found is not None
+            found.show()
+            check_rows(follower, WIDE, FIRST, version)
+        if reads_rows:
+            assert (
+                follower.reader.stored(*leased, FIRST).weights.tolist()
+                == words_of(FIRST, 2, WIDE.weight_words).tolist()
+            )
+    assert len(copies) == reads_rows
+
+
 def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease on an old snapshot goes on to find every row, and slots are not given again before it ends."""
     copies, copied = [], RowMap.copied

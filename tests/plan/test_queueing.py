@@ -55,3 +55,11 @@ def test_every_query_as_by_events(executors: int, batch: int) -> None:
     for share, seconds in ((0.5, told.p50_s), (0.95, told.p95_s), (0.99, told.p99_s)):
         assert seconds == pytest.approx(settled[math.ceil(share * (len(settled) - 1))])
     assert latency_at(queue, queue.rate_max).p50_s == math.inf
+
+
+@pytest.mark.parametrize("sizes", [(1.0, 1000.0), (7.0,), (100.0, 300.0, 500.0), (1.0, 1.0, 2000.0)])
+def test_the_highest_rate_is_that_of_executors_for_whom_always_some_wait(sizes: tuple[float, ...]) -> None:
+    """Of mixed sizes a batch ends at the first that does not fit: it has fewer queries than their mean size says."""
+    queue = Queue(base_s=0.3, sample_s=0.001, sizes=sizes, executors=2, batch_samples=1000.0)
+    asked = np.random.default_rng(1).choice(sizes, FEW).tolist()
+    assert queue.rate_max == pytest.approx(FEW / max(by_events(queue, [0.0] * FEW, asked)), rel=0.05)

@@ -121,6 +121,7 @@ FAULTS: dict[str, Callable[[Drawn], Drawn]] = {
     "too many elements": _more,
     "an input twice": lambda drawn: drawn._replace(inputs=[*drawn.inputs, drawn.inputs[0]]),
     "too many inputs": lambda drawn: drawn._replace(inputs=[Tensor(str(n), "FP32", [0], []) for n in range(1025)]),
+    "a long id": lambda drawn: drawn._replace(id="i" * 1001),
     "an output twice": _outputs(("a", {}), ("b", {}), ("a", {})),
     "classification of an output": _outputs(("a", {"classification": "2"})),
     "shared memory of an output": _outputs(("a", _REGION)),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import select
 import socket
 import ssl
 import threading
@@ -444,6 +445,21 @@ def test_who_does_not_shake_hands_is_cut_off(protocol: str, tls: Tls, use_tls: b
         except ConnectionError:
             pass
         served.wait_free()
+
+
+@pytest.mark.parametrize("use_uvloop", [False, True])
+def test_handshakes_are_bounded_as_connections_are(protocol: str, tls: Tls, use_uvloop: bool) -> None:
+    """Of REST twice as many may be open, as those beyond the limit are told so."""
+    with serving(protocol, Limits(connections=2), tls=tls, use_uvloop=use_uvloop) as served, ExitStack() as opened:
+        silent, end = [opened.enter_context(served.connect()) for _ in range(12)], time.monotonic() + SECONDS
+        while len(silent) > (4 if protocol == "http" else 2):
+            assert time.monotonic() < end, f"{len(silent)} are open"
+            closed = select.select(silent, [], [], 0.1)[0]
+            silent = [each for each in silent if each not in closed]
+        opened.close()
+        served.wait_free()
+        trust = ssl.create_default_context(cafile=tls.certificate)
+        trust.wrap_socket(served.connect(), server_hostname="localhost").close()
 
 
 def test_ports(protocol: str) -> None:

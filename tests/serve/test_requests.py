@@ -62,11 +62,13 @@ def test_a_request_is_the_same_in_every_encoding(drawn: Drawn) -> None:
 @given(drawn=valid())
 def test_a_mistake_is_refused_in_every_encoding(fault: str, drawn: Drawn) -> None:
     wrong = FAULTS[fault](drawn)
-    name = wrong.inputs[0].name
-    for read in WAYS.values():
+    name, messages = wrong.inputs[0].name, {}
+    for way, read in WAYS.items():
         message = refusal(read, wrong, status=None if wrong.inputs[0].shape == [1 << 38] else Status.INVALID)
+        messages[way] = message
         if 0 < len(name) < 9 and fault.startswith("input") and wrong.inputs[0].shape != [1 << 38]:
             assert f"input {name!r}" in message
+    assert messages["REST, binary"] == messages["gRPC, raw"]
 
 
 # What only REST's bodies can say.

@@ -30,6 +30,7 @@ from tierstore.serve.workers import share_of
 from tierstore.settings.sections import described
 from tierstore.system import sizes
 from tierstore.trace import read_trace
+from tierstore.updates.client import AdminClient
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +153,23 @@ def test_settings_that_do_not_go_together(message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "  \n", "größe"])
-def test_a_token_must_be_one(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "  \n", "größe", "s3cret\ns3cret", "s3cret s3cret", "s3cret\0"])
+def test_a_token_must_be_one_and_is_not_shown(tmp_path: Path, text: str) -> None:
     (tmp_path / "token").write_text(text)
-    with pytest.raises(ValueError, match="token_file="):
+    with pytest.raises(ValueError, match=r"token_file=.*: the token must be one line") as of_file:
         _ = ServeConfig(store="x", token_file=str(tmp_path / "token")).token
+    for client in (Client, AdminClient):
+        with pytest.raises(ValueError, match=r"^token must be one line") as raised:
+            client("http://localhost", token=text)
+        assert "s3cret" not in str(raised.value) + str(of_file.value)
+
+
+@pytest.mark.parametrize("url", ["http://me:s3cret@host:8002", "ftp://me:s3cret@host/", "http://s3cret@host/path?q"])
+def test_a_password_in_a_url_is_not_shown(url: str) -> None:
+    for refusing in (AdminClient, lambda url: Client(f"{url}/path")):
+        with pytest.raises(ValueError, match="host") as raised:
+            refusing(url)
+        assert "s3cret" not in str(raised.value)
 
 
 def test_shares_of_budgets() -> None:

@@ -16,7 +16,6 @@ from tests.serve.whole import serving
 from tests.train.runs import commit_scaled, config_of
 from tierstore.models import DLRM
 from tierstore.serve.config import StoreConfig
-from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.watch import LabelledRows, Watch
 from tierstore.train import train
 from tierstore.train.build import open_data
@@ -67,24 +66,20 @@ def test_each_version_is_measured_and_a_worse_one_is_told_of(
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_reading_is_of_one_version(changes: bool) -> None:
+def test_a_reading_ends_and_bears_its_first_version(changes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """However fast versions come: the last one is then measured next."""
+    caplog.set_level(logging.INFO)
     asked = iter(range(9))
 
     async def score(inputs: Any) -> tuple[Any, int]:
-        return inputs["dense"].data[:, 0], next(asked) // 2 if changes else 7
+        return inputs["dense"].data[:, 0], 7 + changes * next(asked)
 
     rows = [LabelledRows({"dense": tensor("FP32", [[p]])}, np.array([label])) for p, label in
             ((0.9, True), (0.2, False), (1.0, False))]  # fmt: skip
-    watch = Watch(score, rows, bound=0.1, store="store")
-    if changes:
-        with pytest.raises(ServeError, match="the version changed") as caught:
-            asyncio.run(watch.measure())
-        assert caught.value.status is Status.UNAVAILABLE
-        assert watch.last is None
-        return
-    found = asyncio.run(watch.measure())
+    found = asyncio.run(Watch(score, rows, bound=0.1, store="store").measure())
     want = -np.log([0.9, 0.8, 2.0**-24]).mean()
     assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
+    assert ("version 7 (to 9 in the end) has" if changes else "version 7 has") in caplog.text
 
 
 def test_of_several_stores_each_is_watched_on_its_own(config: RunConfig) -> None:

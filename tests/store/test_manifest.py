@@ -149,6 +149,26 @@ def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
         assert store.commit() == 1
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/shop", "http://host/shop", Path("file:///shop")], ids=str)
+def test_no_store_is_made_of_a_url(url: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is a URL"):
+        tierstore.open(url, ddr="1MiB")
+    assert not any(tmp_path.iterdir())
+
+
+def test_no_store_is_made_among_other_files(tmp_path: Path) -> None:
+    (tmp_path / ".gitkeep").touch()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(errors.StoreNotFoundError, match=r"'notes\.txt'"):
+        tierstore.open(tmp_path, ddr="1MiB")
+    assert {each.name for each in tmp_path.iterdir()} == {".gitkeep", "notes.txt"}
+    (tmp_path / "notes.txt").unlink()
+    for _ in range(2):
+        tierstore.open(tmp_path, ddr="1MiB").close()
+        (tmp_path / "notes.txt").touch()  # into one that is there anything may be put
+
+
 @pytest.mark.parametrize("payload", [b"x", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"])
 def test_a_payload_that_cannot_be_read(payload: bytes) -> None:
     with pytest.raises(errors.DamagedError, match="payload of version 3"):

@@ -172,7 +172,7 @@ def test_what_cannot_be_recorded_to(store: tierstore.Store, tmp_path: Path, monk
     assert (tmp_path / "there.npz").read_bytes() == b"kept"
     with store.record(tmp_path / "y.npz") as first, pytest.raises(ValueError, match=r"recorded to .*y\.npz; stop that"):
         store.record(tmp_path / "z.npz")
-    assert first.path.exists()
+    assert not first.path.exists(), "nothing was looked up: who failed before a first step may begin again"
 
     def refused(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")

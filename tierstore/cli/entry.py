@@ -58,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = _unknown(arguments, _COMMANDS)
     if unknown is not None:
         return _fail(unknown, EXIT_USAGE)
-    options = build_parser(arguments).parse_args(arguments)
+    options, others = build_parser(arguments).parse_known_args(arguments)
+    if others:
+        options.parser.error(f"unrecognized arguments: {' '.join(others)}")  # of the command, whose usage it shows
     options.words = arguments
     return _run(options.run, options)
 
@@ -130,7 +132,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: "Mapping[str, Comma
             formatter_class=argparse.RawDescriptionHelpFormatter if each.examples else argparse.HelpFormatter,
         )
         if each.commands is None:
-            child.set_defaults(run=each.run)
+            child.set_defaults(run=each.run, parser=child)
             each.add_arguments(child)
             child.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
         elif words[:1] == [name]:

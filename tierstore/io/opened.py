@@ -49,21 +49,20 @@ class View:
     def __init__(self, snapshot: Snapshot) -> None:
         self.lock = threading.Lock()
         self._idle = threading.Condition(self.lock)
-        self._leased: dict[object, Snapshot] = {}  # by lease
+        self._leased: dict[object, tuple[Snapshot, RowMap | None]] = {}  # by lease
         self._old: list[Snapshot] = []  # no longer shown, but leased
         self.snapshot = snapshot
         self.rows: RowMap | None = None
 
     @contextmanager
-    def lease(self, check: Callable[[], None]) -> Iterator[tuple[Snapshot, RowMap | None]]:
-        """Snapshot and map, kept until the end of the block; ``check`` may refuse, under the lock."""
+    def lease(self, check: Callable[[], None], *, with_rows: bool = True) -> Iterator[tuple[Snapshot, RowMap | None]]:
+        """Snapshot and map, or no map, kept until the end of the block; ``check`` may refuse, under the lock."""
         lease = object()
         try:
             with self.lock:
                 check()
-                snapshot, rows = self.snapshot, self.rows
-                self._leased[lease] = snapshot
-            yield snapshot, rows
+                self._leased[lease] = leased = self.snapshot, self.rows if with_rows else None
+            yield leased
         finally:
             with self._idle:
                 if lease in self._leased:
@@ -74,7 +73,8 @@ class View:
 
     def _close_unused(self) -> None:
         """End the snapshots whose last lease ended, with those that a call was to end that was cut short."""
-        for snapshot in [each for each in self._old if each not in self._leased.values()]:
+        leased = [snapshot for snapshot, _ in self._leased.values()]
+        for snapshot in [each for each in self._old if each not in leased]:
             self._old.remove(snapshot)
             snapshot.close()
 
@@ -87,7 +87,8 @@ class View:
             self._old.append(self.snapshot)
             self.snapshot = snapshot
             if isinstance(rows, Tail):
-                self.rows = rows.base.copied() if self._leased else rows.base
+                is_read = any(each is rows.base for _, each in self._leased.values())
+                self.rows = rows.base.copied() if is_read else rows.base
                 self.rows.advance(rows)
             elif rows is not None:
                 self.rows = rows
@@ -96,7 +97,7 @@ class View:
     def oldest(self) -> int:
         """Number of the oldest transaction whose tree is leased or current."""
         with self.lock:
-            return min(snapshot.txn_id for snapshot in (self.snapshot, *self._leased.values()))
+            return min([self.snapshot.txn_id, *(snapshot.txn_id for snapshot, _ in self._leased.values())])
 
     def close(self) -> None:
         """End the snapshot, which nobody uses any more."""
@@ -218,7 +219,7 @@ class OpenFile:
     @contextmanager
     def lease_tree(self) -> Iterator[Snapshot]:
         """The current snapshot, kept until the end of the block."""
-        with self.view.lease(self.require_open) as (snapshot, _):
+        with self.view.lease(self.require_open, with_rows=False) as (snapshot, _):
             yield snapshot
 
     def new_snapshot(self) -> Snapshot:

@@ -4,6 +4,7 @@ are answered by executors that each take what waits, as far as a batch holds it,
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -43,10 +44,18 @@ class Queue:
     @property
     def rate_max(self) -> float:
         """Queries a second that could be answered were there always some waiting."""
-        size = float(np.mean(self.sizes))
-        company = max(1.0, self.batch_samples / size)
-        busy = self.base_s / company + self.sample_s * size
+        together = _queries_a_batch(self.sizes, float(self.batch_samples))
+        busy = self.base_s / together + self.sample_s * float(np.mean(self.sizes))
         return self.executors / busy if busy else math.inf
+
+
+@lru_cache(maxsize=64)
+def _queries_a_batch(sizes: tuple[float, ...], batch_samples: float) -> float:
+    """The mean while there are always some waiting: the first that does not fit ends a batch, however full that is."""
+    drawn = np.random.default_rng(0).choice(sizes, NUM_QUERIES)
+    num_batches, nothing = np.zeros(1), np.zeros(NUM_QUERIES)
+    _serve(nothing, drawn, 1.0, 0.0, batch_samples, num_batches, np.empty(NUM_QUERIES))
+    return float(NUM_QUERIES / num_batches[0])
 
 
 def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES, seed: int = 0) -> Float64s:

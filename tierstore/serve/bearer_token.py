@@ -6,25 +6,23 @@ import hmac
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..system.checks import require_token
+
 
 def read_token(path: str, *, name: str = "token_file") -> str:
-    """What a token file holds, without white space around it; ValueError if it cannot be read or is empty."""
+    """What a token file holds, without white space around it; ValueError if it cannot be read or holds no token."""
     try:
-        text = Path(path).read_text(encoding="ascii").strip()
+        text = Path(path).read_text(encoding="ascii", errors="replace").strip()
     except (OSError, ValueError) as error:
         raise ValueError(f"{name}={path!r} cannot be read: {error}") from None
-    if not text:
-        raise ValueError(f"{name}={path!r} is empty")
-    return text
+    return require_token(text, f"{name}={path!r}: the token")
 
 
 class Token:
     """A token of printable ASCII without spaces, else ValueError. It is compared in constant time."""
 
     def __init__(self, text: str) -> None:
-        if not (text and text.isascii() and text.isprintable() and " " not in text):
-            raise ValueError("the token must be printable ASCII without spaces, and not empty")
-        self._token = text.encode()
+        self._token = require_token(text, "the token").encode()
 
     def is_shown(self, authorization: Sequence[str | bytes], *, or_as_password: bool = False) -> bool:
         """Whether a request's Authorization headers are one "Bearer TOKEN"; or "Basic ...", with the token as the

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from ..system.checks import require_token
 from ..system.excerpt import excerpt
 from ..system.forks import disown_in_forks
 from .messages import NUMBERS, InferTensor, ServeError, Status
@@ -62,13 +63,13 @@ class Client:
         store: of a server of several, the one that ``rank``, ``pooled`` and ``rows`` ask.
 
     Raises:
-        ValueError: url or timeout is not of this form.
+        ValueError: url, token or timeout is not of this form.
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 30.0, store: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-            raise ValueError(f"url={excerpt(url)}: expected http://host:port or https://host:port")
+            raise ValueError(f"url={excerpt(url.rpartition('@')[2])}: expected http://host:port or https://host:port")
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}: expected seconds, more than 0")
         is_tls = parts.scheme == "https"
@@ -77,7 +78,7 @@ class Client:
         self._port: Final = parts.port or (443 if is_tls else 80)
         self._timeout: Final = timeout
         self._prefix: Final = f"{store}." if store else ""
-        self._headers: Final = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers: Final = {} if token is None else {"Authorization": f"Bearer {require_token(token)}"}
         self._idle: Final[list[http.client.HTTPConnection]] = []
         disown_in_forks(self)
 

@@ -40,8 +40,9 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 _OWN: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _ANSWER_SECONDS: Final = 30.0
-_OTHER_FILES: Final = 256
-"""Files that a server has open besides connections."""
+_ADMIN_CONNECTIONS: Final = 200
+_OTHER_FILES: Final = 256 + 2 * _ADMIN_CONNECTIONS
+"""Files that a server has open besides clients' connections."""
 
 
 class Ports(NamedTuple):
@@ -77,7 +78,7 @@ class Server:
             on_refused=partial(self.repository.note_refused, "http"),
         )
         self._replica: Replica | None = None
-        self._admin = HttpServer(self._admin_app(), tls=tls)
+        self._admin = HttpServer(self._admin_app(), limits=Limits(connections=_ADMIN_CONNECTIONS), tls=tls)
         self._grpc = GrpcServer(
             self.repository,
             replace(limits, body_bytes=config.grpc_body_bytes),
@@ -198,7 +199,7 @@ def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 
 def _make_room_for(connections: int) -> None:
     """Raise this process's limit of open files to what connections need, if it may; else tell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * connections + _OTHER_FILES
+    wanted = 3 * connections + _OTHER_FILES  # REST has twice as many, as those beyond the limit are told so
     if soft != resource.RLIM_INFINITY and soft < wanted:
         found = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (found, hard))

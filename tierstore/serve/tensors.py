@@ -21,6 +21,7 @@ MAX_TENSORS: Final = 1024
 """Inputs of a request, and outputs asked for."""
 MAX_DIMS: Final = 16
 MAX_NAME_CHARACTERS: Final = 1000
+MAX_ID_CHARACTERS: Final = 1000
 PIECE_ELEMENTS: Final = 1 << 13
 """Numbers that are encoded one by one at a time: a third of a millisecond."""
 _INTEGER: Final = {int}
@@ -86,6 +87,13 @@ def parse_input_head(
         raise head.invalid("given twice")
     require_supported("input", head.name, parameters)
     return head
+
+
+def require_id(given: str) -> str:
+    """A request's id; ServeError INVALID if it is too long."""
+    if len(given) > MAX_ID_CHARACTERS:
+        raise ServeError(Status.INVALID, f"the request's id has more than {MAX_ID_CHARACTERS} characters")
+    return given
 
 
 def parse_timeout(timeout: object) -> float | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..train.build import open_data
 from ..train.config import RunConfig
-from .messages import InferTensor, ServeError, Status
+from .messages import InferTensor
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _REQUEST_ROWS: Final = 128
@@ -35,7 +35,8 @@ class LabelledRows(NamedTuple):
 
 
 class WatchReading(NamedTuple):
-    """``log_loss``: the mean over the watched rows, in nats. ``holds``: whether it is within the bound."""
+    """``version``: that of the first row. ``log_loss``: the mean over the watched rows, in nats. ``holds``: whether it
+    is within the bound."""
 
     version: int
     log_loss: float
@@ -69,24 +70,23 @@ class Watch:
 
     async def measure(self) -> WatchReading:
         """Ask for every row, keep the reading, and log it: as a warning if the bound does not hold. ServeError: what
-        the engine refuses; UNAVAILABLE: the version changed."""
-        losses, versions = [], set()
+        the engine refuses. Of later rows a newer version may be served: a reading ends however often versions come."""
+        losses, versions = [], list[int]()
         for each in self._rows:
             begun = time.monotonic()
             probabilities, version = await self._score(each.inputs)
-            versions.add(version)
-            if len(versions) > 1:
-                raise ServeError(Status.UNAVAILABLE, "the version changed while its loss was measured; measure again")
+            versions.append(version)
             right = np.where(each.labels, probabilities, 1 - probabilities.astype(np.float64))
             losses.append(-np.log(right.clip(_LEAST, 1 - _LEAST)))
             await asyncio.sleep(_PAUSE * (time.monotonic() - begun))
         every = np.concatenate(losses)
         loss = float(every.mean())
         first = self._first.log_loss if self._first else loss
-        found = self.last = WatchReading(version, loss, len(every), loss / first - 1 <= self._bound)
+        found = self.last = WatchReading(versions[0], loss, len(every), loss / first - 1 <= self._bound)
         self._first = self._first or found
         level, then = (logging.INFO, "") if found.holds else (logging.WARNING, ", above the bound")
-        message = "%s: version %d has a log loss of %.6f on %d watched rows, %+.4f %% of version %d's%s"
+        others = "" if version == found.version else f" (to {version} in the end)"
+        message = "%s: version %d%s has a log loss of %.6f on %d watched rows, %+.4f %% of version %d's%s"
         above = 100 * (loss / first - 1)
-        _LOG.log(level, message, self._store, version, loss, len(every), above, self._first.version, then)
+        _LOG.log(level, message, self._store, found.version, others, loss, len(every), above, self._first.version, then)
         return found

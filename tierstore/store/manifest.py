@@ -15,7 +15,7 @@ from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
 from ..io import ColdTier
 from ..layout import MAX_TABLES, RowLayout
-from ..system.durable import directory_locked, sync_directory
+from ..system.durable import directory_locked, names_in, sync_directory
 from ..system.excerpt import excerpt
 from ..system.oserrors import translate_os_error
 from ..system.plainfile import read_plain_file
@@ -23,6 +23,7 @@ from ..system.plainfile import read_plain_file
 FORMAT_VERSION: Final = 5
 _FORMAT_BEFORE: Final = 4  # of the same content; see io/records.py
 MANIFEST_NAME: Final = "manifest.json"
+_BEFORE_IT: Final = (MANIFEST_NAME, "rows.", "incoming", ".")  # how names begin of what there may be before
 _MAX_BYTES: Final = 16 * 2**20
 """Some 50,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
 _MAX_REASON: Final = 400
@@ -95,11 +96,17 @@ class Manifest:
 
     def create(self, directory: Path) -> None:
         """Write the first manifest, unless another process was faster: then that one stands. StoreNotFoundError: ranks'
-        stores are there. Others as of ``write``."""
+        stores are there, or other files. Others as of ``write``."""
         _require_not_sharded(directory)
         with directory_locked(directory):
-            if not (directory / MANIFEST_NAME).exists():
-                self.write(directory)
+            if (directory / MANIFEST_NAME).exists():
+                return
+            if others := [name for name in names_in(directory) if not name.startswith(_BEFORE_IT)]:
+                raise StoreNotFoundError(
+                    f"no store at {directory}, which holds other files ({excerpt(min(others))}); to make one, give a "
+                    "new directory or an empty one"
+                )
+            self.write(directory)
 
     def write(self, directory: Path) -> None:
         """Replace the manifest in ``directory``; after a crash there is the old one or the new one. TableError: there

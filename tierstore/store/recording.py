@@ -66,7 +66,8 @@ class Recorder:
     """Records what a store looks up, until it is stopped or the store is closed; made by ``Store.record``.
 
     A context manager that stops it. Any number of threads may look up meanwhile. The file is written whole each time:
-    empty at once, then every minute, and when recording ends. A process that is killed loses the lookups since then.
+    empty at once, then every minute, and when recording ends; if nothing was looked up, it is removed then. A process
+    that is killed loses the lookups since then.
     ``max_bytes`` bounds the file, and memory but while the file is written, which takes as much again.
 
     Raises:
@@ -192,7 +193,10 @@ class Recorder:
         self._over.set()
         self._thread.join()
         if not self._is_written:
-            self._write()
+            if self._recorded.contents().num_batches:
+                self._write()
+            else:  # as of a run that failed before its first step: the next attempt finds its name free
+                self.path.unlink(missing_ok=True)
             self._is_written = True
 
     def __enter__(self) -> "Recorder":

@@ -12,6 +12,13 @@ def require_choice(value: object, choices: Collection[str], name: str) -> None:
         raise ValueError(f"{name}={excerpt(value)} is not one of {', '.join(choices)}")
 
 
+def require_token(text: str, name: str = "token") -> str:
+    """A token that a header can carry; else ValueError, which does not show it."""
+    if not (text and text.isascii() and text.isprintable() and " " not in text):
+        raise ValueError(f"{name} must be one line of printable ASCII without spaces, and not empty")
+    return text
+
+
 def require_int(value: object, name: str, low: int, high: int) -> int:
     """The value as an int, numpy's integers too. TypeError for what is none, ValueError unless in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, Integral):

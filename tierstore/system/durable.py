@@ -5,6 +5,7 @@ import errno
 import fcntl
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,17 @@ from typing import Final
 
 from ..errors import TierstoreError
 
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _PATIENCE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.01
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory and those above it that are missing, durably. OSError if the system refuses."""
+    """Make a directory and those above it that are missing, durably. OSError if the system refuses. ValueError: it is a
+    URL."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    if any(_SCHEME.fullmatch(path.name) for path in missing[1:]):
+        raise ValueError(f"{directory} is a URL, and what is written here are folders of this machine: give a path")
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync_directory(path.parent)

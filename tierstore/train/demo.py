@@ -21,7 +21,7 @@ from ..layout import WORD_BYTES, RowLayout
 from ..settings.sections import to_toml
 from ..store import open_store
 from ..system.checks import require_int
-from ..system.durable import names_in
+from ..system.durable import make_directory, names_in
 from ..system.output import write_text
 from ..system.sizes import format_size
 from ..system.terminal import columns_of
@@ -121,7 +121,7 @@ def _empty(folder: Path) -> None:
             raise ValueError(f"{folder} exists and is no demonstration; choose another folder with --dir")
         print(f"Overwriting the demonstration in {folder}.")
         shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     (folder / _MARKER).touch()
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from ..errors import TierstoreError
 from ..settings.sections import ConfigError, Override, read_toml, to_dict, to_toml
+from ..system.durable import make_directory
 from ..system.excerpt import excerpt
 from ..system.output import write_text
 from ..system.signals import handlers_restored
@@ -194,7 +195,7 @@ def prepare(runs: Sequence[SweepRun]) -> None:
         if path.exists():
             _require_same(path, to_dict(load(path)), to_dict(run.config))
     for run in runs:
-        run.folder.mkdir(parents=True, exist_ok=True)
+        make_directory(run.folder)
         write_text(run.folder / _RUN_FILE, to_toml(run.config), force=True)
 
 

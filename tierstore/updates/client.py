@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from ..errors import TierstoreError
+from ..system.checks import require_token
 from ..system.excerpt import excerpt
 from ..system.forks import disown_in_forks
 from .apply import Applied
@@ -93,8 +94,10 @@ class ReplicaState(NamedTuple):
 
 
 def parse_url(url: str) -> SplitResult:
-    """Of an admin port. ValueError: no such URL."""
+    """Of an admin port. ValueError: no such URL, or one that others would be shown a password in."""
     parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"a URL of {parts.hostname} holds a user or a password: leave it out, and give a token file")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(f"{url}: write http://HOST:PORT or https://HOST:PORT")
     return parts
@@ -102,7 +105,7 @@ def parse_url(url: str) -> SplitResult:
 
 class AdminClient:
     """The admin port of one server, "http://HOST:PORT" or https, port 8002 unless given, with the token that it wants.
-    ValueError: no such URL. ``attempts``: of each request, where the connection breaks."""
+    ValueError: no such URL, or token. ``attempts``: of each request, where the connection breaks."""
 
     def __init__(
         self, url: str, *, token: str | None = None, attempts: int = ATTEMPTS, timeout: float = _TIMEOUT_SECONDS
@@ -114,7 +117,7 @@ class AdminClient:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(str(parts.hostname), parts.port or DEFAULT_PORT, timeout=timeout)
         self._path = parts.path.rstrip("/")
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers = {} if token is None else {"Authorization": f"Bearer {require_token(token)}"}
         disown_in_forks(self)
 
     def state(self) -> ReplicaState:

@@ -159,6 +159,34 @@ def test_a_client_whose_query_failed_is_asked_alone_for_a_while(make_bench: Call
     assert bench.batches == [[0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("leaves", ["cancelled", "late"])
+def test_a_long_query_that_nobody_waits_for_any_more_is_no_failure(
+    make_bench: Callable[..., Bench], leaves: str
+) -> None:
+    """Others of its connection, which may be a proxy's, go on to be batched."""
+    bench, client = make_bench(), "proxy"
+
+    def run(queries: Sequence[Ask], pause: Any) -> list[int]:
+        bench.batches.append([each.number for each in queries])
+        if pause:
+            if leaves == "cancelled":
+                long.cancel()
+            bench.loop.advance(2)
+            pause()
+        return answer(queries)
+
+    batcher = Batcher("m", run, bench.executor, bench.config, clock=bench.loop.time)
+    long = bench.loop.create_task(batcher.submit(Ask(9, num_ids=LONG_IDS + 1), bench.loop.now + 1, client))
+    bench.loop.settle()
+    bench.work()
+    assert long.cancelled() if leaves == "cancelled" else status_of(long) is Status.DEADLINE
+    tasks = [bench.loop.create_task(batcher.submit(Ask(number), 1e9, client)) for number in range(3)]
+    bench.loop.settle()
+    bench.work()
+    assert [task.result() for task in tasks] == [0, 1, 2]
+    assert bench.batches == [[9], [0, 1, 2]]
+
+
 def test_errors_after_the_first_reach_a_client_late(make_bench: Callable[..., Bench]) -> None:
     """So it cannot ask what fails a thousand times a second; its deadline, and others' errors, are not held up."""
     bench = make_bench()

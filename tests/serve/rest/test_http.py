@@ -99,7 +99,7 @@ def test_request_id(
     assert "set-cookie" not in response.headers
     for failed in (client.post("/v2/models/full/infer", json=X, headers=headers), client.post(INFER, headers=headers)):
         assert failed.headers.get("x-request-id") == header
-    assert "X-Request-Id" in error_of(client.post(INFER, json=X, headers={"X-Request-Id": "i" * 2000}), 400)
+    assert "id has more than" in error_of(client.post(INFER, json=X, headers={"X-Request-Id": "i" * 2000}), 400)
 
 
 @pytest.mark.parametrize("length", ["-1", "5.0", "x", "1" * 30, "", "+5", "999999"])

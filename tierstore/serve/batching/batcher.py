@@ -42,7 +42,7 @@ from typing import Any, Final, TypeAlias
 from ..base import LONG_IDS, Pause, Query
 from ..config import ServeConfig
 from ..messages import ServeError, Status
-from .isolation import Attempt, Isolation, Waiter, concerns_all
+from .isolation import Attempt, Isolation, Waiter, is_no_querys_fault
 
 
 class OneThread(Executor):
@@ -376,7 +376,7 @@ class Batcher:
                     waiter.future.set_result(answer)
             return
         error = self._as_answer(attempt)
-        if len(attempt.waiters) == 1 and not concerns_all(attempt.error):
+        if len(attempt.waiters) == 1 and not is_no_querys_fault(attempt.error):
             (waiter,) = attempt.waiters
             is_late = self._is_suspect(waiter)
             self._suspect(waiter.client)
@@ -387,6 +387,6 @@ class Batcher:
             self._fail(waiter, error)
 
     def _as_answer(self, attempt: Attempt) -> ServeError:
-        if isinstance(attempt.error, ServeError) and (len(attempt.waiters) == 1 or concerns_all(attempt.error)):
+        if isinstance(attempt.error, ServeError) and (len(attempt.waiters) == 1 or is_no_querys_fault(attempt.error)):
             return ServeError(attempt.error.status, str(attempt.error))
         return ServeError(Status.INTERNAL, f"model {self._model!r} failed; the server's log says why")

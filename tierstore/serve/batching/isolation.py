@@ -45,9 +45,9 @@ class Attempt(NamedTuple):
     seconds: float
 
 
-def concerns_all(error: BaseException | None) -> bool:
-    """Whether a run would have failed so with any queries: the model is not there any more."""
-    return isinstance(error, ServeError) and error.status is Status.UNAVAILABLE
+def is_no_querys_fault(error: BaseException | None) -> bool:
+    """Whether a run would have ended so with any queries: the model is not there any more, or nobody waits."""
+    return isinstance(error, ServeError) and error.status in (Status.UNAVAILABLE, Status.DEADLINE)
 
 
 def _attempt(run: Run, waiters: Sequence[Waiter], clock: Callable[[], float]) -> Attempt:
@@ -93,10 +93,10 @@ class Isolation:
             num_failed += 1
             if not isinstance(attempt.error, ServeError):
                 fault = attempt.error
-            if len(group) > 1 and is_sound is None and not concerns_all(attempt.error):
+            if len(group) > 1 and is_sound is None and not is_no_querys_fault(attempt.error):
                 is_sound = self._is_sound(run)
             is_hopeless = is_sound is False or (is_sound is None and num_failed >= MAX_FAILED_RUNS)
-            if len(group) == 1 or is_hopeless or concerns_all(attempt.error):
+            if len(group) == 1 or is_hopeless or is_no_querys_fault(attempt.error):
                 finished.append(attempt)
             else:
                 middle = len(group) // 2

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..limits import MAX_ELEMENTS
 from ..messages import DATATYPES, InferRequest, InferResponse, InferTensor, ServeError, Status
 from ..tensors import (
+    MAX_ID_CHARACTERS,
     MAX_TENSORS,
     TensorHead,
     binary_data,
@@ -24,6 +25,7 @@ from ..tensors import (
     parse_input_head,
     parse_timeout,
     pieces_of,
+    require_id,
     require_supported,
 )
 from .messages import message_class
@@ -65,7 +67,7 @@ def read_request(data: bytes) -> RawRequest:
 def id_of(data: bytes) -> str:
     """The id of a ``ModelInferRequest``; "" if the bytes are none."""
     try:
-        return str(read_request(data).message.id)
+        return str(read_request(data).message.id)[:MAX_ID_CHARACTERS]
     except ServeError:
         return ""
 
@@ -78,7 +80,7 @@ def decode_request(raw_request: RawRequest, *, seconds_left: float | None = None
     return InferRequest(
         model=message.model_name,
         version=message.model_version,
-        id=message.id,
+        id=require_id(message.id),
         inputs=_decode_tensors(message.inputs, raws),
         outputs=_wanted_outputs(message),
         deadline=arrival + min(limits) if limits else None,
@@ -140,7 +142,7 @@ def _from_contents(head: TensorHead, contents: Any) -> NDArray[Any]:
             raise head.invalid(f"{descriptor.name} is set, but {head.datatype} goes into {name}")
     values, count = getattr(contents, name), head.num_elements
     if len(values) != count:
-        raise head.invalid(f"{name} has {len(values)} elements, but its shape {count}")
+        raise head.invalid(f"shape {list(head.shape)} has {count} elements, but {name} has {len(values)}")
     array = np.fromiter(values, DATATYPES[head.datatype], count)
     array.setflags(write=False)
     return array

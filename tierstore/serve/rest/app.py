@@ -20,9 +20,9 @@ from ..base import Engine
 from ..front import Front
 from ..limits import Limits
 from ..messages import ServeError, Status
-from ..tensors import JSON_LENGTH_HEADER
+from ..tensors import JSON_LENGTH_HEADER, MAX_ID_CHARACTERS
 from .body import LONG_BYTES, read_body
-from .infer_body import MAX_ID_CHARACTERS, InferCall, count_slow_elements, parse_infer, write_infer
+from .infer_body import InferCall, count_slow_elements, parse_infer, write_infer
 from .protocol import UNDER_WAY
 from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
 
@@ -162,8 +162,6 @@ class RestApp:
     def _parse(
         self, body: bytearray, headers: Mapping[bytes, bytes], model: str, version: str, default_id: str, client: str
     ) -> InferCall:
-        if len(default_id) > MAX_ID_CHARACTERS:
-            raise ServeError(Status.INVALID, f"X-Request-Id is longer than {MAX_ID_CHARACTERS} characters")
         length = headers.get(_JSON_LENGTH)
         # More digits than that are beyond any body.
         if length is not None and not (length.isdigit() and len(length) < 20):

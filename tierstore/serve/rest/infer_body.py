@@ -20,16 +20,17 @@ from ..tensors import (
     MAX_TENSORS,
     TensorHead,
     binary_data,
+    invalid_tensor,
     objects,
     parse_binary_data,
     parse_input_head,
     parse_timeout,
     pieces_of,
+    require_id,
     require_supported,
 )
 from .replies import Reply
 
-MAX_ID_CHARACTERS: Final = 1000
 MAX_JSON_LISTS: Final = 1 << 16
 """Lists and objects in the JSON. Each takes 25 times its two bytes, and far longer to parse than a number."""
 _EMPTY: Final[dict[str, Any]] = {}
@@ -110,7 +111,7 @@ def _entries(message: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
     """The objects of a list of inputs or outputs; their parameters are objects, too."""
     values = _typed(list, message[key], key)
     if len(values) > MAX_TENSORS:
-        raise ServeError(Status.INVALID, f"{len(values)} {key} are more than {MAX_TENSORS}")
+        raise ServeError(Status.INVALID, f"{len(values)} {key}; at most {MAX_TENSORS} are taken")
     for number, value in enumerate(values):  # texts are made only where they are needed: there may be many
         if type(value) is not dict:
             raise ServeError(Status.INVALID, f"{key}[{number}] must be a JSON object, not {excerpt(value)}")
@@ -121,10 +122,7 @@ def _entries(message: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 
 def _id(message: dict[str, Any], default: str) -> str:
-    given = _typed(str, message.get("id", default), "id")
-    if len(given) > MAX_ID_CHARACTERS:
-        raise ServeError(Status.INVALID, f"id must be a string of at most {MAX_ID_CHARACTERS} characters")
-    return given or default
+    return require_id(_typed(str, message.get("id", default), "id") or default)
 
 
 def _inputs(message: dict[str, Any], binary: memoryview) -> dict[str, InferTensor]:
@@ -156,8 +154,10 @@ def _wanted(message: dict[str, Any], default: bool) -> dict[str, bool]:
     wanted: dict[str, bool] = {}
     for number, entry in enumerate(_entries(message, "outputs") if "outputs" in message else ()):
         name = entry.get("name")
-        if not isinstance(name, str) or name in wanted:
-            raise ServeError(Status.INVALID, f"outputs[{number}] must have a name of its own, not {excerpt(name)}")
+        if not isinstance(name, str):
+            raise ServeError(Status.INVALID, f"outputs[{number}] must have a name, not {excerpt(name)}")
+        if name in wanted:
+            raise invalid_tensor("output", name, "asked for twice")
         parameters = entry.get("parameters", _EMPTY)
         require_supported("output", name, parameters)
         wanted[name] = _typed(bool, parameters.get("binary_data", default), f"binary_data of output {excerpt(name)}")

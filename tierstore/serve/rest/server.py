@@ -17,7 +17,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from ..limits import Limits
-from ..messages import ServeError
+from ..messages import ServeError, Status
 from ..tls import Tls
 from .protocol import BoundedProtocol
 
@@ -88,31 +88,58 @@ class HttpServer:
         self._config.load()
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
+        self._listeners: Sequence[socket.socket] = ()
+        self._accepting: list[asyncio.Task[None]] = []
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
 
     @property
     def num_connections(self) -> int:
-        return len(self._state.connections)
+        return len(self._state.connections) + len(self._handshakes)
 
     async def start(self, listeners: Sequence[socket.socket]) -> int:
         """Accept connections of bound sockets, which ``stop`` closes; returns their port."""
+        loop, self._listeners = asyncio.get_running_loop(), listeners
         for listener in listeners:
-            server = await asyncio.get_running_loop().create_server(
-                self._protocol,
-                sock=listener,
-                backlog=_BACKLOG,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._limits.receive_seconds,
-            )
-            self._servers.append(server)
+            if self._tls is None:
+                self._servers.append(await loop.create_server(self._protocol, sock=listener, backlog=_BACKLOG))
+            else:
+                self._accepting.append(loop.create_task(self._accept(listener)))
         return int(listeners[0].getsockname()[1])
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """asyncio's server would have any number of handshakes under way, and tell of a connection after its own."""
+        loop, most = asyncio.get_running_loop(), 2 * self._limits.connections
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(0.1)  # the system is short of something
+                continue
+            if self.num_connections >= most:
+                accepted.close()
+                self._on_refused(ServeError(Status.OVERLOADED, f"{most} connections are open or shake hands"))
+                continue
+            shaking = loop.create_task(self._shake_hands(accepted))
+            self._handshakes.add(shaking)
+            shaking.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        loop, seconds = asyncio.get_running_loop(), self._limits.receive_seconds
+        with contextlib.suppress(OSError):
+            await loop.connect_accepted_socket(self._protocol, accepted, ssl=self._tls, ssl_handshake_timeout=seconds)
 
     async def stop(self, grace_seconds: float) -> None:
         """Stop accepting, close connections that wait, let requests in flight finish, and cut off those that do not."""
-        if not self._servers:
+        if not self._listeners:
             return
         for server in self._servers:
             server.close()
+        for task in (ending := (*self._accepting, *self._handshakes)):
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
         for connection in tuple(self._state.connections):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
@@ -127,7 +154,7 @@ class HttpServer:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CLEANUP_SECONDS)
-        self._servers.clear()
+        self._listeners = ()
 
     def _protocol(self) -> BoundedProtocol:
         return BoundedProtocol(
