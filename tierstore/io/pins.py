@@ -33,13 +33,12 @@ from typing import Final
 
 from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
 from ..system.forks import OwnDescriptor
-from ..system.oserrors import translate_os_error
+from ..system.oserrors import needing, translate_os_error
 from .ring import Rings
 
 _FLOCK: Final = struct.Struct("hhqqi4x")  # the system's ``struct flock``: type, whence, start, length, process id
 _OWN_LOCKS: Final = re.compile(r"^lock:.* OFDLCK .* (\S+) (\d+) (\d+)$", re.MULTILINE)
 """File, first and last byte of each lock of an open file, as /proc shows them for its descriptor."""
-_NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 WRITER_BYTE: Final = 2**62  # above all transaction numbers
 _NAME_BYTE: Final = WRITER_BYTE + 1
 _PATIENCE_SECONDS: Final = 60.0  # for a writer that puts meta pages back meanwhile
@@ -52,7 +51,8 @@ def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
     ``length`` 0: to the end of all offsets.
     """
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+        with needing("locks of open files, F_OFD_SETLK"):
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
@@ -108,11 +108,6 @@ class Pins:
     def _failure(self, error: OSError) -> TierstoreError:
         if not self.is_held():
             return self._file.lost()
-        if error.errno in _NO_LOCKS:
-            return TierstoreError(
-                f"{self._path}: no open-file-description locks on its file system, or in this system "
-                f"({error.strerror}); put the store on a local file system"
-            )
         return translate_os_error(error, self._path)
 
     def lock_for_writer(self, *, shared: bool = False) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import TierstoreError
+from .oserrors import needing
 
 _PATIENCE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.01
@@ -29,7 +30,8 @@ def flocked(descriptor: int, kind: int, refusal: TierstoreError) -> Iterator[Non
     """Hold a lock of an open file or directory, ``fcntl.LOCK_EX`` or ``LOCK_SH``, which forked processes do not
     keep. The refusal is raised if another process has it locked."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        with needing("locks of files and directories, flock"):
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise refusal from None
     try:
@@ -89,7 +91,8 @@ def sync_directory(directory: Path) -> None:
     """Have the device hold the directory's entries. OSError if it refuses."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with needing("sync of directories"):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
