@@ -98,7 +98,7 @@ def test_sigterm_ends_a_start_that_takes_long(store: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("held", "status"),
-    [("engine.StoreEngine._open", program._TERMINATED), ("program.Server.__init__", -signal.SIGTERM)],
+    [("engine.StoreEngine._open", 0), ("program.Server.__init__", -signal.SIGTERM)],
 )
 def test_sigterm_ends_a_start_that_sees_no_signal(store: Path, held: str, status: int) -> None:
     """As while kernels are compiled, in a thread or in the loop's."""

@@ -38,7 +38,6 @@ from .tls import WATCH_SECONDS, Tls
 _LOG: Final = logging.getLogger("tierstore.serve")
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _START_END_SECONDS: Final = 2.0
-_TERMINATED: Final = 128 + signal.SIGTERM  # the exit status, as a shell has it
 
 
 _OWN: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -226,7 +225,7 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
         await server.repository.begin_to_stop()  # the warm-up sees it and ends
         if not (await asyncio.wait((starting,), timeout=_START_END_SECONDS))[0]:  # a thread compiles kernels, perhaps
             _LOG.warning("stopped while it starts, before it took requests")
-            os._exit(_TERMINATED)
+            os._exit(0)
     ports = await starting
     if not stopping.is_set():
         on_ready(ports)
