@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tierstore
+from tierstore import *
 from tierstore import errors
 
 def table_config(**changes):

@@ -81,28 +81,44 @@ def test_command_line_is_installed() -> None:
 
 
 def test_import_says_nothing_and_loads_little() -> None:
-    """Nor does the command line, before a command runs. numba itself loads scipy, where it is there."""
+    """Nor do help and wrong usage of any command. numba itself loads scipy, where it is there."""
     code = """
-import sys, torch, numba
-before = set(sys.modules)
-import tierstore
-print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
-before = set(sys.modules)
-import tierstore.cli
-tierstore.cli.build_parser()
-print(*sorted(name for name in set(sys.modules) - before if name.startswith(("tierstore", "tqdm"))))
+import contextlib, io, sys
+from tierstore import cli
+from tierstore.cli import entry
+groups = [[name, each] for name, of in entry._COMMANDS.items() if of.commands for each in of.commands()]
+for words in (["--version"], ["--help"], ["nix"], *([*each, "--help"] for each in [*groups, *zip(entry._COMMANDS)]),
+              ["serve", "--nix"], ["export"], ["train"], ["quantize", "a", "b"]):
+    shown = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
+        cli.main(words)
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numba", "tqdm"}))
 import tierstore.serve.client
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"grpc", "orjson", "starlette", "prometheus_client"}))
+import torch, numba
+before = set(sys.modules)
+from tierstore import *
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
-    package, command_line, of_client = run_python(code).splitlines()
+    command_line, of_client, package = run_python(code).splitlines()
+    assert command_line == ""
     assert of_client == "", "a client needs none of what a server does"
     assert "tierstore" in package.split()
     assert not set(package.split()) & HEAVY
-    light = ("", ".bearer_token", ".command", ".config", ".messages")
-    of_serve = ["tierstore.serve" + name for name in light]
-    of_cli = ["tierstore.cli", "tierstore.cli.commands", "tierstore.cli.entry", "tierstore.cli.sweep"]
-    of_system = ["tierstore.system.hosts", "tierstore.system.terminal"]
-    assert command_line.split() == [*of_cli, *of_serve, *of_system]
+
+
+def test_names_are_there_when_they_are_asked_for() -> None:
+    """Those of ``__all__``, and the packages that the documentation uses."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    used = set(re.findall(r"\btierstore\.([a-z]+)\.[A-Za-z]", "".join(each.read_text() for each in texts)))
+    named = {name for name in used if (ROOT / "tierstore" / name).is_dir()}
+    assert {"dist", "models", "optim"} <= named
+    code = """
+import sys, tierstore
+found = [getattr(tierstore, name) for name in sys.argv[1:]]
+print({*sys.argv[1:]} <= {*dir(tierstore)}, hasattr(tierstore, "nix"))
+"""
+    assert run_python(code, *named, *tierstore.__all__) == "True False\n"
 
 
 @pytest.fixture(scope="module")

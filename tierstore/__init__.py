@@ -4,26 +4,9 @@ Hot rows in GPU memory, warm rows in host memory, cold rows on SSD; one module d
 optimizer runs inside backward, and a commit is atomic over everything.
 """
 
-from . import errors, ids, init, optim
-from .config import TableConfig
-from .ids import DynamicIds
-from .nn import (
-    JaggedTensor,
-    KeyedJaggedTensor,
-    KeyedTensor,
-    TieredEmbedding,
-    TieredEmbeddingBag,
-    TieredEmbeddingBagCollection,
-    TieredEmbeddingCollection,
-    checkpoint,
-    convert,
-    plain_model,
-)
-from .nn.prefetch import prefetch
-from .offline.quantization import QuantizedTable, QuantizeReport, quantize
-from .pool.stats import Stats, TierStats
-from .store import Store, Table
-from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from .system.release import __version__
 
 __all__ = [
@@ -33,3 +16,47 @@ __all__ = [
     "TieredEmbeddingCollection", "__version__", "checkpoint", "convert", "errors", "ids", "init", "open", "optim",
     "plain_model", "prefetch", "quantize",
 ]  # fmt: skip
+
+_HOMES: Final = ("config", "nn.prefetch", "nn", "store", "pool.stats", "offline.quantization")
+
+if TYPE_CHECKING:
+    from . import dist as dist
+    from . import errors, ids, init, optim
+    from . import models as models
+    from . import plan as plan
+    from . import train as train
+    from .config import TableConfig
+    from .ids import DynamicIds
+    from .nn import (
+        JaggedTensor,
+        KeyedJaggedTensor,
+        KeyedTensor,
+        TieredEmbedding,
+        TieredEmbeddingBag,
+        TieredEmbeddingBagCollection,
+        TieredEmbeddingCollection,
+        checkpoint,
+    )
+    from .nn.convert import convert, plain_model
+    from .nn.prefetch import prefetch
+    from .offline.quantization import QuantizedTable, QuantizeReport, quantize
+    from .pool.stats import Stats, TierStats
+    from .store import Store, Table
+    from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
+else:
+
+    def __getattr__(name: str) -> Any:
+        """A name, or a module, when it is first asked for: torch and numba take seconds to load."""
+        asked = "open_store" if name == "open" else name
+        for home in _HOMES if name in __all__ and name not in ("errors", "ids", "init", "optim") else ():
+            if (found := getattr(importlib.import_module(f"{__name__}.{home}"), asked, None)) is not None:
+                return globals().setdefault(name, found)
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name) from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

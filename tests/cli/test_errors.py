@@ -1,11 +1,19 @@
 """Errors are one line and say the way out; what a command does not need is not loaded."""
 
+import os
 import runpy
+import subprocess
+import sys
+from typing import get_args
 
 import pytest
 
 import tierstore
+from tierstore import optim
+from tierstore.cli import commands
 from tierstore.cli import entry as cli
+from tierstore.config import Pooling
+from tierstore.layout import FloatName
 
 
 @pytest.mark.parametrize(
@@ -67,3 +75,52 @@ def test_the_module_is_the_command(monkeypatch, capsys):
         runpy.run_module("tierstore", run_name="__main__")
     assert not ended.value.code
     assert capsys.readouterr().out == f"tierstore {tierstore.__version__}\n"
+
+
+INTERRUPTED = """
+import os, sys
+from tierstore import cli
+
+class Interrupt:
+    def __init__(self, left):
+        self.left = left
+
+    def find_spec(self, *_):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+for left in range(0, 1000, 7):
+    child = os.fork()
+    if not child:
+        sys.meta_path.insert(0, Interrupt(left))
+        status = 99
+        try:
+            status = cli.main(["--version"])
+        except SystemExit as end:
+            status = end.code
+        os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(status, file=sys.stderr)
+    if not status:
+        break
+"""
+
+
+def test_ctrl_c_while_the_command_line_loads_ends_it_without_a_traceback():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    *said, last = done.stderr.splitlines()
+    assert last == "0"
+    assert len(said) > 10
+    assert set(said) == {"tierstore: interrupted", "130"}
+
+
+def test_what_is_written_out_so_that_help_loads_little_is_true():
+    assert (
+        tuple(each.kind for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam))
+        == commands._OPTIMIZERS
+    )
+    assert (get_args(Pooling), get_args(FloatName)) == (commands._POOLINGS, commands._DTYPES)

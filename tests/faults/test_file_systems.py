@@ -1,6 +1,8 @@
 """File systems of other kinds: overlays, without hard links, that tell no size, of several users."""
 
 import contextlib
+import errno
+import fcntl
 import io
 import os
 import shutil
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,8 @@ import tierstore
 from tests.children import run
 from tierstore import errors
 from tierstore.cli.entry import main
+from tierstore.system.output import write_text
+from tierstore.updates.delta import write_update
 
 from .test_real_devices import mounted
 
@@ -144,6 +149,51 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_p
 
 
 # Making stores
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "lacked"),
+    [
+        (os, "fsync", "sync of directories"),
+        (fcntl, "flock", "locks of files and directories"),
+        (fcntl, "fcntl", "locks of open files"),
+    ],
+)
+def test_what_a_file_system_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, lacked: str
+) -> None:
+    """Network file systems, FUSE, shared folders of virtual machines."""
+    plain = getattr(module, name)
+    for code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+
+        def call(file: int, *given: Any, code: int = code) -> Any:
+            if name == "fsync" and not stat.S_ISDIR(os.fstat(file).st_mode):
+                return plain(file)
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(module, name, call)
+        with pytest.raises(errors.TierstoreError, match=rf"file system, .* lacks .*: no {lacked}.*local file system"):
+            tierstore.open(tmp_path / str(code), ddr="1MiB")
+        if name != "fcntl":
+            with pytest.raises(errors.TierstoreError, match=f"no {lacked}"):
+                write_text(tmp_path / "page", "", force=True)
+
+
+def test_a_full_temporary_folder_is_named_with_what_an_update_takes(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, left = os.pwrite, iter([True, False, False])
+
+    def pwrite(*given: Any) -> int:
+        if not next(left, True):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(*given)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    (tmp_path / "work").mkdir()
+    with pytest.raises(errors.DiskFullError, match=r"work/update: no space left .* twice its size .* so far, .*TMPDIR"):
+        write_update(store, tmp_path / "work" / "update")
+    assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_a_file_system_that_tells_no_size(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,13 +288,13 @@ _PAYLOAD = pack({}, {"step": 1}, {}, NO_LINEAGE)
 def _write_update(payload: bytes, ids: bytes) -> Path:
     _UPDATE.unlink(missing_ok=True)
     rows = np.frombuffer(ids[: len(ids) // 8 * 8], np.int64)
-    with closing(UpdateWriter()) as writer:
+    with closing(UpdateWriter(_UPDATE)) as writer:
         writer.add_payload(payload)
         if len(rows):
             writer.add_rows(0, _LAYOUT, rows, np.zeros((len(rows), _LAYOUT.weight_words), np.uint64))
         origin = Origin("0" * 32, 1, "1" * 16)
         fields: dict[str, Any] = {"since": 0, "since_commit_id": "", "tables": (_CONFIG,)}
-        writer.finish(_UPDATE, UpdateHeader(origin=origin, chunks=writer.chunks, **fields))
+        writer.finish(UpdateHeader(origin=origin, chunks=writer.chunks, **fields))
     return _UPDATE
 
 

@@ -18,7 +18,8 @@ from tests.io.support import open_tier
 from tierstore.errors import ClosedError, UnreadableError
 from tierstore.io import reads, ring
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.io.mapped import is_resident
+from tierstore.kernels.jit import JIT_ENABLED, kernel
 from tierstore.plan.measure import page_cache
 
 pytestmark = pytest.mark.kernel
@@ -98,10 +99,42 @@ def test_what_the_system_refuses_comes_through_the_map(tier: LmdbColdTier, monke
     assert [_read_cold(tier), _read_cold(tier), refuse.call_count] == [0, 0, 1]
 
 
+@kernel
+def _ask(address: int, flag: np.ndarray) -> bool:
+    return is_resident(address, flag)
+
+
+def test_a_page_of_the_system_is_asked_about_from_within_and_a_refusal_is_no_answer(tier: LmdbColdTier) -> None:
+    """Pages of the system may have 64 KiB, those of LMDB begin within them."""
+    file_map, flag = tier._file.map, np.ones(1, np.uint8)
+    assert file_map.words[0] >= 0
+    assert _ask(file_map.address + 100, flag)
+    assert not _ask(1 << 40 | 1 << 12, flag), "nothing is mapped there"
+
+
+def test_a_read_that_was_cut_short_ends_no_rings_and_three_in_a_row_do(
+    tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, rings, short, taken = ring.Ring, _rings(tier), iter([True, False, *[True] * 9]), []
+
+    def make(number: int) -> ring.Ring:
+        taken.append(next(short))
+        with open(tier.path.with_name("empty"), "wb+") as empty:
+            return real(empty.fileno() if taken[-1] else number)
+
+    monkeypatch.setattr(ring, "Ring", make)
+    rings.idle.clear()
+    assert _read_cold(tier) > 10
+    assert taken == [True, False]
+    rings.idle.clear()
+    assert [_read_cold(tier), _read_cold(tier)] == [0, 0]
+    assert taken == [True, False, True, True, True]
+
+
 def test_a_ring_that_somebody_closed(tier: LmdbColdTier) -> None:
     os.close(descriptor := _rings(tier).idle[0]._descriptor)
     assert os.open(tier.path, os.O_RDONLY) == descriptor
-    assert [_read_cold(tier), _read_cold(tier)] == [0, 0]
+    assert _read_cold(tier) > 10, "by another ring"
     os.close(descriptor)  # it was not the ring's to close
 
 

@@ -42,13 +42,16 @@ def run(package: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_kernels_are_compiled_once_and_again_when_a_helper_changes(tmp_path: Path) -> None:
-    """A copy of the package whose helper lies in another file than the kernel that it is compiled into."""
+    """A copy of the package whose helper lies in another file than the kernel that it is compiled into. Times do not
+    count: layers of images keep whole seconds."""
     source = Path(tierstore.__file__).parent
     for file in source.rglob("*.py"):
         target = tmp_path / "tierstore" / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(file.read_bytes())
     assert "compiling kernels that this machine has not used before" in run(tmp_path).stderr
+    for file in (tmp_path / "tierstore").rglob("*.py"):
+        os.utime(file, (0, 0))
     assert run(tmp_path).stderr == ""
     helper = tmp_path / "tierstore" / "init.py"
     helper.write_text(helper.read_text() + "\n")

@@ -74,6 +74,17 @@ def test_a_padding_row_is_written_by_what_trains() -> None:
             assert store["t"].read(torch.tensor([7])).any()
 
 
+def test_a_row_of_a_table_that_is_pooled_by_the_maximum_has_its_own_bits(store_dir: Path) -> None:
+    values = torch.tensor([[-0.0, 0.0, float("nan"), float("-inf")]])
+    with tierstore.open(store_dir, ddr="16MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4, pooling="max"))
+        table.write(torch.tensor([3]), values)
+        module = tierstore.TieredEmbedding(table)
+        for is_trained in (True, False):
+            with torch.set_grad_enabled(is_trained):
+                assert torch.equal(module(torch.tensor([3])).detach().view(torch.int32), values.view(torch.int32))
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [0, -3])
 def test_bags_leave_padding_out_as_torchs_do(padding_idx: int, mode: Any) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.plan.hosts import SHOP_HOST, shop_workload
+from tierstore.cli.plan import COMMANDS
 from tierstore.plan import Host, TableShape, Workload
-from tierstore.plan.command import COMMANDS
 from tierstore.plan.parts import write_host
 from tierstore.plan.plan_file import PlanFile, load, parse_override
 from tierstore.plan.planning import PlanResult, plan

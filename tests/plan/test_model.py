@@ -14,7 +14,7 @@ from tierstore.plan.demand import Demand
 from tierstore.plan.host import times
 from tierstore.plan.loads import lanes_of
 from tierstore.plan.model import misfit, predict
-from tierstore.plan.prediction import Pricing, drive_writes_a_day, price_of, years_of_life
+from tierstore.plan.prediction import Pricing, drive_writes_a_day, first_worn, price_of, years_of_life
 from tierstore.plan.queueing import latency_at
 from tierstore.plan.what_if import marginal_values
 
@@ -210,6 +210,10 @@ def test_drives_are_worn_by_what_is_written_to_them() -> None:
     small = replace(DRIVE, capacity_bytes=1e11)
     uneven = replace(host, storage=(DRIVE, small))
     assert drive_writes_a_day(uneven, 1e7, PRICING) == pytest.approx(1e7 * 43_200 / 2 / 1e11)
+    tough = replace(small, drive_writes_a_day=100.0)  # worn ten times as fast as the other, and rated for a hundred
+    mixed = replace(host, storage=(tough, DRIVE))
+    assert first_worn(mixed) == DRIVE
+    assert drive_writes_a_day(mixed, 1e7, PRICING) == pytest.approx(1e7 * 43_200 / 2 / 1e12)
     assert drive_writes_a_day(host, 0.0, PRICING) == 0
     assert drive_writes_a_day(make_host(drives=0), 0.0, PRICING) == 0
 

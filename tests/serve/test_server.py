@@ -2,9 +2,12 @@
 
 import dataclasses
 import math
+import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import typing
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,6 +95,28 @@ def test_sigterm_ends_a_start_that_takes_long(store: Path, tmp_path: Path) -> No
         wait_for(lambda: "listening" in (tmp_path / "log").read_text())
         assert server.end() == 0
         assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("held", "status"),
+    [("engine.StoreEngine._open", 0), ("program.Server.__init__", -signal.SIGTERM)],
+)
+def test_sigterm_ends_a_start_that_sees_no_signal(store: Path, held: str, status: int) -> None:
+    """As while kernels are compiled, in a thread or in the loop's."""
+    code = f"""
+import sys, time
+from tierstore import cli
+from tierstore.serve import engine, program
+{held} = lambda *_, **__: (print("begun", flush=True), time.sleep(600))
+sys.exit(cli.main(["serve", "--store", sys.argv[1], *sys.argv[2:]]))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-c", code, str(store), *FREE_PORTS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(WAIT_SECONDS) == status
 
 
 def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -61,6 +62,15 @@ item = store.create_table(tierstore.TableConfig(name="item", num_embeddings=40, 
 item.write(torch.tensor([1]), torch.ones(1, 8))"""
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert SAID.format(tmp_path) in done.stderr
+
+
+def test_opening_looks_at_no_other_store_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file system may be dead by then."""
+    with _opened(tmp_path / "dead"):
+        lstat, looked = os.lstat, list[str]()
+        monkeypatch.setattr(os, "lstat", lambda path, **more: looked.append(str(path)) or lstat(path, **more))
+        _opened(tmp_path / "other").close()
+        assert [path for path in looked if "dead" in path] == []
 
 
 def test_nothing_is_told_where_nothing_is_lost_or_the_loss_is_known(

@@ -124,6 +124,8 @@ def test_a_manifest_is_not_written_through_a_link(path: Path, tmp_path: Path) ->
         (errno.EROFS, errors.ReadOnlyError, 'read-only; open the store with mode="r"'),
         (errno.EMFILE, errors.TierstoreError, "raise `ulimit -n`"),
         (errno.EIO, errors.TierstoreError, "Input/output error"),
+        (errno.EINVAL, errors.TierstoreError, "file system, or this system, lacks"),
+        (errno.ESTALE, errors.TierstoreError, "gone from the network file system's server"),
     ],
 )
 @pytest.mark.parametrize("call", ["fsync", "replace"])

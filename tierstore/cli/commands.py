@@ -5,18 +5,15 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final
 
-from .. import optim
-from ..config import Pooling
 from ..errors import TableError
-from ..layout import FloatName
-from ..store import open_store
 from ..system.excerpt import excerpt
 from ..system.sizes import format_count, format_size
 from ..system.terminal import arg, byte_bar, command, progress_bar
 
 if TYPE_CHECKING:
+    from .. import optim
     from ..exchange import ImportReport
     from ..updates.publish import Published
 
@@ -35,7 +32,9 @@ _BY_LOSS: Final = ("by the log loss", "choose the type of each table and layer o
 _KEY: Final = "embedding_bags.{table}.weight"
 _FORMATS: Final = ("safetensors", "torch", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
-_OPTIMIZERS: Final = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
+_OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
+_POOLINGS: Final = ("sum", "mean", "max")
+_DTYPES: Final = ("float32", "float16", "bfloat16")
 _DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
 _NEW_DIRECTORY: Final = arg("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
 _VERSION: Final = arg("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
@@ -139,12 +138,15 @@ def _mapping(pairs: list[str]) -> dict[str, str]:
     return mapping
 
 
-def _optimizer(options: argparse.Namespace) -> optim.Optimizer | None:
+def _optimizer(options: argparse.Namespace) -> "optim.Optimizer | None":
     """The optimizer that the flags describe; None if there are none."""
+    from .. import optim
+
     if options.optimizer is None and options.lr is not None:
         raise ValueError("--lr goes with --optimizer NAME; give both")
+    kinds = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
     given = {} if options.lr is None else {"lr": options.lr}
-    return None if options.optimizer is None else _OPTIMIZERS[options.optimizer](**given)
+    return None if options.optimizer is None else kinds[options.optimizer](**given)
 
 
 EXPORT: Final = command(
@@ -177,8 +179,8 @@ IMPORT: Final = command(
         arg("--map", action="append", default=[], metavar="KEY=TABLE", help="take KEY as TABLE, and no other tensor"),
         arg("--optimizer", group=_NEW, choices=_OPTIMIZERS, help="of the rows (default: sgd)"),
         arg("--lr", group=_NEW, type=float, metavar="X", help="its learning rate"),
-        arg("--pooling", group=_NEW, choices=get_args(Pooling), help="of bags (default: sum)"),
-        arg("--dtype", choices=get_args(FloatName), help="convert weights to it (default: as in the file)"),
+        arg("--pooling", group=_NEW, choices=_POOLINGS, help="of bags (default: sum)"),
+        arg("--dtype", choices=_DTYPES, help="convert weights to it (default: as in the file)"),
         _MEMORY,
     ),
     "take tables from safetensors files or torch checkpoints",
@@ -191,6 +193,8 @@ IMPORT: Final = command(
 
 
 def _backup(options: argparse.Namespace) -> int:
+    from ..store import open_store
+
     with open_store(options.directory, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
         report = store.backup(options.target, verify=options.verify, progress=show)
     checked = "" if report.verified is None else f"; {report.verified.rows:,} rows verified"
@@ -278,8 +282,6 @@ RESHARD: Final = command(
 
 
 def _quantize(options: argparse.Namespace) -> int:
-    from ..offline.quantization import quantize
-
     if (options.dtype is None) == (options.loss is None):
         raise ValueError("give either --dtype, a type for all tables, or --loss, by which types are chosen")
     for name in ("data", "rows") if options.loss is None else ("table", "at"):
@@ -287,6 +289,8 @@ def _quantize(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name} goes with --{'dtype' if options.dtype is None else 'loss'}; leave it out")
     if options.loss is not None:
         return _quantize_by_loss(options)
+    from ..offline.quantization import quantize
+
     with byte_bar("quantize") as show:
         report = quantize(
             options.directory,

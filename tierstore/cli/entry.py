@@ -140,6 +140,8 @@ def _add_commands(parser: argparse.ArgumentParser, commands: "Mapping[str, Comma
 
 
 def _train(options: argparse.Namespace) -> int:
+    if options.run_file is None and not options.keys:
+        raise ValueError("give a run file: tierstore train FILE.toml; --keys prints one with all keys")
     from ..settings.sections import to_toml
     from ..train import RunConfig, train
     from ..train.config import load
@@ -147,8 +149,6 @@ def _train(options: argparse.Namespace) -> int:
     if options.keys:
         print(to_toml(RunConfig(), with_help=True), end="")
         return 0
-    if options.run_file is None:
-        raise ValueError("give a run file: tierstore train FILE.toml; --keys prints one with all keys")
     config = load(options.run_file, _overrides(options))
     if not launched_rank():
         options.force |= options.resume
@@ -259,7 +259,7 @@ def _trace_commands() -> "Mapping[str, Command]":
 
 
 def _plan_commands() -> "Mapping[str, Command]":
-    from ..plan.command import COMMANDS
+    from .plan import COMMANDS
 
     return COMMANDS
 

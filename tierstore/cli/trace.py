@@ -3,17 +3,21 @@
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..system.output import require_new, require_other
 from ..system.terminal import Command, arg, command
-from ..trace import Trace, read_trace, write_trace
+
+if TYPE_CHECKING:
+    from ..trace import Trace
 
 _OUT: Final = arg("out", metavar="OUT.npz", help="file to write; it appears when it is complete")
 _FORCE: Final = arg("--force", help="replace OUT.npz if it exists")
 
 
-def _write(trace: Trace, options: argparse.Namespace) -> int:
+def _write(trace: "Trace", options: argparse.Namespace) -> int:
+    from ..trace import write_trace
+
     write_trace(trace, options.out, force=options.force)
     print(
         f"{options.out}: {trace.num_lookups:,} lookups of {len(trace.tables)} tables in {trace.num_samples:,} samples"
@@ -47,6 +51,7 @@ def _generate(options: argparse.Namespace) -> int:
 def _describe(options: argparse.Namespace) -> int:
     from ..plan.json_file import write_json
     from ..plan.traces import describe
+    from ..trace import read_trace
 
     if options.json is not None:
         require_other(Path(options.json), [options.source])

@@ -153,8 +153,7 @@ class AnchorKeeper:
             translated = translate_os_error(error, path)
             if type(translated) is TierstoreError:
                 translated = TierstoreError(
-                    f"{path} could not be written: {error}; the last commit is intact: close the store and open it "
-                    "again."
+                    f"{translated} The last commit is intact: close the store and open it again."
                 )
             raise translated from error
 

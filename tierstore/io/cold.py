@@ -62,7 +62,7 @@ def read_cold(
     queues = ring.queues if ring and ring.queues else Queues(-1, source.words, np.empty((depth, 4), np.int64))
     is_cold = _read(_Batch(geo, queues, depth, keys[order], ordered, how, by_page, result), source)
     if result[0] == FAILED:
-        rings.close()
+        rings.drop()
     elif ring:
         rings.put_back(ring)
     target.present[order] = True

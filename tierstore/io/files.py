@@ -11,7 +11,7 @@ import lmdb
 
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
 from ..system.durable import free_bytes, sync_directory, write_all
-from ..system.oserrors import RESTORE, translate_os_error
+from ..system.oserrors import RESTORE, TOLD, translate_os_error
 from ..system.plainfile import require_plain_file
 from .anchor import ANCHOR_NAME, stamp_rows_file
 from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, pages_of, parse_meta, repoint
@@ -62,7 +62,7 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
     full = isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if not full and code == errno.EIO:  # LMDB's word for a write cut short, which a nearly full disk does
         full = free_bytes(path.parent) < 1 << 20 or _at_size_limit(path)
-    if full or code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS, errno.EACCES, errno.EPERM):
+    if full or code in TOLD:
         code = errno.ENOSPC if full else code
         return translate_os_error(OSError(code, os.strerror(code)), path)
     if isinstance(error, lmdb.PanicError):
@@ -244,7 +244,7 @@ def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int]
         translated = translate_os_error(error, path)
         if isinstance(translated, DiskFullError):
             raise translated from error
-        raise TierstoreError(f"{snapshot.path} could not be copied to {path}: {error.strerror}") from error
+        raise TierstoreError(f"{snapshot.path} could not be copied: {translated}") from error
     finally:
         os.close(source)
 

@@ -49,14 +49,16 @@ if JIT_ENABLED:
 
     @inline
     def queue_read(address: int, size_bytes: int) -> None:
-        """Start reading the pages of ``[address, address + size_bytes)``; the address must be page-aligned."""
-        _madvise(np.uintp(address), np.uintp(size_bytes), WILL_NEED)
+        """Start reading the pages of ``[address, address + size_bytes)``."""
+        start = address & -mmap.PAGESIZE
+        _madvise(np.uintp(start), np.uintp(address - start + size_bytes), WILL_NEED)
 
     @inline
     def is_resident(address: int, flag: NDArray[np.uint8]) -> bool:
-        """Whether the page at this page-aligned address is in memory; ``flag`` is scratch, uint8 [1]."""
-        _mincore(np.uintp(address), np.uintp(1), flag.ctypes)
-        return (flag[0] & 1) != 0  # type: ignore[no-any-return]
+        """Whether the system's page around the address, which may be larger than LMDB's, is in memory; ``flag`` is
+        scratch, uint8 [1]."""
+        status = _mincore(np.uintp(address & -mmap.PAGESIZE), np.uintp(1), flag.ctypes)
+        return status == 0 and (flag[0] & 1) != 0  # type: ignore[no-any-return]
 
     @inline
     def clock_ns(timespec: NDArray[np.int64]) -> int:
@@ -83,11 +85,12 @@ if JIT_ENABLED:
 else:
 
     def queue_read(address: int, size_bytes: int) -> None:
-        _libc.madvise(int(address), int(size_bytes), int(WILL_NEED))
+        start = int(address) & -mmap.PAGESIZE
+        _libc.madvise(start, int(address) - start + int(size_bytes), int(WILL_NEED))
 
     def is_resident(address: int, flag: NDArray[np.uint8]) -> bool:
-        _libc.mincore(int(address), 1, flag.ctypes.data)
-        return bool(flag[0] & 1)
+        status = _libc.mincore(int(address) & -mmap.PAGESIZE, 1, flag.ctypes.data)
+        return status == 0 and bool(flag[0] & 1)
 
     def clock_ns(timespec: NDArray[np.int64]) -> int:  # noqa: ARG001
         return time.monotonic_ns()

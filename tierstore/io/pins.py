@@ -33,14 +33,14 @@ from typing import Final
 
 from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
 from ..system.forks import OwnDescriptor
-from ..system.oserrors import translate_os_error
+from ..system.oserrors import needing, translate_os_error
 from .ring import Rings
 
 _FLOCK: Final = struct.Struct("hhqqi4x")  # the system's ``struct flock``: type, whence, start, length, process id
-_OWN_LOCKS: Final = re.compile(r"^lock:.* OFDLCK .* (\d+) (\d+)$", re.MULTILINE)
-"""First and last byte of each lock of an open file, as /proc shows them for its descriptor."""
-_NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_OWN_LOCKS: Final = re.compile(r"^lock:.* OFDLCK .* (\S+) (\d+) (\d+)$", re.MULTILINE)
+"""File, first and last byte of each lock of an open file, as /proc shows them for its descriptor."""
 WRITER_BYTE: Final = 2**62  # above all transaction numbers
+_NAME_BYTE: Final = WRITER_BYTE + 1
 _PATIENCE_SECONDS: Final = 60.0  # for a writer that puts meta pages back meanwhile
 _PAUSE_SECONDS: Final = 0.01
 
@@ -51,7 +51,8 @@ def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
     ``length`` 0: to the end of all offsets.
     """
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+        with needing("locks of open files, F_OFD_SETLK"):
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
@@ -107,11 +108,6 @@ class Pins:
     def _failure(self, error: OSError) -> TierstoreError:
         if not self.is_held():
             return self._file.lost()
-        if error.errno in _NO_LOCKS:
-            return TierstoreError(
-                f"{self._path}: no open-file-description locks on its file system, or in this system "
-                f"({error.strerror}); put the store on a local file system"
-            )
         return translate_os_error(error, self._path)
 
     def lock_for_writer(self, *, shared: bool = False) -> None:
@@ -209,16 +205,21 @@ class Pins:
         return found
 
     def holders(self, place: int) -> list[int]:
-        """Ids of the processes that lock a byte, as far as /proc shows them: the lock itself does not name any."""
+        """Ids of the processes that lock a byte, as far as /proc shows them: the lock itself does not name any.
+
+        /proc shows a descriptor's locks with the file as the kernel names it, which a lock of ours tells. Files
+        themselves are not looked at: that waits for their file systems, which may be dead.
+        """
         found = set()
-        for path in glob.iglob("/proc/[0-9]*/fd/*"):
-            with contextlib.suppress(OSError):  # it is gone, or another user's
-                status = os.stat(path)
-                if (status.st_dev, status.st_ino) == self.identity:
-                    process, number = path.split("/")[2::2]
-                    locks = _OWN_LOCKS.findall(Path(f"/proc/{process}/fdinfo/{number}").read_text())
-                    if any(int(first) <= place <= int(last) for first, last in locks):
-                        found.add(int(process))
+        with contextlib.suppress(OSError, IndexError):  # no locks, or no /proc
+            lock_range(self.descriptor, fcntl.F_RDLCK, _NAME_BYTE, 1)
+            own = _OWN_LOCKS.findall(Path(f"/proc/self/fdinfo/{self.descriptor}").read_text())[0][0]
+            for path in glob.iglob("/proc/[0-9]*/fdinfo/*"):
+                with contextlib.suppress(OSError):  # it is gone, or another user's
+                    locks = _OWN_LOCKS.findall(Path(path).read_text())
+                    if any(name == own and int(first) <= place <= int(last) for name, first, last in locks):
+                        found.add(int(path.split("/")[2]))
+            lock_range(self.descriptor, fcntl.F_UNLCK, _NAME_BYTE, 1)
         return sorted(found)
 
     def describe_holders(self, place: int) -> str:

@@ -25,6 +25,7 @@ DEPTH: Final = 128  # reads in flight
 BUFFER_WORDS: Final = DEPTH * 512
 _REQUEST_WORDS: Final = 8
 _AT_ONCE: Final = 32  # reads that are waited for
+_MOST_FAILURES: Final = 3  # one after another, before a file has no rings any more; a read may be cut short once
 _MOST_REFUSALS: Final = 10_000  # one after another; the system refuses to wait while a signal is there, for one
 _IN_FLIGHT, _UINT32 = 1 << 40, 2**32 - 1
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # system calls, on every processor
@@ -163,6 +164,7 @@ class Rings:
         self._lock = threading.Lock()
         self.idle: list[Ring] = []  # that nobody has
         self._is_refused = False
+        self._failures = 0
 
     def take(self) -> Ring | None:
         """A ring for the caller, to be put back; None if the system refuses one. ClosedError: somebody closed the
@@ -181,8 +183,15 @@ class Rings:
 
     def put_back(self, ring: Ring) -> None:
         with self._lock:
+            self._failures = 0
             if not self._is_refused:
                 self.idle.append(ring)
+
+    def drop(self) -> None:
+        """What was taken is not put back, as a read of it failed; after some none is made any more."""
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES:
+            self.close()
 
     def close(self) -> None:
         """Close the idle ones; no more are made."""

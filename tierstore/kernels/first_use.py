@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import fcntl
 import gc
-import json
 import logging
 import os
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 from numba.core import event
 
+from ..system.children import child_options
 from .threads import default_threads
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -148,10 +148,8 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
 
 def start(work: str, processes: int, **options: Any) -> "subprocess.Popen[bytes]":
     """Start ``warm_up/ahead.py``; it ends with the thread that started it."""
-    path = [each for each in sys.path if isinstance(each, str)]
-    arguments = [json.dumps(path), str(os.getpid()), work, str(processes)]
-    command = [sys.executable, "-P", str(_SCRIPT), *arguments]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, **options)
+    command = [sys.executable, "-P", str(_SCRIPT), str(os.getpid()), work, str(processes)]
+    return subprocess.Popen(command, **child_options(), **options)
 
 
 def _end(process: "subprocess.Popen[bytes]", parent: int) -> None:

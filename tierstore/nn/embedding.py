@@ -92,7 +92,8 @@ class TieredEmbedding(_OfTable):
             self._written_at = at
 
     def _pooled_directly(self, ids: Tensor) -> Tensor | None:
-        if self.padding_idx is not None or not ids.is_cpu:
+        is_max = self.table.config.pooling == "max"  # which gives the row's own bits, also where they are those of -0
+        if self.padding_idx is not None or not ids.is_cpu or is_max:
             return None
         bags = torch.arange(ids.numel() + 1)
         rows = self.table.pooled_directly(ids.reshape(-1), bags, "sum")

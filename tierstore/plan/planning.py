@@ -13,7 +13,7 @@ from .demand import Demand
 from .json_file import plain
 from .model import predict
 from .plan_file import PlanFile, SetupSection, hosts_of, query_sizes_of, setup_of, workload_of
-from .prediction import Prediction, Setup, describe_setup, years_of_life
+from .prediction import Prediction, Setup, describe_setup, first_worn, years_of_life
 from .search import Attempt, SearchResult, lacks, search
 from .tiers import pool_loads
 from .what_if import Assumption, Instead, Marginal, assumed_words, assumptions_of, marginal_values
@@ -194,7 +194,7 @@ def marks_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
     setup, written, found = prediction.setup, prediction.drive_writes_a_day, []
     if setup.hosts > 1 and not setup.workload.is_training:
         found.append("served by a program of yours over ranks, as tierstore serve reads all tables on each host")
-    if setup.host.storage and written > (rated := min(drive.drive_writes_a_day for drive in setup.host.storage)):
+    if setup.host.storage and written > (rated := first_worn(setup.host).drive_writes_a_day):
         life = years_of_life(prediction, asked.pricing)
         found.append(
             f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {12 * life:.3g} months"

@@ -245,21 +245,25 @@ def price_of(host: Host, count: int, pricing: Pricing) -> Price:
 
 
 def drive_writes_a_day(host: Host, bytes_per_s: float, pricing: Pricing) -> float:
-    """Of the most worn drive; drives share what is written as they are fast."""
+    """Of the drive that wears out first; drives share what is written as they are fast."""
     if not bytes_per_s:
         return 0.0
     speed = sum(drive.write_bytes_per_s for drive in host.storage)
     a_day = bytes_per_s * _SECONDS_A_DAY * pricing.hours_a_day / 24
-    return a_day / speed * max(map(_wear, host.storage))
+    return a_day / speed * _wear(first_worn(host))
 
 
 def years_of_life(prediction: Prediction, pricing: Pricing) -> float:
     """Until the first drive has been written as often as it is rated for; infinite if nothing is written."""
-    drives, writes = prediction.setup.host.storage, prediction.drive_writes_a_day
+    writes = prediction.drive_writes_a_day
     if not writes:
         return math.inf
-    most = max(map(_wear, drives))
-    return pricing.warranty_years * min(drive.drive_writes_a_day * most / _wear(drive) for drive in drives) / writes
+    return pricing.warranty_years * first_worn(prediction.setup.host).drive_writes_a_day / writes
+
+
+def first_worn(host: Host) -> Storage:
+    """The drive that is soonest written as often as it is rated for."""
+    return min(host.storage, key=lambda drive: drive.drive_writes_a_day / _wear(drive))
 
 
 def _wear(drive: Storage) -> float:

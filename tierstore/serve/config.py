@@ -1,5 +1,6 @@
 """The settings of ``tierstore serve``: one frozen description, each field with its help, a flag for each field."""
 
+import os
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from .bearer_token import read_token
 
 _MAX_PORT: Final = 65_535
 _INT32_MAX: Final = (1 << 31) - 1
+_PATHS: Final = ("store", "model", "warm_up", "record", "watch")
+_NO_PATHS: Final = ("", "auto", "none")
 """gRPC counts a message's bytes, and connections, in 32 bits."""
 STORE_NAME: Final = re.compile(r"[\w-]+")
 """No dot: of several stores, a model's name is the store's, a dot, and the model's own."""
@@ -207,11 +210,15 @@ class ServeConfig:
         self.by_store()
 
     def by_store(self) -> dict[str, "ServeConfig"]:
-        """The settings of each store as of a server of its own, by the store's name."""
+        """The settings of each store as of a server of its own, by the store's name. Paths are absolute: a server may
+        outlive the folder in which it began."""
         found = {}
         for each in self.stores or (StoreConfig(path=self.store),):
             try:
-                found[each.called] = replace(self, store=each.path, stores=(), **each.settings)
+                given = {"store": each.path, **each.settings}
+                named = {name: str(given.get(name) or getattr(self, name)) for name in _PATHS}
+                paths = {name: os.path.abspath(path) for name, path in named.items() if path not in _NO_PATHS}
+                found[each.called] = replace(self, stores=(), **{**given, **paths})
             except ValueError as error:
                 raise ValueError(f"stores: {each.called}: {error}") from None
         return found

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
 import ssl
@@ -36,6 +37,7 @@ from .tls import WATCH_SECONDS, Tls
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_START_END_SECONDS: Final = 2.0
 
 
 _OWN: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -189,6 +191,8 @@ def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 
         is_patient: a second signal changes nothing; else it ends the process at once.
     """
     configure(config.log_level.upper(), as_json=not config.log_text)
+    for each in _SIGNALS:  # they end the process, until the loop sees to them
+        signal.signal(each, signal.SIG_DFL)
     torch.set_num_threads(config.num_threads)
     _make_room_for(config.connections)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -211,15 +215,18 @@ def _make_room_for(connections: int) -> None:
 async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any], is_patient: bool) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    server = Server(config, worker=worker)  # which may compile kernels
     for each in _SIGNALS:
         loop.add_signal_handler(each, _stop, stopping, () if is_patient else _SIGNALS)
-    server = Server(config, worker=worker)
     loop.add_signal_handler(signal.SIGHUP, _hang_up, server)
     starting = asyncio.create_task(server.start())
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         await server.repository.begin_to_stop()  # the warm-up sees it and ends
+        if not (await asyncio.wait((starting,), timeout=_START_END_SECONDS))[0]:  # a thread compiles kernels, perhaps
+            _LOG.warning("stopped while it starts, before it took requests")
+            os._exit(0)
     ports = await starting
     if not stopping.is_set():
         on_ready(ports)

@@ -17,8 +17,8 @@ class Tls:
     used."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
-        self.certificate: Final = certificate
-        self.key: Final = key
+        self.certificate: Final = certificate.absolute()
+        self.key: Final = key.absolute()
         self._pem = self._read()
         self.context: Final = self._loaded()
 

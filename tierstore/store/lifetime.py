@@ -15,6 +15,8 @@ class Lifetime:
 
     def __init__(self, directory: Path, *, readonly: bool) -> None:
         self.directory = directory
+        self.place: Final = directory.resolve() if directory.is_absolute() else directory
+        """Found once: later its file system may be dead."""
         self.readonly = readonly
         self._process_id = os.getpid()
         self.is_closed = False
@@ -59,7 +61,7 @@ os.register_at_fork(after_in_child=_KEPT.clear)
 def is_open_here(directory: Path) -> bool:
     """Whether this process has the store in ``directory`` open for writing, even if nobody refers to it any more."""
     found = directory.resolve()
-    return any(not each.readonly and each.directory.resolve() == found for each in list(_KEPT))
+    return any(not each.readonly and each.place == found for each in list(_KEPT))
 
 
 _T = TypeVar("_T")

@@ -62,7 +62,8 @@ def open_store(
             device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
         policy: which rows leave memory first: "lru", "lfu" or "tinylfu" (by counts that outlive residence, and fade
-            as fast as a sample says that it hits most); "auto": now "tinylfu" in host memory, "lru" in device memory.
+            as fast as a sample says that it hits most); "auto": now "tinylfu" in host memory, "lru" in device memory,
+            where "tinylfu" is "lfu".
         threads: for lookups and updates, which give the same results; default: the CPUs this process may use.
         dtype: with mode="r", what rows are kept in memory as, without optimizer state: "float16", "bfloat16", "int8" or
             "int4" (quantized row by row), where they are stored in more bits; "stored" for what they are stored as.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import TierstoreError
+from .oserrors import needing
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _PATIENCE_SECONDS: Final = 60.0
@@ -34,7 +35,8 @@ def flocked(descriptor: int, kind: int, refusal: TierstoreError) -> Iterator[Non
     """Hold a lock of an open file or directory, ``fcntl.LOCK_EX`` or ``LOCK_SH``, which forked processes do not
     keep. The refusal is raised if another process has it locked."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        with needing("locks of files and directories, flock"):
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise refusal from None
     try:
@@ -94,7 +96,8 @@ def sync_directory(directory: Path) -> None:
     """Have the device hold the directory's entries. OSError if it refuses."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with needing("sync of directories"):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

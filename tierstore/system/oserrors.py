@@ -1,8 +1,10 @@
 """What the system's errors amount to, with the way out."""
 
+import contextlib
 import errno
 import os
 import resource
+from collections.abc import Iterator
 from typing import Final
 
 from ..errors import DiskFullError, ReadOnlyError, TierstoreError
@@ -12,6 +14,21 @@ RESTORE: Final = "Restore the store's directory from a copy, or save what is sou
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_PERMITTED: Final = (errno.EACCES, errno.EPERM)
+LACKED: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EXDEV, errno.ENODEV)
+"""What the system says of a call that a file system does not have."""
+TOLD: Final = (errno.EROFS, *NOT_PERMITTED, *LACKED, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
+"""What ``translate_os_error`` has more words for than the system."""
+
+
+@contextlib.contextmanager
+def needing(what: str) -> Iterator[None]:
+    """Has the OSError of a file system without it name it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in LACKED:
+            error.strerror = f"no {what} ({error.strerror})"
+        raise
 
 
 def translate_os_error(
@@ -38,5 +55,12 @@ def translate_os_error(
         return TierstoreError(
             f"{path}: this user lacks the permission; change the owner or the mode of the file and its directory, "
             f"or, if writing was refused, {instead}."
+        )
+    if error.errno == errno.ESTALE:
+        return TierstoreError(f"{path}: it is gone from the network file system's server; open it again.")
+    if error.errno in LACKED:
+        return TierstoreError(
+            f"{path}: its file system, or this system, lacks what is needed there: {error.strerror}. Use a local file "
+            "system, as ext4 or XFS; Lustre has locks where it is mounted with -o flock."
         )
     return TierstoreError(f"{path}: {error.strerror or error}.")

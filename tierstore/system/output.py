@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import DiskFullError
 from .durable import free_bytes, output_locked, sync_directory
-from .oserrors import FULL, NOT_PERMITTED, translate_os_error
+from .oserrors import FULL, TOLD, translate_os_error
 from .sizes import format_size
 
 
@@ -23,7 +23,7 @@ def output_errors(path: Path) -> Iterator[None]:
                 f"{path}: no space left on the file system ({error.strerror}); nothing was kept of it. "
                 "Free some space, or choose another place"
             ) from error
-        if error.errno in (errno.EROFS, *NOT_PERMITTED):
+        if error.errno in TOLD:
             raise translate_os_error(error, error.filename or path, instead="choose another place") from error
         raise
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shlex
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from ..layout import WORD_BYTES, RowLayout
 from ..settings.sections import to_toml
 from ..store import open_store
 from ..system.checks import require_int
+from ..system.children import child_options
 from ..system.durable import make_directory, names_in
 from ..system.output import write_text
 from ..system.sizes import format_size
@@ -66,7 +66,7 @@ def run_demo(
         raise ValueError(f"ranks={ranks}: several train on the CPU for now; leave device and hbm away")
     if device != "cpu" or hbm is not None:  # what a store would refuse is reported before anything is made
         open_store(cold="memory", device=device, hbm=_hbm(device, hbm, 1)).close()
-    folder = Path(directory)
+    folder = Path(directory).absolute()
     _empty(folder)
     started = time.perf_counter()
     test_rows = int(rows * _TEST_SHARE)
@@ -151,7 +151,7 @@ def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[st
     launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     threads = {} if ranks == 1 else {"OMP_NUM_THREADS": "1"}  # which torchrun sets too, and says so at length
     finished = subprocess.run(
-        [sys.executable, "-m", *launcher, "tierstore", *arguments], check=False, env=threads | os.environ
+        [sys.executable, "-P", "-m", *launcher, "tierstore", *arguments], check=False, **child_options(**threads)
     )
     if finished.returncode:
         raise TierstoreError(f"training {name} ended with status {finished.returncode}; its message is above")

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from ..errors import TierstoreError
 from ..settings.sections import ConfigError, Override, read_toml, to_dict, to_toml
+from ..system.children import child_options
 from ..system.durable import make_directory
 from ..system.excerpt import excerpt
 from ..system.output import write_text
@@ -178,7 +179,9 @@ def _adapted(config: RunConfig, base: int, folder: Path, rule: RateRule, warmup_
         warmup_steps=math.ceil(warmup_samples / config.train.batch_size) or config.optimizer.warmup_steps,
     )
     paths = {name: os.path.abspath(path) for name in _PATHS if (path := getattr(config.data, name))}
-    store, data = replace(config.store, path=str(folder / "store")), replace(config.data, **paths)
+    record = config.store.record and os.path.abspath(config.store.record)
+    store = replace(config.store, path=str(folder / "store"), record=record)
+    data = replace(config.data, **paths)
     return replace(config, store=store, data=data, optimizer=optimizer)
 
 
@@ -249,8 +252,8 @@ def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
     with (run.folder / _LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "tierstore", *arguments],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=threads | os.environ,
+            [sys.executable, "-P", "-m", "tierstore", *arguments],
+            stdout=log, stderr=log, start_new_session=True, **child_options(**threads),
         )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def write_update(
     directory, out = Path(directory).absolute(), Path(out).absolute()
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another name")
-    with open_source(directory, version) as (manifest, tier, _), contextlib.closing(UpdateWriter()) as writer:
+    with open_source(directory, version) as (manifest, tier, _), contextlib.closing(UpdateWriter(out)) as writer:
         if not 0 <= since < tier.version:
             raise ValueError(
                 f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
@@ -138,7 +138,7 @@ def write_update(
             passed=tuple(each.commit_id for each in source.lineage.ancestors if 0 < since < each.version),
             is_urgent=only is not None,
         )
-        writer.finish(out, header)
+        writer.finish(header)
     return Update(out, file_checksum(out), out.stat().st_size, header)
 
 

@@ -3,6 +3,7 @@
 A file is named by its XXH64, so one that is cut short or damaged on its way is not taken for the one that was sent.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -21,13 +22,15 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from ..errors import ChecksumError, FormatError, TruncatedError
+from ..errors import ChecksumError, DiskFullError, FormatError, TruncatedError
 from ..exchange.tensor_file import METADATA_KEY, SafetensorsFile, TensorSpec
 from ..layout import RowLayout
 from ..store.version import Version, json_bytes, unpack, unpack_tensors
+from ..system.durable import write_all
 from ..system.excerpt import excerpt
-from ..system.output import partial_file
+from ..system.output import output_errors, partial_file, require_parent
 from ..system.plainfile import open_plain_file
+from ..system.sizes import format_size
 from .header import (
     MAX_CHUNK_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -72,12 +75,16 @@ def _require_small(payload: "bytes | memoryview") -> None:
 
 
 class UpdateWriter:
-    """Takes chunks into a temporary file, of the system's temporary directory; ``finish`` makes the update of them."""
+    """Takes chunks into a temporary file in the folder of ``path``; ``finish`` makes the update of them, there.
+    DiskFullError, TierstoreError: the system has no space for it, or refuses it."""
 
-    def __init__(self) -> None:
-        self._spool = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._chunks: list[Chunk] = []
         self._sizes: list[int] = []
+        with self._room():
+            require_parent(path)
+            self._spool = tempfile.TemporaryFile(buffering=0, dir=path.parent)  # noqa: SIM115 - closed by close
 
     def add_payload(self, payload: bytes) -> None:
         """Before any rows. ValueError if it is larger than an update can have it."""
@@ -91,22 +98,35 @@ class UpdateWriter:
 
     def _add(self, table: int, rows: int, raw: bytes) -> None:
         data = zlib.compress(raw, 1)
-        self._spool.write(data)
+        with self._room():
+            write_all(self._spool.fileno(), data, sum(self._sizes))
         self._sizes.append(len(data))
         self._chunks.append(Chunk(table, rows, len(raw), xxhash.xxh64_hexdigest(data)))
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            with output_errors(self._path):
+                yield
+        except DiskFullError as error:
+            raise DiskFullError(
+                f"{error}: an update takes twice its size as it is made, {format_size(sum(self._sizes))} so far, and "
+                "tierstore publish makes it in the folder that TMPDIR names"
+            ) from error
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         return tuple(self._chunks)
 
-    def finish(self, path: Path, header: UpdateHeader) -> None:
+    def finish(self, header: UpdateHeader) -> None:
         """Write the file. FileExistsError if there is one; DiskFullError: nothing is left of it."""
         specs = [TensorSpec(f"chunk.{number}", torch.uint8, (size,)) for number, size in enumerate(self._sizes)]
         head = SafetensorsFile(specs, header.to_dict()).head
         if len(head) > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path}: a header of {len(head)} bytes; publish more often, or fewer rows at a time")
-        self._spool.seek(0)
-        with partial_file(path, force=False) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+            raise ValueError(
+                f"an update with a header of {len(head)} bytes; publish more often, or fewer rows at a time"
+            )
+        with self._room(), partial_file(self._path, force=False) as descriptor, open(os.dup(descriptor), "wb") as file:
             file.write(head)
             shutil.copyfileobj(self._spool, file, _STEP_BYTES)
 

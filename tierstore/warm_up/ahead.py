@@ -1,4 +1,4 @@
-"""Compile kernels before they are needed: ``python ahead.py SYS_PATH PARENT WORK PROCESSES``.
+"""Compile kernels before they are needed: ``python ahead.py PARENT WORK PROCESSES``.
 
 One process finds out which kernels some work uses (a function of ``workload``), and for what types: it does the work
 with kernels that run as plain Python and note their arguments. It is forked before tierstore is imported, which decides
@@ -11,7 +11,6 @@ some.
 import ctypes
 import functools
 import importlib
-import json
 import os
 import pickle
 import signal
@@ -30,13 +29,12 @@ _PR_SET_PDEATHSIG: Final = 1
 Use = tuple[str, str, Any]  # module and name of a kernel, and numba's types of its arguments
 
 
-def main(path: str, parent: str, work: str, processes: str) -> None:
+def main(parent: str, work: str, processes: str) -> None:
     """Do it."""
     out = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed is no answer
     _end_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.path[:] = json.loads(path)
     warnings.simplefilter("ignore")  # in plain Python hashes overflow, by intent
     import numba  # noqa: F401 - here, so that what is forked has it
     import torch  # noqa: F401

@@ -26,6 +26,8 @@ from ...kernels.arrays import Int64s
 from ...kernels.jit import kernel
 from ...kernels.threads import default_threads
 from ...system.durable import free_bytes
+from ...system.oserrors import needing
+from ...system.output import output_errors
 from ...system.sizes import format_size, machine_memory_bytes
 from ..host import Host, Link, Memory, Processor, Storage
 from ..parts.catalog import shown
@@ -63,7 +65,7 @@ def measure(
 
     Raises:
         ValueError: no such folder, too little free, or a file system in memory.
-        OSError: a file system without direct reads.
+        DiskFullError, TierstoreError: the system refuses, or the file system has no direct reads.
     """
     if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
         raise ValueError(f"seconds={seconds!r}: expected a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,g}")
@@ -191,8 +193,8 @@ def require_device(folder: Path) -> None:
 
 def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage:
     """Write a file in ``folder``, each part synced, read it at random places, and remove it. What a drive does after
-    minutes of writing is not seen. ValueError: too little is free. OSError: the file system has no direct reads, or
-    fails."""
+    minutes of writing is not seen. ValueError: too little is free. TierstoreError: the file system has no direct
+    reads, or refuses. OSError: it fails."""
     stat, free = os.statvfs(folder), free_bytes(folder)
     size_bytes = int(min(file_bytes, free * _FILE_SHARE)) // _LARGE_BYTES * _LARGE_BYTES
     if size_bytes < min(_LEAST_FILE_BYTES, file_bytes):
@@ -201,18 +203,20 @@ def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage
             "free some space, or use --dir on another file system"
         )
     path, each = folder / "blocks", seconds / (len(_DEPTHS) + 1)
-    try:
-        written = _write_file(path, size_bytes // _LARGE_BYTES)
-        rates = [_reads_per_s(path, READ_BYTES, depth, each) for depth in _DEPTHS]
-        return Storage(
-            capacity_bytes=float(stat.f_blocks * stat.f_frsize),
-            read_latency_us=1e6 * _DEPTHS[0] / rates[0],
-            reads_per_s=max(rates),
-            read_bytes_per_s=_reads_per_s(path, _LARGE_BYTES, _LARGE_DEPTH, each) * _LARGE_BYTES,
-            write_bytes_per_s=written,
-        )
-    finally:
-        path.unlink(missing_ok=True)
+    with output_errors(path), needing("direct reads"):
+        try:
+            written = _write_file(path, size_bytes // _LARGE_BYTES)
+            rates = [_reads_per_s(path, READ_BYTES, depth, each) for depth in _DEPTHS]
+            largest = _reads_per_s(path, _LARGE_BYTES, _LARGE_DEPTH, each) * _LARGE_BYTES
+        finally:
+            path.unlink(missing_ok=True)
+    return Storage(
+        capacity_bytes=float(stat.f_blocks * stat.f_frsize),
+        read_latency_us=1e6 * _DEPTHS[0] / rates[0],
+        reads_per_s=max(rates),
+        read_bytes_per_s=largest,
+        write_bytes_per_s=written,
+    )
 
 
 def _write_file(path: Path, blocks: int) -> float:

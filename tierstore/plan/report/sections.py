@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from ...system.sizes import format_size
 from ..planning import PlanResult
-from ..prediction import Prediction, describe_setup, in_words, machines_of, some
+from ..prediction import Prediction, describe_setup, first_worn, in_words, machines_of, some
 from ..what_if import FACTORS, Instead
 
 _SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
@@ -269,5 +269,5 @@ def _price(result: PlanResult) -> Section:
 
 def _wear(found: Prediction) -> Iterator[str]:
     if written := found.drive_writes_a_day:
-        rated = min(drive.drive_writes_a_day for drive in found.setup.host.storage)
-        yield f"each is written {significant(written)} times a day; it is rated for {significant(rated)}"
+        rated = first_worn(found.setup.host).drive_writes_a_day
+        yield f"the first to wear out is written {significant(written)} times a day, rated for {significant(rated)}"

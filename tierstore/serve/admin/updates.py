@@ -33,6 +33,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ...errors import DamagedError, DiskFullError, TierstoreError
+from ...system.children import child_options
 from ...system.excerpt import excerpt
 from ...system.killpoints import reach
 from ...system.oserrors import translate_os_error
@@ -338,15 +339,11 @@ class Replica:
 
     async def _write(self, *arguments: str) -> dict[str, Any]:
         """What ``tierstore.updates.child`` says: a process of its own, as this one has the replica open for reading."""
-        # The package that runs there is the one that was imported here, however it was found.
-        paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # -P: what lies in the server's working directory is no module of ours.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tierstore.updates.child", *arguments],
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            **child_options(),
         )
         try:
             out, err = await asyncio.to_thread(process.communicate, timeout=_WRITE_LIMIT_SECONDS)

@@ -10,8 +10,8 @@ from ..system.terminal import arg as _arg
 from ..system.terminal import command as _part
 
 if TYPE_CHECKING:
-    from .accesses import Accesses
-    from .curves import MissRatioCurve
+    from ..plan.accesses import Accesses
+    from ..plan.curves import MissRatioCurve
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
@@ -24,26 +24,26 @@ def _require_writable(path: str | None, sources: list[str], *, force: bool) -> N
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.plan_file is None and not options.keys:
+        raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     import sys
 
+    from ..plan.plan_file import PlanFile, load, parse_override
     from ..settings.sections import to_toml
-    from .plan_file import PlanFile, load, parse_override
 
     if options.keys:
         print(to_toml(PlanFile(), with_help=True), end="")
         return 0
-    if options.plan_file is None:
-        raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
     read = [options.plan_file, asked.workload.file, asked.trace.path, asked.target.query_sizes, asked.host.file]
     for path in (options.html, options.json):
         _require_writable(path, [*read, *asked.host.others], force=options.force)
     if options.html and options.json and Path(options.html).resolve() == Path(options.json).resolve():
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
+    from ..plan.json_file import write_json
+    from ..plan.planning import plan
+    from ..plan.report import describe, page_of
     from ..system.output import write_text
-    from .json_file import write_json
-    from .planning import plan
-    from .report import describe, page_of
 
     result = plan(asked)
     print(describe(result, colours=sys.stdout.isatty()))
@@ -57,9 +57,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _curve(options: argparse.Namespace) -> int:
     from ..cache import resolve_policy
-    from .accesses import once_a_batch, read_accesses
-    from .curves import by_table, curve, describe_curves
-    from .json_file import write_json
+    from ..plan.accesses import once_a_batch, read_accesses
+    from ..plan.curves import by_table, curve, describe_curves
+    from ..plan.json_file import write_json
 
     _require_writable(options.json, [options.trace], force=options.force)
     policies = dict.fromkeys(resolve_policy(name.strip()) for name in options.policy.split(","))
@@ -89,7 +89,7 @@ def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
     if text is None:
         return None
     from ..layout import MAX_ROWS
-    from .accesses import numbered
+    from ..plan.accesses import numbered
 
     num_rows = numbered(accesses.keys).num_rows / accesses.sampling_rate if "%" in text else 0.0
     found = []
@@ -106,8 +106,8 @@ def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from .measure import describe, measure
-    from .parts.catalog import require_writable, write_host
+    from ..plan.measure import describe, measure
+    from ..plan.parts.catalog import require_writable, write_host
 
     path = Path(options.out)
     require_writable(path, force=options.force)  # better now than in a minute
@@ -124,14 +124,14 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _parts(options: argparse.Namespace) -> int:
-    from .parts import describe_parts
+    from ..plan.parts import describe_parts
 
     print(describe_parts(sources=options.sources))
     return 0
 
 
 def _presets(options: argparse.Namespace) -> int:
-    from .presets import PRESETS, describe_workload, preset, workload_toml
+    from ..plan.presets import PRESETS, describe_workload, preset, workload_toml
 
     if options.name is not None:
         print(workload_toml(preset(options.name)), end="")
