@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -109,7 +113,8 @@ def train(store: Any, model: Any, batch: Callable[[int], tuple[Any, ...]]) -> li
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return [losses, [each.detach().numpy().tobytes() for each in model.parameters()], bits_of(store)]
+    dense = [each.detach().numpy().tobytes() for each in model.parameters() if each.numel()]
+    return [losses, dense, bits_of(store)]
 
 
 def bits_of(store: Any) -> dict[str, tuple[bytes, bytes]]:
@@ -153,7 +158,9 @@ def torchs_modules(folder: Path) -> None:
             torch.manual_seed(0)
             model.dense = words().dense
         with open_sharded(**SMALL) as store:
+            held = [model.bag]
             sharded: Any = shard(model, store, None, tables=NAMES, optimizer=RULE, source=source)
+            assert held[0] is model.bag
             assert sharded.module is model
             assert list(store.tables) == ["item", "other"]
             assert train(store, sharded, ids) == expected
@@ -228,7 +235,7 @@ def half_trained(folder: Path) -> None:
     twin, twins_adam = copy.deepcopy((model, adam))
     with open_sharded(folder / "ours", ddr="2MiB", threads=1) as store:
         shard(model, store, Plan(2, {"bag": Sharding("column_wise", (0, 1))}), optimizer=adam)
-        assert not any(group["params"] for group in adam.param_groups)
+        assert not adam.state
         assert store["bag"].local.state.step == 2
         store.commit()
     if dist.get_rank() == 0:
@@ -273,7 +280,7 @@ def torchrecs(device: str) -> None:
     torch.manual_seed(0)
     bags = EmbeddingBagCollection(device)
     model = DLRM(bags, num_features=3, embedding_dim=DIM, num_dense=2)
-    given: Any = {name: each.weight for name, each in bags.embedding_bags.items()}
+    given: Any = {name: each.weight.detach() for name, each in bags.embedding_bags.items()}
     in_backward._apply_optimizer_in_backward(torch.optim.Adagrad, bags.parameters(), {"lr": 0.1})
     twin = DLRM(nn.Identity(), num_features=3, embedding_dim=DIM, num_dense=2)
     twin.load_state_dict(model.state_dict(), strict=False)
@@ -348,7 +355,11 @@ def refusals() -> list[str]:
         model.other["freq"] = nn.Embedding(9, 4, scale_grad_by_freq=True)
         model.other["pad"] = nn.Embedding(9, 4, padding_idx=0)
         model.dense = nn.Linear(3, 1, device="meta")
+        model.bag.weight.register_hook(lambda grad: grad)
         refuse(model)
+        torchrec: Any = nn.Sequential(EmbeddingBagCollection("cpu"))
+        torchrec[0].embedding_bags["b"].weight.register_post_accumulate_grad_hook(lambda _: None)
+        refuse(torchrec)
         refuse(words(), tables={"dense": "item"})
         refuse(words(), tables={"bag": "item", "other.mean": "item"})
         refuse(words(), plan=Plan(3, {}))
@@ -364,7 +375,9 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_sharded_is_named(tmp_path: Path) -> None:
     said = [
-        "'other.max': max_norm.*'other.freq': scale_grad_by_freq.*'other.pad': padding_idx.*'dense.weight': is on",
+        "'bag': its weight has hooks.*'other.max': max_norm.*'other.freq': scale_grad_by_freq.*'other.pad': padding_idx"
+        ".*'dense.weight': is on",
+        "table 'b': its weight has hooks",
         "tables: 'dense' is no nn.Embedding",
         "'other.mean': table 'item' is another one of 'bag'",
         "the plan is for 3 ranks",
@@ -462,6 +475,40 @@ def train_replicated(folder: Path) -> list[str]:
     with tierstore.open(folder / str(rank), mode="r", ddr="2MiB") as store:
         DistributedDataParallel(Replicated(store))(features).sum().backward()
     return told
+
+
+def train_wrapped(folder: Path) -> dict[str, str]:
+    """What becomes of a model, with a store of each rank's, that torch wraps in each of its ways, and before."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    wrappers: dict[str, Callable[[nn.Module], Any]] = {
+        "fully_shard": lambda model: fully_shard(model, mesh=mesh),
+        "FSDP": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+        "replicate": lambda model: replicate(model, ignored_modules=[model[0]]),
+        "DTensor": lambda model: distribute_module(model, mesh),
+        "none": lambda model: model,
+    }
+    for name, wrap in wrappers.items():
+        with tierstore.open(folder / f"{name}-{dist.get_rank()}", ddr="2MiB") as store:
+            first, model = (nn.Sequential(nn.EmbeddingBag(9, 4, mode="sum"), nn.Linear(4, 1)) for _ in range(2))
+            tierstore.convert(model, store)
+            attempts = [
+                lambda: wrap(model)(torch.tensor([[dist.get_rank()]])).sum().backward(),  # noqa: B023 - called at once
+                lambda: tierstore.convert(wrap(first), store, prefix="first."),  # noqa: B023
+            ]
+            for number, attempt in enumerate(attempts):
+                try:
+                    attempt()
+                    found[f"{name} {number}"] = f"trained {store['0'].state.step}"
+                except (RuntimeError, ValueError) as error:
+                    found[f"{name} {number}"] = str(error)
+    return found
+
+
+def test_rows_are_not_trained_by_ranks_that_torch_brings_together(tmp_path: Path) -> None:
+    for found in run(train_wrapped, 2, tmp_path, tmp_path):
+        assert found.pop("none 0") == found.pop("none 1") == "trained 1"
+        for name, told in found.items():
+            assert ("cannot be trained inside" if name.endswith("0") else "nothing was converted") in told, (name, told)
 
 
 def test_a_replicated_module_does_not_train_rows(tmp_path: Path) -> None:

@@ -373,6 +373,7 @@ def test_rows_come_in_ahead_for_all_modules_of_a_model(store: tierstore.Store, d
     for given, features in (
         (model, lambda ids: ids),
         ([model.row, model.bag], lambda ids: [ids, (ids,)]),
+        (model, lambda ids: {"bag": (ids,), "row": ids}),
         ([model.bag], lambda ids: (ids,)),
     ):
         with contextlib.closing(tierstore.prefetch(iter(IDS), given, depth=depth, features=features)) as batches:
@@ -380,8 +381,12 @@ def test_rows_come_in_ahead_for_all_modules_of_a_model(store: tierstore.Store, d
                 assert torch.equal(model(ids), expected)
     with pytest.raises(TypeError, match="Linear has no module over tables"):
         tierstore.prefetch(iter(IDS), nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="a list of 1, but there are 2 modules"):
-        list(tierstore.prefetch(iter(IDS), model, features=lambda ids: [ids]))
+    for given, told in (
+        ([], r"a list of 0, but there are 2 modules: \['row', 'bag'\]"),
+        ({"row": 0}, r"\['row'\], but"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            list(tierstore.prefetch(iter(IDS), model, features=lambda _: given))  # noqa: B023 - called at once
 
 
 def test_objects_made_anew_are_noticed(store: tierstore.Store) -> None:

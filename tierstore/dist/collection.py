@@ -122,7 +122,7 @@ class ShardedModule(TieredModule):
         with ranks.telling() if self._tables else contextlib.nullcontext():  # without, nothing is exchanged
             return super()._prepare(*arguments)  # type: ignore[safe-super]
 
-    def _require_one_process(self) -> None:
+    def _require_one_process(self, rows: Tensor) -> None:
         pass
 
     def ahead(self) -> Ahead:

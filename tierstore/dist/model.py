@@ -24,9 +24,9 @@ from ..init import Initializer, Normal, Uniform
 from ..kernels.arrays import Floats
 from ..nn.anchor import Anchor
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
-from ..nn.convert import Embedding, Rules, Weight, leave, replaced, rules_of, state_rows, weights_of
+from ..nn.convert import Embedding, Rule, Rules, Weight, hung_on, rules_of, state_rows, weights_of
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
-from ..nn.module import TieredModule
+from ..nn.module import TieredModule, plain_names, take_place
 from ..pool.transfers import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
@@ -135,11 +135,12 @@ def shard(
         with store.ranks.together("shard"):
             for name, own in rows.items():
                 _load(own, store[name], store.ranks.rank)
-            made = {place: make(store) for place, make in found.made.items()}
+            made = [(module, make(store)) for module, make in found.made.values()]
     store.unloaded -= new.keys()
-    if isinstance(optimizer, torch.optim.Optimizer):
-        leave(optimizer, found.weights)
-    model = replaced(model, made)
+    for each in made:
+        take_place(*each)
+    for name, trained in found.trained.items():
+        trained.hand_over(store[name].local)
     is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Anchor))
     return data_parallel(model, **options) if is_trained else model
 
@@ -154,18 +155,19 @@ def _create(store: ShardedStore, tables: Iterable[_Found], new: Iterable[str], p
 
 
 class _Model:
-    """What a model has of modules to be replaced; arguments, and ValueError: see ``shard``. ``made`` makes a module
-    over the store, by the ``id`` of the one that it replaces; ``weights`` become tables."""
+    """What a model has of modules to be replaced; arguments, and ValueError: see ``shard``. ``made`` has them by
+    ``id``, with what makes a module over the store in place of each; ``trained`` is by table."""
 
     def __init__(
         self, model: nn.Module, tables: Mapping[str, str] | None, rules: Any, init: Initializer | None
     ) -> None:
         self.tables: dict[str, _Found] = {}
-        self.made: dict[int, Callable[[ShardedStore], nn.Module]] = {}
-        self.weights: list[Weight] = []
+        self.made: dict[int, tuple[nn.Module, Callable[[ShardedStore], nn.Module]]] = {}
+        self.trained: dict[str, Rule] = {}
         self._rules, self._init, self._refused = rules, init, dict[str, str]()
-        torchs, inner = dict[str, Embedding](), set[int]()
-        for path, module in model.named_modules(remove_duplicate=False):
+        torchs, inner, plain = dict[str, Embedding](), set[int](), plain_names(model)
+        for given, module in model.named_modules(remove_duplicate=False):
+            path = plain[given]
             if isinstance(module, ShardedModule) or id(module) in self.made or id(module) in inner:
                 continue
             if isinstance(module, TieredModule):
@@ -175,6 +177,7 @@ class _Model:
                 self._add_torchrec(path, module, _TORCHREC[type(module).__name__])
             elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 torchs[path] = module
+        tables = None if tables is None else {plain.get(path, path): name for path, name in tables.items()}
         if unknown := [path for path in tables or () if path not in torchs]:
             raise ValueError(f"tables: {unknown[0]!r} is no nn.Embedding or nn.EmbeddingBag, as are {list(torchs)}")
         names = {id(torchs[path].weight): name for path, name in (tables or {}).items()}
@@ -222,12 +225,14 @@ class _Model:
             found: nn.Module = kind(store, **options)
             return found.requires_grad_(is_trained and not store.readonly).train(module.training)
 
-        self.made[id(module)] = made
+        self.made[id(module)] = module, made
 
     def _add_tiered(self, path: str, module: Any) -> None:
         if type(module) not in _TIERED:
             self._refused[path] = f"is a {type(module).__name__}, which may compute something else than its base"
             return
+        if reason := hung_on(module):
+            self._refused[path] = reason
         tables = module.tables if isinstance(module, Collection) else [module.table]
         is_trained = module.rows.requires_grad or module._store.readonly
         self._put(path, module, [table.name for table in tables], is_trained=is_trained)
@@ -241,7 +246,10 @@ class _Model:
         configs = module.embedding_bag_configs() if inner == "embedding_bags" else module.embedding_configs()
         self._put(path, module, [each.name for each in configs])
         for each in configs:
-            weight: Tensor = getattr(module, inner)[each.name].weight
+            bag = getattr(module, inner)[each.name]
+            weight: Tensor = bag.weight
+            if reason := hung_on(module) or hung_on(bag) or hung_on(weight):
+                self._refused[path] = f"table {each.name!r}: {reason}"
             is_set = self._init or not weight.is_meta or getattr(each.init_fn, "func", None) is nn.init.uniform_
             if getattr(each, "use_virtual_table", False) or not is_set:
                 self._refused[path] = (
@@ -256,9 +264,7 @@ class _Model:
                 feature_names=tuple(each.feature_names),
                 init=self._init or Uniform(each.get_weight_init_min(), each.get_weight_init_max()),
             )  # fmt: skip
-            self._add_weight(
-                path, Weight(name=each.name, weight=weight), config, f"{path}.{inner}.{each.name}.weight".lstrip(".")
-            )
+            self._add_weight(path, weight, config, f"{path}.{inner}.{each.name}.weight".lstrip("."))
 
     def _add_torchs(self, weight: Weight, name: str, prefix: str) -> None:
         (rows, dim), init = weight.weight.shape, self._init or Normal(std=1.0)
@@ -266,18 +272,16 @@ class _Model:
             self._put(weight.name, module, [name], is_trained=weight.weight.requires_grad)
         pooling = (*weight.modes, "sum")[0]
         config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=pooling, init=init)
-        self._add_weight(weight.name, weight, config, f"{prefix}weight")
+        self._add_weight(weight.name, weight.weight, config, f"{prefix}weight")
 
-    def _add_weight(self, path: str, of: Weight, config: TableConfig, key: str) -> None:
-        self.weights.append(of)
-        weight = of.weight
-        in_backward = next(iter(getattr(weight, "_in_backward_optimizers", [])), None)  # of torch.distributed.optim
+    def _add_weight(self, path: str, weight: Tensor, config: TableConfig, key: str) -> None:
         try:
-            rule, state = rules_of(in_backward if self._rules is None else self._rules, config.name, weight)
+            trained = rules_of(self._rules, config.name, weight)
         except ValueError as error:
             self._refused[path] = str(error)
         else:
-            config = replace(config, optimizer=rule or optim.SGD())
+            self.trained[config.name] = trained
+            config, state = replace(config, optimizer=trained.rule or optim.SGD()), trained.state
             self._add(_Found(config, path, None if weight.is_meta else _rows_of_weight(weight, config, state), key))
 
 

@@ -2,10 +2,11 @@
 
 import enum
 import math
+import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -158,7 +159,10 @@ class LookupTable(ABC):
             to since the store was opened.
         is_gone: the store has moved to a version without it.
         num_changes: how often its rows were updated, written, or replaced by those of another version.
+        follows: gives the parameter group of a torch optimizer whose ``lr`` is this table's, None once that is gone.
     """
+
+    follows: Callable[[], Mapping[str, Any] | None] | None = None
 
     def __init__(self, store: LookupStore, config: TableConfig, index: int, layout: RowLayout) -> None:
         self.store = store
@@ -208,12 +212,19 @@ class LookupTable(ABC):
     @property
     def learning_rate(self) -> float:
         """Of the next update: ``config.optimizer.lr`` at first; may be set to any finite number from 0 on. It is part
-        of a commit."""
+        of a commit. After ``tierstore.convert`` with a torch optimizer it is that one's, until it is set."""
+        group = None if self.follows is None else self.follows()
+        if group is not None:
+            self.go_on_at(float(group["lr"]))
         return self._learning_rate
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
+        if self.follows is not None and "initial_lr" in (self.follows() or {}):
+            told = f"table {self.name!r} had the rate of a torch optimizer, whose schedule reaches it no more"
+            warnings.warn(f"{told}: store.optimizer() has a rate for each table to schedule", RuntimeWarning, 2)
         self.go_on_at(rate)
+        self.follows = None
         self.first_rate = self._learning_rate
 
     def go_on_at(self, rate: float) -> None:
@@ -230,7 +241,8 @@ class LookupTable(ABC):
         """Count one more update and give its hyper-parameters."""
         self._step += 1
         self.note_change()
-        return self.config.optimizer.hyper(self._learning_rate, self._step)
+        rate = self._learning_rate if self.follows is None else self.learning_rate
+        return self.config.optimizer.hyper(rate, self._step)
 
     @property
     def rounding_seed(self) -> int:

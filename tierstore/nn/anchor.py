@@ -58,6 +58,23 @@ class Anchor(nn.Parameter):
         made.owner = weakref.ref(module)
         return made
 
+    @classmethod
+    def in_place_of(cls, weight: nn.Parameter, given: "Anchor") -> "Anchor":
+        """The weight itself, made what stands for rows: optimizers and lists that have it go on without its old rows.
+        ``given`` of a weight whose memory cannot be replaced, as on the meta device."""
+        if weight.is_meta or weight.is_inference():
+            return given
+        weight.requires_grad_(given.requires_grad)
+        if isinstance(weight, Anchor):
+            return weight
+        if weight.grad is not None:
+            warnings.warn("the gradient of a weight that becomes a table is dropped", RuntimeWarning, stacklevel=3)
+            weight.grad = None
+        weight.data = torch.empty(0, dtype=torch.float32)
+        made: Any = weight
+        made.__class__ = cls
+        return made  # type: ignore[no-any-return]
+
     @property
     def grad(self) -> Tensor | None:
         """None, as rows have no gradient of their own."""

@@ -1,13 +1,15 @@
 """A whole model over a store: tiered modules in the place of its ``nn.Embedding`` and ``nn.EmbeddingBag``, and back."""
 
 import copy as copying
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .. import optim
 from ..config import TableConfig, require_names
@@ -21,24 +23,48 @@ from ..store import Store, Table
 from ..store.version import TableState
 from ..system.checks import require_int
 from .embedding import TieredEmbedding, TieredEmbeddingBag
-from .module import TieredModule
+from .module import OF_TABLES, TieredModule, joins_gradients, plain_names, take_place
 
 Rules = optim.Optimizer | Mapping[str, optim.Optimizer] | torch.optim.Optimizer
 """One for all tables, by name, or what trains the weights."""
 
 
-def rules_of(given: Rules | None, name: str, weight: Tensor) -> tuple[optim.Optimizer | None, Mapping[str, Any]]:
-    """(the rule, None if none is given; the optimizer's state of the weight). ValueError: there is none for this
-    weight, or it has no counterpart. TypeError: ``given`` is something else."""
-    if given is None or isinstance(given, optim.Optimizer):
-        return given, {}
-    if isinstance(given, torch.optim.Optimizer):
-        for group in given.param_groups:
-            if any(each is weight for each in group["params"]):
-                return _rule_of(type(given).__name__, group), given.state.get(weight, {})
-        if not weight.requires_grad:
-            return None, {}
+class Rule(NamedTuple):
+    """How a weight is trained: by a rule, None if none was given; of a torch optimizer also that, its state of the
+    weight, and what gives the parameter group."""
+
+    rule: optim.Optimizer | None
+    weight: Tensor
+    source: torch.optim.Optimizer | None = None
+    follows: Callable[[], Mapping[str, Any] | None] | None = None
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Of the weight, in the torch optimizer."""
+        return {} if self.source is None else self.source.state.get(self.weight, {})
+
+    def hand_over(self, table: Table) -> None:
+        """The table is trained so, and the optimizer forgets its state."""
+        table.follows = self.follows
+        if self.source is not None:
+            self.source.state.pop(self.weight, None)
+
+
+def rules_of(given: Rules | None, name: str, weight: Tensor) -> Rule:
+    """ValueError: there is none for this weight, or it has no counterpart. TypeError: ``given`` is something else."""
+    if given is None or isinstance(given, torch.optim.Optimizer):
+        in_backward = getattr(weight, "_in_backward_optimizers", [])  # of torch.distributed.optim
+        if len(in_backward) > 1:
+            raise ValueError("several optimizers train it in backward; give optimizer={name: tierstore.optim....}")
+        for source in in_backward if given is None else [given]:
+            for place, group in enumerate(source.param_groups):
+                if any(each is weight for each in group["params"]):
+                    return Rule(_rule_of(source, group), weight, source, _following(source, place))
+        if given is None or not weight.requires_grad:
+            return Rule(None, weight)
         raise ValueError("the optimizer does not train its weight; give optimizer={name: tierstore.optim....}")
+    if isinstance(given, optim.Optimizer):
+        return Rule(given, weight)
     if not isinstance(given, Mapping) or not all(isinstance(each, optim.Optimizer) for each in given.values()):
         raise TypeError(
             "optimizer must be a tierstore.optim.Optimizer, a dict of those by module name, or a torch optimizer, not "
@@ -46,14 +72,34 @@ def rules_of(given: Rules | None, name: str, weight: Tensor) -> tuple[optim.Opti
         )
     if name not in given:
         raise ValueError(f"optimizer has no rule for it, but for {list(given)}")
-    return given[name], {}
+    return Rule(given[name], weight)
 
 
-def _rule_of(kind: str, group: Mapping[str, Any]) -> optim.Optimizer:
+def _following(optimizer: torch.optim.Optimizer, place: int) -> Callable[[], Mapping[str, Any] | None]:
+    """Gives a parameter group as it is then. An optimizer that loads a state makes others, in the same places."""
+    known, group = weakref.ref(optimizer), optimizer.param_groups[place]
+    kept = {name: group[name] for name in ("betas", "eps", "weight_decay") if name in group}
+
+    def there() -> Mapping[str, Any] | None:
+        optimizer = known()
+        group = None if optimizer is None else optimizer.param_groups[place]
+        if group is not None and any(group[name] != value for name, value in kept.items()):
+            told = f"rows follow an optimizer's lr, but keep {kept} of it, which changed: give cycle_momentum=False"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+        return group
+
+    return there
+
+
+def _rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> optim.Optimizer:
+    kind = type(optimizer).__name__
+    if type(optimizer) is not getattr(torch.optim, kind, type(optimizer)):
+        raise ValueError(f"{type(optimizer).__module__}.{kind} is not torch's; give optimizer= a tierstore.optim rule")
     for option, default in (("momentum", 0), ("lr_decay", 0), ("amsgrad", False), ("maximize", False)):
         if group.get(option, default) != default:
             raise ValueError(f"{option}={group[option]} of torch.optim.{kind} has no counterpart: leave it out")
-    common: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": float(group.get("weight_decay", 0))}
+    rate, decay = float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0))
+    common: dict[str, Any] = {"lr": rate, "weight_decay": decay}
     if kind == "SGD":
         return optim.SGD(**common)
     if kind in ("Adagrad", "RowWiseAdagrad"):  # the second is TorchRec's
@@ -73,6 +119,8 @@ __all__ = ["convert", "plain_model"]
 Embedding = nn.Embedding | nn.EmbeddingBag
 _ROOT: Final = "embedding"
 """The table's name where the model itself is the embedding."""
+_CONVERTED: Final["weakref.WeakKeyDictionary[Table, weakref.ref[Any]]"] = weakref.WeakKeyDictionary()
+"""A module that became one over the table."""
 
 
 @dataclass(kw_only=True)
@@ -90,11 +138,12 @@ class Weight:
 
 
 class _Move(NamedTuple):
-    """A weight, the table that it becomes, and the state of the optimizer that trained it."""
+    """A weight, the table that it becomes, how it was trained, and whether its rows are copied."""
 
     of: Weight
     config: TableConfig
-    state: Mapping[str, Any]
+    trained: Rule
+    is_copied: bool
 
 
 def convert(
@@ -103,51 +152,61 @@ def convert(
     *,
     min_rows: int = 1,
     names: Collection[str] | None = None,
+    prefix: str = "",
     optimizer: "Rules | None" = None,
     init: Initializer | None = None,
     copy: bool = True,
 ) -> nn.Module:
-    """Put a tiered module in the place of each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model.
+    """Make each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model a tiered module.
 
-    A table has the name of its module, such as ``"user.embedding"``. Rows are copied in chunks of 8 MiB. A weight on
-    the meta device is never made whole: its table's first values are those of ``init``. Modules that share a weight
-    share a table. Mode, ``padding_idx``, ``requires_grad`` and ``training`` stay.
+    It stays the same object, for lists and closures that refer to it; so does its weight, without elements. A table has
+    the name of its module, such as ``"user.embedding"``; wrappers, as of ``torch.compile``, add nothing to it. Rows are
+    copied in chunks of 8 MiB. A weight on the meta device is never made whole: its table's first values are those of
+    ``init``. Modules that share a weight share a table. Mode, ``padding_idx``, ``requires_grad``, ``training`` and
+    other attributes stay.
 
     Args:
         model: changed in place. Its other modules stay as they are.
         store: open for writing; or for reading, with ``copy=False``.
         min_rows: modules with fewer rows stay.
         names: modules to convert, as ``model.named_modules()`` names them; default: all with ``min_rows`` rows.
+        prefix: of the tables' names, so that a second model has tables of its own.
         optimizer: the update rule of each table. A ``tierstore.optim.Optimizer`` for all; or a dict of those by module
             name; or the ``torch.optim.Optimizer`` of the weights: SGD without momentum, Adagrad, Adam, AdamW or
-            SparseAdam. Then rate, settings and state come along, and the weights leave that optimizer.
+            SparseAdam. Then settings and state come along, and the rate is its ``lr`` at each update, as schedules set
+            it. Default: what ``apply_optimizer_in_backward`` gave a weight, else SGD.
         init: first values of rows that are not copied; default: normal with std 1, as torch's modules have them.
-        copy: whether to copy rows. With False the rows are the store's, also of tables that it has from an earlier run;
-            weights and optimizer state of the model are dropped.
+        copy: whether to copy rows. With False tables keep the store's rows of an earlier run, and the model's are
+            dropped with their optimizer state, but for tables that such a run did not have.
 
     Returns:
-        the model; its successor if the model itself is an embedding.
+        the model.
 
     Raises:
         ValueError: modules cannot be converted: each is named with its reason. Nothing was changed.
-        TableError: the store has a table of that name which is another, or whose rows would be overwritten. Nothing
-            was changed. ReadOnlyError, DiskFullError, ClosedError: the model was not changed.
+        TableError: the store has a table of that name which is another, which another model trains, or whose rows
+            would be overwritten. Nothing was changed. ReadOnlyError, DiskFullError, ClosedError: the model was not
+            changed.
     """
     if not isinstance(store, Store):
         raise TypeError(f"store must be a Store, as tierstore.open gives, not {type(store).__name__}")
     require_int(min_rows, "min_rows", 0, MAX_ROWS)
     weights, refused = weights_of(model, _chosen(model, min_rows, names))
     _require_none(refused)
-    moves = _moves(weights, store, optimizer, init or Normal(std=1.0), copy=copy)
-    made: dict[int, nn.Module] = {}
+    moves = _moves(weights, store, optimizer, init or Normal(std=1.0), prefix, copy=copy)
+    made: list[tuple[Embedding, TieredEmbedding | TieredEmbeddingBag]] = []
     for move in moves:
         table = store.create_table(move.config)
-        if copy and not move.of.weight.is_meta:
+        if move.is_copied:
             _copy_rows(table, move)
-        made |= {id(module): _tiered(module, table) for module in move.of.modules}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        leave(optimizer, weights)
-    return replaced(model, made)
+        made += [(module, _tiered(module, table)) for module in move.of.modules]
+    for module, tiered in made:
+        take_place(module, tiered)
+        if tiered.rows.requires_grad:
+            _CONVERTED[tiered.table] = weakref.ref(module)
+    for move in moves:
+        move.trained.hand_over(store[move.config.name])
+    return model
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -169,24 +228,25 @@ def plain_model(model: nn.Module) -> nn.Module:
                 "is, or export the table's rows with their ids (tierstore export)"
             )
     weights: dict[Table, nn.Parameter] = {}
-    made: dict[int, nn.Module] = {}
     plain = copying.deepcopy(model)
-    for module in plain.modules():
+    for module in list(plain.modules()):
         if isinstance(module, TieredEmbedding | TieredEmbeddingBag):
             if module.table not in weights:
                 weights[module.table] = nn.Parameter(_rows_of(module.table))
-            made[id(module)] = _of_torch(module, weights[module.table])
-    return replaced(plain, made)
+            take_place(module, _of_torch(module, weights[module.table]))
+    return plain
 
 
 def _chosen(model: nn.Module, min_rows: int, names: Collection[str] | None) -> Iterator[tuple[str, Embedding]]:
-    """Modules to convert by name; one that has several names comes several times."""
+    """Modules to convert by plain name; one that has several names comes several times."""
     require_names(names, "names")
+    plain = plain_names(model)
     found = {
-        name: each
+        plain[name]: each
         for name, each in model.named_modules(remove_duplicate=False)
         if isinstance(each, nn.Embedding | nn.EmbeddingBag)
     }
+    names = None if names is None else [plain.get(name, name) for name in names]
     if unknown := [name for name in names or () if name not in found]:
         raise ValueError(f"names: {unknown[0]!r} is no nn.Embedding or nn.EmbeddingBag of the model: {list(found)}")
     for name, module in found.items():
@@ -207,8 +267,8 @@ def weights_of(model: nn.Module, chosen: Iterable[tuple[str, Embedding]]) -> tup
     ours = {id(module) for own in found.values() for module in own.modules}
     names = {_memory(own.weight): own.name for own in found.values()}
     for owner_name, owner in model.named_modules():
-        if isinstance(owner, DistributedDataParallel):
-            refused[owner_name] = "is a DistributedDataParallel: give its module before it is wrapped"
+        if joins_gradients(owner):
+            refused[owner_name] = f"is a {type(owner).__name__}: give its module before it is wrapped"
         for part, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
             if _memory(tensor) in names and id(owner) not in ours:
                 there = f"{owner_name}.{part}".lstrip(".")
@@ -237,19 +297,33 @@ def _reason(module: Embedding) -> str:
         return "scale_grad_by_freq: gradients of a table are summed over a batch"
     if module.weight.dtype != torch.float32:
         return f"its weight is {module.weight.dtype}, but a tiered module gives float32: convert model.float()"
-    hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
-    if hooks:
-        return f"it has hooks ({', '.join(hooks)}), which would be lost: register them after this"
-    return ""
+    if taken := [name for name in vars(module) if name in OF_TABLES or hasattr(TieredEmbeddingBag, name)]:
+        return f"{', '.join(taken)} was set on it, which a module over a table has of its own: rename or remove it"
+    if [*module._parameters] != ["weight"] or module._buffers or module._modules:
+        return "it has other parameters, buffers or modules than torch's own"
+    return hung_on(module) or hung_on(module.weight)
+
+
+def hung_on(what: nn.Module | Tensor) -> str:
+    """Why something else cannot take the place of a module or a weight; "" if it can."""
+    if isinstance(what, nn.Module):
+        whose, names = "it", [name for name in vars(what) if name.endswith("_hooks")]
+    elif type(what) is nn.Parameter and what.layout == torch.strided:
+        whose, names = "its weight", ["_backward_hooks", "_post_accumulate_grad_hooks"]
+    else:
+        return f"its weight is a {what.layout} {type(what).__name__}, not a dense nn.Parameter"
+    hooks = [name for name in names if getattr(what, name)]
+    return f"{whose} has hooks ({', '.join(hooks)}), which would be lost: register them after this" if hooks else ""
 
 
 def _memory(tensor: Tensor) -> Any:
     """Equal of tensors that share memory."""
-    return id(tensor) if tensor.is_meta or not tensor.numel() else tensor.untyped_storage().data_ptr()
+    has_none = tensor.is_meta or not tensor.numel() or type(tensor) not in (Tensor, nn.Parameter)
+    return id(tensor) if has_none else tensor.untyped_storage().data_ptr()
 
 
 def _moves(
-    weights: list[Weight], store: Store, optimizer: "Rules | None", init: Initializer, *, copy: bool
+    weights: list[Weight], store: Store, optimizer: "Rules | None", init: Initializer, prefix: str, *, copy: bool
 ) -> list[_Move]:
     """The table of each weight. ValueError, TableError if one cannot be; nothing was changed."""
     refused: dict[str, str] = {}
@@ -258,37 +332,55 @@ def _moves(
         if not each.weight.is_meta and each.weight.device != store.device:
             refused[each.name] = f"it is on {each.weight.device}, but the store's results are on {store.device}"
         try:
-            rule, state = rules_of(optimizer, each.name, each.weight)
+            trained = rules_of(optimizer, each.name, each.weight)
         except ValueError as error:
             refused[each.name] = str(error)
             continue
-        shape, pooling = tuple(each.weight.shape), (*each.modes, "sum")[0]
-        known = store[each.name].config if each.name in store and rule is None and not copy else None
-        if known is None or (known.num_embeddings, known.embedding_dim, known.pooling) != (*shape, pooling):
+        name, rule, shape, pooling = prefix + each.name, trained.rule, tuple(each.weight.shape), (*each.modes, "sum")[0]
+        known = store[name].config if name in store else None
+        if known is not None and trained.follows is not None and rule is not None:
+            rule = replace(rule, lr=known.optimizer.lr)  # the table's rate is the optimizer's anyway
+        is_asked = rule is not None or (copy and not each.weight.is_meta)
+        if known is None or is_asked or (known.num_embeddings, known.embedding_dim, known.pooling) != (*shape, pooling):
             known = TableConfig(
-                name=each.name, num_embeddings=shape[0], embedding_dim=shape[1], pooling=pooling, init=init,
+                name=name, num_embeddings=shape[0], embedding_dim=shape[1], pooling=pooling, init=init,
                 optimizer=rule or optim.SGD(),
             )  # fmt: skip
-        moves.append(_Move(each, known, state))
+        is_new = not each.weight.is_meta and not store.has_rows_of(name)
+        moves.append(_Move(each, known, trained, is_copied=is_new and (copy or store.version > 0)))
     _require_none(refused)
     for move in moves:
-        store.find_or_require(move.config)
-        if copy and store.has_rows_of(move.config.name):
+        table, name = store.find_or_require(move.config), move.config.name
+        if copy and not move.is_copied and not move.of.weight.is_meta:
             raise TableError(
-                f"{store.directory} has rows of table {move.config.name!r} from before, which those of the model would "
-                "overwrite: copy=False takes the store's, as in convert(model, store, copy=not store.version)"
+                f"{store.directory} has rows of table {name!r} from before, which those of the model would overwrite: "
+                "copy=False takes the store's, as in convert(model, store, copy=not store.version), if they are this "
+                "model's; prefix= gives another model tables of its own"
+            )
+        if table is not None and move.of.weight.requires_grad and not store.readonly and _is_trained(table):
+            raise TableError(
+                f"table {name!r} is trained by another converted model, and {move.of.name!r} would train it, too: "
+                "prefix= gives this model tables of its own; after requires_grad_(False) it may look up the other's"
             )
     return moves
 
 
+def _is_trained(table: Table) -> bool:
+    """Whether by another converted model that is still there."""
+    if table in _CONVERTED:
+        gc.collect()
+    module = _CONVERTED[table]() if table in _CONVERTED else None
+    return module is not None and bool(module.rows.requires_grad)
+
+
 def _copy_rows(table: Table, move: _Move) -> None:
-    parts = state_tensors(table.config.optimizer, table.layout.dim)
-    has_state = bool(parts) and all(part.name in move.state for part in parts)
+    parts, state = state_tensors(table.config.optimizer, table.layout.dim), move.trained.state
+    has_state = bool(parts) and all(part.name in state for part in parts)
     for start, stop in chunks(table):
         weights = raw_weights(move.of.weight.detach()[start:stop].cpu().contiguous())
-        write_rows(table, start, weights, state_rows(move.state, parts, start, stop) if has_state else None)
-    if "step" in move.state:
-        table.restore(TableState(int(move.state["step"]), table.learning_rate))
+        write_rows(table, start, weights, state_rows(state, parts, start, stop) if has_state else None)
+    if "step" in state:
+        table.restore(TableState(int(state["step"]), table.learning_rate))
 
 
 def state_rows(state: Mapping[str, Any], parts: tuple[StateTensor, ...], start: int, stop: int) -> Any:
@@ -296,16 +388,8 @@ def state_rows(state: Mapping[str, Any], parts: tuple[StateTensor, ...], start: 
     return torch.cat(columns, dim=1).contiguous().numpy()
 
 
-def leave(optimizer: torch.optim.Optimizer, weights: list[Weight]) -> None:
-    gone = {id(each.weight) for each in weights}
-    for group in optimizer.param_groups:
-        group["params"] = [each for each in group["params"] if id(each) not in gone]
-    for each in weights:
-        optimizer.state.pop(each.weight, None)
-
-
-def _tiered(module: Embedding, table: Table) -> nn.Module:
-    made: TieredModule
+def _tiered(module: Embedding, table: Table) -> TieredEmbedding | TieredEmbeddingBag:
+    made: TieredEmbedding | TieredEmbeddingBag
     if isinstance(module, nn.Embedding):
         made = TieredEmbedding(table, padding_idx=module.padding_idx)
     else:
@@ -339,12 +423,3 @@ def _rows_of(table: Table) -> Tensor:
     for start, stop in chunks(table):
         out[start:stop] = table.read(torch.arange(start, stop))
     return out
-
-
-def replaced(model: nn.Module, made: Mapping[int, nn.Module]) -> nn.Module:
-    """The model with modules made by the id of those that they replace."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if id(child) in made:
-                parent._modules[name] = made[id(child)]
-    return made.get(id(model), model)

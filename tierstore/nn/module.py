@@ -2,14 +2,14 @@
 
 import copy
 import sys
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, distributed, nn
 
 from ..lookup.gradients import note_pass
 from ..store import Store, Table
@@ -26,6 +26,18 @@ NO_COUNTERPART: Final = {
     "sparse": "only rows that a batch looked up are updated anyway; leave it out",
 }
 """Arguments of torch's modules."""
+_NO_WEIGHT: Final = (
+    "has no weight: rows are in the store. All rows, trained as torch would: emb(torch.arange(n)) of a "
+    "TieredEmbedding; some, without gradient: table.read(ids); to set them: table.write(ids, rows), or "
+    "TableConfig(init=...) for first values"
+)
+OF_TABLES: Final = {"table", "rows", "_store", "_prepared", "_has_padding_row", "_empty", "_written_at"}
+"""Attributes of modules over a table that torch's do not have."""
+_JOINS: Final = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule", "DDP"}
+"""Classes of torch.distributed; the last is of ``replicate``."""
+_ADDED: Final = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_WRAPPERS: Final = {"DataParallel", "DistributedDataParallel", "AveragedModel"}
+"""Names that wrappers give to what they wrap; these classes call it ``module``."""
 
 
 class TieredModule(Unpicklable, nn.Module, ABC):
@@ -70,19 +82,28 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         """Called by ``torch.jit.script``."""
         raise RuntimeError(NOT_TRACED)
 
-    def _require_one_process(self) -> None:
-        """RuntimeError if rows are trained in the forward of a DistributedDataParallel of several processes, which
-        would each train rows of their own: DDP exchanges gradients of parameters, and rows are none."""
-        replicated = getattr(DistributedDataParallel, "_active_ddp_module", None)  # of any thread
-        if replicated is not None and any(each is self for each in replicated.modules()):
-            _REPLICATED[self] = replicated.process_group.size()
+    def _require_one_process(self, rows: Tensor) -> None:
+        """RuntimeError if rows are trained in a module that brings several processes' gradients of parameters together,
+        as DDP and FSDP do: each process would train rows of its own, and rows are no parameters."""
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+            return
+        processes, kind = distributed.get_world_size(), "DTensor" if type(rows).__name__ == "DTensor" else None
+        frame = sys._getframe(1)
+        while frame is not None and kind is None:
+            owner = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+            if owner is not None and joins_gradients(owner) and any(each is self for each in owner.modules()):
+                kind, group = type(owner).__name__, getattr(owner, "process_group", None)
+                processes = processes if group is None else group.size()
+            frame = frame.f_back  # type: ignore[assignment]
+        if kind is not None:
+            _REPLICATED[self] = kind, processes
         elif torch._C._current_graph_task_id() < 0:
             _REPLICATED.pop(self, None)
-        processes = _REPLICATED.get(self, 1)
+        kind, processes = _REPLICATED.get(self, ("", 1))
         if processes > 1 and torch.is_grad_enabled():
             raise RuntimeError(
-                f"rows of the store at {self._store.directory} cannot be trained inside DistributedDataParallel by "
-                f"{processes} processes: each would train rows of its own, and nothing would bring them together. "
+                f"rows of the store at {self._store.directory} cannot be trained inside {kind} by {processes} "
+                "processes: each would train rows of its own, and nothing would bring them together. "
                 "Shard the tables over the processes (tierstore.dist), or train them in one. Tables that are not "
                 'trained may be replicated: open their store with mode="r", or freeze the module by '
                 "requires_grad_(False) before it is replicated"
@@ -160,13 +181,14 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     def __getattr__(self, name: str) -> Any:
         """AttributeError for ``weight`` says how rows are read and written."""
         if name == "weight":
-            raise AttributeError(
-                f"{type(self).__name__} has no weight: rows are in the store. All rows, trained as torch would: "
-                "emb(torch.arange(n)) of a TieredEmbedding; some, without gradient: table.read(ids); to set them: "
-                "table.write(ids, rows), or TableConfig(init=...) for first values",
-                name=name, obj=self,
-            )  # fmt: skip
+            raise AttributeError(f"{type(self).__name__} {_NO_WEIGHT}", name=name, obj=self)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ``__getattr__``: a weight of a model that is tied, say, would not be looked up."""
+        if name == "weight":
+            raise AttributeError(f"{type(self).__name__} {_NO_WEIGHT}", name=name, obj=self)
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TieredModule":  # noqa: ARG002
         """Called by ``to``, ``half`` and the like. TypeError, ValueError: they ask for another dtype, or device."""
@@ -193,16 +215,50 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *others)
         missing[:] = [name for name in missing if name != prefix + "rows"]
+        for key in state_dict:
+            path = key.removeprefix(prefix).split(".")
+            if key.startswith(prefix) and path[-1] == "weight" and path[0] not in self._modules:
+                told = f"{key!r} was not loaded: {type(self).__name__} {_NO_WEIGHT}, or load it before convert"
+                warnings.warn(told, RuntimeWarning, stacklevel=2)
+
+
+def joins_gradients(module: nn.Module) -> bool:
+    """Whether it brings gradients of its parameters in several processes together, or their values."""
+    return any(each.__name__ in _JOINS and each.__module__.startswith("torch.") for each in type(module).__mro__)
+
+
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """By the name of each module, each of several: its name without what wrappers add."""
+    found: dict[str, str] = {}
+    for name, _ in model.named_modules(remove_duplicate=False):
+        parent, _, own = name.rpartition(".")
+        is_added = own in _ADDED or (own == "module" and type(model.get_submodule(parent)).__name__ in _WRAPPERS)
+        found[name] = ".".join(filter(None, [found.get(parent), None if is_added else own]))
+    return found
+
+
+def take_place(module: nn.Module, made: nn.Module) -> None:
+    """``module`` becomes ``made``, so that whatever refers to it goes on with that. It keeps attributes of its own, and
+    its weights become what stands for rows."""
+    weights = list(module.parameters())
+    module.__dict__ = {name: each for name, each in vars(module).items() if name not in OF_TABLES} | vars(made)
+    module.__class__ = type(made)
+    if isinstance(module, TieredModule):
+        for each in [module.rows, *weights]:
+            module._parameters["rows"] = rows = Anchor.in_place_of(each, module.rows)
+            rows.owner = weakref.ref(module)
 
 
 def _look_up(
     module: TieredModule, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None
 ) -> Tensor:
     refuse_traces(sources)
-    rows: Any = module._parameters["rows"]  # by its name it is looked for elsewhere first
+    rows: Any = module._parameters.get("rows")  # by its name it is looked for elsewhere first
+    if rows is None:
+        rows = module.rows  # as FSDP and nn.DataParallel keep parameters
     trainable = rows.requires_grad and not module._store.readonly
     if trainable:
-        module._require_one_process()
+        module._require_one_process(rows)
     prepared = module._prepared.take(arguments[0], sources)
     if prepared is None and not torch.is_grad_enabled():
         pooled = module._pooled_directly(*arguments)
@@ -217,8 +273,8 @@ _look_up.__qualname__ = f"_look_up ({NOT_TRACED})"  # all that torch 2.6 says of
 _look_up_eagerly: Final[Any] = torch._compile._disable_dynamo(_look_up)
 _look_up_eagerly._torchdynamo_disable = True  # so before its first call, with what it says where no break may be
 _look_up_eagerly._torchdynamo_disable_msg = NOT_TRACED
-_REPLICATED: Final["weakref.WeakKeyDictionary[nn.Module, int]"] = weakref.WeakKeyDictionary()
-"""Processes that replicate a module: a reentrant checkpoint trains in backward, where nothing says so."""
+_REPLICATED: Final["weakref.WeakKeyDictionary[nn.Module, tuple[str, int]]"] = weakref.WeakKeyDictionary()
+"""What a module is replicated by, and processes: a reentrant checkpoint trains in backward, where nothing says so."""
 
 
 def arguments_of(features: Any) -> tuple[Any, ...]:

@@ -111,8 +111,9 @@ def prefetch(
             where steps are faster so it brings their rows in, elsewhere it reads between steps what is read within 5
             ms. Both ways are tried, ever more rarely, until all rows are in memory to stay. Where ranks must agree: 2.
         features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
-            several modules, in the order of ``model.modules()``, a list of that, or one object that all are given.
-            Default: the batch, if it is a tensor or jagged, else its ``sparse`` or ``sparse_features``.
+            several modules, a dict of that by their names in the model, a list in the order of ``model.modules()``, or
+            one object that all are given. Default: the batch, if it is a tensor or jagged, else its ``sparse`` or
+            ``sparse_features``.
 
     Raises:
         ValueError: depth is negative. TypeError: there is no module over tables. Whatever ``batches``,

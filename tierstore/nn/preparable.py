@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .module import plain_names
+
 
 class Modules:
     """Modules over tables, or what ``TieredModule.ahead`` of each gives for a pass; methods are as those of a
@@ -12,25 +14,29 @@ class Modules:
         is_collective: other ranks must bring their rows in at the same time.
     """
 
-    def __init__(self, modules: Sequence[Any]) -> None:
+    def __init__(self, modules: Sequence[Any], names: Sequence[str]) -> None:
         self._modules = modules
+        self._names = names
         self.is_collective = any(module.is_collective for module in modules)
 
     @classmethod
     def of(cls, module: Any) -> "Modules":
         """Those of a model, of several modules, or the one that is given. TypeError: there is none."""
         if _is_over_tables(module):
-            return cls([module])
-        given = [module] if hasattr(module, "modules") else list(module)
-        found = list(dict.fromkeys(each for model in given for each in model.modules() if _is_over_tables(each)))
+            return cls([module], [""])
+        found: dict[Any, str] = {}
+        for model in [module] if hasattr(module, "modules") else list(module):
+            for name, plain in plain_names(model).items():
+                if _is_over_tables(each := model.get_submodule(name)):
+                    found.setdefault(each, plain)
         if not found:
             raise TypeError(
                 f"a {type(module).__name__} has no module over tables, as TieredEmbeddingBag, to prefetch for"
             )
-        return cls(found)
+        return cls(list(found), list(found.values()))
 
     def ahead(self) -> "Modules":
-        return Modules([module.ahead() for module in self._modules])
+        return Modules([module.ahead() for module in self._modules], self._names)
 
     def has_all_rows(self) -> bool:
         return all(module.has_all_rows() for module in self._modules)
@@ -66,11 +72,15 @@ class Modules:
             module.forget(own)
 
     def _pairs(self, features: Any) -> list[tuple[Any, Any]]:
-        """Each module with its own features, of a list, or with those that all share."""
-        count = len(self._modules)
-        own = features if isinstance(features, list) and count > 1 else [features] * count
-        if len(own) != count:
-            raise ValueError(f"features= gave a list of {len(own)}, but there are {count} modules")
+        """Each module with its own features, of a list or a dict by name, or with those that all share."""
+        names = self._names
+        if isinstance(features, dict):
+            if sorted(features) != sorted(names):
+                raise ValueError(f"features= gave a dict of {list(features)}, but the modules are {names}")
+            return [(module, features[name]) for module, name in zip(self._modules, names, strict=True)]
+        own = features if isinstance(features, list) and len(names) > 1 else [features] * len(names)
+        if len(own) != len(names):
+            raise ValueError(f"features= gave a list of {len(own)}, but there are {len(names)} modules: {names}")
         return list(zip(self._modules, own, strict=True))
 
 

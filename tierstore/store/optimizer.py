@@ -314,6 +314,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
 
 def _group(table: Table) -> dict[str, Any]:
+    if table.follows is not None:
+        table.learning_rate = table.learning_rate  # by its own group from here on
     return {"params": [_GradAnchor.of(table)], "lr": table.first_rate, "name": table.name}
 
 
