@@ -160,9 +160,11 @@ class LookupTable(ABC):
         is_gone: the store has moved to a version without it.
         num_changes: how often its rows were updated, written, or replaced by those of another version.
         follows: gives the parameter group of a torch optimizer whose ``lr`` is this table's, None once that is gone.
+        converted: gives the module of a model that became one over this table, None once that is gone.
     """
 
     follows: Callable[[], Mapping[str, Any] | None] | None = None
+    converted: Callable[[], Any] | None = None
 
     def __init__(self, store: LookupStore, config: TableConfig, index: int, layout: RowLayout) -> None:
         self.store = store

@@ -119,8 +119,6 @@ __all__ = ["convert", "plain_model"]
 Embedding = nn.Embedding | nn.EmbeddingBag
 _ROOT: Final = "embedding"
 """The table's name where the model itself is the embedding."""
-_CONVERTED: Final["weakref.WeakKeyDictionary[Table, weakref.ref[Any]]"] = weakref.WeakKeyDictionary()
-"""A module that became one over the table."""
 
 
 @dataclass(kw_only=True)
@@ -203,7 +201,7 @@ def convert(
     for module, tiered in made:
         take_place(module, tiered)
         if tiered.rows.requires_grad:
-            _CONVERTED[tiered.table] = weakref.ref(module)
+            tiered.table.converted = weakref.ref(module)
     for move in moves:
         move.trained.hand_over(store[move.config.name])
     return model
@@ -367,9 +365,9 @@ def _moves(
 
 def _is_trained(table: Table) -> bool:
     """Whether by another converted model that is still there."""
-    if table in _CONVERTED:
+    if table.converted is not None:
         gc.collect()
-    module = _CONVERTED[table]() if table in _CONVERTED else None
+    module = None if table.converted is None else table.converted()
     return module is not None and bool(module.rows.requires_grad)
 
 

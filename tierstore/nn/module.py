@@ -48,6 +48,9 @@ class TieredModule(Unpicklable, nn.Module, ABC):
             module or a model, freezes the tables; it is not in ``state_dict()``.
     """
 
+    _replicated = "", 1
+    """By what, and by how many processes: a reentrant checkpoint trains in backward, where nothing says so."""
+
     def __init__(self, store: Store) -> None:
         require_store(store)
         super().__init__()
@@ -96,10 +99,10 @@ class TieredModule(Unpicklable, nn.Module, ABC):
                 processes = processes if group is None else group.size()
             frame = frame.f_back  # type: ignore[assignment]
         if kind is not None:
-            _REPLICATED[self] = kind, processes
+            self._replicated = kind, processes
         elif torch._C._current_graph_task_id() < 0:
-            _REPLICATED.pop(self, None)
-        kind, processes = _REPLICATED.get(self, ("", 1))
+            self._replicated = "", 1
+        kind, processes = self._replicated
         if processes > 1 and torch.is_grad_enabled():
             raise RuntimeError(
                 f"rows of the store at {self._store.directory} cannot be trained inside {kind} by {processes} "
@@ -273,8 +276,6 @@ _look_up.__qualname__ = f"_look_up ({NOT_TRACED})"  # all that torch 2.6 says of
 _look_up_eagerly: Final[Any] = torch._compile._disable_dynamo(_look_up)
 _look_up_eagerly._torchdynamo_disable = True  # so before its first call, with what it says where no break may be
 _look_up_eagerly._torchdynamo_disable_msg = NOT_TRACED
-_REPLICATED: Final["weakref.WeakKeyDictionary[nn.Module, tuple[str, int]]"] = weakref.WeakKeyDictionary()
-"""What a module is replicated by, and processes: a reentrant checkpoint trains in backward, where nothing says so."""
 
 
 def arguments_of(features: Any) -> tuple[Any, ...]:

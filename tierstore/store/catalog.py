@@ -245,7 +245,7 @@ class Catalog:
                 made = self._add(config, index)
                 if known is not None:
                     made.restore(known.state)
-                    made.follows = known.follows
+                    made.follows, made.converted = known.follows, known.converted
         for table in before.values():
             table.leave()
 
