@@ -9,14 +9,16 @@ Shape legend: P, the elements of all dense parameters laid end to end; D, dimens
 """
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..optim.curvature import constant_rows, dense_of, flat, hessian_product, put
+from ..optim.curvature import Evaluation, dense_of, flat, hessian_product, put, require_loss, slopes
 from ..optim.krylov import Eigenvalues, extreme_eigenvalues
+from ..system.checks import require_int
 
 Losses = Callable[[], Iterable[Tensor]]
 _MEMORY, _HALVINGS, _DECREASE = 10, 20, 1e-4
@@ -38,9 +40,13 @@ def box_sharpness(
         dims: of a random subspace, whose axes are normal vectors scaled to length 1; the paper has 100. None: all P.
         iterations: of ``least_in_box``; the paper has 10.
         seed: of the subspace, and of the places where the search begins.
+
+    Returns NaN where the loss is NaN somewhere in the box.
     """
-    if not epsilon > 0 or iterations < 1 or (dims is not None and dims < 1):
-        raise ValueError(f"epsilon={epsilon}, dims={dims} and iterations={iterations} must be above 0")
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon={epsilon} must be finite and above 0")
+    for name, count in (("iterations", iterations), ("dims", 1 if dims is None else dims)):
+        require_int(count, name, 1, 1 << 40)
     with _kept(parameters) as (dense, weights_P):
         generator = torch.Generator().manual_seed(seed)
 
@@ -54,14 +60,16 @@ def box_sharpness(
         def lowered(place: Tensor) -> tuple[float, Tensor]:
             put(weights_P + (place if axes_PD is None else axes_PD @ place), dense)
             value, gradient = 0.0, torch.zeros_like(weights_P)
-            for loss in losses():
-                value -= float(loss.detach())
-                gradient -= flat(torch.autograd.grad(loss, dense, retain_graph=True, materialize_grads=True))
+            for loss in _parts(losses):
+                value -= float(require_loss(loss).detach())
+                gradient -= flat(slopes(loss, dense))
+            values.append(value)
             return value, gradient if axes_PD is None else axes_PD.T @ gradient
 
+        values: list[float] = []
         base = -lowered(torch.zeros_like(bound))[0]
         highest = -least_in_box(lowered, lambda: bound * drawn(len(bound)).clamp(-1, 1), bound, iterations)
-        return 100 * max(highest - base, 0.0) / (1 + base)
+        return math.nan if any(map(math.isnan, values)) else 100 * max(highest - base, 0.0) / (1 + base)
 
 
 def hessian_eigenvalues(
@@ -69,12 +77,13 @@ def hessian_eigenvalues(
 ) -> Eigenvalues:
     """The smallest and the largest eigenvalue of the loss's Hessian; other arguments as of ``extreme_eigenvalues``. An
     iteration takes some two evaluations with gradients, and P elements of memory."""
+    require_int(iterations, "iterations", 1, 1 << 40)
     with _kept(parameters) as (dense, weights_P):
 
         def product(vector_P: Tensor) -> Tensor:
             total = torch.zeros_like(vector_P)
-            for loss in losses():
-                total += hessian_product(loss, dense)(vector_P)
+            for loss in _parts(losses):
+                total += hessian_product(require_loss(loss), dense)(vector_P)
             return total
 
         start = torch.randn(len(weights_P), generator=torch.Generator().manual_seed(seed)).to(weights_P)
@@ -93,18 +102,29 @@ def loss_along_line(
             raise ValueError(f"{len(first)} elements of start, {len(last)} of end and {len(weights_P)} of parameters")
         for each in at:
             put(torch.lerp(first, last, each), dense)
-            found.append(sum(float(loss) for loss in losses()))
+            found.append(sum(float(loss) for loss in _parts(losses)))
         return found
+
+
+def _parts(losses: Losses) -> Iterator[Tensor]:
+    """Of the loss. ValueError: there is none."""
+    found = losses()
+    count = 0
+    for count, part in enumerate([found] if isinstance(found, Tensor) else found, 1):  # noqa: B007
+        yield part
+    if not count:
+        raise ValueError("losses() gave no part of the loss; it is called many times, and must begin anew each time")
 
 
 @contextlib.contextmanager
 def _kept(parameters: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
     """The dense parameters, and their values, [P], which they have again at the end."""
-    given = list(parameters)
-    dense = dense_of(given)
+    dense = dense_of(parameters)
+    if not dense:
+        raise ValueError("parameters has none that is trained and has elements; rows of tables are constants here")
     weights_P = flat(dense)
     try:
-        with constant_rows(given), torch.enable_grad():
+        with Evaluation(are_constant=True), torch.enable_grad():
             yield dense, weights_P
     finally:
         put(weights_P, dense)

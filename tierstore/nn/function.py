@@ -14,7 +14,9 @@ from ..lookup.gradients import Turn, collect, note_pass, require_engine
 from ..lookup.joined import AnyLookup
 from ..lookup.lookup import DynamicLookup, pool_all
 from ..lookup.tables import LookupTable
+from ..optim.curvature import CALLS_BACKWARD, OF_THREAD
 from ..store import Store
+from ..store.arguments import refuse_transforms
 
 _MISSED: Final = 2
 """Batches in turn: one may well have been left out."""
@@ -180,7 +182,11 @@ def run_lookups(prepared: Prepared, anchor: Tensor, shape: Sequence[int], *, tra
     scale = prepared.scale
     if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
         start = anchor if trainable else anchor.detach()
-        out: Tensor = _PooledLookups.apply(start, scale, prepared, shape, trainable)  # type: ignore[no-untyped-call]
+        try:
+            out: Tensor = _PooledLookups.apply(start, scale, prepared, shape, trainable)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            refuse_transforms()
+            raise
         return out
     note_pass()
     return _forward(prepared, shape, keep=False)
@@ -216,7 +222,7 @@ class _PooledLookups(torch.autograd.Function):
     ) -> Tensor:
         ctx.prepared = prepared
         ctx.trainable = trainable
-        ctx.turn = Turn.now()
+        ctx.turn, ctx.evaluation = Turn.now(), OF_THREAD.evaluation
         if trainable:
             prepared.admit()
         ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
@@ -237,6 +243,8 @@ class _PooledLookups(torch.autograd.Function):
             except RuntimeError:  # torch.autograd.grad, which trains nothing, was given the anchor, too
                 grad_anchor = torch.empty_like(anchor)
         if is_asked:
+            if not ctx.evaluation.is_over:
+                raise RuntimeError(CALLS_BACKWARD)
             for lookup in prepared.lookups:
                 lookup.joined.require_trainable()  # before any table changes
         grad_scale = None if ctx.rows_read is None else _scale_gradient(prepared, ctx.rows_read, gradient)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..lookup.gradients import note_pass
+from ..optim.curvature import OF_THREAD
 from ..store import Store, Table
 from ..store.arguments import NOT_TRACED, refuse_traces
 from ..system.checks import require_int
@@ -205,8 +206,14 @@ def _look_up(
     module: TieredModule, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None
 ) -> Tensor:
     refuse_traces(sources)
-    rows: Any = module._parameters["rows"]  # by its name it is looked for elsewhere first
-    trainable = rows.requires_grad and not module._store.readonly
+    try:
+        rows: Any = module._parameters["rows"]  # by its name it is looked for elsewhere first
+    except KeyError:
+        raise RuntimeError(
+            f"{type(module).__name__} has lost the parameter that stands for its rows: leave such modules out of what "
+            "takes parameters away, of FullyShardedDataParallel by ignored_modules="
+        ) from None
+    trainable = rows.requires_grad and not (module._store.readonly or OF_THREAD.evaluation.are_constant)
     if trainable:
         module._require_one_process()
     prepared = module._prepared.take(arguments[0], sources)

@@ -3,8 +3,9 @@
 Shape legend: P, the elements of all parameters laid end to end.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,26 +15,42 @@ Product = Callable[[Tensor], Tensor]
 
 
 def dense_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that are trained and have elements. One without stands for rows of tables."""
-    return [each for each in parameters if each.requires_grad and each.numel()]
+    """Those that are trained and have elements. One without stands for rows of tables. TypeError: not of tensors."""
+    given = list(parameters)
+    if isinstance(parameters, Tensor) or not all(isinstance(each, Tensor) for each in given):
+        raise TypeError("parameters must be a list of tensors, as model.parameters()")
+    return [each for each in given if each.requires_grad and each.numel()]
 
 
-@contextlib.contextmanager
-def constant_rows(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Within, lookups are constants, which train no rows: those of modules whose parameter is among these."""
-    rows = [each for each in parameters if each.requires_grad and not each.numel()]
-    try:
-        for each in rows:
-            each.requires_grad_(False)
-        yield
-    finally:
-        for each in rows:
-            each.requires_grad_(True)
+class Evaluation:
+    """Of a loss, by a closure: within, lookups of this thread are for it. Rows that they look up are not trained before
+    it is over; if they ``are_constant``, never: such lookups train, admit, count and write nothing."""
+
+    def __init__(self, *, are_constant: bool, is_over: bool = False) -> None:
+        self.are_constant, self.is_over = are_constant, is_over
+
+    def __enter__(self) -> None:
+        self._before, OF_THREAD.evaluation = OF_THREAD.evaluation, self
+
+    def __exit__(self, *_: object) -> None:
+        OF_THREAD.evaluation, self.is_over = self._before, True
+
+
+class _OfThread(threading.local):
+    evaluation = Evaluation(are_constant=False, is_over=True)
+
+
+OF_THREAD: Final = _OfThread()
+CALLS_BACKWARD: Final = (
+    "the closure of HessianFree called backward, which the step does itself, at its end: return the loss, without "
+    "zero_grad() and backward()"
+)
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     """A copy of all elements, [P]."""
-    return torch.cat([each.detach().reshape(-1) for each in tensors])
+    parts = [each.detach().reshape(-1) for each in tensors]
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
 def split(vector_P: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -49,10 +66,35 @@ def put(vector_P: Tensor, parameters: Sequence[Tensor]) -> None:
         each.data.copy_(part)
 
 
+def require_loss(loss: object) -> Tensor:
+    """float []; TypeError, ValueError: it is none that gradients can be taken of."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"a loss must be a tensor, not {type(loss).__name__}: without .item() and float()")
+    if loss.numel() != 1:
+        raise ValueError(f"a loss must have one element, not {list(loss.shape)}: take its mean() or sum()")
+    if not loss.requires_grad:
+        raise ValueError("the loss depends on no parameter that is trained: compute it without no_grad() and detach()")
+    return loss.reshape(())
+
+
+def slopes(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = False) -> Sequence[Tensor]:
+    """Gradients of a loss, whose graph stays. ValueError: one is sparse."""
+    if not parameters:
+        return []
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, create_graph=create_graph, materialize_grads=True)
+    for gradient in found:
+        if gradient.is_sparse:
+            raise ValueError(
+                f"a parameter {list(gradient.shape)} has sparse gradients, which torch differentiates once only: make "
+                "its module with sparse=False, or a table of it by tierstore.convert(min_rows=...)"
+            )
+    return found
+
+
 def hessian_product(loss: Tensor, parameters: Sequence[Tensor]) -> Product:
     """The Hessian of a loss, float [], by a second backward pass through the first (Pearlmutter, "Fast exact
     multiplication by the Hessian", 1994). The loss's graph stays."""
-    gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+    gradients = slopes(loss, parameters, create_graph=True)
     return lambda vector_P: flat(_pulled_back(gradients, parameters, split(vector_P, parameters)))
 
 
