@@ -154,12 +154,10 @@ def test_what_measures_trains_admits_counts_evicts_and_writes_nothing(rules: Any
 
 def test_measures_of_no_loss_are_errors_and_of_nan_are_nan() -> None:
     weight = nn.Parameter(torch.ones(3))
-    used = iter([weight.sum()])
     wrong: list[tuple[Any, Any, str]] = [
-        (lambda: [weight.sum().item()], [weight], "a loss must be a tensor, not float"),
-        (lambda: [weight], [weight], r"one element, not \[3\]"),
-        (lambda: [weight.detach().sum()], [weight], "no parameter that is trained"),
-        (lambda: used, [weight], "begin anew"),
+        (lambda: [weight.sum().item()], [weight], "a loss must be a tensor .*not float"),
+        (lambda: [weight], [weight], r"one element .* not a tensor \[3\]"),
+        (lambda: [weight.detach().sum()], [weight], "no_grad"),
         (lambda: [weight.sum()], [], "none that is trained"),
         (lambda: [weight.sum()], weight, "a list of tensors"),
         (lambda: [weight.sum()], ["w"], "a list of tensors"),
@@ -171,6 +169,6 @@ def test_measures_of_no_loss_are_errors_and_of_nan_are_nan() -> None:
     for count in ({"iterations": 0}, {"iterations": 1.5}):
         with pytest.raises((TypeError, ValueError), match="iterations"):
             hessian_eigenvalues(lambda: [weight.sum()], [weight], **count)  # type: ignore[arg-type]
-    for losses in (lambda: weight.square().sum() * np.nan, lambda: weight.square().sum() * np.inf):
+    for losses in (lambda: [weight.square().sum() * np.nan], lambda: [weight.square().sum() * np.inf]):
         assert np.isnan([*hessian_eigenvalues(losses, [weight]), box_sharpness(losses, [weight])]).all()
     assert np.isnan(box_sharpness(lambda: [(weight - 1).sum().sqrt() + weight.sum()], [weight])), "NaN beside it"

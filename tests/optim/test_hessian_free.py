@@ -87,8 +87,6 @@ def test_wrong_arguments_are_errors_and_a_step_that_fails_changes_nothing() -> N
     for match, closures in (("closure", ()), ("return", (lambda: at.square().sum(),))):
         with pytest.raises(TypeError, match=match):
             HessianFree([at], curvature="gauss-newton").step(*closures)
-    with pytest.raises(ValueError, match="one group"):
-        HessianFree([at]).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     trials = iter([at.square().sum()])
     with pytest.raises(ZeroDivisionError):
         HessianFree([at]).step(lambda: next(trials, None) or 1 / 0)
@@ -195,10 +193,10 @@ def backward_of(loss: Tensor) -> Tensor:
     ("spoil", "match"),
     [
         (backward_of, "called backward"),
-        (Tensor.item, "a loss must be a tensor, not float"),
-        (Tensor.detach, "no parameter that is trained"),
-        (lambda loss: loss.repeat(2), r"one element, not \[2\]"),
-        (lambda loss: (loss, loss, loss), "a tensor, not tuple"),
+        (Tensor.item, "a loss must be a tensor .*not float"),
+        (Tensor.detach, "no_grad"),
+        (lambda loss: loss.repeat(2), r"one element .* not a tensor \[2\]"),
+        (lambda loss: (loss, loss, loss), "not tuple"),
         (lambda loss: loss * math.inf, None),
         (lambda loss: loss * math.nan, None),
         (lambda loss: loss + (0 * loss).sqrt(), None),
@@ -239,7 +237,7 @@ def test_a_curvature_that_is_not_finite_moves_no_weight_and_trains_rows() -> Non
         after, *dense_after = job.weights()
         assert all(map(torch.equal, dense, dense_after))
         assert not torch.equal(rows, after)
-        assert all(each["direction"].count_nonzero() == 0 for each in job.optimizer.state.values())
+        assert all(each["direction"].count_nonzero() == 0 for each in job.optimizer.state.values() if each)
         job.train(batches(2))
         assert all(each.isfinite().all() for each in job.weights())
 
@@ -252,7 +250,7 @@ def test_rows_are_trained_where_all_else_is_frozen_and_sparse_gradients_are_refu
         job.train(batches(1))
         assert [torch.equal(*pair) for pair in zip(before, job.weights(), strict=True)] == [False] + [True] * 4
     sparse = nn.EmbeddingBag(5, 1, mode="sum", sparse=True)
-    with pytest.raises(ValueError, match=r"\[5, 1\] has sparse gradients.*sparse=False"):
+    with pytest.raises(ValueError, match=r"\[5, 1\] are sparse.*sparse=False"):
         HessianFree(sparse.parameters()).step(lambda: sparse(torch.tensor([[1, 2]])).square().mean())
 
 

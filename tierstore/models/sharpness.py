@@ -43,10 +43,8 @@ def box_sharpness(
 
     Returns NaN where the loss is NaN somewhere in the box.
     """
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon={epsilon} must be finite and above 0")
-    for name, count in (("iterations", iterations), ("dims", 1 if dims is None else dims)):
-        require_int(count, name, 1, 1 << 40)
+    if not 0 < epsilon < math.inf or iterations < 1 or (dims is not None and dims < 1):
+        raise ValueError(f"epsilon={epsilon}, dims={dims} and iterations={iterations} must be finite and above 0")
     with _kept(parameters) as (dense, weights_P):
         generator = torch.Generator().manual_seed(seed)
 
@@ -60,7 +58,7 @@ def box_sharpness(
         def lowered(place: Tensor) -> tuple[float, Tensor]:
             put(weights_P + (place if axes_PD is None else axes_PD @ place), dense)
             value, gradient = 0.0, torch.zeros_like(weights_P)
-            for loss in _parts(losses):
+            for loss in losses():
                 value -= float(require_loss(loss).detach())
                 gradient -= flat(slopes(loss, dense))
             values.append(value)
@@ -82,7 +80,7 @@ def hessian_eigenvalues(
 
         def product(vector_P: Tensor) -> Tensor:
             total = torch.zeros_like(vector_P)
-            for loss in _parts(losses):
+            for loss in losses():
                 total += hessian_product(require_loss(loss), dense)(vector_P)
             return total
 
@@ -102,18 +100,8 @@ def loss_along_line(
             raise ValueError(f"{len(first)} elements of start, {len(last)} of end and {len(weights_P)} of parameters")
         for each in at:
             put(torch.lerp(first, last, each), dense)
-            found.append(sum(float(loss) for loss in _parts(losses)))
+            found.append(sum(float(loss) for loss in losses()))
         return found
-
-
-def _parts(losses: Losses) -> Iterator[Tensor]:
-    """Of the loss. ValueError: there is none."""
-    found = losses()
-    count = 0
-    for count, part in enumerate([found] if isinstance(found, Tensor) else found, 1):  # noqa: B007
-        yield part
-    if not count:
-        raise ValueError("losses() gave no part of the loss; it is called many times, and must begin anew each time")
 
 
 @contextlib.contextmanager

@@ -14,9 +14,8 @@ from ..lookup.gradients import Turn, collect, note_pass, require_engine
 from ..lookup.joined import AnyLookup
 from ..lookup.lookup import DynamicLookup, pool_all
 from ..lookup.tables import LookupTable
-from ..optim.curvature import CALLS_BACKWARD, OF_THREAD
+from ..optim.curvature import OF_THREAD
 from ..store import Store
-from ..store.arguments import refuse_transforms
 
 _MISSED: Final = 2
 """Batches in turn: one may well have been left out."""
@@ -182,11 +181,7 @@ def run_lookups(prepared: Prepared, anchor: Tensor, shape: Sequence[int], *, tra
     scale = prepared.scale
     if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
         start = anchor if trainable else anchor.detach()
-        try:
-            out: Tensor = _PooledLookups.apply(start, scale, prepared, shape, trainable)  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            refuse_transforms()
-            raise
+        out: Tensor = _PooledLookups.apply(start, scale, prepared, shape, trainable)  # type: ignore[no-untyped-call]
         return out
     note_pass()
     return _forward(prepared, shape, keep=False)
@@ -243,8 +238,7 @@ class _PooledLookups(torch.autograd.Function):
             except RuntimeError:  # torch.autograd.grad, which trains nothing, was given the anchor, too
                 grad_anchor = torch.empty_like(anchor)
         if is_asked:
-            if not ctx.evaluation.is_over:
-                raise RuntimeError(CALLS_BACKWARD)
+            ctx.evaluation.require(is_over=ctx.evaluation.is_over)
             for lookup in prepared.lookups:
                 lookup.joined.require_trainable()  # before any table changes
         grad_scale = None if ctx.rows_read is None else _scale_gradient(prepared, ctx.rows_read, gradient)

@@ -210,8 +210,7 @@ def _look_up(
         rows: Any = module._parameters["rows"]  # by its name it is looked for elsewhere first
     except KeyError:
         raise RuntimeError(
-            f"{type(module).__name__} has lost the parameter that stands for its rows: leave such modules out of what "
-            "takes parameters away, of FullyShardedDataParallel by ignored_modules="
+            f"{type(module).__name__} lost its parameter: let FullyShardedDataParallel leave it out by ignored_modules="
         ) from None
     trainable = rows.requires_grad and not (module._store.readonly or OF_THREAD.evaluation.are_constant)
     if trainable:

@@ -29,11 +29,17 @@ class Evaluation:
     def __init__(self, *, are_constant: bool, is_over: bool = False) -> None:
         self.are_constant, self.is_over = are_constant, is_over
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Evaluation":
         self._before, OF_THREAD.evaluation = OF_THREAD.evaluation, self
+        return self
 
     def __exit__(self, *_: object) -> None:
         OF_THREAD.evaluation, self.is_over = self._before, True
+
+    def require(self, *, is_over: bool) -> None:
+        """RuntimeError unless so: a closure called backward."""
+        if not is_over:
+            raise RuntimeError("the closure of HessianFree called backward, which the step does: return the loss alone")
 
 
 class _OfThread(threading.local):
@@ -41,16 +47,11 @@ class _OfThread(threading.local):
 
 
 OF_THREAD: Final = _OfThread()
-CALLS_BACKWARD: Final = (
-    "the closure of HessianFree called backward, which the step does itself, at its end: return the loss, without "
-    "zero_grad() and backward()"
-)
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     """A copy of all elements, [P]."""
-    parts = [each.detach().reshape(-1) for each in tensors]
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat([each.detach().reshape(-1) for each in tensors])
 
 
 def split(vector_P: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -67,27 +68,24 @@ def put(vector_P: Tensor, parameters: Sequence[Tensor]) -> None:
 
 
 def require_loss(loss: object) -> Tensor:
-    """float []; TypeError, ValueError: it is none that gradients can be taken of."""
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"a loss must be a tensor, not {type(loss).__name__}: without .item() and float()")
-    if loss.numel() != 1:
-        raise ValueError(f"a loss must have one element, not {list(loss.shape)}: take its mean() or sum()")
-    if not loss.requires_grad:
-        raise ValueError("the loss depends on no parameter that is trained: compute it without no_grad() and detach()")
-    return loss.reshape(())
+    """float []; TypeError: it is none that gradients can be taken of."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss.reshape(())
+    found = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise TypeError(
+        f"a loss must be a tensor of one element that depends on what is trained, not {found}: take its mean() or "
+        "sum(), and leave out item(), detach() and no_grad()"
+    )
 
 
 def slopes(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = False) -> Sequence[Tensor]:
     """Gradients of a loss, whose graph stays. ValueError: one is sparse."""
-    if not parameters:
-        return []
     found = torch.autograd.grad(loss, parameters, retain_graph=True, create_graph=create_graph, materialize_grads=True)
-    for gradient in found:
-        if gradient.is_sparse:
-            raise ValueError(
-                f"a parameter {list(gradient.shape)} has sparse gradients, which torch differentiates once only: make "
-                "its module with sparse=False, or a table of it by tierstore.convert(min_rows=...)"
-            )
+    if sparse := [list(each.shape) for each in found if each.is_sparse]:
+        raise ValueError(
+            f"gradients of a parameter {sparse[0]} are sparse, and torch has no second ones: make its module with "
+            "sparse=False, or convert it into a table"
+        )
     return found
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..system.checks import require_choice, require_int
 from .curvature import (
-    CALLS_BACKWARD,
     Evaluation,
     dense_of,
     flat,
@@ -27,7 +26,7 @@ from .curvature import (
     require_loss,
     slopes,
     split,
-)  # fmt: skip
+)
 from .krylov import Iterate, bicgstab, conjugate_gradients
 
 _WARM: Final = 0.95
@@ -95,13 +94,9 @@ class HessianFree(torch.optim.Optimizer):
                 raise ValueError(f"{name}={value} must be finite and above 0")
         given = {"lr": lr, "curvature": curvature, "damping": damping, "products": products, "tolerance": tolerance}
         super().__init__(params, given)
+        if len(self.param_groups) > 1:
+            raise ValueError(f"HessianFree takes one group of parameters, not {len(self.param_groups)}")
         self._average, self._seed = average, seed
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The one group. ValueError: there is one."""
-        if self.param_groups:
-            raise ValueError("HessianFree takes one group of parameters; give all to the constructor")
-        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:  # of which torch's knows groups and state
         return {**super().__getstate__(), "_average": self._average, "_seed": self._seed}
@@ -122,16 +117,17 @@ class HessianFree(torch.optim.Optimizer):
         group = self.param_groups[0]
         dense = dense_of(group["params"])
         self.zero_grad()
-        with torch.enable_grad(), Evaluation(are_constant=False):
-            evaluated = self._evaluated(closure)
-        gradient = flat(slopes(evaluated[0], dense))
-        before, start = evaluated[0].detach().clone(), flat(dense)
+        with torch.enable_grad(), Evaluation(are_constant=False) as evaluation:
+            evaluated = self._evaluated(closure, evaluation)
+        gradient = flat(slopes(evaluated[0], dense) if dense else [torch.empty(0)])
+        before = evaluated[0].detach().clone()
         self._mean(gradient, before)
         if not (before.isfinite() and gradient.isfinite().all()):
             return before
         if not dense:
             evaluated[0].backward()  # type: ignore[no-untyped-call]
             return before
+        start = flat(dense)
         for each in dense:
             self.state[each].setdefault("direction", torch.zeros_like(each))
         first = self.state[dense[0]]  # which has the state of all together
@@ -144,9 +140,9 @@ class HessianFree(torch.optim.Optimizer):
             self._mean(value)
             return float(value) - float(before)
 
-        with Evaluation(are_constant=True):
+        with Evaluation(are_constant=True) as evaluation:
             with torch.enable_grad():
-                of_curvature = evaluated if curvature is None else self._evaluated(curvature)
+                of_curvature = evaluated if curvature is None else self._evaluated(curvature, evaluation)
             way = self._direction(of_curvature, gradient, dense)
             try:
                 length, ratio = search(rise, way, group["lr"]) if way.step.isfinite().all() else (0.0, 0.0)
@@ -161,12 +157,10 @@ class HessianFree(torch.optim.Optimizer):
         first["step"] += 1
         return before
 
-    def _evaluated(self, closure: Callable[[], Any]) -> tuple[Tensor, Tensor | None]:
+    def _evaluated(self, closure: Callable[[], Any], evaluation: Evaluation) -> tuple[Tensor, Tensor | None]:
         """What a closure gives, with gradients. TypeError, ValueError: no such. RuntimeError: it called backward."""
         loss, outputs = _pair(closure())
-        if any(each.grad is not None for each in dense_of(self.param_groups[0]["params"])):
-            self.zero_grad()
-            raise RuntimeError(CALLS_BACKWARD)
+        evaluation.require(is_over=all(each.grad is None for each in self.param_groups[0]["params"]))
         return require_loss(loss), outputs
 
     def _mean(self, *tensors: Tensor) -> object:

@@ -244,6 +244,10 @@ class Store(Unpicklable):
             return tables[name]
         raise TableError(f"no table {name!r} in {self.directory}; {nearest(str(name), sorted(tables))}")
 
+    def __iter__(self) -> Iterator[str]:
+        """Names of the tables."""
+        return iter(self.tables)
+
     def __contains__(self, name: object) -> bool:
         return name in self._catalog.tables
 
