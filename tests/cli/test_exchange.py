@@ -10,7 +10,7 @@ from tierstore.cli import entry as cli
 
 def test_tables_go_to_a_file_and_into_another_store(store_with_rows, tmp_path, capsys):
     store, out, copy = str(store_with_rows), str(tmp_path / "out.pt"), str(tmp_path / "copy")
-    assert cli.main(["export", store, out, "--format", "torch", "--dense", "--table", "item"]) == 0
+    assert cli.main(["export", store, out, "--dense", "--table", "item"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{out}: version 1, 1,000 rows in 2 tensors, {(tmp_path / 'out.pt').stat().st_size / 1024:.1f} KiB",
         "  embedding_bags.item.weight",

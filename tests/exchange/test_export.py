@@ -62,6 +62,7 @@ def test_state_lies_beside_its_weights(tmp_path, key, expected):
     ("arguments", "error", "message"),
     [
         ({"format": "pickle"}, ValueError, "format='pickle' is not one of safetensors, torch"),
+        ({"out": "rows.csv"}, ValueError, "the file's ending='.csv' is not one of .safetensors, .pt"),
         ({"tables": ["usr"]}, errors.TableError, "did you mean 'user'?"),
         ({"key": "weight"}, ValueError, r"names both 'item' and 'user' 'weight'; put \{table\} in it"),
         ({"tables": []}, ValueError, "nothing to export"),
@@ -77,7 +78,7 @@ def test_wrong_arguments_leave_nothing(store, tmp_path, arguments, error, messag
         assert names(tmp_path) == ["out", "store"]
         return
     with pytest.raises(error, match=message):
-        export_store(store, tmp_path / "out", **arguments)
+        export_store(**{"directory": store, "out": tmp_path / "out", **arguments})
     assert names(tmp_path) == ["store"]
 
 

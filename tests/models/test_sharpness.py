@@ -104,3 +104,71 @@ def test_rows_are_not_trained_and_weights_come_back_after_an_error() -> None:
         assert torch.equal(model[1].weight, before)
         assert store["t"].state.step == 0
         assert model[0].rows.requires_grad
+
+
+RULES = [
+    tierstore.DynamicIds(),
+    tierstore.DynamicIds(eviction=tierstore.ids.TTL(steps=2), unseen="init"),
+    tierstore.DynamicIds(admission=tierstore.ids.Frequency(2), eviction=tierstore.ids.LFU(half_life_steps=2)),
+    None,
+]
+MEASURES: list[Any] = [
+    lambda losses, dense, _: hessian_eigenvalues(losses, dense, iterations=3),
+    lambda losses, dense, _: box_sharpness(losses, dense, iterations=2),
+    lambda losses, dense, _: loss_along_line(losses, dense, dense, dense, [0.0, 0.5]),
+    lambda losses, dense, known: tierstore.optim.HessianFree(dense).step(known, lambda: losses()[0]),
+]
+
+
+@pytest.mark.parametrize("measure", MEASURES, ids=["eigenvalues", "box", "line", "curvature"])
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_what_measures_trains_admits_counts_evicts_and_writes_nothing(rules: Any, measure: Any) -> None:
+    """It is given the dense weights alone, and ids that were not trained; its lookups are those of modules with
+    ``padding_idx``, too, which write that row where they train."""
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=8, embedding_dim=4, ids=rules))
+        torch.manual_seed(0)
+        bag, dense = tierstore.TieredEmbeddingBag(table), nn.Linear(4, 1)
+        both = [bag, tierstore.TieredEmbedding(table, padding_idx=7)]
+
+        def loss(ids: Tensor, modules: Any) -> Tensor:
+            return sum(dense(module(ids)).square().mean() for module in modules)  # type: ignore[return-value]
+
+        for _ in range(3):
+            loss(torch.arange(6)[None], [bag]).backward()
+        if table.ids is not None:
+            store.commit()
+
+        def state() -> list[Any]:
+            own = [] if table.ids is None else [table.ids.words().tolist(), table.id_stats()]
+            read = table.read(torch.arange(8)).tolist()
+            return [own, read, [part.tolist() for part in table.written()], table.state, store.changed_tables]
+
+        before, unknown = state(), torch.arange(100, 108) if table.ids is not None else torch.arange(6, 8)
+        ids = unknown[None]
+        measure(lambda: [loss(ids, both)], list(dense.parameters()), lambda: dense(torch.ones(1, 4)).sum())
+        assert state() == before
+        loss(ids, both).backward()
+        assert state() != before, "rows are trained again"
+
+
+def test_measures_of_no_loss_are_errors_and_of_nan_are_nan() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    wrong: list[tuple[Any, Any, str]] = [
+        (lambda: [weight.sum().item()], [weight], "a loss must be a tensor .*not float"),
+        (lambda: [weight], [weight], r"one element .* not a tensor \[3\]"),
+        (lambda: [weight.detach().sum()], [weight], "no_grad"),
+        (lambda: [weight.sum()], [], "none that is trained"),
+        (lambda: [weight.sum()], weight, "a list of tensors"),
+        (lambda: [weight.sum()], ["w"], "a list of tensors"),
+    ]
+    for losses, parameters, match in wrong:
+        for measure in (box_sharpness, hessian_eigenvalues):
+            with pytest.raises((TypeError, ValueError), match=match):
+                measure(losses, parameters)
+    for count in ({"iterations": 0}, {"iterations": 1.5}):
+        with pytest.raises((TypeError, ValueError), match="iterations"):
+            hessian_eigenvalues(lambda: [weight.sum()], [weight], **count)  # type: ignore[arg-type]
+    for losses in (lambda: [weight.square().sum() * np.nan], lambda: [weight.square().sum() * np.inf]):
+        assert np.isnan([*hessian_eigenvalues(losses, [weight]), box_sharpness(losses, [weight])]).all()
+    assert np.isnan(box_sharpness(lambda: [(weight - 1).sum().sqrt() + weight.sum()], [weight])), "NaN beside it"

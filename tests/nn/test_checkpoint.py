@@ -228,3 +228,52 @@ def test_a_load_that_fails_changes_nothing() -> None:
         with pytest.raises(RuntimeError, match="Missing key"):
             checkpoint.load(store, wider)
         assert listed(wider.state_dict()) == first
+
+
+@pytest.mark.parametrize(
+    ("schedule", "has_places"), [("lambda", True), ("steps", True), ("both", True), ("lambda", False)]
+)
+def test_a_job_is_loaded_after_its_tables_got_other_names_or_went(
+    tmp_path: Path, schedule: str, has_places: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each table goes on at the rates that it would have had; of states saved without places a renamed one begins
+    again, and says so."""
+
+    def job(store: tierstore.Store) -> tuple[nn.ModuleDict, Any, Any]:
+        modules = nn.ModuleDict({name: tierstore.TieredEmbeddingBag(store[name]) for name in store.tables})
+        optimizer = store.optimizer(torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.5))
+        kinds = torch.optim.lr_scheduler
+        made: Any = kinds.LambdaLR(optimizer, lambda step: 0.9**step) if schedule != "steps" else None
+        steps: Any = kinds.StepLR(optimizer, 2) if schedule != "lambda" else None
+        scheduler = kinds.SequentialLR(optimizer, [made, steps], [3]) if schedule == "both" else made or steps
+        return modules, optimizer, scheduler
+
+    def step(modules: nn.ModuleDict, optimizer: Any, scheduler: Any) -> dict[str, float]:
+        optimizer.zero_grad()
+        sum(each(torch.arange(9)[None]).sum() for each in modules.values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        scheduler.step()
+        return {group.get("name", ""): group["lr"] for group in optimizer.param_groups}
+
+    with tierstore.open(tmp_path) as store:
+        for place, name in enumerate("abc"):
+            rule = tierstore.optim.SGD(lr=1.0 + place)
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=9, embedding_dim=4, optimizer=rule))
+        modules, optimizer, scheduler = job(store)
+        for _ in range(2):
+            step(modules, optimizer, scheduler)
+        if not has_places:
+            for group in optimizer.param_groups:
+                group.pop("place", None)
+        checkpoint.save(store, modules, [optimizer], [scheduler])
+        expected = [step(modules, optimizer, scheduler) for _ in range(4)]
+    with tierstore.open(tmp_path) as store:
+        store.change_table("c", name="z")
+        store.drop_table("b")
+        modules, optimizer, scheduler = job(store)
+        checkpoint.load(store, modules, [optimizer], [scheduler])
+        found = [step(modules, optimizer, scheduler) for _ in range(4)]
+    for one, other in zip(found, expected, strict=True):
+        assert [one[""], one["a"]] == pytest.approx([other[""], other["a"]])
+        assert one["z"] == pytest.approx(other["c"]) or not has_places
+    assert ("'z' was last trained at learning rate" in caplog.text) is not has_places

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict
 from torch import Tensor, nn
 
 import tierstore
@@ -300,3 +301,48 @@ def test_only_the_newest_optimizer_of_a_writable_store_steps(tmp_path: Any) -> N
             first.step()
     with tierstore.open(tmp_path / "s", mode="r") as store, pytest.raises(errors.ReadOnlyError):
         store.optimizer()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _, model: torch.optim.Adam(model.parameters(), lr=0.1),
+        lambda _, model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        lambda _, model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda _, model: tierstore.optim.Lookahead(torch.optim.Adam(model.parameters(), lr=0.1)),
+        lambda store, model: store.optimizer(torch.optim.Adam(model.parameters(), lr=0.1)),
+        lambda store, model: store.optimizer(torch.optim.Adam(model[1].parameters(), lr=0.1)),
+        lambda store, _: store.optimizer(),
+    ],
+)
+def test_torchs_tools_get_and_set_the_state_of_optimizers(make: Any) -> None:
+    tools = torch.distributed.checkpoint.state_dict
+    with tierstore.open(cold="memory", ddr="2MiB") as one, tierstore.open(cold="memory", ddr="2MiB") as other:
+        made = []
+        for store in (one, other):
+            torch.manual_seed(0)
+            for name in "ab":
+                store.create_table(tierstore.TableConfig(name=name, num_embeddings=9, embedding_dim=4))
+            model = nn.Sequential(tierstore.TieredEmbeddingBag(store["a"]), nn.Linear(4, 1))
+            made.append((model, make(store, model)))
+        (model, optimizer), (second, loaded) = made
+
+        def loss() -> Tensor:
+            found: Tensor = model(torch.arange(9)[None]).square().sum()
+            return found
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss().backward()  # type: ignore[no-untyped-call]
+            rows = one["a"].read(torch.arange(9))
+            _ = tools.get_optimizer_state_dict(model, optimizer)  # before its first step, too
+            assert torch.equal(one["a"].read(torch.arange(9)), rows)
+            optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.025
+        state = copy.deepcopy(tools.get_optimizer_state_dict(model, optimizer))
+        tools.set_optimizer_state_dict(second, loaded, state)
+        rates = [(group.get("name"), group["lr"]) for group in loaded.param_groups]
+        assert rates == [(group.get("name"), 0.025) for group in optimizer.param_groups]
+        saved = tools.get_optimizer_state_dict(second, loaded)["state"]
+        assert str(sorted(saved.items())) == str(sorted(state["state"].items()))

@@ -3,7 +3,9 @@
 import copy
 import itertools
 import math
+import pickle
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -179,3 +181,106 @@ def test_dynamic_ids_are_counted_once_a_step() -> None:
         for admitted in (0, 0, 40, 40):
             job.train([torch.arange(40).view(8, 5)])
             assert store["t"].id_stats().admitted == admitted
+
+
+def backward_of(loss: Tensor) -> Tensor:
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (backward_of, "called backward"),
+        (Tensor.item, "a loss must be a tensor .*not float"),
+        (Tensor.detach, "no_grad"),
+        (lambda loss: loss.repeat(2), r"one element .* not a tensor \[2\]"),
+        (lambda loss: (loss, loss, loss), "not tuple"),
+        (lambda loss: loss * math.inf, None),
+        (lambda loss: loss * math.nan, None),
+        (lambda loss: loss + (0 * loss).sqrt(), None),
+    ],
+)
+def test_a_closure_of_no_loss_and_one_that_is_not_finite_change_nothing(spoil: Any, match: Any, is_fused: bool) -> None:
+    """Neither as the first nor as that of the curvature; and the steps that follow are those without it."""
+    found = []
+    for place in (None, 0) if match is None else (None, 0, 1):
+        with tierstore.open(cold="memory", ddr="1MiB") as store:
+            job = Job(bag_of(store))
+            rows = None if is_fused else store.optimizer()
+            job.train(batches(2), rows)
+            if place is not None:
+                step_that_changes_nothing(job, place, spoil, match)
+            job.train(batches(2), rows)
+            found.append(job.weights())
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+
+
+def step_that_changes_nothing(job: Job, place: int, spoil: Any, match: str | None) -> None:
+    before, state = job.weights(), copy.deepcopy(job.optimizer.state_dict())
+    closures: list[Any] = [lambda: job.loss(batches(1)[0])[0]] * 2
+    good = closures[0]
+    closures[place] = lambda: spoil(good())
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=match) if match else nullcontext():
+        job.optimizer.step(*closures)
+    assert all(map(torch.equal, job.weights(), before))
+    assert str(job.optimizer.state_dict()) == str(state)
+
+
+def test_a_curvature_that_is_not_finite_moves_no_weight_and_trains_rows() -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        job = Job(bag_of(store))
+        rows, *dense = job.weights()
+        ids = batches(1)[0]
+        job.optimizer.step(lambda: job.loss(ids)[0], lambda: job.loss(ids)[0] * math.nan)
+        after, *dense_after = job.weights()
+        assert all(map(torch.equal, dense, dense_after))
+        assert not torch.equal(rows, after)
+        assert all(each["direction"].count_nonzero() == 0 for each in job.optimizer.state.values() if each)
+        job.train(batches(2))
+        assert all(each.isfinite().all() for each in job.weights())
+
+
+def test_rows_are_trained_where_all_else_is_frozen_and_sparse_gradients_are_refused() -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        job = Job(bag_of(store))
+        job.dense.requires_grad_(False)
+        before = job.weights()
+        job.train(batches(1))
+        assert [torch.equal(*pair) for pair in zip(before, job.weights(), strict=True)] == [False] + [True] * 4
+    sparse = nn.EmbeddingBag(5, 1, mode="sum", sparse=True)
+    with pytest.raises(ValueError, match=r"\[5, 1\] are sparse.*sparse=False"):
+        HessianFree(sparse.parameters()).step(lambda: sparse(torch.tensor([[1, 2]])).square().mean())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda net: HessianFree(net.parameters(), seed=3),
+        lambda net: tierstore.optim.Lookahead(torch.optim.Adam(net.parameters(), lr=0.1), k=3, alpha=0.3),
+    ],
+    ids=["hessian-free", "lookahead"],
+)
+def test_a_copy_goes_on_as_the_optimizer_does(make: Any, copied: Any) -> None:
+    torch.manual_seed(0)
+    net, inputs = nn.Linear(3, 1), torch.rand(8, 3)
+
+    def step(net: nn.Module, optimizer: Any) -> None:
+        def closure() -> Tensor:
+            loss: Tensor = (net(inputs) - 1).square().mean()
+            return loss if isinstance(optimizer, HessianFree) else backward_of(loss)
+
+        optimizer.zero_grad()
+        optimizer.step(torch.enable_grad()(closure))
+
+    optimizer = make(net)
+    step(net, optimizer)
+    other = copied((net, optimizer))
+    for _ in range(5):
+        step(net, optimizer)
+        step(*other)
+    assert torch.equal(net.weight, other[0].weight)

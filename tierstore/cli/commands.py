@@ -58,9 +58,10 @@ def _export(options: argparse.Namespace) -> int:
             ddr=options.ddr,
             progress=show,
         )
+    is_of_columns = (options.format or report.path.suffix).endswith("parquet")
     print(
         f"{report.path}: version {report.version}, {format_count(report.rows, 'row')} in "
-        f"{format_count(len(report.keys), 'column' if options.format == 'parquet' else 'tensor')}, "
+        f"{format_count(len(report.keys), 'column' if is_of_columns else 'tensor')}, "
         f"{format_size(report.size_bytes)}"
     )
     _print_some("", report.keys)
@@ -154,7 +155,7 @@ EXPORT: Final = command(
     (
         _DIRECTORY,
         arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
-        arg("--format", default=_FORMATS[0], choices=_FORMATS, help="parquet takes one table (default: safetensors)"),
+        arg("--format", choices=_FORMATS, help="parquet takes one table (default: as OUT ends)"),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg("--key", default=_KEY, metavar="TEXT", help=f"name of a table's tensor (default: {_KEY})"),
         arg("--state", help="add the optimizer state, as sum, exp_avg, exp_avg_sq"),
@@ -167,9 +168,9 @@ EXPORT: Final = command(
     "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
     """examples:
   tierstore export shop shop.safetensors
-  tierstore export shop item.pt --format torch --table item --key weight
+  tierstore export shop item.pt --table item --key weight
   tierstore export shop whole.safetensors --state --dense
-  tierstore export shop item.parquet --format parquet --table item""",
+  tierstore export shop item.parquet --table item""",
 )
 IMPORT: Final = command(
     _import,

@@ -78,6 +78,7 @@ def _columns(table: Table, ids: torch.Tensor, states: tuple[StateTensor, ...], s
 
 FORMATS: Final = {"safetensors": SafetensorsFile, "torch": TorchFile, "parquet": None}
 """What writes tensors; Parquet has rows."""
+ENDINGS: Final = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".parquet": "parquet"}
 
 
 class ExportReport(NamedTuple):
@@ -114,7 +115,7 @@ def export_store(
     directory: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    format: str = "safetensors",  # noqa: A002 - the word for it
+    format: str | None = None,  # noqa: A002 - the word for it
     tables: Sequence[str] | None = None,
     key: str = DEFAULT_KEY,
     state: bool = False,
@@ -136,7 +137,7 @@ def export_store(
     Args:
         directory: the store's.
         out: the file; it appears when it is complete.
-        format: "safetensors", "torch" or "parquet".
+        format: "safetensors", "torch" or "parquet"; default: as ``out`` ends, in .safetensors, .pt or .parquet.
         tables: names; default: all.
         key: the tensors' names, ``{table}`` standing for the table's.
         state: add the optimizer state, float32, alongside each ``weight`` under the names that torch.optim uses:
@@ -152,6 +153,10 @@ def export_store(
         FileExistsError: ``out`` exists. DiskFullError: too little free space for it; nothing is left of it.
         StoreNotFoundError: no store, or no such version. DamagedError, BudgetError: as ``tierstore.open``.
     """
+    ending = Path(out).suffix or ".safetensors"
+    if format is None:
+        require_choice(ending, ENDINGS, "without format=, --format, the file's ending")
+    format = format or ENDINGS[ending]  # noqa: A001
     require_choice(format, tuple(FORMATS), "format")
     with open_store(directory, mode="r", version=version, ddr=ddr) as store:
         names = list(dict.fromkeys(tables)) if tables is not None else list(store.tables)

@@ -9,14 +9,16 @@ Shape legend: P, the elements of all dense parameters laid end to end; D, dimens
 """
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..optim.curvature import constant_rows, dense_of, flat, hessian_product, put
+from ..optim.curvature import Evaluation, dense_of, flat, hessian_product, put, require_loss, slopes
 from ..optim.krylov import Eigenvalues, extreme_eigenvalues
+from ..system.checks import require_int
 
 Losses = Callable[[], Iterable[Tensor]]
 _MEMORY, _HALVINGS, _DECREASE = 10, 20, 1e-4
@@ -38,9 +40,11 @@ def box_sharpness(
         dims: of a random subspace, whose axes are normal vectors scaled to length 1; the paper has 100. None: all P.
         iterations: of ``least_in_box``; the paper has 10.
         seed: of the subspace, and of the places where the search begins.
+
+    Returns NaN where the loss is NaN somewhere in the box.
     """
-    if not epsilon > 0 or iterations < 1 or (dims is not None and dims < 1):
-        raise ValueError(f"epsilon={epsilon}, dims={dims} and iterations={iterations} must be above 0")
+    if not 0 < epsilon < math.inf or iterations < 1 or (dims is not None and dims < 1):
+        raise ValueError(f"epsilon={epsilon}, dims={dims} and iterations={iterations} must be finite and above 0")
     with _kept(parameters) as (dense, weights_P):
         generator = torch.Generator().manual_seed(seed)
 
@@ -55,13 +59,15 @@ def box_sharpness(
             put(weights_P + (place if axes_PD is None else axes_PD @ place), dense)
             value, gradient = 0.0, torch.zeros_like(weights_P)
             for loss in losses():
-                value -= float(loss.detach())
-                gradient -= flat(torch.autograd.grad(loss, dense, retain_graph=True, materialize_grads=True))
+                value -= float(require_loss(loss).detach())
+                gradient -= flat(slopes(loss, dense))
+            values.append(value)
             return value, gradient if axes_PD is None else axes_PD.T @ gradient
 
+        values: list[float] = []
         base = -lowered(torch.zeros_like(bound))[0]
         highest = -least_in_box(lowered, lambda: bound * drawn(len(bound)).clamp(-1, 1), bound, iterations)
-        return 100 * max(highest - base, 0.0) / (1 + base)
+        return math.nan if any(map(math.isnan, values)) else 100 * max(highest - base, 0.0) / (1 + base)
 
 
 def hessian_eigenvalues(
@@ -69,12 +75,13 @@ def hessian_eigenvalues(
 ) -> Eigenvalues:
     """The smallest and the largest eigenvalue of the loss's Hessian; other arguments as of ``extreme_eigenvalues``. An
     iteration takes some two evaluations with gradients, and P elements of memory."""
+    require_int(iterations, "iterations", 1, 1 << 40)
     with _kept(parameters) as (dense, weights_P):
 
         def product(vector_P: Tensor) -> Tensor:
             total = torch.zeros_like(vector_P)
             for loss in losses():
-                total += hessian_product(loss, dense)(vector_P)
+                total += hessian_product(require_loss(loss), dense)(vector_P)
             return total
 
         start = torch.randn(len(weights_P), generator=torch.Generator().manual_seed(seed)).to(weights_P)
@@ -100,11 +107,12 @@ def loss_along_line(
 @contextlib.contextmanager
 def _kept(parameters: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
     """The dense parameters, and their values, [P], which they have again at the end."""
-    given = list(parameters)
-    dense = dense_of(given)
+    dense = dense_of(parameters)
+    if not dense:
+        raise ValueError("parameters has none that is trained and has elements; rows of tables are constants here")
     weights_P = flat(dense)
     try:
-        with constant_rows(given), torch.enable_grad():
+        with Evaluation(are_constant=True), torch.enable_grad():
             yield dense, weights_P
     finally:
         put(weights_P, dense)

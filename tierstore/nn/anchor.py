@@ -49,7 +49,7 @@ class Anchor(nn.Parameter):
         owner: gives the module, while there is one.
     """
 
-    owner: "Callable[[], TieredModule | None]"
+    owner: "Callable[[], TieredModule | None]" = staticmethod(lambda: None)
 
     @classmethod
     def of(cls, module: "TieredModule", *, requires_grad: bool) -> "Anchor":
@@ -120,6 +120,8 @@ def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for anchor in group["params"]:
             if not isinstance(anchor, Anchor):
                 continue
+            if optimizer.state:
+                _ = optimizer.state[anchor]  # none, but torch.distributed.checkpoint asks for one of each parameter
             module, place = anchor.trained, id(anchor)
             updates = 0 if module is None else sum(table._step for table in module._tables)
             more = updates - seen.updates.get(place, updates) > (0 if module is None else len(module._tables))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..errors import TierstoreError
 from ..store import Store
 from ..store.commits import PendingCommit
+from ..store.optimizer import TieredOptimizer
 from ..store.version import CHECKPOINT_NAME, plain
 from .dcp import StoreVersion, rows
 from .module import TieredModule, require_store
@@ -202,12 +203,16 @@ def load(
                 f"{len(objects)} {name} given, but the checkpoint has {len(state[name])}; give None for one that is "
                 "not to be loaded, or the model alone"
             )
-        parts += [(each, saved) for each, saved in zip(objects, state[name], strict=True) if each is not None]
+        for each, saved in zip(objects, state[name], strict=True):
+            if each is not None:
+                parts.append((each, each.of_own_tables(saved) if isinstance(each, TieredOptimizer) else saved))
     before = [(each, copy.deepcopy(each.state_dict())) for each in (model, *(each for each, _ in parts))]
     try:
         model.load_state_dict(state["model"], strict=strict)
         for each, saved in parts:
             each.load_state_dict(saved)
+        for each in schedulers or ():
+            _take_first_rates(each)
     except BaseException:
         for each, saved in before:
             each.load_state_dict(saved)
@@ -215,6 +220,15 @@ def load(
     if is_whole:
         torch.set_rng_state(state["rng"])
     return store.extra
+
+
+def _take_first_rates(scheduler: Any) -> None:
+    """Have a schedule go by the first rates of its optimizer's groups, which may be other tables' than once."""
+    for each in getattr(scheduler, "_schedulers", ()):
+        _take_first_rates(each)
+    optimizer = getattr(scheduler, "optimizer", None)
+    if isinstance(optimizer, TieredOptimizer) and hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
 
 
 def model_state(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..config import Pooling
 from ..kernels.slots import MODES
+from ..optim.curvature import OF_THREAD
 from ..store import Table
 from ..store.arguments import require_tensor
 from ..system.checks import require_choice
@@ -75,7 +76,8 @@ class TieredEmbedding(_OfTable):
             ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
         """
         shape = (*require_tensor(input, "input").shape, self.embedding_dim)
-        if self._has_padding_row and self.rows.requires_grad and torch.is_grad_enabled():
+        is_constant = OF_THREAD.evaluation.are_constant
+        if self._has_padding_row and self.rows.requires_grad and torch.is_grad_enabled() and not is_constant:
             self._write_padding()
         return self._run((input,), (input,), shape)
 

@@ -13,6 +13,7 @@ from ..lookup.gradients import Turn, collect, note_pass, require_engine
 from ..lookup.joined import AnyLookup
 from ..lookup.lookup import DynamicLookup, pool_all
 from ..lookup.tables import LookupTable
+from ..optim.curvature import OF_THREAD
 from ..store import Store
 
 _MISSED: Final = 2
@@ -204,7 +205,7 @@ class _PooledLookups(torch.autograd.Function):
     ) -> Tensor:
         ctx.prepared = prepared
         ctx.trainable = trainable
-        ctx.turn = Turn.now()
+        ctx.turn, ctx.evaluation = Turn.now(), OF_THREAD.evaluation
         if trainable:
             prepared.admit()
         ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
@@ -225,6 +226,7 @@ class _PooledLookups(torch.autograd.Function):
             except RuntimeError:  # torch.autograd.grad, which trains nothing, was given the anchor, too
                 grad_anchor = torch.empty_like(anchor)
         if is_asked:
+            ctx.evaluation.require(is_over=ctx.evaluation.is_over)
             for lookup in prepared.lookups:
                 lookup.joined.require_trainable()  # before any table changes
         grad_scale = None if ctx.rows_read is None else _scale_gradient(prepared, ctx.rows_read, gradient)

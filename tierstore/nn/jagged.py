@@ -88,7 +88,7 @@ class JaggedTensor:
         return self._weights
 
     def to_dense(self) -> list[Tensor]:
-        """Each list's values, views."""
+        """Each list's values, views, which autograd lets no one change in place."""
         return list(torch.split(self._values, self.lengths().tolist()))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
@@ -368,11 +368,12 @@ class KeyedTensor:
         return {key: index for index, key in enumerate(self._keys)}
 
     def __getitem__(self, key: str) -> Tensor:
-        """float32 [B, dim] of one feature, a view."""
-        return self.to_dict()[key]
+        """float32 [B, dim] of one feature, a view, which may be changed in place."""
+        place = self._key_indices()[key]
+        return self._values.narrow(1, self.offset_per_key()[place], self._dims[place])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Each feature's [B, dim], views."""
+        """Each feature's [B, dim], views, which autograd lets no one change in place."""
         return dict(zip(self._keys, torch.split(self._values, self._dims, dim=1), strict=True))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedTensor":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ..lookup.gradients import note_pass
+from ..optim.curvature import OF_THREAD
 from ..store import Store, Table
 from ..store.arguments import NOT_TRACED, refuse_traces
 from ..system.checks import require_int
@@ -259,7 +260,7 @@ def _look_up(
     rows: Any = module._parameters.get("rows")  # by its name it is looked for elsewhere first
     if rows is None:
         rows = module.rows  # as FSDP and nn.DataParallel keep parameters
-    trainable = rows.requires_grad and not module._store.readonly
+    trainable = rows.requires_grad and not (module._store.readonly or OF_THREAD.evaluation.are_constant)
     if trainable:
         module._require_one_process(rows)
     prepared = module._prepared.take(arguments[0], sources)

@@ -3,8 +3,9 @@
 Shape legend: P, the elements of all parameters laid end to end.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,21 +15,38 @@ Product = Callable[[Tensor], Tensor]
 
 
 def dense_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that are trained and have elements. One without stands for rows of tables."""
-    return [each for each in parameters if each.requires_grad and each.numel()]
+    """Those that are trained and have elements. One without stands for rows of tables. TypeError: not of tensors."""
+    given = list(parameters)
+    if isinstance(parameters, Tensor) or not all(isinstance(each, Tensor) for each in given):
+        raise TypeError("parameters must be a list of tensors, as model.parameters()")
+    return [each for each in given if each.requires_grad and each.numel()]
 
 
-@contextlib.contextmanager
-def constant_rows(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Within, lookups are constants, which train no rows: those of modules whose parameter is among these."""
-    rows = [each for each in parameters if each.requires_grad and not each.numel()]
-    try:
-        for each in rows:
-            each.requires_grad_(False)
-        yield
-    finally:
-        for each in rows:
-            each.requires_grad_(True)
+class Evaluation:
+    """Of a loss, by a closure: within, lookups of this thread are for it. Rows that they look up are not trained before
+    it is over; if they ``are_constant``, never: such lookups train, admit, count and write nothing."""
+
+    def __init__(self, *, are_constant: bool, is_over: bool = False) -> None:
+        self.are_constant, self.is_over = are_constant, is_over
+
+    def __enter__(self) -> "Evaluation":
+        self._before, OF_THREAD.evaluation = OF_THREAD.evaluation, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        OF_THREAD.evaluation, self.is_over = self._before, True
+
+    def require(self, *, is_over: bool) -> None:
+        """RuntimeError unless so: a closure called backward."""
+        if not is_over:
+            raise RuntimeError("the closure of HessianFree called backward, which the step does: return the loss alone")
+
+
+class _OfThread(threading.local):
+    evaluation = Evaluation(are_constant=False, is_over=True)
+
+
+OF_THREAD: Final = _OfThread()
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -49,10 +67,32 @@ def put(vector_P: Tensor, parameters: Sequence[Tensor]) -> None:
         each.data.copy_(part)
 
 
+def require_loss(loss: object) -> Tensor:
+    """float []; TypeError: it is none that gradients can be taken of."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss.reshape(())
+    found = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise TypeError(
+        f"a loss must be a tensor of one element that depends on what is trained, not {found}: take its mean() or "
+        "sum(), and leave out item(), detach() and no_grad()"
+    )
+
+
+def slopes(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = False) -> Sequence[Tensor]:
+    """Gradients of a loss, whose graph stays. ValueError: one is sparse."""
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, create_graph=create_graph, materialize_grads=True)
+    if sparse := [list(each.shape) for each in found if each.is_sparse]:
+        raise ValueError(
+            f"gradients of a parameter {sparse[0]} are sparse, and torch has no second ones: make its module with "
+            "sparse=False, or convert it into a table"
+        )
+    return found
+
+
 def hessian_product(loss: Tensor, parameters: Sequence[Tensor]) -> Product:
     """The Hessian of a loss, float [], by a second backward pass through the first (Pearlmutter, "Fast exact
     multiplication by the Hessian", 1994). The loss's graph stays."""
-    gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+    gradients = slopes(loss, parameters, create_graph=True)
     return lambda vector_P: flat(_pulled_back(gradients, parameters, split(vector_P, parameters)))
 
 

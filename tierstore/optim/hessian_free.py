@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from ..system.checks import require_choice, require_int
-from .curvature import constant_rows, dense_of, flat, gauss_newton_product, hessian_product, put, split
+from .curvature import (
+    Evaluation,
+    dense_of,
+    flat,
+    gauss_newton_product,
+    hessian_product,
+    put,
+    require_loss,
+    slopes,
+    split,
+)
 from .krylov import Iterate, bicgstab, conjugate_gradients
 
 _WARM: Final = 0.95
@@ -55,8 +65,8 @@ class HessianFree(torch.optim.Optimizer):
     ``grad`` becomes this process's gradient of the first evaluation.
 
     Args:
-        params: one group, at best ``model.parameters()``: in it a parameter without elements stands for rows, which are
-            then frozen in repeated evaluations.
+        params: one group, as ``model.parameters()``. Parameters without elements, which stand for rows, play no part;
+            where all others are frozen, a step trains rows alone.
         lr: length of the line search's first trial.
         curvature: "hessian": Bi-CGSTAB, and negative curvature is followed. "gauss-newton": conjugate gradients; then
             closures return ``(loss, outputs)``: the loss is computed from the outputs, and convex in them.
@@ -88,25 +98,36 @@ class HessianFree(torch.optim.Optimizer):
             raise ValueError(f"HessianFree takes one group of parameters, not {len(self.param_groups)}")
         self._average, self._seed = average, seed
 
+    def __getstate__(self) -> dict[str, Any]:  # of which torch's knows groups and state
+        return {**super().__getstate__(), "_average": self._average, "_seed": self._seed}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, curvature: Callable[[], Any] | None = None) -> Any:
-        """Take a step; where it fails, no parameter and no row has changed.
+        """Take a step; where it fails, or loss or gradient are not finite, no parameter and no row has changed.
 
         Args:
             closure: gives the loss, float [], or ``(loss, outputs)``.
             curvature: the same of samples whose curvature is used, fewer as a rule; default: those of ``closure``.
 
         Returns the loss before the step, of all ranks, float []. TypeError: no closure, or no outputs where needed.
+        TypeError, ValueError, RuntimeError: what a closure gives is no loss, or it called backward.
         """
         if closure is None:
             raise TypeError("HessianFree evaluates the loss several times: call its own step(closure)")
         group = self.param_groups[0]
         dense = dense_of(group["params"])
-        with torch.enable_grad():
-            evaluated = _pair(closure())
-        gradient = flat(torch.autograd.grad(evaluated[0], dense, retain_graph=True, materialize_grads=True))
-        before, start = evaluated[0].detach().clone(), flat(dense)
+        self.zero_grad()
+        with torch.enable_grad(), Evaluation(are_constant=False) as evaluation:
+            evaluated = self._evaluated(closure, evaluation)
+        gradient = flat(slopes(evaluated[0], dense) if dense else [torch.empty(0)])
+        before = evaluated[0].detach().clone()
         self._mean(gradient, before)
+        if not (before.isfinite() and gradient.isfinite().all()):
+            return before
+        if not dense:
+            evaluated[0].backward()  # type: ignore[no-untyped-call]
+            return before
+        start = flat(dense)
         for each in dense:
             self.state[each].setdefault("direction", torch.zeros_like(each))
         first = self.state[dense[0]]  # which has the state of all together
@@ -119,23 +140,28 @@ class HessianFree(torch.optim.Optimizer):
             self._mean(value)
             return float(value) - float(before)
 
-        with constant_rows(group["params"]):
+        with Evaluation(are_constant=True) as evaluation:
             with torch.enable_grad():
-                of_curvature = evaluated if curvature is None else _pair(curvature())
+                of_curvature = evaluated if curvature is None else self._evaluated(curvature, evaluation)
             way = self._direction(of_curvature, gradient, dense)
             try:
-                length, ratio = search(rise, way, group["lr"])
+                length, ratio = search(rise, way, group["lr"]) if way.step.isfinite().all() else (0.0, 0.0)
             finally:
                 put(start, dense)
-        self.zero_grad()
         evaluated[0].backward()  # type: ignore[no-untyped-call]  # trains rows, by the weights before
-        parts = (split(each, dense) for each in (start + length * way.step, way.solution * bool(length)))
-        for each, weights, solution in zip(dense, *parts, strict=True):
+        found = (start + length * way.step, way.solution) if length else (start, torch.zeros_like(start))
+        for each, weights, solution in zip(dense, *(split(part, dense) for part in found), strict=True):
             each.copy_(weights)
             self.state[each]["direction"].copy_(solution)
         first["damping"].mul_(2 / 3 if ratio > 0.75 else 1 if ratio > 0.25 else 1.5).clamp_(_MIN_DAMPING, _MAX_DAMPING)
         first["step"] += 1
         return before
+
+    def _evaluated(self, closure: Callable[[], Any], evaluation: Evaluation) -> tuple[Tensor, Tensor | None]:
+        """What a closure gives, with gradients. TypeError, ValueError: no such. RuntimeError: it called backward."""
+        loss, outputs = _pair(closure())
+        evaluation.require(is_over=all(each.grad is None for each in self.param_groups[0]["params"]))
+        return require_loss(loss), outputs
 
     def _mean(self, *tensors: Tensor) -> object:
         return self._average and self._average(tensors)
@@ -162,8 +188,8 @@ class HessianFree(torch.optim.Optimizer):
         return choose(iterates, gradient, damping, group["tolerance"])
 
 
-def _pair(found: Any) -> tuple[Tensor, Tensor | None]:
-    return found if isinstance(found, tuple) else (found, None)
+def _pair(found: Any) -> tuple[Any, Any]:
+    return found if isinstance(found, tuple) and len(found) == 2 else (found, None)
 
 
 def choose(iterates: Iterable[Iterate], gradient: Tensor, damping: float, tolerance: float) -> Direction:
@@ -205,20 +231,20 @@ def choose(iterates: Iterable[Iterate], gradient: Tensor, damping: float, tolera
 def search(rise: Callable[[float], float], way: Direction, first: float) -> tuple[float, float]:
     """The length at which the loss falls enough, 0 if at none: ``first``, halved until it does, or doubled along
     negative curvature, which does not say how far it reaches. And the ratio of actual to predicted decrease at
-    ``first``. ``rise`` gives that of the loss at a length; NaN is too much."""
+    ``first``. ``rise`` gives that of the loss at a length; what is not finite is too much."""
     ratio = 0.0
     for halving in range(_HALVINGS + 1):
         length = first / 2**halving
         value, predicted = rise(length), length * way.slope + length**2 / 2 * way.bend
         if not halving and predicted < 0:
             ratio = value / predicted
-        if value < 0 and value <= _DECREASE * (length * way.slope + length**2 / 2 * min(way.bend, 0.0)):
+        if -math.inf < value < 0 and value <= _DECREASE * (length * way.slope + length**2 / 2 * min(way.bend, 0.0)):
             break
     else:
         return 0.0, ratio
     for _ in range(_DOUBLINGS if way.is_negative and not halving else 0):
         farther = rise(2 * length)
-        if not farther < value:
+        if not -math.inf < farther < value:
             break
         length, value = 2 * length, farther
     return length, ratio

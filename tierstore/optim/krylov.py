@@ -3,6 +3,7 @@
 A solver is a generator, which yields after each product; its caller bounds it, and ends it.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ class Eigenvalues(NamedTuple):
 def extreme_eigenvalues(product: Product, start: Tensor, *, iterations: int, tolerance: float) -> Eigenvalues:
     """Of a symmetric matrix, by Lanczos' iteration with full orthogonalization (Golub and Van Loan, "Matrix
     Computations", 10.3), whose vectors take P for each iteration. It begins with ``start``, a random [P], and ends when
-    the residuals of both are within ``tolerance`` of the larger one's size."""
+    the residuals of both are within ``tolerance`` of the larger one's size. NaN where a product is not finite."""
     most = min(iterations, len(start))
     vectors_KP = start.new_empty(most + 1, len(start))
     vectors_KP[0] = start / start.norm()
@@ -73,6 +74,8 @@ def extreme_eigenvalues(product: Product, start: Tensor, *, iterations: int, tol
     for step in range(most):
         image, known = product(vectors_KP[step]), vectors_KP[: step + 1]
         tridiagonal[step, step] = float(image @ vectors_KP[step])
+        if not image.isfinite().all():
+            return Eigenvalues(math.nan, math.nan)
         for _ in range(2):  # once leaves rounding errors that make copies of an eigenvalue
             image = image - known.T @ (known @ image)
         norm = float(image.norm())

@@ -29,6 +29,9 @@ class Lookahead(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
+    def __getstate__(self) -> dict[str, Any]:  # of which torch's knows groups and state
+        return {**super().__getstate__(), "optimizer": self.optimizer, "k": self.k, "alpha": self.alpha}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of the other optimizer, whose result it returns, and after ``k`` of them the way back."""

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _KEPT: Final = (
     "a backward pass adds to gradients of rows that step applied before: call zero_grad() of store.optimizer() at "
     "each step, as model.zero_grad() and the zero_grad() of other optimizers do not reach rows"
 )
+_LOOKS_UP: Final = "torch.distributed.checkpoint.state_dict"
 _GRAD: Final[Any] = Tensor.grad  # torch's property, to which mypy knows no setter
 
 
@@ -130,7 +132,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     embedding_dim], each row once. Merged, it takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
 
     What ``state_dict`` holds is the learning rates: the rows' state is in the store. They are loaded by the tables'
-    names.
+    names. ``torch.distributed.checkpoint.state_dict`` gets and sets those of an optimizer that it is given alone.
 
     Args:
         dense: steps with this one, whose groups and state then are those of both, its own first.
@@ -141,7 +143,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             raise TypeError(f"dense must be a torch.optim.Optimizer, not {type(dense).__name__}")
         self._store = store
         self._dense = dense
-        self._is_resumed = False
+        self._resumed: set[str] = set()  # tables that are trained, or whose rates were loaded
         super().__init__([_group(table) for table in store.tables.values()], {"lr": 0.01})
         self._by_table = {rows.table: rows for rows in self._rows}
         self._join()
@@ -151,6 +153,22 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         if self._dense is not None:
             self.param_groups[:] = [*self._dense.param_groups, *self._row_groups]
             self.state = self._dense.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of both. torch's tool that looks each parameter up in a model sees the dense ones."""
+        caller = sys._getframe(1)
+        if caller.f_globals["__name__"] == _LOOKS_UP and caller.f_code.co_name != "_init_optim_state":
+            return self._groups[: self._num_dense]
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+
+    @property
+    def _num_dense(self) -> int:
+        return 0 if self._dense is None else len(self._dense.param_groups)
 
     @property
     def _row_groups(self) -> list[dict[str, Any]]:
@@ -169,6 +187,25 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         self._dense.add_param_group(param_group)
         self._join()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Groups and state of the dense optimizer, and a group without parameters for each table."""
+        made = super().state_dict()
+        dense, rows = made["param_groups"][: self._num_dense], made["param_groups"][self._num_dense :]
+        for group in rows:
+            group["params"] = []
+        if dense and sys._getframe(1).f_globals["__name__"] == _LOOKS_UP:
+            dense[0]["rows"] = rows  # it would leave them out when they are set
+        return made
+
+    def of_own_tables(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What a commit of this store has, without tables that were dropped since, by the names that the others have
+        now. Of a state that does not say the places of tables, those of other names are left out."""
+        names = {table.index: table.name for table in self._store.tables.values()}
+        groups, count = state_dict["param_groups"], self._num_dense
+        rows = [{**each, "name": names.get(each["place"])} if "place" in each else each for each in groups[count:]]
+        own = [each for each in rows if "name" not in each or each["name"] in names.values()]
+        return {**state_dict, "param_groups": [*groups[:count], *own]}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave, each table's by its name; tables that it does not have keep what they have.
 
@@ -176,11 +213,11 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             ValueError: it has groups of other tables, or is of no such optimizer; nothing was loaded. Others: as of the
                 dense optimizer.
         """
-        dense = self._dense
-        num_dense = 0 if dense is None else len(dense.param_groups)
-        groups = state_dict["param_groups"]
+        dense, num_dense = self._dense, self._num_dense
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        rows = [*groups[num_dense:], *(each for group in groups[:num_dense] for each in group.pop("rows", ()))]
         own = {group["name"]: group for group in self._row_groups}
-        saved = {group.get("name"): group for group in groups[num_dense:]}
+        saved = {group.get("name"): group for group in rows}
         if unknown := [name for name in saved if name not in own]:
             raise ValueError(
                 f"the state has a group of the name {unknown[0]!r}, none of the tables {list(own)}: give what "
@@ -191,8 +228,9 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             dense.load_state_dict({**state_dict, "param_groups": groups[:num_dense]})
             self._join()
         for name, group in saved.items():
-            own[name].update({key: copy.deepcopy(each) for key, each in group.items() if key != "params"})
-        self._is_resumed = True
+            kept = {key: copy.deepcopy(each) for key, each in group.items() if key not in ("params", "place")}
+            own[name].update(kept)
+            self._resumed.add(name)
 
     def _rows_of(self, table: Any) -> _GradAnchor:
         if table not in self._by_table:
@@ -270,15 +308,15 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def _set_rates(self) -> None:
         """Of all tables; say once which do not go on at the rate that they were trained at."""
-        is_known, self._is_resumed = self._is_resumed, True
         for group in self._row_groups:
             table, rate = group["params"][0].table, group["lr"]
-            if not is_known and table.learning_rate != rate and table.state.step:
+            if table.name not in self._resumed and table.learning_rate != rate and table.state.step:
                 _LOG.warning(
                     "table %r was last trained at learning rate %s, and this optimizer begins at %s: to go on where a "
                     "schedule was, load the optimizer's state, as tierstore.checkpoint.load does",
                     table.name, table.learning_rate, rate,
                 )  # fmt: skip
+            self._resumed.add(table.name)
             table.go_on_at(rate)
 
     @torch.no_grad()
@@ -316,7 +354,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 def _group(table: Table) -> dict[str, Any]:
     if table.follows is not None:
         table.learning_rate = table.learning_rate  # by its own group from here on
-    return {"params": [_GradAnchor.of(table)], "lr": table.first_rate, "name": table.name}
+    return {"params": [_GradAnchor.of(table)], "lr": table.first_rate, "name": table.name, "place": table.index}
 
 
 def _is_of_rows(group: dict[str, Any]) -> bool:

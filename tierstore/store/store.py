@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import copy
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -242,6 +243,10 @@ class Store(Unpicklable):
             return tables[name]
         raise TableError(f"no table {name!r} in {self.directory}; {nearest(str(name), sorted(tables))}")
 
+    def __iter__(self) -> Iterator[str]:
+        """Names of the tables."""
+        return iter(self.tables)
+
     def __contains__(self, name: object) -> bool:
         return name in self._catalog.tables
 
@@ -420,8 +425,10 @@ class Store(Unpicklable):
 
     def set_time(self, seconds: float) -> None:
         """Set the time of the batches from now on, for ``TTL(minutes=)``: seconds since 1970, or since any other time.
-        A run that is resumed, or repeated, is the same if its times are. ValueError: it goes back."""
+        A run that is resumed, or repeated, is the same if its times are. ValueError: it goes back, or is no number."""
         self.require_open()
+        if not math.isfinite(seconds):
+            raise ValueError(f"seconds={seconds} must be a finite number")
         minutes = int(seconds // 60) + 1
         timed = [table.ids for table in self.tables.values() if table.ids is not None and table.ids.goes_by_time]
         for ids in timed:

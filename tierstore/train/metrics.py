@@ -44,7 +44,7 @@ def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
     positive, logit = _pair(labels, logits)
     if not len(logit):
         raise ValueError("log loss of no rows")
-    losses = np.maximum(logit, 0) - logit * positive + np.log1p(np.exp(-np.abs(logit)))
+    losses = np.maximum(wrong := np.where(positive, -logit, logit), 0) + np.log1p(np.exp(-np.abs(wrong)))
     return float(losses.mean())
 
 
