@@ -106,7 +106,7 @@ class Checks:
         self.captured: list[Captured] = []
         self._lane = lane
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._words: list[Tensor] = []
         self._unseen: deque[Check] = deque()
         self._kept: list[Any] = []

@@ -37,6 +37,8 @@ class TieredModule(Unpicklable, nn.Module, ABC):
             module or a model, freezes the tables; it is not in ``state_dict()``.
     """
 
+    _processes = 1  # that replicate it: a reentrant checkpoint trains in backward, where nothing says so
+
     def __init__(self, store: Store) -> None:
         require_store(store)
         super().__init__()
@@ -76,10 +78,10 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         would each train rows of their own: DDP exchanges gradients of parameters, and rows are none."""
         replicated = getattr(DistributedDataParallel, "_active_ddp_module", None)  # of any thread
         if replicated is not None and any(each is self for each in replicated.modules()):
-            _REPLICATED[self] = replicated.process_group.size()
-        elif torch._C._current_graph_task_id() < 0:
-            _REPLICATED.pop(self, None)
-        processes = _REPLICATED.get(self, 1)
+            self._processes = replicated.process_group.size()
+        elif self._processes > 1 and torch._C._current_graph_task_id() < 0:
+            self._processes = 1
+        processes = self._processes
         if processes > 1 and torch.is_grad_enabled():
             raise RuntimeError(
                 f"rows of the store at {self._store.directory} cannot be trained inside DistributedDataParallel by "
@@ -223,8 +225,6 @@ _look_up.__qualname__ = f"_look_up ({NOT_TRACED})"  # all that torch 2.6 says of
 _look_up_eagerly: Final[Any] = torch._compile._disable_dynamo(_look_up)
 _look_up_eagerly._torchdynamo_disable = True  # so before its first call, with what it says where no break may be
 _look_up_eagerly._torchdynamo_disable_msg = NOT_TRACED
-_REPLICATED: Final["weakref.WeakKeyDictionary[nn.Module, int]"] = weakref.WeakKeyDictionary()
-"""Processes that replicate a module: a reentrant checkpoint trains in backward, where nothing says so."""
 
 
 def arguments_of(features: Any) -> tuple[Any, ...]:
