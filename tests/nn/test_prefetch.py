@@ -422,6 +422,47 @@ def test_the_position_is_that_of_the_batch_given(store_dir: Path, depth: int) ->
         ahead.close()
 
 
+@pytest.mark.parametrize(("depth", "lookahead"), [(0, 2), (2, 0), (2, 2)])
+def test_only_the_source_ends_a_pass(depth: int, lookahead: int) -> None:
+    """Not what ``features``, or ``iter`` of the source, raises as an iterator that has ended does."""
+
+    class Empty:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(next(iter(())))
+
+    with tierstore.open(cold="memory", ddr="1MiB", policy="lookahead") as store:
+        config = tierstore.TableConfig(name="a", num_embeddings=100, embedding_dim=8)
+        bag = tierstore.TieredEmbeddingBag(store.create_table(config))
+        batches: Any = [[torch.arange(2).view(1, 2)] * (number != 3) for number in range(8)]
+        seen = []
+        with pytest.raises(RuntimeError, match="features= or iter"):
+            seen.extend(
+                tierstore.prefetch(
+                    batches, bag, depth=depth, lookahead=lookahead, features=lambda each: next(iter(each))
+                )
+            )
+        assert len(seen) == 3
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            next(tierstore.prefetch(Empty(), bag, depth=depth, lookahead=lookahead))
+
+
+def test_a_source_that_asks_its_own_pass_for_a_batch(store_dir: Path) -> None:
+    def batches() -> Iterator[Any]:
+        yield batch(1)
+        goes_on.wait(10)
+        yield next(pipeline)
+
+    goes_on = threading.Event()
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        pipeline = tierstore.prefetch(batches(), make_collection(store), depth=1)
+        next(pipeline)
+        goes_on.set()
+        for thread in prefetch_threads():
+            thread.join(10)
+        with pytest.raises(RuntimeError, match="asked the pass that reads from them"):
+            next(pipeline)
+
+
 @pytest.mark.parametrize(("ddr", "hbm"), [("1MiB", 0), ("64MiB", 0), ("64MiB", "256KiB"), ("64MiB", "64MiB")])
 def test_one_object_given_again_holds_no_rows_once_it_was_used(ddr: str, hbm: int | str) -> None:
     """Its graph is alive: that keeps what a lookup holds."""

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 import tierstore
 from tierstore.system import killpoints
-from tierstore.system.dropped import finish, hand_over, settle
+from tierstore.system.dropped import ClosedWhenDropped, settle
 
 ROWS, DIM = 20_000, 16
 CONFIG = tierstore.TableConfig(
@@ -161,7 +162,9 @@ def _drop(directory: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch)
 
 
 def _store_threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("tierstore")]
+    """But for the one that waits for what is dropped."""
+    names = [each.name for each in threading.enumerate()]
+    return [name for name in names if name.startswith("tierstore") and name != "tierstore-dropped"]
 
 
 def _drop_many(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, seed: int) -> None:
@@ -188,40 +191,93 @@ def test_a_hundred_stores_dropped_in_cycles_are_collected(store_dir: Path, monke
     _drop_many(store_dir, monkeypatch, 100, seed=int(os.environ.get("TIERSTORE_SEED", "2")))
 
 
-def test_what_finalizers_hand_over_is_done_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
-    """Also under a lock that the finalizer's thread holds, and where no thread can be had."""
+def test_what_is_dropped_is_closed_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    """Also under a lock that the thread holds in which the collector runs."""
+    lock, closed = threading.Lock(), []
 
-    class Cycle:
-        def __init__(self) -> None:
-            self.me = self
+    class Dropped(ClosedWhenDropped):
+        def __init__(self, *, in_cycle: bool, fails: bool = False) -> None:
+            self.me = self if in_cycle else None
+            self.fails = fails
 
-        def __del__(self) -> None:
-            finish(work)
+        def close(self) -> None:
+            with lock:
+                closed.append(threading.current_thread().name)
+            if self.fails:
+                raise ValueError("no")
 
-    lock, done = threading.Lock(), []
-
-    def work() -> None:
-        with lock:
-            done.append(threading.get_ident())
-
-    Cycle()
     with lock:
+        Dropped(in_cycle=True)
+        Dropped(in_cycle=False)
         gc.collect()
-        assert done == []
+        assert closed == []
     settle(60)
-    assert len(done) == 1
-    assert done != [threading.get_ident()]
-    finish(work)
-    assert done[1:] == [threading.get_ident()]
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    hand_over(fail)
+    assert closed == ["tierstore-closing"] * 2
+    Dropped(in_cycle=False, fails=True)
     settle(60)
     assert [each.message for each in caplog.records if each.levelno == logging.WARNING] == [
         "what was dropped could not be closed"
     ]
+
+
+def _drop_all(directory: Path, *, by_collector: bool) -> None:
+    """Make one of each of what a program drops, and drop it while Python tells of each line that it runs."""
+    store = tierstore.open(directory, ddr="1MiB", threads=2)
+    table = store.create_table(CONFIG)
+    dynamic = store.create_table(replace(CONFIG, name="d", ids=tierstore.DynamicIds()))
+    table.write(IDS, torch.ones(ROWS, DIM))
+    bag, other = (tierstore.TieredEmbeddingBag(each) for each in (table, dynamic))
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*bag.parameters(), parameter])
+    bag(IDS[:50].view(-1, 5)).sum().backward()
+    optimizer.step()
+    outputs = [bag(IDS[:50].view(-1, 5)), other(IDS[:50].view(-1, 5))]
+    hook = outputs[0].register_hook(_fail)
+    with pytest.raises(RuntimeError, match="loss is NaN"):
+        outputs[0].sum().backward()
+    pipelines = [tierstore.prefetch([IDS[:50].view(-1, 5)] * 9, bag, depth=depth) for depth in (0, 2)]
+    listed = [table.written(), dynamic.written(), *pipelines]
+    for each in listed:
+        next(each)
+    held = [store.commit_async(), store.record(f"{directory}.npz"), store.optimizer(), table, dynamic, bag, other]
+    rings = _rings(store)
+    everything = [store, optimizer, outputs, hook, listed, held, rings]
+    del store, table, dynamic, bag, other, optimizer, outputs, hook, listed, pipelines, held, rings, parameter, each
+    if by_collector:
+        everything.append(everything)
+    ran: list[str] = []
+
+    def note(frame: Any, event: str, _: object) -> Any:
+        if event == "line":  # not "call": a generator is closed by an error that leaves it at once
+            ran.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return note
+
+    sys.settrace(note)
+    del everything
+    gc.collect()
+    sys.settrace(None)
+    assert ran == []
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise RuntimeError("loss is NaN")
+
+
+def _rings(store: tierstore.Store) -> list[object]:
+    """A ring of io_uring, where the system has it."""
+    ring = store._cold._file.map.pins.rings.take()  # type: ignore[union-attr]
+    return [] if ring is None else [ring]
+
+
+@pytest.mark.parametrize("by_collector", [True, False])
+def test_nothing_of_python_runs_where_errors_are_dropped(store_dir: Path, by_collector: bool) -> None:
+    """A signal's handler runs wherever Python does, and may raise: where an object ends, that error would be lost."""
+    gc.collect()
+    _drop_all(store_dir, by_collector=by_collector)
+    settle(60)
+    assert not [each for each in gc.callbacks if getattr(each, "__module__", "").startswith("tierstore")]
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        assert store.version == 1
 
 
 END = """

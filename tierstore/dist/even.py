@@ -81,9 +81,9 @@ def empty_of(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: empty_of(each) for name, each in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(empty_of, batch))
+        return type(batch)(*[empty_of(each) for each in batch])
     if type(batch) in (list, tuple):
-        return type(batch)(map(empty_of, batch))
+        return type(batch)([empty_of(each) for each in batch])
     if hasattr(batch, "weights_or_none"):  # jagged, of ours or of TorchRec
         names = [list(batch.keys())] if hasattr(batch, "keys") else []
         weights = batch.weights_or_none()

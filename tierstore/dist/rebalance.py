@@ -15,6 +15,7 @@ import torch
 from ..errors import TableError
 from ..exchange.rows import CHUNK_BYTES, read_rows, write_rows
 from ..store import Store
+from ..system.dropped import settle
 from ..system.killpoints import reach
 from .plan import Sharding
 from .ranks import Ranks
@@ -29,6 +30,7 @@ def require_idle(local: Store, ranks: Ranks) -> None:
     """TableError if a prefetch pass or gradients go by the owners of now. ReadOnlyError, PartlyTrainedError."""
     local.require_writable()
     local.require_whole_steps()
+    settle(30)
     if ranks.has_busy_twin:
         raise TableError("a prefetch pass is in flight; end it before rows move")
     if local.optimizer_in_use is not None and local.optimizer_in_use.has_grad:

@@ -155,7 +155,7 @@ class DeviceRows(Tier, ABC):
         self._below = below.transfers
         self._sender = sender
         self._rules: dict[tuple[Any, ...], _SentRules] = {}
-        self._retain_lock = threading.Lock()
+        self._retain_lock = threading.RLock()
         self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
         self._closed = False
 

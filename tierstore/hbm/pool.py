@@ -151,7 +151,7 @@ class HbmPool(DeviceRows):
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
         self.released: deque[HbmClaim] = deque()
         self._claims: set[HbmClaim] = set()
-        self._held_lock = threading.Lock()
+        self._held_lock = threading.RLock()
         self._held: dict[HbmClaim, tuple[int, int]] = {}
         self._last_overflow = 0
         self._is_whole = True

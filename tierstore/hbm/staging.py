@@ -44,7 +44,7 @@ class Sender:
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self.streams = streams
         self.device = device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         nothing = torch.empty(0, dtype=torch.int32, device="cpu")
         self._buffers = [_SendBuffer(nothing) for _ in range(_SEND_BUFFERS)]
         self._number = 0

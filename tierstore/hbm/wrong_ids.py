@@ -55,7 +55,7 @@ class Checks:
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self._streams = streams
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._words: list[Tensor] = []
         self._unseen: deque[Check] = deque()
 

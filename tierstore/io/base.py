@@ -193,7 +193,7 @@ class Counting:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.totals = ColdCounters()
 
     def add(self, **added: float) -> None:

@@ -173,7 +173,7 @@ class _Handler:
     """The handler and its memory, made at first use; both last as long as the process."""
 
     def __init__(self) -> None:
-        self.lock: Final = threading.Lock()
+        self.lock: Final = threading.RLock()
         self._kept = mmap.mmap(-1, 8 * _WORDS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.words: Final = memoryview(self._kept).cast("q")
         self._free = list(range(_SLOTS))
@@ -218,7 +218,7 @@ class _Handler:
                 self._sigaction(_SIGBUS, ctypes.byref(ours), None)
 
 
-_MAKING: Final = threading.Lock()
+_MAKING: Final = threading.RLock()
 
 
 @functools.cache
@@ -256,7 +256,7 @@ class Guard:
         self._length = length_bytes
         self._put_back = put_back
         self._size = size_bytes()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._handler = _handler()
         self._at = self._handler.take_slot()
         if self._at >= 0:

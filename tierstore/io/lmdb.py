@@ -123,8 +123,14 @@ class LmdbColdTier:
     # -- reading
 
     def stored_rows(self, table_index: int) -> Iterator[Int64s]:
-        with self.lease() as (_, rows):
-            yield from rows.stored_rows(table_index)
+        first = 0
+        while True:
+            with self.lease() as (_, rows):  # not while the caller uses a part
+                part = next(filter(len, rows.stored_rows(table_index, first=first)), None)
+            if part is None:
+                return
+            yield part
+            first = int(part[-1]) + 1
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         with self._file.lease() as (snapshot, rows):

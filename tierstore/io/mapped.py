@@ -165,7 +165,7 @@ class FileMap:
         self.pins = Pins(path) if pins is None else pins
         self.length_bytes = -(-length_bytes // 65536) * 65536
         self._longer: FileMap | None = None
-        self._growing = threading.Lock()
+        self._growing = threading.RLock()
         with contextlib.ExitStack() as stack:
             if self._owns_pins:
                 stack.callback(self.pins.close)

@@ -53,7 +53,8 @@ class MemoryColdTier:
     def stored_rows(self, table_index: int) -> Iterator[Int64s]:
         with self._lock:
             self._check_open()
-            yield np.array(sorted(key % MAX_ROWS for key in self._rows if key >> KEY_ROW_BITS == table_index), np.int64)
+            rows = sorted(key % MAX_ROWS for key in self._rows if key >> KEY_ROW_BITS == table_index)
+        yield np.array(rows, np.int64)
 
     def _layout_of(self, keys: Int64s) -> RowLayout:
         layouts = set()
@@ -151,11 +152,11 @@ class MemoryColdTier:
         with self._lock:
             self._check_open()
             count = len(self._rows)
-            if progress is not None:
-                progress(count, count)
             tables = len({key >> KEY_ROW_BITS for key in self._rows})
             size_bytes = sum(len(row) for epochs in self._rows.values() for row in epochs.values())
-            return VerifyReport(tables=tables, segments=count, rows=count, bytes=size_bytes)
+        if progress is not None:
+            progress(count, count)
+        return VerifyReport(tables=tables, segments=count, rows=count, bytes=size_bytes)
 
     def counters(self) -> ColdCounters:
         return self._counting.totals

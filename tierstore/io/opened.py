@@ -47,7 +47,7 @@ class View:
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)
         self._leased: dict[object, tuple[Snapshot, RowMap | None]] = {}  # by lease
         self._old: list[Snapshot] = []  # no longer shown, but leased

@@ -66,7 +66,7 @@ class Pins:
 
     def __init__(self, path: "str | os.PathLike[str]", *, writable: bool = False) -> None:
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._users: Counter[int] = Counter()
         self._file = OwnDescriptor(path, os.O_RDWR if writable else os.O_RDONLY)
         self.identity: Final = self._file.identity

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import JIT_ENABLED
 from ..kernels.jit import uncounted_helper as inline
+from ..system.dropped import ClosedWhenDropped
 from ..system.forks import OwnDescriptor, disown_in_forks
 from ..system.maps import map_shared, unmap
 
@@ -111,7 +112,7 @@ def _call(*arguments: int) -> int:
     return result
 
 
-class Ring:
+class Ring(ClosedWhenDropped):
     """Reads of an open file, by one thread at a time. OSError: the system refuses io_uring or so much pinned memory, or
     the file system direct reads."""
 
@@ -143,7 +144,7 @@ class Ring:
         self._maps.append((address, size))
         return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype)
 
-    def __del__(self) -> None:
+    def close(self) -> None:
         """Unmap it, and close it unless somebody did (``os.closerange``)."""
         self.queues = None
         with contextlib.suppress(OSError, AttributeError):
@@ -153,7 +154,7 @@ class Ring:
                 os.close(self._descriptor)
         self._descriptor = -1
 
-    disown = __del__  # what a forked process has of it
+    disown = close  # what a forked process has of it
 
 
 class Rings:
@@ -161,7 +162,7 @@ class Rings:
 
     def __init__(self, file: OwnDescriptor) -> None:
         self._file = file
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.idle: list[Ring] = []  # that nobody has
         self._is_refused = False
         self._failures = 0
@@ -184,7 +185,9 @@ class Rings:
     def put_back(self, ring: Ring) -> None:
         with self._lock:
             self._failures = 0
-            if not self._is_refused:
+            if self._is_refused:
+                ring.close()
+            else:
                 self.idle.append(ring)
 
     def drop(self) -> None:
@@ -197,4 +200,5 @@ class Rings:
         """Close the idle ones; no more are made."""
         with self._lock:
             self._is_refused = True
-            self.idle.clear()
+            while self.idle:
+                self.idle.pop().close()

@@ -304,11 +304,11 @@ class RowMap:
         tables = (self._used(bases[index], bases[index] + num_rows) for index, (_, num_rows) in self.shapes.items())
         return [sum(int(np.count_nonzero(self.places[start:end])) for start, end in parts) for parts in tables]
 
-    def stored_rows(self, table: int, since: int = 0) -> Iterator[Int64s]:
-        """Which rows of a table were written for versions after ``since``, ascending, in parts. ``since``: a version
-        that is kept; 0 for all rows that were ever written."""
+    def stored_rows(self, table: int, since: int = 0, *, first: int = 0) -> Iterator[Int64s]:
+        """Which rows of a table, from ``first`` on, were written for versions after ``since``, ascending, in parts.
+        ``since``: a version that is kept; 0 for all rows that were ever written."""
         base, segments = int(self.tables.bases[table]), self.segments[self.layouts[table]]
-        for start, end in self._used(base, base + int(self.tables.num_rows[table])):
+        for start, end in self._used(base + first, base + int(self.tables.num_rows[table])):
             slots = self.places[start:end] >> segments.geo.place_bits
             yield np.flatnonzero(segments.arrays.newest[slots] > since) + (start - base)
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from .joined import AnyLookup
 from .tables import TrainsRows
 
 _NUMBERS: Final = itertools.count()
-_LOCK: Final = threading.Lock()
+_LOCK: Final = threading.RLock()
 
 
 def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
@@ -127,7 +128,8 @@ class _Pass:
 
 
 _BY_NUMBER: Final = operator.attrgetter("number")
-_PASSES: Final[weakref.WeakValueDictionary[int, _Pass]] = weakref.WeakValueDictionary()
+_PASSES: Final[dict[int, weakref.ref[_Pass]]] = {}
+_NO_PASS: Final[Callable[[], _Pass | None]] = lambda: None  # noqa: E731
 
 
 class _Innermost(threading.local):
@@ -151,11 +153,12 @@ def require_engine() -> None:
 
 def _current_pass(number: int) -> _Pass:
     with _LOCK:  # autograd runs nodes of one pass in several threads, one for each device
-        found = _PASSES.get(number)
+        found = _PASSES.get(number, _NO_PASS)()
         if found is None:
             noted = _INNERMOST.noted()
             outer = noted if noted is not None and noted.is_running else None
-            found = _PASSES[number] = _Pass(number, outer)
+            found = _Pass(number, outer)
+            _PASSES[number] = weakref.ref(found, partial(_PASSES.pop, number))  # which is in C, where one is dropped
             torch.autograd.Variable._execution_engine.queue_callback(found.end)
         return found
 
@@ -164,7 +167,7 @@ def collect(turn: Turn, lookups: Sequence[AnyLookup], gradients: Sequence[Tensor
     """Update the rows of some lookups at the end of this thread's current backward pass, if the pass succeeds. All
     lookups of a pass that share a table make one update of it, with positions in the order of the forward calls.
     They keep their rows pinned until then. Gradients, float32 [batch, columns], C-contiguous, are kept as they are."""
-    into, outer = _current_pass(torch._C._current_graph_task_id()), _PASSES.get(turn.inside)
+    into, outer = _current_pass(torch._C._current_graph_task_id()), _PASSES.get(turn.inside, _NO_PASS)()
     if outer is not None and outer is not into:
         into.outer = outer
     for lookup, gradient in zip(lookups, gradients, strict=True):

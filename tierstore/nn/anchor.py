@@ -30,7 +30,7 @@ _CHANGE_GRADIENTS: Final = {
 """Files whose functions read ``grad`` of parameters to change it, with what is then wrong."""
 _GRAD: Final[Any] = Tensor.grad
 """torch's property, to which mypy knows no setter."""
-_SEEN: Final["weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen]"] = weakref.WeakKeyDictionary()
+_SEEN: Final = "_tierstore_seen"  # an attribute of optimizers, with a ``_Seen``
 
 
 class _Seen:
@@ -112,10 +112,10 @@ def _watch_steps() -> None:
 
 def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Called after each step of any optimizer. What happens at two steps in turn is a habit."""
-    seen = _SEEN.get(optimizer)
+    seen: _Seen | None = optimizer.__dict__.get(_SEEN)
     if seen is not None and not seen.updates:
         return  # it has no rows
-    is_new, seen = seen is None, _SEEN.setdefault(optimizer, _Seen())
+    is_new, seen = seen is None, optimizer.__dict__.setdefault(_SEEN, _Seen())
     for group in optimizer.param_groups:
         for anchor in group["params"]:
             if not isinstance(anchor, Anchor):

@@ -33,7 +33,7 @@ from ..store.version import TableState
 __all__ = ["StoreVersion", "rows"]
 
 _ATEN: Final = torch.ops.aten
-_WRITING: Final = threading.Lock()
+_WRITING: Final = threading.RLock()
 """Weights and state of a row are written together, and a reader may load them in several threads."""
 
 

@@ -1,5 +1,6 @@
 """The prefetch pipeline: rows of later batches are read while this batch computes."""
 
+import contextlib
 import copy
 import os
 import queue
@@ -8,11 +9,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..system.dropped import finish, hand_over
+from ..system.dropped import ClosedWhenDropped, settle
 from ..system.flag import Flag
 from ..system.forks import disown_in_forks, require_own
 from ..system.signals import shielded
@@ -22,6 +24,7 @@ from .preparable import Modules
 Batch = TypeVar("Batch")
 _Item = tuple[()] | tuple[Any, Any] | BaseException
 """A batch and the source's position, nothing at the end, or what went wrong."""
+_NO_MORE: Final = object()
 _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0
 _READ_SECONDS: Final = 0.005
@@ -43,20 +46,40 @@ def default_features(batch: Any) -> Any:
     )
 
 
-class Prefetched(Generator[Batch, None, None]):
+class _End(contextlib.ExitStack):
+    """What ends a pass, as the end of a generator may be run by the collector. ``thread``: that reads for it."""
+
+    thread: int | None = None
+
+
+class Prefetched(ClosedWhenDropped, Generator[Batch, None, None]):
     """What ``prefetch`` gives: a generator of batches that also knows where the source was."""
 
-    def __init__(self, items: Generator[tuple[Batch, Any], None, None]) -> None:
-        self._items = items
+    def __init__(self, begin: Callable[[_End], Generator[tuple[Batch, Any], None, None]]) -> None:
+        self._end = _End()
+        self._items: Any = begin(self._end)
         self._position: Any = None
 
     def send(self, value: None) -> Batch:
-        batch, self._position = self._items.send(value)
-        return batch
+        return self._go_on(self._items.send, value)
 
     def throw(self, *error: Any) -> Batch:
-        batch, self._position = self._items.throw(*error)
+        return self._go_on(self._items.throw, *error)
+
+    def _go_on(self, step: Callable[..., tuple[Batch, Any]], *arguments: Any) -> Batch:
+        if self._end.thread == threading.get_ident():
+            raise RuntimeError("batches= or features= asked the pass that reads from them for a batch, and would wait")
+        try:
+            batch, self._position = step(*arguments)
+        except BaseException:
+            if self._items.gi_frame is None:  # it has ended; else another thread is in it
+                self._end.close()
+            raise
         return batch
+
+    def close(self) -> None:
+        self._items.close()
+        self._end.close()
 
     def state_dict(self) -> Any:
         """A copy of ``batches.state_dict()`` as it was right after the last batch that this gave: resume there. The
@@ -126,17 +149,16 @@ def prefetch(
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise ValueError(f"depth={depth!r} must be an int, 0 or more")
     if depth == 0:
-        return Prefetched(_plain(batches, one))
-    return Prefetched(_pipeline(batches, one, depth, get_features, choice))
+        return Prefetched(partial(_plain, batches, one))
+    return Prefetched(partial(_pipeline, batches, one, depth, get_features, choice))
 
 
-def _plain(batches: Iterable[Any], module: Modules) -> Generator[Any, None, None]:
+def _plain(batches: Iterable[Any], module: Modules, end: _End) -> Generator[Any, None, None]:
+    settle(_JOIN_SECONDS)
     reader = _Reader(batches, module, lambda _: None)
-    try:
-        while (item := reader.next()) is not None:
-            yield item.batch, item.position
-    finally:
-        finish(reader.end)
+    end.callback(reader.end)
+    while (item := reader.next()) is not None:
+        yield item.batch, item.position
 
 
 def _wait_for(batches: Iterable[Any]) -> None:
@@ -162,7 +184,7 @@ class _Reader:
         self._batches = batches
         self._iterator: Iterator[Any] | None = None
         self._get_features: Callable[[Any], Any] | None = get_features
-        self._gate = threading.Lock()
+        self._gate = threading.RLock()
         self._is_outside = False
         self._left: Flag | None = None  # set when it is no more outside
         self._process_id = os.getpid()
@@ -170,7 +192,7 @@ class _Reader:
 
     def disown(self) -> None:
         """In a forked process, where the thread that may have the gate is not."""
-        self._gate = threading.Lock()
+        self._gate = threading.RLock()
         self.is_closed = True
         _LEFT.pop(id(self._batches), None)
 
@@ -189,7 +211,6 @@ class _Reader:
             if self.is_closed:
                 return None
             self._is_outside = True
-        assert self._get_features is not None
         try:
             if self._iterator is None:
                 _wait_for(self._batches)
@@ -198,11 +219,13 @@ class _Reader:
                     return None
                 self._iterator = module.begin(self._batches)
                 del module
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
+            batch = next(self._iterator, _NO_MORE)
+            if batch is _NO_MORE:
                 return None
+            assert self._get_features is not None
             item = _Ahead(batch, self._get_features(batch), _position_of(self._batches))
+        except StopIteration as error:  # not of the source's ``__next__``, and would end the pass
+            raise RuntimeError("features= or iter(batches) raised StopIteration, as next() may") from error
         finally:
             with self._gate:
                 self._is_outside = False
@@ -249,29 +272,22 @@ def _pop(items: deque[Any], work: Callable[[Any], None]) -> bool:
 
 
 def _pipeline(
-    batches: Iterable[Any], module: Modules, depth: int, get_features: Callable[[Any], Any], choice: Choice | None
+    batches: Iterable[Any], module: Modules, depth: int, get_features: Callable[[Any], Any], choice: Choice | None,
+    end: _End,
 ) -> Generator[Any, None, None]:  # fmt: skip
-    worker, consumer = _Worker(_Reader(batches, module.ahead(), get_features), depth), _Consumer()
-    try:
-        worker.is_ahead = choice is None or not module.has_all_rows()
-        worker.start(consumer)
-        while True:
-            item = worker.take()
-            if not item:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-            if choice is not None:
-                choice.note_step()
-                worker.is_ahead = choice.is_ahead and not module.has_all_rows()
-            worker.forget(1)
-    finally:
-        finish(worker.stop)
-
-
-class _Consumer:
-    """Lives as long as the generator that takes batches."""
+    settle(_JOIN_SECONDS)  # what an earlier pass holds that was dropped
+    worker = _Worker(_Reader(batches, module.ahead(), get_features), depth)
+    end.callback(worker.stop)
+    worker.is_ahead = choice is None or not module.has_all_rows()
+    end.thread = worker.start()
+    while item := worker.take():
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+        if choice is not None:
+            choice.note_step()
+            worker.is_ahead = choice.is_ahead and not module.has_all_rows()
+        worker.forget(1)
 
 
 class _Worker:
@@ -301,16 +317,15 @@ class _Worker:
         self._collective = reader.module if reader.module is not None and reader.module.is_collective else None
         self._has_ended = False
         self._rests = Flag()  # the thread did what it had to
-        self._consumer: weakref.ref[_Consumer] | None = None
         known = weakref.ref(self, self._places.put)
         self._thread = threading.Thread(
             target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True
         )
 
-    def start(self, consumer: _Consumer) -> None:
-        """Begin. However the consumer ends, the thread ends too, and what was not used is released."""
-        self._consumer = weakref.ref(consumer, lambda _: hand_over(self.stop))
+    def start(self) -> int | None:
+        """Begin; the thread."""
         self._thread.start()
+        return self._thread.ident
 
     def step(self) -> bool:
         """With a place: go on with the next batch; False at the end."""
@@ -416,7 +431,6 @@ class _Worker:
                 self._end()
         if is_outside or not self._thread.is_alive():
             self._release()
-        self._consumer = None
 
     def _release(self) -> None:
         self.forget()

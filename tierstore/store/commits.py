@@ -1,24 +1,29 @@
 """The commits of a store open for writing: written one after another by a thread, while training goes on."""
 
 import contextlib
+import math
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-from ..errors import TableError
+from ..errors import TableError, TierstoreError
 from ..io import ColdTier
 from ..system.flag import Flag
 from ..system.forks import require_own
 from ..system.killpoints import reach
+from ..system.signals import turns
 from .catalog import Catalog, ShownVersion
 from .lifetime import Shown
 from .pools import Pools
 from .version import pack, unpack
+
+_THREAD: Final = "tierstore-commit"
 
 
 class PendingCommit(Future[int]):
@@ -44,10 +49,19 @@ class PendingCommit(Future[int]):
         """Wait until the version is durable, or has failed; the error, if there was one. ClosedError in a forked
         process, where no thread writes it."""
         require_own(self._process_id, f"the commit of version {self.version}", "ask for its result there")
-        self.wanted.set()
-        error = super().exception(timeout)
+        self.end(timeout)
+        error = super().exception(0)
         self._was_seen = True
         return error
+
+    def end(self, timeout: float | None = None) -> None:
+        """Wait for its end, or so long. TierstoreError in a callback of a commit before it."""
+        self.wanted.set()
+        for seconds in turns(math.inf if timeout is None else timeout):
+            if self.done():
+                return
+            _require_elsewhere(f"version {self.version} is waited for")
+            wait([self], seconds)
 
     def unseen_error(self) -> BaseException | None:
         """Wait for the end; the error, if nobody has seen it: it must not be lost. It has been seen then."""
@@ -88,7 +102,7 @@ class Commits:
         self._pools = pools
         self._pending: PendingCommit | None = None
         self._checkpoint = 0
-        self.thread: Final = ThreadPoolExecutor(1, "tierstore-commit")  # begins with the first commit
+        self.thread: Final = ThreadPoolExecutor(1, _THREAD)  # begins with the first commit
 
     def begin(
         self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int, dropped: Collection[int]
@@ -133,6 +147,12 @@ class Commits:
                 f"open the store with keep={keep + 1} or more, or drop them by commit(tensors={{}})"
             )
 
+    def end_writing(self) -> None:
+        """Wait for the commit in flight, whether it fails or not. TierstoreError in a callback of one."""
+        _require_elsewhere("the store is closed")
+        if self._pending is not None:
+            self._pending.end()
+
     def end_pending(self) -> None:
         """Wait for the commit in flight; raise its error if nobody has seen it."""
         pending = self._pending
@@ -167,6 +187,12 @@ class Commits:
                 ids.forget()
             self._catalog.show(unpack(version, self._cold.payload))
             self._pools.epoch = self._cold.last_version + 1
+
+
+def _require_elsewhere(what: str) -> None:
+    """TierstoreError in a thread that writes commits, which would wait for itself."""
+    if threading.current_thread().name.startswith(_THREAD):
+        raise TierstoreError(f"{what} in a callback of a commit, by the thread that writes commits; do so elsewhere")
 
 
 def _finish(

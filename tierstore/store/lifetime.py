@@ -3,11 +3,13 @@
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
-from ..errors import ClosedError, ReadOnlyError
+from ..errors import ClosedError, ReadOnlyError, TierstoreError
+from ..system.signals import turns
 
 
 class Lifetime:
@@ -19,7 +21,31 @@ class Lifetime:
         """Found once: later its file system may be dead."""
         self.readonly = readonly
         self._process_id = os.getpid()
-        self.is_closed = False
+        self.is_closed = True  # until all parts of the store are there
+        self._calls: list[tuple[int, str]] = []
+
+    @contextlib.contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Within it, what ``close`` would release is in use for long, perhaps by the caller of ``close``."""
+        call = threading.get_ident(), name
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._calls.remove(call)
+
+    def end_calls(self) -> None:
+        """Wait for those of other threads. TierstoreError if one is this thread's."""
+        for seconds in turns():
+            calls = list(self._calls)
+            if own := [name for ident, name in calls if ident == threading.get_ident()]:
+                raise TierstoreError(
+                    f"the store at {self.directory} cannot be closed within its {own[0]}, by what that calls or a "
+                    "signal's handler; let it return or raise, and close the store then"
+                )
+            if not calls:
+                return
+            time.sleep(seconds)
 
     def keep(self, *parts: object) -> None:
         """Keep what closing a store needs until ``let_go``, also where the garbage collector finds the store: it clears

@@ -26,7 +26,7 @@ from ..system.flag import Flag
 from ..system.forks import require_own
 from ..system.oserrors import translate_os_error
 from ..system.output import require_parent, require_room
-from ..system.signals import shielded
+from ..system.signals import shielded, turns
 from ..system.sizes import format_size, parse_size
 from ..trace import write_trace
 from ..trace.recorded import Recorded
@@ -87,7 +87,7 @@ class Recorder:
             names[table.index] = table.name
         self._recorded = Recorded(names, rate=rate, max_bytes=require_recordable(path, max_bytes))
         self._store = weakref.ref(store)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_over = self._is_written = False
         self._process_id = os.getpid()
         self._over = Flag()
@@ -191,7 +191,10 @@ class Recorder:
         if store is not None and store.recorder is self:
             store.recorder = None
         self._over.set()
-        self._thread.join()
+        for seconds in turns():
+            self._thread.join(seconds)
+            if not self._thread.is_alive():
+                break
         if not self._is_written:
             if self._recorded.contents().num_batches:
                 self._write()

@@ -27,7 +27,7 @@ from ..optim import Optimizer
 from ..pool import Pool
 from ..pool.stats import Stats
 from ..settings.sections import nearest
-from ..system.dropped import hand_over, settle
+from ..system.dropped import ClosedWhenDropped, settle
 from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from ..system.sizes import format_count
@@ -49,10 +49,11 @@ from .version import unpack_tensors
 _LOG: Final = logging.getLogger("tierstore")
 _IN_MEMORY: Final = Path(":memory:")  # in the place of a directory where there is none
 _END_SECONDS: Final = 60.0
+_SETTLE_SECONDS: Final = 30.0  # for passes over batches that were dropped to release their rows
 _MAX_NAMED: Final = 5  # Tables, in a line of the log
 
 
-class Store(Unpicklable):
+class Store(ClosedWhenDropped, Unpicklable):
     """An open store; made by ``tierstore.open``. A context manager that closes it.
 
     Any number of threads may read while one trains. Only that one may commit, roll back, create tables and close.
@@ -68,8 +69,10 @@ class Store(Unpicklable):
         optimizer_in_use: what ``optimizer`` gave last, or None: backward updates rows.
         shown: counts moves to other versions.
         workers: threads for kernels over many rows.
-        require_open, require_writable: of its ``Lifetime``.
+        require_open, require_writable, calling: of its ``Lifetime``.
     """
+
+    _lifetime: Lifetime = Lifetime(_IN_MEMORY, readonly=True)  # of one that could not be opened
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class Store(Unpicklable):
         self._partly_trained: BaseException | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
+        self.calling = self._lifetime.calling
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
             held.callback(self._lifetime.let_go)
             self._cold: ColdTier
@@ -121,7 +125,8 @@ class Store(Unpicklable):
             self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools, self.shown)
             self._lifetime.keep(self._cold, self.workers, self._commits.thread)
             self._held = held.pop_all()
-        _STORES.add(self)
+        self._lifetime.is_closed = False
+        _STORES.add(weakref.ref(self, _STORES.discard))
 
     # Tables
 
@@ -231,6 +236,7 @@ class Store(Unpicklable):
     @contextlib.contextmanager
     def _retired(self) -> Iterator[None]:
         """Within it there are no pools, which are made for all tables there are and the rows that are used."""
+        settle(_SETTLE_SECONDS)
         self._commits.end_pending()
         with self._pools.lock:
             self._pools.retire()
@@ -268,7 +274,10 @@ class Store(Unpicklable):
         if not self.readonly:
             self._commits.end_pending()
             table.pool.flush()
-        return self._cold.stored_rows(table.index)
+        for part in self._cold.stored_rows(table.index):
+            if table.is_gone:
+                _ = table.pool  # TableError
+            yield part
 
     def optimizer(self, dense: torch.optim.Optimizer | None = None) -> TieredOptimizer:
         """A ``torch.optim.Optimizer`` of all tables; from now on backward collects gradients and ``step`` applies them.
@@ -360,6 +369,7 @@ class Store(Unpicklable):
             ClosedError.
         """
         self.require_writable()
+        settle(_SETTLE_SECONDS)
         self._commits.rollback(version)
         self._partly_trained = None
 
@@ -458,7 +468,8 @@ class Store(Unpicklable):
         """Read and check the rows of all versions on SSD; count those of now. ``progress(done_bytes, total_bytes)``.
         DamagedError: names the file, the place and the way out."""
         self.require_open()
-        return self._cold.verify(progress)
+        with self.calling("verify"):
+            return self._cold.verify(progress)
 
     def backup(
         self,
@@ -476,7 +487,8 @@ class Store(Unpicklable):
                 f"{self.directory} is a sharded store: copy each rank's part by itself, or back up the store that "
                 f"tierstore reshard {self.directory} NEW_DIR --plain makes"
             )
-        return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
+        with self.calling("backup"):
+            return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
 
     def describe_old_reader(self) -> str:
         """Which other reader shows the oldest version, and what it keeps from being reused, in words; "" if none does,
@@ -500,6 +512,8 @@ class Store(Unpicklable):
         if self._lifetime.is_over:
             self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
+        self._lifetime.end_calls()
+        self._commits.end_writing()
         try:
             self._commits.end_pending()
             if is_logged:
@@ -523,22 +537,18 @@ class Store(Unpicklable):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(is_logged=kind is None)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_held") and not self._lifetime.is_over:
-            hand_over(self.close)
-
     def __repr__(self) -> str:
         mode = "r" if self.readonly else "w"
         return f"<Store {str(self.directory)!r} mode={mode!r} version={self.version} tables={list(self.tables)}>"
 
 
-_STORES: Final["weakref.WeakSet[Store]"] = weakref.WeakSet()
+_STORES: Final[set[weakref.ref[Store]]] = set()
 
 
 @atexit.register
 def _close_all() -> None:
     """As the process ends, close what nobody closed, but do not wait for ever: a device may never answer."""
-    for store in list(_STORES):
-        if not store._lifetime.is_over:
-            hand_over(store.close)
+    for store in [known() for known in list(_STORES)]:
+        if store is not None:
+            store.__del__()
     settle(_END_SECONDS)

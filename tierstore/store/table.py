@@ -224,8 +224,9 @@ class Table(Unpicklable, LookupTable):
     def written(self) -> Iterator[Tensor]:
         """Which rows were ever trained or written: int64 [n], ascending, in parts. All others have first values.
 
-        In a store open for writing, what is dirty is written to SSD first. Until all parts are taken, the file keeps
-        pages that it would use again. DiskFullError. DamagedError: the rows' index cannot be read. ClosedError.
+        In a store open for writing, what is dirty is written to SSD first. Rows written while parts are taken may be
+        missing. DiskFullError. DamagedError: the rows' index cannot be read. ClosedError, TableError: the store was
+        closed, or the table changed, before the next part.
         """
         if self.ids is not None:
             self.store.require_open()
@@ -319,7 +320,9 @@ class Table(Unpicklable, LookupTable):
             assert call is not None
             for first in range(0, len(ids), _CHUNK_ROWS):
                 part = slice(first, first + _CHUNK_ROWS)
-                call(torch.from_numpy(ids[part]), self.in_pool(lambda pool: pool.tier.read(keys[part])))  # noqa: B023
+                rows = self.in_pool(lambda pool: pool.tier.read(keys[part]))  # noqa: B023
+                with self.store.calling(f"pass that evicts ids of table {self.name!r}"):
+                    call(torch.from_numpy(ids[part]), rows)
 
         known.on_evict = None if call is None else read
 

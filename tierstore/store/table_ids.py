@@ -71,7 +71,7 @@ class TableIds:
         self._index = index
         self._cold = cold
         self._workers = workers
-        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+        self._holds: set[weakref.ref[Hold]] = set()
         self._frozen: Changed | None = None
         self._version = 0
         self.forget()
@@ -143,7 +143,7 @@ class TableIds:
     def _found(self, rows: Int64s, *, is_held: bool) -> Found:
         hold = Hold(rows, lambda: self.num_moves) if is_held else None
         if hold is not None:
-            self._holds.add(hold)
+            self._holds.add(weakref.ref(hold, self._holds.discard))
         return Found(np.where(rows < 0, rows, rows + self.first_key), hold)
 
     @property
@@ -322,7 +322,7 @@ class TableIds:
     @property
     def _held(self) -> list[Int64s]:
         """The rows of in-flight batches."""
-        return [rows[rows >= 0] for rows in [hold.rows for hold in self._holds]]
+        return [hold.rows[hold.rows >= 0] for known in list(self._holds) if (hold := known()) is not None]
 
     def _not_held(self, rows: Int64s) -> Int64s:
         return rows[~np.isin(rows, np.concatenate([rows[:0], *self._held]))]

@@ -1,94 +1,101 @@
-"""The end of what nobody closed: work that a finalizer hands over, as it may neither wait nor take a lock itself.
+"""The end of what nobody closed.
 
-The garbage collector runs in any thread, at any allocation, whatever locks that thread holds: also in one that a
-``close`` would wait for. So a finalizer hands the close over to a thread of its own. Until that is done, something else
-must refer to the parts that it closes: the collector has cleared the weak references to all that it found, and by such
-a reference an executor's threads know their executor.
+CPython drops an exception that is raised where an object ends (``__del__``, callbacks of weak references and of the
+garbage collector). A signal's handler may raise wherever Python code runs. And the collector runs in any thread, at any
+allocation, whatever locks that thread holds. So no Python code runs there: the object is put into a queue, by a method
+in C, and a thread closes it.
 """
 
-import _thread
 import contextlib
-import gc
+import ctypes
 import logging
 import os
-import sys
+import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self
 
 from .flag import Flag
 
 _LOG: Final = logging.getLogger("tierstore")
 
-Work = Callable[[], object]
+
+class _Closable(Protocol):
+    def close(self) -> object: ...
 
 
-class _Closing:
-    """Work that was handed over; ``is_begun``: a thread does it."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = [work]
-        self.is_begun = False
-        self.is_done = Flag()
-
-    def begin(self) -> None:
-        """Start a thread for it. In a thread that holds no lock: ``Thread.start`` takes some, and waits."""
-        try:
-            threading.Thread(target=self.run, name="tierstore-dropped", daemon=True).start()
-        except RuntimeError:  # the interpreter has begun to end since this thread was started
-            self.run()
-
-    def run(self) -> None:
-        """Do it, and keep nothing of it."""
-        try:
-            self._work.pop()()
-        except Exception:
-            _LOG.warning("what was dropped could not be closed", exc_info=True)
-        finally:
-            _CLOSING.remove(self)
-            self.is_done.set()
+def _close(dropped: _Closable) -> None:
+    try:
+        dropped.close()
+    except Exception:
+        _LOG.warning("what was dropped could not be closed", exc_info=True)
 
 
 class _Collector:
-    """Told by Python of the garbage collector; ``thread`` that it runs in, 0 while it does not run."""
+    """Has closed what was dropped, each in a thread, as it may wait. ``thread``: which takes what is dropped; or 0."""
 
-    thread = 0
+    def __init__(self) -> None:
+        self.dropped: Final[queue.SimpleQueue[_Closable | Flag]] = queue.SimpleQueue()
+        self.begin()
 
-    def note(self, phase: str, _: dict[str, Any]) -> None:
-        self.thread = threading.get_ident() if phase == "start" else 0
+    def begin(self) -> None:
+        """Also in a forked process, which has none of the threads."""
+        self.thread = 0
+        self.closing: list[threading.Thread] = []
+        self._starting = threading.RLock()
+
+    def start(self) -> None:
+        """Have the thread."""
+        with self._starting, contextlib.suppress(RuntimeError):  # no more threads now, or as the interpreter ends
+            if not self.thread:
+                thread = threading.Thread(target=self._take_all, name="tierstore-dropped", daemon=True)
+                thread.start()
+                self.thread = thread.ident or 0
+
+    def _take_all(self) -> None:
+        while True:
+            self.take(self.dropped.get())
+
+    def take(self, dropped: _Closable | Flag) -> None:
+        """Begin to close it; of a flag, say that all before it was taken."""
+        if isinstance(dropped, Flag):
+            dropped.set()
+            return
+        thread = threading.Thread(target=_close, args=[dropped], name="tierstore-closing", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            _close(dropped)
+        else:
+            self.closing = [*(each for each in self.closing if each.is_alive()), thread]
 
 
-_CLOSING: Final[deque[_Closing]] = deque()
 _COLLECTOR: Final = _Collector()
-gc.callbacks.append(_COLLECTOR.note)
-os.register_at_fork(after_in_child=_CLOSING.clear)
+os.register_at_fork(after_in_child=_COLLECTOR.begin)
+_method: Final = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(("PyInstanceMethod_New", ctypes.pythonapi))
 
 
-def hand_over(work: Work) -> None:
-    """Have it done soon, in another thread; for finalizers, as this neither waits nor takes a lock. Exceptions are
-    logged."""
-    closing = _Closing(work)
-    _CLOSING.append(closing)
-    with contextlib.suppress(RuntimeError):  # no more threads now, or as the interpreter ends
-        _thread.start_new_thread(closing.begin, ())
-        closing.is_begun = True
+class ClosedWhenDropped:
+    """Has ``close``, which a thread calls once nobody refers to the object; again is fine, and in part of one."""
 
+    __del__: Any = _method(_COLLECTOR.dropped.put)
 
-def finish(work: Work) -> None:
-    """Do it; hand it over, where the garbage collector or the end of the interpreter is what asks for it."""
-    if _COLLECTOR.thread == threading.get_ident() or sys.is_finalizing():
-        hand_over(work)
-    else:
-        work()
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        _COLLECTOR.start()
+        return super().__new__(cls)
 
 
 def settle(seconds: float) -> None:
-    """Wait until all is done that was handed over before, or so long; do what no thread could be had for."""
+    """Wait until all is closed that was dropped before, or so long."""
+    if threading.current_thread() in _COLLECTOR.closing:
+        return  # it would wait for itself
     deadline = time.monotonic() + seconds
-    for closing in list(_CLOSING):
-        if closing.is_begun:
-            closing.is_done.wait(max(0.0, deadline - time.monotonic()))
-        else:
-            closing.run()
+    if _COLLECTOR.thread:
+        _COLLECTOR.dropped.put(reached := Flag())
+        reached.wait(seconds)
+    else:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _COLLECTOR.take(_COLLECTOR.dropped.get_nowait())
+    for thread in _COLLECTOR.closing:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -25,12 +25,12 @@ class Inherited(Protocol):
         ...
 
 
-_INHERITED: Final["weakref.WeakSet[Inherited]"] = weakref.WeakSet()
+_INHERITED: Final[set[weakref.ref[Inherited]]] = set()  # a WeakSet's callbacks are in Python
 
 
 def disown_in_forks(inherited: Inherited) -> None:
     """Have ``inherited.disown()`` called in each process that is forked from this one by Python, while it exists."""
-    _INHERITED.add(inherited)
+    _INHERITED.add(weakref.ref(inherited, _INHERITED.discard))
 
 
 def keep_for_ever(*parts: object) -> None:
@@ -39,8 +39,9 @@ def keep_for_ever(*parts: object) -> None:
 
 
 def _disown_all() -> None:
-    for inherited in list(_INHERITED):
-        inherited.disown()
+    for known in list(_INHERITED):
+        if (inherited := known()) is not None:
+            inherited.disown()
     _INHERITED.clear()
 
 

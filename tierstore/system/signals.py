@@ -10,9 +10,11 @@ import _thread
 import contextlib
 import functools
 import itertools
+import math
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -25,6 +27,7 @@ R = TypeVar("R")
 _get: Final[Callable[[int], Any]] = _signal.getsignal
 _set: Final[Callable[[int, Any], Any]] = _signal.signal
 _NUMBERS: Final = tuple(sorted(map(int, signal.valid_signals())))
+_TURN_SECONDS: Final = 0.1
 _call_each: Final = deque[Any](maxlen=0).extend
 """Runs an iterator to its end in C, where no handler runs between two of its steps."""
 
@@ -123,6 +126,16 @@ def _run_arrived() -> None:
         _run_arrived()
         raise
     _MAIN.arrived.clear()
+
+
+def turns(seconds: float = math.inf) -> Iterator[float]:
+    """Lengths of short waits, together so long, where all is whole: between them handlers run that a shield puts off,
+    and may end it all by raising."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        yield min(left, _TURN_SECONDS)
+        if _MAIN.is_shielded and _thread.get_ident() == _MAIN.ident and _MAIN.arrived:
+            _run_arrived()
 
 
 @contextlib.contextmanager

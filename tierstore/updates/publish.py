@@ -67,7 +67,7 @@ class _Publisher:
         self._token = token
         self._work = work
         self._bar = bar
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._is_stopped = False
         self._version: int | None = None
         self._updates: dict[int, Update] = {}
