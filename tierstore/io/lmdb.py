@@ -81,7 +81,7 @@ class LmdbColdTier:
             self.lease, self.lease_tree = self._file.lease, self._file.lease_tree
             self.reader = RowReader(verify=True)
             self._follower = CommitFollower(self._file, self._read_from) if readonly and follow else None
-            self._writer = None if readonly else Writer(self._file, store_id, slack, self._count)
+            self._writer = None if readonly else Writer(self._file, slack, self._count)
             stack.pop_all()
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class LmdbColdTier:
             if not len(keys):
                 return
             started = time.perf_counter()
-            rows = file.make_map()
+            rows = writer.rows()
             layout = file.layout_of(rows, keys)
             check_widths(layout, weights, state)
             require_distinct(keys)
@@ -202,17 +202,26 @@ class LmdbColdTier:
     def rollback(self, version: int) -> None:
         self._require_writer().rollback(version)
 
+    def require_in_place(self) -> None:
+        """StoreReplacedError if the store's path names other files by now."""
+        self._file.map.pins.require_in_place()
+
+    def _up_to_date(self) -> OpenFile:
+        if self._writer is not None:
+            self._writer.catch_up()
+        return self._file
+
     @property
     def version(self) -> int:
-        return self._file.record.version
+        return self._up_to_date().record.version
 
     @property
     def last_version(self) -> int:
-        return self._file.head.last
+        return self._up_to_date().head.last
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return self._file.head.kept
+        return self._up_to_date().head.kept
 
     @property
     def payload(self) -> bytes:

@@ -138,6 +138,8 @@ class OpenFile:
         record: of the version that is shown.
         logged: the record of the log, as it was found.
         has_loose: for a writer: there may be segments of versions that never become current; the map leaves them out.
+        is_behind: for a writer: a call was cut short, and ``head`` and ``view`` may not be those of the file.
+        has_failed: what the device holds is not known.
         tables: layout and number of rows, by index.
     """
 
@@ -148,6 +150,7 @@ class OpenFile:
         self.lock: Final = threading.RLock()
         self.tables: dict[int, tuple[RowLayout, int]] = {}
         self.has_loose = True
+        self.is_behind = self.has_failed = False
         self._state = "open"
         disown_in_forks(self)
         require_plain_files(directory)
@@ -187,19 +190,20 @@ class OpenFile:
         self._state = "closed"
 
     def require_open(self) -> None:
-        """ClosedError after ``close``; TierstoreError after an error within ``must_succeed``."""
+        """ClosedError after ``close``; TierstoreError if it ``has_failed``."""
         if self._state == "closed":
             raise ClosedError(f"{self.path}: the store was closed")
-        if self._state == "failed":
+        if self.has_failed:
             raise TierstoreError(f"{self.path}: an earlier error left the store unusable; close it and open it again.")
 
     @contextmanager
-    def must_succeed(self) -> Iterator[None]:
-        """After an LMDB commit our view must follow; if it cannot, the file is of no use any more."""
+    def followed(self) -> Iterator[None]:
+        """For transactions, and what is to follow them here. If any step is cut short, the next use of the writer asks
+        the file what became of it (``Writer.catch_up``)."""
         try:
             yield
         except BaseException:
-            self._state = "failed"
+            self.is_behind = True
             raise
 
     # -- what readers are shown
