@@ -15,6 +15,8 @@ import numpy as np
 from ..errors import ReadOnlyError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
+from ..system.durable import sync_directory
+from ..system.oserrors import translate_os_error
 from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 from .cleaning import DEFAULT_SLACK
@@ -205,6 +207,15 @@ class LmdbColdTier:
     def require_in_place(self) -> None:
         """StoreReplacedError if the store's path names other files by now."""
         self._file.map.pins.require_in_place()
+
+    def sync_names(self) -> None:
+        """Have the device hold the names in the store's directory. TierstoreError: it refuses, and a power loss may
+        bring back an older file; the store is of no more use."""
+        try:
+            sync_directory(self.path.parent)
+        except OSError as error:
+            self._file.has_failed = True
+            raise translate_os_error(error, self.path.parent) from error
 
     def _up_to_date(self) -> OpenFile:
         if self._writer is not None:

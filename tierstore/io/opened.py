@@ -16,7 +16,7 @@ from ..system.killpoints import reach
 from ..system.oserrors import RESTORE, translate_os_error
 from .anchor import Anchor, is_sound, load_anchor, read_metas, renew_anchor, require_sound
 from .btree import Meta, parse_meta
-from .files import are_successive, check_rows_file, create_rows_file, require_plain_files, rows_path
+from .files import are_successive, check_rows_file, create_rows_file, require_own_files, require_plain_files, rows_path
 from .indexes import stored_segments
 from .mapped import FileMap
 from .pins import Pins
@@ -163,6 +163,7 @@ class OpenFile:
             else:
                 pins.lock_for_writer()
                 pins.require_in_place()
+                require_own_files(directory)
                 sync_directory(directory)  # a process that ended may have left names that the device does not hold
                 recover(self.path, store_id, pins)
             self.page_bytes: Final = check_rows_file(self.path).page_bytes
