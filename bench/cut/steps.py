@@ -217,7 +217,7 @@ class _Life:
         gone, new = before.keys() - self._now.keys(), self._now.keys() - before.keys()
         if len(gone) == len(new) == 1:  # another name
             for each in self._versions.values():
-                if (values := each.pop(*gone, None)) is not None:
+                if (values := each.pop(min(gone), None)) is not None:
                     each[min(new)] = values
         if said.startswith("roll back"):
             self._durable = self._store.version

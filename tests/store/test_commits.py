@@ -344,9 +344,9 @@ def test_versions_that_are_not_kept_are_refused(store_dir: Path) -> None:
 # Calls cut short
 
 
-@pytest.mark.parametrize("kind", [MemoryError, OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("first", [0, *(pytest.param(shift, marks=pytest.mark.soak) for shift in (1, 2))])
 def test_an_error_at_any_step_of_a_commit_leaves_the_store_at_work(
-    store_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+    store_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """If it is raised, the version before stands, or the error names the new one."""
     number, reached, copy = 0, "", tmp_path / "copy"
@@ -357,8 +357,9 @@ def test_an_error_at_any_step_of_a_commit_leaves_the_store_at_work(
         store.commit()
         while number == 0 or reached:
             number, reached, left = number + 1, "", number + 1
+            kind: type[BaseException] = (MemoryError, OSError, KeyboardInterrupt)[(number + first) % 3]
 
-            def hook(point: str) -> None:
+            def hook(point: str, kind: type[BaseException] = kind) -> None:
                 nonlocal left, reached
                 left -= 1
                 if left == 0:

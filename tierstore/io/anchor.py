@@ -35,7 +35,7 @@ from ..system.killpoints import reach
 from ..system.oserrors import translate_os_error
 from .btree import META_READ_BYTES, sound_metas
 from .checksum import bytes_checksum
-from .snapshot import Snapshot
+from .snapshot import Snapshot, meta_page
 
 if TYPE_CHECKING:
     from .opened import OpenFile
@@ -54,12 +54,9 @@ _STAMP_BYTES: Final = 16
 _PAGE_BYTES: Final = tuple(1 << bits for bits in range(9, 16))  # page sizes of LMDB
 _BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
 
-Metas = tuple[bytes, bytes]
-"""Both meta pages of a row file."""
-
 
 class SyncError(OSError):
-    """The device failed to sync a file: what it holds of it is not known, and it must not be asked again."""
+    """The device failed to sync a file, and must not be asked again."""
 
 
 class Anchor(NamedTuple):
@@ -68,7 +65,7 @@ class Anchor(NamedTuple):
     boot_id: bytes
     page_bytes: int
     txn_id: int
-    metas: Metas
+    metas: tuple[bytes, bytes]
 
 
 def boot_id() -> bytes:
@@ -111,19 +108,15 @@ class AnchorKeeper:
         self._sync = sync
         self._pin = pin
         self._executor = ThreadPoolExecutor(1, "tierstore-anchor")
-        self._anchored: tuple[Snapshot, Metas] | None = None
-        self._pending: tuple[Snapshot, Metas, Future[None]] | None = None
+        self._anchored: tuple[Snapshot, tuple[bytes, bytes]] | None = None
+        self._pending: tuple[Snapshot, tuple[bytes, bytes], Future[None]] | None = None
         self._written_bytes = 0  # since the last pin
         self._between_bytes = 0  # written between the two pins, while there are two
 
     def set(self) -> None:
-        """Make the tree as it is the anchor, and return when it is. The anchor before stands until then.
-
-        Raises:
-            StoreReplacedError: the row file is not at its path any more, and no anchor belongs there.
-            TierstoreError: the device refused. If it failed to sync, no later anchor may be tried, and the file is of
-                no more use: a system that failed to write a page may count it as written the next time it is asked.
-        """
+        """Make the tree as it is the anchor, and return when it is. TierstoreError: the row file was moved, or the
+        device refused; the anchor before stands. After a failed sync the file ``has_failed``: a system that failed to
+        write a page may count it as written the next time it is asked."""
         self.start()
         self.settle()
 
@@ -142,16 +135,10 @@ class AnchorKeeper:
         self._pending = pinned, metas, future
         return future
 
-    def _read_metas(self) -> Metas:
-        pins = self._file.map.pins
-        try:
-            metas = metas_of(pins.descriptor, self._file.page_bytes)
-        except OSError as error:
-            raise translate_os_error(error, self._file.path) from error
-        pins.size_bytes()  # was it the open file that was read?
-        return metas
+    def _read_metas(self) -> tuple[bytes, bytes]:
+        return meta_page(self._file.map, 0), meta_page(self._file.map, self._file.page_bytes)
 
-    def _submit(self, metas: Metas) -> Future[None]:
+    def _submit(self, metas: tuple[bytes, bytes]) -> Future[None]:
         try:
             return self._executor.submit(self._make, metas)
         except RuntimeError:  # the interpreter ends, and nothing begins in a thread any more
@@ -160,7 +147,7 @@ class AnchorKeeper:
             done.set_result(None)
             return done
 
-    def _make(self, metas: Metas) -> None:
+    def _make(self, metas: tuple[bytes, bytes]) -> None:
         file = self._file
         self._sync()
         reach("anchor: tree synced")
@@ -227,7 +214,7 @@ class AnchorKeeper:
         self._executor.shutdown()
 
 
-def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: Metas) -> None:
+def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes, bytes]) -> None:
     """Set the anchor to the trees that these meta pages lead to; they must be synced, and stay pinned. OSError,
     SyncError among them: the device refused; the anchor before stands."""
     if len(found := sound_metas(*metas)) < 2:
@@ -355,14 +342,10 @@ def newest_slot(content: bytes) -> Anchor | None:
     return max(found, key=lambda anchor: anchor.number, default=None)
 
 
-def read_metas(path: Path, page_bytes: int) -> Metas:
+def read_metas(path: Path, page_bytes: int) -> tuple[bytes, bytes]:
     try:
         with path.open("rb", buffering=0) as file:
-            return metas_of(file.fileno(), page_bytes)
+            first, second = (os.pread(file.fileno(), META_READ_BYTES, place) for place in (0, page_bytes))
     except OSError as error:
         raise translate_os_error(error, path) from error
-
-
-def metas_of(descriptor: int, page_bytes: int) -> Metas:
-    """Both meta pages of an open row file. OSError: they cannot be read."""
-    return os.pread(descriptor, META_READ_BYTES, 0), os.pread(descriptor, META_READ_BYTES, page_bytes)
+    return first, second

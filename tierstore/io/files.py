@@ -93,20 +93,13 @@ def require_plain_files(directory: Path) -> None:
 
 
 def require_own_files(directory: Path) -> None:
-    """TierstoreError if one of the files that are written in place has another name, too, as in a copy that ``cp -al``
-    made: who writes to one writes to both."""
+    """TierstoreError if a file that is written in place is another store's, too, as in a copy by ``cp -al``."""
     for path in (directory / name for name in FILE_NAMES):
         with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # an overlay copies it now, which ends its links
-            try:
-                links = os.fstat(descriptor).st_nlink
-            finally:
-                os.close(descriptor)
-            if links > 1:
+            if (links := path.stat().st_nlink) > 1:
                 raise TierstoreError(
-                    f"{path} is a hard link, one of {links}: writing to it would change another store. Make a copy "
-                    f'with files of its own, by cp -a --reflink=auto or tierstore backup, and open that; mode="r" '
-                    "opens this one as it is."
+                    f"{path} is a hard link, one of {links}: writing to it would change another store. Copy it by "
+                    'cp -a --reflink=auto or tierstore backup, and open the copy; mode="r" opens this one.'
                 )
 
 

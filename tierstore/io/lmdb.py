@@ -209,30 +209,26 @@ class LmdbColdTier:
         self._file.map.pins.require_in_place()
 
     def sync_names(self) -> None:
-        """Have the device hold the names in the store's directory. TierstoreError: it refuses, and a power loss may
-        bring back an older file; the store is of no more use."""
+        """Have the device hold the directory's names. TierstoreError: it refuses, and the tier is of no more use."""
         try:
             sync_directory(self.path.parent)
         except OSError as error:
             self._file.has_failed = True
             raise translate_os_error(error, self.path.parent) from error
 
-    def _up_to_date(self) -> OpenFile:
-        if self._writer is not None:
-            self._writer.catch_up()
-        return self._file
-
     @property
     def version(self) -> int:
-        return self._up_to_date().record.version
+        if self._writer is not None:
+            self._writer.catch_up()
+        return self._file.record.version
 
     @property
     def last_version(self) -> int:
-        return self._up_to_date().head.last
+        return self._file.head.last
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return self._up_to_date().head.kept
+        return self._file.head.kept
 
     @property
     def payload(self) -> bytes:

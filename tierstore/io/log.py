@@ -1,7 +1,6 @@
 """The log of one row file, for its one writer: rows appended, segments cleaned and deleted, each in one transaction.
 
-After a transaction the map of rows and what readers are shown follow it. The caller, within ``OpenFile.followed``, sees
-to it that they do after an error, too.
+After a transaction the map of rows and what readers are shown follow it; after an error, by ``Writer.catch_up``.
 """
 
 import logging
@@ -163,7 +162,7 @@ class Log:
         if new is not None:
             _find_pages(snapshot, put)
             rows.publish(layout, put, new.keys, current=current, txn_id=txn_id)
-        self._view.move(snapshot)
+        self._file.follow(snapshot)
         reach("write-back: segments published")
         self._wrote(rows, pages + pages_moved)
         self._appended += pages
@@ -201,7 +200,7 @@ class Log:
             txn.put(item_key(STORE_ITEM), pack_store(self._file.store_id))  # the file may have been an older release's
         self._record = record
         reach("log: numbers taken")
-        self._view.move(self._file.new_snapshot())
+        self._file.follow(self._file.new_snapshot())
         self._anchors.set()
         self._is_numbered = True
 
@@ -221,7 +220,7 @@ class Log:
         reach("prune: transaction committed")
         snapshot = self._file.new_snapshot()
         _forget(dead, snapshot.txn_id)
-        self._view.move(snapshot)
+        self._file.follow(snapshot)
         self._wrote(rows, 0)
         return True
 
@@ -238,7 +237,7 @@ class Log:
             with self._changing() as txn:
                 self._delete(txn, part)
                 reach("rollback: segments deleted")
-            self._view.move(self._file.new_snapshot())
+            self._file.follow(self._file.new_snapshot())
 
 
 def _some_dead(rows: RowMap, snapshot: Snapshot) -> Dead:

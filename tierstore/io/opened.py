@@ -138,7 +138,8 @@ class OpenFile:
         record: of the version that is shown.
         logged: the record of the log, as it was found.
         has_loose: for a writer: there may be segments of versions that never become current; the map leaves them out.
-        is_behind: for a writer: a call was cut short, and ``head`` and ``view`` may not be those of the file.
+        is_behind: for a writer: from the beginning of a transaction until the map and the view follow it. If a call is
+            cut short in between, the next use of the writer asks the file what became of it (``Writer.catch_up``).
         has_failed: what the device holds is not known.
         tables: layout and number of rows, by index.
     """
@@ -197,17 +198,12 @@ class OpenFile:
         if self.has_failed:
             raise TierstoreError(f"{self.path}: an earlier error left the store unusable; close it and open it again.")
 
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """For transactions, and what is to follow them here. If any step is cut short, the next use of the writer asks
-        the file what became of it (``Writer.catch_up``)."""
-        try:
-            yield
-        except BaseException:
-            self.is_behind = True
-            raise
-
     # -- what readers are shown
+
+    def follow(self, snapshot: Snapshot) -> None:
+        """Show the newest tree, which the map goes with."""
+        self.view.move(snapshot)
+        self.is_behind = False
 
     @contextmanager
     def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:

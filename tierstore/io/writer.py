@@ -7,7 +7,7 @@ little at a time.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Final
 
@@ -95,6 +95,7 @@ class Writer:
         self.catch_up()
         self._file.map.guard.require_whole()
         self._make_room(size_bytes)
+        self._file.is_behind = True
         return self._floor.transaction()
 
     def _make_room(self, size_bytes: int) -> None:
@@ -114,15 +115,16 @@ class Writer:
     def append(self, layout: RowLayout, new: KeyedRows) -> Written:
         """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
         rows = self.rows()
-        with self._file.followed():
-            return self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
+        return self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
 
     def catch_up(self) -> None:
         """After a call that was cut short: show what the file has. Versions are shown once they are durable."""
         file = self._file
-        if not file.is_behind or file.is_closed or file.has_failed:
+        if not file.is_behind:
             return
         with file.lock, ExitStack() as stack:
+            if not file.is_behind or file.is_closed or file.has_failed:
+                return
             stack.callback((snapshot := file.new_snapshot()).close)
             head = read_head(snapshot)
             record = read_record(snapshot, head.current)
@@ -132,8 +134,8 @@ class Writer:
             if snapshot.txn_id != file.snapshot.txn_id:
                 file.view.rows = None
             stack.pop_all()
-            file.view.move(snapshot)
-            file.head, file.record, file.is_behind = head, record, False
+            file.head, file.record = head, record
+            file.follow(snapshot)
 
     # -- versions
 
@@ -151,37 +153,39 @@ class Writer:
             before = (kept for kept in file.head.kept if kept not in dropped)
             head = Head(last=version, kept=(*before, version)[-keep:])
             record = CommitRecord(version, len(payload), bytes_checksum(payload))
-        try:
-            with file.followed():
-                self._put_payload(record, payload)
-                self._make_current(head, record)
-                self._prune()
-        except Exception as error:
-            self.catch_up()
-            if file.head.current != version:
+        with self._making_current(version):
+            self._put_payload(record, payload)
+            with file.lock:
+                read_head(file.snapshot)  # so LMDB's way to the records: a page that it cannot read ends the process
+                with self._transaction() as txn:
+                    txn.put(records.item_key(records.commit_item(version)), records.pack_words(*record))
+                    txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
+                    reach("commit: record put")
+                reach("commit: transaction committed")
+                file.follow(file.new_snapshot())
+            try:
+                self._anchor()
+            except BaseException as error:
+                error.add_note(f"version {version} was written: it, or the one before it, is what opens next")
                 raise
-            _LOG.warning(
-                "version %d is durable; what follows a commit is left to the next one, as it was cut short by %s: %s",
-                version, type(error).__name__, error,
-            )  # fmt: skip
+            with file.lock:
+                file.head, file.record = head, record
+            reach("commit: durable")
+            self._prune()
 
-    def _make_current(self, head: Head, record: CommitRecord) -> None:
-        """Make a version current whose payload was put; then make it durable, and show it."""
-        file = self._file
-        with file.lock:
-            read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
-            with self._transaction() as txn:
-                txn.put(records.item_key(records.commit_item(record.version)), records.pack_words(*record))
-                txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
-                reach("commit: record put")
-            reach("commit: transaction committed")
+    @contextlib.contextmanager
+    def _making_current(self, version: int) -> Iterator[None]:
+        """For what makes a version current, and for what follows. An error that comes once it is durable is logged."""
         try:
-            self._anchor()
-            self._adopt(head, record)
+            yield
         except BaseException as error:
-            error.add_note(f"version {record.version} was written: it, or the one before it, is what opens next")
-            raise
-        reach("commit: durable")
+            self._file.is_behind = True
+            if not isinstance(error, Exception):
+                raise
+            self.catch_up()
+            if self._file.head.current != version:
+                raise
+            _LOG.warning("version %d is durable; what was to follow failed, and is left to later: %r", version, error)
 
     def _put_payload(self, record: CommitRecord, payload: bytes) -> None:
         """Put a version's payload, some at a time, as LMDB keeps what a transaction puts in memory. No version that is
@@ -196,19 +200,12 @@ class Writer:
                         for chunk in range(first, min(first + _CHUNKS_TOGETHER, record.num_payload_chunks)):
                             key = records.item_key(records.payload_item(record.version, chunk))
                             txn.put(key, view[chunk * step : (chunk + 1) * step])
-                    self._file.view.move(self._file.new_snapshot())
+                    self._file.follow(self._file.new_snapshot())
                 reach("commit: payload put")
         except DiskFullError:
             with self._file.lock, contextlib.suppress(TierstoreError):
                 self._delete_items()  # room for a smaller one
             raise
-
-    def _adopt(self, head: Head, record: CommitRecord) -> None:
-        """Show a version that became current."""
-        with self._file.lock:
-            self.catch_up()
-            self._file.head, self._file.record = head, record
-            self._file.view.move(self._file.new_snapshot())
 
     def _prune(self) -> None:
         """Delete what the kept versions do not need, and clean what that leaves too empty, a little at a time. A full
@@ -236,9 +233,7 @@ class Writer:
     def _clean(self) -> bool:
         with self._file.lock:
             self._file.require_open()
-            rows = self.rows()
-            with self._file.followed():
-                written = self._log.clean(rows, self._file.head.kept)
+            written = self._log.clean(self.rows(), self._file.head.kept)
             if written is not None:
                 self._cleaned(written)
             return written is not None
@@ -247,9 +242,7 @@ class Writer:
         """Delete some of the segments whose rows nobody needs; False if there are none."""
         with self._file.lock:
             self._file.require_open()
-            rows = self.rows()
-            with self._file.followed():
-                return self._log.delete_dead(rows)
+            return self._log.delete_dead(self.rows())
 
     def _anchor(self) -> None:
         """Set an anchor while other threads go on writing."""
@@ -266,26 +259,28 @@ class Writer:
             with self._transaction() as txn:
                 for item in items:
                     txn.delete(records.item_key(item))
-            self._file.view.move(self._file.new_snapshot())
+            self._file.follow(self._file.new_snapshot())
 
     def rollback(self, version: int) -> None:
         file = self._file
-        self.catch_up()
-        with file.lock, file.followed():
+        with file.lock:
             file.require_open()
+            self.catch_up()
             if version not in file.head.kept:
                 raise ValueError(f"version={version} is not kept: there are {list(file.head.kept)}")
             file.view.rows, file.has_loose = None, True  # if a step fails, what was not committed is dropped even so
             record = read_record(file.snapshot, version)
             head = Head(last=file.head.last, kept=tuple(kept for kept in file.head.kept if kept <= version))
-            with self._transaction() as txn:
-                txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
-                reach("rollback: head put")
-            reach("rollback: transaction committed")
-            self._anchors.set()
-            self._adopt(head, record)
-            reach("rollback: durable")
-            self.rows()
+            with self._making_current(version):
+                with self._transaction() as txn:
+                    txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
+                    reach("rollback: head put")
+                reach("rollback: transaction committed")
+                file.follow(file.new_snapshot())
+                self._anchors.set()
+                file.head, file.record = head, record
+                reach("rollback: durable")
+                self.rows()
 
     def rows(self) -> RowMap:
         """The map. Segments of versions that are not current, which a process that ended, or a rollback, left behind,
@@ -294,8 +289,7 @@ class Writer:
         self.catch_up()
         rows = file.make_map()
         if file.has_loose:
-            with file.followed():
-                self._log.drop(rows.later)
-                self._delete_items()
-                file.has_loose = False
+            self._log.drop(rows.later)
+            self._delete_items()
+            file.has_loose = False
         return rows

@@ -161,12 +161,8 @@ class Catalog:
         self.shown.committed = self.num_changes
 
     def _replace(self, manifest: Manifest) -> None:
-        """Have the tables of another manifest, and that on disk; if it does not come there, nothing changes.
-
-        Raises:
-            StoreReplacedError: the store is not at its path any more. TierstoreError: the device refused to sync the
-                directory, and the store is of no more use. Others as of ``Manifest.write``.
-        """
+        """Have the tables of another manifest, and that on disk; if it does not come there, nothing changes. Errors as
+        of ``Manifest.write``, and StoreReplacedError."""
         try:
             self._enter(manifest.shapes)
             tables = self._made(manifest)

@@ -116,12 +116,10 @@ class Commits:
             shown = self._catalog.shown
             work = self.thread.submit(_finish, pending, frozen, self._cold, shown, payload, keep, dropped, num_changes)
             work.add_done_callback(partial(_end, pending, frozen))
-        except BaseException as error:
+        except BaseException:
             if pending.drop():
                 self._pending = None
                 _abandon([*(pool.writeback for pool in self._pools), *self._catalog.ids])
-            else:
-                error.add_note(f"version {pending.version} is being written all the same")
             raise
         return pending
 
