@@ -95,12 +95,11 @@ def require_plain_files(directory: Path) -> None:
 def require_own_files(directory: Path) -> None:
     """TierstoreError if a file that is written in place is another store's, too, as in a copy by ``cp -al``."""
     for path in (directory / name for name in FILE_NAMES):
-        with contextlib.suppress(FileNotFoundError):
-            if (links := path.stat().st_nlink) > 1:
-                raise TierstoreError(
-                    f"{path} is a hard link, one of {links}: writing to it would change another store. Copy it by "
-                    'cp -a --reflink=auto or tierstore backup, and open the copy; mode="r" opens this one.'
-                )
+        if path.exists() and (links := path.stat().st_nlink) > 1:
+            raise TierstoreError(
+                f"{path} is a hard link, one of {links}: writing to it would change another store. Copy it by "
+                'cp -a --reflink=auto or tierstore backup, and open the copy; mode="r" opens this one.'
+            )
 
 
 def open_environment(path: Path, map_size: int) -> "lmdb.Environment":

@@ -147,7 +147,7 @@ class Catalog:
             raise ValueError(f"name={config.name!r} is of tables that the store keeps to itself; choose another name")
 
     def create(self, config: TableConfig) -> Table:
-        """Make a table, durably; errors as of ``_replace``."""
+        """Make a table, durably; errors as of ``_write``."""
         manifest = self.manifest
         for each in config.with_ids(len(manifest.tables)):
             manifest = manifest.with_table(each)
@@ -155,14 +155,13 @@ class Catalog:
         return self.tables[config.name]
 
     def change(self, manifest: Manifest) -> None:
-        """Have other tables, durably; errors as of ``_replace``. Nothing is cached, and no row changed since the last
+        """Have other tables, durably; errors as of ``_write``. Nothing is cached, and no row changed since the last
         commit. Tables whose configuration changes are others from then on (``Table.leave``)."""
         self._replace(manifest)
         self.shown.committed = self.num_changes
 
     def _replace(self, manifest: Manifest) -> None:
-        """Have the tables of another manifest, and that on disk; if it does not come there, nothing changes. Errors as
-        of ``Manifest.write``, and StoreReplacedError."""
+        """Have the tables of another manifest, once that is on disk. Errors as of ``_write``; nothing changes then."""
         try:
             self._enter(manifest.shapes)
             tables = self._made(manifest)
@@ -175,7 +174,7 @@ class Catalog:
             raise late
 
     def _write(self, manifest: Manifest) -> BaseException | None:
-        """Returns once the manifest is on disk, with what is to be raised then."""
+        """Returns once it is on disk, with what is to be raised then. StoreReplacedError; as ``Manifest.write``."""
         if self._directory is None or not isinstance(self._cold, LmdbColdTier):
             return None
         self._cold.require_in_place()
