@@ -2,14 +2,16 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.crash.runs import kill_runs
+from bench.cut import steps
 from bench.cut.instants import Cutter
-from bench.cut.life import live
+from bench.cut.life import Found, live
 from tests.io.support import open_tier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.system.killpoints import POINTS
@@ -39,7 +41,7 @@ def test_a_run_killed_very_often_loses_nothing(tmp_path: Path) -> None:
     kill(tmp_path, kills=[250, 250], rounds=5, commits=20, seed=1)
 
 
-def cut(folder: Path, cuts: int, seed: int) -> None:
+def cut(folder: Path, cuts: int, seed: int, live: Callable[..., Found] = live) -> None:
     level = logging.getLogger("tierstore").level
     logging.getLogger("tierstore").setLevel(logging.CRITICAL)
     try:
@@ -58,6 +60,13 @@ def cut(folder: Path, cuts: int, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1])
 def test_calls_cut_short_at_any_instant_leave_every_row_right(tmp_path: Path, seed: int) -> None:
     cut(tmp_path, 280, seed)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("cuts", [12, pytest.param(400, marks=pytest.mark.soak)])
+def test_an_error_between_any_two_steps_leaves_the_store_at_work(tmp_path: Path, cuts: int) -> None:
+    """Of commits, tables made, changed and dropped, rollbacks, backups and reshards."""
+    cut(tmp_path, cuts, 1, steps.live)
 
 
 def test_a_lease_that_is_cut_short_keeps_no_tier_open(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ import tierstore
 from tests.children import run
 from tierstore import errors
 from tierstore.cli.entry import main
+from tierstore.io import LmdbColdTier
 from tierstore.system.output import write_text
 from tierstore.updates.delta import write_update
 
@@ -259,3 +260,38 @@ def test_names_that_no_terminal_can_show(made: Path, tmp_path: Path, monkeypatch
         out.flush()
         assert raw.getvalue().count(rb"st\udcff\udce9re") >= 4
         assert "na\u00efve".encode(encoding, errors="backslashreplace") in raw.getvalue()
+
+
+# Stores that are moved and copied
+
+
+def test_a_store_that_was_moved_away_writes_nothing_where_another_stands(store: Path, tmp_path: Path) -> None:
+    other = _make(tmp_path / "other")
+    moved = tierstore.open(store, ddr="1MiB", threads=1)
+    tier = cast(LmdbColdTier, moved._cold)
+    moved["item"].write(IDS, torch.full((ROWS, DIM), 3.0))
+    moved["item"].pool.flush()
+    os.rename(store, tmp_path / "moved")
+    os.rename(other, store)
+    before = {path.name: path.read_bytes() for path in store.iterdir()}
+    table = tierstore.TableConfig(name="more", num_embeddings=10, embedding_dim=DIM)
+    assert tier._writer is not None
+    for call in (moved.commit, lambda: moved.create_table(table), tier._writer._anchors.set, moved.commit):
+        with pytest.raises(errors.StoreReplacedError, match=r"rows\.lmdb is another file"):
+            call()
+    moved.close()
+    assert {path.name: path.read_bytes() for path in store.iterdir()} == before
+    for path in (store, tmp_path / "moved"):
+        with tierstore.open(path, ddr="1MiB", threads=1, keep=5) as again:
+            assert (list(again.tables), _values(again), again.version) == (["item"], [2.0], 2)
+
+
+@pytest.mark.parametrize("name", ["rows.lmdb", "rows.lmdb-lock", "rows.anchor"])
+def test_a_file_that_another_store_shares_is_not_written(store: Path, tmp_path: Path, name: str) -> None:
+    os.link(store / name, tmp_path / "shared")
+    with pytest.raises(errors.TierstoreError, match=rf"{name} is a hard link, .*cp -a --reflink=auto or tierstore b"):
+        tierstore.open(store, ddr="1MiB", threads=1)
+    _check(store, 2.0)
+    assert main(["backup", str(store), str(tmp_path / "own")]) == 0
+    with tierstore.open(tmp_path / "own", ddr="1MiB", threads=1, keep=5) as own:
+        assert _write(own, 3.0) == 3

@@ -9,8 +9,8 @@ import pytest
 
 from tests.conformance.cold_tier import WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
 from tests.io.support import flip, open_tier, place_of, plain_lmdb
-from tierstore.errors import ChecksumError, DiskFullError
-from tierstore.io.indexes import stored_segments
+from tierstore.errors import ChecksumError, DamagedError, DiskFullError
+from tierstore.io.indexes import STORED, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 
 
@@ -42,6 +42,23 @@ def test_a_commit_that_finds_no_room_to_clean_stands(
         assert "no room to clean up" in caplog.text
         with tier.lease() as (snapshot, _):
             assert len(stored_segments(snapshot)) == _segments(500), "what is dead goes before cleaning begins"
+        check_rows(tier, WIDE, keys, 2)
+
+
+def test_a_segment_that_its_tree_has_lost_is_an_error_that_leaves_the_log_as_it_is(tmp_path: Path) -> None:
+    with contextlib.closing(_tier(tmp_path)) as tier:
+        write_rows(tier, WIDE, keys := keys_of(0, np.arange(50)), 1)
+        assert commit(tier, b"") == 1
+        assert tier._writer is not None
+        log, before = tier._writer._log, tier._writer._log._record
+        lost = np.zeros(1, STORED)
+        lost["number"] = 7
+        with pytest.raises(DamagedError, match="has lost segment 7"), log._changing() as txn:
+            log._delete(txn, lost)
+        write_rows(tier, WIDE, keys, 2)
+        assert commit(tier, b"") == 2
+        assert log._record.num_segments == before.num_segments
+    with contextlib.closing(_tier(tmp_path, readonly=True)) as tier:
         check_rows(tier, WIDE, keys, 2)
 
 

@@ -14,6 +14,8 @@ from tests import children
 from tierstore import errors
 from tierstore.io import files
 from tierstore.store.target import BACKUP_WORK_NAME
+from tierstore.system import killpoints
+from tierstore.system.killpoints import COPY_POINTS
 
 ROWS = 6000
 DDR = "600KiB"  # rows of both tables do not fit: they come and go
@@ -182,6 +184,20 @@ def test_an_interrupt_leaves_nothing(trained: Trained, tmp_path: Path) -> None:
         assert names(tmp_path / "copy") == []
     trained.store.backup(tmp_path / "copy")
     trained.check(tmp_path / "copy", 3)
+
+
+@pytest.mark.parametrize("step", COPY_POINTS[:3])
+def test_an_error_at_the_last_steps_leaves_nothing(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def hook(point: str) -> None:
+        if point == step:
+            raise MemoryError
+
+    monkeypatch.setattr(killpoints, "hook", hook)
+    with pytest.raises(MemoryError):
+        trained.store.backup(tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
 
 
 @pytest.mark.parametrize("call", ["copy_file_range", "fsync", "rename", "ftruncate"])

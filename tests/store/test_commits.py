@@ -1,5 +1,6 @@
 """Commits in the background: a version shows what was there when it was asked for, whatever happens meanwhile."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -338,3 +339,51 @@ def test_versions_that_are_not_kept_are_refused(store_dir: Path) -> None:
     for keep in (0, -1, 1001):
         with pytest.raises(ValueError, match="keep"):
             tierstore.open(store_dir, keep=keep)
+
+
+# Calls cut short
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(shift, marks=pytest.mark.soak) for shift in (1, 2))])
+def test_an_error_at_any_step_of_a_commit_leaves_the_store_at_work(
+    store_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """If it is raised, the version before stands, or the error names the new one."""
+    number, reached, copy = 0, "", tmp_path / "copy"
+    table = tierstore.TableConfig(name="t", num_embeddings=50, embedding_dim=DIM)
+    with tierstore.open(store_dir, ddr="4MiB", threads=1) as store:
+        store.create_table(table)
+        put(store, ALL[:50], 0.0)
+        store.commit()
+        while number == 0 or reached:
+            number, reached, left = number + 1, "", number + 1
+            kind: type[BaseException] = (MemoryError, OSError, KeyboardInterrupt)[(number + first) % 3]
+
+            def hook(point: str, kind: type[BaseException] = kind) -> None:
+                nonlocal left, reached
+                left -= 1
+                if left == 0:
+                    reached = point
+                    raise kind(28, "emulated")
+
+            put(store, ALL[:50], float(number))
+            before, error = store.version, None
+            with monkeypatch.context() as patch:
+                patch.setattr(killpoints, "hook", hook)
+                try:
+                    before = store.commit()
+                except kind as raised:
+                    error = raised
+            assert (store["t"].read(ALL[:50]) == number).all(), reached
+            shutil.copytree(store_dir, copy)
+            with tierstore.open(copy, ddr="4MiB", threads=1) as killed:
+                is_new = killed.version > before
+                assert not is_new or f"version {killed.version}" in str(getattr(error, "__notes__", "")), reached
+                values = killed["t"].read(ALL[:50])
+                assert (values == number - (error is not None and not is_new)).all(), reached
+            shutil.rmtree(copy)
+            assert (error is None) or (kind is KeyboardInterrupt) or not reached.startswith(("prune", "commit: d"))
+            assert store.commit() > before, reached
+    assert number > 20
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        assert (store["t"].read(ALL[:50]) == number).all()

@@ -1,5 +1,6 @@
 """The manifest and the payload of a version: damage is told from absence, and named."""
 
+import contextlib
 import errno
 import json
 import os
@@ -14,6 +15,7 @@ import torch
 import tierstore
 from tests.children import run
 from tierstore import errors, optim
+from tierstore.io import lmdb as lmdb_module
 from tierstore.store import manifest as manifest_module
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, pack, unpack, unpack_tensors
@@ -142,6 +144,51 @@ def test_a_refused_write_leaves_the_old_manifest(
         manifest.write(path.parent)
     assert path.read_bytes() == before
     assert not list(path.parent.glob("*.partial"))
+
+
+@pytest.mark.parametrize("kind", [MemoryError, OSError, KeyboardInterrupt])
+def test_tables_are_those_on_disk_when_the_manifest_was_in_place_before_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    real = os.replace
+
+    def replace_and_fail(*names: Any) -> None:
+        real(*names)
+        raise kind(errno.EIO, "emulated")
+
+    monkeypatch.setattr(os, "replace", replace_and_fail)
+    expected = pytest.raises(KeyboardInterrupt) if kind is KeyboardInterrupt else contextlib.nullcontext()
+    with tierstore.open(path.parent, ddr="1MiB") as store:
+        for call in (
+            lambda: store.create_table(replace(CONFIG, name="more")),
+            lambda: store.change_table("more", name="other"),
+            lambda: store.drop_table("items"),
+        ):
+            store.commit()
+            with expected:
+                call()
+            names = [table.name for table in Manifest.read(path.parent).tables if not table.is_dropped]
+            assert names == list(store.tables)
+        assert names == ["other"]
+        assert store.commit() == 5
+
+
+def test_a_store_stops_if_its_directory_cannot_be_synced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power loss may bring the manifest of before back: no commit may be of the new one."""
+
+    def refuse(_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with tierstore.open(path.parent, ddr="1MiB") as store:
+        with monkeypatch.context() as patch:
+            for module in (manifest_module, lmdb_module):
+                patch.setattr(module, "sync_directory", refuse)
+            with pytest.raises(errors.TierstoreError):
+                store.drop_table("items")
+        with pytest.raises(errors.TierstoreError, match="close it and open it again"):
+            store.commit()
+    with tierstore.open(path.parent, ddr="1MiB") as store:
+        assert not store.tables
 
 
 def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:

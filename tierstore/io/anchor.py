@@ -27,7 +27,7 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from ..system.durable import sync_directory, write_all
@@ -35,7 +35,10 @@ from ..system.killpoints import reach
 from ..system.oserrors import translate_os_error
 from .btree import META_READ_BYTES, sound_metas
 from .checksum import bytes_checksum
-from .snapshot import Snapshot
+from .snapshot import Snapshot, meta_page
+
+if TYPE_CHECKING:
+    from .opened import OpenFile
 
 ANCHOR_NAME: Final = "rows.anchor"
 GROWTH_BYTES: Final = 16 * 2**20
@@ -50,6 +53,10 @@ _MAGIC: Final = b"tieranc2"
 _STAMP_BYTES: Final = 16
 _PAGE_BYTES: Final = tuple(1 << bits for bits in range(9, 16))  # page sizes of LMDB
 _BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
+
+
+class SyncError(OSError):
+    """The device failed to sync a file, and must not be asked again."""
 
 
 class Anchor(NamedTuple):
@@ -96,26 +103,20 @@ class AnchorKeeper:
         pin: pins the tree as it is.
     """
 
-    def __init__(
-        self, path: Path, store_id: bytes, page_bytes: int, *, sync: Callable[[], None], pin: Callable[[], Snapshot]
-    ) -> None:
-        self._path = path
-        self._store_id = store_id
-        self._page_bytes = page_bytes
+    def __init__(self, file: "OpenFile", *, sync: Callable[[], None], pin: Callable[[], Snapshot]) -> None:
+        self._file = file
         self._sync = sync
         self._pin = pin
         self._executor = ThreadPoolExecutor(1, "tierstore-anchor")
-        self._anchored: Snapshot | None = None
-        self._pending: tuple[Snapshot, Future[None]] | None = None
+        self._anchored: tuple[Snapshot, tuple[bytes, bytes]] | None = None
+        self._pending: tuple[Snapshot, tuple[bytes, bytes], Future[None]] | None = None
         self._written_bytes = 0  # since the last pin
         self._between_bytes = 0  # written between the two pins, while there are two
-        self._metas: tuple[bytes, bytes] | None = None
-        self._has_failed = False
 
     def set(self) -> None:
-        """Make the tree as it is the anchor, and return when it is. TierstoreError: the device refused; the anchor
-        before stands, and no later one may be tried: a system that failed to write a page may count it as written the
-        next time it is asked."""
+        """Make the tree as it is the anchor, and return when it is. TierstoreError: the row file was moved, or the
+        device refused; the anchor before stands. After a failed sync the file ``has_failed``: a system that failed to
+        write a page may count it as written the next time it is asked."""
         self.start()
         self.settle()
 
@@ -125,14 +126,17 @@ class AnchorKeeper:
         self.settle()
         pinned = self._pin()
         try:
-            self._metas = metas = read_metas(self._path, self._page_bytes)
+            metas = self._read_metas()
             future = self._submit(metas)
         except BaseException:
             pinned.close()
             raise
         self._between_bytes, self._written_bytes = self._written_bytes, 0
-        self._pending = pinned, future
+        self._pending = pinned, metas, future
         return future
+
+    def _read_metas(self) -> tuple[bytes, bytes]:
+        return meta_page(self._file.map, 0), meta_page(self._file.map, self._file.page_bytes)
 
     def _submit(self, metas: tuple[bytes, bytes]) -> Future[None]:
         try:
@@ -144,12 +148,16 @@ class AnchorKeeper:
             return done
 
     def _make(self, metas: tuple[bytes, bytes]) -> None:
+        file = self._file
         self._sync()
         reach("anchor: tree synced")
+        file.map.pins.require_in_place()
         try:
-            save_anchor(self._path, self._store_id, self._page_bytes, metas)
+            save_anchor(file.path, file.store_id, file.page_bytes, metas)
         except OSError as error:
-            path = self._path.with_name(ANCHOR_NAME)
+            if isinstance(error, SyncError):
+                file.has_failed = True
+            path = file.path.with_name(ANCHOR_NAME)
             translated = translate_os_error(error, path)
             if type(translated) is TierstoreError:
                 translated = TierstoreError(
@@ -169,7 +177,7 @@ class AnchorKeeper:
         """
         self._written_bytes += size_bytes
         limit = min(max(GROWTH_BYTES, live_bytes // _GROWTH_PART), _MOST_GROWTHS * GROWTH_BYTES)
-        behind = self._pending is not None and not self._pending[1].done()
+        behind = self._pending is not None and not self._pending[2].done()
         if self._written_bytes >= limit and not (behind and self._between_bytes + self._written_bytes < 3 * limit):
             self.start()
 
@@ -178,28 +186,26 @@ class AnchorKeeper:
         failed."""
         if self._pending is None:
             return
-        pinned, future = self._pending
-        self._pending = None
+        pinned, metas, future = self._pending
         if (error := future.exception()) is not None:
-            self._has_failed = True
+            self._pending = None
             pinned.close()
             raise error
-        self._unpin()
-        self._anchored = pinned
+        before = self._anchored
+        self._anchored, self._pending = (pinned, metas), None
+        if before is not None:
+            before[0].close()
 
     def close(self) -> None:
         """Set a last anchor if the tree has changed since, so that readers find it sound after the machine has stopped;
         then unpin. An anchor that fails now is of no matter: the one before stands."""
         with contextlib.suppress(TierstoreError, OSError):
             self.settle()
-            if not self._has_failed and read_metas(self._path, self._page_bytes) != self._metas:
+            if not self._file.has_failed and (self._anchored is None or self._read_metas() != self._anchored[1]):
                 self.set()
         self.stop()
-        self._unpin()
-
-    def _unpin(self) -> None:
         if self._anchored is not None:
-            self._anchored.close()
+            self._anchored[0].close()
             self._anchored = None
 
     def stop(self) -> None:
@@ -208,8 +214,8 @@ class AnchorKeeper:
 
 
 def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes, bytes]) -> None:
-    """Set the anchor to the trees that these meta pages lead to; they must be synced, and stay pinned. OSError: the
-    device refused; the anchor before stands."""
+    """Set the anchor to the trees that these meta pages lead to; they must be synced, and stay pinned. OSError,
+    SyncError among them: the device refused; the anchor before stands."""
     if len(found := sound_metas(*metas)) < 2:
         raise DamagedError(f"{path}: a meta page is damaged; restore the store's directory from a copy.")
     anchor_path = path.with_name(ANCHOR_NAME)
@@ -252,7 +258,10 @@ def _put(path: Path, data: bytes, place: int) -> None:
     try:
         write_all(descriptor, data, place)
         reach("anchor: slot written")
-        os.fdatasync(descriptor)
+        try:
+            os.fdatasync(descriptor)
+        except OSError as error:
+            raise SyncError(*error.args) from error
         reach("anchor: slot synced")
     finally:
         os.close(descriptor)

@@ -92,6 +92,16 @@ def require_plain_files(directory: Path) -> None:
         require_plain_file(directory / name)
 
 
+def require_own_files(directory: Path) -> None:
+    """TierstoreError if a file that is written in place is another store's, too, as in a copy by ``cp -al``."""
+    for path in (directory / name for name in FILE_NAMES):
+        if path.exists() and (links := path.stat().st_nlink) > 1:
+            raise TierstoreError(
+                f"{path} is a hard link, one of {links}: writing to it would change another store. Copy it by "
+                'cp -a --reflink=auto or tierstore backup, and open the copy; mode="r" opens this one.'
+            )
+
+
 def open_environment(path: Path, map_size: int) -> "lmdb.Environment":
     """The file in LMDB's hands, for writing, with LMDB's own lock file. Readers need neither (``pins.py``)."""
     try:

@@ -15,6 +15,8 @@ import numpy as np
 from ..errors import ReadOnlyError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
+from ..system.durable import sync_directory
+from ..system.oserrors import translate_os_error
 from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 from .cleaning import DEFAULT_SLACK
@@ -81,7 +83,7 @@ class LmdbColdTier:
             self.lease, self.lease_tree = self._file.lease, self._file.lease_tree
             self.reader = RowReader(verify=True)
             self._follower = CommitFollower(self._file, self._read_from) if readonly and follow else None
-            self._writer = None if readonly else Writer(self._file, store_id, slack, self._count)
+            self._writer = None if readonly else Writer(self._file, slack, self._count)
             stack.pop_all()
 
     def close(self) -> None:
@@ -172,7 +174,7 @@ class LmdbColdTier:
             if not len(keys):
                 return
             started = time.perf_counter()
-            rows = file.make_map()
+            rows = writer.rows()
             layout = file.layout_of(rows, keys)
             check_widths(layout, weights, state)
             require_distinct(keys)
@@ -208,8 +210,22 @@ class LmdbColdTier:
     def rollback(self, version: int) -> None:
         self._require_writer().rollback(version)
 
+    def require_in_place(self) -> None:
+        """StoreReplacedError if the store's path names other files by now."""
+        self._file.map.pins.require_in_place()
+
+    def sync_names(self) -> None:
+        """Have the device hold the directory's names. TierstoreError: it refuses, and the tier is of no more use."""
+        try:
+            sync_directory(self.path.parent)
+        except OSError as error:
+            self._file.has_failed = True
+            raise translate_os_error(error, self.path.parent) from error
+
     @property
     def version(self) -> int:
+        if self._writer is not None:
+            self._writer.catch_up()
         return self._file.record.version
 
     @property

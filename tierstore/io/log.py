@@ -1,7 +1,6 @@
 """The log of one row file, for its one writer: rows appended, segments cleaned and deleted, each in one transaction.
 
-After a transaction the map of rows and what readers are shown follow it. If they cannot, an error leaves
-``OpenFile.must_succeed``, and the caller stops.
+After a transaction the map of rows and what readers are shown follow it; after an error, by ``Writer.catch_up``.
 """
 
 import logging
@@ -17,6 +16,7 @@ from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import kernel
 from ..layout import PAGE_HEADER_WORDS
 from ..system.killpoints import reach
+from ..system.oserrors import RESTORE
 from .anchor import AnchorKeeper
 from .cleaning import Cleaner
 from .indexes import STORED, Stored, byte_ranges, numbers_hash, segment_error
@@ -24,7 +24,7 @@ from .mapped import queue_parts
 from .opened import OpenFile
 from .places import Segments
 from .reads import KeyedRows, RowReader
-from .records import LOG_ITEM, STORE_ITEM, LogRecord, item_key, pack_store, pack_words, segment_key
+from .records import LOG_ITEM, STORE_ITEM, LogRecord, item_key, pack_store, pack_words, read_log, segment_key
 from .row_map import RowMap
 from .segments import NEWEST, OLDEST, build_segment, page_header_status
 from .snapshot import Snapshot
@@ -77,16 +77,15 @@ class Log:
 
     @contextmanager
     def _changing(self, size_bytes: int = 0) -> "Iterator[lmdb.Transaction[bytes]]":
-        """A transaction that changes the log. What it does counts only once it is committed; numbers that it has given
-        to segments are not given again in any case."""
-        before = self._record
-        try:
-            with self._transaction(size_bytes) as txn:
-                yield txn
-                txn.put(item_key(LOG_ITEM), pack_words(*self._record))
-        except BaseException:
-            self._record = before._replace(next_number=self._record.next_number)
-            raise
+        """A transaction that changes the log."""
+        with self._transaction(size_bytes) as txn:
+            yield txn
+            txn.put(item_key(LOG_ITEM), pack_words(*self._record))
+
+    def catch_up(self, snapshot: Snapshot) -> None:
+        """Count what the newest tree has. Numbers that were given to segments are not given again in any case."""
+        found = read_log(snapshot)
+        self._record = found._replace(next_number=max(found.next_number, self._record.next_number))
 
     def _put(self, txn: "lmdb.Transaction[bytes]", segments: Segments, new: KeyedRows) -> Stored:
         """Put rows, in their order, as segments; ``_find_pages`` tells where they are once they are committed."""
@@ -115,8 +114,8 @@ class Log:
     def _delete(self, txn: "lmdb.Transaction[bytes]", stored: Stored) -> None:
         """Delete segments, after ``require_headers``."""
         for number in stored["number"].tolist():
-            deleted = txn.delete(segment_key(number))
-            assert deleted, "a segment in the tree could not be deleted"
+            if not txn.delete(segment_key(number)):
+                raise DamagedError(f"{self._file.path}: its tree has lost segment {number}. {RESTORE}")
         self._count(stored, -1)
 
     def _count(self, stored: Stored, sign: int) -> None:
@@ -154,19 +153,18 @@ class Log:
             reach("write-back: segments put")
         reach("write-back: transaction committed")
         pages, pages_moved = int(put["pages"].sum()), int(moved_to["pages"].sum())
-        with self._file.must_succeed():
-            snapshot = self._file.new_snapshot()
-            _forget(dead, txn_id := snapshot.txn_id)
-            if moved is not None:  # first: a row may be moved, and newer in what is new
-                _find_pages(snapshot, moved_to)
-                rows.publish(layout, moved_to, moved.keys, current=current, txn_id=txn_id, is_moved=True)
-                reach("cleaning: rows published")
-            if new is not None:
-                _find_pages(snapshot, put)
-                rows.publish(layout, put, new.keys, current=current, txn_id=txn_id)
-            self._view.move(snapshot)
-            reach("write-back: segments published")
-            self._wrote(rows, pages + pages_moved)
+        snapshot = self._file.new_snapshot()
+        _forget(dead, txn_id := snapshot.txn_id)
+        if moved is not None:  # first: a row may be moved, and newer in what is new
+            _find_pages(snapshot, moved_to)
+            rows.publish(layout, moved_to, moved.keys, current=current, txn_id=txn_id, is_moved=True)
+            reach("cleaning: rows published")
+        if new is not None:
+            _find_pages(snapshot, put)
+            rows.publish(layout, put, new.keys, current=current, txn_id=txn_id)
+        self._file.follow(snapshot)
+        reach("write-back: segments published")
+        self._wrote(rows, pages + pages_moved)
         self._appended += pages
         if new is not None:
             self._cleaner.plan(snapshot, segments, kept, pages)
@@ -200,11 +198,11 @@ class Log:
         with self._transaction(0) as txn:
             txn.put(item_key(LOG_ITEM), pack_words(*record))
             txn.put(item_key(STORE_ITEM), pack_store(self._file.store_id))  # the file may have been an older release's
-        self._record, self._is_numbered = record, True
+        self._record = record
         reach("log: numbers taken")
-        with self._file.must_succeed():
-            self._view.move(self._file.new_snapshot())
-            self._anchors.set()
+        self._file.follow(self._file.new_snapshot())
+        self._anchors.set()
+        self._is_numbered = True
 
     def _look_ahead(self) -> None:
         """Read LMDB's way to what is appended: a page that LMDB cannot read ends the process."""
@@ -220,11 +218,10 @@ class Log:
             self._delete_dead(txn, dead)
             reach("prune: segments deleted")
         reach("prune: transaction committed")
-        with self._file.must_succeed():
-            snapshot = self._file.new_snapshot()
-            _forget(dead, snapshot.txn_id)
-            self._view.move(snapshot)
-            self._wrote(rows, 0)
+        snapshot = self._file.new_snapshot()
+        _forget(dead, snapshot.txn_id)
+        self._file.follow(snapshot)
+        self._wrote(rows, 0)
         return True
 
     def _delete_dead(self, txn: "lmdb.Transaction[bytes]", dead: Dead) -> None:
@@ -240,8 +237,7 @@ class Log:
             with self._changing() as txn:
                 self._delete(txn, part)
                 reach("rollback: segments deleted")
-            with self._file.must_succeed():
-                self._view.move(self._file.new_snapshot())
+            self._file.follow(self._file.new_snapshot())
 
 
 def _some_dead(rows: RowMap, snapshot: Snapshot) -> Dead:
@@ -281,7 +277,8 @@ def _forget(dead: Dead, txn_id: int) -> None:
 def _find_pages(snapshot: Snapshot, put: Stored) -> None:
     """Fill in where segments are, in the tree of the transaction that put them, or a later one."""
     put["first_page"] = snapshot.seek(np.zeros(len(put), np.uint64), put["number"].copy())["page"]
-    assert put["first_page"].all(), "a segment just written is not in the tree"
+    if not put["first_page"].all():
+        raise DamagedError(f"{snapshot.path}: a segment that was just written is not in its tree. {RESTORE}")
 
 
 def require_headers(snapshot: Snapshot, stored: Stored) -> None:

@@ -16,7 +16,7 @@ from ..system.killpoints import reach
 from ..system.oserrors import RESTORE, translate_os_error
 from .anchor import Anchor, is_sound, load_anchor, read_metas, renew_anchor, require_sound
 from .btree import Meta, parse_meta
-from .files import are_successive, check_rows_file, create_rows_file, require_plain_files, rows_path
+from .files import are_successive, check_rows_file, create_rows_file, require_own_files, require_plain_files, rows_path
 from .indexes import stored_segments
 from .mapped import FileMap
 from .pins import Pins
@@ -139,6 +139,9 @@ class OpenFile:
         record: of the version that is shown.
         logged: the record of the log, as it was found.
         has_loose: for a writer: there may be segments of versions that never become current; the map leaves them out.
+        is_behind: for a writer: from the beginning of a transaction until the map and the view follow it. If a call is
+            cut short in between, the next use of the writer asks the file what became of it (``Writer.catch_up``).
+        has_failed: what the device holds is not known.
         tables: layout and number of rows, by index.
     """
 
@@ -149,6 +152,7 @@ class OpenFile:
         self.lock: Final = threading.RLock()
         self.tables: dict[int, tuple[RowLayout, int]] = {}
         self.has_loose = True
+        self.is_behind = self.has_failed = False
         self._state = "open"
         disown_in_forks(self)
         require_plain_files(directory)
@@ -161,6 +165,7 @@ class OpenFile:
             else:
                 pins.lock_for_writer()
                 pins.require_in_place()
+                require_own_files(directory)
                 sync_directory(directory)  # a process that ended may have left names that the device does not hold
                 recover(self.path, store_id, pins)
             self.page_bytes: Final = check_rows_file(self.path).page_bytes
@@ -188,22 +193,18 @@ class OpenFile:
         self._state = "closed"
 
     def require_open(self) -> None:
-        """ClosedError after ``close``; TierstoreError after an error within ``must_succeed``."""
+        """ClosedError after ``close``; TierstoreError if it ``has_failed``."""
         if self._state == "closed":
             raise ClosedError(f"{self.path}: the store was closed")
-        if self._state == "failed":
+        if self.has_failed:
             raise TierstoreError(f"{self.path}: an earlier error left the store unusable; close it and open it again.")
 
-    @contextmanager
-    def must_succeed(self) -> Iterator[None]:
-        """After an LMDB commit our view must follow; if it cannot, the file is of no use any more."""
-        try:
-            yield
-        except BaseException:
-            self._state = "failed"
-            raise
-
     # -- what readers are shown
+
+    def follow(self, snapshot: Snapshot) -> None:
+        """Show the newest tree, which the map goes with."""
+        self.view.move(snapshot)
+        self.is_behind = False
 
     @contextmanager
     def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:

@@ -132,9 +132,9 @@ def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
     """The newer of the two meta pages, of which one may be damaged or in the middle of being written; None if they
     change."""
     starts = (0, page_bytes)
-    both = [_meta_page(file_map, start) for start in starts]
+    both = [meta_page(file_map, start) for start in starts]
     seen = [file_map.words[start // 8 : (start + btree.META_READ_BYTES) // 8].tobytes() for start in starts]
-    if both != [_meta_page(file_map, start) for start in starts]:
+    if both != [meta_page(file_map, start) for start in starts]:
         return None
     if seen != both and all(len(page) == btree.META_READ_BYTES for page in both):
         raise StoreReplacedError(
@@ -144,7 +144,7 @@ def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
     return next(iter(sound_metas(*both)), None)
 
 
-def _meta_page(file_map: FileMap, start: int) -> bytes:
+def meta_page(file_map: FileMap, start: int) -> bytes:
     """Read from the file, so that its guard has nothing to tell: others' refused pages would be in the way."""
     try:
         return os.pread(file_map.pins.descriptor, btree.META_READ_BYTES, start)

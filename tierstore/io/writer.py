@@ -7,7 +7,7 @@ little at a time.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Final
 
@@ -48,7 +48,7 @@ class Writer:
         old_readers: what they keep from being reused.
     """
 
-    def __init__(self, file: OpenFile, store_id: bytes, slack: float, cleaned: Callable[[Written], None]) -> None:
+    def __init__(self, file: OpenFile, slack: float, cleaned: Callable[[Written], None]) -> None:
         self._file = file
         self._cleaned = cleaned
         disown_in_forks(self)
@@ -59,7 +59,7 @@ class Writer:
             file.map.pins.require_in_place()
             self._floor = OldestReader(self._environment, file.path, file.map.pins)
             stack.callback(self._floor.close)
-            self._anchors = AnchorKeeper(file.path, store_id, file.page_bytes, sync=self.sync, pin=file.new_snapshot)
+            self._anchors = AnchorKeeper(file, sync=self.sync, pin=file.new_snapshot)
             stack.callback(self._anchors.close)
             self._anchors.set()
             self.old_readers = OldReaders(file)
@@ -86,13 +86,16 @@ class Writer:
         try:
             self._environment.sync(True)
         except lmdb.Error as error:
+            self._file.has_failed = True
             raise translate(error, self._file.path) from error
 
     def _transaction(self, size_bytes: int = 0) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
         """A write transaction, committed at the end of the block, with LMDB's errors translated. ``size_bytes``: what
         it may put, records and pages of the tree apart."""
+        self.catch_up()
         self._file.map.guard.require_whole()
         self._make_room(size_bytes)
+        self._file.is_behind = True
         return self._floor.transaction()
 
     def _make_room(self, size_bytes: int) -> None:
@@ -102,14 +105,37 @@ class Writer:
         self._file.map = self._file.map.reaching(min(needed, MAX_PAGES * self._file.page_bytes))
         if self._file.map.length_bytes == self._mapped_bytes:
             return
-        with self._file.must_succeed():  # LMDB gives its map up before it makes another
+        try:
             self._floor.set_map_length(self._file.map.length_bytes)
+        except TierstoreError:  # LMDB gives its map up before it makes another
+            self._file.has_failed = True
+            raise
         self._mapped_bytes = self._file.map.length_bytes
 
     def append(self, layout: RowLayout, new: KeyedRows) -> Written:
         """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
-        rows = self._rows()
+        rows = self.rows()
         return self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
+
+    def catch_up(self) -> None:
+        """After a call that was cut short: show what the file has. Versions are shown once they are durable."""
+        file = self._file
+        if not file.is_behind:
+            return
+        with file.lock, ExitStack() as stack:
+            if not file.is_behind or file.is_closed or file.has_failed:
+                return
+            stack.callback((snapshot := file.new_snapshot()).close)
+            head = read_head(snapshot)
+            record = read_record(snapshot, head.current)
+            self._log.catch_up(snapshot)
+            if head != file.head:
+                self._anchors.set()
+            if snapshot.txn_id != file.snapshot.txn_id:
+                file.view.rows = None
+            stack.pop_all()
+            file.head, file.record = head, record
+            file.follow(snapshot)
 
     # -- versions
 
@@ -118,6 +144,7 @@ class Writer:
         with file.lock:
             file.require_open()
             file.map.pins.require_in_place()
+            self.rows()
             if not file.head.last < version <= records.MAX_VERSION or keep < 1:
                 raise ValueError(
                     f"version={version} must be above {file.head.last} and at most {records.MAX_VERSION}, and "
@@ -126,20 +153,39 @@ class Writer:
             before = (kept for kept in file.head.kept if kept not in dropped)
             head = Head(last=version, kept=(*before, version)[-keep:])
             record = CommitRecord(version, len(payload), bytes_checksum(payload))
-            self._rows()
-        self._put_payload(record, payload)
-        with file.lock:
-            read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
-            with self._transaction() as txn:
-                txn.put(records.item_key(records.commit_item(version)), records.pack_words(*record))
-                txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
-                reach("commit: record put")
-            reach("commit: transaction committed")
-        with file.must_succeed():
-            self._anchor()
-            self._adopt(head, record)
-        reach("commit: durable")
-        self._prune()
+        with self._making_current(version):
+            self._put_payload(record, payload)
+            with file.lock:
+                read_head(file.snapshot)  # so LMDB's way to the records: a page that it cannot read ends the process
+                with self._transaction() as txn:
+                    txn.put(records.item_key(records.commit_item(version)), records.pack_words(*record))
+                    txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
+                    reach("commit: record put")
+                reach("commit: transaction committed")
+                file.follow(file.new_snapshot())
+            try:
+                self._anchor()
+            except BaseException as error:
+                error.add_note(f"version {version} was written: it, or the one before it, is what opens next")
+                raise
+            with file.lock:
+                file.head, file.record = head, record
+            reach("commit: durable")
+            self._prune()
+
+    @contextlib.contextmanager
+    def _making_current(self, version: int) -> Iterator[None]:
+        """For what makes a version current, and for what follows. An error that comes once it is durable is logged."""
+        try:
+            yield
+        except BaseException as error:
+            self._file.is_behind = True
+            if not isinstance(error, Exception):
+                raise
+            self.catch_up()
+            if self._file.head.current != version:
+                raise
+            _LOG.warning("version %d is durable; what was to follow failed, and is left to later: %r", version, error)
 
     def _put_payload(self, record: CommitRecord, payload: bytes) -> None:
         """Put a version's payload, some at a time, as LMDB keeps what a transaction puts in memory. No version that is
@@ -154,26 +200,19 @@ class Writer:
                         for chunk in range(first, min(first + _CHUNKS_TOGETHER, record.num_payload_chunks)):
                             key = records.item_key(records.payload_item(record.version, chunk))
                             txn.put(key, view[chunk * step : (chunk + 1) * step])
-                    with self._file.must_succeed():
-                        self._file.view.move(self._file.new_snapshot())
+                    self._file.follow(self._file.new_snapshot())
                 reach("commit: payload put")
         except DiskFullError:
             with self._file.lock, contextlib.suppress(TierstoreError):
                 self._delete_items()  # room for a smaller one
             raise
 
-    def _adopt(self, head: Head, record: CommitRecord) -> None:
-        """Show a version that became current."""
-        with self._file.lock:
-            self._file.head, self._file.record = head, record
-            self._file.view.move(self._file.new_snapshot())
-
     def _prune(self) -> None:
         """Delete what the kept versions do not need, and clean what that leaves too empty, a little at a time. A full
         disk leaves that to later commits."""
         file = self._file
         with file.lock:
-            rows = self._rows()
+            rows = self.rows()
             for segments in rows.segments.values():
                 segments.release(file.head.kept, file.head.last)
             turns = self._log.take_turns(rows)
@@ -187,8 +226,6 @@ class Writer:
                 self._delete_items()
         except DiskFullError as error:
             _LOG.warning("the commit stands; there was no room to clean up after it (%s)", error)
-        with file.lock:
-            file.view.move(file.new_snapshot())
         self._anchor()  # only behind an anchor can the pages be used again
         self.old_readers.look(sum(segments.pages for segments in rows.segments.values()) * file.page_bytes)
         reach("prune: done")
@@ -196,7 +233,7 @@ class Writer:
     def _clean(self) -> bool:
         with self._file.lock:
             self._file.require_open()
-            written = self._log.clean(self._rows(), self._file.head.kept)
+            written = self._log.clean(self.rows(), self._file.head.kept)
             if written is not None:
                 self._cleaned(written)
             return written is not None
@@ -205,52 +242,54 @@ class Writer:
         """Delete some of the segments whose rows nobody needs; False if there are none."""
         with self._file.lock:
             self._file.require_open()
-            return self._log.delete_dead(self._rows())
+            return self._log.delete_dead(self.rows())
 
     def _anchor(self) -> None:
         """Set an anchor while other threads go on writing."""
-        with self._file.must_succeed():
-            with self._file.lock:
-                anchored = self._anchors.start()
-            anchored.result()
-            with self._file.lock:
-                self._anchors.settle()
+        with self._file.lock:
+            anchored = self._anchors.start()
+        anchored.exception()  # waits
+        with self._file.lock:
+            self._anchors.settle()
+        anchored.result()  # another thread may have settled it
 
-    def _delete_items(self) -> bool:
-        """Delete the records and payloads of versions that are not kept; whether there were any."""
+    def _delete_items(self) -> None:
+        """Delete the records and payloads of versions that are not kept."""
         if items := stale_items(self._file.snapshot, self._file.head):
             with self._transaction() as txn:
                 for item in items:
                     txn.delete(records.item_key(item))
-        return bool(items)
+            self._file.follow(self._file.new_snapshot())
 
     def rollback(self, version: int) -> None:
         file = self._file
         with file.lock:
             file.require_open()
+            self.catch_up()
             if version not in file.head.kept:
                 raise ValueError(f"version={version} is not kept: there are {list(file.head.kept)}")
+            file.view.rows, file.has_loose = None, True  # if a step fails, what was not committed is dropped even so
             record = read_record(file.snapshot, version)
             head = Head(last=file.head.last, kept=tuple(kept for kept in file.head.kept if kept <= version))
-            with self._transaction() as txn:
-                txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
-                reach("rollback: head put")
-            reach("rollback: transaction committed")
-            with file.must_succeed():
+            with self._making_current(version):
+                with self._transaction() as txn:
+                    txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
+                    reach("rollback: head put")
+                reach("rollback: transaction committed")
+                file.follow(file.new_snapshot())
                 self._anchors.set()
-                self._adopt(head, record)
+                file.head, file.record = head, record
                 reach("rollback: durable")
-                file.view.rows, file.has_loose = None, True
-                self._rows()
+                self.rows()
 
-    def _rows(self) -> RowMap:
+    def rows(self) -> RowMap:
         """The map. Segments of versions that are not current, which a process that ended, or a rollback, left behind,
         are deleted first: a version to come would show them."""
         file = self._file
+        self.catch_up()
         rows = file.make_map()
         if file.has_loose:
             self._log.drop(rows.later)
-            if self._delete_items():
-                file.view.move(file.new_snapshot())
+            self._delete_items()
             file.has_loose = False
         return rows

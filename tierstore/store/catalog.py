@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..config import TableConfig
-from ..errors import StoreReplacedError, TableError
+from ..errors import StoreReplacedError, TableError, TierstoreError
 from ..hbm.build import require_supported
-from ..io import ColdTier
+from ..io import ColdTier, LmdbColdTier
 from ..layout import MAX_TABLES, DtypeName, RowLayout
 from ..optim import SGD
 from ..pool.converting import Converter, RowSource
@@ -73,7 +73,7 @@ class Catalog:
         self._entered: dict[int, tuple[RowLayout, int]] = {}  # layout and rows of the tables that the cold tier knows
         self._shown_shapes = self._entered
         self._enter(manifest.shapes)
-        self._take(manifest)
+        self._take(manifest, self._made(manifest))
         self.show(self.version)
 
     @property
@@ -147,35 +147,46 @@ class Catalog:
             raise ValueError(f"name={config.name!r} is of tables that the store keeps to itself; choose another name")
 
     def create(self, config: TableConfig) -> Table:
-        """Make a table, durably. If that fails, nothing changes."""
-        manifest, index = self.manifest, len(self.manifest.tables)
-        for each in config.with_ids(index):
+        """Make a table, durably; errors as of ``_write``."""
+        manifest = self.manifest
+        for each in config.with_ids(len(manifest.tables)):
             manifest = manifest.with_table(each)
-        try:
-            for place, shape in list(manifest.shapes.items())[index:]:
-                self._add_table(place, *shape)
-            if self._directory is not None:
-                manifest.write(self._directory)
-        except BaseException:
-            if self._entered.pop(index, None):
-                self._entered.pop(index + 1, None)
-                self._cold.set_tables(self._entered)
-            raise
-        self.manifest = manifest
-        return self._add(config, index)
+        self._replace(manifest)
+        return self.tables[config.name]
 
     def change(self, manifest: Manifest) -> None:
-        """Have other tables, durably; if that fails, nothing changes. Nothing is cached, and no row changed since the
-        last commit. Tables whose configuration changes are others from then on (``Table.leave``)."""
+        """Have other tables, durably; errors as of ``_write``. Nothing is cached, and no row changed since the last
+        commit. Tables whose configuration changes are others from then on (``Table.leave``)."""
+        self._replace(manifest)
+        self.shown.committed = self.num_changes
+
+    def _replace(self, manifest: Manifest) -> None:
+        """Have the tables of another manifest, once that is on disk. Errors as of ``_write``; nothing changes then."""
         try:
             self._enter(manifest.shapes)
-            if self._directory is not None:
-                manifest.write(self._directory)
+            tables = self._made(manifest)
+            late = self._write(manifest)
         except BaseException:
             self._enter(self.manifest.shapes)
             raise
-        self._take(manifest)
-        self.shown.committed = self.num_changes
+        self._take(manifest, tables)
+        if late is not None:
+            raise late
+
+    def _write(self, manifest: Manifest) -> BaseException | None:
+        """Returns once it is on disk, with what is to be raised then. StoreReplacedError; as ``Manifest.write``."""
+        if self._directory is None or not isinstance(self._cold, LmdbColdTier):
+            return None
+        self._cold.require_in_place()
+        try:
+            manifest.write(self._directory)
+        except BaseException as error:
+            with contextlib.suppress(TierstoreError):
+                if Manifest.read(self._directory) == manifest:
+                    self._cold.sync_names()
+                    return None if isinstance(error, Exception) else error
+            raise
+        return None
 
     @contextlib.contextmanager
     def written_to(self, places: range) -> Iterator[None]:
@@ -226,35 +237,39 @@ class Catalog:
     def move(self, manifest: Manifest, version: Version) -> None:
         """Show a newer version, for which ``prepare`` gave the manifest."""
         self._enter(manifest.shapes)
-        self._take(manifest)
+        self._take(manifest, self._made(manifest))
         self.show(version)
 
     # Tables and the cold tier
 
-    def _take(self, manifest: Manifest) -> None:
-        """Have the tables of a manifest, which the cold tier knows; those that are in it as they are stay."""
-        before = {table.index: table for table in self.tables.values()}
-        self.manifest, self._shown_shapes = manifest, self._entered
-        self.tables = {}
+    def _made(self, manifest: Manifest) -> dict[str, Table]:
+        """The tables of a manifest, which the cold tier knows; those that are in it as they are stay."""
+        before, tables = {table.index: table for table in self.tables.values()}, dict[str, Table]()
         for index, config in enumerate(manifest.tables):
             known = before.get(index)
             if known is not None and known.config == config:
-                self.tables[config.name] = before.pop(index)
+                tables[config.name] = known
             elif not config.is_hidden:
                 self._require_supported(config)
-                made = self._add(config, index)
+                tables[config.name] = made = self._new(config, index)
                 if known is not None:
                     made.restore(known.state)
                     made.follows, made.converted = known.follows, known.converted
-        for table in before.values():
-            table.leave()
+        return tables
 
-    def _add(self, config: TableConfig, index: int) -> Table:
+    def _take(self, manifest: Manifest, tables: dict[str, Table]) -> None:
+        """Have a manifest and what ``_made`` gave of it; again is fine."""
+        before, self.tables, self.manifest, self._shown_shapes = self.tables, tables, manifest, self._entered
+        for table in before.values():
+            if tables.get(table.name) is not table:
+                table.leave()
+
+    def _new(self, config: TableConfig, index: int) -> Table:
         store = self._store()
         assert store is not None, "the caller of a store has it"
         if store.recorder is not None:
             store.recorder.add_table(index, config.name)
-        table = self.tables[config.name] = Table(store, config, index, self._kept(index, config))
+        table = Table(store, config, index, self._kept(index, config))
         if config.ids is not None:
             table.ids = TableIds(config, index, self._cold, store.workers)
         return table
@@ -267,14 +282,11 @@ class Catalog:
         if known.items() <= shapes.items():  # more of them: the map of the others' rows stays
             self._entered = dict(known)
             for index in sorted(shapes.keys() - known.keys()):
-                self._add_table(index, *shapes[index])
+                self._cold.add_table(index, *shapes[index])
+                self._entered[index] = shapes[index]
         else:
             self._cold.set_tables(shapes)
             self._entered = dict(shapes)
-
-    def _add_table(self, index: int, layout: RowLayout, num_rows: int) -> None:
-        self._cold.add_table(index, layout, num_rows)
-        self._entered[index] = layout, num_rows
 
     def _kept(self, index: int, config: TableConfig) -> RowLayout:
         """How a table's rows lie in memory. TableError if they cannot as asked."""

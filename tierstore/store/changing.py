@@ -90,9 +90,9 @@ def _moved(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config:
         counts = [_copy(cold, catalog, gone, each, gone + shift, pools.epoch) for gone, each in moved.items()]
         version, number = catalog.version, pools.epoch
         payload = repack(version._replace(tables=catalog.states), version.lineage.following(version.number))
+        pools.epoch, made = number + 1, unpack(number, payload)
         cold.commit(payload, number, keep=1)
-        pools.epoch = number + 1
-        catalog.shown.version = unpack(number, payload)
+        catalog.shown.version = made
         for gone, each in moved.items():
             manifest = manifest.with_place(gone, manifest.tables[gone].dropped(gone)).with_place(gone + shift, each)
         catalog.change(manifest)

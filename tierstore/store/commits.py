@@ -181,12 +181,16 @@ class Commits:
                     f"{error}. Or end it: delete its output (del out), and look up under torch.no_grad() what stays; "
                     "zero_grad() of store.optimizer() releases the rows of a backward pass before its step"
                 ) from None
-            self._pools.close()
-            self._cold.rollback(version)
+            held.callback(self._show)  # the last first, each even if one before it fails
+            held.callback(self._cold.rollback, version)
             for ids in self._catalog.ids:
-                ids.forget()
-            self._catalog.show(unpack(version, self._cold.payload))
-            self._pools.epoch = self._cold.last_version + 1
+                held.callback(ids.forget)
+            held.callback(self._pools.close)
+
+    def _show(self) -> None:
+        """Go on from the version that the cold tier shows."""
+        self._catalog.show(unpack(self._cold.version, self._cold.payload))
+        self._pools.epoch = self._cold.last_version + 1
 
 
 def _require_elsewhere(what: str) -> None:
@@ -207,13 +211,16 @@ def _finish(
         for each in frozen:
             each.write_frozen()
         reach("commit: frozen rows written")
+        version = unpack(pending.version, payload)
         try:
             cold.commit(payload, pending.version, keep=keep, dropped=dropped)
         finally:
             if cold.version == pending.version:
-                shown.version, shown.committed = unpack(pending.version, payload), num_changes
+                shown.version, shown.committed = version, num_changes
         pending.set_result(pending.version)
     except BaseException as error:
+        if shown.version.number == pending.version:
+            error.add_note(f"version {pending.version} is durable")
         _give_up(pending, frozen, error)
 
 

@@ -111,7 +111,7 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Replace the manifest in ``directory``; after a crash there is the old one or the new one. TableError: there
         are more tables than a manifest can hold. DiskFullError, ReadOnlyError, TierstoreError: the system refused; the
-        old one stands."""
+        old one stands, or, if it was the directory that could not be synced, this one."""
         text = self._text()
         partial = directory / f"{MANIFEST_NAME}.{os.getpid()}.partial"  # no other process writes it
         try:

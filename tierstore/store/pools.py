@@ -126,9 +126,9 @@ class Pools:
 
     def close(self) -> None:
         """Forget the caches, with what is dirty in them."""
-        for pool in self:
+        before, self._by_layout = self._by_layout, {}
+        for pool in before.values():
             pool.close()
-        self._by_layout = {}
 
     # Making them
 

@@ -31,7 +31,8 @@ def require_outside(target: Path, source: Path) -> None:
 
 @contextlib.contextmanager
 def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAME, MANIFEST_NAME)) -> Iterator[Path]:
-    """A working directory within the target. On leaving, its files move to the target; on an error they are removed.
+    """A working directory within the target. On leaving, its files move to the target; after an error, also one that
+    comes when all are there, nothing is left.
 
     The next call replaces what a killed process left.
 
@@ -54,10 +55,10 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
             raise FileExistsError(f"{target} is not a directory; choose another name")
         with output_locked(target, os.O_RDONLY | os.O_DIRECTORY):
             found = names_in(target)  # at most what a killed process leaves
-            if found - {work_name} and (work_name not in found or not found <= {work_name, *names[:-1]}):
+            if found and not (work.is_dir() and found <= {work_name, *names[:-1]}):
                 raise FileExistsError(
-                    f"{target} is not empty (it holds {min(found - {work_name})}); choose a directory that is, or a "
-                    "new one"
+                    f"{target} is not empty (it holds {min(found - {work_name} or found)}); choose a directory that "
+                    "is, or a new one"
                 )
             try:
                 _clear(target, work_name, names)
@@ -65,22 +66,19 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
                 yield work
                 _move(work, target, names)
             except BaseException:
-                if not (target / names[-1]).exists():
-                    _clear(target, work_name, names)
-                    if is_made:
-                        target.rmdir()
+                _clear(target, work_name, names)
+                if is_made:
+                    target.rmdir()
                 raise
 
 
 def _clear(target: Path, work_name: str, names: Sequence[str]) -> None:
-    """Remove what a killed process left."""
-    if (target / work_name).is_dir():
-        for path in (target / name for name in names):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        shutil.rmtree(target / work_name)
+    """Remove what a killed process left, or this one: first what makes the target whole."""
+    for path in (target / name for name in (*reversed(names), work_name)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _move(work: Path, target: Path, names: Sequence[str]) -> None:
@@ -92,7 +90,7 @@ def _move(work: Path, target: Path, names: Sequence[str]) -> None:
     sync_directory(target)
     sync_directory(target.parent)
     reach("copy: manifest in place")
-    shutil.rmtree(work)
+    shutil.rmtree(work, ignore_errors=True)
     reach("copy: done")
 
 

@@ -116,6 +116,7 @@ def _apply(directory: Path, tier: LmdbColdTier, update: UpdateFile, replaces: st
     payload = repack(version, before.lineage.following(before.number))
     # Last, as readers look for a version's tables here; until the commit they see those of the version before.
     if manifest.tables != header.tables:
+        tier.require_in_place()
         replace(manifest, tables=header.tables).write(directory)
     tier.commit(payload, tier.last_version + 1, keep=KEEP + bool(origin and origin.urgent))
     return Applied(header.shown.version, rows, False)
