@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..kernels.arrays import Bytes, Int32s, Int64s, Words
+from ..kernels.hashing import SECRET
 from ..kernels.jit import uncounted_inline as inline
 from .index import SLOT_DTYPE, SlotRecords, index_places
 from .sketch import BLOCK_BYTES, sketch_width
@@ -130,6 +131,9 @@ def new_state(capacity: int, policy: str) -> CacheState:
     state.level_tail[:] = capacity
     state.tallies[[Tally.MAIN_LAST, Tally.UNKNOWN_LAST]] = capacity
     state.tallies[Tally.OLDEST_BATCH] = 1
+    for index in (state.entries, state.last_uses):
+        if index is not None:
+            index[-1] = SECRET
     return state
 
 
