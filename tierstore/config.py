@@ -186,8 +186,18 @@ class TableConfig:
         """Whether the rows of another table, as they are stored or as they are before they are written, are rows of
         this one, which may have more."""
         page_bytes = 4096  # the same for both
-        own, other = ((each.layout(page_bytes), each.init, each.init.place, each.ids) for each in (self, before))
-        return own == other and self.num_embeddings >= before.num_embeddings and not before.is_dropped
+        own, other = ((each.layout(page_bytes), each.init, each.init.place) for each in (self, before))
+        is_alike = own == other and self.keeps_ids_of(before)
+        return is_alike and self.num_embeddings >= before.num_embeddings and not before.is_dropped
+
+    def keeps_ids_of(self, before: "TableConfig") -> bool:
+        """Whether the ids of another table, their scores and counts are as of this one, which may have more."""
+        rules, other = self.ids, before.ids
+        if rules is None or other is None:
+            return rules is other
+        counts, counted = rules.num_candidates(self.num_embeddings), other.num_candidates(before.num_embeddings)
+        is_stored_alike = rules.owners == other.owners and rules.eviction.scores == other.eviction.scores
+        return is_stored_alike and counted <= counts and bool(counted) == bool(counts)
 
     def layout(self, page_bytes: int) -> RowLayout:
         """How this table's rows lie in memory and on disk."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tierstore.ids import id_map
 from tierstore.ids.id_map import IdMap, absent, give_rows, lowest, map_bytes, select
 from tierstore.kernels.arrays import Bools, Int64s
+from tierstore.kernels.hashing import SECRET
 from tierstore.kernels.threads import Workers
 
 EDGES = [-(2**63), -1, 0, 1, 2**63 - 1]
@@ -164,7 +165,7 @@ def test_lowest(rows: list[tuple[int, int]], count: int) -> None:
 def test_absent_ids_are_numbered_in_order_of_first_use(batch: list[int]) -> None:
     wanted = np.array(batch, np.int64)
     rows = np.array([7 if each % 2 else -1 for each in wanted], np.int64)
-    new, counts = absent(wanted, rows)
+    new, counts = absent(wanted, rows, SECRET)
     missing = [each for each in wanted.tolist() if each % 2 == 0]
     assert new.tolist() == list(dict.fromkeys(missing))
     assert counts.tolist() == [missing.count(each) for each in new.tolist()]

@@ -30,7 +30,7 @@ import numpy as np
 from tierstore.init import mix64
 from tierstore.kernels.slots import unique_in_order
 keys, inverse = np.array([5, 5, 9]), np.empty(3, np.int32)
-print(unique_in_order(keys, np.full(8, -1, np.int32), np.empty_like(keys), inverse))
+print(unique_in_order(keys, np.full(8, -1, np.int32), np.empty_like(keys), inverse, 1))
 """
 
 
@@ -171,7 +171,7 @@ import numpy as np
 from tierstore.kernels.slots import unique_in_order
 from tierstore.kernels.jit import FIRST_USE
 keys, inverse = np.array([5, 5, 9]), np.empty(3, np.int32)
-unique_in_order(keys, np.full(8, -1, np.int32), np.empty_like(keys), inverse)
+unique_in_order(keys, np.full(8, -1, np.int32), np.empty_like(keys), inverse, 1)
 print(FIRST_USE._ahead.pid, flush=True)
 if sys.argv[1:]: os.kill(os.getpid(), signal.SIGKILL)
 """

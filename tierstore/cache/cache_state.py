@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..kernels.arrays import Bytes, Int32s, Int64s, Words
+from ..kernels.hashing import SECRET
 from ..kernels.jit import uncounted_inline as inline
 from .index import SLOT_DTYPE, SlotRecords, index_places
 from .sketch import BLOCK_BYTES, sketch_width
@@ -103,6 +104,7 @@ def new_state(capacity: int, policy: str) -> CacheState:
     state.slots[capacity]["previous"] = state.slots[capacity]["next"] = capacity
     state.level_tail[:] = capacity
     state.tallies[Tally.MAIN_LAST] = capacity
+    state.entries[-1] = SECRET
     return state
 
 

@@ -3,7 +3,8 @@
 An entry is one uint64, ``fingerprint << 32 | slot + 1``; 0 is an empty place. The fingerprint, 32 bits of the mixed
 key, also decides the entry's home place, so deletion moves entries without looking at their keys, and a probe reads a
 slot's key only where the fingerprints agree. The table has half as many places again as the cache has slots, so at
-least a third are empty and every probe ends.
+least a third are empty and every probe ends. The array's last word is the secret of ``kernels.hashing``, by which keys
+are mixed.
 
 Sources: mixer, "Mix13" of D. Stafford as used by G. Steele, D. Lea and C. Flood, Fast splittable pseudorandom number
 generators (OOPSLA 2014); range reduction, D. Lemire, Fast random integer generation in an interval (2019); backward
@@ -54,8 +55,8 @@ _ONE: Final = np.uint64(1)
 
 
 def index_places(capacity: int) -> int:
-    """Places of the index of a cache of ``capacity`` slots."""
-    return capacity + (capacity + 1) // 2 + 1
+    """Words of the index of a cache of ``capacity`` slots."""
+    return capacity + (capacity + 1) // 2 + 2
 
 
 @inline
@@ -86,10 +87,15 @@ def home_of(fingerprint: np.uint64, places: np.uint64) -> np.uint64:
 
 
 @inline
+def _fingerprint(index: Words, key: Any) -> np.uint64:
+    return fingerprint_of(np.uint64(key) ^ index[np.uint64(index.size - 1)])
+
+
+@inline
 def index_find(index: Words, slots: SlotRecords, key: Any) -> np.int64:
     """The key's slot (int64), or ABSENT."""
-    places = np.uint64(index.size)
-    fingerprint = fingerprint_of(key)
+    places = np.uint64(index.size - 1)
+    fingerprint = _fingerprint(index, key)
     place = home_of(fingerprint, places)
     for _ in range(index.size):
         entry = index[place]
@@ -111,24 +117,24 @@ def index_prefetch(index: Words, slots: SlotRecords, keys: Int64s, position: Any
 
     Each find needs two dependent reads that usually miss the CPU caches; prefetching overlaps them.
     """
-    places = np.uint64(index.size)
+    places = np.uint64(index.size - 1)
     if position + _FAR < keys.size:
-        prefetch_item(index, home_of(fingerprint_of(keys[position + _FAR]), places))
-        entry = index[home_of(fingerprint_of(keys[position + _NEAR]), places)]
+        prefetch_item(index, home_of(_fingerprint(index, keys[position + _FAR]), places))
+        entry = index[home_of(_fingerprint(index, keys[position + _NEAR]), places)]
         if entry != _EMPTY:
             prefetch_item(slots, np.int64(entry & _SLOT_MASK) - np.int64(1))
 
 
 @inline
-def _entry_of(key: Any, slot: Any) -> np.uint64:
-    return (fingerprint_of(key) << _HALF) | (np.uint64(slot) + _ONE)
+def _entry_of(index: Words, key: Any, slot: Any) -> np.uint64:
+    return (_fingerprint(index, key) << _HALF) | (np.uint64(slot) + _ONE)
 
 
 @inline
 def _place_of(index: Words, key: Any, wanted: np.uint64) -> np.uint64:
     """The first place from the key's home on that has the wanted entry, of which there is one."""
-    places = np.uint64(index.size)
-    place = home_of(fingerprint_of(key), places)
+    places = np.uint64(index.size - 1)
+    place = home_of(_fingerprint(index, key), places)
     for _ in range(index.size):
         if index[place] == wanted:
             break
@@ -141,14 +147,14 @@ def _place_of(index: Words, key: Any, wanted: np.uint64) -> np.uint64:
 @inline
 def index_insert(index: Words, key: Any, slot: Any) -> None:
     """Enter a key that is not in the index."""
-    index[_place_of(index, key, _EMPTY)] = _entry_of(key, slot)
+    index[_place_of(index, key, _EMPTY)] = _entry_of(index, key, slot)
 
 
 @inline
 def index_erase(index: Words, key: Any, slot: Any) -> None:
     """Remove the entry of a resident slot, and close the gap behind it."""
-    places = np.uint64(index.size)
-    hole = _place_of(index, key, _entry_of(key, slot))
+    places = np.uint64(index.size - 1)
+    hole = _place_of(index, key, _entry_of(index, key, slot))
     place = hole
     for _ in range(index.size):
         place += _ONE

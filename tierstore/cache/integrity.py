@@ -70,7 +70,7 @@ def check_state(state: CacheState) -> None:
     counts: Counts = {
         "free slots": (root - num_resident, len(free)),
         "resident": (num_resident, int(np.count_nonzero(flags & RESIDENT))),
-        "index entries": (num_resident, int(np.count_nonzero(state.entries))),
+        "index entries": (num_resident, int(np.count_nonzero(state.entries[:-1]))),
         "listed": (num_resident, len(listed)),
         "dirty": (int(tallies[Tally.DIRTY]), int(np.count_nonzero(flags & DIRTY))),
         "frozen": (int(tallies[Tally.FROZEN]), int(np.count_nonzero(flags & FROZEN))),

@@ -6,7 +6,7 @@ own home alone, and a deletion reads none. With 1.7 places a row, it takes 12 by
 score, which are used together and so lie in one cache line, 6.8 of the table, and one of the queue of those that may
 lose their ids next; up to 4 where many have one score.
 
-Sources: mixer as in ``kernels.hashing``; range reduction, D. Lemire, Fast random integer generation in an interval
+Sources: hash as in ``kernels.hashing``; range reduction, D. Lemire, Fast random integer generation in an interval
 (2019); deletion by backward shift, D. Knuth, The Art of Computer Programming, vol. 3, section 6.4, algorithm R.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Bools, Float64s, Int32s, Int64s, Words
-from ..kernels.hashing import mix64, unit
+from ..kernels.hashing import SECRET, keyed_hash, mix64, unit
 from ..kernels.jit import inline, kernel, prefetch_item
 from ..kernels.threads import Workers
 
@@ -45,8 +45,8 @@ _ONE_THREAD: Final = Workers(1)
 
 
 @inline
-def _home(wanted: int, places: int) -> Any:
-    return np.int64(((mix64(np.uint64(wanted)) >> _HALF) * np.uint64(places)) >> _HALF)
+def _home(wanted: int, places: int, secret: int) -> Any:
+    return np.int64(((keyed_hash(wanted, secret) >> _HALF) * np.uint64(places)) >> _HALF)
 
 
 @inline
@@ -56,28 +56,28 @@ def _entry(row: Any, distance: Any, row_bits: int) -> np.uint32:
 
 
 @inline
-def _fetch_places(index: Uint32s, wanted: int) -> None:
+def _fetch_places(index: Uint32s, wanted: int, secret: int) -> None:
     """Into the processor's caches, those that a probe for this id looks at; it may cross into the next line."""
-    home = _home(wanted, index.size)
+    home = _home(wanted, index.size, secret)
     prefetch_item(index, home)
     prefetch_item(index, min(home + _PROBES, index.size - 1))
 
 
 @kernel
 def find_rows(
-    begin: int, end: int, wanted: Int64s, score: int, index: Uint32s, records: Records, row_bits: int, dirty: Bools,
-    rows: Int64s,
+    begin: int, end: int, wanted: Int64s, score: int, index: Uint32s, records: Records, row_bits: int, secret: int,
+    dirty: Bools, rows: Int64s,
 ) -> None:  # fmt: skip
     """``rows[i]``: the row of ``wanted[i]``, or -1; for i in [begin, end). Rows get the ``score``, unless it is 0."""
     mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
     for i in range(begin, end):
         if i + _FAR < end:
-            _fetch_places(index, wanted[i + _FAR])
+            _fetch_places(index, wanted[i + _FAR], secret)
         if i + _NEAR < end:
-            entry = np.int64(index[_home(wanted[i + _NEAR], size)])
+            entry = np.int64(index[_home(wanted[i + _NEAR], size, secret)])
             if entry != 0:
                 prefetch_item(records, (entry & mask) - 1)
-        place, distance, row = _home(wanted[i], size), 0, np.int64(ABSENT)
+        place, distance, row = _home(wanted[i], size, secret), 0, np.int64(ABSENT)
         while True:
             entry = np.int64(index[place])
             if entry == 0:
@@ -106,12 +106,12 @@ def empty_from(index: Uint32s, place: int) -> Any:
 
 
 @kernel
-def homes_in(begin: int, end: int, first: int, size: int, ids: Int64s, mine: Int32s) -> Any:
+def homes_in(begin: int, end: int, first: int, size: int, secret: int, ids: Int64s, mine: Int32s) -> Any:
     """The first of ``mine``: which ids have their homes in [begin, end); returns how many. ``first``: the first home
     there is."""
     count = 0
     for i in range(ids.size):
-        home = _home(ids[i], size)
+        home = _home(ids[i], size, secret)
         mine[count] = i
         count += begin <= home + (size if home < first else 0) < end
     return count
@@ -119,20 +119,20 @@ def homes_in(begin: int, end: int, first: int, size: int, ids: Int64s, mine: Int
 
 @kernel
 def insert_rows(
-    mine: Int32s, end: int, first: int, index: Uint32s, records: Records, row_bits: int, dirty: Bools, rows: Int64s,
-    ids: Int64s, scores: Uint32s, is_in: Bools,
+    mine: Int32s, end: int, first: int, index: Uint32s, records: Records, row_bits: int, secret: int, dirty: Bools,
+    rows: Int64s, ids: Int64s, scores: Uint32s, is_in: Bools,
 ) -> None:  # fmt: skip
     """Give those of ``mine`` of the rows their ids, distinct and not in the table. Note which are in: not one that
     would have to go to ``end``."""
     size = index.size
     for n in range(mine.size):
         if n + _FAR < mine.size:
-            _fetch_places(index, ids[mine[n + _FAR]])
+            _fetch_places(index, ids[mine[n + _FAR]], secret)
             prefetch_item(records, rows[mine[n + _FAR]])
         i = mine[n]
         if is_in[i]:
             continue
-        home = _home(ids[i], size)
+        home = _home(ids[i], size, secret)
         home += size if home < first else 0
         place = home
         while index[place - size if place >= size else place] != 0:
@@ -147,16 +147,16 @@ def insert_rows(
 
 @kernel
 def remove_rows(
-    mine: Int32s, index: Uint32s, records: Records, row_bits: int, dirty: Bools, rows: Int64s, ids: Int64s
+    mine: Int32s, index: Uint32s, records: Records, row_bits: int, secret: int, dirty: Bools, rows: Int64s, ids: Int64s
 ) -> None:
     """Take those of ``mine`` of the rows out of the table, which have these ids."""
     mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
     for n in range(mine.size):
         if n + _FAR < mine.size:
-            _fetch_places(index, ids[mine[n + _FAR]])
+            _fetch_places(index, ids[mine[n + _FAR]], secret)
             prefetch_item(records, rows[mine[n + _FAR]])
         i = mine[n]
-        hole = _home(ids[i], size)
+        hole = _home(ids[i], size, secret)
         while np.int64(index[hole]) & mask != rows[i] + 1:
             hole = hole + 1 if hole + 1 < size else 0
         place, gap = hole, 0  # from the hole to the place
@@ -167,7 +167,7 @@ def remove_rows(
                 break
             row, distance = (entry & mask) - 1, entry >> row_bits
             if distance == farthest:
-                distance = (place - _home(records[row]["id"], size)) % size
+                distance = (place - _home(records[row]["id"], size, secret)) % size
             if distance >= gap:  # its home does not lie behind the hole
                 index[hole] = _entry(row, distance - gap, row_bits)
                 hole, gap = place, 0
@@ -212,7 +212,7 @@ def free_from(cursor: int, records: Records, rows: Int64s) -> Any:
 
 
 @kernel
-def absent(wanted: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
+def absent(wanted: Int64s, rows: Int64s, secret: int) -> tuple[Int64s, Int64s]:
     """Ids without rows, int64 [n], distinct, and how often each comes, int64 [n]. They are numbered in order of first
     use: ``rows[i]`` becomes -2 less the number."""
     most, places, count = np.count_nonzero(rows < 0), 1, 0
@@ -222,7 +222,7 @@ def absent(wanted: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
     new, counts = np.empty(most, np.int64), np.empty(most, np.int64)
     for i in range(rows.size):
         if rows[i] == ABSENT:
-            place = mix64(np.uint64(wanted[i])) & mask
+            place = keyed_hash(wanted[i], secret) & mask
             while scratch[place] >= 0 and new[scratch[place]] != wanted[i]:
                 place = np.uint64(place + np.uint64(1)) & mask
             if scratch[place] < 0:
@@ -243,17 +243,17 @@ def give_rows(rows: Int64s, given: Int64s) -> None:
 
 
 @kernel
-def draws(ids: Int64s, seed: np.uint64) -> Float64s:
-    """float64 [n] in [0, 1), by seed and id."""
-    out = np.empty(ids.size, np.float64)
+def draws(ids: Int64s, seed: np.uint64, step: int) -> Float64s:
+    """float64 [n] in [0, 1), by seed, batch and id."""
+    out, words = np.empty(ids.size, np.float64), mix64(np.uint64(seed ^ mix64(np.uint64(step))))
     for i in range(ids.size):
-        out[i] = unit(mix64(np.uint64(seed ^ mix64(np.uint64(ids[i])))))
+        out[i] = unit(mix64(np.uint64(words ^ mix64(np.uint64(ids[i])))))
     return out
 
 
 @kernel
 def owners_of(ids: Int64s, owners: int) -> Int64s:
-    """int64 [n]: which of so many owners has each id. By the half of the hash that ``_home`` does not use."""
+    """int64 [n]: which of so many owners has each id. All processes agree, so no secret is in it."""
     out = np.empty(ids.size, np.int64)
     for i in range(ids.size):
         out[i] = np.int64(((mix64(np.uint64(ids[i])) & _ROW) * np.uint64(owners)) >> _HALF)
@@ -400,8 +400,8 @@ class IdMap:
         self._marks: Uint32s = self._records["mark"]
         self._dirty: Bools = np.zeros((capacity >> _CHUNK_BITS) + 1, np.bool_)
         self.num_used = self.cursor = 0
-        self._row_bits = capacity.bit_length()
         self._index: Uint32s = np.zeros(_places(capacity), np.uint32)
+        self._arrays = self._index, self._records, capacity.bit_length(), SECRET, self._dirty  # what kernels take
         self._workers = workers
         self._forget_queue()
 
@@ -457,7 +457,7 @@ class IdMap:
             self._forget_queue()
 
         def work(begin: int, end: int) -> None:
-            find_rows(begin, end, wanted, score, self._index, self._records, self._row_bits, self._dirty, rows)
+            find_rows(begin, end, wanted, score, *self._arrays, rows)
 
         self._workers.divide(work, len(wanted))
         return rows
@@ -474,8 +474,7 @@ class IdMap:
         is_in, every = np.zeros(len(rows), np.bool_), np.arange(len(rows), dtype=np.int32)
 
         def work(mine: Int32s, end: int, first: int) -> None:
-            known = self._index, self._records, self._row_bits, self._dirty
-            insert_rows(mine, end, first, *known, rows, ids, scores, is_in)
+            insert_rows(mine, end, first, *self._arrays, rows, ids, scores, is_in)
 
         self._over_places(work, ids)
         if not is_in.all():
@@ -492,7 +491,7 @@ class IdMap:
 
         def each(begin: int, end: int) -> None:
             mine = lists[bounds.index(begin)]
-            work(mine[: homes_in(begin, end, first, size, ids, mine)], end, first)
+            work(mine[: homes_in(begin, end, first, size, SECRET, ids, mine)], end, first)
 
         self._workers.run(each, [*bounds, first + size])
 
@@ -509,7 +508,7 @@ class IdMap:
         ids = self.ids_of(rows)
 
         def work(mine: Int32s, *_: int) -> None:
-            remove_rows(mine, self._index, self._records, self._row_bits, self._dirty, rows, ids)
+            remove_rows(mine, *self._arrays, rows, ids)
 
         self._over_places(work, ids)
         self.num_used -= len(rows)

@@ -11,13 +11,14 @@ near. docs/performance.md says what else was tried.
 """
 
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
+from ..kernels.hashing import SECRET, keyed_hash
 from ..kernels.jit import prefetch_word
 from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
@@ -77,6 +78,7 @@ class Scratch(NamedTuple):
     seen: NDArray[np.uint32]
     """Zeros: bits for all pages of the file, or a hash table if that is less, of the lowest 32 bits of pages' numbers,
     to count pages by."""
+    secret: int  # of ``hashing``
     timespec: Int64s
     flag: NDArray[np.uint8]
 
@@ -89,6 +91,7 @@ def new_scratch(geo: Geometry, limit: int, num_rows: int) -> Scratch:
         np.empty(num_rows, np.int64),
         np.empty(num_rows, np.uint64),
         np.zeros(min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length()), np.uint32),
+        SECRET,
         np.empty(2, np.int64),
         np.empty(1, np.uint8),
     )
@@ -126,8 +129,9 @@ def _resolve(
 
 
 @inline
-def count_pages(page_words: int, stored_words: int, limit: int, offsets: Int64s, seen: NDArray[np.uint32]) -> int:
-    """Distinct pages the rows lie on; ``seen`` as in ``Scratch``."""
+def count_pages(page_words: int, stored_words: int, limit: int, offsets: Int64s, scratch: Scratch) -> int:
+    """Distinct pages the rows lie on, which have these ``offsets``."""
+    seen = scratch.seen
     page_shift = 0
     while (1 << page_shift) < page_words:
         page_shift += 1
@@ -139,9 +143,10 @@ def count_pages(page_words: int, stored_words: int, limit: int, offsets: Int64s,
         first = offsets[i] >> page_shift
         last = (offsets[i] + stored_words - 1) >> page_shift
         for page in range(first, last + 1):
-            at, entry = page >> 5, np.uint32(1) << np.uint32(page & 31)
+            at: Any = page >> 5
+            entry = np.uint32(1) << np.uint32(page & 31)
             if not in_bits:
-                at, entry = (page ^ (page >> 17)) & mask, np.uint32(page)
+                at, entry = np.int64(keyed_hash(page, scratch.secret)) & mask, np.uint32(page)
                 while seen[at] != 0 and seen[at] != entry:
                     at = (at + 1) & mask
             before = seen[at]
@@ -203,7 +208,7 @@ def gather(
     offsets = scratch.pairs  # a row of a block of several pages follows its key
     row_words = geo.weight_words + geo.state_words
     stored_words = 1 if geo.pages_per_block == 1 else row_words + PAIR_WORDS
-    result[2] = count_pages(geo.page_words, stored_words, limit, offsets, scratch.seen)
+    result[2] = count_pages(geo.page_words, stored_words, limit, offsets, scratch)
     num, group, position, is_cold = len(keys), 2, 0, False
     started = clock_ns(timespec)
     while position < num and not is_cold:

@@ -1,9 +1,16 @@
 """Random bits from counters: SplitMix64's output function (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, OOPSLA 2014)."""
 
+import secrets
+from typing import Any, Final
+
 import numpy as np
 
 from .jit import inline, kernel
+
+SECRET: Final = secrets.randbits(62)
+"""Of this process, for hash tables over given numbers, so that nobody can choose numbers that all collide. No result
+depends on it. Kernels take it as an argument: a constant would be in machine code that other processes load."""
 
 
 @kernel
@@ -13,6 +20,12 @@ def mix64(value: np.uint64) -> np.uint64:
     value = np.uint64((value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
     value = np.uint64((value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
     return np.uint64(value ^ (value >> np.uint64(31)))
+
+
+@inline
+def keyed_hash(value: Any, secret: int) -> np.uint64:
+    """What hash tables place an int64 by."""
+    return mix64(np.uint64(value) ^ np.uint64(secret))
 
 
 @inline

@@ -10,7 +10,7 @@ import numpy as np
 
 from .arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights, Words
 from .floats import FLOAT32
-from .hashing import mix64
+from .hashing import keyed_hash
 from .jit import kernel, prefetch_item, uncounted_kernel
 from .jit import uncounted_inline as inline
 from .jit import uncounted_template as template
@@ -533,14 +533,14 @@ def order_by_sample(bag_starts: Ids, batch: int, inverse: Int32s, order: Int32s)
 
 
 @kernel
-def unique_in_order(keys: Int64s, scratch: Int32s, unique_keys: Int64s, inverse: Int32s) -> int:
+def unique_in_order(keys: Int64s, scratch: Int32s, unique_keys: Int64s, inverse: Int32s, secret: int) -> int:
     """Number the distinct keys (int64 [N]) in order of first use; how many there are. ``scratch``: int32 [a power of
-    two >= 2 N], all -1; ``unique_keys``, ``inverse``: out [N]."""
+    two >= 2 N], all -1; ``unique_keys``, ``inverse``: out [N]; ``secret``: of ``hashing``."""
     mask = np.uint64(scratch.shape[0] - 1)
     count = 0
     for position in range(keys.shape[0]):
         key = keys[position]
-        place = mix64(np.uint64(key)) & mask
+        place = keyed_hash(key, secret) & mask
         while scratch[place] >= 0 and unique_keys[scratch[place]] != key:
             place = np.uint64(place + np.uint64(1)) & mask
         if scratch[place] < 0:

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from ..optim.configs import Hyper
 from ..pool import Pool
 
 _T = TypeVar("_T")
+_TWICE: Final = (
+    "a batch is trained a second time (retain_graph=True), and some ids have lost their rows since the first: run the "
+    "backward passes of a batch before the next batch's forward"
+)
 
 
 class RowGradients(NamedTuple):
@@ -91,13 +95,10 @@ class Hold:
         """Keep them no longer: the batch has been trained."""
         self.rows, self._moves_when_let_go = self.rows[:0], self._num_moves()
 
-    def require(self) -> None:
+    def require(self, why: str = _TWICE) -> None:
         """RuntimeError if they were let go of, and some ids have lost their rows since."""
         if self._moves_when_let_go is not None and self._moves_when_let_go < self._num_moves():
-            raise RuntimeError(
-                "a batch is trained a second time (retain_graph=True), and some ids have lost their rows since the "
-                "first: run the backward passes of a batch before the next batch's forward"
-            )
+            raise RuntimeError(why)
 
 
 class Found(NamedTuple):

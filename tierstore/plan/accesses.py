@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Int64s
+from ..kernels.hashing import SECRET
 from ..kernels.jit import kernel
 from ..kernels.slots import unique_in_order
 from ..layout import KEY_ROW_BITS
@@ -56,7 +57,7 @@ def numbered(keys: Int64s) -> Numbered:
     """Number the distinct keys. 8 to 16 bytes a key of memory, besides the result's 4."""
     scratch = np.full(1 << max(2, (2 * len(keys) - 1).bit_length()), -1, np.int32)
     numbers = np.empty(len(keys), np.int32)
-    return Numbered(numbers, unique_in_order(keys, scratch, np.empty(len(keys), np.int64), numbers))
+    return Numbered(numbers, unique_in_order(keys, scratch, np.empty(len(keys), np.int64), numbers, SECRET))
 
 
 def accesses_of(trace: Trace) -> Accesses:

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s
+from ..kernels.hashing import SECRET
 from ..layout import KEY_ROW_BITS
 
 NO_INTS: Final = np.empty(0, np.int32)
@@ -92,7 +93,7 @@ class Distinct(NamedTuple):
         unique_keys = np.empty_like(keys)
         inverse = np.empty(len(keys), np.int32)
         scratch = np.full(1 << (2 * len(keys) - 1).bit_length(), -1, np.int32)
-        count = kernels.unique_in_order(keys, scratch, unique_keys, inverse)
+        count = kernels.unique_in_order(keys, scratch, unique_keys, inverse, SECRET)
         return cls(inverse, unique_keys[:count])
 
 

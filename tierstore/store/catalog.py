@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("tierstore")
 
-_CHANGEABLE: Final = ("num_embeddings", "feature_names", "pooling", "optimizer")
+_CHANGEABLE: Final = ("num_embeddings", "feature_names", "pooling", "optimizer", "ids")
 
 KeptAs = DtypeName | Literal["stored"] | None  # what rows are kept in memory as; see ``open_store``
 
@@ -45,6 +45,7 @@ class Catalog:
         tables: by name, in order of creation.
         manifest: of the tables.
         shown: the version that is shown.
+        minutes: the time of batches from now on, for ``TTL(minutes=)``, from 1 on; 0: it was not set.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Catalog:
         dtype: KeptAs,
     ) -> None:
         self.tables: dict[str, Table] = {}
+        self.minutes = 0
         self.shown = ShownVersion(unpack(cold.version, cold.payload), {})
         self._store = store
         self._directory = directory
@@ -271,7 +273,7 @@ class Catalog:
             store.recorder.add_table(index, config.name)
         table = Table(store, config, index, self._kept(index, config))
         if config.ids is not None:
-            table.ids = TableIds(config, index, self._cold, store.workers)
+            table.ids = TableIds(config, index, self._cold, store.workers, lambda: self.minutes)
         return table
 
     def _enter(self, shapes: dict[int, tuple[RowLayout, int]]) -> None:
@@ -318,7 +320,7 @@ def _difference(known: Table, asked: TableConfig) -> str:
     text = "; ".join(f"{name}: {there.get(name, none)!r} there, {here.get(name, none)!r} asked" for name in differing)
     if differing == ["optimizer.lr"]:
         way = f"create it with lr={known.config.optimizer.lr}, then set table.learning_rate = {asked.optimizer.lr}"
-    elif all(name.split(".")[0] in _CHANGEABLE for name in differing):
+    elif all(name.split(".")[0] in _CHANGEABLE and name != "ids" for name in differing):
         way = "change it by Store.change_table (docs/tables.md), or choose another name"
     else:
         way = "choose another name, or move its rows to a new store by tierstore export and tierstore import"

@@ -1,4 +1,4 @@
-"""Tables that become larger, get another name, features or optimizer, or go, in place.
+"""Tables that become larger, get another name, features, rules of ids or optimizer, or go, in place.
 
 A table is a place in the manifest, and its rows carry the number of the place. So what only concerns how a table is
 called, looked up or how large it is is a new manifest, written atomically. A table that is dropped leaves its place
@@ -64,6 +64,12 @@ def change(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config:
         raise ValueError(
             f"num_embeddings={config.num_embeddings} of {before.name!r} must be at least {before.num_embeddings}, "
             "as its rows stay; to leave some out, import what tierstore export writes into a new store"
+        )
+    if not config.keeps_ids_of(before):
+        raise ValueError(
+            f"ids={config.ids!r} cannot follow {before.ids!r} of {before.name!r}: what eviction goes by (uses, batches "
+            "or minutes) and whether ids without a row are counted stay, and candidates do not become fewer; import "
+            "what tierstore export writes into a table made with these rules"
         )
     catalog.require_possible(config)
     rule, other = before.optimizer, config.optimizer

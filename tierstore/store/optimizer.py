@@ -29,6 +29,10 @@ _KEPT: Final = (
     "each step, as model.zero_grad() and the zero_grad() of other optimizers do not reach rows"
 )
 _LOOKS_UP: Final = "torch.distributed.checkpoint.state_dict"
+_MOVED: Final = (
+    "step would apply gradients that it applied before, and some ids have lost their rows since to others: call "
+    "zero_grad() of store.optimizer() at each step; no row was trained"
+)
 _GRAD: Final[Any] = Tensor.grad  # torch's property, to which mypy knows no setter
 
 
@@ -67,7 +71,7 @@ class _GradAnchor(torch.nn.Parameter):
     table: Table  # the table
     waiting: _Waiting | None  # of the pass that has its gradient, if that is not merged yet
     is_applied: bool  # ``step`` has applied the gradient
-    holds: list[Hold]  # what keeps the ids of the rows that have a merged gradient
+    holds: list[Hold]  # what keeps the ids of the rows that have a merged gradient, until that is applied
 
     @classmethod
     def of(cls, table: Table) -> "_GradAnchor":
@@ -103,10 +107,14 @@ class _GradAnchor(torch.nn.Parameter):
         return self.waiting is not None or super().grad is not None
 
     def let_go(self) -> None:
-        """The gradient was applied, or forgotten."""
+        """The gradient was applied, or is forgotten."""
         for hold in self.holds:
             hold.let_go()
-        self.holds.clear()
+
+    def require_held(self) -> None:
+        """RuntimeError if the gradient was applied, and some ids have lost their rows since."""
+        for hold in (*self.holds, *(() if self.waiting is None else self.waiting.lookup.holds)):
+            hold.require(_MOVED)
 
     def add_gradients(self, gradients: RowGradients) -> None:
         """Add merged gradients of rows to those that are there."""
@@ -261,14 +269,16 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             each.waiting, each.is_applied = made, False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or make them zeros. ``model.zero_grad()`` does not reach those of rows."""
+        """Forget the gradients, or make them zeros, but forget those of dynamic ids, as rows may get other ids.
+        ``model.zero_grad()`` does not reach those of rows."""
         for rows in self._rows:
             rows.is_applied = False
-            if set_to_none and rows.waiting is not None:
-                rows.waiting.release()
-                rows.waiting = None
-            if set_to_none:
+            if set_to_none or rows.table.ids is not None:
+                if rows.waiting is not None:
+                    rows.waiting.release()
+                rows.waiting = rows.grad = None
                 rows.let_go()
+                rows.holds.clear()
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -281,7 +291,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             DiskFullError, DamagedError, BudgetError, MemoryError: rows could not be fetched; none was trained, and
                 ``step`` can be called again.
             PartlyTrainedError: so too, but rows that do not fit in memory together were trained in parts. ClosedError.
-            RuntimeError: another optimizer of the store was made since.
+            RuntimeError: another optimizer of the store was made since; or gradients were applied before, and ids have
+                lost their rows since. No row was trained.
         """
         if self._store.optimizer_in_use is not self:
             raise RuntimeError("the store has another optimizer, made since; call the step of that one")
@@ -298,6 +309,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     def _apply(self) -> None:
         if not self.has_grad:
             return  # the rates in force stay those of the last update
+        for rows in self._rows:
+            rows.require_held()
         self._set_rates()
         passes = dict.fromkeys(rows.waiting for rows in self._rows if rows.waiting is not None)
         merged = [(rows.table, rows.grad) for rows in self._rows if rows.waiting is None and rows.grad is not None]

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ..config import Pooling, TableConfig
 from ..errors import PartlyTrainedError, TableError, TierstoreError
+from ..ids import DynamicIds
+from ..ids.id_map import MAX_SCORE
 from ..io import ColdTier, LmdbColdTier, MemoryColdTier, VerifyReport
 from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
@@ -173,8 +175,9 @@ class Store(ClosedWhenDropped, Unpicklable):
         feature_names: Sequence[str] | None = None,
         pooling: Pooling | None = None,
         optimizer: Optimizer | None = None,
+        ids: DynamicIds | None = None,
     ) -> Table:
-        """Give a table another name, more rows, other features, pooling or another optimizer, in place and durably.
+        """Give a table another name, more rows, other features, pooling, optimizer or rules of ids, durably.
 
         The change is part of no version: all that are kept show the table as it is now, and ``rollback`` does not undo
         it. A process that is killed leaves the table as it was, or as it is to be. ``Table`` objects of before, and
@@ -195,7 +198,7 @@ class Store(ClosedWhenDropped, Unpicklable):
             ReadOnlyError, ClosedError.
         """
         asked: dict[str, Any] = {
-            "name": name, "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer,
+            "name": name, "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids,
             "feature_names": None if feature_names is None else tuple(feature_names),
         }  # fmt: skip
         with self._changing(table) as known:
@@ -440,11 +443,14 @@ class Store(ClosedWhenDropped, Unpicklable):
         if not math.isfinite(seconds):
             raise ValueError(f"seconds={seconds} must be a finite number")
         minutes = int(seconds // 60) + 1
-        timed = [table.ids for table in self.tables.values() if table.ids is not None and table.ids.goes_by_time]
-        for ids in timed:
-            ids.require_time(minutes)
-        for ids in timed:
-            ids.set_time(minutes)
+        timed = [ids.clock for ids in self._catalog.ids if ids.goes_by_time]
+        least = max(1, *timed, self._catalog.minutes if timed else 1)
+        if not least <= minutes <= MAX_SCORE:
+            raise ValueError(
+                f"seconds={seconds}: batches from now on are of {60 * (least - 1)} to {60 * MAX_SCORE - 1} seconds, as "
+                "time does not go back"
+            )
+        self._catalog.minutes = minutes
 
     # Looking at it
 

@@ -22,7 +22,7 @@ from ..ids.id_map import MAX_SCORE, IdMap, absent, are_scores, as_words, draws, 
 from ..ids.peers import Peers
 from ..io import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
-from ..kernels.hashing import mix64
+from ..kernels.hashing import SECRET
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..lookup.tables import Found, Hold, Use
@@ -52,9 +52,14 @@ class TableIds:
         first_key: of the table's rows here.
         num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
+
+    Args:
+        time: in minutes, of the batches from now on, from 1 on; 0 if it was not set.
     """
 
-    def __init__(self, config: TableConfig, index: int, cold: ColdTier, workers: Workers) -> None:
+    def __init__(
+        self, config: TableConfig, index: int, cold: ColdTier, workers: Workers, time: Callable[[], int]
+    ) -> None:
         assert config.ids is not None
         self.lock = threading.RLock()
         self.num_admitted = self.num_refused = self.num_evicted = 0
@@ -71,6 +76,7 @@ class TableIds:
         self._index = index
         self._cold = cold
         self._workers = workers
+        self._time = time
         self._holds: set[weakref.ref[Hold]] = set()
         self._frozen: Changed | None = None
         self._version = 0
@@ -80,7 +86,7 @@ class TableIds:
         """The store shows another version: ids are read again when they are needed."""
         with self.lock:
             self.__dict__.pop("_known", None)
-            self._step = self._clock = self._minutes = 0
+            self._step = self._clock = 0
             self._frozen = None
             self._holds.clear()
             self.num_moves += 1
@@ -113,21 +119,12 @@ class TableIds:
         """Whether a batch is known by the time that ``set_time`` gave."""
         return isinstance(self._rules.eviction, TTL) and self._rules.eviction.minutes is not None
 
-    def require_time(self, minutes: int) -> None:
-        """ValueError: it is before that of another batch, or none."""
+    @property
+    def clock(self) -> int:
+        """Number of the last batch, or its time in minutes; 0 before the first."""
         with self.lock:
             _ = self._known
-            least = max(1, self._minutes, self._clock)
-            if not least <= minutes <= MAX_SCORE:
-                raise ValueError(
-                    f"seconds={60 * (minutes - 1)}: batches of table {self._config.name!r} are of "
-                    f"{60 * (least - 1)} to {60 * (MAX_SCORE - 1)} from now on"
-                )
-
-    def set_time(self, minutes: int) -> None:
-        """Of batches from now on."""
-        with self.lock:
-            self._minutes = minutes
+            return self._clock
 
     # Looking ids up
 
@@ -192,14 +189,14 @@ class TableIds:
                 )
             self.num_changes += 1
             self.num_admitted += len(missing)
-            self._keep_up(max(self._clock, self._minutes, 1))  # as if a batch had used them
+            self._keep_up(max(self._clock, self._time() if self.goes_by_time else 1))  # as if a batch had used them
             rows[missing] = own.free_rows(len(missing))
             self._insert(rows[missing], ids[missing], np.ones(len(missing), np.int64), put)
             counted = candidates.find(ids)
             candidates.remove(counted[counted >= 0])
             if scores is not None:
                 own.set_scores(rows, scores.astype(np.uint32))
-                self._keep_up(int(scores.max(initial=1)))
+                self._keep_up(int(scores.max(initial=0)))
             return rows + self.first_key
 
     def admit(self, ids: Int64s, put: Put) -> Found:
@@ -208,10 +205,11 @@ class TableIds:
         with self.lock:
             self._require_idle()
             self.num_changes += 1
-            rows, step = self._rows, self._next_step()
-            found = rows.find(ids, score=0 if self._counts_uses else self._clock)
-            new, counts = absent(ids, found)
-            seen = self._seen(new, counts)
+            rows, expired = self._rows, self._next_step()
+            step, were = self._step, (rows.ids[expired], rows.scores(expired))
+            if len(expired):
+                self._note_leaving(expired)
+                rows.remove(expired)
 
             def order(chosen: Int64s) -> Sequence[Any]:
                 """Where these of the new ids first are in the batch of all owners."""
@@ -219,7 +217,16 @@ class TableIds:
                 np.minimum.at(first, -2 - found[places], self.peers.positions(len(ids))[places])
                 return [first[chosen]]
 
-            chosen, free = self._with_rows(np.flatnonzero(self._are_admitted(new, seen, step)), found, order)
+            try:
+                found = rows.find(ids, score=0 if self._counts_uses else self._clock)
+                new, counts = absent(ids, found, SECRET)
+                seen = self._seen(new, counts)
+                chosen, free = self._with_rows(np.flatnonzero(self._are_admitted(new, seen, step)), found, order)
+            except BaseException:
+                rows.put(expired, *were)  # nobody has their rows yet
+                raise
+            if len(expired):
+                self._note_evicted(expired)
             given = np.full(len(new), -1, np.int64)
             given[chosen] = free
             self._insert(free, new[chosen], counts[chosen], put)
@@ -244,9 +251,10 @@ class TableIds:
 
     # The rules
 
-    def _next_step(self) -> int:
-        """Number this batch; forget counts, and ids that were not used for long, as the rules say."""
-        if self.goes_by_time and not self._minutes:
+    def _next_step(self) -> Int64s:
+        """Number this batch, and halve counts, as the rules say; returns rows that no id may have any more."""
+        minutes = self._time()
+        if self.goes_by_time and minutes < max(1, self._clock):
             raise RuntimeError(f"table {self._config.name!r} has TTL(minutes=): call Store.set_time before a batch")
         if self._step >= MAX_SCORE:
             raise OverflowError(f"table {self._config.name!r} has seen {self._step} batches; ids cannot count more")
@@ -255,15 +263,15 @@ class TableIds:
         if isinstance(rule, LFU) and rule.half_life_steps is not None and self._step % rule.half_life_steps == 0:
             used = rows.used_rows
             rows.set_scores(used, np.maximum(rows.scores(used) >> np.uint32(1), np.uint32(1)))
-        before, self._clock = self._clock, self._minutes if self.goes_by_time else self._step
+        before, self._clock = self._clock, minutes if self.goes_by_time else self._step
         if isinstance(rule, TTL):
-            if self.goes_by_time and before <= 1:  # of rows that were imported no time is known
+            if not before:  # of rows that were imported no time is known
                 rows.set_scores(rows.used_rows, np.full(rows.num_used, self._clock, np.uint32))
             every = max(1, rule.span // 16)
             if self._clock > rule.span and self._clock // every > before // every:
                 used = rows.used_rows
-                self._remove(self._not_held(used[rows.scores(used) < self._clock - rule.span]))
-        return self._step
+                return self._not_held(used[rows.scores(used) < self._clock - rule.span])
+        return np.empty(0, np.int64)
 
     def _seen(self, ids: Int64s, counts: Int64s) -> Int64s:
         """How often ids without rows, distinct, have been seen, this batch's ``counts`` included."""
@@ -278,7 +286,7 @@ class TableIds:
         if isinstance(rule, Frequency):
             return seen >= rule.times
         if isinstance(rule, Probability):
-            return draws(ids, mix64(np.uint64(rule.seed % 2**64) ^ mix64(np.uint64(step)))) < rule.share
+            return draws(ids, np.uint64(rule.seed % 2**64), step) < rule.share
         return np.ones(len(ids), np.bool_)
 
     def _count(self, ids: Int64s, seen: Int64s, has_row: Bools, step: int, order: _Order) -> None:
@@ -313,7 +321,7 @@ class TableIds:
         return (scores >> np.uint32(_SEEN_BITS)) - np.uint32(step + 1) & np.uint32(_AGE)
 
     def _insert(self, rows: Int64s, ids: Int64s, counts: Int64s, put: Put) -> None:
-        scores = counts.astype(np.uint32) if self._counts_uses else np.full(len(ids), self._clock, np.uint32)
+        scores = counts.astype(np.uint32) if self._counts_uses else np.full(len(ids), max(1, self._clock), np.uint32)
         put(rows + self.first_key, ids)
         self._rows.put(rows, ids, scores)  # not before its row is whole
 
@@ -450,6 +458,8 @@ class TableIds:
                 self._enter(Changed(rows, words), known)
         highest = int(known[0].scores(known[0].used_rows).max(initial=0))
         self._keep_up(highest)  # a repaired store may have lost the clock
+        if self.goes_by_time and self._clock == 1 and not self._step:
+            self._clock = 0  # all were imported, when no time was known
         return known
 
     def _new_maps(self) -> tuple[IdMap, IdMap]:
