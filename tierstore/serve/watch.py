@@ -41,6 +41,7 @@ class WatchReading(NamedTuple):
     log_loss: float
     rows: int
     holds: bool
+    commit_id: str = ""
 
 
 def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: int) -> list[LabelledRows]:
@@ -60,22 +61,25 @@ def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: in
 
 class Watch:
     """Measures what ``score`` serves, against a bound of ``1 + bound`` times the first log loss. ``store``: its name
-    for the log."""
+    for the log. ``commit_id``: gives the identity of what is served."""
 
-    def __init__(self, score: Score, rows: Sequence[LabelledRows], *, bound: float, store: str) -> None:
-        self._score, self._rows, self._bound, self._store = score, rows, bound, store
+    def __init__(
+        self, score: Score, rows: Sequence[LabelledRows], *, bound: float, store: str,
+        commit_id: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
+        self._score, self._rows, self._bound, self._store, self._commit_id = score, rows, bound, store, commit_id
         self._first: WatchReading | None = None
         self.last: WatchReading | None = None
 
     async def measure(self) -> WatchReading:
         """Ask for every row, keep the reading, and log it: as a warning if the bound does not hold. ServeError: what
         the engine refuses; UNAVAILABLE: the version changed."""
-        losses, versions = [], set()
+        losses, commit_id, versions = [], self._commit_id(), set()
         for each in self._rows:
             begun = time.monotonic()
             probabilities, version = await self._score(each.inputs)
             versions.add(version)
-            if len(versions) > 1:
+            if len(versions) > 1 or self._commit_id() != commit_id:
                 raise ServeError(Status.UNAVAILABLE, "the version changed while its loss was measured; measure again")
             right = np.where(each.labels, probabilities, 1 - probabilities.astype(np.float64))
             losses.append(-np.log(right.clip(_LEAST, 1 - _LEAST)))
@@ -83,7 +87,7 @@ class Watch:
         every = np.concatenate(losses)
         loss = float(every.mean())
         first = self._first.log_loss if self._first else loss
-        found = self.last = WatchReading(version, loss, len(every), loss / first - 1 <= self._bound)
+        found = self.last = WatchReading(version, loss, len(every), loss / first - 1 <= self._bound, commit_id)
         self._first = self._first or found
         level, then = (logging.INFO, "") if found.holds else (logging.WARNING, ", above the bound")
         message = "%s: version %d has a log loss of %.6f on %d watched rows, %+.4f %% of version %d's%s"

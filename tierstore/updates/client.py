@@ -1,7 +1,9 @@
 """The admin port of a replica's server, by HTTP of the standard library: what it has, updates to it and from it."""
 
+import functools
 import http.client
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +15,12 @@ from urllib.parse import SplitResult, urlsplit
 from ..errors import TierstoreError
 from ..system.excerpt import excerpt
 from ..system.forks import disown_in_forks
+from ..system.hosts import is_loopback
 from .apply import Applied
 from .delta import Update
 from .header import Origin
 
+_LOG: Final = logging.getLogger("tierstore.updates")
 Progress = Callable[[int, int], None]
 DEFAULT_PORT: Final = 8002
 PART_BYTES: Final = 16 << 20
@@ -27,7 +31,8 @@ ATTEMPTS: Final = 6
 """Of each request, where the connection breaks."""
 FIRST_PAUSE_SECONDS: Final = 0.5
 """Before the second attempt; twice as long before each further one."""
-_MAX_ANSWER_BYTES: Final = 1 << 20
+_MAX_ANSWER_BYTES: Final = 64 << 20
+"""The status of 10,000 tables takes 8 MiB."""
 _POLL_SECONDS: Final = 0.1
 """How often a server is asked how far it has fetched."""
 _VERSION: Final = "([0-9]{1,13})-([0-9a-f]{16})?"
@@ -100,6 +105,13 @@ def parse_url(url: str) -> SplitResult:
     return parts
 
 
+@functools.lru_cache(1024)
+def _warn_of_plain_token(url: str) -> None:
+    """Once a process: peers are asked again and again."""
+    way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
+    _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
+
+
 class AdminClient:
     """The admin port of one server, "http://HOST:PORT" or https, port 8002 unless given, with the token that it wants.
     ValueError: no such URL. ``attempts``: of each request, where the connection breaks."""
@@ -115,6 +127,8 @@ class AdminClient:
         self._connection = kind(str(parts.hostname), parts.port or DEFAULT_PORT, timeout=timeout)
         self._path = parts.path.rstrip("/")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
+            _warn_of_plain_token(url)
         disown_in_forks(self)
 
     def state(self) -> ReplicaState:
@@ -193,8 +207,11 @@ class AdminClient:
         """Peers are not to get that commit from this server; "": they may again. ``before`` is kept, for ``state``."""
         self._ask("POST", "/admin/updates/trial", {"commit_id": commit_id, "before": dict(before)})
 
-    def roll_back(self) -> int:
-        """Have it go back, for good, from the version that it shows; the number of what it shows then."""
+    def roll_back(self, commit_id: str = "") -> int:
+        """Have it go back, for good, from the version that it shows; the number of what it shows then. PublishError: it
+        shows another commit than this one, or keeps none before it."""
+        if commit_id and (origin := self.origin()) is not None and commit_id not in (origin.commit_id, origin.urgent):
+            raise PublishError(f"{self.url} has {origin}, not commit {commit_id}")
         return int(self._ask("POST", "/admin/updates/rollback", {}, timeout=_APPLY_SECONDS)["version"])
 
     def open(self, update_id: str, start: int) -> http.client.HTTPResponse:

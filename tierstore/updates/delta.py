@@ -74,15 +74,14 @@ def open_source(directory: Path, version: int | None = None) -> Iterator[Opened]
         yield opened
 
 
-def source_of(directory: str | os.PathLike[str]) -> Source:
+def source_of(store: str | os.PathLike[str] | Opened) -> Source:
     """Which version a store would publish. StoreNotFoundError: none, or nothing was committed. DamagedError."""
-    with open_source(Path(directory).absolute()) as (manifest, tier, _):
-        return _source(manifest, tier.version, tier.payload)
-
-
-def _source(manifest: Manifest, number: int, payload: bytes) -> Source:
-    lineage = unpack(number, payload).lineage
-    return Source(Origin(manifest.store_id, number, lineage.commit_id), lineage)
+    if not isinstance(store, Opened):
+        with open_source(Path(store).absolute()) as opened:
+            return source_of(opened)
+    number = store.cold.version
+    lineage = unpack(number, store.cold.payload).lineage
+    return Source(Origin(store.manifest.store_id, number, lineage.commit_id), lineage)
 
 
 def write_update(
@@ -113,16 +112,29 @@ def write_update(
         StoreNotFoundError: no store, or nothing was committed. ValueError: ``since`` is not below the current version.
         FileExistsError, DiskFullError. DamagedError: a row that would be sent is damaged.
     """
-    directory, out = Path(directory).absolute(), Path(out).absolute()
+    with open_source(Path(directory).absolute(), version) as opened:
+        return write_update_of(opened, out, since=since, only=only, progress=progress)
+
+
+def write_update_of(
+    opened: Opened,
+    out: str | os.PathLike[str],
+    *,
+    since: int,
+    only: Int64s | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Update:
+    """``write_update`` of the version that ``open_source`` gave, which the store need not keep any more."""
+    out, (manifest, tier, _) = Path(out).absolute(), opened
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another name")
-    with open_source(directory, version) as (manifest, tier, _), contextlib.closing(UpdateWriter()) as writer:
+    with contextlib.closing(UpdateWriter()) as writer:
         if not 0 <= since < tier.version:
             raise ValueError(
-                f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
+                f"since={since}: the store is at version {tier.version}; give an earlier one, or 0 for all"
             )
         writer.add_payload(_payload(tier.version, tier.payload) if only is None else pack({}, {}, {}, NO_LINEAGE))
-        source = _source(manifest, tier.version, tier.payload)
+        source = source_of(opened)
         since_commit_id = source.lineage.id_of(since)
         since = since if since_commit_id else 0
         with tier.changes(since) as changes:

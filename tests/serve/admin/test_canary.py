@@ -83,7 +83,11 @@ def test_each_measure_has_its_bound() -> None:
     for why, bad in BAD.items():
         assert why in "".join(BOUNDS.compare(GOOD, bad))
     assert BOUNDS.compare(GOOD, WORST) == ["", "", ""]
-    assert BOUNDS.compare(GOOD, Measures()) == BOUNDS.compare(Measures(), GOOD) == []
+    assert BOUNDS.compare(Measures(), GOOD) == [], "there is nothing to be worse than"
+    for absent in (None, math.nan):
+        for name in GOOD._fields:
+            was, now = Measures(**{name: 0.5}), GOOD._replace(**{name: absent})
+            assert [each != "" for each in BOUNDS.compare(was, now)] == [True], name
 
 
 def test_a_version_that_fares_worse_is_gone_back_from_for_good(
@@ -141,7 +145,8 @@ def test_nobody_gets_what_is_on_trial_nor_what_came_after_it(three: Fleet, sourc
 def test_what_cannot_be_judged_is_not_passed_on(three: Fleet, source: Path, fares: dict[int, Any]) -> None:
     fares[2] = status(Measures(None, 0.0, 0.001), 2, requests=99)
     first, *others = three.publish(source, canary=BOUNDS)
-    assert "cannot be judged: it has fewer than 100 requests" in first
+    assert "cannot be judged: the log loss is absent, was 0.5" in first
+    assert "seconds, is absent, was 0.008" in first
     assert all("left as it is" in each for each in others)
     assert versions(three) == [2, 1, 1]
     fares[2] = WORST._replace(failed_share=0.9)
