@@ -9,7 +9,6 @@ Shape legend: P, the elements of all dense parameters laid end to end; D, dimens
 """
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -58,7 +57,7 @@ def box_sharpness(
             for loss in losses():
                 value -= float(loss.detach())
                 gradient -= flat(torch.autograd.grad(loss, dense, retain_graph=True, materialize_grads=True))
-            value = -math.inf if math.isnan(value) else value  # no loss is higher than one that is no number
+            value = value if value <= torch.inf else -torch.inf  # no loss is higher than one that is NaN
             return value, gradient if axes_PD is None else axes_PD.T @ gradient
 
         base = -lowered(torch.zeros_like(bound))[0]

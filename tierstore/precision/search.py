@@ -1,11 +1,8 @@
 """A greedy search for the fewest bytes, as for multiple-choice knapsacks (Sinha and Zoltners, 1979): the type comes
 first that saves most bytes for the loss it adds. Losses do not add up, so each step is measured with all before it."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
-
-from ..system.checks import is_worse
+from typing import Final, Literal, NamedTuple
 
 Choice = Mapping[str, str]
 """The type of each unit that is lowered."""
@@ -53,9 +50,8 @@ def search(units: Sequence[Unit], bound: float, measure: Measure) -> Found:
     """A choice that adds at most ``bound`` on both parts; ``measure`` always gives the same. On the search's rows
     a loss that falls counts as one that rises: fewer bits help by luck, and on other rows they would not."""
     first: dict[Part, float] = {part: measure({}, part) for part in ("search", "check")}
-    for part, loss in first.items():
-        if not 0 < loss < math.inf:
-            raise ValueError(f"log loss {loss} on the rows of the {part}: give a run whose loss is a positive number")
+    if not all(0 < loss < float("inf") for loss in first.values()):
+        raise ValueError(f"the run's log losses are {first}, not positive numbers: no bound is relative to these")
 
     def added(choice: Choice, part: Part = "search") -> float:
         return measure(choice, part) / first[part] - 1
@@ -75,10 +71,11 @@ def search(units: Sequence[Unit], bound: float, measure: Measure) -> Found:
         best = max(left, key=lambda each: gain(*each))
         choice = {**_kept(steps), best[0].name: best[1]}
         joint = added(choice)
-        became: Any = "refused" if is_worse(abs(joint), 0.0, bound) else "kept"
-        steps.append(Step(best[0].name, best[1], size_of(units, choice), joint, became))
+        steps.append(
+            Step(best[0].name, best[1], size_of(units, choice), joint, "kept" if abs(joint) <= bound else "refused")
+        )
         lower.remove(best)
-    while is_worse(added(_kept(steps), "check"), 0.0, bound):
+    while not added(_kept(steps), "check") <= bound:  # NaN breaks it, too
         last = max(index for index, step in enumerate(steps) if step.became == "kept")
         steps[last] = steps[last]._replace(became="undone")
     choice = _kept(steps)

@@ -139,7 +139,8 @@ class StoreEngine:
     def _note_shown(self, store: Store) -> None:
         origin = origin_of(store.extra)
         self.version = self.newest_version = store.version if origin is None else origin.version
-        self.commit_id = store.commit_id(store.version) if origin is None else origin.commit_id + origin.urgent
+        known = store.commit_id(store.version) if origin is None else origin.commit_id + origin.urgent
+        self.commit_id = known or f"version {self.version}"
 
     def _note_dropped(self, model: str, count: int) -> None:
         self._metrics.out_of_range(self._prefix + model, count)
@@ -158,8 +159,7 @@ class StoreEngine:
         if run is None:
             raise ValueError(f"watch={config.watch!r}: {store.directory} is of no run of tierstore train; leave it out")
         rows = read_labelled(run, config.watch, max_rows=config.watch_rows, batch_rows=config.max_batch_samples)
-        settings: Any = {"bound": config.watch_loss, "store": config.store, "commit_id": lambda: self.commit_id}
-        return Watch(self.score, rows, **settings)
+        return Watch(self.score, rows, bound=config.watch_loss, store=config.store, commit_id=lambda: self.commit_id)
 
     def _warm_up(self, store: Store) -> None:
         if self._config.warm_up == "none":
@@ -398,9 +398,7 @@ class StoreEngine:
         while self._config.watch:
             await asyncio.sleep(_WATCH_SECONDS)
             watched = self.watched
-            if watched is None or not self._is_ready:
-                continue
-            if (last := watched.last) and (last.version, last.commit_id) == (self.version, self.commit_id):
+            if watched is None or not self._is_ready or (watched.last and watched.last.commit_id == self.commit_id):
                 continue
             try:
                 await watched.measure()
@@ -420,7 +418,7 @@ class StoreEngine:
                 ran: _Ran = await served.batcher.submit(query, deadline, request.client)
                 if is_counted:
                     jagged: Any = getattr(query, "jagged", query)
-                    self.row_counts.note(served.model.tables, jagged.lengths, jagged.values)
+                    self.row_counts.note(served.model.tables, jagged.lengths, jagged.values, jagged.outside)
                 return ran
             except ServeError as error:
                 # Unless another model has taken this one's place, of which it has to be asked again.

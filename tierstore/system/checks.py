@@ -6,12 +6,6 @@ from numbers import Integral
 from .excerpt import excerpt
 
 
-def is_worse(now: float | None, before: float | None, most: float) -> bool:
-    """Whether a measure is above ``most``. An absent one or NaN is, where there was one before; without one before
-    nothing is."""
-    return before is not None and (now is None or not now <= most)
-
-
 def require_choice(value: object, choices: Collection[str], name: str) -> None:
     """ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ..system.checks import is_worse, require_int
+from ..system.checks import require_int
 from ..system.excerpt import excerpt
 from .client import AdminClient, PublishError, parse_url
 
@@ -13,11 +13,7 @@ WINDOW_SECONDS: Final = 60
 """A server keeps its latencies for so long."""
 MIN_REQUESTS: Final = 100
 """Fewer tell nothing of the 99th percentile, or of a share of one in a hundred."""
-CANNOT_JUDGE: Final = (
-    f"it has fewer than {MIN_REQUESTS} requests, and watches no loss. Publish again once it has more, or without "
-    "--canary"
-)
-WAIT: Final = f"Publish again once it has {MIN_REQUESTS} requests and its watch has ended, or without --canary"
+WAY_OUT: Final = f"Publish again once it has {MIN_REQUESTS} requests or its watched loss, or without --canary"
 
 
 class Measures(NamedTuple):
@@ -65,18 +61,17 @@ class Canary:
             if was is not None:
                 most, shown = was * factor + more, "absent" if now is None else f"{now:.5g}"
                 bad = f"{what} is {shown}, was {was:.5g}, and {flag} allows {most:.5g}"
-                found.append(bad if is_worse(now, was, most) else "")
+                found.append("" if now is not None and now <= most else bad)  # NaN is not
         return found
 
 
 def measure(client: AdminClient, version: int, seconds: int, commit_id: str = "") -> Measures:
-    """How a server fared in the last seconds, up to ``WINDOW_SECONDS``, and its watch's log loss of this version, and
-    this commit if that is known."""
+    """How a server fared in the last seconds, up to ``WINDOW_SECONDS``, and its watch's log loss of this version."""
     status = client.status(seconds)
     try:
         requests, watch, loss = status["requests"], status.get("watch") or {}, None
-        is_it = watch and watch["version"] == version and commit_id in ("", watch.get("commit_id", commit_id))
-        if is_it and watch["rows"]:
+        is_it = commit_id in ("", watch.get("commit_id", commit_id))
+        if watch and watch["version"] == version and is_it and watch["rows"]:
             loss = math.inf if watch["log_loss"] is None else float(watch["log_loss"])
         recent = requests["recent"]
         if sum(requests["history"]["requests"]) < MIN_REQUESTS:
@@ -100,5 +95,5 @@ def watch(client: AdminClient, version: int, before: Measures, canary: Canary, c
             return worse
         lacking = Measures(*(was if now is None else None for was, now in zip(lacking, after, strict=True)))
     if absent := "; ".join(canary.compare(lacking, Measures())):
-        raise PublishError(f"{client.url} shows version {version} and cannot be judged: {absent}. {WAIT}")
+        raise PublishError(f"{client.url} shows version {version} and cannot be judged: {absent}. {WAY_OUT}")
     return ""

@@ -20,7 +20,6 @@ from .apply import Applied
 from .delta import Update
 from .header import Origin
 
-_LOG: Final = logging.getLogger("tierstore.updates")
 Progress = Callable[[int, int], None]
 DEFAULT_PORT: Final = 8002
 PART_BYTES: Final = 16 << 20
@@ -32,7 +31,6 @@ ATTEMPTS: Final = 6
 FIRST_PAUSE_SECONDS: Final = 0.5
 """Before the second attempt; twice as long before each further one."""
 _MAX_ANSWER_BYTES: Final = 64 << 20
-"""The status of 10,000 tables takes 8 MiB."""
 _POLL_SECONDS: Final = 0.1
 """How often a server is asked how far it has fetched."""
 _VERSION: Final = "([0-9]{1,13})-([0-9a-f]{16})?"
@@ -105,11 +103,10 @@ def parse_url(url: str) -> SplitResult:
     return parts
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(1024)  # once a process: peers are asked again and again
 def _warn_of_plain_token(url: str) -> None:
-    """Once a process: peers are asked again and again."""
-    way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
-    _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
+    why = "gets the token unencrypted, and anyone who listens may change its rows: serve with --tls-certificate"
+    logging.getLogger("tierstore.updates").warning("%s %s and --tls-key, and name it as https://", url, why)
 
 
 class AdminClient:
@@ -207,11 +204,8 @@ class AdminClient:
         """Peers are not to get that commit from this server; "": they may again. ``before`` is kept, for ``state``."""
         self._ask("POST", "/admin/updates/trial", {"commit_id": commit_id, "before": dict(before)})
 
-    def roll_back(self, commit_id: str = "") -> int:
-        """Have it go back, for good, from the version that it shows; the number of what it shows then. PublishError: it
-        shows another commit than this one, or keeps none before it."""
-        if commit_id and (origin := self.origin()) is not None and commit_id not in (origin.commit_id, origin.urgent):
-            raise PublishError(f"{self.url} has {origin}, not commit {commit_id}")
+    def roll_back(self) -> int:
+        """Have it go back, for good, from the version that it shows; the number of what it shows then."""
         return int(self._ask("POST", "/admin/updates/rollback", {}, timeout=_APPLY_SECONDS)["version"])
 
     def open(self, update_id: str, start: int) -> http.client.HTTPResponse:
@@ -282,9 +276,7 @@ class AdminClient:
     def close(self) -> None:
         self._connection.close()
 
-    def disown(self) -> None:
-        """In a forked process: what is answered on this connection is the parent's. The next request makes another."""
-        self.close()
+    disown = close  # in a forked process: answers on this connection are the parent's; the next request makes another
 
     def __enter__(self) -> "AdminClient":
         return self

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..errors import TierstoreError
-from ..store.opened import Opened
 from ..system.killpoints import reach
 from ..system.sizes import format_size
-from .canary import CANNOT_JUDGE, WINDOW_SECONDS, Canary, Measures, measure, watch
+from .canary import WAY_OUT, WINDOW_SECONDS, Canary, Measures, measure, watch
 from .client import AdminClient, FetchError, Progress, PublishError, ReplicaState, parse_url
-from .delta import Update, open_source, source_of, write_update_of
+from .delta import Update, open_source, source_in, source_of, write_update
 from .header import Origin
 from .urgent import urgent_rows
 
@@ -57,29 +56,21 @@ def _no_bar(_what: str) -> AbstractContextManager[Progress]:
 
 
 class _Publisher:
-    """The updates to one commit of a store, each made once, however many servers lack it. The commit is ``held`` open
-    until all are made: a trainer may drop it long before the last server asks."""
+    """The updates of one store, each made once, however many servers lack it."""
 
-    def __init__(self, directory: Path, urls: Sequence[str], work: Path, bar: Bar, token: str | None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], urls: Sequence[str], work: Path, bar: Bar, token: str | None
+    ) -> None:
         self._directory = directory
-        self._held = contextlib.ExitStack()
-        self._opened: Opened | None = self._held.enter_context(open_source(directory))
         self._urls = urls  # which are each other's peers
         self._token = token
         self._work = work
         self._bar = bar
         self._sending = threading.Lock()
         self._is_stopped = False
+        self._version: Any = None  # or a store that is open at it
         self._updates: dict[int, Update] = {}
-        self._urgents: dict[int, Update | None] = {}
-        self._origins: dict[str, Origin | None] = {}  # what a server has
-        self._begins: dict[str, int] = {}  # the version that its update begins at, if it lacks one
-        self.source = source_of(self._opened)
-
-    def release(self) -> None:
-        """The trainer may drop the commit; what was not made by now is made if it did not."""
-        self._opened = None
-        self._held.close()
+        self.source = source_of(directory)
 
     def update(self, since: int) -> Update:
         if since not in self._updates:
@@ -89,11 +80,11 @@ class _Publisher:
         return self._updates[since]
 
     def _write(self, name: str, since: int, **settings: Any) -> Update:
-        with contextlib.ExitStack() as stack:
-            opened = self._opened or stack.enter_context(open_source(self._directory, self.source.origin.version))
-            if source_of(opened) != self.source:
-                raise PublishError(f"{self._directory} is at {source_of(opened).origin} by now: publish again")
-            return write_update_of(opened, self._work / f"{name}-{since}", since=since, **settings)
+        path = self._work / f"{name}-{since}"
+        update = write_update(self._directory, path, since=since, version=self._version, **settings)
+        if self._version is not None and not self.source.origin.is_same(update.header.origin):
+            raise PublishError(f"{self._directory} is at {update.header.origin} by now: publish again")
+        return update
 
     def describe(self, since: int) -> list[str]:
         header = (update := self.update(since)).header
@@ -128,58 +119,44 @@ class _Publisher:
             )
         return since if wanted is None else wanted
 
-    def make(
-        self, urls: Sequence[str], since: int | None, urgent: float | None, *, is_trial: bool = False
-    ) -> dict[str, Published]:
-        """Ask servers, and make what they lack, unless it was made before; errors are part of the answer. ``is_trial``:
-        they do not get it yet."""
+    def publish(self, urls: Sequence[str], since: int | None, fan_out: int, urgent: float | None) -> list[Published]:
+        """Bring servers to the version; errors are part of the answer. One that shows it on trial is on trial no
+        more."""
+        origins: dict[str, Origin | None] = {}
+        begins: dict[str, int] = {}  # the version that a server's update begins at
         lookups: dict[str, Mapping[int, int]] = {}
-        self._begins.clear()
 
         def ask(url: str) -> Published:
             with self._client(url) as client:
                 state = client.state()
-                self._origins[url] = state.origin
+                origins[url] = state.origin
                 if not self.source.origin.is_same(state.origin):
-                    lookups[url] = client.lookups() if urgent else {}
-                    self._begins[url] = self.begin(url, state, since)
-                elif state.trial is not None and not is_trial:
+                    begins[url], lookups[url] = self.begin(url, state, since), client.lookups() if urgent else {}
+                elif state.trial is not None:
                     client.set_trial("", {})
             return Published(url, self.source.origin.version)
 
-        with ThreadPoolExecutor(max(1, len(urls))) as pool:
-            done = dict(zip(urls, pool.map(partial(_tried, ask), urls), strict=True))
-        for url, begin in sorted(self._begins.items(), key=lambda each: urls.index(each[0])):
-            try:
-                self.update(begin)
-            except (TierstoreError, OSError) as error:
-                done[url] = Published(url, 0, error=str(error))
-                del self._begins[url]
-            else:
-                if urgent and begin and begin not in self._urgents:
-                    self._urgents[begin] = self._urgent(begin, urgent, lookups.values())
-        self.release()
-        return done
-
-    def publish(self, urls: Sequence[str], since: int | None, fan_out: int, urgent: float | None) -> list[Published]:
-        """Bring servers to the version; errors are part of the answer. One that shows it on trial is on trial no
-        more."""
-        done = self.make(urls, since, urgent)
         with ThreadPoolExecutor(len(urls)) as pool:
 
             def bring(update: Update, chain: list[str]) -> Iterator[Published]:
-                one = partial(self._bring, update, chain, iter(chain[fan_out:]), fan_out)
+                one = partial(self._bring, update, chain, iter(chain[fan_out:]), fan_out, origins)
                 return pool.map(partial(_tried, one), chain)
 
             try:
-                for begin in dict.fromkeys(self._begins.values()):
-                    chain = [url for url in urls if self._begins.get(url) == begin]
-                    if rows := self._urgents.get(begin):
+                done = dict(zip(urls, pool.map(partial(_tried, ask), urls), strict=True))
+                for begin in dict.fromkeys(begins.values()):
+                    chain = [url for url in urls if begins.get(url) == begin]
+                    if urgent and begin and (rows := self._urgent(begin, urgent, lookups.values())):
                         for each in bring(rows, chain):
                             if each.error:
                                 _LOG.warning("urgent rows come with the rest: %s", each.error)
                         reach("publish: urgent rows shown")
-                    done |= zip(chain, bring(self.update(begin), chain), strict=True)
+                    try:
+                        update = self.update(begin)
+                    except (TierstoreError, OSError) as error:
+                        done |= {url: Published(url, 0, error=str(error)) for url in chain}
+                    else:
+                        done |= zip(chain, bring(update, chain), strict=True)
             except BaseException:
                 self._is_stopped = True  # Ctrl-C: threads that send or wait for bytes end at their next part
                 raise
@@ -198,10 +175,20 @@ class _Publisher:
             _LOG.warning("no urgent rows go first: %s", error)
             return None
 
-    def try_on(self, canary: Canary, others: Sequence[str], since: int | None, urgent: float | None) -> Published:
+    def prepare(self, urls: Sequence[str], since: int | None) -> None:
+        """Make what servers lack before a canary is watched: afterwards the trainer may have dropped the version, and
+        nobody has watched later ones. ``publish`` reports what could not be made."""
+        with open_source(Path(self._directory).absolute()) as self._version:
+            self.source = source_in(*self._version[:2])
+            for url in urls:
+                with contextlib.suppress(TierstoreError, OSError), self._client(url) as client:
+                    if not self.source.origin.is_same((state := client.state()).origin):
+                        self.update(self.begin(url, state, since))
+        self._version = self.source.origin.version
+
+    def try_on(self, canary: Canary, since: int | None) -> Published:
         """Bring the canary to the version, and watch it; if it gets worse, it goes back, which is an error. One that a
-        publisher left on trial, as it was killed, is compared with what that one measured before. What the others
-        lack is made before that."""
+        publisher left on trial, as it was killed, is compared with what that one measured before."""
         url, own = canary.url, self.source.origin
         done = Published(url, own.version)
         with self._client(url) as client:
@@ -210,25 +197,23 @@ class _Publisher:
                 if state.trial is None:
                     return done
                 before = Measures(**state.trial)
-                self.make(others, since, urgent, is_trial=True)
             elif state.origin is None:
                 raise PublishError(f"{url} is empty, so there is no before to compare with: publish without --canary")
             else:
                 update = self.update(self.begin(url, state, since))
-                self.make(others, since, urgent, is_trial=True)
                 shown, seconds = state.origin, min(canary.seconds, WINDOW_SECONDS)
                 before = measure(client, shown.version, seconds, shown.commit_id + shown.urgent)
                 if before.log_loss == math.inf:  # nothing is worse
                     before = before._replace(log_loss=None)
                 if before == Measures():
-                    raise PublishError(f"{url} cannot be a canary now: {CANNOT_JUDGE}")
+                    raise PublishError(f"{url} cannot be a canary: it has few requests, and watches no loss. {WAY_OUT}")
                 client.set_trial(own.commit_id, before._asdict())
-                self._origins[url] = state.origin
-                done = self._bring(update, [url], iter(()), 1, url)
+                done = self._bring(update, [url], iter(()), 1, {url: state.origin}, url)
             reach("publish: canary shows it")
             if worse := watch(client, done.version, before, canary, own.commit_id):
                 with contextlib.suppress(PublishError):  # of a second attempt, where the first one's answer was lost
-                    client.roll_back(own.commit_id)
+                    if own.is_same(client.origin()):
+                        client.roll_back()
                 back = client.origin()
                 went = f"could not go back from {back}" if back is None or own.is_same(back) else f"went back to {back}"
                 return Published(url, 0, error=f"{went}: {worse}")
@@ -236,7 +221,10 @@ class _Publisher:
             reach("publish: canary passed")
             return done
 
-    def _bring(self, update: Update, chain: list[str], spares: Iterator[str], fan_out: int, url: str) -> Published:
+    def _bring(
+        self, update: Update, chain: list[str], spares: Iterator[str], fan_out: int,
+        origins: Mapping[str, Origin | None], url: str,
+    ) -> Published:  # fmt: skip
         """Bring an update to one server of those that it is for, which are ``fan_out`` chains."""
         place = chain.index(url)
         parents = sorted(range(place), key=lambda other: ((place - other) % fan_out, place - other))
@@ -258,7 +246,7 @@ class _Publisher:
                     _LOG.warning("%s; the rest is sent from here", error)
                     with self._sending:  # one after another: together they would take the link from each other
                         client.send(update, show)
-            done = client.apply(update, replaces=self._origins[url], peers=others)
+            done = client.apply(update, replaces=origins[url], peers=others)
         return Published(url, done.version, done.rows, update.size_bytes)
 
     def _send(self, client: AdminClient, update: Update, spares: Iterator[str], show: Progress) -> None:
@@ -316,7 +304,8 @@ def publish(
     urls = [url for url in urls if url not in first]
     with _publishing(directory, [*first, *urls], bar, token) as publisher:
         if canary is not None:
-            done.append(_tried(lambda _: publisher.try_on(canary, urls, since, urgent), canary.url))
+            publisher.prepare([canary.url, *urls], since)
+            done.append(_tried(lambda _: publisher.try_on(canary, since), canary.url))
             if done[0].error:
                 left = f"left as it is, as the canary {canary.url} did not keep the version"
                 return done + [Published(url, 0, error=left) for url in urls]
@@ -349,8 +338,4 @@ def _publishing(
     for url in to:  # a wrong URL is reported before anything is done
         parse_url(url)
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
-        publisher = _Publisher(Path(directory).absolute(), to, Path(work), bar, token)
-        try:
-            yield publisher
-        finally:
-            publisher.release()
+        yield _Publisher(directory, to, Path(work), bar, token)
