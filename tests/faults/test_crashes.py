@@ -1,6 +1,10 @@
 """A process killed at any instant leaves a whole commit; a call that an exception cuts short leaves every row right."""
 
+import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +16,7 @@ from bench.crash.runs import kill_runs
 from bench.cut import steps
 from bench.cut.instants import Cutter
 from bench.cut.life import Found, live
+from bench.data import ROOT
 from tests.io.support import open_tier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.system.killpoints import POINTS
@@ -39,6 +44,26 @@ def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_run_killed_very_often_loses_nothing(tmp_path: Path) -> None:
     kill(tmp_path, kills=[250, 250], rounds=5, commits=20, seed=1)
+
+
+def kill_servers(folder: Path, kills: int, seed: int) -> None:
+    settings = ["--kills", str(kills), "--seed", str(seed), "--dir", str(folder)]
+    command = [sys.executable, "-m", "bench.crash.served", *settings]
+    alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    found = json.loads(subprocess.run(command, cwd=ROOT, env=os.environ | alone, stdout=-1, check=True).stdout)
+    assert not found["failures"], "\n".join(found["failures"])
+    assert sum(found["kills"].values()) >= kills
+
+
+def test_servers_show_what_was_approved_whoever_is_killed(tmp_path: Path) -> None:
+    """Servers, what writes for them, publishers with a canary."""
+    kill_servers(tmp_path, 4, seed=3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [1, 2])
+def test_servers_killed_very_often_show_what_was_approved(tmp_path: Path, seed: int) -> None:
+    kill_servers(tmp_path, 150, seed)
 
 
 def cut(folder: Path, cuts: int, seed: int, live: Callable[..., Found] = live) -> None:

@@ -1,6 +1,7 @@
 """The search on made-up losses that do not add up, against all choices there are."""
 
 import itertools
+import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -107,3 +108,19 @@ def test_steps_are_undone_until_the_other_rows_agree() -> None:
     undone_once: Mapping[str, str] = dict(found.choice)
     first_undone = next(each for each in found.steps if each.became == "undone")
     assert 2 * losses.added({**undone_once, first_undone.unit: first_undone.dtype}) > 0.004, "no more than needed"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loss_that_is_no_number_breaks_every_bound(seed: int) -> None:
+    """On either part, of any choice; of the run itself there is no bound to keep."""
+    losses, draw = Losses(seed), random.Random(seed)
+    broken = {(unit.name, dtype) for unit in UNITS for dtype in unit.size_bytes if draw.random() < 0.3}
+    part = draw.choice(["search", "check"])
+
+    def measure(choice: Choice, own: Part) -> float:
+        return math.nan if own == part and broken & {*choice.items()} else losses(choice, own)
+
+    assert not broken & {*search(UNITS, 1.0, measure).choice.items()}
+    for first in (math.nan, math.inf, 0.0):
+        with pytest.raises(ValueError, match="not positive numbers"):
+            search(UNITS, 1.0, lambda choice, own, first=first: first if own == part else 1.0)

@@ -1,9 +1,11 @@
 """The watched loss against the trainer's own model on the same rows, and what a worse version does to it."""
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,9 @@ from tests.serve.whole import serving
 from tests.train.runs import commit_scaled, config_of
 from tierstore.models import DLRM
 from tierstore.serve.config import StoreConfig
-from tierstore.serve.watch import LabelledRows, Watch
+from tierstore.serve.engine import StoreEngine
+from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.watch import LabelledRows, Watch, WatchReading
 from tierstore.train import train
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
@@ -76,10 +80,36 @@ def test_a_reading_ends_and_bears_its_first_version(changes: bool, caplog: pytes
 
     rows = [LabelledRows({"dense": tensor("FP32", [[p]])}, np.array([label])) for p, label in
             ((0.9, True), (0.2, False), (1.0, False))]  # fmt: skip
-    found = asyncio.run(Watch(score, rows, bound=0.1, store="store").measure())
+    commits = iter("abaa")
+    watch = Watch(score, rows, bound=0.1, store="store", commit_id=lambda: next(commits))
+    with pytest.raises(ServeError, match="the version changed as") as caught:
+        asyncio.run(watch.measure())
+    assert (caught.value.status, watch.last) == (Status.UNAVAILABLE, None)
+    asked = iter(range(9))
+    found = asyncio.run(watch.measure())
+    assert found.commit_id == "a"
     want = -np.log([0.9, 0.8, 2.0**-24]).mean()
     assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
     assert ("version 7 (to 9 in the end) has" if changes else "version 7 has") in caplog.text
+
+
+def test_another_commit_of_the_same_number_is_measured() -> None:
+    """A source restored from a copy uses numbers again."""
+    engine: Any = SimpleNamespace(_config=SimpleNamespace(watch="rows"), _is_ready=True, version=3, commit_id="a")
+    measured = []
+
+    async def measure() -> None:
+        measured.append(engine.commit_id)
+        engine.watched.last = WatchReading(3, 0.5, 9, True, engine.commit_id)
+        engine.commit_id = {"a": "b", "b": "c", "c": "c"}[engine.commit_id]
+
+    async def watch() -> None:
+        engine.watched = SimpleNamespace(last=None, measure=measure)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(StoreEngine.watch_loss(engine), 1)
+
+    asyncio.run(watch())
+    assert measured == ["a", "b", "c"]
 
 
 def test_of_several_stores_each_is_watched_on_its_own(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.cut.instants import Cutter
+from tests.children import run
 from tierstore.system import signals
 from tierstore.system.signals import shielded
 
@@ -130,3 +131,27 @@ def test_no_instant_loses_a_signal(ran: list[int], kind: str) -> None:
             assert is_right, (ran, cutter.place)
             assert list(map(signal.getsignal, NUMBERS)) == handlers, cutter.place
     assert instants > 10
+
+
+def test_a_process_ends_with_its_parent_however_that_ends() -> None:
+    said = run(
+        """
+        from tierstore.system.signals import end_with
+
+        reader, writer = os.pipe()
+        parent = os.fork()
+        if not parent:
+            this = os.getpid()
+            if not os.fork():
+                end_with(this)
+                os.write(writer, b"+")
+                time.sleep(100)
+            time.sleep(100)
+        os.close(writer)
+        assert os.read(reader, 1) == b"+"
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        print(os.read(reader, 1))  # of a pipe that nobody has open
+        """
+    )
+    assert said == "b''\n"

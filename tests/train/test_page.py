@@ -30,7 +30,8 @@ def made_run(*, begin=0, hbm=0, hits=70, samples_per_second=123_456.0):
         for step in range(0, STEPS + 1, 4)
     )  # fmt: skip
     return Summary(
-        store="run", device="cpu", version=1, interrupted=False, step=begin + STEPS, epochs=1, rows=256 * STEPS,
+        store="run", device="cpu", version=1, commit_id="", interrupted=False, step=begin + STEPS, epochs=1,
+        rows=256 * STEPS,
         seconds=STEPS / 8, samples_per_second=samples_per_second, loss=0.1, test=Evaluation(10, 0.8125, 0.4375),
         tiers=Stats(
             TierStats(hits=90, unique=100, capacity_rows=hbm),

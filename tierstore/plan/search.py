@@ -311,7 +311,7 @@ class _Finder(NamedTuple):
         life = years_of_life(found, self.pricing)
         # More hosts write less each.
         worn = Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months", is_rate=True)
-        lacking = lacking or [lack for lack in (*lacks(self.target, found), worn) if lack.factor > 1]
+        lacking = lacking or [lack for lack in (*lacks(self.target, found), worn) if not lack.factor <= 1]
         if not lacking:
             return Attempt(setup, found)
         worst = max(lacking, key=lambda lack: lack.factor)
@@ -332,7 +332,7 @@ class Lack(NamedTuple):
 def lacks(target: Target, found: Prediction) -> Iterator[Lack]:
     """What is asked for and not there."""
     price, latency = found.price, found.latency
-    if target.samples_per_s > found.samples_per_s:
+    if not found.samples_per_s >= target.samples_per_s:  # NaN is not, here and below
         text = f"{rate(found.samples_per_s)} of {rate(target.samples_per_s)} samples/s"
         yield Lack(target.samples_per_s / found.samples_per_s, text, is_rate=True)
     if latency is not None and found.queue is not None and math.isinf(latency.p99_s):
@@ -346,13 +346,13 @@ def lacks(target: Target, found: Prediction) -> Iterator[Lack]:
         ("US dollars a month", price.usd_a_month, target.usd_a_month),
         ("watts", price.watts, target.watts),
     ):
-        if limit and value > limit:
+        if limit and not value <= limit:
             yield Lack(value / limit, f"{rate(value)} {name}, {rate(limit)} at most were asked for")
 
 
 def _over_bound(target: Target, latency: Latency, which: str, *, is_rate: bool) -> Iterator[Lack]:
     for name, seconds, limit in (("99 %", latency.p99_s, target.p99_ms), ("95 %", latency.p95_s, target.p95_ms)):
-        if limit and 1e3 * seconds > limit:
+        if limit and not 1e3 * seconds <= limit:
             text = f"{name} of {which} within {1e3 * seconds:.3g} ms, not {limit:g} ms"
             yield Lack(1e3 * seconds / limit, text, is_rate=is_rate)
 

@@ -50,6 +50,8 @@ def search(units: Sequence[Unit], bound: float, measure: Measure) -> Found:
     """A choice that adds at most ``bound`` on both parts; ``measure`` always gives the same. On the search's rows
     a loss that falls counts as one that rises: fewer bits help by luck, and on other rows they would not."""
     first: dict[Part, float] = {part: measure({}, part) for part in ("search", "check")}
+    if not all(0 < loss < float("inf") for loss in first.values()):
+        raise ValueError(f"the run's log losses are {first}, not positive numbers: no bound is relative to these")
 
     def added(choice: Choice, part: Part = "search") -> float:
         return measure(choice, part) / first[part] - 1
@@ -73,7 +75,7 @@ def search(units: Sequence[Unit], bound: float, measure: Measure) -> Found:
             Step(best[0].name, best[1], size_of(units, choice), joint, "kept" if abs(joint) <= bound else "refused")
         )
         lower.remove(best)
-    while added(_kept(steps), "check") > bound:
+    while not added(_kept(steps), "check") <= bound:  # NaN breaks it, too
         last = max(index for index, step in enumerate(steps) if step.became == "kept")
         steps[last] = steps[last]._replace(became="undone")
     choice = _kept(steps)

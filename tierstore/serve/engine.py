@@ -80,7 +80,7 @@ class StoreEngine:
         self._store: Store | None = None
         self._models: Models | None = None  # the executor's, like what they are of
         self._served: dict[str, _Served] = {}  # the event loop's
-        self.version = 0
+        self.version, self.commit_id = 0, ""  # a number may be that of another commit, too
         self.newest_version = 0
         self._stale_since: float | None = None
         self._moving = asyncio.Lock()
@@ -133,8 +133,14 @@ class StoreEngine:
             store.close()
             raise
         self._store, self._models = store, models
-        self.version = self.newest_version = _shown_version(store.version, store.extra)
+        self._note_shown(store)
         _LOG.info("serving version %d of %s: %d models", self.version, store.directory, len(models.by_name))
+
+    def _note_shown(self, store: Store) -> None:
+        origin = origin_of(store.extra)
+        self.version = self.newest_version = store.version if origin is None else origin.version
+        known = store.commit_id(store.version) if origin is None else origin.commit_id + origin.urgent
+        self.commit_id = known or f"version {self.version}"
 
     def _note_dropped(self, model: str, count: int) -> None:
         self._metrics.out_of_range(self._prefix + model, count)
@@ -153,7 +159,7 @@ class StoreEngine:
         if run is None:
             raise ValueError(f"watch={config.watch!r}: {store.directory} is of no run of tierstore train; leave it out")
         rows = read_labelled(run, config.watch, max_rows=config.watch_rows, batch_rows=config.max_batch_samples)
-        return Watch(self.score, rows, bound=config.watch_loss, store=config.store)
+        return Watch(self.score, rows, bound=config.watch_loss, store=config.store, commit_id=lambda: self.commit_id)
 
     def _warm_up(self, store: Store) -> None:
         if self._config.warm_up == "none":
@@ -392,7 +398,7 @@ class StoreEngine:
         while self._config.watch:
             await asyncio.sleep(_WATCH_SECONDS)
             watched = self.watched
-            if watched is None or not self._is_ready or (watched.last and watched.last.version == self.version):
+            if watched is None or not self._is_ready or (watched.last and watched.last.commit_id == self.commit_id):
                 continue
             try:
                 await watched.measure()
@@ -412,7 +418,7 @@ class StoreEngine:
                 ran: _Ran = await served.batcher.submit(query, deadline, request.client)
                 if is_counted:
                     jagged: Any = getattr(query, "jagged", query)
-                    self.row_counts.note(served.model.tables, jagged.lengths, jagged.values)
+                    self.row_counts.note(served.model.tables, jagged.lengths, jagged.values, jagged.outside)
                 return ran
             except ServeError as error:
                 # Unless another model has taken this one's place, of which it has to be asked again.
@@ -480,7 +486,7 @@ class StoreEngine:
                 try:
                     models.show(newer)
                 finally:
-                    self.version = _shown_version(store.version, store.extra)
+                    self._note_shown(store)
         finally:
             newer.close()
 

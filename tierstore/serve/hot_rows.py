@@ -49,12 +49,13 @@ class RowCounts:
         self._counts: Counter[int] = Counter()
         self._next = -1.0
 
-    def note(self, tables: Sequence[Table], lengths: Any, ids: Any) -> None:
-        """A query of ids, int64 [n], of features with these tables, lengths int64 [F, B]; not of dynamic ids."""
+    def note(self, tables: Sequence[Table], lengths: Any, ids: Any, outside: Any = None) -> None:
+        """A query of ids, int64 [n], of features with these tables, lengths int64 [F, B]; none ``outside``."""
         if (now := self._clock()) < self._next:
             return
         self._next = now + _SAMPLE_SECONDS
         firsts = [-1 if table.config.ids else table.index << KEY_ROW_BITS for table in tables]
+        ids = ids if outside is None else np.where(outside, -1, ids)
         keys = (np.repeat(firsts, lengths.sum(1)) | ids)[:: -(-len(ids) // _SAMPLE_IDS) or 1]
         self._counts.update(keys[keys >= 0].tolist())
         if len(self._counts) > 2 * COUNTED_ROWS:

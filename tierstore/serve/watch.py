@@ -15,7 +15,7 @@ import numpy as np
 
 from ..train.build import open_data
 from ..train.config import RunConfig
-from .messages import InferTensor
+from .messages import InferTensor, ServeError, Status
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _REQUEST_ROWS: Final = 128
@@ -42,6 +42,7 @@ class WatchReading(NamedTuple):
     log_loss: float
     rows: int
     holds: bool
+    commit_id: str = ""
 
 
 def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: int) -> list[LabelledRows]:
@@ -61,28 +62,34 @@ def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: in
 
 class Watch:
     """Measures what ``score`` serves, against a bound of ``1 + bound`` times the first log loss. ``store``: its name
-    for the log."""
+    for the log. ``commit_id``: gives the identity of what is served."""
 
-    def __init__(self, score: Score, rows: Sequence[LabelledRows], *, bound: float, store: str) -> None:
-        self._score, self._rows, self._bound, self._store = score, rows, bound, store
+    def __init__(
+        self, score: Score, rows: Sequence[LabelledRows], *, bound: float, store: str,
+        commit_id: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
+        self._score, self._rows, self._bound, self._store, self._commit_id = score, rows, bound, store, commit_id
         self._first: WatchReading | None = None
         self.last: WatchReading | None = None
 
     async def measure(self) -> WatchReading:
         """Ask for every row, keep the reading, and log it: as a warning if the bound does not hold. ServeError: what
-        the engine refuses. Of later rows a newer version may be served: a reading ends however often versions come."""
-        losses, versions = [], list[int]()
+        the engine refuses; UNAVAILABLE: the version changed as it began. Of later rows a newer version may be served: a
+        reading ends however often versions come."""
+        losses, commit_id, versions = [], self._commit_id(), list[int]()
         for each in self._rows:
             begun = time.monotonic()
             probabilities, version = await self._score(each.inputs)
             versions.append(version)
+            if len(versions) == 1 and self._commit_id() != commit_id:
+                raise ServeError(Status.UNAVAILABLE, "the version changed as its loss was measured; measure again")
             right = np.where(each.labels, probabilities, 1 - probabilities.astype(np.float64))
             losses.append(-np.log(right.clip(_LEAST, 1 - _LEAST)))
             await asyncio.sleep(_PAUSE * (time.monotonic() - begun))
         every = np.concatenate(losses)
         loss = float(every.mean())
         first = self._first.log_loss if self._first else loss
-        found = self.last = WatchReading(versions[0], loss, len(every), loss / first - 1 <= self._bound)
+        found = self.last = WatchReading(versions[0], loss, len(every), loss / first - 1 <= self._bound, commit_id)
         self._first = self._first or found
         level, then = (logging.INFO, "") if found.holds else (logging.WARNING, ", above the bound")
         others = "" if version == found.version else f" (to {version} in the end)"

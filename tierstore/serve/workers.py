@@ -3,11 +3,9 @@
 import contextlib
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +14,7 @@ from typing import Any, Final, cast
 
 from ..errors import TierstoreError
 from ..system.flag import Flag
-from ..system.signals import handlers_restored
+from ..system.signals import end_with, handlers_restored
 from .config import ServeConfig
 from .logs import configure
 from .program import Ports, run
@@ -73,7 +71,7 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
                 listener.close()
     with _signals(stopping, processes):
         for index in range(config.workers):
-            arguments = (worker_config(config, index), index, waited_for[index])
+            arguments = (worker_config(config, index), index, waited_for[index], os.getpid())
             processes.append(context.Process(target=_work, args=arguments, name=f"tierstore-worker-{index}"))
             processes[index].start()
         while not ended and not stopping.wait(_POLL_SECONDS):
@@ -88,22 +86,14 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
     return ended
 
 
-def _work(config: ServeConfig, index: int, ready: Any) -> None:
-    """One worker. A signal may reach it and its parent, which sends it too: a second one is not taken for
-    impatience."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _work(config: ServeConfig, index: int, ready: Any, parent: int) -> None:
+    """One worker. A second signal may be its parent's, which passes each on: it is not taken for impatience."""
+    end_with(parent, signal.SIGTERM)
     try:
         run(config, worker=index, on_ready=lambda _: ready.set(), is_patient=True)
     except (TierstoreError, ValueError, OSError) as error:
         _LOG.error("%s", error)
         sys.exit(1)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _stop(processes: list[BaseProcess], grace_seconds: float) -> None:

@@ -62,7 +62,8 @@ UPDATE_POINTS: Final = (
 """Those of a server that gets an update from a peer."""
 
 PUBLISH_POINTS: Final = ("publish: canary shows it", "publish: canary passed", "publish: urgent rows shown")
-"""Those of a publisher, between the servers."""
+ROLLBACK_POINTS: Final = ("rollback: declined", "rollback: written")
+"""Those of a publisher, between the servers, and of a server that goes back."""
 
 hook: Callable[[str], None] | None = None
 """Called with the name of each point as it is reached, in whatever thread."""
@@ -71,5 +72,7 @@ hook: Callable[[str], None] | None = None
 def reach(name: str) -> None:
     """A point of one of the lists is reached."""
     if hook is not None:
-        assert name in POINTS + COPY_POINTS + UPDATE_POINTS + PUBLISH_POINTS, f"{name!r} is in no list of points"
+        assert name in POINTS + COPY_POINTS + UPDATE_POINTS + ROLLBACK_POINTS + PUBLISH_POINTS, (
+            f"{name!r} is in no list of points"
+        )
         hook(name)

@@ -8,6 +8,7 @@ DataLoader where a worker died. Operations that must be whole run shielded: hand
 import _signal  # type: ignore[import-not-found, unused-ignore]
 import _thread
 import contextlib
+import ctypes
 import functools
 import itertools
 import math
@@ -148,6 +149,13 @@ def handlers_restored(*numbers: int) -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
+
+
+def end_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the system send this process a signal once its parent, or the thread that started it, ends, however."""
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 _MAIN: Final = _Main()

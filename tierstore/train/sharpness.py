@@ -28,6 +28,7 @@ class Sharpness(NamedTuple):
     whole_5e4_percent: float
     subspace_1e3_percent: float
     largest_eigenvalue: float
+    commit_id: str = ""
 
 
 def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
@@ -57,8 +58,8 @@ def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
             yield binary_cross_entropy_with_logits(logits, labels, reduction="sum") / stop
 
     if not math.isfinite(sum(float(loss.detach()) for loss in losses())):
-        return Sharpness._make([version, stop, *[math.nan] * 4])
+        return Sharpness._make([version, stop, *[math.nan] * 4, store.commit_id(version)])
     weights, boxes = list(model.dense_parameters().values()), ((1e-3, None), (5e-4, None), (1e-3, 100))
     percents = [box_sharpness(losses, weights, epsilon=epsilon, dims=dims) for epsilon, dims in boxes]
     largest = hessian_eigenvalues(losses, weights, iterations=50, tolerance=1e-3).largest
-    return Sharpness._make([version, stop, *percents, largest])
+    return Sharpness._make([version, stop, *percents, largest, store.commit_id(version)])

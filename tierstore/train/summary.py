@@ -44,7 +44,8 @@ class Summary:
     device: str
     """Where the model computed."""
     version: int
-    """Of the last commit."""
+    commit_id: str
+    """Of the last commit: its number, and its identity."""
     interrupted: bool
     """Whether Ctrl-C ended it early."""
     step: int

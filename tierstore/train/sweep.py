@@ -37,6 +37,7 @@ _LOG: Final = "log.txt"
 _SHARPNESS: Final = "sharpness.json"
 _PATHS: Final = ("path", "test_path")
 _POLL_SECONDS: Final = 0.05
+_TRAIN: Final = "from tierstore.system.signals import end_with; end_with({}); import tierstore.__main__"
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 """Of the machine's memory, which runs at the same time divide."""
 
@@ -69,7 +70,7 @@ class SweepRun(NamedTuple):
         if not found or found["interrupted"]:
             return None
         sharpness = _read(self.folder / _SHARPNESS)
-        return found | {"sharpness": sharpness if sharpness.get("version") == found.get("version") else {}}
+        return found | {"sharpness": sharpness if sharpness.get("commit_id") == found.get("commit_id") else {}}
 
     def lacks_sharpness(self, rows: int) -> bool:
         """Whether it has ended and was not measured on ``rows``; no run lacks it of 0."""
@@ -243,7 +244,7 @@ def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, told: Callable[[SweepRun
 
 
 def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
-    """In a session of its own: Ctrl-C reaches it by ``run_all`` alone, once."""
+    """In a session of its own: Ctrl-C reaches it by ``run_all`` alone, once. It ends with this process, however."""
     (run.folder / _SHARPNESS).unlink(missing_ok=True)
     arguments = ["train", str(run.folder / _RUN_FILE), "--resume", "--json", str(run.folder / _RESULT)]
     share = _SHARE.fullmatch(str(run.config.store.ddr))
@@ -252,7 +253,7 @@ def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
     with (run.folder / _LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "tierstore", *arguments],
+            [sys.executable, "-P", "-c", _TRAIN.format(os.getpid()), *arguments],
             stdout=log, stderr=log, start_new_session=True, **child_options(**threads),
         )  # fmt: skip
 
@@ -263,7 +264,7 @@ def measure_sharpness(run: SweepRun, rows: int) -> str:
         found = sharpness_of(run.config.store.path, rows=rows)
     except (TierstoreError, ValueError, OSError, RuntimeError) as error:  # RuntimeError: torch has too little memory
         return f"no sharpness: {error}"
-    if found.version != (run.result or {}).get("version"):
+    if found.commit_id != (run.result or {}).get("commit_id"):
         return f"no sharpness: its store was trained further; delete {run.folder / _RESULT} to take it as it is now"
     values = {key: value if math.isfinite(value) else None for key, value in found._asdict().items()}
     write_text(run.folder / _SHARPNESS, json.dumps({"asked_rows": rows, **values}, indent=2) + "\n", force=True)

@@ -94,6 +94,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             store=str(run.local.directory),
             device=str(run.local.device),
             version=store.version,
+            commit_id=run.local.commit_id(run.local.version),
             interrupted=not training.is_whole,
             step=training.position.step,
             epochs=training.position.epoch,

@@ -213,13 +213,15 @@ class _Sent:
         return missing
 
 
-def roll_back_replica(directory: str | os.PathLike[str]) -> Origin:
-    """Make the version before the current one of a replica; what it shows then. StoreNotFoundError: no replica.
-    TierstoreError: it keeps no version before. StoreLockedError."""
+def roll_back_replica(directory: str | os.PathLike[str], left: str = "") -> Origin:
+    """Make the version before the current one of a replica; what it shows then. ``left``: the commit to go back from.
+    StoreNotFoundError: no replica. TierstoreError: it has another, or keeps no version before. StoreLockedError."""
     directory = Path(directory).absolute()
     with _open(directory) as tier:
-        if origin_of(unpack(tier.version, tier.payload).extra) is None:
+        if (origin := origin_of(unpack(tier.version, tier.payload).extra)) is None:
             raise TierstoreError(f"{directory} is no replica; go back in it with tierstore rollback")
+        if left not in ("", origin.urgent or origin.commit_id):
+            raise TierstoreError(f"{directory} has {origin}, and the server shows commit {left}; go back again")
         if len(tier.versions) < 2:
             raise TierstoreError(f"{directory} keeps no version before this one; publish what is to be shown")
         tier.rollback(tier.versions[0])

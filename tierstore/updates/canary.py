@@ -13,10 +13,7 @@ WINDOW_SECONDS: Final = 60
 """A server keeps its latencies for so long."""
 MIN_REQUESTS: Final = 100
 """Fewer tell nothing of the 99th percentile, or of a share of one in a hundred."""
-CANNOT_JUDGE: Final = (
-    f"it has fewer than {MIN_REQUESTS} requests, and watches no loss. Publish again once it has more, or without "
-    "--canary"
-)
+WAY_OUT: Final = f"Publish again once it has {MIN_REQUESTS} requests or its watched loss, or without --canary"
 
 
 class Measures(NamedTuple):
@@ -53,7 +50,7 @@ class Canary:
                 raise ValueError(f"canary {name}={getattr(self, name)} must be a finite number of at least 0")
 
     def compare(self, before: Measures, after: Measures) -> list[str]:
-        """Of each measure that both have: what got worse beyond its bound; "" if it did not."""
+        """Of each measure that there was before: what got worse beyond its bound, or is absent; "" if it did not."""
         bounds = (
             ("the log loss", f"--canary-loss {self.loss:g}", 1 + self.loss, 0.0),
             ("the share of failed requests", f"--canary-errors {self.errors:g}", 1.0, self.errors),
@@ -61,19 +58,20 @@ class Canary:
         )
         found = []
         for (what, flag, factor, more), was, now in zip(bounds, before, after, strict=True):
-            if was is not None and now is not None:
-                most = was * factor + more
-                is_worse = not now <= most  # NaN is
-                found.append(f"{what} is {now:.5g}, was {was:.5g}, and {flag} allows {most:.5g}" if is_worse else "")
+            if was is not None:
+                most, shown = was * factor + more, "absent" if now is None else f"{now:.5g}"
+                bad = f"{what} is {shown}, was {was:.5g}, and {flag} allows {most:.5g}"
+                found.append("" if now is not None and now <= most else bad)  # NaN is not
         return found
 
 
-def measure(client: AdminClient, version: int, seconds: int) -> Measures:
+def measure(client: AdminClient, version: int, seconds: int, commit_id: str = "") -> Measures:
     """How a server fared in the last seconds, up to ``WINDOW_SECONDS``, and its watch's log loss of this version."""
     status = client.status(seconds)
     try:
         requests, watch, loss = status["requests"], status.get("watch") or {}, None
-        if watch and watch["version"] == version and watch["rows"]:
+        is_it = commit_id in ("", watch.get("commit_id", commit_id))
+        if watch and watch["version"] == version and is_it and watch["rows"]:
             loss = math.inf if watch["log_loss"] is None else float(watch["log_loss"])
         recent = requests["recent"]
         if sum(requests["history"]["requests"]) < MIN_REQUESTS:
@@ -84,16 +82,18 @@ def measure(client: AdminClient, version: int, seconds: int) -> Measures:
         raise PublishError(f"{client.url} does not tell how it fares: {excerpt(status)}") from error
 
 
-def watch(client: AdminClient, version: int, before: Measures, canary: Canary) -> str:
-    """What gets worse beyond its bound, in words, as soon as that is seen; "" if nothing does. PublishError: there was
-    nothing to compare, and so the server is on trial still."""
-    end, compared = time.monotonic() + canary.seconds, list[str]()
+def watch(client: AdminClient, version: int, before: Measures, canary: Canary, commit_id: str = "") -> str:
+    """What gets worse beyond its bound, in words, as soon as that is seen; "" if nothing does. PublishError: a measure
+    that there was before was not there in all that time, and so the server is on trial still."""
+    end, lacking = time.monotonic() + canary.seconds, before
     while (left := end - time.monotonic()) > 0:
         part = min(left, WINDOW_SECONDS)
         time.sleep(part + 1)  # servers count whole seconds
-        compared += canary.compare(before, measure(client, version, max(1, int(part))))
-        if any(compared):
-            return "; ".join(filter(None, compared))
-    if not compared:
-        raise PublishError(f"{client.url} shows version {version} and cannot be judged: {CANNOT_JUDGE}")
+        after = measure(client, version, max(1, int(part)), commit_id)
+        there = Measures(*(None if now is None else was for was, now in zip(before, after, strict=True)))
+        if worse := "; ".join(filter(None, canary.compare(there, after))):
+            return worse
+        lacking = Measures(*(was if now is None else None for was, now in zip(lacking, after, strict=True)))
+    if absent := "; ".join(canary.compare(lacking, Measures())):
+        raise PublishError(f"{client.url} shows version {version} and cannot be judged: {absent}. {WAY_OUT}")
     return ""

@@ -1,7 +1,9 @@
 """The admin port of a replica's server, by HTTP of the standard library: what it has, updates to it and from it."""
 
+import functools
 import http.client
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,7 @@ from ..errors import TierstoreError
 from ..system.checks import require_token
 from ..system.excerpt import excerpt
 from ..system.forks import disown_in_forks
+from ..system.hosts import is_loopback
 from .apply import Applied
 from .delta import Update
 from .header import Origin
@@ -28,7 +31,7 @@ ATTEMPTS: Final = 6
 """Of each request, where the connection breaks."""
 FIRST_PAUSE_SECONDS: Final = 0.5
 """Before the second attempt; twice as long before each further one."""
-_MAX_ANSWER_BYTES: Final = 1 << 20
+_MAX_ANSWER_BYTES: Final = 64 << 20
 _POLL_SECONDS: Final = 0.1
 """How often a server is asked how far it has fetched."""
 _VERSION: Final = "([0-9]{1,13})-([0-9a-f]{16})?"
@@ -103,6 +106,12 @@ def parse_url(url: str) -> SplitResult:
     return parts
 
 
+@functools.lru_cache(1024)  # once a process: peers are asked again and again
+def _warn_of_plain_token(url: str) -> None:
+    why = "gets the token unencrypted, and anyone who listens may change its rows: serve with --tls-certificate"
+    logging.getLogger("tierstore.updates").warning("%s %s and --tls-key, and name it as https://", url, why)
+
+
 class AdminClient:
     """The admin port of one server, "http://HOST:PORT" or https, port 8002 unless given, with the token that it wants.
     ValueError: no such URL, or token. ``attempts``: of each request, where the connection breaks."""
@@ -118,6 +127,8 @@ class AdminClient:
         self._connection = kind(str(parts.hostname), parts.port or DEFAULT_PORT, timeout=timeout)
         self._path = parts.path.rstrip("/")
         self._headers = {} if token is None else {"Authorization": f"Bearer {require_token(token)}"}
+        if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
+            _warn_of_plain_token(url)
         disown_in_forks(self)
 
     def state(self) -> ReplicaState:
@@ -268,9 +279,7 @@ class AdminClient:
     def close(self) -> None:
         self._connection.close()
 
-    def disown(self) -> None:
-        """In a forked process: what is answered on this connection is the parent's. The next request makes another."""
-        self.close()
+    disown = close  # in a forked process: answers on this connection are the parent's; the next request makes another
 
     def __enter__(self) -> "AdminClient":
         return self

@@ -77,12 +77,12 @@ def open_source(directory: Path, version: int | None = None) -> Iterator[Opened]
 def source_of(directory: str | os.PathLike[str]) -> Source:
     """Which version a store would publish. StoreNotFoundError: none, or nothing was committed. DamagedError."""
     with open_source(Path(directory).absolute()) as (manifest, tier, _):
-        return _source(manifest, tier.version, tier.payload)
+        return source_in(manifest, tier)
 
 
-def _source(manifest: Manifest, number: int, payload: bytes) -> Source:
-    lineage = unpack(number, payload).lineage
-    return Source(Origin(manifest.store_id, number, lineage.commit_id), lineage)
+def source_in(manifest: Manifest, tier: Any) -> Source:
+    lineage = unpack(tier.version, tier.payload).lineage
+    return Source(Origin(manifest.store_id, tier.version, lineage.commit_id), lineage)
 
 
 def write_update(
@@ -90,7 +90,7 @@ def write_update(
     out: str | os.PathLike[str],
     *,
     since: int = 0,
-    version: int | None = None,
+    version: int | Opened | None = None,
     only: Int64s | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Update:
@@ -105,7 +105,7 @@ def write_update(
         directory: the store's.
         out: the file; must not exist.
         since: the version that the receiver has; 0 if it has none.
-        version: a kept one; default: the last.
+        version: a kept one; default: the last. Or what ``open_source`` gave, which need not be kept any more.
         only: of what changed since then only these rows, keys, int64 [n], and nothing but rows: an urgent update.
         progress: called as ``progress(done_bytes, total_bytes)`` of the tables.
 
@@ -116,26 +116,27 @@ def write_update(
     directory, out = Path(directory).absolute(), Path(out).absolute()
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another name")
-    with open_source(directory, version) as (manifest, tier, _), contextlib.closing(UpdateWriter(out)) as writer:
+    source = contextlib.nullcontext(version) if isinstance(version, Opened) else open_source(directory, version)
+    with source as (manifest, tier, _), contextlib.closing(UpdateWriter(out)) as writer:
         if not 0 <= since < tier.version:
             raise ValueError(
                 f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
             )
         writer.add_payload(_payload(tier.version, tier.payload) if only is None else pack({}, {}, {}, NO_LINEAGE))
-        source = _source(manifest, tier.version, tier.payload)
-        since_commit_id = source.lineage.id_of(since)
+        origin, lineage = source_in(manifest, tier)
+        since_commit_id = lineage.id_of(since)
         since = since if since_commit_id else 0
         with tier.changes(since) as changes:
             if only is not None and changes.written is not None:
                 changes.written = np.intersect1d(changes.written, only)
             _write_rows(writer, changes.rows, manifest, progress)
         header = UpdateHeader(
-            origin=source.origin,
+            origin=origin,
             since=since,
             since_commit_id=since_commit_id,
             tables=tuple(map(replica_config, manifest.tables)),
             chunks=writer.chunks,
-            passed=tuple(each.commit_id for each in source.lineage.ancestors if 0 < since < each.version),
+            passed=tuple(each.commit_id for each in lineage.ancestors if 0 < since < each.version),
             is_urgent=only is not None,
         )
         writer.finish(header)

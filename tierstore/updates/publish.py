@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..errors import TierstoreError
-from ..system.hosts import is_loopback
 from ..system.killpoints import reach
 from ..system.sizes import format_size
-from .canary import CANNOT_JUDGE, WINDOW_SECONDS, Canary, Measures, measure, watch
+from .canary import WAY_OUT, WINDOW_SECONDS, Canary, Measures, measure, watch
 from .client import AdminClient, FetchError, Progress, PublishError, ReplicaState, parse_url
-from .delta import Update, source_of, write_update
+from .delta import Update, open_source, source_in, source_of, write_update
 from .header import Origin
 from .urgent import urgent_rows
 
@@ -69,7 +68,7 @@ class _Publisher:
         self._bar = bar
         self._sending = threading.RLock()
         self._is_stopped = False
-        self._version: int | None = None
+        self._version: Any = None  # or a store that is open at it
         self._updates: dict[int, Update] = {}
         self.source = source_of(directory)
 
@@ -176,11 +175,21 @@ class _Publisher:
             _LOG.warning("no urgent rows go first: %s", error)
             return None
 
+    def prepare(self, urls: Sequence[str], since: int | None) -> None:
+        """Make what servers lack before a canary is watched: afterwards the trainer may have dropped the version, and
+        nobody has watched later ones. ``publish`` reports what could not be made."""
+        with open_source(Path(self._directory).absolute()) as self._version:
+            self.source = source_in(*self._version[:2])
+            for url in urls:
+                with contextlib.suppress(TierstoreError, OSError), self._client(url) as client:
+                    if not self.source.origin.is_same((state := client.state()).origin):
+                        self.update(self.begin(url, state, since))
+        self._version = self.source.origin.version
+
     def try_on(self, canary: Canary, since: int | None) -> Published:
         """Bring the canary to the version, and watch it; if it gets worse, it goes back, which is an error. One that a
         publisher left on trial, as it was killed, is compared with what that one measured before."""
         url, own = canary.url, self.source.origin
-        self._version = own.version  # what is committed while the canary is watched, nobody has watched
         done = Published(url, own.version)
         with self._client(url) as client:
             state = client.state()
@@ -192,17 +201,19 @@ class _Publisher:
                 raise PublishError(f"{url} is empty, so there is no before to compare with: publish without --canary")
             else:
                 update = self.update(self.begin(url, state, since))
-                before = measure(client, state.origin.version, min(canary.seconds, WINDOW_SECONDS))
+                shown, seconds = state.origin, min(canary.seconds, WINDOW_SECONDS)
+                before = measure(client, shown.version, seconds, shown.commit_id + shown.urgent)
                 if before.log_loss == math.inf:  # nothing is worse
                     before = before._replace(log_loss=None)
                 if before == Measures():
-                    raise PublishError(f"{url} cannot be a canary now: {CANNOT_JUDGE}")
+                    raise PublishError(f"{url} cannot be a canary: it has few requests, and watches no loss. {WAY_OUT}")
                 client.set_trial(own.commit_id, before._asdict())
                 done = self._bring(update, [url], iter(()), 1, {url: state.origin}, url)
             reach("publish: canary shows it")
-            if worse := watch(client, done.version, before, canary):
+            if worse := watch(client, done.version, before, canary, own.commit_id):
                 with contextlib.suppress(PublishError):  # of a second attempt, where the first one's answer was lost
-                    client.roll_back()
+                    if own.is_same(client.origin()):
+                        client.roll_back()
                 back = client.origin()
                 went = f"could not go back from {back}" if back is None or own.is_same(back) else f"went back to {back}"
                 return Published(url, 0, error=f"{went}: {worse}")
@@ -293,6 +304,7 @@ def publish(
     urls = [url for url in urls if url not in first]
     with _publishing(directory, [*first, *urls], bar, token) as publisher:
         if canary is not None:
+            publisher.prepare([canary.url, *urls], since)
             done.append(_tried(lambda _: publisher.try_on(canary, since), canary.url))
             if done[0].error:
                 left = f"left as it is, as the canary {canary.url} did not keep the version"
@@ -324,9 +336,6 @@ def _publishing(
 ) -> Iterator[_Publisher]:
     """A publisher in a temporary directory."""
     for url in to:  # a wrong URL is reported before anything is done
-        parts = parse_url(url)
-        if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
-            way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
-            _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
+        parse_url(url)
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
         yield _Publisher(directory, to, Path(work), bar, token)

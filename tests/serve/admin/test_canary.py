@@ -83,7 +83,11 @@ def test_each_measure_has_its_bound() -> None:
     for why, bad in BAD.items():
         assert why in "".join(BOUNDS.compare(GOOD, bad))
     assert BOUNDS.compare(GOOD, WORST) == ["", "", ""]
-    assert BOUNDS.compare(GOOD, Measures()) == BOUNDS.compare(Measures(), GOOD) == []
+    assert BOUNDS.compare(Measures(), GOOD) == [], "there is nothing to be worse than"
+    for absent in (None, math.nan):
+        for name in GOOD._fields:
+            was, now = Measures(**{name: 0.5}), GOOD._replace(**{name: absent})
+            assert [each != "" for each in BOUNDS.compare(was, now)] == [True], name
 
 
 def test_a_version_that_fares_worse_is_gone_back_from_for_good(
@@ -126,11 +130,11 @@ def test_nobody_gets_what_is_on_trial_nor_what_came_after_it(three: Fleet, sourc
             replica.catch_up()
         seen.append(versions(three))
         if len(seen) == 1:
-            change(source, 3, keep=4)
+            change(source, 3)  # the trainer keeps one version: that on trial is gone
         return WORST
 
     fares[2] = look
-    three.begin()  # needs another update, which is made after the watch, and has no urgent rows
+    three.begin()  # needs another update
     assert three.publish(source, canary=canary, urgent=0.5) == [""] * 4
     assert seen == [[2, 1, 1]] * 2, "a minute, and the rest"
     away = three.begin(peers=three.urls[:1])
@@ -141,13 +145,29 @@ def test_nobody_gets_what_is_on_trial_nor_what_came_after_it(three: Fleet, sourc
 def test_what_cannot_be_judged_is_not_passed_on(three: Fleet, source: Path, fares: dict[int, Any]) -> None:
     fares[2] = status(Measures(None, 0.0, 0.001), 2, requests=99)
     first, *others = three.publish(source, canary=BOUNDS)
-    assert "cannot be judged: it has fewer than 100 requests" in first
+    assert "cannot be judged: the log loss is absent, was 0.5" in first
+    assert "seconds, is absent, was 0.008" in first
     assert all("left as it is" in each for each in others)
     assert versions(three) == [2, 1, 1]
     fares[2] = WORST._replace(failed_share=0.9)
     assert "went back to version 1" in three.publish(source, canary=BOUNDS)[0], "by what was measured before the first"
     three.begin()
     assert "is empty" in three.publish(source, slice(3, 4), canary=BOUNDS)[0]
+
+
+@pytest.mark.parametrize("shown", [{"version": 1}, {"version": 2, "commit_id": "f" * 16}, {}])
+def test_a_canary_whose_loss_is_of_another_commit_is_not_passed_on(
+    three: Fleet, source: Path, fares: dict[int, Any], shown: dict[str, Any]
+) -> None:
+    """Or of none, as its watch has not ended."""
+    fares[2] = status(GOOD, 2)
+    fares[2]["watch"] = shown and fares[2]["watch"] | shown
+    first, *others = three.publish(source, canary=BOUNDS)
+    assert "cannot be judged: the log loss is absent, was 0.5" in first
+    assert all("left as it is" in each for each in others)
+    assert versions(three) == [2, 1, 1]
+    fares[2] = GOOD
+    assert three.publish(source, canary=BOUNDS) == [""] * 3
 
 
 KILLED = """
@@ -283,4 +303,6 @@ def test_the_hottest_rows_are_counted_and_the_rarest_forgotten() -> None:
         counts.note(tables[:1], np.array([[4096]]), np.arange(first, first + 4096) + 100)
         now[0] += 1
     assert len(counts.top()) == COUNTED_ROWS
+    counts.note(tables[:1], np.array([[9]]), np.array([3] * 4 + [0] * 5), np.array([False] * 4 + [True] * 5))
+    assert 0 not in dict(counts.top()), "it stands for ids that are no rows"
     assert counts.top()[0] == (4, 3)

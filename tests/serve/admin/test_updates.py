@@ -265,3 +265,43 @@ def test_the_command_serves_all_that_can_be_reached(
         assert capsys.readouterr().out == f"{url}: has version 2 already\n"
         replica.close()
         assert same(contents(replica_dir), contents(source))
+
+
+def test_a_refused_rollback_declines_nothing(source: Path, replica_dir: Path, updates: dict[int, Update]) -> None:
+    """Nor does one that the server did not see: what is gone back from is what it shows."""
+    apply_update(replica_dir, write_update(source, replica_dir.with_name("first"), version=1).path)
+    with serving(replica_dir) as (url, replica):
+        shown = listed(url)
+        for _ in range(2):
+            answer = httpx.post(f"{url}/admin/rollback", json={}, timeout=WAIT_SECONDS)
+            assert (answer.status_code, listed(url)) == (422, shown)
+        apply_update(replica_dir, updates[1].path)
+        answer = httpx.post(f"{url}/admin/rollback", json={}, timeout=WAIT_SECONDS)
+        assert "and the server shows commit" in answer.json()["error"]
+        assert listed(url) == shown
+        replica.show()
+        left = listed(url)["commit_id"]
+        assert httpx.post(f"{url}/admin/rollback", json={}, timeout=WAIT_SECONDS).json()["version"] == shown["version"]
+        assert listed(url) == shown | {"declined": [left]}
+
+
+def test_long_bodies_are_refused_and_long_answers_read(replica_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(replica_dir) as (url, replica):
+        long = {"peers": ["http://replica:8002"] * 50_000}
+        for path in ("trial", f"{'0' * 16}/apply"):
+            assert httpx.post(f"{url}/admin/updates/{path}", json=long).status_code == 413
+        monkeypatch.setattr(replica.taker, "_lookups", lambda: [(number, 1) for number in range(200_000)])
+        with AdminClient(url) as client:
+            assert len(client.lookups()) == 200_000
+
+
+def test_a_token_that_is_sent_in_plain_text_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever sends it: a publisher or a replica."""
+    for token, url in (
+        (None, "http://far"),
+        ("t", "https://far"),
+        ("t", "http://localhost"),
+        *[("t", "http://far")] * 3,
+    ):
+        AdminClient(url, token=token)
+    assert [each.getMessage().partition(" ")[0] for each in caplog.records] == ["http://far"]

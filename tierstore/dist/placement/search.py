@@ -158,7 +158,7 @@ class Search:
             if progress is not None:
                 progress(done + 1, _MOST_CHANGES)
             changed = self._descended(min(self._changes(best), key=lambda state: state.score, default=best))
-            if changed.score >= best.score * (1 - _LEAST_GAIN):
+            if not changed.score < best.score * (1 - _LEAST_GAIN):
                 break
             best = changed
         chosen = zip(self._tables, self._options, best.options, strict=True)

@@ -22,7 +22,7 @@ from ...system.output import write_text
 from ...system.plainfile import read_plain_file
 from ...system.sizes import format_size
 from ...updates.client import Kept, parse_url
-from ...updates.header import UpdateHeader
+from ...updates.header import Origin, UpdateHeader
 
 _ROOM_BYTES: Final = 64 << 20
 """Left free on the file system, by each part that arrives."""
@@ -111,13 +111,21 @@ class Incoming:
         kept = Kept(upload.id, upload.size_bytes, *ends)
         os.replace(upload.path, upload.path.with_name(kept.name + _KEPT))
         reach("update: file kept")
-        wanted, total = ends[2:], 0
-        for place, (each, path) in enumerate(reversed(self.kept())):
-            total += each.size_bytes
-            if each[4:] == wanted and (each == kept or (total <= _MAX_KEPT_BYTES and place < _MAX_KEPT)):
+        self.settle(header.origin)
+
+    def settle(self, shown: Origin) -> None:
+        """Keep what leads to the commit that is shown, as far as there is place for it, and have that not declined: the
+        process before may have been killed between two of these."""
+        end = wanted = shown.version, shown.commit_id
+        total = place = 0
+        for each, path in reversed(self.kept()):
+            total, place = total + each.size_bytes, place + 1
+            if each[4:] == wanted and (wanted == end or (total <= _MAX_KEPT_BYTES and place <= _MAX_KEPT)):
                 wanted = each[2:4]
             else:
                 path.unlink()
+        if (left := [each for each in self.declined if each not in shown[2:]]) != self.declined:
+            self.set_declined(left)
 
     def find(self, update_id: str) -> Upload | None:
         """An update on its way in, or kept, and so whole."""
@@ -127,11 +135,9 @@ class Incoming:
         whole = (Upload(update_id, path, each[1], each[1], 0) for each, path in self.kept() if each.id == update_id)
         return next((each for each in self.uploads("urgent") if each.id == update_id), next(whole, None))
 
-    def drop_kept(self, commit_id: str | None = None) -> None:
-        """Those that lead to a commit; default: all."""
-        for each, path in self.kept():
-            if commit_id in (None, each.commit_id):
-                path.unlink()
+    def drop_kept(self) -> None:
+        for _, path in self.kept():
+            path.unlink()
 
     # Small texts
 
@@ -171,10 +177,9 @@ class Incoming:
         make_directory(self.folder)
         write_text(self.folder / "trial", text, force=True)
 
-    def decline(self, commit_id: str) -> None:
+    def set_declined(self, commit_ids: list[str]) -> None:
         make_directory(self.folder)
-        others = [each for each in self.declined if each != commit_id]
-        write_text(self.folder / "declined", "\n".join([*others, commit_id][-_MAX_DECLINED:]), force=True)
+        write_text(self.folder / "declined", "\n".join(commit_ids[-_MAX_DECLINED:]), force=True)
 
 
 def _require_room(folder: Path, size_bytes: int) -> None:

@@ -93,8 +93,7 @@ class Replica:
         self._received_at = -math.inf  # by the process before: an upload of it is idle
         self._fetch: tuple[str, asyncio.Task[None]] | None = None
         self._waits_for: Origin | None = None
-        self._refused: set[str] = set()
-        self._given_up: set[str] = set()  # commits that failed twice; a publisher may send them
+        self._failures: dict[str, int] = {}  # of commits from peers; a publisher may send those given up
 
     def routes(self) -> list[Route]:
         return [
@@ -110,12 +109,19 @@ class Replica:
     async def roll_back(self) -> int:
         """Show the version before the current one; its number at the source. UpdateError: that cannot be done now."""
         async with self._turn:
-            shown, kept = origin_of(self._extra()), self._incoming.kept()
-            left = kept[-1][0].commit_id if kept else "" if shown is None else shown.commit_id
-            left = (shown.urgent if shown is not None else "") or left
-            self._incoming.decline(left)  # before: a server that is killed meanwhile has not gone back, or stays so
-            origin = await self._write("rollback", str(self._directory))
-            self._incoming.drop_kept(left)
+            shown, before = origin_of(self._extra()), self._incoming.declined
+            left = "" if shown is None else shown.urgent or shown.commit_id
+            # Before: a server that is killed meanwhile has not gone back, or stays so: see ``_settle``.
+            self._incoming.set_declined([*(each for each in before if each != left), left])
+            reach("rollback: declined")
+            try:
+                origin = await self._write("rollback", str(self._directory), left)
+            except UpdateError as error:
+                if error.kind:  # it was refused
+                    self._incoming.set_declined(before)
+                raise
+            reach("rollback: written")
+            self._incoming.settle(Origin(**origin))
             await self._refresh()
         _LOG.info("went back to version %d of store %s", origin["version"], origin["source"])
         return int(origin["version"])
@@ -244,6 +250,8 @@ class Replica:
         """Catch up now, and from time to time, until cancelled; ends what is being fetched, too."""
         last = ""
         try:
+            async with self._turn:
+                self._settle()
             while True:
                 try:
                     await self.catch_up()
@@ -256,11 +264,20 @@ class Replica:
             if self._fetch is not None:
                 self._fetch[1].cancel()
 
+    def _settle(self) -> None:
+        """Do what a killed process left undone of the version that is shown: keep its file, and none of others."""
+        with contextlib.suppress(TierstoreError, OSError):
+            if (shown := origin_of(self._extra())) is not None:
+                upload = self._incoming.upload()
+                if upload and upload.received_bytes == upload.size_bytes and _header_of(upload.path).shown == shown:
+                    self._incoming.keep(upload, _header_of(upload.path))
+                self._incoming.settle(shown)
+
     async def catch_up(self) -> None:
         """Show the newest version that peers show, if they keep the updates to it, unless a publisher sends one."""
         while self._being_sent() is None:
             peers, own = self._peers or self._incoming.peers, origin_of(self._extra())
-            declined = self._given_up.union(self._incoming.declined)
+            declined = {each for each, times in self._failures.items() if times > 1}.union(self._incoming.declined)
             found = await asyncio.to_thread(missing, own, peers, declined, token=self._token)
             if found is None or self._being_sent() is not None:
                 return
@@ -281,9 +298,7 @@ class Replica:
                     await self._apply_upload(upload, "")
                 finally:
                     if not self._incoming.find(upload.id):  # the cause may have been of that moment, once
-                        if upload.id in self._refused:
-                            self._given_up.add(found.update.commit_id)
-                        self._refused.add(upload.id)
+                        self._failures[found.update.commit_id] = self._failures.get(found.update.commit_id, 0) + 1
             if origin_of(self._extra()) == own:
                 return  # it is not shown yet: the server drains
 
@@ -343,7 +358,7 @@ class Replica:
             [sys.executable, "-P", "-m", "tierstore.updates.child", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            **child_options(),
+            **child_options(TIERSTORE_PARENT=str(os.getpid())),
         )
         try:
             out, err = await asyncio.to_thread(process.communicate, timeout=_WRITE_LIMIT_SECONDS)
@@ -357,6 +372,8 @@ class Replica:
         try:
             outcome: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
         except (ValueError, IndexError):
+            await self._refresh()  # it may have been killed once all was written
+            self._settle()
             said = excerpt(err.decode(errors="replace")[-_MAX_OUTPUT_CHARACTERS:], _MAX_OUTPUT_CHARACTERS)
             raise UpdateError(500, f"the process that writes ended with {process.returncode}: {said}") from None
         if "error" in outcome:
@@ -383,8 +400,12 @@ def _content_range(request: Request) -> tuple[int, int, int]:
 
 
 async def _json_of(request: Request) -> dict[str, Any]:
+    body = b""
+    async for part in request.stream():
+        if len(body := body + part) > _BUFFER_BYTES:
+            raise UpdateError(413, f"the body has more than {_BUFFER_BYTES} bytes: name fewer servers")
     try:
-        found = await request.json()
+        found = json.loads(body)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

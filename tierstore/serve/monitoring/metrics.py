@@ -139,8 +139,9 @@ class Metrics:
         return found
 
     def refused(self, protocol: str, status: Status) -> None:
-        """A request was refused before a model was asked."""
+        """A request was refused before a model was asked; it counts as failed, too."""
         self._refused.labels(protocol, status.name.lower()).inc()
+        self.window.add(OTHER, 0.0, failed=True)
 
     def updated(self, version: int, seconds: float) -> None:
         self._updates.observe(seconds)
