@@ -369,11 +369,11 @@ class Chain:
 
 
 def _settled(server: Server) -> None:
-    """Wait for what a server does once it has started: its files and list are those of what it shows."""
+    """Wait for what a server still applies, and for its files and list to be those of what it shows."""
     for _ in range(200):
         state = server.state()
         leads = [each for each in state["kept"] if each.endswith(state["commit_id"])]
-        if state["commit_id"] not in state["declined"] and (leads or not state["kept"]):
+        if not state["is_applying"] and state["commit_id"] not in state["declined"] and (leads or not state["kept"]):
             return
         time.sleep(0.05)
 

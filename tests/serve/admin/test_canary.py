@@ -303,6 +303,6 @@ def test_the_hottest_rows_are_counted_and_the_rarest_forgotten() -> None:
         counts.note(tables[:1], np.array([[4096]]), np.arange(first, first + 4096) + 100)
         now[0] += 1
     assert len(counts.top()) == COUNTED_ROWS
+    assert counts.top()[0] == (4, 3)
     counts.note(tables[:1], np.array([[9]]), np.array([3] * 4 + [0] * 5), np.array([False] * 4 + [True] * 5))
     assert 0 not in dict(counts.top()), "it stands for ids that are no rows"
-    assert counts.top()[0] == (4, 3)
