@@ -5,7 +5,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tierstore.ids import LFU, TTL, DynamicIds
+from tierstore.ids import LFU, TTL, DynamicIds, Frequency, Probability
+
+WORD = 2**64
+
+
+def mixed(value: int) -> int:
+    """SplitMix64's output function."""
+    value = (value + 0x9E3779B97F4A7C15) % WORD
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % WORD
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % WORD
+    return value ^ value >> 31
 
 
 @dataclass
@@ -50,8 +60,13 @@ class Model:
         new = {key: times for key, times in counts.items() if key not in had}
         rule_of_admission = self.rules.admission
         seen = {key: times + self.candidates.get(key, (0, 0))[0] for key, times in new.items()}
-        least = 1 if rule_of_admission is None else rule_of_admission.times
-        chosen = [key for key in new if seen[key] >= least]
+        chosen = list(new)
+        if isinstance(rule_of_admission, Frequency):
+            chosen = [key for key in new if seen[key] >= rule_of_admission.times]
+        elif isinstance(rule_of_admission, Probability):
+            words = mixed(rule_of_admission.seed % WORD ^ mixed(self.step))
+            draws = {key: (mixed(words ^ mixed(key % WORD)) >> 11) / 2**53 for key in new}
+            chosen = [key for key in new if draws[key] < rule_of_admission.share]
         free = self.capacity - len(self.rows)
         if len(chosen) > free:
             wanted = max(len(chosen) - free, self.capacity // 16 if isinstance(rule, LFU) else 0)
@@ -62,7 +77,7 @@ class Model:
             score = counts[key] if isinstance(rule, LFU) else self.clock
             self.rows[key] = Row(score, self.next_number)
             self.next_number += 1
-        if rule_of_admission is not None:
+        if isinstance(rule_of_admission, Frequency):
             self._count({key: times for key, times in seen.items() if key not in given}, given)
         for key in had:
             row = self.rows[key]

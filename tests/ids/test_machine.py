@@ -2,42 +2,46 @@
 a table in memory that gives no row twice."""
 
 import contextlib
+import json
 import shutil
 import tempfile
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 import tierstore
+from tests.drawn import drawn
 from tests.hbm.stores import few_slots
 from tests.ids.model import Model
-from tierstore.errors import DiskFullError
-from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency
+from tierstore.errors import DiskFullError, IdError
+from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
 
 INIT = tierstore.init.Uniform(-0.5, 0.5, seed=7)
 OPTIMIZER = tierstore.optim.Adagrad(lr=0.5)
 IDS = st.integers(0, 100).map(lambda n: (n * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63)
 """Any of a hundred, all over int64."""
 BATCHES = st.lists(IDS, min_size=5, max_size=60)
-ADMISSIONS = st.none() | st.builds(Frequency, st.integers(2, 4), st.none() | st.integers(1, 40))
-TTL_BY_TIME = st.builds(TTL, minutes=st.integers(1, 40))
-EVICTIONS = st.just(LRU()) | st.builds(LFU, st.none() | st.integers(1, 5)) | st.builds(TTL, st.integers(1, 20))
+ADMISSIONS = st.none() | drawn(Frequency, Probability)
+EVICTIONS = drawn(LRU, LFU) | st.builds(TTL, st.integers(1, 20))
+DRAWN = Counter[str]()
+"""How many programs drew each option, and how many calls they made."""
 
 
 class DynamicIdsMachine(RuleBasedStateMachine):
     @initialize(
-        admission=ADMISSIONS, eviction=EVICTIONS | TTL_BY_TIME, capacity=st.integers(1, 40),
+        rules=drawn(DynamicIds), capacity=st.integers(1, 40),
         ddr=st.sampled_from(["2MiB", "480KiB"]), policy=st.sampled_from(["auto", "lru", "lfu"]),
         hbm=st.sampled_from([0, 4, 20, 40]), is_deferred=st.booleans(),
     )  # fmt: skip
-    def begin(
-        self, admission: Any, eviction: Any, capacity: int, ddr: str, policy: str, hbm: int, is_deferred: bool
-    ) -> None:
+    def begin(self, rules: DynamicIds, capacity: int, ddr: str, policy: str, hbm: int, is_deferred: bool) -> None:
         """``hbm``: slots in device memory, which may be all that rows need; 0: there is no such tier."""
         self.few_slots = contextlib.ExitStack()
         if 0 < hbm < capacity:
@@ -45,7 +49,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp())
         self.settings: Any = {"ddr": ddr, "policy": policy, "hbm": "1MiB" if hbm else 0, "device": "cpu"}
         self.is_deferred = is_deferred
-        rules = DynamicIds(admission=admission, eviction=eviction)
+        DRAWN.update(["programs", f"unseen={rules.unseen}", *map(named, (rules.admission, rules.eviction))])
         config = tierstore.TableConfig(
             name="item", num_embeddings=capacity, embedding_dim=33, init=INIT, optimizer=OPTIMIZER, ids=rules
         )
@@ -59,11 +63,12 @@ class DynamicIdsMachine(RuleBasedStateMachine):
 
     def open(self, config: tierstore.TableConfig) -> None:
         self.store = tierstore.open(self.directory, **self.settings, keep=3)
+        self.store.set_time(60 * self.model.minute - 60)
         self.take(self.store.create_table(config))
 
     def take(self, table: tierstore.Table) -> None:
-        self.table, self.num_noted = table, 0
-        self.store.set_time(60 * self.model.minute - 60)
+        if table is not getattr(self, "table", None):  # nothing changes a table into what it is
+            self.table, self.num_noted = table, 0
         self.table.on_evict(self.note)
         self.bag, self.rows = tierstore.TieredEmbeddingBag(self.table), tierstore.TieredEmbedding(self.table)
         self.optimizer: Any = self.store.optimizer() if self.is_deferred else None
@@ -82,9 +87,14 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         ahead = tierstore.prefetch(arguments, module, depth=depth, features=lambda batch: batch)
         for ids, begins, arguments_now in zip(batches, starts, ahead, strict=True):
             numbers, known = self.admitted(ids)
+            if self.is_refused(known):
+                with pytest.raises(IdError):
+                    module(*arguments_now)
+                continue
             out = module(*arguments_now)
             expected = tierstore.TieredEmbeddingBag(self.oracle)(numbers, torch.tensor([0, *known]).cumsum(0)[begins])
-            assert torch.equal(out, expected)
+            is_exact = self.model.rules.unseen != "init"  # whose first values are added behind the rows
+            assert torch.equal(out, expected) if is_exact else torch.allclose(out, expected, atol=1e-4)
             gradient = torch.randn(out.shape, generator=generator)
             out.backward(gradient)
             expected.backward(gradient)
@@ -94,15 +104,25 @@ class DynamicIdsMachine(RuleBasedStateMachine):
 
     train_again = train  # most of what happens to a table
 
+    def is_refused(self, known: list[bool]) -> bool:
+        """Whether a lookup of these ids is an error."""
+        return self.model.rules.unseen == "error" and not all(known)
+
     def admitted(self, ids: list[int]) -> tuple[torch.Tensor, list[bool]]:
-        """Have model and oracle admit a batch: the oracle's rows of its ids, and which ids have one."""
+        """Have model and oracle admit a batch: the oracle's rows of its ids, and which ids have one, or count as if.
+        ``unseen="init"``: others get rows in the oracle for this batch."""
+        DRAWN["batches"] += 1
         self.had = {key: row.number for key, row in self.model.rows.items()}
         if given := self.model.train(ids):
             rows = torch.tensor([self.model.rows[key].number for key in given])
             self.oracle.write(rows, first_values(given))
-        known = [key in self.model.rows for key in ids]
-        numbers = [self.model.rows[key].number for key in ids if key in self.model.rows]
-        return torch.tensor(numbers, dtype=torch.long), known
+        numbers = {key: row.number for key, row in self.model.rows.items()}
+        if self.model.rules.unseen == "init" and (others := [*{*ids} - numbers.keys()]):
+            numbers |= dict(zip(others, range(self.model.next_number, 2**31), strict=False))
+            self.model.next_number += len(others)
+            self.oracle.write(torch.tensor([numbers[key] for key in others]), first_values(others))
+        known = [key in numbers for key in ids]
+        return torch.tensor([numbers[key] for key in ids if key in numbers], dtype=torch.long), known
 
     def note(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Of what is evicted, the values that it has."""
@@ -117,8 +137,13 @@ class DynamicIdsMachine(RuleBasedStateMachine):
 
     @rule(ids=BATCHES)
     def admit(self, ids: list[int]) -> None:
-        known = self.admitted(ids)[1]
-        assert self.table.admit(torch.tensor(ids)) == sum(known)
+        self.admitted(ids)
+        known = [key in self.model.rows for key in ids]
+        if self.is_refused(known):
+            with pytest.raises(IdError):
+                self.table.admit(torch.tensor(ids))
+        else:
+            assert self.table.admit(torch.tensor(ids)) == sum(known)
 
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data(), seed=st.integers(0, 2**16))
@@ -130,9 +155,14 @@ class DynamicIdsMachine(RuleBasedStateMachine):
 
     @rule(ids=BATCHES)
     def read(self, ids: list[int]) -> None:
-        rows = self.table.read(torch.tensor(ids))
         known = [key in self.model.rows for key in ids]
-        assert not rows[~torch.tensor(known)].any()
+        if self.is_refused(known):
+            with pytest.raises(IdError):
+                self.table.read(torch.tensor(ids))
+            return
+        rows, others = self.table.read(torch.tensor(ids)), [key for key in ids if key not in self.model.rows]
+        first = first_values(others) if self.model.rules.unseen == "init" else torch.zeros(len(others), 33)
+        assert torch.equal(rows[~torch.tensor(known)], first)
         numbers = [self.model.rows[key].number for key in ids if key in self.model.rows]
         assert torch.equal(rows[torch.tensor(known)], self.oracle.read(torch.tensor(numbers, dtype=torch.long)))
         state = self.table.read_state(torch.tensor(ids))[torch.tensor(known)]
@@ -183,6 +213,27 @@ class DynamicIdsMachine(RuleBasedStateMachine):
             model.capacity += more
 
     @precondition(lambda self: not self.is_deferred)
+    @rule(asked=drawn(DynamicIds), more=st.integers(0, 30))
+    def change_rules(self, asked: DynamicIds, more: int) -> None:
+        """As far as what is stored means the same by them."""
+        self.commit(False)
+        before, after = self.model.rules, asked
+        if isinstance(before.admission, Frequency) != isinstance(asked.admission, Frequency):
+            after = replace(after, admission=before.admission)
+        elif isinstance(asked.admission, Frequency):
+            candidates = before.num_candidates(self.model.capacity) + more
+            after = replace(after, admission=Frequency(asked.admission.times, candidates))
+        if asked.eviction.scores != before.eviction.scores:
+            after = replace(after, eviction=before.eviction)
+        if after != asked and asked.num_candidates(self.model.capacity) < before.num_candidates(self.model.capacity):
+            with pytest.raises(ValueError, match="cannot follow"):
+                self.store.change_table("item", ids=asked)
+        DRAWN["changes of rules"] += 1
+        self.take(self.store.change_table("item", ids=after))
+        for model in (self.model, *(model for model, _ in self.committed.values())):
+            model.rules = after
+
+    @precondition(lambda self: not self.is_deferred)
     @rule(optimizer=st.sampled_from([OPTIMIZER, tierstore.optim.RowWiseAdagrad(lr=0.5), tierstore.optim.SGD(lr=0.5)]))
     def change_optimizer(self, optimizer: Any) -> None:
         """To another kind: earlier versions go."""
@@ -213,7 +264,6 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         number, minute = self.model.next_number, self.model.minute
         self.model = model.copy()
         self.model.next_number, self.model.minute = number, minute
-        self.store.set_time(60 * minute - 60)
         for later in [each for each in self.committed if each > version]:
             del self.committed[later]
 
@@ -242,6 +292,12 @@ class DynamicIdsMachine(RuleBasedStateMachine):
             self.few_slots.close()
 
 
+def named(part: Any) -> str:
+    """With the options that it was given."""
+    given = [] if part is None else [name for name, value in vars(part).items() if value is not None]
+    return f"{type(part).__name__}({', '.join(given)})"
+
+
 def first_values(ids: list[int], dim: int = 33) -> torch.Tensor:
     """By a table that was never written."""
     with tierstore.open(cold="memory", ddr="2MiB") as store:
@@ -251,3 +307,15 @@ def first_values(ids: list[int], dim: int = 33) -> torch.Tensor:
 
 TestDynamicIds = DynamicIdsMachine.TestCase
 TestDynamicIds.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_hundreds_of_programs() -> None:
+    DRAWN.clear()
+    run_state_machine_as_test(
+        DynamicIdsMachine,
+        settings=settings(max_examples=300, stateful_step_count=40, deadline=None, derandomize=False, database=None),
+    )
+    assert DRAWN["programs"] >= 300
+    (Path(__file__).parents[2] / "bench/results/ids_programs.json").write_text(json.dumps(DRAWN, indent=1) + "\n")

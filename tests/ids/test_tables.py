@@ -96,6 +96,16 @@ def test_a_reader_follows(tmp_path: Path, tiers: dict[str, Any]) -> None:
                 assert listed(earlier["item"]) == [1, 2]
             reader.refresh()
             assert listed(reader["item"]) == listed(store["item"]) == [2, 3, 5, 6, 7, 8]
+            store.change_table("item", ids=DynamicIds(eviction=TTL(9), unseen="init"))
+            train(tierstore.TieredEmbeddingBag(store["item"]), 9)
+            store.commit()
+            reader.refresh()
+            assert torch.equal(reader["item"].read(ids), store["item"].read(ids))
+            assert reader["item"].read(ids).any(dim=1).all()
+            store.change_table("item", ids=DynamicIds())
+            store.commit()
+            reader.refresh()
+            assert listed(reader["item"]) == listed(store["item"])
             train(tierstore.TieredEmbeddingBag(store.change_table("item", optimizer=tierstore.optim.Adam())), 1)
             store.commit()
             reader.refresh()

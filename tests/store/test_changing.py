@@ -226,6 +226,7 @@ CHANGES = {
     "drop": 'store.drop_table("a")',
     "optimizer": 'store.change_table("a", optimizer=tierstore.optim.Adam())',
     "ids": 'store.change_table("d", num_embeddings=70, optimizer=tierstore.optim.Adam())',
+    "rules": 'store.change_table("d", ids=tierstore.DynamicIds(admission=tierstore.ids.Frequency(3, 90)))',
 }
 KILLED = """
     import json, shutil
@@ -277,12 +278,14 @@ def test_a_change_that_is_killed_at_any_step_leaves_the_old_table_or_the_new_one
             store.commit(extra={"k": 1}, tensors={"w": torch.ones(3)})
         before = [table.read(torch.arange(200)) for table in (*tables, dynamic)]
     run(KILLED, tmp_path / "store", json.dumps(CHANGES))
-    for kind, steps in {"grow": 2, "drop": 2, "optimizer": 15, "ids": 15}.items():
+    for kind, steps in {"grow": 2, "drop": 2, "optimizer": 15, "ids": 15, "rules": 2}.items():
         ends = Counter[Any]()
         for path in tmp_path.glob(f"{kind} *"):
             with tierstore.open(path, ddr=DDR, keep=3) as store:
                 shown = {name: each.config for name, each in store.tables.items()}
-                ends[tuple((name, each.num_embeddings, each.optimizer.kind) for name, each in shown.items())] += 1
+                ends[
+                    tuple((name, each.num_embeddings, each.optimizer.kind, each.ids) for name, each in shown.items())
+                ] += 1
                 for name, rows in (("b", before[1]), ("d", before[2])):
                     assert torch.equal(store[name].read(torch.arange(200)), rows)
                 for name in {"a", "c"} & store.tables.keys():
