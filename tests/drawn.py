@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tierstore import init, optim
+from tierstore.cache import POLICIES
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
 
 _SEEDS: Final = st.integers(-(2**63), 2**64 - 1)
@@ -59,7 +60,6 @@ OPTIONS[tierstore.TableConfig] = {
     "optimizer": drawn(optim.SGD, optim.Adagrad, optim.RowWiseAdagrad, optim.Adam),
     "ids": st.none() | drawn(DynamicIds),
 }
-POLICIES: Final = ("auto", "lru", "lfu", "tinylfu", "lookahead")
 OPTIONS[tierstore.open] = {
     "cold": st.sampled_from(["lmdb", "lmdb", "memory"]),
     "mode": st.sampled_from(["w", "w", "r"]),
@@ -69,7 +69,7 @@ OPTIONS[tierstore.open] = {
     "ddr": st.sampled_from(["2MiB", "5% of tables", "8MiB"]),
     "hbm": st.sampled_from([0, 0, "1MiB"]),
     "device": st.just("cpu"),
-    "policy": st.sampled_from([*POLICIES, *(f"reference-{each}" for each in POLICIES[1:])]),
+    "policy": st.sampled_from(POLICIES),
     "threads": st.none() | st.integers(1, 3),
     "dtype": st.none() | st.sampled_from(["stored", "float16"]),
 }

@@ -422,28 +422,24 @@ def test_the_position_is_that_of_the_batch_given(store_dir: Path, depth: int) ->
         ahead.close()
 
 
-@pytest.mark.parametrize(("depth", "lookahead"), [(0, 2), (2, 0), (2, 2)])
-def test_only_the_source_ends_a_pass(depth: int, lookahead: int) -> None:
+def test_only_the_source_ends_a_pass() -> None:
     """Not what ``features``, or ``iter`` of the source, raises as an iterator that has ended does."""
 
     class Empty:
         def __iter__(self) -> Iterator[Any]:
             return iter(next(iter(())))
 
-    with tierstore.open(cold="memory", ddr="1MiB", policy="lookahead") as store:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
         config = tierstore.TableConfig(name="a", num_embeddings=100, embedding_dim=8)
         bag = tierstore.TieredEmbeddingBag(store.create_table(config))
         batches: Any = [[torch.arange(2).view(1, 2)] * (number != 3) for number in range(8)]
         seen = []
         with pytest.raises(RuntimeError, match="features= or iter"):
-            seen.extend(
-                tierstore.prefetch(
-                    batches, bag, depth=depth, lookahead=lookahead, features=lambda each: next(iter(each))
-                )
-            )
+            seen.extend(tierstore.prefetch(batches, bag, depth=2, features=lambda each: next(iter(each))))
         assert len(seen) == 3
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            next(tierstore.prefetch(Empty(), bag, depth=depth, lookahead=lookahead))
+        for depth in (0, 2):
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                next(tierstore.prefetch(Empty(), bag, depth=depth))
 
 
 def test_a_source_that_asks_its_own_pass_for_a_batch(store_dir: Path) -> None:
