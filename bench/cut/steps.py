@@ -160,8 +160,9 @@ class _Life:
                 self._fail(f"{said}: {sorted(os.listdir(path))} is left")
             shutil.rmtree(path)
         if error is not None and kind not in ("commit", "roll back") and self._now.keys() == before.keys():
+            self._commit()
             call()  # of no effect if the table was made or changed
-            self._now = after
+            self._look(f"the call after {said}", [after])
         self._write()
         self._commit()
         self._look(f"the commit after {said}", [self._now])

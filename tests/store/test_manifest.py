@@ -1,6 +1,5 @@
 """The manifest and the payload of a version: damage is told from absence, and named."""
 
-import contextlib
 import errno
 import json
 import os
@@ -157,20 +156,17 @@ def test_tables_are_those_on_disk_when_the_manifest_was_in_place_before_an_error
         raise kind(errno.EIO, "emulated")
 
     monkeypatch.setattr(os, "replace", replace_and_fail)
-    expected = pytest.raises(KeyboardInterrupt) if kind is KeyboardInterrupt else contextlib.nullcontext()
     with tierstore.open(path.parent, ddr="1MiB") as store:
         for call in (
             lambda: store.create_table(replace(CONFIG, name="more")),
             lambda: store.change_table("more", name="other"),
             lambda: store.drop_table("items"),
         ):
-            store.commit()
-            with expected:
-                call()
+            call()
             names = [table.name for table in Manifest.read(path.parent).tables if not table.is_dropped]
             assert names == list(store.tables)
         assert names == ["other"]
-        assert store.commit() == 5
+        assert store.commit() == 2
 
 
 def test_a_store_stops_if_its_directory_cannot_be_synced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

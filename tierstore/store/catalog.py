@@ -159,36 +159,35 @@ class Catalog:
     def change(self, manifest: Manifest) -> None:
         """Have other tables, durably; errors as of ``_write``. Nothing is cached, and no row changed since the last
         commit. Tables whose configuration changes are others from then on (``Table.leave``)."""
-        self._replace(manifest)
-        self.shown.committed = self.num_changes
+        try:
+            self._replace(manifest)
+        finally:
+            self.shown.committed = self.num_changes
 
     def _replace(self, manifest: Manifest) -> None:
         """Have the tables of another manifest, once that is on disk. Errors as of ``_write``; nothing changes then."""
         try:
             self._enter(manifest.shapes)
             tables = self._made(manifest)
-            late = self._write(manifest)
+            self._write(manifest)
         except BaseException:
             self._enter(self.manifest.shapes)
             raise
         self._take(manifest, tables)
-        if late is not None:
-            raise late
 
-    def _write(self, manifest: Manifest) -> BaseException | None:
-        """Returns once it is on disk, with what is to be raised then. StoreReplacedError; as ``Manifest.write``."""
+    def _write(self, manifest: Manifest) -> None:
+        """Returns once it is on disk, whatever is raised then. StoreReplacedError; others as ``Manifest.write``."""
         if self._directory is None or not isinstance(self._cold, LmdbColdTier):
-            return None
+            return
         self._cold.require_in_place()
         try:
             manifest.write(self._directory)
-        except BaseException as error:
+        except BaseException:  # handlers of signals wait until the call ends
             with contextlib.suppress(TierstoreError):
                 if Manifest.read(self._directory) == manifest:
                     self._cold.sync_names()
-                    return None if isinstance(error, Exception) else error
+                    return
             raise
-        return None
 
     @contextlib.contextmanager
     def written_to(self, places: range) -> Iterator[None]:
