@@ -161,7 +161,9 @@ class _Life:
             shutil.rmtree(path)
         if error is not None and kind not in ("commit", "roll back") and self._now.keys() == before.keys():
             self._commit()
+            self._note_version(self._now)  # another optimizer commits
             call()  # of no effect if the table was made or changed
+            self._durable = self._store.version
             self._look(f"the call after {said}", [after])
         self._write()
         self._commit()
