@@ -43,7 +43,7 @@ class Consumer:
     def __init__(self, rules: DynamicIds) -> None:
         self.owners: dict[int, int] = {}
         self.values: Rows = {}
-        self.step = 1 if rules.admission is None else 2  # candidates and rows come in turn
+        self.step = 2 if isinstance(rules.admission, Frequency) else 1  # candidates and rows come in turn
 
     def take(self, path: Path) -> Rows:
         with UpdateFile(path) as file:
