@@ -153,16 +153,15 @@ class Log:
             reach("write-back: segments put")
         reach("write-back: transaction committed")
         pages, pages_moved = int(put["pages"].sum()), int(moved_to["pages"].sum())
-        snapshot = self._file.new_snapshot()
-        _forget(dead, txn_id := snapshot.txn_id)
-        if moved is not None:  # first: a row may be moved, and newer in what is new
-            _find_pages(snapshot, moved_to)
-            rows.publish(layout, moved_to, moved.keys, current=current, txn_id=txn_id, is_moved=True)
-            reach("cleaning: rows published")
-        if new is not None:
-            _find_pages(snapshot, put)
-            rows.publish(layout, put, new.keys, current=current, txn_id=txn_id)
-        self._file.follow(snapshot)
+        with self._file.following() as snapshot:
+            _forget(dead, txn_id := snapshot.txn_id)
+            if moved is not None:  # first: a row may be moved, and newer in what is new
+                _find_pages(snapshot, moved_to)
+                rows.publish(layout, moved_to, moved.keys, current=current, txn_id=txn_id, is_moved=True)
+                reach("cleaning: rows published")
+            if new is not None:
+                _find_pages(snapshot, put)
+                rows.publish(layout, put, new.keys, current=current, txn_id=txn_id)
         reach("write-back: segments published")
         self._wrote(rows, pages + pages_moved)
         self._appended += pages
@@ -218,9 +217,8 @@ class Log:
             self._delete_dead(txn, dead)
             reach("prune: segments deleted")
         reach("prune: transaction committed")
-        snapshot = self._file.new_snapshot()
-        _forget(dead, snapshot.txn_id)
-        self._file.follow(snapshot)
+        with self._file.following() as snapshot:
+            _forget(dead, snapshot.txn_id)
         self._wrote(rows, 0)
         return True
 

@@ -207,6 +207,17 @@ class OpenFile:
         self.is_behind = False
 
     @contextmanager
+    def following(self) -> Iterator[Snapshot]:
+        """A snapshot of the newest tree, to be shown at the end of the block."""
+        snapshot = self.new_snapshot()
+        try:
+            yield snapshot
+        except BaseException:
+            snapshot.close()
+            raise
+        self.follow(snapshot)
+
+    @contextmanager
     def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:
         """The current snapshot and map, kept until the end of the block."""
         self.require_open()

@@ -182,7 +182,8 @@ class Writer:
             self._file.is_behind = True
             if not isinstance(error, Exception):
                 raise
-            self.catch_up()
+            with contextlib.suppress(TierstoreError):  # which may come again; the first one says more
+                self.catch_up()
             if self._file.head.current != version:
                 raise
             _LOG.warning("version %d is durable; what was to follow failed, and is left to later: %r", version, error)

@@ -171,7 +171,8 @@ class Catalog:
             tables = self._made(manifest)
             self._write(manifest)
         except BaseException:
-            self._enter(self.manifest.shapes)
+            with contextlib.suppress(TierstoreError):  # of files that are of no more use, as the first error says
+                self._enter(self.manifest.shapes)
             raise
         self._take(manifest, tables)
 
@@ -264,12 +265,14 @@ class Catalog:
         for table in before.values():
             if tables.get(table.name) is not table:
                 table.leave()
+        store = self._store()
+        for table in tables.values():
+            if store is not None and store.recorder is not None and before.get(table.name) is not table:
+                store.recorder.add_table(table.index, table.name)
 
     def _new(self, config: TableConfig, index: int) -> Table:
         store = self._store()
         assert store is not None, "the caller of a store has it"
-        if store.recorder is not None:
-            store.recorder.add_table(index, config.name)
         table = Table(store, config, index, self._kept(index, config))
         if config.ids is not None:
             table.ids = TableIds(config, index, self._cold, store.workers, lambda: self.minutes)

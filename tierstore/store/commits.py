@@ -32,9 +32,10 @@ class PendingCommit(Future[int]):
     ``wanted`` is set once somebody waits for it: until then its writer leaves most of the processor to others.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, writer: str = "") -> None:
         super().__init__()
         self.version = version
+        self._writer = writer  # the name of the thread that writes it
         self.wanted: Final = Flag()
         self._was_seen = False
         self._process_id = os.getpid()
@@ -60,7 +61,7 @@ class PendingCommit(Future[int]):
         for seconds in turns(math.inf if timeout is None else timeout):
             if self.done():
                 return
-            _require_elsewhere(f"version {self.version} is waited for")
+            _require_elsewhere(self._writer, f"version {self.version} is waited for")
             wait([self], seconds)
 
     def unseen_error(self) -> BaseException | None:
@@ -102,7 +103,9 @@ class Commits:
         self._pools = pools
         self._pending: PendingCommit | None = None
         self._checkpoint = 0
-        self.thread: Final = ThreadPoolExecutor(1, _THREAD)  # begins with the first commit
+        name = f"{_THREAD}-{id(self)}"
+        self.thread: Final = ThreadPoolExecutor(1, name)  # begins with the first commit
+        self._writer = f"{name}_0"
 
     def begin(
         self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int, dropped: Collection[int]
@@ -116,7 +119,7 @@ class Commits:
             self._require_droppable(keep, dropped)
         lineage = version.lineage.following(version.number)
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
-        self._pending = pending = PendingCommit(self._pools.epoch)
+        self._pending = pending = PendingCommit(self._pools.epoch, self._writer)
         try:
             with contextlib.ExitStack() as held:  # nothing is admitted between the two
                 for ids in self._catalog.ids:
@@ -149,7 +152,7 @@ class Commits:
 
     def end_writing(self) -> None:
         """Wait for the commit in flight, whether it fails or not. TierstoreError in a callback of one."""
-        _require_elsewhere("the store is closed")
+        _require_elsewhere(self._writer, "the store is closed")
         if self._pending is not None:
             self._pending.end()
 
@@ -193,9 +196,9 @@ class Commits:
         self._pools.epoch = self._cold.last_version + 1
 
 
-def _require_elsewhere(what: str) -> None:
-    """TierstoreError in a thread that writes commits, which would wait for itself."""
-    if threading.current_thread().name.startswith(_THREAD):
+def _require_elsewhere(writer: str, what: str) -> None:
+    """TierstoreError in the thread of that name, which writes a store's commits and would wait for itself."""
+    if threading.current_thread().name == writer:
         raise TierstoreError(f"{what} in a callback of a commit, by the thread that writes commits; do so elsewhere")
 
 

@@ -199,7 +199,10 @@ class Recorder:
             if self._recorded.contents().num_batches:
                 self._write()
             else:  # as of a run that failed before its first step: the next attempt finds its name free
-                self.path.unlink(missing_ok=True)
+                try:
+                    self.path.unlink(missing_ok=True)
+                except OSError as error:
+                    raise translate_os_error(error, self.path) from error
             self._is_written = True
 
     def __enter__(self) -> "Recorder":

@@ -277,9 +277,13 @@ class Store(ClosedWhenDropped, Unpicklable):
         if not self.readonly:
             self._commits.end_pending()
             table.pool.flush()
-        for part in self._cold.stored_rows(table.index):
+        parts = self._cold.stored_rows(table.index)
+        while True:
+            part = next(parts, None)
             if table.is_gone:
                 _ = table.pool  # TableError
+            if part is None:
+                return
             yield part
 
     def optimizer(self, dense: torch.optim.Optimizer | None = None) -> TieredOptimizer:
@@ -443,8 +447,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         if not math.isfinite(seconds):
             raise ValueError(f"seconds={seconds} must be a finite number")
         minutes = int(seconds // 60) + 1
-        timed = [ids.clock for ids in self._catalog.ids if ids.goes_by_time]
-        least = max(1, *timed, self._catalog.minutes if timed else 1)
+        least = max([1, *(ids.clock for ids in self._catalog.ids if ids.goes_by_time)])
         if not least <= minutes <= MAX_SCORE:
             raise ValueError(
                 f"seconds={seconds}: batches from now on are of {60 * (least - 1)} to {60 * MAX_SCORE - 1} seconds, as "

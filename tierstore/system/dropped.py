@@ -16,6 +16,7 @@ import time
 from typing import Any, Final, Protocol, Self
 
 from .flag import Flag
+from .signals import turns
 
 _LOG: Final = logging.getLogger("tierstore")
 
@@ -92,10 +93,15 @@ def settle(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     if _COLLECTOR.thread:
         _COLLECTOR.dropped.put(reached := Flag())
-        reached.wait(seconds)
+        for part in turns(seconds):
+            if reached.wait(part):
+                break
     else:
         with contextlib.suppress(queue.Empty):
             while True:
                 _COLLECTOR.take(_COLLECTOR.dropped.get_nowait())
     for thread in _COLLECTOR.closing:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        for part in turns(deadline - time.monotonic()):
+            thread.join(part)
+            if not thread.is_alive():
+                break
