@@ -121,7 +121,7 @@ def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if not isinstance(anchor, Anchor):
                 continue
             if optimizer.state:
-                _ = optimizer.state[anchor]  # none, but torch.distributed.checkpoint asks for one of each parameter
+                optimizer.state.setdefault(anchor, {})  # torch.distributed.checkpoint asks for one of each parameter
             module, place = anchor.trained, id(anchor)
             updates = 0 if module is None else sum(table._step for table in module._tables)
             more = updates - seen.updates.get(place, updates) > (0 if module is None else len(module._tables))

@@ -196,7 +196,7 @@ def load(
         )
     state = _read(io.BytesIO(packed.numpy().tobytes()))
     is_whole = not (optimizers is None and schedulers is None and any(state[name] for name in given))
-    parts: list[tuple[Any, Any]] = []
+    parts, changed = list[tuple[Any, Any]](), list[Any]()
     for name, objects in given.items() if is_whole else ():
         if len(objects) != len(state[name]):
             raise ValueError(
@@ -205,14 +205,18 @@ def load(
             )
         for each, saved in zip(objects, state[name], strict=True):
             if each is not None:
-                parts.append((each, each.of_own_tables(saved) if isinstance(each, TieredOptimizer) else saved))
+                if isinstance(each, TieredOptimizer):
+                    if _names(saved["param_groups"]) != _names(each.param_groups):
+                        changed.append(each)
+                    saved = each.of_own_tables(saved)
+                parts.append((each, saved))
     before = [(each, copy.deepcopy(each.state_dict())) for each in (model, *(each for each, _ in parts))]
     try:
         model.load_state_dict(state["model"], strict=strict)
         for each, saved in parts:
             each.load_state_dict(saved)
         for each in schedulers or ():
-            _take_first_rates(each)
+            _take_first_rates(each, changed)
     except BaseException:
         for each, saved in before:
             each.load_state_dict(saved)
@@ -222,13 +226,17 @@ def load(
     return store.extra
 
 
-def _take_first_rates(scheduler: Any) -> None:
-    """Have a schedule go by the first rates of its optimizer's groups, which may be other tables' than once."""
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    return [group.get("name") for group in groups]
+
+
+def _take_first_rates(scheduler: Any, changed: Sequence[Any]) -> None:
+    """Have a schedule of an optimizer whose groups are other tables' than they were go by their first rates."""
     for each in getattr(scheduler, "_schedulers", ()):
-        _take_first_rates(each)
-    optimizer = getattr(scheduler, "optimizer", None)
-    if isinstance(optimizer, TieredOptimizer) and hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        _take_first_rates(each, changed)
+    optimizer: Any = getattr(scheduler, "optimizer", None)
+    if hasattr(scheduler, "base_lrs") and any(optimizer is each for each in changed):
+        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
 
 
 def model_state(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -46,6 +46,7 @@ class Rule(NamedTuple):
     def hand_over(self, table: Table) -> None:
         """The table is trained so, and the optimizer forgets its state."""
         table.follows = self.follows
+        _ = table.learning_rate  # takes that of now, should the optimizer go before a step
         if self.source is not None:
             self.source.state.pop(self.weight, None)
 
@@ -358,7 +359,8 @@ def _moves(
         if table is not None and move.of.weight.requires_grad and not store.readonly and _is_trained(table):
             raise TableError(
                 f"table {name!r} is trained by another converted model, and {move.of.name!r} would train it, too: "
-                "prefix= gives this model tables of its own; after requires_grad_(False) it may look up the other's"
+                "prefix= gives this model tables of its own; after requires_grad_(False) it may look up the other's. "
+                "A model that is of no use any more must be let go of (del model; notebooks keep results in Out)"
             )
     return moves
 

@@ -32,7 +32,7 @@ _NO_WEIGHT: Final = (
     "TieredEmbedding; some, without gradient: table.read(ids); to set them: table.write(ids, rows), or "
     "TableConfig(init=...) for first values"
 )
-OF_TABLES: Final = {"table", "rows", "_store", "_prepared", "_has_padding_row", "_empty", "_written_at"}
+OF_TABLES: Final = {"table", "rows", "_store", "_prepared", "_has_padding_row", "_empty", "_written_at", "_replicated"}
 """Attributes of modules over a table that torch's do not have."""
 _JOINS: Final = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule", "DDP"}
 """Classes of torch.distributed; the last is of ``replicate``."""

@@ -49,7 +49,7 @@ def default_features(batch: Any) -> Any:
 class _End(contextlib.ExitStack):
     """What ends a pass, as the end of a generator may be run by the collector. ``thread``: that reads for it."""
 
-    thread: int | None = None
+    thread: threading.Thread | None = None
 
 
 class Prefetched(ClosedWhenDropped, Generator[Batch, None, None]):
@@ -67,7 +67,7 @@ class Prefetched(ClosedWhenDropped, Generator[Batch, None, None]):
         return self._go_on(self._items.throw, *error)
 
     def _go_on(self, step: Callable[..., tuple[Batch, Any]], *arguments: Any) -> Batch:
-        if self._end.thread == threading.get_ident():
+        if self._end.thread is threading.current_thread():
             raise RuntimeError("batches= or features= asked the pass that reads from them for a batch, and would wait")
         try:
             batch, self._position = step(*arguments)
@@ -322,10 +322,10 @@ class _Worker:
             target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True
         )
 
-    def start(self) -> int | None:
+    def start(self) -> threading.Thread:
         """Begin; the thread."""
         self._thread.start()
-        return self._thread.ident
+        return self._thread
 
     def step(self) -> bool:
         """With a place: go on with the next batch; False at the end."""

@@ -12,9 +12,9 @@ from ..system.sizes import parse_size
 from .bearer_token import read_token
 
 _MAX_PORT: Final = 65_535
-_INT32_MAX: Final = (1 << 31) - 1
 _PATHS: Final = ("store", "model", "warm_up", "record", "watch")
 _NO_PATHS: Final = ("", "auto", "none")
+_INT32_MAX: Final = (1 << 31) - 1
 """gRPC counts a message's bytes, and connections, in 32 bits."""
 STORE_NAME: Final = re.compile(r"[\w-]+")
 """No dot: of several stores, a model's name is the store's, a dot, and the model's own."""

@@ -25,7 +25,7 @@ _FREE_KEYS: Final = frozenset(
         *("data.path", "data.check_files", "data.test_rows", "data.test_path", "train.test_each_epoch"),
         *("ranks.plan", "ranks.timeout_seconds"),
         *("train.epochs", "train.prefetch_depth", "train.commit_every"),
-        "train.lookahead",  # of runs of 0.1
+        (_GONE := "train.lookahead"),  # of runs of 0.1
     }
 )
 """Keys that may differ when a run continues, besides [store]: they change no result, or (epochs) only its end."""
@@ -136,7 +136,13 @@ def restore_run(run: Run) -> Position:
 def saved_config(extra: Mapping[str, Any], origin: str) -> RunConfig | None:
     """The run whose commit has this ``extra``; None if no run committed it. ConfigError if it is of another release."""
     saved = extra.get(_EXTRA_KEY)
-    return None if saved is None else sections_of(RunConfig, saved["config"], origin)
+    if saved is None:
+        return None
+    config = {
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" != _GONE}
+        for section, keys in saved["config"].items()
+    }
+    return sections_of(RunConfig, config, origin)
 
 
 def _saved(store: Any) -> dict[str, Any]:

@@ -264,9 +264,10 @@ def measure_sharpness(run: SweepRun, rows: int) -> str:
         found = sharpness_of(run.config.store.path, rows=rows)
     except (TierstoreError, ValueError, OSError, RuntimeError) as error:  # RuntimeError: torch has too little memory
         return f"no sharpness: {error}"
-    if found.commit_id != (run.result or {}).get("commit_id"):
+    own = run.result or {}
+    if (found.version, found.commit_id) != (own.get("version"), own.get("commit_id", found.commit_id)):
         return f"no sharpness: its store was trained further; delete {run.folder / _RESULT} to take it as it is now"
-    values = {key: value if math.isfinite(value) else None for key, value in found._asdict().items()}
+    values = {key: None if value != value else value for key, value in found._asdict().items()}  # NaN
     write_text(run.folder / _SHARPNESS, json.dumps({"asked_rows": rows, **values}, indent=2) + "\n", force=True)
     return ""
 
