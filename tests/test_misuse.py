@@ -388,7 +388,7 @@ def test_a_table_is_trained_as_it_is_served(store: tierstore.Store) -> None:
 def test_tables_cannot_be_made_while_rows_are_in_use(store: tierstore.Store) -> None:
     out = tierstore.TieredEmbeddingBag(store["items"])(torch.tensor([[1]]))
     new = tierstore.TableConfig(name="new", num_embeddings=1, embedding_dim=1)
-    with pytest.raises(errors.TableError, match="a batch under way"):
+    with pytest.raises(errors.TableError, match="an in-flight batch"):
         store.create_table(new)
     out.sum().backward()
     assert store.create_table(new).name == "new"

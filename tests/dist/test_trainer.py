@@ -409,9 +409,9 @@ def test_the_demo_shares_tables_among_ranks_and_ends_in_equal_bits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def torchrun(words: list[str], **_: Any) -> SimpleNamespace:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tierstore"]
-        assert words[:7] == [sys.executable, *launcher]
-        run(command, 2, tmp_path, words[7:])
+        launcher = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tierstore"]
+        assert words[:8] == [sys.executable, *launcher]
+        run(command, 2, tmp_path, words[8:])
         return SimpleNamespace(returncode=0)
 
     folder = tmp_path / "demo"

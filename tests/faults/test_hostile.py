@@ -21,9 +21,14 @@ FORBIDDEN_MODULES = {
 PICKLE_WRITES = {"pickle.Pickler", "pickle.dump", "pickle.dumps", "pickle.PickleError", "pickle.UnpicklingError"}
 """Of a module that reads and writes, what does not read."""
 FORBIDDEN_NAMES = {"__import__", "compile", "eval", "exec"}
-KNOWN = {"tierstore/dist/ranks.py": ["loads"], "tierstore/warm_up/ahead.py": ["importlib", "load"]}
-"""The first loads what ranks of its own process group sent, as torch's ``all_gather_object`` does; no file. The second
-what it wrote itself, into a pipe: names of kernels of this package, and types."""
+KNOWN = {
+    "tierstore/__init__.py": ["importlib"],
+    "tierstore/dist/ranks.py": ["loads"],
+    "tierstore/warm_up/ahead.py": ["importlib", "load"],
+}
+"""The first imports modules of this package. The second loads what ranks of its own process group sent, as torch's
+``all_gather_object`` does; no file. The third what it wrote itself, into a pipe: names of kernels of this package, and
+types."""
 SOURCES = sorted((ROOT / "tierstore").rglob("*.py"))
 
 

@@ -318,4 +318,6 @@ def test_hundreds_of_programs() -> None:
         settings=settings(max_examples=300, stateful_step_count=40, deadline=None, derandomize=False, database=None),
     )
     assert DRAWN["programs"] >= 300
-    (Path(__file__).parents[2] / "bench/results/ids_programs.json").write_text(json.dumps(DRAWN, indent=1) + "\n")
+    (Path(__file__).parents[2] / "bench/results/faults/ids_programs.json").write_text(
+        json.dumps(DRAWN, indent=1) + "\n"
+    )

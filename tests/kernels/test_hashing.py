@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tierstore.cache.books import new_state
 
 from tierstore.cache import index
+from tierstore.cache.cache_state import new_state
 from tierstore.ids.id_map import IdMap
 from tierstore.io import gather
 from tierstore.kernels.arrays import Int64s

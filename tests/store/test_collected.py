@@ -256,7 +256,7 @@ def _drop_all(directory: Path, *, by_collector: bool) -> None:
     del everything
     gc.collect()
     sys.settrace(None)
-    assert ran == []
+    assert [each for each in ran if "/hypothesis/" not in each] == []  # which has a callback of the collector
 
 
 def _fail(_: torch.Tensor) -> None:

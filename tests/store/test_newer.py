@@ -298,7 +298,7 @@ def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_d
         writer("commit", 2)
         newer = store.find_newer()
         assert newer is not None
-        with pytest.raises(tierstore.errors.TableError, match="in use by a batch under way"):
+        with pytest.raises(tierstore.errors.TableError, match="in use by an in-flight batch"):
             newer.show()
         assert store.version == 1
         assert torch.equal(bag(ids), expected()[:10])

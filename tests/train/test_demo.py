@@ -16,8 +16,8 @@ from tierstore.train import demo
 
 def in_process(command, **_):
     """What its processes do: to start one takes longer than to train these few rows."""
-    assert command[:4] == [sys.executable, "-m", "tierstore", "train"]
-    return SimpleNamespace(returncode=main(command[3:]))
+    assert command[:5] == [sys.executable, "-P", "-m", "tierstore", "train"]
+    return SimpleNamespace(returncode=main(command[4:]))
 
 
 def test_a_small_demonstration_ends_in_equal_bits_and_names_commands_that_work(tmp_path, capfd, monkeypatch):

@@ -137,10 +137,7 @@ def shard(
                 _load(own, store[name], store.ranks.rank)
             made = [(module, make(store)) for module, make in found.made.values()]
     store.unloaded -= new.keys()
-    for each in made:
-        take_place(*each)
-    for name, trained in found.trained.items():
-        trained.hand_over(store[name].local)
+    found.hand_over(store, made)
     is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Anchor))
     return data_parallel(model, **options) if is_trained else model
 
@@ -273,6 +270,13 @@ class _Model:
         pooling = (*weight.modes, "sum")[0]
         config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=pooling, init=init)
         self._add_weight(weight.name, weight.weight, config, f"{prefix}weight")
+
+    def hand_over(self, store: ShardedStore, made: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Have these modules take their places, and the tables be trained as their weights were."""
+        for each in made:
+            take_place(*each)
+        for name, trained in self.trained.items():
+            trained.hand_over(store[name].local)
 
     def _add_weight(self, path: str, weight: Tensor, config: TableConfig, key: str) -> None:
         try:

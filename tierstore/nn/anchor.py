@@ -6,7 +6,9 @@ it once for each place.
 """
 
 import functools
+import itertools
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -30,6 +32,8 @@ _CHANGE_GRADIENTS: Final = {
 """Files whose functions read ``grad`` of parameters to change it, with what is then wrong."""
 _GRAD: Final[Any] = Tensor.grad
 """torch's property, to which mypy knows no setter."""
+_LOOKS_UP: Final = "torch.distributed.checkpoint.state_dict"
+_CALLERS: Final = 8  # of a hook, of which one may be that module
 _SEEN: Final = "_tierstore_seen"  # an attribute of optimizers, with a ``_Seen``
 
 
@@ -120,8 +124,8 @@ def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for anchor in group["params"]:
             if not isinstance(anchor, Anchor):
                 continue
-            if optimizer.state:
-                optimizer.state.setdefault(anchor, {})  # torch.distributed.checkpoint asks for one of each parameter
+            if not seen.updates:
+                optimizer.register_state_dict_post_hook(_with_anchors)
             module, place = anchor.trained, id(anchor)
             updates = 0 if module is None else sum(table._step for table in module._tables)
             more = updates - seen.updates.get(place, updates) > (0 if module is None else len(module._tables))
@@ -132,6 +136,16 @@ def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if more and place in seen.was_more:
                 anchor.warn("several passes before a step are several updates, not one of accumulated gradients")
             seen.was_more = seen.was_more | {place} if more else seen.was_more - {place}
+
+
+def _with_anchors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Give torch.distributed.checkpoint, which asks for a state of each parameter, one of those that stand for rows."""
+    callers = [each.f_globals["__name__"] for each, _ in itertools.islice(traceback.walk_stack(None), _CALLERS)]
+    if _LOOKS_UP in callers and state_dict["state"]:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        for place, each in enumerate(parameters):
+            if isinstance(each, Anchor):
+                state_dict["state"].setdefault(place, {})
 
 
 def _has_decay(module: "TieredModule") -> bool:
