@@ -182,7 +182,8 @@ BETWEEN_ROOMS: Final = {
     "Newer": "found manifest rows show_ids version",
     "PendingCommit": "drop end unseen_error",
     "Prefetched": "",
-    "TieredOptimizer": "add_param_group load_state_dict has_grad collect zero_grad clip_grad_norm_",
+    "TieredOptimizer": "add_param_group load_state_dict has_grad collect zero_grad clip_grad_norm_ "
+    "of_own_tables param_groups state_dict",
 }
 """Public names that users do not call, or that only look at what others above do."""
 

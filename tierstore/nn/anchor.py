@@ -140,7 +140,7 @@ def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _with_anchors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Give torch.distributed.checkpoint, which asks for a state of each parameter, one of those that stand for rows."""
-    callers = [each.f_globals["__name__"] for each, _ in itertools.islice(traceback.walk_stack(None), _CALLERS)]
+    callers = [each.f_globals.get("__name__") for each, _ in itertools.islice(traceback.walk_stack(None), _CALLERS)]
     if _LOOKS_UP in callers and state_dict["state"]:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for place, each in enumerate(parameters):

@@ -196,7 +196,7 @@ def load(
         )
     state = _read(io.BytesIO(packed.numpy().tobytes()))
     is_whole = not (optimizers is None and schedulers is None and any(state[name] for name in given))
-    parts, changed = list[tuple[Any, Any]](), list[Any]()
+    parts: list[tuple[Any, Any]] = []
     for name, objects in given.items() if is_whole else ():
         if len(objects) != len(state[name]):
             raise ValueError(
@@ -205,16 +205,14 @@ def load(
             )
         for each, saved in zip(objects, state[name], strict=True):
             if each is not None:
-                if isinstance(each, TieredOptimizer):
-                    if _names(saved["param_groups"]) != _names(each.param_groups):
-                        changed.append(each)
-                    saved = each.of_own_tables(saved)
                 parts.append((each, saved))
+    tiered = [(each, saved["param_groups"]) for each, saved in parts if isinstance(each, TieredOptimizer)]
+    changed = [each for each, groups in tiered if _names(groups) != _names(each.param_groups)]
     before = [(each, copy.deepcopy(each.state_dict())) for each in (model, *(each for each, _ in parts))]
     try:
         model.load_state_dict(state["model"], strict=strict)
         for each, saved in parts:
-            each.load_state_dict(saved)
+            each.load_state_dict(each.of_own_tables(saved) if isinstance(each, TieredOptimizer) else saved)
         for each in schedulers or ():
             _take_first_rates(each, changed)
     except BaseException:

@@ -1,5 +1,6 @@
 """A process that writes a replica: ``python -m tierstore.updates.child apply DIR FILE ID [REPLACES]``, or
-``rollback DIR [COMMIT_ID]``. It ends with the process ``TIERSTORE_PARENT``, however that ends.
+``rollback DIR [COMMIT_ID]``. It ends with the process ``TIERSTORE_PARENT``, which started it, however
+that ends.
 
 A server has the replica open for reading, and a process may open a row file once. The last line of the output is the
 outcome as JSON: what ``apply_update`` or ``roll_back_replica`` gave, or ``error`` and the name of its class.
@@ -35,5 +36,5 @@ def _run(action: str, directory: str, *rest: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    end_with(int(os.environ["TIERSTORE_PARENT"]))
+    end_with(int(os.environ.get("TIERSTORE_PARENT", os.getppid())))
     sys.exit(main(sys.argv[1:]))
