@@ -120,7 +120,7 @@ def test_a_thread_that_cannot_start_leaves_no_range_behind(monkeypatch: pytest.M
     workers, calls, start = Workers(2), [0], threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        calls[0] += 1
+        calls[0] += not thread.name.startswith("tierstore-")  # as one that closes what another test dropped
         if calls[0] == 1:
             raise error
         start(thread)

@@ -1,5 +1,6 @@
 """The command line; light until a command runs."""
 
+import datetime  # noqa: F401 - numpy imports it in C, where Ctrl-C would become an ImportError
 import sys
 from collections.abc import Sequence
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shlex
 import shutil
 import subprocess
@@ -149,7 +150,8 @@ def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[st
     arguments = ["train", *arguments, "--json", str(report)]
     print(f"\n$ {command_name(ranks)} {shlex.join(arguments)}", flush=True)
     launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    threads = {} if ranks == 1 else {"OMP_NUM_THREADS": "1"}  # which torchrun sets too, and says so at length
+    one = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # which torchrun sets too, and says so at length
+    threads = {} if ranks == 1 else one
     finished = subprocess.run(
         [sys.executable, "-P", "-m", *launcher, "tierstore", *arguments], check=False, **child_options(**threads)
     )

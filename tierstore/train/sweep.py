@@ -250,7 +250,8 @@ def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
     share = _SHARE.fullmatch(str(run.config.store.ddr))
     if share is not None:
         arguments += ["--ddr", f"{float(share[1]) / jobs}%"]
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
+    own = str(max(1, (os.cpu_count() or 1) // jobs))
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", own)} if jobs > 1 else {}
     with (run.folder / _LOG).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _TRAIN.format(os.getpid()), *arguments],

@@ -354,13 +354,11 @@ class Replica:
 
     async def _write(self, *arguments: str) -> dict[str, Any]:
         """What ``tierstore.updates.child`` says: a process of its own, as this one has the replica open for reading."""
-        options = child_options()
-        options["env"]["TIERSTORE_PARENT"] = str(os.getpid())
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tierstore.updates.child", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            **options,
+            **child_options(TIERSTORE_PARENT=str(os.getpid())),
         )
         try:
             out, err = await asyncio.to_thread(process.communicate, timeout=_WRITE_LIMIT_SECONDS)
