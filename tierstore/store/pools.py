@@ -105,11 +105,14 @@ class Pools:
         """Write dirty rows back and forget the caches; the next use makes new ones. TableError if rows are in use."""
         with self.lock:
             self.look()
-            while not self._refuse_if_clean():  # another thread may have written a row since they were flushed
-                self.require_unused("create and change tables, or move rows,")
-                for pool in self:
-                    pool.flush()
-            self.close()
+            try:
+                while not self._refuse_if_clean():  # another thread may have written a row since they were flushed
+                    self.require_unused("create and change tables, or move rows,")
+                    for pool in self:
+                        pool.flush()
+            finally:
+                if any(pool.is_closed for pool in self):
+                    self.close()
 
     def _refuse_if_clean(self) -> bool:
         """Have all pools refuse further use, if no row is in use or dirty."""
@@ -120,8 +123,13 @@ class Pools:
                 stack.enter_context(pool.arena.lock)
             if any(pool.in_use or not pool.is_clean for pool in self):
                 return False
-            for pool in self:
-                pool.refuse()
+            try:
+                for pool in self:
+                    pool.refuse()
+            except BaseException:
+                for pool in self:  # all of them, as another thread may write to one that does not
+                    pool.refuse()
+                raise
             return True
 
     def close(self) -> None:
