@@ -15,6 +15,7 @@ import tierstore
 from tests.children import run
 from tierstore import errors, optim
 from tierstore.io import lmdb as lmdb_module
+from tierstore.pool import Pool
 from tierstore.store import manifest as manifest_module
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, pack, unpack, unpack_tensors
@@ -302,3 +303,34 @@ def test_tensors_are_stored_as_safetensors_stores_them() -> None:
     expected = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     assert bytes(version.tensors) == safetensors.torch.save(expected)
     assert all(torch.equal(found, tensors[name]) for name, found in unpack_tensors(version).items())
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_pools_that_refuse_use_as_an_error_comes_are_made_again(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """``place``: before the first of two pools refuses, before the second, or behind both."""
+    with tierstore.open(store_dir, ddr="4MiB") as store:
+        configs = [tierstore.TableConfig(name=f"t{dim}", num_embeddings=9, embedding_dim=dim) for dim in (4, 8, 16)]
+        tables = [store.create_table(config) for config in configs[:2]]
+        for table in tables:
+            table.write(torch.arange(9), torch.ones(9, table.config.embedding_dim))
+        calls = [0]
+
+        def fail(known: Any) -> Any:
+            def run(*arguments: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == place:
+                    raise MemoryError
+                return known(*arguments)
+
+            return run
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Pool, "refuse", fail(Pool.refuse))
+            patch.setattr(Pool, "close", fail(Pool.close))
+            with pytest.raises(MemoryError):
+                store.create_table(configs[2])
+        assert list(store) == ["t4", "t8"]
+        assert all(bool((table.read(torch.arange(9)) == 1).all()) for table in tables)
+        assert store.create_table(configs[2]).read(torch.arange(9)).shape == (9, 16)
