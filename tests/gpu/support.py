@@ -15,7 +15,6 @@ from torch import Tensor
 import tierstore
 from tierstore import optim
 from tierstore.hbm.streams import Mark, Streams, open_streams
-from tierstore.pool.transfers import Transfers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, DIM, BAGS = 600, 8, 32
@@ -155,13 +154,13 @@ class Delays:
 
 def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays, *, waits: bool = True) -> None:
     """Have the streams of stores that are opened from now on be late, and every copy of rows to the device too."""
-    take = Transfers.take
+    take = HostTier.take
 
-    def late_take(self: Transfers, *given: Any) -> None:
+    def late_take(self: HostTier, *given: Any) -> None:
         take(self, *given)
         delays.insert()
 
-    monkeypatch.setattr(Transfers, "take", late_take)
+    monkeypatch.setattr(HostTier, "take", late_take)
     monkeypatch.setattr(
         "tierstore.hbm.build.open_streams", lambda device: LateStreams(open_streams(device), delays, waits=waits)
     )

@@ -43,18 +43,18 @@ class Below:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.transfers = self
+        self.host = self
         self.layout = pool.layout
         self.before_take: Callable[[], None] = nothing
         self.before_put: Callable[[], None] = nothing
 
     def take(self, keys: Any, weights: Any, state: Any) -> None:
         self.before_take()
-        self._pool.transfers.take(keys, weights, state)
+        self._pool.host.take(keys, weights, state)
 
     def put(self, keys: Any, weights: Any, state: Any) -> None:
         self.before_put()
-        self._pool.transfers.put(keys, weights, state)
+        self._pool.host.put(keys, weights, state)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Numbers chosen to collide, by whoever knows all but the secret, lie in hash tables like any others."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.hashing import keyed_hash, mix64
 from tierstore.kernels.jit import kernel
 from tierstore.kernels.slots import unique_in_order
-from tierstore.pool import bags
+from tierstore.pool import joined
 
 COUNT, MASK = 1500, 2**64 - 1
 
@@ -68,8 +69,9 @@ def of_batch(monkeypatch: pytest.MonkeyPatch) -> Any:
         scratches.append(scratch)
         return unique_in_order(keys, scratch, *rest)
 
-    monkeypatch.setattr(bags.kernels, "unique_in_order", number)
-    bags.Distinct.of(chosen(lambda i: i << 32))
+    monkeypatch.setattr(joined.kernels, "unique_in_order", number)
+    table = SimpleNamespace(index=0, layout=SimpleNamespace(dim=1))
+    assert len(joined.Joined.of_keys([table], chosen(lambda i: i << 32 & ROW_MASK)).distinct[1]) == COUNT
     return scratches[0] + 1
 
 

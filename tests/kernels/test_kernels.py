@@ -30,14 +30,12 @@ def test_unique_in_order(keys: list[int]) -> None:
 
 
 @given(bags=jagged, batch=st.integers(1, 3))
-def test_rows_are_ordered_by_the_first_sample_that_uses_them(bags: list[list[int]], batch: int) -> None:
+def test_positions_are_ordered_by_sample(bags: list[list[int]], batch: int) -> None:
     bags = bags[: len(bags) // batch * batch]
-    positions = [row for bag in bags for row in bag]
-    numbers = list(dict.fromkeys(positions))
-    inverse, order = np.array([numbers.index(row) for row in positions], np.int32), np.empty(len(numbers), np.int32)
-    kernels.order_by_sample(starts_of(bags), batch, inverse, order)
-    first = {row: min(i % batch for i, bag in enumerate(bags) if row in bag) for row in numbers}
-    assert [numbers[number] for number in order] == sorted(numbers, key=lambda row: first[row])
+    sample_of = [i % batch for i, bag in enumerate(bags) for _ in bag]
+    order = np.empty(len(sample_of), np.int32)
+    kernels.order_by_sample(starts_of(bags), batch, order)
+    assert order.tolist() == sorted(range(len(sample_of)), key=lambda position: sample_of[position])
 
 
 class Grouped(NamedTuple):
@@ -55,15 +53,12 @@ class Grouped(NamedTuple):
     bags: Any
 
 
-def grouped(bags: list[list[int]], scale: Any = NONE, *, dim: int = 3, by_slot: bool = True) -> Grouped:
+def grouped(bags: list[list[int]], scale: Any = NONE, *, dim: int = 3) -> Grouped:
     """One table, one feature; a row's slot is its number."""
     flat = [row for bag in bags for row in bag]
     numbers = list(dict.fromkeys(flat))
     slots = np.array(flat, np.int32)
-    inverse = np.array([numbers.index(row) for row in flat], np.int32)
-    counts, number = np.array([len(numbers)], np.int64), np.full(10 if by_slot else 0, 3, np.int32)
-    if by_slot:
-        inverse[:], counts[:] = -7, -7
+    inverse, counts, number = np.full(len(flat), -7, np.int32), np.full(1, -7), np.full(10, 3, np.int32)
     made = Grouped(
         numbers, starts_of(bags), np.empty(len(flat), np.int32), inverse, counts, np.empty(len(flat) + 2, np.int64),
         np.empty(len(flat), np.int64), np.empty(len(scale), np.float32), *np.empty((2, len(flat)), np.int32),
@@ -76,17 +71,15 @@ def grouped(bags: list[list[int]], scale: Any = NONE, *, dim: int = 3, by_slot: 
     return made
 
 
-@pytest.mark.parametrize("by_slot", [True, False])
 @given(bags=jagged)
-def test_group_rows(by_slot: bool, bags: list[list[int]]) -> None:
+def test_group_rows(bags: list[list[int]]) -> None:
     flat = [row for bag in bags for row in bag]
     bag_of = [number for number, bag in enumerate(bags) for _ in bag]
     scale = np.arange(len(flat), dtype=np.float32)
-    made = grouped(bags, scale, by_slot=by_slot)
+    made = grouped(bags, scale)
     assert made.counts.tolist() == [len(made.numbers)]
     assert made.inverse.tolist() == [made.numbers.index(row) for row in flat]
-    if by_slot:
-        assert made.slots[: len(made.numbers)].tolist() == made.numbers
+    assert made.slots[: len(made.numbers)].tolist() == made.numbers
     for number, row in enumerate(made.numbers):
         group = slice(made.starts[number], made.starts[number + 1])
         expected = [position for position, value in enumerate(flat) if value == row]

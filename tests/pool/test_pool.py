@@ -47,7 +47,7 @@ def take(made: Pool, *rows: int) -> Any:
     weights, state = (
         np.empty((len(rows), words), np.uint64) for words in (made.layout.weight_words, made.layout.state_words)
     )
-    made.transfers.take(keys(*rows), weights, state)
+    made.host.take(keys(*rows), weights, state)
     return weights.view(np.float32)[:, 0]
 
 
@@ -134,7 +134,7 @@ def test_held_leases_leave_room_for_others_and_give_it_back(made: Pool) -> None:
         leases: list[Lease] = []
         while True:
             first = len(leases) * 8
-            lease = made.leases.acquire(keys(*range(first, first + 8)))
+            lease = made.leases.leading(keys(*range(first, first + 8)))
             if not made.pins.hold(lease):
                 lease.release()
                 break
@@ -150,7 +150,7 @@ def test_held_leases_leave_room_for_others_and_give_it_back(made: Pool) -> None:
 
 
 def test_whoever_waits_for_pins_goes_on_when_they_are_released(made: Pool) -> None:
-    lease = made.leases.acquire(keys(*range(CAPACITY)))
+    lease = made.leases.leading(keys(*range(CAPACITY)))
     seen: list[float] = []
     waiter = threading.Thread(target=lambda: seen.append(float(read(made, 900)[0])))
     waiter.start()
@@ -163,14 +163,14 @@ def test_whoever_waits_for_pins_goes_on_when_they_are_released(made: Pool) -> No
 
 def test_waiting_for_pins_ends_in_an_error(made: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "PIN_WAIT_SECONDS", 0.1)
-    lease = made.leases.acquire(keys(*range(CAPACITY)))
+    lease = made.leases.leading(keys(*range(CAPACITY)))
     with pytest.raises(BudgetError, match="open the store with a larger ddr="):
         read(made, 900)
     lease.release()
 
 
 def test_closing_wakes_who_waits(made: Pool) -> None:
-    lease = made.leases.acquire(keys(*range(CAPACITY)))
+    lease = made.leases.leading(keys(*range(CAPACITY)))
     failures: list[type[BaseException]] = []
 
     def wait() -> None:

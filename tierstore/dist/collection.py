@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Pooling
-from ..lookup.joined import AnyLookup, Jagged, Joined, Unjoined
+from ..lookup.jagged import Jagged
+from ..lookup.lookup import AnyLookup
+from ..lookup.unseen import Unjoined
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.function import Prepared
 from ..nn.module import TieredModule, arguments_of
-from ..pool.bags import Features
+from ..pool.joined import Features, Joined
 from ..store import Table
 from .even import Even
 from .ids import DynamicLookupOverRanks

@@ -16,8 +16,7 @@ import torch
 from ..ids.id_map import owners_of
 from ..ids.peers import Peers
 from ..kernels.arrays import Bools, Int64s, Words
-from ..lookup.joined import AnyLookup
-from ..lookup.lookup import DynamicLookup
+from ..lookup.lookup import AnyLookup, DynamicLookup
 from ..lookup.tables import Found, Sought, Use
 from .ranks import Ranks
 from .table import Owners, ShardedTable

@@ -24,13 +24,13 @@ from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Int64s
 from ..kernels.slots import MODES
 from ..layout import KEY_ROW_BITS
-from ..lookup.joined import AnyLookup, Joined
-from ..lookup.lookup import make_lookup
+from ..lookup.lookup import AnyLookup, make_lookup
 from ..lookup.tables import Hold, Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..optim.rules import mean_squares
 from ..pool.arena import RowArrays, dot_part, pool_part
-from ..pool.bags import NO_ARG_MAX, Numbering, Pooling
+from ..pool.backward import merged
+from ..pool.joined import NO_ARG_MAX, Joined, Numbering
 from ..store import Table
 from .ranks import Ranks
 from .table import Owners, ShardedTable
@@ -47,19 +47,18 @@ def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: 
     """
     count, width = gradients.shape
     inverse, keys = asked.distinct
-    groups = asked.groups(NO_ARG_MAX, count * width, is_mean=False)
-    merged = groups.merged(inverse, len(keys), width, gradients.numpy().reshape(1, -1))
+    sums = merged(asked, width, gradients.numpy().reshape(1, -1), asked.tables[0].store.workers)
     whole = np.empty((len(keys), num_parts, width), np.float32)
     owner = owners.of(keys, num_parts)
     by_key = np.argsort(keys)
     shared = [by_key[(owner[by_key] == rank).any(1)] for rank in range(owners.ranks.size)]
     counts = [len(rows) for rows in shared]
-    sent = torch.from_numpy(merged[np.concatenate(shared)])
+    sent = torch.from_numpy(sums[np.concatenate(shared)])
     taken = torch.split(owners.ranks.exchange(sent, counts, counts), counts)
     for rank, (rows, part) in enumerate(zip(shared, taken, strict=True)):
         whole[rows, (owner[rows] == rank).argmax(1)] = part.numpy()
     squares = np.empty(count, np.float32)
-    squares[asked.bags.columns // width] = mean_squares(whole.reshape(len(keys), num_parts * width))[inverse]
+    squares[asked.columns // width] = mean_squares(whole.reshape(len(keys), num_parts * width))[inverse]
     return torch.cat([gradients.reshape(-1), torch.from_numpy(squares)])[None]
 
 
@@ -294,7 +293,8 @@ class RowsLookup(RoutedLookup[RowsRoute]):
 
     @property
     def _dim(self) -> int:
-        return self.joined.tables[0].layout.dim
+        dim: int = self.joined.tables[0].layout.dim
+        return dim
 
     def _find_route(self, ranks: Ranks) -> RowsRoute:
         with ranks.telling():
@@ -323,7 +323,7 @@ class RowsLookup(RoutedLookup[RowsRoute]):
         route = self._route
         rows = self._side_by_side(self._from_owners(route.given, route.asked, keep=keep))
         self._pool(rows, out)
-        self._rows = rows if keep and len(self.joined.bags.scale) else None
+        self._rows = rows if keep and len(self.joined.scale) else None
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         if not len(self.joined):
@@ -342,20 +342,22 @@ class RowsLookup(RoutedLookup[RowsRoute]):
         joined = self.joined
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((joined.num_bags, self._dim), np.int32)
-        pooling, workers = Pooling(self._mode, out.numpy(), self._arg_max), joined.tables[0].store.workers
-        pool_part(RowArrays.plain(rows.numpy()), workers, joined.bags, pooling, 0, self._slots)
+        own, workers = RowArrays.plain(rows.numpy()), joined.tables[0].store.workers
+        pool_part(own, workers, joined, self._mode, out.numpy(), self._arg_max, 0, self._slots)
 
     def _dot(self, rows: Tensor, grad_out: Tensor) -> Floats:
         """float32 [N]: the gradient of the weight of each position."""
         own = np.zeros(len(self.joined), np.float32)
-        dot_part(RowArrays.plain(rows.numpy()), self.joined.bags, grad_out.numpy(), 0, self._slots, own)
+        dot_part(RowArrays.plain(rows.numpy()), self.joined, grad_out.numpy(), 0, self._slots, own)
         return own
 
     def _merged(self, grad_out: Tensor) -> Tensor:
         """float32 [U, dim]: the gradient of each row, where ``RowsRoute.places`` has it."""
-        joined, route = self.joined, self._route
-        groups = joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
-        found = groups.merged(route.inverse, len(route.places), self._dim, grad_out.numpy(), route.places)
+        workers, is_mean = self.joined.tables[0].store.workers, self._mode == kernels.MEAN
+        found = merged(
+            self.joined, self._dim, grad_out.numpy(), workers, arg_max=self._arg_max, is_mean=is_mean,
+            places=self._route.places,
+        )  # fmt: skip
         return torch.from_numpy(found)
 
     def _side_by_side(self, parts: Tensor) -> Tensor:
@@ -396,7 +398,7 @@ class DeviceRowsLookup(RowsLookup):
         def write(_: Numbering | None, out: NDArray[Any]) -> None:
             out[:] = self._slots
 
-        return rows, rows.send(self.joined.bags, write)
+        return rows, rows.send(self.joined, write)
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[tuple[DeviceRows, DeviceBatch, Tensor]]:

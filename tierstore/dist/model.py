@@ -27,7 +27,7 @@ from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbe
 from ..nn.convert import Embedding, Rule, Rules, Weight, hung_on, rules_of, state_rows, weights_of
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.module import TieredModule, plain_names, take_place
-from ..pool.transfers import raw_weights
+from ..pool.converting import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
 from .collection import (

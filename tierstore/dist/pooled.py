@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
-from ..lookup.joined import AnyLookup, Joined
-from ..lookup.lookup import make_lookup
-from ..pool.bags import NO_FLOATS, Features
+from ..lookup.lookup import AnyLookup, make_lookup
+from ..pool.joined import NO_FLOATS, Features, Joined
 from ..store import Table
 from .lookup import RoutedLookup, SendsGradients, Sent
 from .ranks import Ranks
@@ -108,7 +107,7 @@ class PooledLookup(RoutedLookup[BagsRoute]):
     @cached_property
     def _places(self) -> list[list[PooledPlace]]:
         found: list[list[PooledPlace]] = [[] for _ in range(self._ranks.size)]
-        columns = self.joined.bags.columns.tolist()
+        columns = self.joined.columns.tolist()
         for feature, (table, column) in enumerate(zip(self._feature_tables, columns, strict=True)):
             for shard in table.shards:
                 first = column + shard.first_column
@@ -121,7 +120,7 @@ class PooledLookup(RoutedLookup[BagsRoute]):
             positions, messages = self._requests_of(features)
             lengths, joint = [len(message) for message in messages], torch.from_numpy(np.concatenate(messages))
             order = np.concatenate(positions)
-            scale = torch.from_numpy(joined.bags.scale[order] if len(joined.bags.scale) else NO_FLOATS)
+            scale = torch.from_numpy(joined.scale[order] if len(joined.scale) else NO_FLOATS)
         given = ranks.counts(lengths, f"lookup of {self._names}", then=1)
         taken = torch.split(ranks.exchange(joint, lengths, given), given)
         requests = [_parsed(each.numpy(), len(features[ranks.rank])) for each in taken]
@@ -137,14 +136,12 @@ class PooledLookup(RoutedLookup[BagsRoute]):
         """Of each rank, whose ``features`` are given: the batch's positions whose rows it has, and what to ask it."""
         joined, keys = self.joined, self.joined.keys
         owner = self._owners.of(keys, self._sharded[0].num_parts)
-        bag_of = np.repeat(np.arange(len(joined.bags.starts) - 1), np.diff(joined.bags.starts))
+        bag_of = np.repeat(np.arange(len(joined.starts) - 1), np.diff(joined.starts))
         positions = [np.flatnonzero((owner == rank).any(1)) for rank in range(len(features))]
-        header = np.array([joined.batch, len(joined.bags.scale), len(keys)], np.int64)
+        header = np.array([joined.batch, len(joined.scale), len(keys)], np.int64)
         messages = []
         for own, chosen in zip(features, positions, strict=True):
-            sizes = np.bincount(bag_of[chosen], minlength=len(joined.bags.starts) - 1).reshape(
-                len(joined.bags.columns), -1
-            )
+            sizes = np.bincount(bag_of[chosen], minlength=len(joined.starts) - 1).reshape(len(joined.columns), -1)
             messages.append(np.concatenate([header, sizes[own].ravel(), keys[chosen]]))
         return positions, messages
 
@@ -176,13 +173,13 @@ class PooledLookup(RoutedLookup[BagsRoute]):
         if self.mode == "mean":
             dim = self._sharded[0].layout.dim
             for feature, sizes in self._bag_sizes.items():
-                column = int(self.joined.bags.columns[feature])
+                column = int(self.joined.columns[feature])
                 out[:, column : column + dim] /= sizes
 
     @cached_property
     def _bag_sizes(self) -> dict[int, Tensor]:
         """Of each feature of the output: float32 [samples, 1] ids of each bag, 1 where there is none."""
-        sizes = np.diff(self.joined.bags.starts).reshape(len(self.joined.bags.columns), -1)
+        sizes = np.diff(self.joined.starts).reshape(len(self.joined.columns), -1)
         as_floats = torch.from_numpy(np.maximum(sizes, 1).astype(np.float32))[:, :, None]
         return dict(enumerate(as_floats.to(self._device)))
 

@@ -79,7 +79,7 @@ class TowerBags(PooledLookup):
         pieces = list(self._pieces())
         found: dict[int, Tensor] = {}
         for (samples, place), sizes in zip(pieces, torch.split(self._sizes, piece_sizes(pieces)), strict=True):
-            if place.columns.start == self.joined.bags.columns[place.feature]:  # of all ranges of columns, once
+            if place.columns.start == self.joined.columns[place.feature]:  # of all ranges of columns, once
                 of_bags = found.setdefault(place.feature, torch.zeros(self.num_samples))
                 of_bags[samples] += sizes
         return {feature: sizes.clamp_(min=1)[:, None].to(self._device) for feature, sizes in found.items()}

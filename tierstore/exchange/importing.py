@@ -14,7 +14,7 @@ from ..io.files import rows_path
 from ..kernels.arrays import Floats
 from ..layout import DtypeName
 from ..optim import Optimizer
-from ..pool.transfers import raw_weights
+from ..pool.converting import raw_weights
 from ..store import Store, Table, open_store
 from ..store.target import kept_if_committed
 from ..store.version import TableState

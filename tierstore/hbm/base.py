@@ -24,12 +24,11 @@ from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS
 from ..optim.configs import NUM_HYPER, Hyper, adding
 from ..pool import PIN_POLL_SECONDS, Pool
-from ..pool import bags as host
-from ..pool.bags import Features, Numbering
-from ..pool.transfers import Tier
+from ..pool.joined import Features, Joined, Numbering
 from ..system.signals import shielded
 from . import backend
 from .batch import Bags, DeviceIds, Groups
+from .lookups import DeviceLookups
 from .staging import Field, Sender
 from .streams import Mark
 from .wrong_ids import Check, Checks
@@ -119,7 +118,7 @@ class _SentRules(NamedTuple):
     ready: Mark
 
 
-class DeviceRows(Tier, ABC):
+class DeviceRows(DeviceLookups, ABC):
     """Rows of one layout in device memory.
 
     Attributes:
@@ -152,7 +151,7 @@ class DeviceRows(Tier, ABC):
         self.checks = Checks(self.streams, self.device)
         self.lock = threading.RLock()
         self._features: dict[bytes, _SentFeatures] = {}
-        self._below = below.transfers
+        self._below = below.host
         self._sender = sender
         self._rules: dict[tuple[Any, ...], _SentRules] = {}
         self._retain_lock = threading.RLock()
@@ -162,7 +161,7 @@ class DeviceRows(Tier, ABC):
     # Batches
 
     def send(
-        self, given: host.Bags, write: Callable[[Numbering | None, NDArray[Any]], None], known: Tensor | None = None
+        self, given: Joined, write: Callable[[Numbering | None, NDArray[Any]], None], known: Tensor | None = None
     ) -> DeviceBatch:
         """A batch, on its way by one copy on the side stream. ``write`` puts slots or keys into an array, unless they
         are on the device already (``known``), made on the calling thread's current stream. ValueError: an id outside
@@ -257,11 +256,11 @@ class DeviceRows(Tier, ABC):
             self.checks.require_right(batch.check)
 
     @abstractmethod
-    def has_room(self, batch: DeviceBatch) -> bool:
+    def batch_has_room(self, batch: DeviceBatch) -> bool:
         """Whether the rows could be held as well as those that are. May wait for the device."""
 
     @abstractmethod
-    def stage(self, batch: DeviceBatch) -> DeviceLease | None:
+    def stage_batch(self, batch: DeviceBatch) -> DeviceLease | None:
         """Bring the rows in and hold them; None if there is no room."""
 
     @abstractmethod
@@ -271,7 +270,7 @@ class DeviceRows(Tier, ABC):
         by others for a minute."""
 
     @abstractmethod
-    def whole(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease | None:
+    def whole_batch(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease | None:
         """The lease that was given, or one of all rows of the batch, for ``row_parts``; None if they do not fit."""
 
     @abstractmethod
@@ -340,7 +339,7 @@ class DeviceRows(Tier, ABC):
         )  # fmt: skip
         return values
 
-    # As a ``pool.transfers.Tier``
+    # As a ``pool.tier.Tier``
 
     on_device = True
 

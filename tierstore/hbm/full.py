@@ -101,10 +101,10 @@ class FullRows(DeviceRows):
 
     # Batches
 
-    def has_room(self, batch: DeviceBatch) -> bool:  # noqa: ARG002 - each row has its slot
+    def batch_has_room(self, batch: DeviceBatch) -> bool:  # noqa: ARG002 - each row has its slot
         return True
 
-    def stage(self, batch: DeviceBatch) -> FullLease:
+    def stage_batch(self, batch: DeviceBatch) -> FullLease:
         """A batch that may be trained is grouped ahead, on the side stream."""
         with self.lock:
             self.require_open()
@@ -125,7 +125,7 @@ class FullRows(DeviceRows):
             lookups, hits, *others = self.counters
             self.counters = CacheCounters(lookups + count, hits + count, *others)
 
-    def whole(self, batch: DeviceBatch, lease: Any) -> FullLease:
+    def whole_batch(self, batch: DeviceBatch, lease: Any) -> FullLease:
         found: FullLease = lease or FullLease(self, batch)
         return found
 

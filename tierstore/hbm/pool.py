@@ -167,7 +167,7 @@ class HbmPool(DeviceRows):
         made: Grouping = batch.grouping
         return made
 
-    def has_room(self, batch: DeviceBatch) -> bool:
+    def batch_has_room(self, batch: DeviceBatch) -> bool:
         """Of overflow slots a batch is taken to need as many as the last one."""
         # The rows are counted only where it depends on them.
         return self._has_room(len(batch)) or self._has_room(int(self.groups(batch).num_unique))
@@ -176,8 +176,8 @@ class HbmPool(DeviceRows):
         with self._held_lock:
             return self._can_hold(num_rows)
 
-    def stage(self, batch: DeviceBatch) -> HbmLease | None:
-        lease = self.acquire(self._grouped(batch), len(batch)) if self.has_room(batch) else None
+    def stage_batch(self, batch: DeviceBatch) -> HbmLease | None:
+        lease = self.acquire(self._grouped(batch), len(batch)) if self.batch_has_room(batch) else None
         if lease is not None and not self.hold(lease):
             lease.release()
             return None
@@ -188,7 +188,7 @@ class HbmPool(DeviceRows):
             return iter((Part(0, len(batch), lease.slots, lease.grouping.inverse, lease),))
         return self._parts(batch.rows, self._grouped(batch))
 
-    def whole(self, batch: DeviceBatch, lease: Any) -> HbmLease | None:
+    def whole_batch(self, batch: DeviceBatch, lease: Any) -> HbmLease | None:
         found: HbmLease | None = self.acquire(self._grouped(batch), 0) if lease is None else lease
         return found
 

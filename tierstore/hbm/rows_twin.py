@@ -18,7 +18,7 @@ from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s
 from ..kernels.floats import code_of_dtype
 from ..optim.rules import merge_and_update, scratch
-from ..pool.bags import NO_ARG_MAX, NO_FLOATS
+from ..pool.joined import NO_ARG_MAX, NO_FLOATS
 from .batch import Bags, DeviceIds, Groups
 
 Pair = tuple[Tensor, ...]

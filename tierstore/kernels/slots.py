@@ -448,11 +448,11 @@ def group_rows(
         num_columns: C.
         slots: int32 [N], slot of each position.
         number: int32 [S], scratch of any content, by which rows are numbered (a sparse set: P. Briggs, L. Torczon, An
-            efficient representation for sparse sets, 1993); or empty, for numbers that are given.
+            efficient representation for sparse sets, 1993).
         unique_slots: int32 [N], out: row u of the table is in slot ``unique_slots[p + u]``.
-        inverse: int32 [N], out, number of each position's row; or given, then numbers go on from table to table.
+        inverse: int32 [N], out, number of each position's row.
         scale: float32 [N], per-sample weights, or empty; is_mean: gradients are divided by the sizes of the bags.
-        counts: int64 [T], out, or given: rows of each table.
+        counts: int64 [T], out: rows of each table.
         starts: int64 [N + 2 * T], out.
         sources: int64 [N], out: where the position's gradient begins in ``grad_out``, as one run of float32.
         factors: float32 [N], out, or empty: what the gradient is multiplied by.
@@ -461,15 +461,11 @@ def group_rows(
     for table in range(begin, end):
         first, last = bag_starts[table_bags[table]], bag_starts[table_bags[table + 1]]
         start = starts[first + 2 * table : last + 2 * table + 2]
-        if number.shape[0]:
-            count = _number_rows(first, last, slots, number, unique_slots, inverse)
-            counts[table] = count
-        else:
-            count = counts[table]
-        shift = inverse[first] if first < last and not number.shape[0] else 0
+        count = _number_rows(first, last, slots, number, unique_slots, inverse)
+        counts[table] = count
         start[: count + 2] = 0
         for position in range(first, last):
-            row = np.int64(item(inverse, position)) - shift + 2
+            row = np.int64(item(inverse, position)) + 2
             put(start, row, item(start, row) + 1)
         for row in range(count):
             start[row + 2] += start[row + 1]
@@ -477,7 +473,7 @@ def group_rows(
             source = np.int64(bag % batch) * num_columns + columns[bag // batch]
             size = bag_starts[bag + 1] - bag_starts[bag]
             for position in range(bag_starts[bag], bag_starts[bag + 1]):
-                row = np.int64(item(inverse, position)) - shift + 1
+                row = np.int64(item(inverse, position)) + 1
                 place = first + item(start, row)
                 put(start, row, place - first + 1)
                 put(sources, place, source)
@@ -506,30 +502,14 @@ def _number_rows(first: int, last: int, slots: Int32s, number: Int32s, unique_sl
 
 
 @kernel
-def order_by_sample(bag_starts: Ids, batch: int, inverse: Int32s, order: Int32s) -> None:
-    """Numbers of rows by the first sample that uses them, those of one sample ascending (a counting sort).
-
-    Args:
-        bag_starts: int64 or int32 [features * batch + 1], of key-major bags (``Jagged``).
-        inverse: int32 [N], number of each position's row.
-        order: int32 [rows], out.
-    """
-    samples = np.full(order.shape[0], batch, np.int32)
-    for feature in range((bag_starts.shape[0] - 1) // batch):
-        for sample in range(batch):
-            bag = feature * batch + sample
-            for position in range(bag_starts[bag], bag_starts[bag + 1]):
-                number = inverse[position]
-                samples[number] = min(samples[number], sample)
-    starts = np.zeros(batch + 1, np.int64)
-    for number in range(order.shape[0]):
-        starts[samples[number] + 1] += 1
+def order_by_sample(bag_starts: Ids, batch: int, order: Int32s) -> None:
+    """The positions (int32 [N], out) of key-major bags (``Jagged``) sample by sample; int64 or int32 [K + 1]."""
+    place = np.int64(0)
     for sample in range(batch):
-        starts[sample + 1] += starts[sample]
-    for number in range(order.shape[0]):
-        sample = samples[number]
-        order[starts[sample]] = number
-        starts[sample] += 1
+        for bag in range(sample, bag_starts.shape[0] - 1, batch):
+            for position in range(bag_starts[bag], bag_starts[bag + 1]):
+                order[place] = position
+                place += 1
 
 
 @kernel

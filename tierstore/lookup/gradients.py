@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..system.signals import shielded
-from .joined import AnyLookup
+from .lookup import AnyLookup
 from .tables import TrainsRows
 
 _NUMBERS: Final = itertools.count()
@@ -71,16 +71,9 @@ def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
         raise
 
 
-class Turn(NamedTuple):
-    """When a forward call was made: a number, ascending from call to call, and the backward pass that it was made in,
-    or -1."""
-
-    number: int
-    inside: int
-
-    @classmethod
-    def now(cls) -> "Turn":
-        return cls(next(_NUMBERS), note_pass())
+def next_number() -> int:
+    """Of a forward call; numbers ascend from call to call."""
+    return next(_NUMBERS)
 
 
 def note_pass() -> int:
@@ -163,16 +156,21 @@ def _current_pass(number: int) -> _Pass:
         return found
 
 
-def collect(turn: Turn, lookups: Sequence[AnyLookup], gradients: Sequence[Tensor]) -> None:
+def collect(number: int, inside: int, lookups: Sequence[AnyLookup], gradients: Sequence[Tensor]) -> None:
     """Update the rows of some lookups at the end of this thread's current backward pass, if the pass succeeds. All
     lookups of a pass that share a table make one update of it, with positions in the order of the forward calls.
-    They keep their rows pinned until then. Gradients, float32 [batch, columns], C-contiguous, are kept as they are."""
-    into, outer = _current_pass(torch._C._current_graph_task_id()), _PASSES.get(turn.inside, _NO_PASS)()
+    They keep their rows pinned until then.
+
+    Args:
+        number: of the forward call; inside: the backward pass that it was made in, of ``note_pass``.
+        gradients: float32 [batch, columns], C-contiguous, kept as they are.
+    """
+    into, outer = _current_pass(torch._C._current_graph_task_id()), _PASSES.get(inside, _NO_PASS)()
     if outer is not None and outer is not into:
         into.outer = outer
     for lookup, gradient in zip(lookups, gradients, strict=True):
         stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
-        into.collected.append(_Collected(turn.number, lookup, gradient, stream))
+        into.collected.append(_Collected(number, lookup, gradient, stream))
 
 
 def _update_all(collected: Sequence[_Collected]) -> None:

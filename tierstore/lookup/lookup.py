@@ -4,8 +4,10 @@ Features must be ordered so that those sharing a table are neighbours. A lookup 
 ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run backward.
 """
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,28 +15,61 @@ from torch import Tensor
 
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats
-from ..layout import ROW_MASK
-from ..pool import Pool
-from ..pool.arena import dot_part
-from ..pool.backward import Groups, Update
-from ..pool.bags import NO_ARG_MAX, Batch, Pooling
-from ..pool.pins import Lease
+from ..pool.joined import Joined
+from ..pool.pool import Pool
+from ..pool.tier import Tier
 from ..system.signals import shielded
-from .hbm import HbmLookup
-from .joined import AnyLookup, Joined, Unjoined
-from .tables import Found, LookupTable, Ready, RowGradients, Sought, Use
+from .tables import Found, Hold, LookupTable, Ready, RowGradients, Sought, TrainsRows, Use, by_table
+from .unseen import Unjoined
+
+
+class AnyLookup(TrainsRows, Protocol):
+    """What modules and backward passes ask of a lookup, wherever its rows are."""
+
+    joined: Joined  # the ids
+    mode: str  # how they are pooled
+
+    @property
+    def group(self) -> Hashable:
+        """Equal of lookups that may be merged."""
+        table = self.joined.tables[0]
+        return table.store, table.layout, self.mode
+
+    @property
+    def tables(self) -> Sequence[LookupTable]:
+        return self.joined.tables
+
+    @property
+    def holds(self) -> Sequence[Hold]:
+        return self.joined.holds
+
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether ``stage`` would bring the rows in."""
+
+    @abstractmethod
+    def stage(self) -> bool:
+        """Bring the rows in and hold them until used; False, and nothing is held, if the pool has no room."""
+
+    @abstractmethod
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """Pool every bag into ``out``."""
+
+    @abstractmethod
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
+        """Gradient of the per-sample weights into ``grad_scale``."""
 
 
 class Lookup(AnyLookup):
-    """A lookup in host memory. Methods that need rows raise ValueError, which names table and id, for an id outside its
-    table, unless ids were read before."""
+    """A lookup in the fastest tier of the tables; errors as of ``pool.tier``."""
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
         self.joined = joined
         self.mode = mode
         self._mode = kernels.MODES[mode]
-        self._lease: Lease | None = None
-        self._arg_max = NO_ARG_MAX
+        self._tier: Tier | None = None  # whose the lease is
+        self._lease: Any = None
+        self._arg_max: Any = None
 
     @classmethod
     def merged(cls, lookups: "Sequence[Lookup]", widths: Sequence[int]) -> "Lookup":
@@ -42,29 +77,29 @@ class Lookup(AnyLookup):
         order, given their gradients flat, [1, B * C of all]; ``widths``: columns of each one's output."""
         joined = Joined.merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode)
-        if made._mode == kernels.MAX:
-            assert joined.parts is not None
-            made._arg_max = np.concatenate(joined.parts.winners([lookup._arg_max for lookup in lookups]))
+        made._arg_max = lookups[0]._arg_max
+        if made._mode == kernels.MAX and joined.parts is not None:
+            winners = joined.parts.winners([lookup._arg_max for lookup in lookups])
+            made._arg_max = (torch.cat if isinstance(winners[0], Tensor) else np.concatenate)(winners)
         return made
 
+    def _enter(self, pool: Pool) -> Tier:
+        """The tier. A lease of a pool that was closed is dropped."""
+        tier = pool.tier
+        if tier is not self._tier:
+            self.release()
+            self._tier = tier
+        return tier
+
     def has_room(self) -> bool:
-        return self.joined.tables[0].in_pool(lambda pool: pool.rows.has_room(self._batch_in(pool)))
+        found: bool = self.joined.tables[0].in_pool(lambda pool: self._enter(pool).has_room(self.joined))
+        return found
 
     @shielded
     def stage(self) -> bool:
-        self._lease = self.joined.tables[0].in_pool(lambda pool: pool.rows.stage(self._batch_in(pool)))
+        if len(self.joined):
+            self._lease = self.joined.tables[0].in_pool(lambda pool: self._enter(pool).stage(self.joined))
         return self._lease is not None or not len(self.joined)
-
-    def _batch_in(self, pool: Pool) -> Batch:
-        """The batch as the pool takes it; its ids are read now if they were not."""
-        joined, numbering = self.joined, pool.rows.numbering
-        return joined.keyed if numbering is None else Batch(joined.bags, joined.slots(numbering))
-
-    def _lease_in(self, pool: Pool) -> Lease | None:
-        """What is held of this pool's rows. One of a pool that was closed is dropped."""
-        if self._lease is not None and self._lease.keeper is not pool.pins:
-            self.release()
-        return self._lease
 
     def release(self) -> None:
         lease, self._lease = self._lease, None
@@ -74,78 +109,46 @@ class Lookup(AnyLookup):
     @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """Pool every bag into ``out`` (float32 [batch, columns], of any content, where the rows are). ``keep``: a
-        backward follows, so it remembers arg-maxima, and holds the rows if there is room. ValueError: an id outside
-        its table."""
-        joined = self.joined
-        if self._mode == kernels.MAX:
-            self._arg_max = np.empty((len(joined.bags.starts) - 1, joined.tables[0].layout.dim), np.int32)
-        pooling = Pooling(self._mode, out.numpy(), self._arg_max)
-        joined.tables[0].in_pool(partial(self._look_up, pooling=pooling, keep=keep))
-        if not keep and self._lease is not None:
-            self.release()
+        backward follows, so it remembers arg-maxima, and holds the rows if there is room."""
+        self.joined.tables[0].in_pool(self._forward, out, keep)
 
-    def _look_up(self, pool: Pool, *, pooling: Pooling, keep: bool) -> None:
-        joined, rows = self.joined, pool.rows
-        lease = None if self._lease is None else self._lease_in(pool)
-        numbering = rows.numbering if rows.takes_ids else None
-        if lease is None and numbering is not None and not joined.is_read:
-            slots, failed = rows.look_up_ids(joined.ids_of_bags(numbering), joined.bags, pooling, keep=keep)
-            if not failed:
-                if keep:  # the caller may change the ids before backward
-                    joined.note_slots(slots, numbering)
-                    self._lease = rows.held(slots)
-                return
-            joined.check(failed)
-        self._lease = rows.look_up(self._batch_in(pool), pooling, lease, keep=keep)
+    def _forward(self, pool: Pool, out: Tensor, keep: bool) -> None:
+        tier = self._enter(pool)
+        self._lease, self._arg_max = tier.look_up(self.joined, self._mode, out, self._lease, keep=keep)
+        if not keep:
+            self.release()
 
     @shielded
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """Gradient of the per-sample weights into ``grad_scale`` (numpy, float32 [ids of the batch]); before
         ``update``."""
-        joined, pool = self.joined, self.joined.tables[0].pool
-        own = np.zeros(len(joined), np.float32)
-        if not len(own):
-            return
-        for first, part in pool.rows.parts(self._batch_in(pool), self._lease_in(pool)):
-            with pool.arena.rows_lock:
-                dot_part(pool.arena, joined.bags, grad_out.numpy(), first, part.position_slots, own)
-        joined.scatter(own, grad_scale)
+        joined = self.joined
+        if len(joined):
+            joined.scatter(self._enter(joined.tables[0].pool).dot(joined, grad_out, self._lease), grad_scale)
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        self._lease = self.joined.tables[0].in_pool(self._whole)
+        if len(self.joined):
+            self._lease = self.joined.tables[0].in_pool(lambda pool: self._enter(pool).whole(self.joined, self._lease))
         return Ready(partial(self.update, grad_out), self._lease is not None or not len(self.joined))
-
-    def _whole(self, pool: Pool) -> Lease | None:
-        lease = self._lease_in(pool)
-        return lease or pool.rows.whole(self._batch_in(pool))
 
     @shielded
     def update(self, grad_out: Tensor) -> None:
         """Backward and optimizer in one, by the gradient of the output, float32 [batch, columns], C-contiguous."""
-        joined, pool = self.joined, self.joined.tables[0].pool
-        hyper, seeds = np.array(joined.next_hyper(), np.float32), joined.rounding_seeds()
+        joined = self.joined
+        hyper = joined.next_hyper()
         if len(joined):
-            codes = np.array([table.config.optimizer.code for table in joined.tables], np.int64)
-            groups = self._groups(grad_out)
-            update = Update(groups, codes, hyper, grad_out.numpy(), seeds)
-            pool.rows.update(self._batch_in(pool), update, self._lease_in(pool))
+            tier = self._enter(joined.tables[0].pool)
+            tier.update(joined, self._mode, hyper, grad_out, self._arg_max, self._lease)
         self.release()
-
-    def _groups(self, grad_out: Tensor) -> Groups:
-        return self.joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
 
     @shielded
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What ``update`` would apply, of each table; rows stay as they are, and are released."""
-        joined, pool = self.joined, self.joined.tables[0].pool
-        inverse, keys = joined.distinct
-        groups = self._groups(grad_out)
-        values = groups.merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())
+        tier = self._enter(self.joined.tables[0].pool)
+        keys, values = tier.gradients(self.joined, self._mode, grad_out, self._arg_max)
         self.release()
-        counts = groups.counts.tolist()
-        rows, parts = (torch.split(torch.from_numpy(each), counts) for each in (keys & ROW_MASK, values))
-        return [RowGradients(*each) for each in zip(joined.tables, rows, parts, strict=True)]
+        return by_table(self.tables, keys, values)
 
 
 def pool_all(lookup: AnyLookup, out: Tensor, *, keep: bool) -> None:
@@ -220,9 +223,6 @@ def make_lookup(joined: Joined | Unjoined, *, mode: str) -> AnyLookup:
     table; where each row has a slot of its own, and in device memory, the lookup raises it."""
     if isinstance(joined, Unjoined):
         return DynamicLookup(joined, mode=mode, make=partial(make_lookup, mode=mode))
-    pool = joined.tables[0].pool
-    if pool.tier.on_device:
-        return HbmLookup(joined, mode=mode)
-    if pool.rows.numbering is None:
-        joined.keyed  # noqa: B018 - reads ids
+    if joined.tables[0].pool.tier.reads_keys:
+        joined.keys  # noqa: B018 - reads ids
     return Lookup(joined, mode=mode)

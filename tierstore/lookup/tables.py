@@ -6,21 +6,20 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import ClosedError, IdError, ReadOnlyError, TableError
 from ..kernels.arrays import Int64s
 from ..kernels.rounding import NEAREST, update_seed
-from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..optim.configs import Hyper
-from ..pool import Pool
+from ..pool.pool import Pool
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 _TWICE: Final = (
     "a batch is trained a second time (retain_graph=True), and some ids have lost their rows since the first: run the "
     "backward passes of a batch before the next batch's forward"
@@ -70,7 +69,7 @@ class TrainsRows(Protocol):
 
 
 class Use(enum.Enum):
-    """What rows of dynamic ids are looked for, for."""
+    """Why rows of dynamic ids are looked up."""
 
     PREPARE = enum.auto()  # to bring them in; ids without a row are no error
     READ = enum.auto()
@@ -119,38 +118,11 @@ class Sought(NamedTuple):
 Find = Callable[[Sequence[Sought]], Sequence[Found]]  # finds the rows of each table's ids
 
 
-class CollectsGradients(Protocol):
-    """A store's optimizer, as a backward pass sees it."""
-
-    def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
-        """Keep what training ``lookup`` by ``grad_out`` would apply, until the optimizer's step."""
-
-
-class LookupStore(Protocol):
-    """The store that a table is of."""
-
-    device: torch.device
-    readonly: bool
-    workers: Workers
-
-    @property
-    def optimizer_in_use(self) -> CollectsGradients | None:
-        """Who collects gradients; None: backward updates rows."""
-
-    def pool_of(self, layout: RowLayout) -> Pool:
-        """Where rows of this layout live now. ClosedError."""
-
-    def note_partly_trained(self, error: BaseException) -> None:
-        """A step failed after some of its rows were, or may have been, trained."""
-
-    def require_whole_steps(self) -> None:
-        """Raises PartlyTrainedError after that."""
-
-
 class LookupTable(ABC):
     """A table as lookups know it: where its rows are now, and how they are trained.
 
     Attributes:
+        store: the ``store.Store`` that it is of.
         config: its configuration.
         index: its number in the store.
         layout: how its rows lie in memory.
@@ -167,7 +139,7 @@ class LookupTable(ABC):
     follows: Callable[[], Mapping[str, Any] | None] | None = None
     converted: Callable[[], Any] | None = None
 
-    def __init__(self, store: LookupStore, config: TableConfig, index: int, layout: RowLayout) -> None:
+    def __init__(self, store: Any, config: TableConfig, index: int, layout: RowLayout) -> None:
         self.store = store
         self.config = config
         self.index = index
@@ -198,16 +170,16 @@ class LookupTable(ABC):
         known = self._known_pool()
         if known is not None and not known.arena.is_closed:
             return known
-        pool = self.store.pool_of(self.layout)
+        pool: Pool = self.store.pool_of(self.layout)
         self._known_pool = weakref.ref(pool)  # a pool that another replaces is not kept in memory
         return pool
 
-    def in_pool(self, work: Callable[[Pool], _T]) -> _T:
+    def in_pool(self, work: Callable[Concatenate[Pool, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run it in the pool; run it again if a new table replaced the pool meanwhile."""
         while True:
             pool = self.pool
             try:
-                return work(pool)
+                return work(pool, *args, **kwargs)
             except ClosedError:
                 if pool is self.pool:  # which fails in a closed store
                     raise

@@ -1,8 +1,10 @@
-"""Ids without a row that count as rows of their first values, ``DynamicIds(unseen="init")``."""
+"""Batches of tables with dynamic ids: their ids that have rows, and those without a row that count as rows of their
+first values, ``DynamicIds(unseen="init")``."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,33 +14,60 @@ from ..kernels.arrays import Floats, Int64s
 from ..kernels.floats import code_of_dtype
 from ..kernels.slots import MODES
 from ..pool.arena import RowArrays, dot_part, pool_part
-from ..pool.bags import Bags, Pooling
-from .tables import LookupTable
+from ..pool.joined import Bags, Features, Joined
+from .tables import Find, LookupTable, Sought
+
+
+class Unjoined(NamedTuple):
+    """A batch of some features, of tables with dynamic ids, before its ids are rows."""
+
+    features: Features
+    join: Callable[[Find], Joined]
+
+
+def with_rows(joined: Joined, find: Find) -> Joined:
+    """What of it has rows by ``find``. Other ids are left out of their bags; if they count, they are in ``unseen``."""
+    given, begins, ends = joined._ids
+    places = np.concatenate([np.arange(*each) for each in zip(begins.tolist(), ends.tolist(), strict=True)])
+    ids = given[places].astype(np.int64, copy=False)
+    features, begins = joined.features, joined.starts[np.arange(len(joined.columns) + 1) * joined.batch]
+    bounds = [begins[low : high + 1] for low, high in itertools.pairwise(features.bounds.tolist())]
+    parts = zip(joined.tables, bounds, strict=True)
+    found = find([Sought(table, ids[own[0] : own[-1]], own[1:] - own[0]) for table, own in parts])
+    keys = np.concatenate([each.keys for each in found])
+    starts, scale, has_row, unseen = joined.starts, joined.scale, keys >= 0, None
+    if not has_row.all():
+        starts = np.append(0, np.cumsum(has_row))[starts]
+        count = np.repeat([table.config.counts_unseen for table in joined.tables], [len(each.keys) for each in found])
+        if len(lost := np.flatnonzero(count & ~has_row)):
+            unseen = Unseen(joined, lost, ids[lost], places[lost], np.diff(starts))
+        keys, places, scale = keys[has_row], places[has_row], scale[has_row[: len(scale)]]
+    made = Joined(features, joined.batch, starts, scale, keys=keys, places=places)
+    made.holds = [each.hold for each in found if each.hold is not None]
+    made.unseen = unseen
+    return made
 
 
 class Unseen:
     """Such ids of a lookup. They are pooled among themselves, in order, and joined to what is pooled of rows.
 
     Args:
-        tables: of the lookup. bags: of all its ids.
+        joined: all ids of the lookup.
         positions: int64 [n], ascending, where these are among all. ids: int64 [n]. places: int64 [n], in the batch.
         num_known: int64 [K], how many ids of each bag have rows.
     """
 
-    def __init__(
-        self, tables: Sequence[LookupTable], bags: Bags, positions: Int64s, ids: Int64s, places: Int64s, num_known: Any
-    ) -> None:
-        bag_of = np.searchsorted(bags.starts, positions, side="right") - 1
+    def __init__(self, joined: Joined, positions: Int64s, ids: Int64s, places: Int64s, num_known: Any) -> None:
+        tables: Sequence[LookupTable] = joined.tables
+        bag_of = np.searchsorted(joined.starts, positions, side="right") - 1
         own, firsts, counts = np.unique(bag_of, return_index=True, return_counts=True)
-        features, samples = np.divmod(own, bags.batch)
-        columns = bags.columns[features][:, None] + np.arange(tables[0].layout.dim)
+        features, samples = np.divmod(own, joined.batch)
+        columns = joined.columns[features][:, None] + np.arange(tables[0].layout.dim)
         self._where = torch.from_numpy(samples[:, None]), torch.from_numpy(columns)
         self._known_share = (num_known[own] / (num_known[own] + counts)).astype(np.float32)[:, None]
-        self._bags = bags._replace(
-            starts=np.append(firsts, len(ids)), columns=np.zeros(1, np.int32), batch=len(own),
-            scale=bags.scale[positions[: len(bags.scale)]],
-        )  # fmt: skip
-        self._ids = np.split(ids, np.searchsorted(bag_of, bags.bounds[1:-1]))
+        scale = joined.scale[positions[: len(joined.scale)]]
+        self._bags = Bags(np.append(firsts, len(ids)), np.zeros(1, np.int32), len(own), scale)
+        self._ids = np.split(ids, np.searchsorted(bag_of, joined.bounds[1:-1]))
         self._tables, self._places, self._slots = tables, places, np.arange(len(ids), dtype=np.int32)
         self._kept: Tensor | None = None
 
@@ -52,9 +81,10 @@ class Unseen:
     def add(self, out: Tensor, mode: str) -> None:
         """Join them to ``out``, float32 [batch, columns], which has the rows. Of equal maxima the row's is kept."""
         shape = self._where[1].shape
-        pooling = Pooling(MODES[mode], np.empty(shape, np.float32), np.empty(shape, np.int32))
-        pool_part(self._values, self._tables[0].store.workers, self._bags, pooling, 0, self._slots)
-        values, share = (torch.from_numpy(each).to(out.device) for each in (pooling.out, self._known_share))
+        pooled, arg_max = np.empty(shape, np.float32), np.empty(shape, np.int32)
+        workers = self._tables[0].store.workers
+        pool_part(self._values, workers, self._bags, MODES[mode], pooled, arg_max, 0, self._slots)
+        values, share = (torch.from_numpy(each).to(out.device) for each in (pooled, self._known_share))
         known = out[self._where]
         if mode == "sum":
             out[self._where] = known + values

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..lookup.joined import AnyLookup, DeviceJagged, Jagged, Joined, Unjoined
-from ..lookup.lookup import make_lookup
-from ..pool.bags import Features
+from ..lookup.jagged import DeviceJagged, Jagged
+from ..lookup.lookup import AnyLookup, make_lookup
+from ..lookup.unseen import Unjoined
+from ..pool.joined import Features, Joined
 from ..store import Store, Table
 from ..store.arguments import check_jagged
 from ..system.excerpt import excerpt

@@ -18,7 +18,7 @@ from ..exchange.keys import StateTensor, state_tensors
 from ..exchange.rows import chunks, write_rows
 from ..init import Initializer, Normal
 from ..layout import MAX_ROWS
-from ..pool.transfers import raw_weights
+from ..pool.converting import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
 from ..system.checks import require_int

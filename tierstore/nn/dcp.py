@@ -25,7 +25,7 @@ from ..errors import TierstoreError
 from ..exchange.keys import DEFAULT_KEY, IDS, StateTensor, state_key, state_tensors, weight_keys
 from ..exchange.rows import chunks, read_rows, write_rows
 from ..layout import RowLayout
-from ..pool.transfers import raw_weights
+from ..pool.converting import raw_weights
 from ..store import Store, Table
 from ..store.table_ids import TableIds
 from ..store.version import TableState

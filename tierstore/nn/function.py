@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..lookup.gradients import Turn, collect, note_pass, require_engine
-from ..lookup.joined import AnyLookup
-from ..lookup.lookup import DynamicLookup, pool_all
+from ..lookup.gradients import collect, next_number, note_pass, require_engine
+from ..lookup.lookup import AnyLookup, DynamicLookup, pool_all
 from ..lookup.tables import LookupTable
 from ..optim.curvature import OF_THREAD
 from ..store import Store
@@ -205,7 +204,7 @@ class _PooledLookups(torch.autograd.Function):
     ) -> Tensor:
         ctx.prepared = prepared
         ctx.trainable = trainable
-        ctx.turn, ctx.evaluation = Turn.now(), OF_THREAD.evaluation
+        ctx.number, ctx.inside, ctx.evaluation = next_number(), note_pass(), OF_THREAD.evaluation
         if trainable:
             prepared.admit()
         ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
@@ -233,7 +232,7 @@ class _PooledLookups(torch.autograd.Function):
         if is_asked:
             pairs = zip([each.joined.unseen for each in prepared.lookups], prepared.parts(gradient), strict=True)
             of_rows = [part if unseen is None else unseen.of_rows(part) for unseen, part in pairs]
-            collect(ctx.turn, prepared.lookups, of_rows)
+            collect(ctx.number, ctx.inside, prepared.lookups, of_rows)
         else:
             prepared.release()
         return grad_anchor, grad_scale, None, None, None

@@ -121,9 +121,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
 
     def has_all_rows(self) -> bool:
         """Whether all rows of its tables are in memory to stay: there is nothing to bring in ahead."""
-        return all(
-            table.in_pool(lambda pool: pool.rows.are_all_in and not pool.tier.on_device) for table in self._tables
-        )
+        return all(table.in_pool(lambda pool: pool.tier.are_all_in) for table in self._tables)
 
     def begin(self, batches: Any) -> Iterator[Any]:
         """See ``tierstore.prefetch``, which reads batches so."""

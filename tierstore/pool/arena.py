@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache import RowCache
+from ..cache.base import RowCache
 from ..errors import ClosedError
 from ..kernels import quantized
 from ..kernels import slots as kernels
@@ -16,7 +16,7 @@ from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..system.forks import disown_in_forks
-from .bags import Bags, Pooling
+from .joined import Bags
 
 
 @dataclass(eq=False)
@@ -73,14 +73,17 @@ class Arena(RowArrays):
             raise ClosedError("the store is closed")
 
 
-def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, first: int, slots: Int32s) -> None:
-    """Pool the positions from ``first`` on, whose slots are given. The caller holds the lock over the rows, if any."""
+def pool_part(
+    rows: RowArrays, workers: Workers, bags: Bags, mode: int, out: Floats, arg_max: Int32s, first: int, slots: Int32s
+) -> None:
+    """Pool the positions from ``first`` on, whose slots are given, into ``out``, float32 [batch, columns], and of
+    maxima the positions into ``arg_max``, int32 [bags, dim]. The caller holds the lock over the rows, if any."""
     pool_rows: Any = quantized.pool_rows if rows.layout.is_quantized else kernels.pool_rows
 
     def work(begin: int, end: int) -> None:
         pool_rows(
-            begin, end, first, first + len(slots), bags.starts, slots, bags.scale, pooling.mode, rows.weights,
-            rows.layout.dim, rows.dtype_code, bags.columns, bags.batch, pooling.out, pooling.arg_max,
+            begin, end, first, first + len(slots), bags.starts, slots, bags.scale, mode, rows.weights, rows.layout.dim,
+            rows.dtype_code, bags.columns, bags.batch, out, arg_max,
         )  # fmt: skip
 
     workers.share(work, bags.starts)

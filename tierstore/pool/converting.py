@@ -4,10 +4,11 @@ A store opened for reading may keep rows in fewer bytes in memory than on SSD. A
 the caches converts them.
 """
 
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import DamagedError, TableError
@@ -35,6 +36,11 @@ def layout_as(stored: RowLayout, dtype: DtypeName | None) -> RowLayout:
     if wanted not in choices:
         raise ValueError(f"rows stored as {stored.dtype} cannot be kept as {wanted}; choose from {', '.join(choices)}")
     return RowLayout(dim=stored.dim, dtype=wanted, page_bytes=stored.page_bytes)
+
+
+def raw_weights(rows: Tensor) -> NDArray[Any]:
+    """Numpy view of weights as kernels see them: float32, or uint16 for the dtypes of 16 bits."""
+    return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
 def floats(weights: Words, layout: RowLayout) -> Tensor:

@@ -3,21 +3,23 @@ written back, and rows read or their first values computed."""
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
-from ..cache import Admission, AdmitStatus, CacheCounters
+from ..cache.base import Admission, AdmitStatus, CacheCounters
 from ..config import TableConfig
 from ..errors import BudgetError
 from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import KEY_ROW_BITS
 from .arena import Arena
-from .bags import Batch, Distinct
 from .converting import RowSource
+from .joined import NO_INTS
 from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
 from .writeback import WriteBack
+
+Fill = Callable[[Admission], None]
+"""Fills the rows of an admission."""
 
 
 class Leases:
@@ -34,7 +36,6 @@ class Leases:
         self._tables: dict[int, TableConfig] = {}
         self._alike: Int64s = np.empty(0, np.int64)  # of each table, the first one with the same first values
         self._no_lookups = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
-        self._repeats = 0  # positions whose row others of their batch had admitted
 
     def add_table(self, table_index: int, config: TableConfig) -> None:
         self._tables[table_index] = config
@@ -44,14 +45,21 @@ class Leases:
             alike[index] = firsts.setdefault(rule, index)
         self._alike = alike
 
-    def acquire(self, keys: Int64s, *, read: bool = True, fill: Callable[[Admission], None] | None = None) -> Lease:
+    def whole(self, keys: Int64s, order: Int32s = NO_INTS) -> Lease | None:
+        """Pin the rows of all positions of ``keys``, int64 [n], admitted by ``order`` (of ``Admission``). None, and
+        nothing is read, if there is no room for all; others may have been evicted by then. DamagedError: a row on SSD
+        failed its check; none stays pinned."""
+        lease = self._admit(keys, order, whole=True)
+        return lease if len(lease.slots) else None
+
+    def leading(self, keys: Int64s, *, read: bool = True, fill: Fill | None = None) -> Lease:
         """Pin the rows of leading positions of ``keys``, int64 [n], n > 0: as many as there is room for, at least one.
-        BudgetError: every slot stayed pinned by others for a minute. DamagedError: a row on SSD failed its check;
-        none stays pinned. ``read``: whether to read them; ``fill`` fills them, with ``fill_lock`` held."""
+        Errors as of ``whole``; BudgetError: every slot stayed pinned by others for a minute. ``read``: whether to read
+        them; ``fill`` fills them, with ``fill_lock`` held."""
         arena = self._arena
         deadline = time.monotonic() + PIN_WAIT_SECONDS
         while True:
-            lease = self._admit(keys, read=read, fill=fill)
+            lease = self._admit(keys, NO_INTS, read=read, fill=fill)
             if len(lease.slots):
                 return lease
             with arena.lock:
@@ -63,41 +71,45 @@ class Leases:
                             f"{PIN_WAIT_SECONDS:.0f} s; open the store with a larger ddr="
                         )
 
-    def acquire_batch(self, batch: Batch) -> Lease | None:
-        """``acquire_rows`` of all rows of a batch, to look them up in order of use."""
-        lease = self.acquire_rows(batch.distinct, batch.order)
-        if lease is not None:
-            with self._arena.lock:
-                self._repeats += len(batch) - len(lease.slots)
-        return lease
+    def parts(self, keys: Int64s, order: Int32s = NO_INTS) -> Iterator[tuple[int, Lease]]:
+        """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit, admitted by
+        ``order`` then.
 
-    def acquire_rows(self, rows: Distinct, order: Any) -> Lease | None:
-        """Pin rows; None, and nothing is read, if there is no room for all. ``order``: what their keys are indexed by
-        to be admitted in order. DamagedError as of ``acquire``."""
-        if len(rows.keys) > self._arena.cache.capacity:
-            return None
-        lease = self.acquire_all(np.ascontiguousarray(rows.keys[order]))
-        if lease is not None:
-            slots = np.empty_like(lease.slots)
-            slots[order] = lease.slots
-            lease.slots, lease.inverse = slots, rows.inverse
-        return lease
-
-    def acquire_all(self, keys: Int64s) -> Lease | None:
-        """``acquire`` of all positions; None, and nothing is read, if there is no room for their rows. Others may have
-        been evicted by then."""
-        lease = self._admit(keys, read=True, whole=True)
-        return lease if len(lease.slots) else None
+        Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
+        """
+        start = 0
+        while start < len(keys):
+            lease = None if start or not len(order) else self.whole(keys, order)
+            if lease is None:
+                lease = self.leading(keys[start:])
+            consumed = lease.num_positions
+            self.split_batches += not start and consumed < len(keys)
+            try:
+                yield start, lease
+            finally:
+                if not lease.held:
+                    lease.release()
+            start += consumed
 
     def _admit(
-        self, keys: Int64s, *, read: bool, whole: bool = False, fill: Callable[[Admission], None] | None = None
+        self, keys: Int64s, order: Int32s, *, read: bool = True, whole: bool = False, fill: Fill | None = None
     ) -> Lease:
-        """A lease of what was admitted. It owns the pins before there are any."""
-        admission = Admission(keys)
+        """A lease of what was admitted: as many rows as there is room for, with ``whole`` all or nothing. It owns the
+        pins before there are any."""
+        admission = Admission(keys, order)
         lease = self._pins.lease(admission)
         try:
             with self._arena.fill_lock:
-                self._bring_in(admission, read=read, whole=whole)
+                try:
+                    while self._admit_until(admission, whole=whole) is AdmitStatus.DIRTY_VICTIM:
+                        started = time.perf_counter()
+                        self._writeback.make_room()
+                        self.seconds += time.perf_counter() - started
+                    if read and admission.num_missing:
+                        self._load(admission.missing_slots)
+                finally:
+                    if not read:
+                        self._note_no_lookup(admission)
                 if fill is not None and admission.consumed:
                     fill(admission)
             lease.slots, lease.inverse = admission.slots, admission.inverse[: admission.consumed]
@@ -106,31 +118,17 @@ class Leases:
             raise
         return lease
 
-    def _bring_in(self, admission: Admission, *, read: bool, whole: bool) -> None:
-        """Admit as many rows as there is room for (with ``whole`` all or nothing), and with ``read`` read them. What
-        was pinned when it failed is the caller's to release. The caller holds ``fill_lock``."""
+    def _admit_until(self, admission: Admission, *, whole: bool) -> AdmitStatus:
         arena = self._arena
-        try:
-            while True:
-                with arena.lock:
-                    arena.require_open()
-                    self._pins.release_dropped()
-                    status = arena.cache.admit(admission)
-                    if whole and status is AdmitStatus.ALL_PINNED:
-                        self._note_no_lookup(admission)
-                        arena.cache.release(admission)
-                        arena.changed.notify_all()
-                        return
-                if status is not AdmitStatus.DIRTY_VICTIM:
-                    break
-                started = time.perf_counter()
-                self._writeback.make_room()
-                self.seconds += time.perf_counter() - started
-            if read and admission.num_missing:
-                self._load(admission.missing_slots)
-        finally:
-            if not read:
+        with arena.lock:
+            arena.require_open()
+            self._pins.release_dropped()
+            status = arena.cache.admit(admission)
+            if whole and status is AdmitStatus.ALL_PINNED:
                 self._note_no_lookup(admission)
+                arena.cache.release(admission)
+                arena.changed.notify_all()
+        return status
 
     def _note_no_lookup(self, admission: Admission) -> None:
         """Take an admission out of the lookup counts: its rows came from the tier above, or it was undone."""
@@ -146,7 +144,7 @@ class Leases:
         """Counts of lookups in the cache, and of evictions for lookups or for rows from the tier above."""
         every, others = self._arena.cache.counters(), self._no_lookups
         return CacheCounters(
-            lookups=every.lookups - others.lookups + self._repeats,
+            lookups=every.lookups - others.lookups,
             hits=every.hits - others.hits,
             misses=every.misses - others.misses,
             evictions=every.evictions,
@@ -178,23 +176,3 @@ class Leases:
             kernels.fill_state(slots[begin:end], arena.state, layout.state_dim, config.optimizer.initial_state)
 
         arena.workers.divide(work, len(ids))
-
-    def parts(self, keys: Int64s, batch: Batch | None = None) -> Iterator[tuple[int, Lease]]:
-        """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit. ``batch``: whose
-        rows they are, to be admitted in its order if all fit.
-
-        Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
-        """
-        start = 0
-        while start < len(keys):
-            whole = None if start or batch is None or not batch.by_sample else self.acquire_batch(batch)
-            lease = whole or self.acquire(keys[start:])
-            consumed = lease.num_positions
-            if not start and consumed < len(keys):
-                self.split_batches += 1
-            try:
-                yield start, lease
-            finally:
-                if not lease.held:
-                    lease.release()
-            start += consumed

@@ -6,15 +6,14 @@ pooled, there is no room for all; or an argument is wrong or not a plain tensor 
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import DdrCache, FullCache
 from ..cache.base import LOADING, RESIDENT
+from ..cache.full import FullCache
 from ..errors import ClosedError
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Int64s, Weights
@@ -24,7 +23,7 @@ from ..layout import KEY_ROW_BITS
 from ..system.signals import shielded
 from . import direct
 from .arena import Arena
-from .bags import NO_ARG_MAX, NO_FLOATS, NO_INTS
+from .joined import NO_ARG_MAX, NO_FLOATS, NO_INTS
 from .leases import Leases
 
 _COLUMN: Final = np.zeros(1, np.int32)
@@ -44,6 +43,7 @@ class OneTable(ABC):
         self._arena = weakref.ref(arena)
         self._dim = arena.layout.dim
         self._num_rows = num_rows
+        self._few = direct.few(arena.workers, self._dim)
 
     @property
     def is_over(self) -> bool:
@@ -98,22 +98,22 @@ class InCache(OneTable):
     def __init__(self, arena: Arena, leases: Leases, table_index: int, num_rows: int) -> None:
         super().__init__(arena, num_rows)
         self._leases = weakref.ref(leases)
-        self._few = direct.few(arena.workers, self._dim)
         self._table_key = table_index << KEY_ROW_BITS
 
-    def _keys(self, ids: Int64s) -> Int64s | None:
+    def _keys(self, ids: Any) -> Int64s | None:
         keys = np.empty(len(ids), np.int64)
         return keys if kernels.row_keys(ids, 0, self._num_rows, self._table_key, keys) < 0 else None
 
     def _copy(self, arena: Arena, ids: Int64s, rows: Weights) -> bool:
+        cache: Any = arena.cache
         keys = self._keys(ids)
-        slots = None if keys is None else _use(arena, keys)
+        slots = None if keys is None else cache.use(keys)
         if slots is not None:
             kernels.copy_rows_out(slots, arena.weights, self._dim, rows)
         return slots is not None
 
     def _pool(self, arena: Arena, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
-        num_ids, bags = ids.numel(), offsets.numel() - is_last_given
+        num_ids, bags, cache = ids.numel(), offsets.numel() - is_last_given, arena.cache
         keys = self._keys(ids.numpy()) if num_ids < self._few and offsets.data_ptr() else None
         if keys is None:
             return None
@@ -122,38 +122,34 @@ class InCache(OneTable):
         if not kernels.copy_offsets(starts, num_ids, starts):
             return None
         pooled = np.empty((bags, self._dim), np.float32)
-
-        def add(slots: Int32s) -> None:
-            kernels.pool_rows(
-                0, bags, 0, num_ids, starts, slots, NO_FLOATS, mode, arena.weights, self._dim, arena.dtype_code,
-                _COLUMN, bags, pooled, NO_ARG_MAX,
-            )  # fmt: skip
-
         with arena.lock:
-            slots = None if arena.is_closed else _use(arena, keys)
+            slots = None if arena.is_closed else cache.use(keys)  # type: ignore[attr-defined]
             if slots is not None:
-                add(slots)
-        return torch.from_numpy(pooled) if slots is not None or self._bring_in(arena, keys, add) else None
+                self._add(arena, starts, slots, mode, pooled)
+        if slots is None and not self._bring_in(arena, keys, starts, mode, pooled):
+            return None
+        return torch.from_numpy(pooled)
+
+    def _add(self, arena: Arena, starts: Int64s, slots: Int32s, mode: int, pooled: Floats) -> None:
+        kernels.pool_rows(
+            0, len(pooled), 0, len(slots), starts, slots, NO_FLOATS, mode, arena.weights, self._dim, arena.dtype_code,
+            _COLUMN, len(pooled), pooled, NO_ARG_MAX,
+        )  # fmt: skip
 
     @shielded
-    def _bring_in(self, arena: Arena, keys: Int64s, use: Callable[[Int32s], None]) -> bool:
-        """Whether there was room for all rows. DamagedError as of ``Leases.acquire``."""
+    def _bring_in(self, arena: Arena, keys: Int64s, starts: Int64s, mode: int, pooled: Floats) -> bool:
+        """Whether there was room for all rows. DamagedError as of ``Leases.whole``."""
         leases = self._leases()
         try:
-            lease = None if leases is None else leases.acquire_all(keys)
+            lease = None if leases is None else leases.whole(keys)
         except ClosedError:  # a ``Lookup`` finds the pool that came after
             return False
         if lease is None:
             return False
         with arena.rows_lock:
-            use(lease.position_slots)
+            self._add(arena, starts, lease.position_slots, mode, pooled)
         lease.release()
         return True
-
-
-def _use(arena: Arena, keys: Int64s) -> Int32s | None:
-    assert isinstance(arena.cache, DdrCache)
-    return arena.cache.use(keys)
 
 
 class InPlace(OneTable):
@@ -162,15 +158,14 @@ class InPlace(OneTable):
 
     def __init__(self, arena: Arena, cache: FullCache, table_index: int, num_rows: int) -> None:
         super().__init__(arena, num_rows)
-        self._few = direct.few(arena.workers, self._dim)
         self._first = int(cache.numbering.first_slots(np.array([table_index], np.int64))[0])
         # By their addresses in the arguments; others are the arena's, which the caller keeps alive.
         self._kept = np.zeros(1, np.int64), np.array([self._first], np.int64), np.array([num_rows], np.int64)
         self._arguments: dict[torch.dtype, Int64s] = {}
 
     def _lay_out(self, arena: Arena, id_type: torch.dtype) -> Int64s:
-        cache, body = arena.cache, direct.body_address(_ID_TYPES[id_type], arena.weights.dtype.type)
-        assert isinstance(cache, FullCache)
+        cache: Any = arena.cache
+        body = direct.body_address(_ID_TYPES[id_type], arena.weights.dtype.type)
         arguments: Int64s = direct.laid_out(
             *self._kept, cache.tallies, cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, arena.weights, self._dim,
             arena.dtype_code, _COLUMN, NO_ARG_MAX, NO_INTS, body, arena.workers.threads,
@@ -179,8 +174,7 @@ class InPlace(OneTable):
         return arguments
 
     def _copy(self, arena: Arena, ids: Int64s, rows: Weights) -> bool:
-        cache = arena.cache
-        assert isinstance(cache, FullCache)
+        cache: Any = arena.cache
         flags = _NO_FLAGS if cache.is_complete else cache.flags
         status = kernels.copy_rows_of_ids(
             ids, self._first, self._num_rows, flags, RESIDENT | LOADING, RESIDENT, arena.weights, self._dim, rows

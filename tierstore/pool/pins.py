@@ -9,10 +9,10 @@ import weakref
 from collections import deque
 from typing import Final
 
-from ..cache import Pinned
+from ..cache.base import Pinned
 from ..kernels.arrays import Int32s
 from .arena import Arena
-from .bags import NO_INTS
+from .joined import NO_INTS
 
 HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
@@ -25,12 +25,11 @@ class Lease:
     """The rows of a batch's leading positions, kept in their ``slots``, int32 [n]. ``inverse``, int32 [positions]: each
     one's place in ``slots``; None if slot i is position i's. ``held``: it outlives the call that took it."""
 
-    __slots__ = ("__weakref__", "claim", "held", "inverse", "keeper", "pinned", "slots")
+    __slots__ = ("__weakref__", "claim", "held", "inverse", "pins", "slots")
 
-    def __init__(self, keeper: "Pins", pinned: Pinned, slots: Int32s) -> None:
-        self.keeper: Pins | None = keeper  # None once it is released
-        self.claim: _Claim | None = None
-        self.pinned = pinned
+    def __init__(self, pins: "Pins", slots: Int32s) -> None:
+        self.pins: Pins | None = pins  # None once it is released
+        self.claim: weakref.ref[Lease] | None = None
         self.slots = slots
         self.inverse: Int32s | None = None
         self.held = False
@@ -46,42 +45,37 @@ class Lease:
 
     def release(self) -> None:
         """Let the rows go; a second call does nothing."""
-        keeper, self.keeper = self.keeper, None
-        if keeper is not None and self.claim is not None:
-            keeper.release(self.claim)
+        pins, self.pins = self.pins, None
+        if pins is not None and self.claim is not None:
+            pins.release(self.claim)
             self.claim = None
 
 
-class _Claim(weakref.ref[Lease]):
-    """What a lease has, for when it is gone. Nothing of Python runs where it is dropped: no exception can come then,
-    and the garbage collector may drop it in any thread, under any lock."""
-
-    __slots__ = ("pinned",)
-    pinned: Pinned
-
-
 class Pins:
+    """What leases pin. A lease that is dropped leaves its weak reference in a queue, and its slots are unpinned by the
+    next call: nothing of Python runs where it is dropped, as no exception can come then, and the garbage collector
+    may drop it in any thread, under any lock."""
+
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._claims: set[_Claim] = set()
-        self._held: dict[_Claim, int] = {}
-        self._dropped: deque[_Claim] = deque()
+        self._pinned: dict[weakref.ref[Lease], Pinned] = {}
+        self._held: dict[weakref.ref[Lease], int] = {}
+        self._dropped: deque[weakref.ref[Lease]] = deque()
 
     def lease(self, pinned: Pinned) -> Lease:
         """A lease of what will be pinned in ``pinned``, without slots yet; however it ends, they are unpinned."""
-        lease = Lease(self, pinned, NO_INTS)
-        self._claim(lease)
+        lease = Lease(self, NO_INTS)
+        self._claim(lease, pinned)
         return lease
 
     def in_place(self, slots: Int32s) -> Lease:
         """A lease of rows that never leave their slots (int32 [n], one a position): nothing is pinned."""
-        return Lease(self, _NOTHING, slots)
+        return Lease(self, slots)
 
-    def _claim(self, lease: Lease) -> _Claim:
-        claim = _Claim(lease, self._dropped.append)
-        claim.pinned = lease.pinned
+    def _claim(self, lease: Lease, pinned: Pinned) -> weakref.ref[Lease]:
+        claim = weakref.ref(lease, self._dropped.append)
+        self._pinned[claim] = pinned
         lease.claim = claim
-        self._claims.add(claim)
         return claim
 
     def has_unpinned(self) -> bool:
@@ -93,22 +87,18 @@ class Pins:
         """Whether one more lease, of so many slots, could be held."""
         with self._arena.lock:
             self.release_dropped()
-            return self._can_hold(num_slots)
-
-    def _can_hold(self, num_slots: int) -> bool:
-        return sum(self._held.values()) + num_slots <= self._arena.cache.capacity * HELD_SHARE
+            return sum(self._held.values()) + num_slots <= self._arena.cache.capacity * HELD_SHARE
 
     def hold(self, lease: Lease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
         with self._arena.lock:
-            self.release_dropped()
-            num_slots = lease.pinned.num_unique
-            if self._can_hold(num_slots):
-                self._held[lease.claim or self._claim(lease)] = num_slots
+            num_slots = 0 if lease.claim is None else self._pinned[lease.claim].num_unique
+            if self.has_room(num_slots):
+                self._held[lease.claim or self._claim(lease, _NOTHING)] = num_slots
                 lease.held = True
             return lease.held
 
-    def release(self, claim: _Claim) -> None:
+    def release(self, claim: weakref.ref[Lease]) -> None:
         """Unpin; called by ``Lease.release``."""
         with self._arena.lock:
             self._release(claim)
@@ -121,11 +111,12 @@ class Pins:
             self._release(self._dropped[0])
             self._dropped.popleft()
 
-    def _release(self, claim: _Claim) -> None:
-        if claim.pinned.num_unique and not self._arena.is_disowned:
-            self._arena.cache.release(claim.pinned)
+    def _release(self, claim: weakref.ref[Lease]) -> None:
+        pinned = self._pinned.get(claim, _NOTHING)
+        if pinned.num_unique and not self._arena.is_disowned:
+            self._arena.cache.release(pinned)
         self._held.pop(claim, None)
-        self._claims.discard(claim)
+        self._pinned.pop(claim, None)
 
     @property
     def num_pinned(self) -> int:

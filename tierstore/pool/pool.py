@@ -10,24 +10,25 @@ Locks, always taken in this order:
 A call may be cut short between any two lines, by any exception: of a signal's handler, for want of memory. Then the
 cache's contract keeps rows right, ``Pins`` releases what the call had pinned, and the write-back begins again.
 
-Its parts: ``arena`` (rows and locks), ``pins``, ``leases`` (which bring rows in), ``rows`` (lookups and updates of
-batches), ``transfers`` (rows in and out by key), and ``writeback``.
+Its parts: ``arena`` (rows and locks), ``pins``, ``leases`` (which bring rows in), ``host`` (the tier in host memory:
+lookups and updates of batches, rows in and out by key), and ``writeback``.
 """
 
 import logging
 from typing import Final
 
-from ..cache import FullCache, RowCache
+from ..cache.base import RowCache
+from ..cache.full import FullCache
 from ..io import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..system.signals import shielded
 from .arena import Arena
 from .converting import RowSource
+from .host import EvictingRows, HostTier, InPlaceRows
 from .leases import Leases
 from .pins import PIN_WAIT_SECONDS, Pins
-from .rows import EvictingRows, InPlaceRows, ResidentRows
-from .transfers import Tier, Transfers
+from .tier import Tier
 from .writeback import WriteBack
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -37,7 +38,7 @@ class Pool:
     """See the module's docstring.
 
     Attributes:
-        arena, pins, leases, rows, transfers, writeback: see the module's docstring.
+        arena, pins, leases, host, writeback: see the module's docstring.
         cache: which rows are there.
         tier: the fastest one, which tables use: this one, or device memory above it, set before first use and kept when
             the pool is closed.
@@ -56,9 +57,8 @@ class Pool:
         )
         self.leases = Leases(self.arena, self.pins, self.writeback, read or cold.read)
         parts = self.arena, self.pins, self.leases, self.writeback
-        self.rows: ResidentRows = InPlaceRows(cache, *parts) if isinstance(cache, FullCache) else EvictingRows(*parts)
-        self.transfers = Transfers(self.arena, self.rows, self.leases, self.writeback)
-        self.tier: Tier = self.transfers
+        self.host: HostTier = InPlaceRows(cache, *parts) if isinstance(cache, FullCache) else EvictingRows(*parts)
+        self.tier: Tier = self.host
 
     def refuse(self) -> None:
         """Refuse further use, here and in the tier above; waiters wake up."""

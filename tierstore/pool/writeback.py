@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from ..cache import Pinned, RowCache
+from ..cache.base import Pinned, RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
@@ -170,11 +170,12 @@ class WriteBack:
     def _write_taken(self, slots: Int32s, epoch: int, *, frozen: bool) -> None:
         """Write the dirty or the frozen ones of these rows, and make those clean that do not change meanwhile. The
         caller holds the gate."""
-        cache, lease = self._cache, self._pins.lease(Pinned(len(slots)))
+        cache, pinned = self._cache, Pinned(len(slots))
+        lease = self._pins.lease(pinned)
         try:
             with self._lock:
-                cache.take(slots, lease.pinned, frozen=frozen)
-                taken = lease.pinned.slots
+                cache.take(slots, pinned, frozen=frozen)
+                taken = pinned.slots
                 keys = cache.keys_of(taken)
             for part in self._write_runs(keys, taken, cache, epoch):
                 with self._lock:

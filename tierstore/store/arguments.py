@@ -13,7 +13,7 @@ from torch import Tensor
 from ..hbm.batch import DeviceIds
 from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
-from ..lookup.joined import DeviceJagged, Jagged
+from ..lookup.jagged import DeviceJagged, Jagged
 
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)

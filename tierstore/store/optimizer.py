@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..layout import KEY_ROW_BITS
 from ..lookup.gradients import train
-from ..lookup.joined import Joined
 from ..lookup.lookup import make_lookup
 from ..lookup.tables import Hold, RowGradients, TrainsRows
+from ..pool.joined import Joined
 from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from .table import Table

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ..errors import TierstoreError
-from ..kernels.arrays import Int32s, Int64s
+from ..kernels.arrays import Ids, Int32s, Int64s
 from ..kernels.slots import copy_offsets
 from ..layout import KEY_ROW_BITS
-from ..lookup.joined import Joined
-from ..pool.bags import IdsOfBags
+from ..pool.joined import Joined
 from ..system.flag import Flag
 from ..system.forks import require_own
 from ..system.oserrors import translate_os_error
@@ -42,6 +41,8 @@ _SUFFIX: Final = ".npz"
 _WRITE_SECONDS: Final = 60.0
 _REST: Final = 100
 """Times as long as writing the file took, until it is written again: one hundredth of a thread's time at most."""
+_Sources = tuple[Ids, Int64s, Int64s, Int64s, int, Ids]
+"""As ``Joined.ids_of_bags``."""
 _ZERO: Final = np.zeros(1, np.int64)
 _ANY: Final = np.array([2**62], np.int64)
 
@@ -136,16 +137,16 @@ class Recorder:
         first, rows = np.array([table_index << KEY_ROW_BITS]), np.array([num_rows])
         bags, starts = len(offsets) - 1, np.empty_like(offsets)
         if copy_offsets(offsets, len(ids), starts):  # else the caller changed them since the lookup
-            self._add([IdsOfBags(ids, _ZERO, first, rows, bags, starts)], bags)
+            self._add([(ids, _ZERO, first, rows, bags, starts)], bags)
 
     @shielded
     def note_rows(self, keys: Int64s) -> None:
         """Rows of one table read as they are, int64 [n], -1 of ids without a row: as many samples."""
         count, by_sample, has_row = len(keys), self._recorded.last == ALL, keys >= 0
         offsets = np.append(0, np.cumsum(has_row) if by_sample else np.count_nonzero(has_row))
-        self._add([IdsOfBags(keys[has_row], _ZERO, _ZERO, _ANY, len(offsets) - 1, offsets)], count)
+        self._add([(keys[has_row], _ZERO, _ZERO, _ANY, len(offsets) - 1, offsets)], count)
 
-    def _add(self, sources: Sequence[IdsOfBags], num_samples: int) -> None:
+    def _add(self, sources: Sequence[_Sources], num_samples: int) -> None:
         last, lookups = self._recorded.last, np.zeros(self._recorded.num_tables, np.int64)
         parts = [_select(each, last, lookups) for each in sources]
         keys, samples = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
@@ -212,20 +213,21 @@ class Recorder:
         self.stop()
 
 
-def _select(sources: IdsOfBags, last: np.uint64, lookups: Int64s) -> tuple[Int64s, Int64s]:
+def _select(sources: _Sources, last: np.uint64, lookups: Int64s) -> tuple[Int64s, Int64s]:
     """The sampled rows' keys, int64 [n], and the sample in the batch of each, which is right if all are recorded."""
-    found = np.empty((2, int(sources.bag_starts[-1])), np.int64)
+    *_, batch, bag_starts = sources
+    found = np.empty((2, int(bag_starts[-1])), np.int64)
     keys, positions = found[:, : select(*sources, last, found, lookups)]
     if last != ALL or not len(keys):
         return keys, positions
-    return keys, (np.searchsorted(sources.bag_starts, positions, side="right") - 1) % sources.batch
+    return keys, (np.searchsorted(bag_starts, positions, side="right") - 1) % batch
 
 
 @shielded
 def _compile() -> None:
     """Now, rather than in the middle of the first step."""
     for id_type in ("int64", "int32"):
-        sources = IdsOfBags(np.zeros(1, id_type), _ZERO, _ZERO, _ANY, 1, np.array([0, 1], np.int64))
+        sources = np.zeros(1, id_type), _ZERO, _ZERO, _ANY, 1, np.array([0, 1], np.int64)
         _select(sources, ALL, np.zeros(1, np.int64))
     is_sampled(_ZERO, 1.0)
     Recorded(["t"], rate=1.0, max_bytes=0).contents().trace()

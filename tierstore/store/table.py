@@ -13,13 +13,13 @@ from ..errors import TableError
 from ..kernels.arrays import Floats, Ids, Int64s
 from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS
-from ..lookup.joined import AnyLookup, DeviceJagged, Jagged
-from ..lookup.lookup import make_lookup, pool_all
+from ..lookup.jagged import DeviceJagged, Jagged
+from ..lookup.lookup import AnyLookup, make_lookup, pool_all
 from ..lookup.tables import Found, LookupTable, Use
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
-from ..pool.bags import Features
 from ..pool.converting import floats
+from ..pool.joined import Features
 from ..pool.one_table import OneTable
 from ..pool.stats import IdStats
 from ..system.checks import require_choice
@@ -214,7 +214,7 @@ class Table(Unpicklable, LookupTable):
 
         def copy(pool: Pool) -> None:
             pool.tier.flush()
-            pool.transfers.read_state(known, rows)
+            pool.host.read_state(known, rows)
 
         if rows.size:
             self.in_pool(copy)

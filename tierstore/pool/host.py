@@ -1,0 +1,371 @@
+"""The tier in host memory: rows in and out by key, whole ones for a tier above, some for tables; and pooled lookups of
+batches and their updates, of rows that may be evicted, and of rows that each have a slot of their own, so that ids give
+slots directly and nothing is pinned."""
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cache.base import CHANGED, DIRTY, LOADING, RESIDENT, Admission
+from ..cache.ddr import DdrCache
+from ..cache.full import FullCache
+from ..kernels import quantized
+from ..kernels import slots as kernels
+from ..kernels.arrays import Bools, Floats, Int32s, Int64s, Words
+from ..layout import KEY_ROW_BITS
+from ..optim.configs import Hyper
+from ..system.signals import shielded
+from . import direct
+from .arena import Arena, dot_part, pool_part
+from .backward import Groups, merged
+from .converting import raw_weights
+from .joined import NO_ARG_MAX, NO_INTS, Joined
+from .leases import Leases
+from .one_table import InCache, InPlace, OneTable, has_one_call
+from .pins import Lease, Pins
+from .tier import Tier
+from .writeback import WriteBack
+
+_Fill = Callable[[Int32s, Any], None]
+"""Fills slots, given the places of their rows among the keys: int64 [n] or a slice."""
+_IS_IN: Final = RESIDENT | LOADING, RESIDENT
+"""Of a row that is in: flags that are looked at, and what they are."""
+
+
+class HostTier(Tier):
+    def __init__(self, arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
+        self.lock = contextlib.nullcontext()
+        self._arena = arena
+        self._pins = pins
+        self._leases = leases
+        self._writeback = writeback
+
+    def check_integrity(self) -> None:
+        with self._arena.lock:
+            self._arena.cache.check_integrity()
+
+    # Lookups
+
+    @abstractmethod
+    def _parts(self, joined: Joined, lease: Lease | None) -> Iterable[tuple[int, Lease]]:
+        """(first position, lease): parts of the batch, in order. A lease is over when the next is asked for."""
+
+    def _arg_max(self, joined: Joined, mode: int) -> Int32s:
+        return np.empty((joined.num_bags, self._arena.layout.dim), np.int32) if mode == kernels.MAX else NO_ARG_MAX
+
+    def dot(self, joined: Joined, grad_out: Tensor, lease: Lease | None) -> Floats:
+        own = np.zeros(len(joined), np.float32)
+        for first, part in self._parts(joined, lease):
+            with self._arena.rows_lock:
+                dot_part(self._arena, joined, grad_out.numpy(), first, part.position_slots, own)
+        return own
+
+    def _groups(
+        self, joined: Joined, rows: Int32s, number: Int32s, mode: int, grad_out: Tensor, arg_max: Any
+    ) -> Groups:
+        is_mean = mode == kernels.MEAN
+        return Groups(joined, rows, number, arg_max, grad_out.shape[1], self._arena.workers, is_mean=is_mean)
+
+    def gradients(self, joined: Joined, mode: int, grad_out: Tensor, arg_max: Any) -> tuple[Tensor, Tensor]:
+        dim, workers = self._arena.layout.dim, self._arena.workers
+        values = merged(joined, dim, grad_out.numpy(), workers, arg_max=arg_max, is_mean=mode == kernels.MEAN)
+        return torch.from_numpy(joined.distinct[1]), torch.from_numpy(values)
+
+    # Rows by key
+
+    def are_in_memory(self, keys: Int64s) -> bool:
+        return self._use_in_memory(keys, None)
+
+    def _use_in_memory(self, keys: Int64s, use: Callable[[Int32s], None] | None) -> bool:
+        """Whether all these rows are in the cache; then calls ``use(slots)``. Nothing is admitted or pinned."""
+        with self._arena.lock:  # no bookkeeping is half done between two lines: nothing to shield
+            self._arena.require_open()
+            slots = self._arena.cache.find(keys)
+            is_in = int(slots.min(initial=0)) >= 0 and not self._arena.cache.is_loading(slots)
+            if is_in and use is not None:
+                self._arena.cache.touch(slots)
+                use(slots)
+        return is_in
+
+    def _empty(self, num_rows: int) -> Tensor:
+        layout = self._arena.layout
+        return torch.empty((num_rows, layout.dim), dtype=layout.torch_dtype, device="cpu")
+
+    def read_in_memory(self, keys: Int64s) -> Tensor | None:
+        out = self._empty(len(keys))
+        return out if self._use_in_memory(keys, partial(self._copy_out, out=raw_weights(out))) else None
+
+    @shielded
+    def read(self, keys: Int64s) -> Tensor:
+        """Rows in cache are copied without waiting for any device."""
+        rows = self._empty(len(keys))
+        out = raw_weights(rows)
+        if not self._use_in_memory(keys, partial(self._copy_out, out=out)):
+            for start, lease in self._leases.parts(keys):
+                with self._arena.lock:
+                    self._copy_out(lease.position_slots, out[start : start + lease.num_positions])
+        return rows
+
+    def _copy_out(self, slots: Int32s, out: Any) -> None:
+        if self._arena.layout.is_quantized:
+            quantized.unpack_rows(slots, self._arena.weights, self._arena.layout.dim, self._arena.dtype_code, out)
+        else:
+            kernels.copy_rows_out(slots, self._arena.weights, self._arena.layout.dim, out)
+
+    @shielded
+    def read_state(self, keys: Int64s, out: Floats) -> None:
+        for start, lease in self._leases.parts(keys):
+            with self._arena.lock:
+                part = out[start : start + lease.num_positions]
+                kernels.copy_rows_out(lease.position_slots, self._arena.state, out.shape[1], part)
+
+    @shielded
+    def write(self, keys: Int64s, rows: Tensor) -> None:
+        arena, weights = self._arena, raw_weights(rows.cpu().contiguous())
+        for start, lease in self._leases.parts(keys):
+            part = weights[start : start + lease.num_positions]
+            with arena.lock:
+                self._writeback.begin_update(lease.slots)
+                kernels.copy_rows_in(lease.position_slots, part, arena.weights, arena.layout.dim)
+
+    def take(self, keys: Int64s, weights: Words, state: Words) -> None:
+        """Copy whole rows out, for a tier above.
+
+        Args:
+            keys: int64 [n], distinct.
+            weights, state: uint64 [n, words], out.
+        """
+        if self._use_in_memory(keys, partial(self._take, weights=weights, state=state)):
+            return
+        for start, lease in self._leases.parts(keys):
+            part = slice(start, start + lease.num_positions)
+            with self._arena.rows_lock:
+                self._take(lease.slots, weights[part], state[part])
+
+    def _take(self, slots: Int32s, weights: Words, state: Words) -> None:
+        def work(begin: int, end: int) -> None:
+            part = slice(begin, end)
+            for arena, out in ((self._arena.cache.weights, weights), (self._arena.cache.state, state)):
+                np.take(arena, slots[part], axis=0, out=out[part], mode="clip")
+
+        self._arena.workers.divide(work, len(slots))
+
+    def put(self, keys: Int64s, weights: Words, state: Words) -> None:
+        """Overwrite whole rows, state included, with newer ones from a tier above; nothing is read for it. The cold
+        tier's errors: victims could not be written. Some of the given rows may be in; the tier above has values as
+        new."""
+        cache, workers = self._arena.cache, self._arena.workers
+
+        def fill(slots: Int32s, places: Any) -> None:
+            rows = cache.weights, cache.state, weights[places], state[places]
+            workers.divide(lambda begin, end: kernels.put_rows(begin, end, slots, *rows), len(slots))
+
+        self._overwrite(keys, fill)
+
+    def put_first_values(self, keys: Int64s, ids: Int64s) -> None:
+        def fill(slots: Int32s, places: Any) -> None:
+            self._leases.fill_first_values(int(keys[0]) >> KEY_ROW_BITS, ids[places], slots)
+
+        self._overwrite(keys, fill)
+
+    def _overwrite(self, keys: Int64s, fill: _Fill) -> None:
+        start = 0
+        while start < len(keys):
+            fill_admitted = partial(self._fill_admitted, fill=fill, start=start)
+            lease = self._leases.leading(keys[start:], read=False, fill=fill_admitted)
+            start += lease.num_positions
+            lease.release()
+
+    def _fill_admitted(self, admission: Admission, fill: _Fill, start: int) -> None:
+        """The caller holds ``fill_lock``."""
+        cache, slots = self._arena.cache, admission.slots
+        with self._arena.lock:
+            is_missing = np.zeros(len(slots), np.bool_)
+            is_missing[admission.missing[: admission.num_missing]] = True
+            # Whole before anybody else can see them: waiting for the outbox lets others in.
+            _fill_some(is_missing, slots, fill, start)
+            cache.filled(slots[is_missing])
+            self._writeback.begin_update(slots)
+            _fill_some(~is_missing, slots, fill, start)
+
+
+def _fill_some(chosen: Bools, slots: Int32s, fill: _Fill, start: int) -> None:
+    places = np.flatnonzero(chosen)
+    if len(places) == len(slots):
+        fill(slots, slice(start, start + len(slots)))
+    elif len(places):
+        fill(slots[places], start + places)
+
+
+class EvictingRows(HostTier):
+    """Of rows that may be evicted."""
+
+    reads_keys = True
+
+    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+        is_ours = isinstance(self._arena.cache, DdrCache) and has_one_call(self._arena)
+        return InCache(self._arena, self._leases, table_index, num_rows) if is_ours else None
+
+    def has_room(self, joined: Joined) -> bool:
+        return self._pins.has_room(len(joined)) or self._pins.has_room(len(joined.distinct[1]))
+
+    def stage(self, joined: Joined) -> Lease | None:
+        lease = self._leases.whole(joined.keys, joined.order_of_use()) if self.has_room(joined) else None
+        if lease is None or self._pins.hold(lease):
+            return lease
+        lease.release()
+        return None
+
+    def _parts(self, joined: Joined, lease: Lease | None) -> Iterable[tuple[int, Lease]]:
+        return ((0, lease),) if lease is not None else self._leases.parts(joined.keys, joined.order_of_use())
+
+    def look_up(
+        self, joined: Joined, mode: int, out: Tensor, lease: Lease | None, *, keep: bool
+    ) -> tuple[Lease | None, Int32s]:
+        arena, count, arg_max = self._arena, len(joined), self._arg_max(joined, mode)
+        if not count:
+            pool_part(arena, arena.workers, joined, mode, out.numpy(), arg_max, 0, NO_INTS)
+        for first, part in self._parts(joined, lease):
+            with arena.rows_lock:
+                pool_part(arena, arena.workers, joined, mode, out.numpy(), arg_max, first, part.position_slots)
+            if keep and not part.held and part.num_positions == count and self._pins.hold(part):
+                lease = part
+        return lease, arg_max
+
+    def whole(self, joined: Joined, lease: Lease | None) -> Lease | None:
+        # Rows used last first: they are the likeliest to be still resident.
+        return lease or self._leases.whole(joined.keys, np.arange(len(joined), dtype=np.int32)[::-1].copy())
+
+    def update(
+        self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Lease | None
+    ) -> None:
+        seeds, keys = joined.rounding_seeds(), None
+        if lease is None:
+            inverse, keys = joined.distinct
+        else:
+            assert lease.inverse is not None, "slots of this cache are not the positions' own"
+            inverse = lease.inverse
+            if seeds is not None:
+                keys = np.empty(len(lease.slots), np.int64)
+                keys[inverse] = joined.keys
+        number = np.empty(len(lease.slots if keys is None else keys), np.int32)  # type: ignore[union-attr]
+        groups = self._groups(joined, inverse, number, mode, grad_out, arg_max)
+        keys = None if keys is None else keys[groups.rows]
+        for first, slots in self._row_parts(groups.rows, keys, lease):
+            with self._arena.lock:
+                self._writeback.begin_update(slots)
+                row_keys = None if seeds is None or keys is None else keys[first:]
+                groups.update(self._arena, first, slots, hyper, grad_out.numpy(), seeds=seeds, keys=row_keys)
+
+    def _row_parts(self, rows: Int32s, keys: Int64s | None, lease: Lease | None) -> Iterable[tuple[int, Int32s]]:
+        """(first number, int32 slot of each from there on): parts of the rows, pinned. Rows used last come first: they
+        are the likeliest to be still resident."""
+        if lease is not None:
+            yield 0, lease.slots[rows]
+            return
+        assert keys is not None
+        for passed, part in self._leases.parts(keys[::-1].copy()):
+            yield len(keys) - passed - len(part.slots), part.slots[::-1].copy()
+
+
+class InPlaceRows(HostTier):
+    """Of rows that each have a slot of their own."""
+
+    def __init__(self, cache: FullCache, arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
+        super().__init__(arena, pins, leases, writeback)
+        self._cache = cache
+
+    @property
+    def are_all_in(self) -> bool:
+        return self._cache.is_complete
+
+    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+        return InPlace(self._arena, self._cache, table_index, num_rows) if has_one_call(self._arena) else None
+
+    def has_room(self, joined: Joined) -> bool:  # noqa: ARG002 - each row has its slot
+        return True
+
+    def stage(self, joined: Joined) -> Lease:
+        return self._held(self._bring_in(joined))
+
+    def _held(self, slots: Int32s) -> Lease:
+        """A lease that marks an in-flight batch; no pin does."""
+        lease = self._pins.in_place(slots)
+        self._pins.hold(lease)
+        return lease
+
+    def _bring_in(self, joined: Joined) -> Int32s:
+        """int32 [N]: the slot of each position, its row in. It stays in."""
+        cache = self._cache
+        slots = joined.slots(cache.numbering)
+        self._arena.require_open()
+        absent = NO_INTS if cache.are_in(slots) else cache.absent(slots)
+        if len(absent):
+            self._leases.leading(cache.numbering.keys_at(absent)).release()
+        with self._arena.lock:
+            cache.note_hits(len(slots) - len(absent))
+        return slots
+
+    def _parts(self, joined: Joined, lease: Lease | None) -> Iterable[tuple[int, Lease]]:
+        return ((0, lease or self._pins.in_place(self._bring_in(joined))),)
+
+    def look_up(
+        self, joined: Joined, mode: int, out: Tensor, lease: Lease | None, *, keep: bool
+    ) -> tuple[Lease | None, Int32s]:
+        arena, arg_max = self._arena, self._arg_max(joined, mode)
+        if lease is None and not joined.is_read and not arena.layout.is_quantized:
+            slots = np.empty(len(joined), np.int32) if keep else NO_INTS
+            failed = self._pool_ids(joined, mode, out.numpy(), arg_max, slots)
+            if not failed:
+                if keep:  # the caller may change the ids before backward
+                    joined.note_slots(slots, self._cache.numbering)
+                return self._held(slots) if keep else None, arg_max
+            joined.check(failed)
+        slots = self._bring_in(joined) if lease is None else lease.slots
+        with arena.rows_lock:
+            pool_part(arena, arena.workers, joined, mode, out.numpy(), arg_max, 0, slots)
+        return self._held(slots) if keep and lease is None else lease, arg_max
+
+    def _pool_ids(self, joined: Joined, mode: int, out: Floats, arg_max: Int32s, slots: Int32s) -> list[int]:
+        """Check ids and pool every bag, in one pass. Returns the positions of ids that are no rows, and negative
+        numbers for rows that are not resident; then ``out`` is undefined."""
+        arena, cache = self._arena, self._cache
+        ids, *plan = joined.ids_of_bags(cache.numbering)
+        with arena.rows_lock:
+            arena.require_open()
+            flags = cache.flags[:0] if cache.is_complete else cache.flags
+            failed = direct.look_up(
+                arena.workers, arena.layout.dim, ids, plan, flags, *_IS_IN, joined.scale, mode, arena.weights,
+                arena.layout.dim, arena.dtype_code, joined.columns, out, arg_max, slots,
+            )  # fmt: skip
+            if not failed:
+                with arena.lock:
+                    cache.note_hits(len(joined))
+        return failed
+
+    def whole(self, joined: Joined, lease: Lease | None) -> Lease:
+        return lease or self._pins.in_place(self._bring_in(joined))
+
+    def update(
+        self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Lease | None
+    ) -> None:
+        cache, seeds = self._cache, joined.rounding_seeds()
+        slots = self._bring_in(joined) if lease is None else lease.slots
+        with self._arena.lock:
+            self._arena.require_open()
+            groups = self._groups(joined, slots, cache.number, mode, grad_out, arg_max)
+            flags = cache.flags
+            if cache.num_frozen:
+                self._writeback.begin_update(groups.rows)
+                flags = flags[:0]
+            keys = None if seeds is None else cache.numbering.keys_at(groups.rows)
+            groups.update(
+                self._arena, 0, groups.rows, hyper, grad_out.numpy(), flags=flags, dirty=DIRTY | CHANGED, seeds=seeds,
+                keys=keys,
+            )  # fmt: skip
