@@ -126,12 +126,14 @@ class ReferenceCache:
         return status
 
     def _admit(self, admission: Admission) -> AdmitStatus:
-        for key in admission.keys[admission.consumed :].tolist():
+        order = admission.order.tolist() or range(len(admission.keys))
+        for position in order[admission.consumed :]:
+            key = int(admission.keys[position])
             if key not in self._numbers:
                 status = self._resolve(admission, key)
                 if status != AdmitStatus.COMPLETE:
                     return status
-            admission.inverse[admission.consumed] = self._numbers[key]
+            admission.inverse[position] = self._numbers[key]
             admission.progress[CONSUMED] += 1
             self._counted.update(lookups=1)
         return AdmitStatus.COMPLETE
@@ -190,29 +192,24 @@ class ReferenceCache:
             self._loading.remove(slot)
 
     def release(self, pinned: Pinned) -> None:
-        slots = pinned.slots.tolist()
+        self.unpin(pinned.slots)
         pinned.progress[:] = 0
         pinned.progress[STAMP] = -1
-        for slot in slots:
-            self._unpin(slot)
-            if slot in self._loading and self._key_of(slot) not in self._rows.pins:
-                self._drop(slot)
 
     def pin(self, slots: Int32s) -> None:
         for slot in slots.tolist():
             key = self._key_of(slot)
             self._rows.pins[key] = self._rows.pins.get(key, 0) + 1
 
-    def _unpin(self, slot: int) -> None:
-        key = self._key_of(slot)
-        assert key in self._rows.pins, f"slot {slot} is not pinned"
-        self._rows.pins[key] -= 1
-        if self._rows.pins[key] == 0:
-            del self._rows.pins[key]
-
     def unpin(self, slots: Int32s) -> None:
         for slot in slots.tolist():
-            self._unpin(slot)
+            key = self._key_of(slot)
+            assert key in self._rows.pins, f"slot {slot} is not pinned"
+            self._rows.pins[key] -= 1
+            if self._rows.pins[key] == 0:
+                del self._rows.pins[key]
+                if slot in self._loading:
+                    self._drop(slot)
 
     def mark_dirty(self, slots: Int32s) -> None:
         for slot in slots.tolist():

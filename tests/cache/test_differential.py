@@ -21,12 +21,20 @@ from tierstore.kernels.arrays import Int32s, Int64s
 # Twelve ordinary keys, and four that share one fingerprint.
 KEYS = [*range(12), *(key_with(2**32 - 1, rest) for rest in range(4))]
 batches = st.lists(st.sampled_from(KEYS), max_size=12).map(lambda keys: np.array(keys, np.int64))
+
+
+def orders_of(keys: Int64s) -> st.SearchStrategy[Int32s]:
+    places = range(len(keys))
+    return (st.just([]) | st.permutations(places)).map(lambda order: np.array(order, np.int32))
+
+
+ordered_batches = batches.flatmap(lambda keys: st.tuples(st.just(keys), orders_of(keys)))
 places = st.integers(0, 2**16)
 
 
 @dataclass
 class Flight:
-    """One batch on its way, in both caches."""
+    """One batch on its way, in both caches: in an order of use in the fast one, which the keys of the slow one have."""
 
     fast: Admission
     slow: Admission
@@ -60,11 +68,12 @@ class TwinMachine(RuleBasedStateMachine):
     def same(self, flight: Flight) -> None:
         fast, slow = flight.fast, flight.slow
         assert (fast.consumed, fast.num_unique, fast.num_missing) == (slow.consumed, slow.num_unique, slow.num_missing)
-        assert fast.inverse[: fast.consumed].tolist() == slow.inverse[: slow.consumed].tolist()
+        order = fast.order if len(fast.order) else np.arange(len(fast.keys))
+        used = order[: fast.consumed]
+        assert fast.inverse[used].tolist() == slow.inverse[: slow.consumed].tolist()
         assert fast.missing[: fast.num_missing].tolist() == slow.missing[: slow.num_missing].tolist()
         assert self.fast.keys_of(fast.slots).tolist() == self.slow.keys_of(slow.slots).tolist()
-        resolved = self.fast.keys_of(fast.slots)[fast.inverse[: fast.consumed]]
-        assert resolved.tolist() == fast.keys[: fast.consumed].tolist()
+        assert self.fast.keys_of(fast.slots)[fast.inverse[used]].tolist() == fast.keys[used].tolist()
 
     def take(self, limit: int) -> tuple[Int32s, Int32s]:
         """The next victims, written back as far as they were dirty; frozen ones are only thawed."""
@@ -91,9 +100,10 @@ class TwinMachine(RuleBasedStateMachine):
                 cache.thaw(cache.frozen_slots())
             cache.freeze()
 
-    @rule(keys=batches, limit=st.integers(1, 4), is_lucky=st.booleans())
-    def admit(self, keys: Int64s, limit: int, is_lucky: bool) -> None:
-        flight = Flight(Admission(keys), Admission(keys))
+    @rule(batch=ordered_batches, limit=st.integers(1, 4), is_lucky=st.booleans())
+    def admit(self, batch: tuple[Int64s, Int32s], limit: int, is_lucky: bool) -> None:
+        keys, order = batch
+        flight = Flight(Admission(keys, order), Admission(keys[order] if len(order) else keys))
         self.flights.append(flight)
         for _ in range(len(keys) + 1):
             status = self.fast.admit(flight.fast)

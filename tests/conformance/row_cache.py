@@ -124,6 +124,30 @@ class RowCacheConformance:
         assert cache.find(keys_from(50, 30, 10)).tolist() == admission.slots.tolist()
         cache.check_integrity()
 
+    def test_an_order_of_use_admits_as_its_keys_in_that_order(self) -> None:
+        random = np.random.default_rng(3)
+        one, other = self.make(300), self.make(300)
+        for _ in range(20):
+            keys = random.zipf(1.1, random.integers(1, 200)) % 900
+            order = random.permutation(len(keys)).astype(np.int32)
+            admissions = Admission(keys, order), Admission(keys[order])
+            for cache, admission in zip((one, other), admissions, strict=True):
+                assert cache.admit(admission) is AdmitStatus.COMPLETE
+            ordered, plain = admissions
+            assert ordered.consumed == len(keys)
+            assert ordered.inverse[order].tolist() == plain.inverse.tolist()
+            assert one.keys_of(ordered.slots).tolist() == other.keys_of(plain.slots).tolist()
+            assert one.keys_of(ordered.slots)[ordered.inverse].tolist() == keys.tolist()
+            assert ordered.missing[: ordered.num_missing].tolist() == plain.missing[: plain.num_missing].tolist()
+            for cache, admission in zip((one, other), admissions, strict=True):
+                cache.filled(admission.missing_slots)
+                cache.release(admission)
+            assert order_of(one) == order_of(other)
+            assert one.keys_of(one.by_admission(one.resident_slots())).tolist() == (
+                other.keys_of(other.by_admission(other.resident_slots())).tolist()
+            )
+        one.check_integrity()
+
     def test_calls_of_two_admissions_do_not_mix(self) -> None:
         cache = self.make_of(1, 1)
         cache.mark_dirty(cache.find(keys_from(1)))

@@ -15,8 +15,8 @@ from ..kernels.jit import uncounted_kernel as kernel
 from .base import CONSUMED, LOADING, NUM_MISSING, NUM_UNIQUE, RESIDENT, UNCLEAN, AdmitStatus
 from .cache_state import CacheState, Tally
 from .half_life import NUM_SPEEDS, HalfLife, choose_rate, sample_key, score_hits
-from .host_cache import NOTHING_WRONG, restart
-from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch
+from .host_cache import NOTHING_WRONG, pin_slot, restart, unpin_slot
+from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch, place_in
 from .policies import policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
 
 _TOUCHED: Final = 32  # set only within ``touch_slots``
@@ -32,14 +32,9 @@ def _drop(state: CacheState, slot: Any) -> None:
     slots = state.slots
     index_erase(state.entries, slots[slot]["key"], slot)
     policy_remove(state, state.bucket, slot)
+    state.tallies[Tally.FILLED] -= slots[slot]["flags"] & LOADING == 0
     slots[slot]["flags"] = 0
     state.tallies[Tally.RESIDENT] -= 1
-
-
-@inline
-def _free(state: CacheState, slot: Any) -> None:
-    state.slots[slot]["next"] = state.tallies[Tally.FREE_SLOT]
-    state.tallies[Tally.FREE_SLOT] = slot + 1
 
 
 @inline
@@ -64,24 +59,7 @@ def _enter(state: CacheState, key: Any, slot: Any, flags: Any) -> None:
     index_insert(state.entries, key, slot)
     policy_insert(state, state.bucket, slot)
     state.tallies[Tally.RESIDENT] += 1
-
-
-@inline
-def _pin(state: CacheState, slot: Any) -> None:
-    slots = state.slots
-    pins = slots[slot]["pins"]
-    if pins == 0:
-        state.tallies[Tally.PINNED] += 1
-    slots[slot]["pins"] = pins + 1
-
-
-@inline
-def _unpin(state: CacheState, slot: Any) -> None:
-    slots = state.slots
-    pins = slots[slot]["pins"] - 1
-    slots[slot]["pins"] = pins
-    if pins == 0:
-        state.tallies[Tally.PINNED] -= 1
+    state.tallies[Tally.FILLED] += flags & LOADING == 0
 
 
 @inline
@@ -93,6 +71,7 @@ def _is_resident(state: CacheState, slot: Any) -> Any:
 def admit_keys(
     state: CacheState,
     keys: Int64s,
+    order: Int32s,
     stamp: int,
     inverse: Int32s,
     unique_slots: Int32s,
@@ -112,12 +91,13 @@ def admit_keys(
     first_consumed, first_unique, first_missing = consumed, num_unique, num_missing
     status = _COMPLETE
     while consumed < keys.size:
-        key = keys[consumed]
-        index_prefetch(state.entries, slots, keys, consumed)
+        position = place_in(order, consumed)
+        key = keys[position]
+        index_prefetch(state.entries, slots, keys, order, consumed)
         slot = index_find(state.entries, slots, key)
         if slot >= 0:
             if slots[slot]["stamp"] == stamp:
-                inverse[consumed] = slots[slot]["number"]
+                inverse[position] = slots[slot]["number"]
                 consumed += 1
                 continue
             if slot == cursor:
@@ -144,11 +124,12 @@ def admit_keys(
         if is_missing:
             missing[num_missing] = num_unique
             num_missing += 1
-        _pin(state, slot)
+        tallies[Tally.PINNED] += slots[slot]["pins"] == 0
+        slots[slot]["pins"] += 1
         slots[slot]["stamp"] = stamp
         slots[slot]["number"] = num_unique
         unique_slots[num_unique] = slot
-        inverse[consumed] = num_unique
+        inverse[position] = num_unique
         num_unique += 1
         consumed += 1
     tallies[Tally.LOOKUPS] += consumed - first_consumed
@@ -204,7 +185,7 @@ def _release(state: CacheState, pinned: Int32s) -> None:
     """Unpin these slots, if they are not -1 (released before)."""
     for i in range(pinned.size):
         if pinned[i] >= 0:
-            _unpin(state, np.int64(pinned[i]))
+            unpin_slot(state.slots["pins"], state.tallies, np.int64(pinned[i]))
             pinned[i] = -1
 
 
@@ -238,13 +219,15 @@ def replay_batches(
             restart(progress)
             state.tallies[Tally.STAMP] += 1
             stamp = state.tallies[Tally.STAMP]
-            admit_keys(state, keys[begin:stop], stamp, scratch[0], pinned[begin:stop], scratch[1], progress)
+            batch_keys = keys[begin:stop]
+            admit_keys(state, batch_keys, scratch[0, :0], stamp, scratch[0], pinned[begin:stop], scratch[1], progress)
             consumed, misses = progress[CONSUMED], progress[NUM_MISSING]
             is_hit[begin : begin + consumed] = True
             for i in range(misses):
                 place = begin + scratch[1, i]
                 is_hit[place] = False
                 state.slots[pinned[place]]["flags"] ^= LOADING
+            state.tallies[Tally.FILLED] += misses
             begin += consumed
             if begin < stop:  # every slot is pinned
                 _release(state, pinned[starts[oldest] : begin])
@@ -260,7 +243,7 @@ def replay_batches(
 def find_keys(entries: Words, records: SlotRecords, keys: Int64s, found: Int32s) -> None:
     """The place of each key's record that an index leads to, or -1."""
     for i in range(keys.size):
-        index_prefetch(entries, records, keys, i)
+        index_prefetch(entries, records, keys, found[:0], i)
         found[i] = index_find(entries, records, keys[i])
 
 
@@ -292,7 +275,7 @@ def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
 def use_keys(state: CacheState, keys: Int64s, found: Int32s, distinct: Int32s) -> bool:
     """``DdrCache.use``: whether all rows are in; ``found`` receives their slots, ``distinct`` as of ``touch_slots``."""
     for i in range(keys.size):
-        index_prefetch(state.entries, state.slots, keys, i)
+        index_prefetch(state.entries, state.slots, keys, found[:0], i)
         slot = index_find(state.entries, state.slots, keys[i])
         if slot < 0 or state.slots[slot]["flags"] & LOADING:
             return False
@@ -321,31 +304,17 @@ def dirty_victim_slots(state: CacheState, found: Int32s, gap: int) -> int:
 
 
 @kernel
-def evict_slots(state: CacheState, chosen: Int32s) -> int:
+def drop_slots(state: CacheState, chosen: Int32s, evictions: int) -> int:
+    """Drop rows, each counted as so many evictions; stops at one that is not resident, clean and unpinned."""
     slots = state.slots
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
         if not _is_resident(state, slot) or slots[slot]["pins"] > 0 or slots[slot]["flags"] & UNCLEAN:
             return i
         _drop(state, slot)
-        _free(state, slot)
-        state.tallies[Tally.EVICTIONS] += 1
-    return NOTHING_WRONG
-
-
-@kernel
-def release_slots(state: CacheState, pinned: Int32s, progress: Int64s) -> int:
-    """``RowCache.release``."""
-    slots, count = state.slots, progress[NUM_UNIQUE]
-    restart(progress)
-    for i in range(count):
-        slot = np.int64(pinned[i])
-        if not _is_resident(state, slot) or slots[slot]["pins"] == 0:
-            return i
-        _unpin(state, slot)
-        if slots[slot]["pins"] == 0 and slots[slot]["flags"] & LOADING:
-            _drop(state, slot)
-            _free(state, slot)
+        state.slots[slot]["next"] = state.tallies[Tally.FREE_SLOT]
+        state.tallies[Tally.FREE_SLOT] = slot + 1
+        state.tallies[Tally.EVICTIONS] += evictions
     return NOTHING_WRONG
 
 

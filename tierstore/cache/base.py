@@ -57,6 +57,9 @@ STAMP: Final = 3
 """Places in ``Pinned.progress``."""
 
 
+NO_ORDER: Final = np.empty(0, np.int32)
+
+
 class Pinned:
     """Slots that are pinned for somebody, each once; none at first. ``RowCache.release`` lets them go.
 
@@ -87,18 +90,21 @@ class Admission(Pinned):
     """The state of admitting one batch of keys; ``admit`` fills it in, over several calls if needed.
 
     Attributes:
-        keys: int64 [n], row keys in any order, duplicates allowed.
-        consumed: positions ``[0, consumed)`` of ``keys`` are resolved.
+        keys: int64 [n], row keys, duplicates allowed.
+        order: int32 [n], the order of use: every position of ``keys`` once. Empty: that of ``keys``.
+        consumed: the first ``consumed`` positions in order of use are resolved.
         inverse: int32 [n]; of a resolved position, the number of its unique row, in order of first use.
         unique_slots: int32 [n]; ``[0, num_unique)`` are the slots of the unique rows, each pinned once.
         missing: int32 [n]; ``[0, num_missing)`` are the unique numbers whose slot is loading, to be filled.
     """
 
-    __slots__ = ("inverse", "keys", "missing")
+    __slots__ = ("inverse", "keys", "missing", "order")
 
-    def __init__(self, keys: Int64s) -> None:
+    def __init__(self, keys: Int64s, order: Int32s = NO_ORDER) -> None:
+        assert len(order) in {0, len(keys)}, f"an order of {len(order)} positions, of {len(keys)} keys"
         super().__init__(len(keys))
         self.keys = keys
+        self.order = order
         self.inverse: Int32s = np.empty(len(keys), np.int32)
         self.missing: Int32s = np.empty(len(keys), np.int32)
 
@@ -165,7 +171,8 @@ class SlotStates(Protocol):
 
     def pin(self, slots: Int32s) -> None: ...
     def unpin(self, slots: Int32s) -> None:
-        """Undo one pin of each slot. AssertionError if one is not pinned."""
+        """Undo one pin of each slot; rows that are loading and not pinned any more are dropped.
+        AssertionError if one is not pinned."""
 
     @property
     def num_dirty(self) -> int: ...
@@ -226,18 +233,18 @@ class Placement(Protocol):
         """Count hits without an admission: one access of each distinct slot, in order of first use."""
 
     def admit(self, admission: Admission) -> AdmitStatus:
-        """Give each key a slot and pin it, in order of ``keys``, from ``admission.consumed`` on.
+        """Give each key a slot and pin it, in order of use, from ``admission.consumed`` on.
 
         The first occurrence of a key in the admission counts as one access for the policy and pins its slot once;
         later ones only resolve. A key that is not resident takes a free slot, else the policy's first unpinned
         victim, which must be clean; the slot is then loading. A slot found loading is missing again. On DIRTY_VICTIM
         and ALL_PINNED nothing was changed for the key at ``consumed``. No other admission may run between the calls of
-        one. After ALL_PINNED, release the first part and admit ``Admission(keys[consumed:])``.
+        one. After ALL_PINNED, release the first part and admit the rest: ``Admission(keys[consumed:])``, or
+        ``Admission(keys[order[consumed:]])``.
         """
 
     def release(self, pinned: Pinned) -> None:
-        """Undo one pin of each of these slots; those that are loading and not pinned any more are dropped. ``pinned``,
-        or an admission, is as it was before its first use. Again is fine."""
+        """``unpin`` these slots; then ``pinned``, or an admission, is as it was before its first use. Again is fine."""
 
     def keys_of(self, slots: Int32s) -> Int64s: ...
     def resident_slots(self) -> Int32s:

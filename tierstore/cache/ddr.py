@@ -12,7 +12,7 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s
 from ..system.checks import require_int
 from . import admission as kernels
-from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing, Pinned
+from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing
 from .cache_state import BUCKET_BYTES, CacheState, Tally, new_state, state_bytes_of
 from .half_life import half_life_bytes_of, new_half_life
 from .host_cache import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, indexes, require_capacity
@@ -108,6 +108,7 @@ class DdrCache(HostCache):
         status = kernels.admit_keys(
             self._cache_state,
             checked_keys(admission.keys),
+            admission.order,
             stamp,
             admission.inverse,
             admission.unique_slots,
@@ -122,10 +123,6 @@ class DdrCache(HostCache):
         if self._cache_state.tallies[Tally.STAMP] > _STAMP_MAX - count:
             self._cache_state.slots["stamp"] = 0
             self._cache_state.tallies[Tally.STAMP] = 0
-
-    def release(self, pinned: Pinned) -> None:
-        bad = kernels.release_slots(self._cache_state, pinned.unique_slots, pinned.progress)
-        self.require(bad, pinned.unique_slots, "release", "pinned")
 
     def dirty_victims(self, count: int, gap: int) -> Int32s:
         """See RowCache. A call walks past every pinned slot before these."""
@@ -163,9 +160,8 @@ class DdrCache(HostCache):
         listing.next_slot = stop
         return stop < self.capacity
 
-    def evict(self, slots: Int32s) -> None:
-        slots = checked_slots(slots)
-        self.require(kernels.evict_slots(self._cache_state, slots), slots, "evict", "resident, clean and unpinned")
+    def _drop(self, slots: Int32s, evictions: int) -> int:
+        return int(kernels.drop_slots(self._cache_state, slots, evictions))
 
     def access(self, keys: Int64s, starts: Int64s | None = None, *, depth: int = 0, held_rows: int = 0) -> Bools:
         """Replay batches as a store looks them up, loading nothing: bool [n], True for a hit.

@@ -28,7 +28,6 @@ from .base import (
     AdmitStatus,
     CacheCounters,
     Listing,
-    Pinned,
 )
 from .cache_state import NUM_TALLIES, Tally
 from .host_cache import (
@@ -40,10 +39,11 @@ from .host_cache import (
     checked_keys,
     checked_slots,
     indexes,
+    is_resident,
+    pin_slot,
     require_capacity,
-    restart,
-)  # fmt: skip
-from .index import ABSENT
+)
+from .index import ABSENT, place_in
 
 TABLE_BYTES: Final = 5 * 8  # host memory for each table of a store
 
@@ -107,7 +107,6 @@ _AHEAD: Final = 32  # Slots: flags are fetched from memory so long before they a
 
 _RESIDENT: Final = int(Tally.RESIDENT)
 _FILLED: Final = int(Tally.FILLED)
-_PINNED: Final = int(Tally.PINNED)
 _LOOKUPS: Final = int(Tally.LOOKUPS)
 _HITS: Final = int(Tally.HITS)
 _MISSES: Final = int(Tally.MISSES)
@@ -167,9 +166,6 @@ class FullCache(HostCache):
         words: Words = self.flags[: len(self.flags) // EIGHT * EIGHT].view(np.uint64)
         return words
 
-    def is_loading(self, slots: Int32s) -> bool:
-        return self.tallies.item(_FILLED) != self.tallies.item(_RESIDENT) and super().is_loading(slots)
-
     def are_in(self, slots: Int32s) -> bool:
         """Whether the rows of all these slots are in."""
         return self.is_complete or bool(_are_in(slots, self.flags))
@@ -200,18 +196,10 @@ class FullCache(HostCache):
         assert not admission.consumed, "an admission takes one call"
         slots = self.numbering.slots_of(checked_keys(admission.keys)).astype(np.int32)
         _admit_slots(
-            slots, self.flags, self.pins, self.number, admission.inverse, admission.unique_slots, admission.missing,
-            admission.progress, self.tallies,
+            slots, admission.order, self.flags, self.pins, self.number, admission.inverse, admission.unique_slots,
+            admission.missing, admission.progress, self.tallies,
         )  # fmt: skip
         return AdmitStatus.COMPLETE
-
-    def filled(self, slots: Int32s) -> None:
-        slots = checked_slots(slots)
-        self.require(_fill(slots, self.flags, self.tallies), slots, "fill", "loading")
-
-    def release(self, pinned: Pinned) -> None:
-        bad = _release(pinned.unique_slots, pinned.progress, self.flags, self.pins, self.tallies)
-        self.require(bad, pinned.unique_slots, "release", "pinned")
 
     def dirty_victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - none leaves
         return np.empty(0, np.int32)
@@ -238,10 +226,8 @@ class FullCache(HostCache):
         listing.next_slot = stop
         return stop < self.capacity
 
-    def evict(self, slots: Int32s) -> None:
-        slots = checked_slots(slots)
-        bad = _evict(slots, self.flags, self.pins, self.tallies)
-        self.require(bad, slots, "evict", "resident, clean and unpinned")
+    def _drop(self, slots: Int32s, evictions: int) -> int:
+        return int(_drop_slots(slots, evictions, self.flags, self.pins, self.tallies))
 
     def check_integrity(self) -> None:
         counted = {name: int(np.count_nonzero(self.flags & flag)) for name, flag in FLAGS.items()}
@@ -308,76 +294,45 @@ def _count(flags: Bytes, flag: int) -> int:
 
 
 @kernel
-def _fill(slots: Int32s, flags: Bytes, tallies: Int64s) -> int:
-    """``RowCache.filled``. Others ask how many rows are in, without a lock: a row is counted when it is."""
+def _drop_slots(slots: Int32s, evictions: int, flags: Bytes, pins: Int32s, tallies: Int64s) -> int:
+    """Drop rows, each counted as so many evictions; stops at one that is not resident, clean and unpinned."""
     for i in range(slots.size):
-        slot = slots[i]
-        if not 0 <= slot < flags.size or not flags[slot] & LOADING:
-            return i
-        flags[slot] ^= LOADING
-        tallies[_FILLED] += 1
-    return NOTHING_WRONG
-
-
-@kernel
-def _release(pinned: Int32s, progress: Int64s, flags: Bytes, pins: Int32s, tallies: Int64s) -> int:
-    """``RowCache.release``."""
-    count = progress[NUM_UNIQUE]
-    restart(progress)
-    for i in range(count):
-        slot = pinned[i]
-        if not 0 <= slot < flags.size or pins[slot] == 0:
-            return i
-        pins[slot] -= 1
-        if pins[slot] == 0:
-            tallies[_PINNED] -= 1
-            if flags[slot] & LOADING:
-                flags[slot] = 0
-                tallies[_RESIDENT] -= 1
-    return NOTHING_WRONG
-
-
-@kernel
-def _evict(slots: Int32s, flags: Bytes, pins: Int32s, tallies: Int64s) -> int:
-    """``RowCache.evict``."""
-    for i in range(slots.size):
-        slot = slots[i]
-        if not 0 <= slot < flags.size or flags[slot] == 0 or flags[slot] & UNCLEAN or pins[slot] > 0:
+        slot = np.int64(slots[i])
+        if not is_resident(flags, slot) or flags[slot] & UNCLEAN or pins[slot] > 0:
             return i
         tallies[_FILLED] -= flags[slot] & LOADING == 0
         tallies[_RESIDENT] -= 1
-        tallies[_EVICTIONS] += 1
+        tallies[_EVICTIONS] += evictions
         flags[slot] = 0
     return NOTHING_WRONG
 
 
 @kernel
 def _admit_slots(
-    slots: Int32s, flags: Bytes, pins: Int32s, number: Int32s, inverse: Int32s, unique_slots: Int32s, missing: Int32s,
-    progress: Int64s, tallies: Int64s,
+    slots: Int32s, order: Int32s, flags: Bytes, pins: Int32s, number: Int32s, inverse: Int32s, unique_slots: Int32s,
+    missing: Int32s, progress: Int64s, tallies: Int64s,
 ) -> None:  # fmt: skip
     """``RowCache.admit`` of an admission not begun."""
-    num_unique, num_missing, pinned, reserved = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    num_unique, num_missing, reserved = np.int64(0), np.int64(0), np.int64(0)
     for i in range(slots.size):
-        slot = slots[i]
+        position = place_in(order, i)
+        slot = slots[position]
         known = number[slot]
         if known < 0 or known >= num_unique or unique_slots[known] != slot:
             known = np.int32(num_unique)
             number[slot] = known
             unique_slots[num_unique] = slot
             num_unique += 1
-            pinned += 1 if pins[slot] == 0 else 0
-            pins[slot] += 1
+            pin_slot(pins, tallies, slot)
             if flags[slot] == 0:
                 flags[slot] = RESIDENT | LOADING
                 reserved += 1
             if flags[slot] & LOADING:
                 missing[num_missing] = known
                 num_missing += 1
-        inverse[i] = known
+        inverse[position] = known
     progress[CONSUMED], progress[NUM_UNIQUE], progress[NUM_MISSING] = slots.size, num_unique, num_missing
     tallies[_RESIDENT] += reserved
-    tallies[_PINNED] += pinned
     tallies[_LOOKUPS] += slots.size
     tallies[_MISSES] += num_missing
     tallies[_HITS] += num_unique - num_missing

@@ -129,11 +129,12 @@ class HostCache:
         return CacheCounters(*self.tallies[Tally.LOOKUPS : Tally.EVICTIONS + 1].tolist())
 
     def is_loading(self, slots: Int32s) -> bool:
-        return bool((self.flags[indexes(slots)] & LOADING).any())
+        are_some = self.tallies.item(Tally.FILLED) != self.tallies.item(Tally.RESIDENT)
+        return are_some and bool((self.flags[indexes(slots)] & LOADING).any())
 
     def filled(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
-        self.require(_fill_slots(self.flags, slots), slots, "fill", "loading")
+        self.require(_fill_slots(self.flags, self.tallies, slots), slots, "fill", "loading")
 
     def pin(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
@@ -141,8 +142,26 @@ class HostCache:
 
     def unpin(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
-        bad = _unpin_slots(self.flags, self.pins, self.tallies, slots)
+        self._unpin(slots, np.array([0, len(slots), 0, -1]))
+
+    def release(self, pinned: Pinned) -> None:
+        self._unpin(pinned.unique_slots, pinned.progress)
+
+    def _unpin(self, slots: Int32s, progress: Int64s) -> None:
+        """Whoever is cut short before the rows are dropped leaves them loading, which the next admission misses."""
+        slots = slots[: progress.item(NUM_UNIQUE)]
+        bad, loading = _unpin_slots(self.flags, self.pins, self.tallies, slots, progress)
         self.require(bad, slots, "unpin", "pinned")
+        if loading:
+            self._drop(slots[(self.flags[slots] & LOADING != 0) & (self.pins[slots] == 0)], 0)
+
+    def evict(self, slots: Int32s) -> None:
+        slots = checked_slots(slots)
+        self.require(self._drop(slots, 1), slots, "evict", "resident, clean and unpinned")
+
+    def _drop(self, slots: Int32s, evictions: int) -> int:
+        """Drop these rows, each counted as so many evictions; stops at one that is not resident, clean and unpinned."""
+        raise NotImplementedError
 
     def mark_dirty(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
@@ -221,7 +240,7 @@ class HostCache:
 
 
 @inline
-def _is_resident(flags: Any, slot: Any) -> Any:
+def is_resident(flags: Any, slot: Any) -> Any:
     return 0 <= slot < flags.size and flags[slot] != 0
 
 
@@ -232,35 +251,51 @@ def restart(progress: Int64s) -> None:
     progress[STAMP] = -1
 
 
+@inline
+def pin_slot(pins: Any, tallies: Int64s, slot: Any) -> None:
+    tallies[Tally.PINNED] += pins[slot] == 0
+    pins[slot] += 1
+
+
+@inline
+def unpin_slot(pins: Any, tallies: Int64s, slot: Any) -> None:
+    pins[slot] -= 1
+    tallies[Tally.PINNED] -= pins[slot] == 0
+
+
 @kernel
 def _pin_slots(flags: Any, pins: Any, tallies: Int64s, chosen: Int32s) -> int:
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(flags, slot):
+        if not is_resident(flags, slot):
             return i
-        tallies[Tally.PINNED] += pins[slot] == 0
-        pins[slot] += 1
+        pin_slot(pins, tallies, slot)
     return NOTHING_WRONG
 
 
 @kernel
-def _unpin_slots(flags: Any, pins: Any, tallies: Int64s, chosen: Int32s) -> int:
+def _unpin_slots(flags: Any, pins: Any, tallies: Int64s, chosen: Int32s, progress: Int64s) -> tuple[int, int]:
+    """Undo one pin of each slot, which are those of ``progress``; and how many are loading and not pinned any more."""
+    loading = 0
+    restart(progress)
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(flags, slot) or pins[slot] == 0:
-            return i
-        pins[slot] -= 1
-        tallies[Tally.PINNED] -= pins[slot] == 0
-    return NOTHING_WRONG
+        if not is_resident(flags, slot) or pins[slot] == 0:
+            return i, loading
+        unpin_slot(pins, tallies, slot)
+        loading += pins[slot] == 0 and flags[slot] & LOADING != 0
+    return NOTHING_WRONG, loading
 
 
 @kernel
-def _fill_slots(flags: Any, chosen: Int32s) -> int:
+def _fill_slots(flags: Any, tallies: Int64s, chosen: Int32s) -> int:
+    """``RowCache.filled``. Others ask how many rows are in, without a lock: a row is counted when it is."""
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(flags, slot) or not flags[slot] & LOADING:
+        if not is_resident(flags, slot) or not flags[slot] & LOADING:
             return i
         flags[slot] ^= LOADING
+        tallies[Tally.FILLED] += 1
     return NOTHING_WRONG
 
 
@@ -269,7 +304,7 @@ def _mark_slots(flags: Any, tallies: Int64s, chosen: Int32s) -> int:
     """Make slots dirty; a loading slot holds no row yet."""
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(flags, slot) or flags[slot] & LOADING:
+        if not is_resident(flags, slot) or flags[slot] & LOADING:
             return i
         tallies[Tally.DIRTY] += flags[slot] & DIRTY == 0
         tallies[Tally.FROZEN] -= flags[slot] & FROZEN != 0
@@ -285,10 +320,9 @@ def _take_slots(
     count = 0
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if _is_resident(flags, slot) and flags[slot] & flag:
+        if is_resident(flags, slot) and flags[slot] & flag:
             flags[slot] = (flags[slot] | CHANGED) ^ CHANGED
-            tallies[Tally.PINNED] += pins[slot] == 0
-            pins[slot] += 1
+            pin_slot(pins, tallies, slot)
             unique_slots[count] = slot
             count += 1
     progress[NUM_UNIQUE] = count
@@ -298,7 +332,7 @@ def _take_slots(
 def _settle_slots(flags: Any, tallies: Int64s, chosen: Int32s) -> None:
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if _is_resident(flags, slot) and flags[slot] & (DIRTY | CHANGED) == DIRTY:
+        if is_resident(flags, slot) and flags[slot] & (DIRTY | CHANGED) == DIRTY:
             flags[slot] ^= DIRTY
             tallies[Tally.DIRTY] -= 1
 
@@ -309,7 +343,7 @@ def _clear_slots(flags: Any, tallies: Int64s, chosen: Int32s, flag: int, tally: 
     count = 0
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if _is_resident(flags, slot) and flags[slot] & flag:
+        if is_resident(flags, slot) and flags[slot] & flag:
             flags[slot] = (flags[slot] | (flag | CHANGED)) ^ (flag | CHANGED)
             cleared[count] = slot
             count += 1

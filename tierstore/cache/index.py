@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.arrays import Int64s, Words
+from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_inline as inline
 
@@ -112,15 +112,22 @@ def index_find(index: Words, slots: SlotRecords, key: Any) -> np.int64:
 
 
 @inline
-def index_prefetch(index: Words, slots: SlotRecords, keys: Int64s, position: Any) -> None:
-    """Prefetch for ``index_find(keys[position])``: the first place of a key further on, and the slot of a nearer one.
+def place_in(order: Int32s, number: Any) -> Any:
+    """int64: the position that comes ``number``-th in an order, of which an empty one is that of positions."""
+    return np.int64(order[number]) if order.size else np.int64(number)
+
+
+@inline
+def index_prefetch(index: Words, slots: SlotRecords, keys: Int64s, order: Int32s, number: Any) -> None:
+    """Prefetch for the ``index_find`` of the key that comes ``number``-th in ``order``: the first place of a key
+    further on, and the slot of a nearer one.
 
     Each find needs two dependent reads that usually miss the CPU caches; prefetching overlaps them.
     """
     places = np.uint64(index.size - 1)
-    if position + _FAR < keys.size:
-        prefetch_item(index, home_of(_fingerprint(index, keys[position + _FAR]), places))
-        entry = index[home_of(_fingerprint(index, keys[position + _NEAR]), places)]
+    if number + _FAR < keys.size:
+        prefetch_item(index, home_of(_fingerprint(index, keys[place_in(order, number + _FAR)]), places))
+        entry = index[home_of(_fingerprint(index, keys[place_in(order, number + _NEAR)]), places)]
         if entry != _EMPTY:
             prefetch_item(slots, np.int64(entry & _SLOT_MASK) - np.int64(1))
 

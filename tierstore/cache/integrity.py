@@ -70,6 +70,7 @@ def check_state(state: CacheState) -> None:
     counts: Counts = {
         "free slots": (root - num_resident, len(free)),
         "resident": (num_resident, int(np.count_nonzero(flags & RESIDENT))),
+        "filled": (int(tallies[Tally.FILLED]), int(np.count_nonzero(flags & (RESIDENT | LOADING) == RESIDENT))),
         "index entries": (num_resident, int(np.count_nonzero(state.entries[:-1]))),
         "listed": (num_resident, len(listed)),
         "dirty": (int(tallies[Tally.DIRTY]), int(np.count_nonzero(flags & DIRTY))),
