@@ -15,6 +15,7 @@ from torch import Tensor
 import tierstore
 from tierstore import optim
 from tierstore.hbm.streams import Mark, Streams, open_streams
+from tierstore.pool.host import HostTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, DIM, BAGS = 600, 8, 32

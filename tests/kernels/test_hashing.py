@@ -70,8 +70,8 @@ def of_batch(monkeypatch: pytest.MonkeyPatch) -> Any:
         return unique_in_order(keys, scratch, *rest)
 
     monkeypatch.setattr(joined.kernels, "unique_in_order", number)
-    table = SimpleNamespace(index=0, layout=SimpleNamespace(dim=1))
-    assert len(joined.Joined.of_keys([table], chosen(lambda i: i << 32 & ROW_MASK)).distinct[1]) == COUNT
+    features = joined.Features([SimpleNamespace(index=0)], [0, 1], np.zeros(1, np.int32))
+    assert len(joined.Joined(features, 1, np.arange(2), keys=chosen(lambda i: i << 32)).distinct[1]) == COUNT
     return scratches[0] + 1
 
 

@@ -15,7 +15,7 @@ from ..kernels.jit import uncounted_kernel as kernel
 from .base import CONSUMED, LOADING, NUM_MISSING, NUM_UNIQUE, RESIDENT, UNCLEAN, AdmitStatus
 from .cache_state import CacheState, Tally
 from .half_life import NUM_SPEEDS, HalfLife, choose_rate, sample_key, score_hits
-from .host_cache import NOTHING_WRONG, pin_slot, restart, unpin_slot
+from .host_cache import NOTHING_WRONG, restart, unpin_slot
 from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch, place_in
 from .policies import policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
 

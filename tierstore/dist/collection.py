@@ -116,13 +116,13 @@ class ShardedModule(TieredModule):
         owners: Owners = self._store.owners  # type: ignore[attr-defined]
         return owners
 
-    def _prepare(self, *arguments: Any) -> Prepared:
+    def _prepare(self, sources: Any, *arguments: Any) -> Prepared:  # noqa: ARG002
         return self.prepare_by(self._owners.ranks, *arguments)
 
     def prepare_by(self, ranks: Ranks, *arguments: Any) -> Prepared:
         """``_prepare``; if it fails, ``ranks`` reports it to the others, which begin a lookup."""
         with ranks.telling() if self._tables else contextlib.nullcontext():  # without, nothing is exchanged
-            return super()._prepare(*arguments)  # type: ignore[safe-super]
+            return super()._prepare(self._sources(*arguments), *arguments)  # type: ignore[safe-super]
 
     def _require_one_process(self, rows: Tensor) -> None:
         pass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..nn.collection import sources_of, strides_of
+from ..nn.collection import strides_of
 from ..nn.function import Prepared
 from ..nn.jagged import JaggedLike, KeyedTensor
 from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average
@@ -158,7 +158,7 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
             KeyedTensor of float32 [B, out_features], with a key for each tower, "tower0", ...; without modules as the
             base. Errors: as the base; ValueError: a module gives another shape.
         """
-        pooled = self._run((features,), sources_of(features))
+        pooled = self._run((features,), self._sources(features))
         batch = (len(features.offsets()) - 1) // max(len(list(features.keys())), 1)
         towers = self._towers
         with towers.peers.telling():
@@ -242,7 +242,7 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
     def prepare_by(self, ranks: Ranks, *arguments: Any) -> Prepared:
         made, features = super().prepare_by(ranks, *arguments), arguments[0]
         columns = self._columns_of_towers[self._towers.own]
-        return _OfPeers(made.lookups, (made.shape[0], columns), made.scale, sources_of(features), made.store)
+        return _OfPeers(made.lookups, (made.shape[0], columns), made.scale, self._sources(features), made.store)
 
 
 class _OfPeers(Prepared):

@@ -98,9 +98,9 @@ class DeviceLookups(Tier):
         found: Floats = own.cpu().numpy()
         return found
 
-    def whole(self: Any, joined: Joined, lease: Any) -> Any:
+    def whole(self: Any, joined: Joined) -> Any:
         with self._using(joined) as batch:
-            return self.whole_batch(batch, lease)
+            return self.whole_batch(batch, None)
 
     def update(
         self: Any, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Any

@@ -62,7 +62,7 @@ class Overflow(DdrCache):
             make_room(leaving)
             self.clean(leaving)
         if status is AdmitStatus.ALL_PINNED:
-            self._drop(admission)
+            self._give_up(admission)
             return None
         self._tell(admission.slots, admission.keys)
         return admission
@@ -77,7 +77,7 @@ class Overflow(DdrCache):
         (places,), _ = self._sender.copy(slots + np.int32(self.behind))
         return places
 
-    def _drop(self, admission: Admission) -> None:
+    def _give_up(self, admission: Admission) -> None:
         """Undo an admission; rows that left for it are gone, so its slots are nobody's."""
         slots, keys = admission.slots, admission.keys[: admission.num_unique]
         self.release(admission)

@@ -467,8 +467,8 @@ def group_rows(
         for position in range(first, last):
             row = np.int64(item(inverse, position)) + 2
             put(start, row, item(start, row) + 1)
-        for row in range(count):
-            start[row + 2] += start[row + 1]
+        for number_of_row in range(count):
+            start[number_of_row + 2] += start[number_of_row + 1]
         for bag in range(table_bags[table], table_bags[table + 1]):
             source = np.int64(bag % batch) * num_columns + columns[bag // batch]
             size = bag_starts[bag + 1] - bag_starts[bag]
@@ -504,7 +504,7 @@ def _number_rows(first: int, last: int, slots: Int32s, number: Int32s, unique_sl
 @kernel
 def order_by_sample(bag_starts: Ids, batch: int, order: Int32s) -> None:
     """The positions (int32 [N], out) of key-major bags (``Jagged``) sample by sample; int64 or int32 [K + 1]."""
-    place = np.int64(0)
+    place: Any = np.int64(0)
     for sample in range(batch):
         for bag in range(sample, bag_starts.shape[0] - 1, batch):
             for position in range(bag_starts[bag], bag_starts[bag + 1]):

@@ -38,35 +38,31 @@ _BODY: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 class _Shared:
     """Ranges that threads take while there are any, however many threads come, and when: one that comes late, as
-    its start had failed at first, finds none."""
+    its start had failed at first, finds none. ``errors``: what they raised."""
 
     def __init__(self, work: Callable[[int, int], Any], ranges: Sequence[Range]) -> None:
+        self.errors: list[BaseException] = []
         self._work = work
         self._left = iter(ranges)
-        self._errors: list[BaseException] = []
         self._active = 0
         self._idle = threading.Condition()
 
-    def work_off(self) -> None:
+    def work_off(self, *, wait: bool = False) -> None:
+        """Do what nobody took, and with ``wait`` return when all are done."""
         with self._idle:
             self._active += 1
         try:
             for begin, end in self._left:
-                self._work(begin, end)
+                if begin < end:
+                    self._work(begin, end)
         except BaseException as error:
-            self._errors.append(error)
+            self.errors.append(error)
         finally:
             with self._idle:
                 self._active -= 1
                 self._idle.notify_all()
-
-    def end(self) -> None:
-        """Do what nobody took, and wait until all are done. Raises what a thread did."""
-        self.work_off()
-        with self._idle:
-            self._idle.wait_for(lambda: not self._active)
-        if self._errors:
-            raise self._errors[0]
+                while wait and self._active:
+                    self._idle.wait()
 
 
 class _TorchTeam:
@@ -136,27 +132,31 @@ class Workers:
 
     def run(self, work: Callable[[int, int], Any], bounds: Sequence[int]) -> None:
         """Call ``work(begin, end)`` for each pair of neighbours in ``bounds``; return, or raise, when all are done."""
-        pairs = [(begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
-        if self._executor is None or len(pairs) < 2:
-            for begin, end in pairs:
-                work(begin, end)
+        if self._executor is not None and len(bounds) > 2:
+            self._run_shared(self._executor, work, list(itertools.pairwise(bounds)))
             return
-        self._run_shared(self._executor, _Shared(work, pairs), len(pairs))
+        for begin, end in itertools.pairwise(bounds):
+            if begin < end:
+                work(begin, end)
 
     @shielded
-    def _run_shared(self, executor: ThreadPoolExecutor, shared: _Shared, threads: int) -> None:
-        team = _torch_team()
-        if team is None or not team.run(shared, threads):
+    def _run_shared(
+        self, executor: ThreadPoolExecutor, work: Callable[[int, int], Any], ranges: Sequence[Range]
+    ) -> None:
+        shared, team = _Shared(work, ranges), _torch_team()
+        if team is None or not team.run(shared, len(ranges)):
             with contextlib.suppress(RuntimeError, MemoryError):  # a thread cannot start: the others do its part
-                for _ in range(threads - 1):
+                for _ in ranges[1:]:
                     executor.submit(shared.work_off)
-        shared.end()
+        shared.work_off(wait=True)
+        if shared.errors:
+            raise shared.errors[0]
 
     def share(self, work: Callable[[int, int], Any], starts: Int64s) -> None:
         """Call ``work(begin, end)`` for ranges of items of about equal work, as many as are worth it. ``starts``, int64
         [items + 1], ascending: work before each item, as offsets give it."""
         items, total = len(starts) - 1, int(starts[-1] - starts[0])
-        parts = min(self.parts(total), items)
+        parts = min(self.threads, max(1, total // MIN_WORK), items)
         if parts > 1:
             # Of whole numbers: for others, numpy would convert all of starts.
             targets = starts[0] + np.arange(1, parts) * total // parts
@@ -166,8 +166,10 @@ class Workers:
 
     def divide(self, work: Callable[[int, int], Any], count: int) -> None:
         """``share`` of so many items of equal work."""
-        parts = self.parts(count)
-        self.run(work, [count * part // parts for part in range(parts + 1)])
+        if 0 < count < 2 * MIN_WORK:
+            work(0, count)
+        elif count:
+            self.run(work, [*range(0, count, -(-count // self.parts(count))), count])
 
     def native_team(self) -> int:
         """The address of ``GOMP_parallel``, if the calling thread may borrow torch's threads with it; else 0."""

@@ -16,7 +16,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -27,7 +27,8 @@ from ..system.signals import shielded
 from .lookup import AnyLookup
 from .tables import TrainsRows
 
-_NUMBERS: Final = itertools.count()
+NUMBERS: Final = itertools.count()
+"""Of forward calls, ascending."""
 _LOCK: Final = threading.RLock()
 
 
@@ -69,11 +70,6 @@ def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
         for store in stores:
             store.require_whole_steps()
         raise
-
-
-def next_number() -> int:
-    """Of a forward call; numbers ascend from call to call."""
-    return next(_NUMBERS)
 
 
 def note_pass() -> int:
@@ -122,13 +118,12 @@ class _Pass:
 
 _BY_NUMBER: Final = operator.attrgetter("number")
 _PASSES: Final[dict[int, weakref.ref[_Pass]]] = {}
-_NO_PASS: Final[Callable[[], _Pass | None]] = lambda: None  # noqa: E731
 
 
 class _Innermost(threading.local):
     """The pass that the thread's last forward call was made in, if any; it may have ended since."""
 
-    noted: "Callable[[], _Pass | None]" = staticmethod(lambda: None)
+    noted: weakref.ref[_Pass] | None = None
 
 
 _INNERMOST: Final = _Innermost()
@@ -146,9 +141,10 @@ def require_engine() -> None:
 
 def _current_pass(number: int) -> _Pass:
     with _LOCK:  # autograd runs nodes of one pass in several threads, one for each device
-        found = _PASSES.get(number, _NO_PASS)()
+        known = _PASSES.get(number)
+        found = None if known is None else known()
         if found is None:
-            noted = _INNERMOST.noted()
+            noted = None if _INNERMOST.noted is None else _INNERMOST.noted()
             outer = noted if noted is not None and noted.is_running else None
             found = _Pass(number, outer)
             _PASSES[number] = weakref.ref(found, partial(_PASSES.pop, number))  # which is in C, where one is dropped
@@ -165,7 +161,8 @@ def collect(number: int, inside: int, lookups: Sequence[AnyLookup], gradients: S
         number: of the forward call; inside: the backward pass that it was made in, of ``note_pass``.
         gradients: float32 [batch, columns], C-contiguous, kept as they are.
     """
-    into, outer = _current_pass(torch._C._current_graph_task_id()), _PASSES.get(inside, _NO_PASS)()
+    into, known = _current_pass(torch._C._current_graph_task_id()), _PASSES.get(inside)
+    outer = None if known is None else known()
     if outer is not None and outer is not into:
         into.outer = outer
     for lookup, gradient in zip(lookups, gradients, strict=True):

@@ -87,7 +87,8 @@ class Lookup(AnyLookup):
         """The tier. A lease of a pool that was closed is dropped."""
         tier = pool.tier
         if tier is not self._tier:
-            self.release()
+            if self._lease is not None:
+                self.release()
             self._tier = tier
         return tier
 
@@ -115,7 +116,7 @@ class Lookup(AnyLookup):
     def _forward(self, pool: Pool, out: Tensor, keep: bool) -> None:
         tier = self._enter(pool)
         self._lease, self._arg_max = tier.look_up(self.joined, self._mode, out, self._lease, keep=keep)
-        if not keep:
+        if not keep and self._lease is not None:
             self.release()
 
     @shielded
@@ -128,9 +129,13 @@ class Lookup(AnyLookup):
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        if len(self.joined):
-            self._lease = self.joined.tables[0].in_pool(lambda pool: self._enter(pool).whole(self.joined, self._lease))
-        return Ready(partial(self.update, grad_out), self._lease is not None or not len(self.joined))
+        joined = self.joined
+        if not len(joined):
+            return Ready(partial(self.update, grad_out), True)
+        self._enter(joined.tables[0].pool)
+        if self._lease is None:
+            self._lease = joined.tables[0].in_pool(lambda pool: self._enter(pool).whole(joined))
+        return Ready(partial(self.update, grad_out), self._lease is not None)
 
     @shielded
     def update(self, grad_out: Tensor) -> None:
@@ -149,13 +154,6 @@ class Lookup(AnyLookup):
         keys, values = tier.gradients(self.joined, self._mode, grad_out, self._arg_max)
         self.release()
         return by_table(self.tables, keys, values)
-
-
-def pool_all(lookup: AnyLookup, out: Tensor, *, keep: bool) -> None:
-    """``lookup.forward``, with ids that have no row where they count."""
-    lookup.forward(out, keep=keep)
-    if lookup.joined.unseen is not None:
-        lookup.joined.unseen.add(out, lookup.mode)
 
 
 class DynamicLookup(AnyLookup):

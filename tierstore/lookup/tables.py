@@ -215,7 +215,7 @@ class LookupTable(ABC):
     def next_hyper(self) -> Hyper:
         """Count one more update and give its hyper-parameters."""
         self._step += 1
-        self.note_change()
+        self.num_changes += 1
         rate = self._learning_rate if self.follows is None else self.learning_rate
         return self.config.optimizer.hyper(rate, self._step)
 

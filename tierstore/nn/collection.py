@@ -20,7 +20,7 @@ from ..store import Store, Table
 from ..store.arguments import check_jagged
 from ..system.excerpt import excerpt
 from .function import Prepared
-from .jagged import JaggedLike, JaggedTensor, KeyedTensor
+from .jagged import JaggedLike, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from .module import TieredModule
 
 _Sources = tuple[Tensor, Tensor, Tensor | None]
@@ -73,6 +73,14 @@ class Collection(TieredModule):
         """Where results are."""
         return self.store.device
 
+    def _sources(self, features: JaggedLike) -> _Sources:
+        if not (hasattr(features, "weights_or_none") and hasattr(features, "keys")):
+            raise TypeError(
+                f"a collection takes a KeyedJaggedTensor, not {type(features).__name__}; make one, as "
+                "tierstore.KeyedJaggedTensor(names, ids, lengths=lengths)"
+            )
+        return features.values(), features.offsets(), features.weights_or_none()
+
     def _alike(self, table: Table) -> Any:
         """Equal of tables that one lookup can serve."""
         return table.layout, table.config.pooling
@@ -85,7 +93,7 @@ class Collection(TieredModule):
     ) -> tuple[Jagged | DeviceJagged, dict[str, int]]:
         """(ids, the place of each feature there); errors as ``forward`` has them."""
         keys = list(features.keys())
-        place = {name: index for index, name in enumerate(keys)}
+        place = dict(zip(keys, itertools.count(), strict=False))
         if len(place) < len(keys):
             raise ValueError(f"the batch names a feature twice: {keys}")
         for name in self._features:
@@ -146,11 +154,11 @@ class TieredEmbeddingBagCollection(Collection):
         Raises:
             ValueError, TypeError: a feature is missing, an id is no row, shapes do not fit. ClosedError, ChecksumError.
         """
-        pooled = self._run((features,), sources_of(features))
+        pooled = self._run((features,), self._sources(features))
         strides = strides_of(features)
         if strides is not None:
             pooled = self._expanded(pooled, features, strides)
-        return KeyedTensor(self.feature_names, self._dims, pooled)
+        return KeyedTensor(self._features, self._dims, pooled)
 
     def _expanded(self, pooled: Tensor, features: Any, strides: Sequence[int]) -> Tensor:
         """float32 [B, columns] of [samples of a feature, columns], by the batch's ``inverse_indices``."""
@@ -180,18 +188,17 @@ class TieredEmbeddingBagCollection(Collection):
         """Whether a batch's weights are used."""
         return self._is_weighted
 
-    def _prepare(self, features: JaggedLike) -> Prepared:
-        sources = sources_of(features)
+    def _prepare(self, sources: Any, features: JaggedLike) -> Prepared:
         scale = sources[2] if self._is_weighted else None
         jagged, place = self._checked(features, sources, scale)
         for table in self.tables if scale is not None else ():
             if table.config.pooling != "sum":
                 given = f"table {table.name!r} has {table.config.pooling!r}"
                 raise ValueError(f'weights go with pooling="sum" only; {given}: is_weighted=False ignores them')
-        lookups = [
-            self._make_lookup(jagged.join(group, [place[name] for name in names]), group.tables[0].config.pooling)
-            for names, group in self._groups
-        ]
+        lookups = []
+        for names, group in self._groups:
+            joined = jagged.join(group, list(map(place.__getitem__, names)))
+            lookups.append(self._make_lookup(joined, group.tables[0].config.pooling))
         return Prepared(lookups, (jagged.batch, self._columns), scale, sources, self.store)
 
     def _group_features(self) -> list[tuple[list[str], Features]]:
@@ -228,7 +235,7 @@ class TieredEmbeddingCollection(Collection):
 
         Raises: as ``TieredEmbeddingBagCollection.forward``.
         """
-        values, keys = self._run((features,), sources_of(features)), list(features.keys())
+        values, keys = self._run((features,), self._sources(features)), list(features.keys())
         offsets = features.offsets().cpu()
         strides = strides_of(features) or [(len(offsets) - 1) // max(len(keys), 1)] * len(keys)
         bags = [0, *itertools.accumulate(strides)]
@@ -242,8 +249,7 @@ class TieredEmbeddingCollection(Collection):
             start = stop
         return out
 
-    def _prepare(self, features: JaggedLike) -> Prepared:
-        sources = sources_of(features)
+    def _prepare(self, sources: Any, features: JaggedLike) -> Prepared:
         checked, place = self._checked(features, sources)
         of_tables = [self._ids_of(table, checked.on_host, place) for table in self.tables]
         lookups = [
@@ -275,13 +281,6 @@ class TieredEmbeddingCollection(Collection):
 
 def strides_of(features: Any) -> list[int] | None:
     """Samples of each feature of a batch where these may differ (TorchRec's variable batch size), else None."""
+    if type(features) is KeyedJaggedTensor:
+        return list(features._strides) if features._is_uneven else None
     return list(features.stride_per_key()) if getattr(features, "variable_stride_per_key", bool)() else None
-
-
-def sources_of(features: JaggedLike) -> _Sources:
-    if not (hasattr(features, "weights_or_none") and hasattr(features, "keys")):
-        raise TypeError(
-            f"a collection takes a KeyedJaggedTensor, not {type(features).__name__}; make one, as "
-            "tierstore.KeyedJaggedTensor(names, ids, lengths=lengths)"
-        )
-    return features.values(), features.offsets(), features.weights_or_none()

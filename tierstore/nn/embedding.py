@@ -1,5 +1,7 @@
 """Drop-ins for ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag`` over a table of a store."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -103,7 +105,7 @@ class TieredEmbedding(_OfTable):
             return rows
         return torch.from_numpy(rows.numpy().reshape(*ids.shape, self.embedding_dim))  # not a view, as in ``_forward``
 
-    def _prepare(self, ids: Tensor) -> Prepared:
+    def _prepare(self, sources: Any, ids: Tensor) -> Prepared:
         flat = require_tensor(ids, "input").reshape(-1)
         padding, mode = None, self.table.config.pooling  # so that a pass merges these lookups with those of bags
         if self.padding_idx is None:
@@ -117,7 +119,7 @@ class TieredEmbedding(_OfTable):
                 padding = Padding(self.table.lookup(row, mode="sum"), places, self._empty)
         jagged = self.table.jagged(flat, offsets, mode=mode)
         lookup = self.table.lookup(jagged, mode=mode)
-        return Prepared([lookup], (jagged.batch, self.embedding_dim), None, (ids,), self.table.store, padding)
+        return Prepared([lookup], (jagged.batch, self.embedding_dim), None, sources, self.table.store, padding)
 
 
 @hinting(NO_COUNTERPART)
@@ -197,9 +199,8 @@ class TieredEmbeddingBag(_OfTable):
         return self.table.pooled_directly(ids, offsets, self.mode, is_last_given=self.include_last_offset)
 
     def _prepare(
-        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self, sources: Any, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Prepared:
-        sources = (ids, offsets, per_sample_weights)
         if require_tensor(ids, "input").dim() not in (1, 2):
             raise ValueError(
                 f"input must be 1-D with offsets, or 2-D, not {tuple(ids.shape)}; TieredEmbedding takes any shape"

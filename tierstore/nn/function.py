@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..lookup.gradients import collect, next_number, note_pass, require_engine
-from ..lookup.lookup import AnyLookup, DynamicLookup, pool_all
+from ..lookup.gradients import NUMBERS, collect, note_pass, require_engine
+from ..lookup.lookup import AnyLookup, DynamicLookup
 from ..lookup.tables import LookupTable
 from ..optim.curvature import OF_THREAD
 from ..store import Store
@@ -44,7 +44,7 @@ class Prepared:
     its rows. ``features``: the object that it waits for, see ``PreparedLookups``."""
 
     def __init__(
-        self, lookups: Sequence[AnyLookup], shape: tuple[int, ...], scale: Tensor | None,
+        self, lookups: list[AnyLookup], shape: tuple[int, ...], scale: Tensor | None,
         sources: Sequence[Tensor | None], store: Store, padding: Padding | None = None,
     ) -> None:  # fmt: skip
         self.lookups = lookups
@@ -86,7 +86,9 @@ class Prepared:
 
     def admit(self) -> None:
         """Before a forward pass that trains: give ids rows, where tables have dynamic ids."""
-        self.lookups = [each.admitted() if isinstance(each, DynamicLookup) else each for each in self.lookups]
+        for place, each in enumerate(self.lookups):
+            if isinstance(each, DynamicLookup):
+                self.lookups[place] = each.admitted()
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in; some lookups of one pool together may not have what each has."""
@@ -182,7 +184,9 @@ def _forward(prepared: Prepared, shape: Sequence[int], *, keep: bool) -> Tensor:
 
     def look_up() -> None:
         for lookup, part in zip(lookups, prepared.parts(out), strict=True):
-            pool_all(lookup, part, keep=keep)
+            lookup.forward(part, keep=keep)
+            if lookup.joined.unseen is not None:
+                lookup.joined.unseen.add(part, lookup.mode)
         if prepared.padding is not None:
             prepared.padding.fill(out)
 
@@ -204,7 +208,7 @@ class _PooledLookups(torch.autograd.Function):
     ) -> Tensor:
         ctx.prepared = prepared
         ctx.trainable = trainable
-        ctx.number, ctx.inside, ctx.evaluation = next_number(), note_pass(), OF_THREAD.evaluation
+        ctx.number, ctx.inside, ctx.evaluation = next(NUMBERS), note_pass(), OF_THREAD.evaluation
         if trainable:
             prepared.admit()
         ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
@@ -230,8 +234,10 @@ class _PooledLookups(torch.autograd.Function):
                 lookup.joined.require_trainable()  # before any table changes
         grad_scale = None if ctx.rows_read is None else _scale_gradient(prepared, ctx.rows_read, gradient)
         if is_asked:
-            pairs = zip([each.joined.unseen for each in prepared.lookups], prepared.parts(gradient), strict=True)
-            of_rows = [part if unseen is None else unseen.of_rows(part) for unseen, part in pairs]
+            of_rows = prepared.parts(gradient)
+            for place, lookup in enumerate(prepared.lookups):
+                if lookup.joined.unseen is not None:
+                    of_rows[place] = lookup.joined.unseen.of_rows(of_rows[place])
             collect(ctx.number, ctx.inside, prepared.lookups, of_rows)
         else:
             prepared.release()

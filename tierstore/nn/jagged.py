@@ -316,7 +316,7 @@ class KeyedTensor:
         values: float32 [B, sum(length_per_key)].
     """
 
-    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
+    def __init__(self, keys: Iterable[str], length_per_key: Sequence[int], values: Tensor) -> None:
         self._keys = list(keys)
         self._dims = list(length_per_key)
         self._values = values

@@ -65,8 +65,12 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         """A table of each pool that it looks up in."""
 
     @abstractmethod
-    def _prepare(self, *arguments: Any) -> Prepared:
-        """The lookups of one call of ``forward``, whose arguments these are."""
+    def _prepare(self, sources: Sequence[Tensor | None], *arguments: Any) -> Prepared:
+        """The lookups of one call of ``forward``, whose arguments these are, and ``sources`` the tensors of these."""
+
+    def _sources(self, *arguments: Any) -> Sequence[Tensor | None]:
+        """The tensors of the arguments of ``forward``."""
+        return arguments
 
     def _pooled_directly(self, *arguments: Any) -> Tensor | None:  # noqa: ARG002
         """What a call without gradients gives, where one compiled call does it: most of a small lookup's time is
@@ -139,7 +143,8 @@ class TieredModule(Unpicklable, nn.Module, ABC):
 
     def _prepare_of(self, features: Any) -> Prepared:
         try:
-            return self._prepare(*arguments_of(features))
+            arguments = arguments_of(features)
+            return self._prepare(self._sources(*arguments), *arguments)
         except TypeError as error:
             if isinstance(features, tuple):
                 error.add_note(
@@ -267,7 +272,7 @@ def _look_up(
         if pooled is not None:
             note_pass()
             return pooled
-    prepared = prepared or module._prepare(*arguments)
+    prepared = prepared or module._prepare(sources, *arguments)
     return run_lookups(prepared, rows, prepared.shape if shape is None else shape, trainable=trainable)
 
 

@@ -56,8 +56,8 @@ class Groups:
 
         workers.share(work, table_starts)
         self._firsts = np.cumsum(counts) - counts
-        pairs = zip(table_starts.tolist(), counts.tolist(), strict=False)
-        self.rows: Int32s = np.concatenate([own[first : first + size] for first, size in pairs])
+        self._pairs = list(zip(table_starts.tolist(), counts.tolist(), strict=False))
+        self.rows: Int32s = np.concatenate([own[start : start + size] for start, size in self._pairs])
 
     def update(
         self, rows: RowArrays, first: int, slots: Int32s, hyper: list[Hyper], grad_out: Floats, *,
@@ -85,7 +85,7 @@ class Groups:
         self, rows: RowArrays, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, flags: Bytes,
         dirty: int, seeds: Words | None, keys: Int64s | None,
     ) -> None:  # fmt: skip
-        cuts = self._cuts(first, first + len(slots))
+        cuts = self._cuts(first, len(slots))
         firsts, gradients, dim = self._firsts - first, grad_out.reshape(1, -1), rows.layout.dim
 
         def work(begin: int, end: int) -> None:
@@ -97,26 +97,18 @@ class Groups:
 
         self._workers.run(work, range(len(cuts)))
 
-    def _cuts(self, first: int, last: int) -> list[tuple[int, int]]:
-        """(table, row in it): where the ranges of rows ``[first, last)`` begin, and the last ends, that are worth a
-        thread each, of about as many positions."""
-        begin, end = ends = [self._place(first), self._place(last)]
-        if self._workers.parts(len(self._sources)) == 1:
-            return ends
-        low, high = (int(self._table_starts[t]) + int(self._starts[self._table_starts[t] + 2 * t + u]) for t, u in ends)
-        parts = self._workers.parts(high - low)
-        middle = [self._row_at(low + (high - low) * part // parts) for part in range(1, parts)]
-        return [begin, *(min(max(place, begin), end) for place in middle), end]
-
-    def _place(self, number: int) -> tuple[int, int]:
-        table = max(int(np.searchsorted(self._firsts, number, side="right")) - 1, 0)
-        return table, min(number - int(self._firsts[table]), int(self._counts[table]))
-
-    def _row_at(self, position: int) -> tuple[int, int]:
-        table = int(np.searchsorted(self._table_starts[:-1], position, side="right")) - 1
-        first = int(self._table_starts[table])
-        starts = self._starts[first + 2 * table :][: int(self._counts[table]) + 1]
-        return table, int(np.searchsorted(starts, position - first))
+    def _cuts(self, first: int, count: int) -> list[tuple[int, int]]:
+        """(table, row in it): where the ranges of ``count`` rows from ``first`` on begin, and the last ends, that are
+        worth a thread each, of about as many positions."""
+        numbers, parts = np.array([first, first + count]), self._workers.parts(len(self._sources))
+        if parts > 1 and count:
+            places = [(start, start + 2 * table + 1, size) for table, (start, size) in enumerate(self._pairs)]
+            own = [start + self._starts[place : place + size] for start, place, size in places]
+            ends = np.concatenate(own)[first : first + count]  # of the positions of each row
+            middle = np.searchsorted(ends, ends[0] + np.arange(1, parts) * (ends[-1] - ends[0]) // parts)
+            numbers = np.concatenate([numbers[:1], first + middle, numbers[1:]])
+        tables = np.searchsorted(self._firsts, numbers, side="right") - 1
+        return list(zip(tables.tolist(), (numbers - self._firsts[tables]).tolist(), strict=True))
 
 
 def merged(

@@ -228,19 +228,20 @@ class EvictingRows(HostTier):
     def look_up(
         self, joined: Joined, mode: int, out: Tensor, lease: Lease | None, *, keep: bool
     ) -> tuple[Lease | None, Int32s]:
-        arena, count, arg_max = self._arena, len(joined), self._arg_max(joined, mode)
-        if not count:
-            pool_part(arena, arena.workers, joined, mode, out.numpy(), arg_max, 0, NO_INTS)
+        arena, keys, into = self._arena, joined.keys, out.numpy()
+        arg_max = NO_ARG_MAX if mode != kernels.MAX else self._arg_max(joined, mode)
+        if not len(keys):
+            pool_part(arena, arena.workers, joined, mode, into, arg_max, 0, NO_INTS)
         for first, part in self._parts(joined, lease):
             with arena.rows_lock:
-                pool_part(arena, arena.workers, joined, mode, out.numpy(), arg_max, first, part.position_slots)
-            if keep and not part.held and part.num_positions == count and self._pins.hold(part):
+                pool_part(arena, arena.workers, joined, mode, into, arg_max, first, part.position_slots)
+            if keep and not part.held and part.num_positions == len(keys) and self._pins.hold(part):
                 lease = part
         return lease, arg_max
 
-    def whole(self, joined: Joined, lease: Lease | None) -> Lease | None:
+    def whole(self, joined: Joined) -> Lease | None:
         # Rows used last first: they are the likeliest to be still resident.
-        return lease or self._leases.whole(joined.keys, np.arange(len(joined), dtype=np.int32)[::-1].copy())
+        return self._leases.whole(joined.keys, np.arange(len(joined), dtype=np.int32)[::-1].copy())
 
     def update(
         self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Lease | None
@@ -349,8 +350,8 @@ class InPlaceRows(HostTier):
                     cache.note_hits(len(joined))
         return failed
 
-    def whole(self, joined: Joined, lease: Lease | None) -> Lease:
-        return lease or self._pins.in_place(self._bring_in(joined))
+    def whole(self, joined: Joined) -> Lease:
+        return self._pins.in_place(self._bring_in(joined))
 
     def update(
         self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Lease | None

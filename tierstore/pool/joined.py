@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.hashing import SECRET
-from ..kernels.rounding import NEAREST
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..optim.configs import Hyper
 
@@ -63,6 +62,10 @@ class Features:
         return any(table.config.ids is not None for table in self.tables)
 
     @cached_property
+    def round_to_nearest(self) -> bool:
+        return all(table.config.rounding == "nearest" for table in self.tables)
+
+    @cached_property
     def num_rows(self) -> Int64s:
         return np.array([table.config.num_embeddings for table in self.tables], np.int64)[self.table_of]
 
@@ -110,7 +113,7 @@ class Joined(Bags):
         ids: tuple[Ids, Int64s, Int64s] | None = None, keys: Int64s | None = None, places: Int64s | None = None,
         read: Read | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(starts, features.columns, batch, scale)
+        self.starts, self.columns, self.batch, self.scale = starts, features.columns, batch, scale
         self.features = features
         self.tables = features.tables
         self._ids: Any = ids
@@ -302,8 +305,9 @@ class Joined(Bags):
 
     def rounding_seeds(self) -> Words | None:
         """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
-        seeds = [table.rounding_seed for table in self.tables]
-        return None if seeds.count(NEAREST) == len(seeds) else np.array(seeds, np.uint64)
+        if self.features.round_to_nearest:
+            return None
+        return np.array([table.rounding_seed for table in self.tables], np.uint64)
 
 
 class _Piece(NamedTuple):

@@ -105,14 +105,16 @@ class Leases:
                         started = time.perf_counter()
                         self._writeback.make_room()
                         self.seconds += time.perf_counter() - started
-                    if read and admission.num_missing:
-                        self._load(admission.missing_slots)
+                    consumed, num_unique, num_missing, _ = admission.progress.tolist()
+                    slots = admission.unique_slots[:num_unique]
+                    if read and num_missing:
+                        self._load(slots[admission.missing[:num_missing]])
                 finally:
                     if not read:
                         self._note_no_lookup(admission)
-                if fill is not None and admission.consumed:
+                if fill is not None and consumed:
                     fill(admission)
-            lease.slots, lease.inverse = admission.slots, admission.inverse[: admission.consumed]
+            lease.slots, lease.inverse, lease.num_positions = slots, admission.inverse[:consumed], consumed
         except BaseException:
             lease.release()
             raise
@@ -121,7 +123,8 @@ class Leases:
     def _admit_until(self, admission: Admission, *, whole: bool) -> AdmitStatus:
         arena = self._arena
         with arena.lock:
-            arena.require_open()
+            if arena.is_closed:
+                arena.require_open()
             self._pins.release_dropped()
             status = arena.cache.admit(admission)
             if whole and status is AdmitStatus.ALL_PINNED:
@@ -171,8 +174,10 @@ class Leases:
         """First values and state of rows of a table, by ``ids``, int64 [n]: keys, unless ids are dynamic."""
         arena, layout, config = self._arena, self._arena.layout, self._tables[table_index]
 
+        initial_state = config.optimizer.initial_state
+
         def work(begin: int, end: int) -> None:
             config.init.fill(ids[begin:end], slots[begin:end], arena.weights, layout.dim, arena.dtype_code)
-            kernels.fill_state(slots[begin:end], arena.state, layout.state_dim, config.optimizer.initial_state)
+            kernels.fill_state(slots[begin:end], arena.state, layout.state_dim, initial_state)
 
         arena.workers.divide(work, len(ids))

@@ -25,18 +25,15 @@ class Lease:
     """The rows of a batch's leading positions, kept in their ``slots``, int32 [n]. ``inverse``, int32 [positions]: each
     one's place in ``slots``; None if slot i is position i's. ``held``: it outlives the call that took it."""
 
-    __slots__ = ("__weakref__", "claim", "held", "inverse", "pins", "slots")
+    __slots__ = ("__weakref__", "claim", "held", "inverse", "num_positions", "pins", "slots")
 
     def __init__(self, pins: "Pins", slots: Int32s) -> None:
         self.pins: Pins | None = pins  # None once it is released
         self.claim: weakref.ref[Lease] | None = None
         self.slots = slots
         self.inverse: Int32s | None = None
+        self.num_positions = len(slots)
         self.held = False
-
-    @property
-    def num_positions(self) -> int:
-        return len(self.slots if self.inverse is None else self.inverse)
 
     @property
     def position_slots(self) -> Int32s:
@@ -58,25 +55,22 @@ class Pins:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self._most_held = arena.cache.capacity * HELD_SHARE
         self._pinned: dict[weakref.ref[Lease], Pinned] = {}
         self._held: dict[weakref.ref[Lease], int] = {}
         self._dropped: deque[weakref.ref[Lease]] = deque()
 
-    def lease(self, pinned: Pinned) -> Lease:
+    def lease(self, pinned: Pinned, slots: Int32s = NO_INTS) -> Lease:
         """A lease of what will be pinned in ``pinned``, without slots yet; however it ends, they are unpinned."""
-        lease = Lease(self, NO_INTS)
-        self._claim(lease, pinned)
+        lease = Lease(self, slots)
+        claim = weakref.ref(lease, self._dropped.append)
+        self._pinned[claim] = pinned
+        lease.claim = claim
         return lease
 
     def in_place(self, slots: Int32s) -> Lease:
         """A lease of rows that never leave their slots (int32 [n], one a position): nothing is pinned."""
-        return Lease(self, slots)
-
-    def _claim(self, lease: Lease, pinned: Pinned) -> weakref.ref[Lease]:
-        claim = weakref.ref(lease, self._dropped.append)
-        self._pinned[claim] = pinned
-        lease.claim = claim
-        return claim
+        return self.lease(_NOTHING, slots)
 
     def has_unpinned(self) -> bool:
         """Whether a slot may be had, or waiting for one is over. The caller holds the lock."""
@@ -86,15 +80,18 @@ class Pins:
     def has_room(self, num_slots: int) -> bool:
         """Whether one more lease, of so many slots, could be held."""
         with self._arena.lock:
-            self.release_dropped()
-            return sum(self._held.values()) + num_slots <= self._arena.cache.capacity * HELD_SHARE
+            if self._dropped:
+                self.release_dropped()
+            return sum(self._held.values()) + num_slots <= self._most_held
 
     def hold(self, lease: Lease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
         with self._arena.lock:
-            num_slots = 0 if lease.claim is None else self._pinned[lease.claim].num_unique
+            claim = lease.claim
+            assert claim is not None, "a lease that was released"
+            num_slots = 0 if self._pinned[claim] is _NOTHING else len(lease.slots)
             if self.has_room(num_slots):
-                self._held[lease.claim or self._claim(lease, _NOTHING)] = num_slots
+                self._held[claim] = num_slots
                 lease.held = True
             return lease.held
 
@@ -102,7 +99,8 @@ class Pins:
         """Unpin; called by ``Lease.release``."""
         with self._arena.lock:
             self._release(claim)
-            self.release_dropped()
+            if self._dropped:
+                self.release_dropped()
             self._arena.changed.notify_all()
 
     def release_dropped(self) -> None:

@@ -116,7 +116,8 @@ class WriteBack:
         dirty. The caller holds the lock, which is released while the outbox is full."""
         first, cache = 0, self._cache
         while first < len(slots):
-            room = self._outbox.room if cache.num_frozen else len(slots)
+            frozen = cache.num_frozen
+            room = self._outbox.room if frozen else len(slots)
             if not room:
                 started = time.perf_counter()
                 self._wanted.set()
@@ -125,7 +126,7 @@ class WriteBack:
                 first = 0  # others may have changed any of them meanwhile, and a commit may have frozen them again
                 continue
             part = slots[first : first + room]
-            if cache.num_frozen:
+            if frozen:
                 self._outbox.put(cache, cache.frozen_of(part))
             cache.mark_dirty(part)
             first += len(part)

@@ -14,7 +14,7 @@ from ..kernels.arrays import Floats, Ids, Int64s
 from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS
 from ..lookup.jagged import DeviceJagged, Jagged
-from ..lookup.lookup import AnyLookup, make_lookup, pool_all
+from ..lookup.lookup import AnyLookup, make_lookup
 from ..lookup.tables import Found, LookupTable, Use
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
@@ -367,7 +367,9 @@ class Table(Unpicklable, LookupTable):
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
         out = torch.empty((jagged.batch, self.layout.dim), dtype=torch.float32, device=self.store.device)
-        self.store.shown.at_one(lambda: pool_all(lookup, out, keep=False))
+        self.store.shown.at_one(lambda: lookup.forward(out, keep=False))
+        if lookup.joined.unseen is not None:
+            lookup.joined.unseen.add(out, mode)
         if self.store.recorder is not None:
             self.store.recorder.note_lookups([lookup.joined])
         return out
