@@ -6,6 +6,7 @@ It is run by its path over the modules of another tree, and so imports nothing b
 import gc
 import json
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,13 +32,13 @@ def _batches(config: dict[str, Any], batch: int, tables: int) -> Any:
     return Batches(batch=batch, tables=tables, count=config["batches"], **{key: config[key] for key in keys})
 
 
-def _store(folder: Path, config: dict[str, Any], optimizer: Any) -> Any:
+def _store(folder: Path, config: dict[str, Any], optimizer: Any, **options: Any) -> Any:
     from bench.workload import make_store
 
     path = folder / f"trained-{type(optimizer).__name__}"
     shutil.rmtree(path, ignore_errors=True)
     shape = {key: config[key] for key in ("tables", "rows", "dim", "ddr")}
-    return make_store(path, optimizer=optimizer, **shape)
+    return make_store(path, optimizer=optimizer, **shape, **options)
 
 
 def _train(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
@@ -81,6 +82,51 @@ def _lookup(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
 
     pairs = zip(config["bags"], config["calls"], strict=True)
     return {f"lookup: {bags} bag{'s' * (bags > 1)}": lookups(bags, calls) for bags, calls in pairs}
+
+
+def _partly(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
+    """Lookups of two tables, and their gradients, a quarter of the rows being in memory and all on SSD."""
+    import torch
+
+    import tierstore
+
+    rows, dim = config["rows"], config["dim"]
+    few = config | {"tables": 2, "ddr": 2 * rows * dim}
+    store = _store(folder, few, tierstore.optim.SGD(lr=0.05), value=0.5)
+    module = tierstore.TieredEmbeddingBagCollection(store)
+
+    def steps(batch: int, part: int) -> Action:
+        batches = _batches(few, batch, 2)
+        features = [tierstore.KeyedJaggedTensor(["f0", "f1"], each, offsets=batches.offsets) for each in batches.values]
+        own, gradient = cycle(features), torch.ones(batch, 2 * dim)
+
+        def step() -> float:
+            start = time.perf_counter()
+            out = module(next(own)).values()
+            middle = time.perf_counter()
+            out.backward(gradient)
+            return (middle - start, time.perf_counter() - middle)[part]
+
+        return lambda: statistics.median(step() for _ in range(config["partly_steps"]))
+
+    def one(kind: str) -> Action:
+        table, ids = store["t0"], iter(torch.randperm(rows).split(1))
+        hot = torch.tensor([0])
+
+        def read() -> float:
+            if kind == "hits":
+                return _timed(lambda: table.read(hot), config["one_reads"]) / config["one_reads"]
+            table.read(torch.randperm(rows)[: rows // 2])  # of which few are resident in the end, and pages are cached
+            return statistics.median(_timed(partial(table.read, next(ids))) for _ in range(config["one_reads"]))
+
+        return read
+
+    found = {
+        f"partly: {what}, batch {batch:,}": steps(batch, part)
+        for batch in config["partly"]
+        for part, what in enumerate(("lookup", "gradient"))
+    }
+    return found | {f"one id that {kind}": one(kind) for kind in ("hits", "misses")}
 
 
 def _reader(folder: Path, config: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
@@ -185,7 +231,10 @@ def main(root: str, folder: str, task: str, config: str) -> None:
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     answers, sys.stdout = sys.stdout, sys.stderr
-    makers = {"train": _train, "lookup": _lookup, "cold": _cold, "warm": _warm, "commit": _commit, "calls": _calls}
+    makers = {
+        "train": _train, "lookup": _lookup, "partly": _partly, "cold": _cold, "warm": _warm, "commit": _commit,
+        "calls": _calls,
+    }  # fmt: skip
     actions = makers[task](place, json.loads(config))
     import tierstore
 

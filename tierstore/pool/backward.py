@@ -31,13 +31,13 @@ class Groups:
     """
 
     def __init__(
-        self, joined: Joined, rows: Int32s, number: Int32s, arg_max: Int32s, num_columns: int, workers: Workers, *,
+        self, joined: Joined, rows: Int32s, number: Int32s, arg_max: Int32s | None, num_columns: int, workers: Workers, *,
         is_mean: bool,
     ) -> None:  # fmt: skip
         bounds, count = joined.bounds, len(rows)
         num_tables = len(bounds) - 1
         self._tables = joined.tables
-        self._arg_max = arg_max
+        self._arg_max = arg_max = NO_ARG_MAX if arg_max is None else arg_max  # no maxima were looked up
         self._workers = workers
         self._table_starts = table_starts = joined.starts[bounds]
         self._counts = counts = np.zeros(num_tables, np.int64)
