@@ -31,8 +31,8 @@ class Groups:
     """
 
     def __init__(
-        self, joined: Joined, rows: Int32s, number: Int32s, arg_max: Int32s | None, num_columns: int, workers: Workers, *,
-        is_mean: bool,
+        self, joined: Joined, rows: Int32s, number: Int32s, arg_max: Int32s | None, num_columns: int,
+        workers: Workers, *, is_mean: bool,
     ) -> None:  # fmt: skip
         bounds, count = joined.bounds, len(rows)
         num_tables = len(bounds) - 1
