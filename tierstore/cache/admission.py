@@ -124,8 +124,7 @@ def admit_keys(
         if is_missing:
             missing[num_missing] = num_unique
             num_missing += 1
-        tallies[Tally.PINNED] += slots[slot]["pins"] == 0
-        slots[slot]["pins"] += 1
+        pin_slot(slots["pins"], tallies, slot)
         slots[slot]["stamp"] = stamp
         slots[slot]["number"] = num_unique
         unique_slots[num_unique] = slot

@@ -113,8 +113,8 @@ def index_find(index: Words, slots: SlotRecords, key: Any) -> np.int64:
 
 @inline
 def place_in(order: Int32s, number: Any) -> Any:
-    """int64: the position that comes ``number``-th in an order, of which an empty one is that of positions."""
-    return np.int64(order[number]) if order.size else np.int64(number)
+    """uint64: the position that comes ``number``-th in an order, of which an empty one is that of positions."""
+    return np.uint64(order[number]) if order.size else np.uint64(number)
 
 
 @inline
