@@ -7,7 +7,8 @@ import pytest
 
 from tests.cache.reference import ReferenceCache
 from tests.conformance.row_cache import RowCacheConformance, SettledTinyLFU
-from tierstore.cache import RowCache, make_cache
+from tierstore.cache.base import RowCache
+from tierstore.cache.ddr import DdrCache
 from tierstore.kernels.jit import JIT_ENABLED
 
 
@@ -16,7 +17,7 @@ class Lru(RowCacheConformance):
     policy = "lru"
 
     def make(self, capacity: int, *, weight_words: int = 2, state_words: int = 1) -> RowCache:
-        return make_cache(self.policy, capacity, weight_words=weight_words, state_words=state_words)
+        return DdrCache(capacity, policy=self.policy, weight_words=weight_words, state_words=state_words)
 
 
 class Lfu(Lru):

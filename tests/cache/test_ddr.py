@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from tests.conformance.row_cache import admitted, keys_from, order_of, visit
-from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for
 from tierstore.cache import admission as kernels
-from tierstore.cache.base import STAMP
+from tierstore.cache.base import STAMP, Admission, AdmitStatus
 from tierstore.cache.cache_state import Tally
+from tierstore.cache.ddr import OVERHEAD_BYTES, DdrCache, capacity_for
 from tierstore.kernels.jit import JIT_ENABLED
 
 PolicyName = Literal["lru", "lfu", "tinylfu"]

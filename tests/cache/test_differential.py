@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.cache.reference import ReferenceCache
 from tests.cache.test_index import key_with
 from tests.conformance.row_cache import order_of, take
-from tierstore.cache import Admission, AdmitStatus, DdrCache
+from tierstore.cache.base import Admission, AdmitStatus
+from tierstore.cache.ddr import DdrCache
 from tierstore.kernels.arrays import Int32s, Int64s
 
 # Twelve ordinary keys, and four that share one fingerprint.

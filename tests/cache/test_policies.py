@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bench.data import criteo_keys
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access, oracle_order, order_of
-from tierstore.cache import DdrCache
 from tierstore.cache.cache_state import Tally
+from tierstore.cache.ddr import DdrCache
 from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.jit import JIT_ENABLED
 

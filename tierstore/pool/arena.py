@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache import RowCache
+from ..cache.base import RowCache
 from ..errors import ClosedError
 from ..kernels import quantized
 from ..kernels import slots as kernels

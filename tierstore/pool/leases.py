@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache import Admission, AdmitStatus, CacheCounters
+from ..cache.base import Admission, AdmitStatus, CacheCounters
 from ..config import TableConfig
 from ..errors import BudgetError
 from ..kernels import slots as kernels

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import DdrCache, FullCache
 from ..cache.base import LOADING, RESIDENT
+from ..cache.ddr import DdrCache
+from ..cache.full import FullCache
 from ..errors import ClosedError
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Int64s, Weights

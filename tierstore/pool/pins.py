@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from typing import Final
 
-from ..cache import Pinned
+from ..cache.base import Pinned
 from ..kernels.arrays import Int32s
 from .arena import Arena
 from .bags import NO_INTS

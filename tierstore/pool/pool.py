@@ -17,7 +17,8 @@ batches), ``transfers`` (rows in and out by key), and ``writeback``.
 import logging
 from typing import Final
 
-from ..cache import FullCache, RowCache
+from ..cache.base import RowCache
+from ..cache.full import FullCache
 from ..io import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout

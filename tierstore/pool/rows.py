@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..cache import DdrCache, FullCache
 from ..cache.base import CHANGED, DIRTY, LOADING, RESIDENT
+from ..cache.ddr import DdrCache
+from ..cache.full import FullCache
 from ..kernels.arrays import Int32s, Int64s
 from . import direct
 from .arena import Arena, pool_part

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..cache import CacheCounters
+from ..cache.base import CacheCounters
 
 
 class TierStats(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..cache import Admission
+from ..cache.base import Admission
 from ..kernels import quantized
 from ..kernels import slots as kernels
 from ..kernels.arrays import Bools, Floats, Int32s, Int64s, Words

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from ..cache import Pinned, RowCache
+from ..cache.base import Pinned, RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
