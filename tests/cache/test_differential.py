@@ -210,6 +210,8 @@ class TwinMachine(RuleBasedStateMachine):
             one, other = (sorted(cache.keys_of(getattr(cache, listed)()).tolist()) for cache in (fast, slow))
             assert one == other, listed
         fast_slots, slow_slots = fast.resident_slots(), slow.resident_slots()
+        one, other = (cache.by_admission(slots) for cache, slots in ((fast, fast_slots), (slow, slow_slots)))
+        assert fast.keys_of(one).tolist() == slow.keys_of(other).tolist()
         for cache, slots in ((fast, fast_slots), (slow, slow_slots)):
             loaded = np.array([slot for slot in slots if not cache.is_loading(np.array([slot], np.int32))], np.int32)
             assert cache.weights[loaded, 0].view(np.int64).tolist() == cache.keys_of(loaded).tolist()
