@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tierstore.cache.ddr import DdrCache, PolicyName
+from tierstore.cache.ddr import DdrCache
 
 from .common import Goal, Report, Run, Table, start
 from .data import criteo_keys, require_criteo
@@ -14,7 +14,7 @@ from .peers.cachesim import hit_rate, policies, write_trace
 
 __all__ = ["run"]
 
-OWN: Final[tuple[PolicyName, ...]] = ("tinylfu", "lru", "lfu")
+OWN: Final = ("tinylfu", "lru", "lfu")
 
 
 def _drawn(seed: int, n: int, rows: int) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tierstore import init, optim
-from tierstore.cache import POLICIES
+from tierstore.cache.ddr import POLICIES
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
 
 _SEEDS: Final = st.integers(-(2**63), 2**64 - 1)

@@ -13,7 +13,7 @@ from bench.data import ROOT
 from tests.conformance.cold_tier import WIDE, keys_of, write_rows
 from tests.io.support import open_tier
 from tierstore import config, layout
-from tierstore.cache import host_cache as host
+from tierstore.cache import base as host
 from tierstore.dist.plan import MAX_RANKS, Plan
 from tierstore.hbm import cache as device_cache
 from tierstore.io import btree, records

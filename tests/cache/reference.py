@@ -4,7 +4,7 @@ It shares nothing with the fast cache but the contract. ``size_bytes`` are those
 """
 
 from collections import Counter
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -21,8 +21,6 @@ from tierstore.cache.base import (
     Pinned,
 )
 from tierstore.kernels.arrays import Int32s, Int64s, Words
-
-PolicyName = Literal["lru", "lfu", "tinylfu"]
 
 
 def _aligned(capacity: int, words: int) -> Words:
@@ -45,7 +43,7 @@ class ReferenceCache:
         ValueError: for any of them out of range.
     """
 
-    def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: PolicyName) -> None:
+    def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: str) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1")
         if weight_words < 0 or state_words < 0:

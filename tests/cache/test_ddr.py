@@ -2,30 +2,26 @@
 
 import contextlib
 import tracemalloc
-from typing import Literal
 
 import numpy as np
 import psutil
 import pytest
 
 from tests.conformance.row_cache import admitted, keys_from, order_of, visit
-from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for
 from tierstore.cache import admission as kernels
-from tierstore.cache.base import STAMP
+from tierstore.cache.base import STAMP, Admission, AdmitStatus
 from tierstore.cache.cache_state import Tally
+from tierstore.cache.ddr import OVERHEAD_BYTES, DdrCache, capacity_for
 from tierstore.kernels.jit import JIT_ENABLED
 
-PolicyName = Literal["lru", "lfu", "tinylfu"]
-POLICY_NAMES: tuple[PolicyName, ...] = ("lru", "lfu", "tinylfu")
+POLICY_NAMES = ("lru", "lfu", "tinylfu")
 
 
 @pytest.mark.parametrize(
     ("policy", "stated_bytes", "fixed_bytes"),
     [("lru", 44, 500), ("lfu", 60, 500), ("tinylfu", 60, 37_800)],
 )
-def test_overhead_is_what_is_stated_and_what_is_allocated(
-    policy: PolicyName, stated_bytes: int, fixed_bytes: int
-) -> None:
+def test_overhead_is_what_is_stated_and_what_is_allocated(policy: str, stated_bytes: int, fixed_bytes: int) -> None:
     assert OVERHEAD_BYTES[policy] == stated_bytes
     capacity, weight_words, state_words = 50_000, 32, 4
     tracemalloc.start()
@@ -44,9 +40,7 @@ def test_overhead_is_what_is_stated_and_what_is_allocated(
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize(("weight_words", "state_words"), [(32, 1), (1, 0), (0, 0)])
 @pytest.mark.parametrize("budget_bytes", [400, 1000, 4096, 1_000_003])
-def test_capacity_is_the_largest_that_fits(
-    policy: PolicyName, weight_words: int, state_words: int, budget_bytes: int
-) -> None:
+def test_capacity_is_the_largest_that_fits(policy: str, weight_words: int, state_words: int, budget_bytes: int) -> None:
     capacity = capacity_for(policy, budget_bytes, weight_words=weight_words, state_words=state_words)
     if capacity:
         cache = DdrCache(capacity, weight_words=weight_words, state_words=state_words, policy=policy)
@@ -71,7 +65,7 @@ def test_memory_is_taken_as_slots_are_used() -> None:
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_stamps_start_over(policy: PolicyName) -> None:
+def test_stamps_start_over(policy: str) -> None:
     cache = DdrCache(4, weight_words=0, state_words=0, policy=policy)
     # Key 3 keeps stamp 1, which the admission after the last number has again.
     visit(cache, 3)
@@ -89,7 +83,7 @@ def test_stamps_start_over(policy: PolicyName) -> None:
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("policy", ["lfu", "tinylfu"])
-def test_admission_passes_each_pinned_slot_once(policy: PolicyName) -> None:
+def test_admission_passes_each_pinned_slot_once(policy: str) -> None:
     # Half of the cache is pinned and first in line; a scan from the start for each victim would take minutes.
     capacity = 100_000 if JIT_ENABLED else 200
     half = capacity // 2
@@ -124,3 +118,16 @@ def test_a_round_of_aging_that_was_cut_short_is_begun_again(monkeypatch: pytest.
         cache.release(admission)
     assert cuts > 20
     assert np.array_equal(behind[len(waiting) // 2 :], kept)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("prepare", ["pin", "mark_dirty", "freeze"])
+def test_replay_needs_a_quiet_cache(prepare: str) -> None:
+    cache = DdrCache(2, weight_words=1, state_words=0, policy="lru")
+    visit(cache, 1)
+    slots = cache.find(keys_from(1))
+    getattr(cache, "pin" if prepare == "pin" else "mark_dirty")(slots)
+    if prepare == "freeze":
+        cache.freeze()
+    with pytest.raises(AssertionError, match=r"pinned|dirty"):
+        cache.access(keys_from(2))

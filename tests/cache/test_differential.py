@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.cache.reference import ReferenceCache
 from tests.cache.test_index import key_with
 from tests.conformance.row_cache import order_of, take
-from tierstore.cache import Admission, AdmitStatus, DdrCache
+from tierstore.cache.base import Admission, AdmitStatus
+from tierstore.cache.ddr import DdrCache
 from tierstore.kernels.arrays import Int32s, Int64s
 
 # Twelve ordinary keys, and four that share one fingerprint.
@@ -209,6 +210,8 @@ class TwinMachine(RuleBasedStateMachine):
             one, other = (sorted(cache.keys_of(getattr(cache, listed)()).tolist()) for cache in (fast, slow))
             assert one == other, listed
         fast_slots, slow_slots = fast.resident_slots(), slow.resident_slots()
+        one, other = (cache.by_admission(slots) for cache, slots in ((fast, fast_slots), (slow, slow_slots)))
+        assert fast.keys_of(one).tolist() == slow.keys_of(other).tolist()
         for cache, slots in ((fast, fast_slots), (slow, slow_slots)):
             loaded = np.array([slot for slot in slots if not cache.is_loading(np.array([slot], np.int32))], np.int32)
             assert cache.weights[loaded, 0].view(np.int64).tolist() == cache.keys_of(loaded).tolist()

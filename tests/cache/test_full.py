@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.reference import ReferenceCache
-from tierstore.cache import Admission, AdmitStatus, FullCache, RowCache
+from tierstore.cache.base import Admission, AdmitStatus, RowCache
+from tierstore.cache.full import FullCache
 from tierstore.layout import KEY_ROW_BITS
 
 pytestmark = pytest.mark.kernel

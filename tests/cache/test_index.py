@@ -11,8 +11,6 @@ from tierstore.cache.index import ABSENT, SLOT_DTYPE, index_places
 
 pytestmark = pytest.mark.kernel
 
-fingerprint_of = from_python(kernels.fingerprint_of)
-home_of = from_python(kernels.home_of)
 index_erase = from_python(kernels.index_erase)
 index_find = from_python(kernels.index_find)
 index_insert = from_python(kernels.index_insert)

@@ -14,7 +14,8 @@ import torch
 
 from tests.hbm.counting import counting
 from tests.tiers import TroubledTier
-from tierstore import cache, init, optim
+from tierstore import init, optim
+from tierstore.cache.ddr import DdrCache
 from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError
 from tierstore.hbm import pool as hbm_pool
@@ -66,7 +67,7 @@ def cold() -> TroubledTier:
 def below(cold: TroubledTier) -> Below:
     layout = CONFIG.layout(4096)
     cold.add_table(0, layout, ROWS)
-    rows = cache.make_cache("lru", BELOW, weight_words=layout.weight_words, state_words=layout.state_words)
+    rows = DdrCache(BELOW, policy="lru", weight_words=layout.weight_words, state_words=layout.state_words)
     pool = Pool(layout, rows, cold, Workers(1), transaction_bytes=1 << 16, outbox_rows=8, epoch=1, readonly=False)
     pool.leases.add_table(0, CONFIG)
     return Below(pool)

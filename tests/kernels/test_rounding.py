@@ -13,7 +13,7 @@ from torch import Tensor
 import tierstore
 from tests.oracle import jagged
 from tierstore import errors, optim
-from tierstore.cache import FullCache
+from tierstore.cache.full import FullCache
 from tierstore.exchange import export_store, import_files
 from tierstore.kernels import floats
 from tierstore.kernels.jit import JIT_ENABLED, kernel

@@ -11,7 +11,7 @@ import torch
 
 import tierstore
 from tests.plan.hosts import GIB, MIB, flat_demand, make_host, make_setup, make_workload
-from tierstore.cache import FullCache
+from tierstore.cache.full import FullCache
 from tierstore.plan import Setup, TableShape, Workload
 from tierstore.plan.accesses import Accesses
 from tierstore.plan.demand import Demand

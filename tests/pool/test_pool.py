@@ -11,8 +11,9 @@ import torch
 
 import tierstore
 from tests.tiers import TroubledTier
-from tierstore import cache, init, optim
-from tierstore.cache import FullCache
+from tierstore import init, optim
+from tierstore.cache.ddr import DdrCache
+from tierstore.cache.full import FullCache
 from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
 from tierstore.io import MemoryColdTier
@@ -29,7 +30,7 @@ CONFIG = TableConfig(
 def make_pool(tier: Any, policy: str = "lru") -> Pool:
     layout = CONFIG.layout(4096)
     tier.add_table(0, layout, ROWS)
-    rows = cache.make_cache(policy, CAPACITY, weight_words=layout.weight_words, state_words=layout.state_words)
+    rows = DdrCache(CAPACITY, policy=policy, weight_words=layout.weight_words, state_words=layout.state_words)
     made = Pool(layout, rows, tier, Workers(1), transaction_bytes=1 << 16, outbox_rows=8, epoch=1, readonly=False)
     made.leases.add_table(0, CONFIG)
     return made

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierstore.cache import Admission, AdmitStatus, DdrCache, Listing
+from tierstore.cache.base import Admission, AdmitStatus, Listing
+from tierstore.cache.ddr import DdrCache
 from tierstore.store import newer
 from tierstore.store.newer import resident_keys
 

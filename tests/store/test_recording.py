@@ -13,7 +13,7 @@ import torch
 
 import tierstore
 from tests.recordings import Batch, Feature, check, random_batch
-from tierstore.cache import FullCache
+from tierstore.cache.full import FullCache
 from tierstore.errors import DiskFullError, TierstoreError
 from tierstore.store import recording
 from tierstore.store.recording import require_recordable

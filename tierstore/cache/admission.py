@@ -12,18 +12,28 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from .base import CONSUMED, LOADING, NUM_MISSING, NUM_UNIQUE, RESIDENT, UNCLEAN, AdmitStatus
+from .base import (
+    CONSUMED,
+    LOADING,
+    NOTHING_WRONG,
+    NUM_MISSING,
+    NUM_UNIQUE,
+    RESIDENT,
+    UNCLEAN,
+    AdmitStatus,
+    is_resident,
+    pin_slot,
+    restart,
+    unpin_slot,
+)
 from .cache_state import CacheState, Tally
-from .half_life import NUM_SPEEDS, HalfLife, choose_rate, sample_key, score_hits
-from .host_cache import NOTHING_WRONG, restart, unpin_slot
 from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch, place_in
-from .policies import policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
+from .policies import policy_insert, policy_remove, policy_touch
+from .tinylfu import HIT, KEPT, NUM_SPEEDS, HalfLife, choose_rate, policy_begin, policy_settle, sample_key
 
 _TOUCHED: Final = 32  # set only within ``touch_slots``
 
-_COMPLETE: Final = int(AdmitStatus.COMPLETE)
-_DIRTY_VICTIM: Final = int(AdmitStatus.DIRTY_VICTIM)
-_ALL_PINNED: Final = int(AdmitStatus.ALL_PINNED)
+_COMPLETE, _DIRTY_VICTIM, _ALL_PINNED = (int(status) for status in AdmitStatus)
 
 
 @inline
@@ -62,22 +72,11 @@ def _enter(state: CacheState, key: Any, slot: Any, flags: Any) -> None:
     state.tallies[Tally.FILLED] += flags & LOADING == 0
 
 
-@inline
-def _is_resident(state: CacheState, slot: Any) -> Any:
-    return 0 <= slot < state.slots.size - 1 and state.slots[slot]["flags"] != 0
-
-
 @kernel
 def admit_keys(
-    state: CacheState,
-    keys: Int64s,
-    order: Int32s,
-    stamp: int,
-    inverse: Int32s,
-    unique_slots: Int32s,
-    missing: Int32s,
-    progress: Int64s,
-) -> int:
+    state: CacheState, keys: Int64s, order: Int32s, stamp: int, inverse: Int32s, unique_slots: Int32s,
+    missing: Int32s, progress: Int64s,
+) -> int:  # fmt: skip
     """``RowCache.admit``; ``progress`` is of ``Pinned``, brought up to date.
 
     The victim is looked for behind ``cursor``: every slot before it in eviction order is pinned, and stays so during
@@ -124,8 +123,7 @@ def admit_keys(
         if is_missing:
             missing[num_missing] = num_unique
             num_missing += 1
-        tallies[Tally.PINNED] += slots[slot]["pins"] == 0
-        slots[slot]["pins"] += 1
+        pin_slot(slots["pins"], tallies, slot)
         slots[slot]["stamp"] = stamp
         slots[slot]["number"] = num_unique
         unique_slots[num_unique] = slot
@@ -166,7 +164,8 @@ def age(state: CacheState, half_life: HalfLife) -> None:
     """TinyLFU: replay a complete round in the small caches; change the rate."""
     half_life.waiting[0] = 0
     for speed in range(NUM_SPEEDS):
-        score_hits(half_life, speed, _replay(half_life.small[speed], half_life.waiting[1:]))
+        hits = _replay(half_life.small[speed], half_life.waiting[1:])
+        half_life.scores[speed] += HIT * hits - half_life.scores[speed] // KEPT
     state.tallies[Tally.RATE] = choose_rate(half_life.scores)
 
 
@@ -191,15 +190,9 @@ def _release(state: CacheState, pinned: Int32s) -> None:
 
 @kernel
 def replay_batches(
-    state: CacheState,
-    half_life: HalfLife,
-    keys: Int64s,
-    starts: Int64s,
-    limits: Int64s,
-    pinned: Int32s,
-    is_hit: Bools,
+    state: CacheState, half_life: HalfLife, keys: Int64s, starts: Int64s, limits: Int64s, pinned: Int32s, is_hit: Bools,
     scratch: Int32s,
-) -> None:
+) -> None:  # fmt: skip
     """``DdrCache.access``.
 
     Args:
@@ -255,7 +248,7 @@ def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
     policy_begin(state, chosen.size)
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(state, slot):
+        if not is_resident(slots["flags"][:-1], slot):
             bad = i
             break
         tallies[Tally.LOOKUPS] += 1
@@ -309,22 +302,12 @@ def drop_slots(state: CacheState, chosen: Int32s, evictions: int) -> int:
     slots = state.slots
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(state, slot) or slots[slot]["pins"] > 0 or slots[slot]["flags"] & UNCLEAN:
+        if not is_resident(slots["flags"][:-1], slot) or slots[slot]["pins"] > 0 or slots[slot]["flags"] & UNCLEAN:
             return i
         _drop(state, slot)
         state.slots[slot]["next"] = state.tallies[Tally.FREE_SLOT]
         state.tallies[Tally.FREE_SLOT] = slot + 1
         state.tallies[Tally.EVICTIONS] += evictions
-    return NOTHING_WRONG
-
-
-@kernel
-def keys_of_slots(state: CacheState, chosen: Int32s, keys: Int64s) -> int:
-    for i in range(chosen.size):
-        slot = np.int64(chosen[i])
-        if not _is_resident(state, slot):
-            return i
-        keys[i] = state.slots[slot]["key"]
     return NOTHING_WRONG
 
 

@@ -1,27 +1,53 @@
-"""The warm tier: rows in host memory, evicted by exact LRU, exact LFU or TinyLFU.
+"""The warm tier: rows in host memory, evicted by one of these policies:
+
+=========  =====================================================================
+"auto"     what we think best: "tinylfu"; may change between releases
+"lru"      exact least-recently-used
+"lfu"      exact least-frequently-used
+"tinylfu"  least frequently used by counts that outlive residence and age, or
+           LRU where a sample says that it hits more
+=========  =====================================================================
 
 Besides its rows a cache needs ``OVERHEAD_BYTES`` for each: 12 of index, 32 of slot record, with LFU 16 of buckets, with
 TinyLFU 16 of sketch. And a cache of any size up to 500 bytes, with TinyLFU 37 KiB. Memory is taken from the system as
 slots are first used.
 """
 
-from typing import Any, Final, Literal, get_args
+import bisect
+from typing import Any, Final
 
 import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s
-from ..system.checks import require_int
+from ..system.checks import require_choice, require_int
 from . import admission as kernels
-from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing
-from .cache_state import BUCKET_BYTES, CacheState, Tally, new_state, state_bytes_of
-from .half_life import half_life_bytes_of, new_half_life
-from .host_cache import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, indexes, require_capacity
+from .base import (
+    CAPACITY_MAX,
+    DIRTY,
+    FROZEN,
+    LOADING,
+    NUM_UNIQUE,
+    NUMBER_MAX,
+    RESIDENT,
+    STAMP,
+    Admission,
+    AdmitStatus,
+    RowCache,
+    checked,
+)
+from .cache_state import (
+    BUCKET_BYTES,
+    LEVELS,
+    CacheState,
+    Tally,
+    arena_bytes,
+    new_state,
+    sketch_width,
+    state_bytes_of,
+)
 from .index import SLOT_DTYPE
-from .integrity import check_state
 from .policies import ranks_of
-from .sketch import sketch_width
-
-PolicyName = Literal["lru", "lfu", "tinylfu"]
+from .tinylfu import IN_WINDOW, half_life_bytes_of, new_half_life
 
 INDEX_BYTES: Final = 12
 OVERHEAD_BYTES: Final[dict[str, int]] = {
@@ -30,34 +56,55 @@ OVERHEAD_BYTES: Final[dict[str, int]] = {
     "tinylfu": INDEX_BYTES + SLOT_DTYPE.itemsize + sketch_width(4) // 4,
 }
 """Index and policy, in bytes per cached row."""
+AUTO: Final = "auto"
+"""The default policy's name."""
+_BEST: Final = "tinylfu"
+"""docs/performance.md has the measurements."""
+POLICIES: Final[tuple[str, ...]] = (AUTO, *OVERHEAD_BYTES)
 _STAMP_MAX: Final = 2**31 - 1
 _HITS: Final = int(Tally.HITS)
 
 
-def overhead_bytes_of(capacity: int, policy: PolicyName) -> int:
-    """Bytes a ``DdrCache`` of this capacity allocates besides its rows."""
-    return state_bytes_of(capacity, policy) + (half_life_bytes_of(capacity) if policy == "tinylfu" else 0)
+def resolve_policy(policy: str) -> str:
+    """The policy that a name stands for: "auto" stands for another, any other for itself."""
+    return _BEST if policy == AUTO else policy
 
 
-class DdrCache(HostCache):
-    """A ``RowCache`` in host memory.
+def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_words: int) -> int:
+    """The largest capacity whose rows, index and policy fit the budget; 0 if not even one row does."""
+    most = min(max(budget_bytes, 0) // OVERHEAD_BYTES[resolve_policy(policy)], CAPACITY_MAX)
+
+    def size_bytes(capacity: int) -> int:
+        return size_bytes_of(policy, capacity, weight_words=weight_words, state_words=state_words)
+
+    return bisect.bisect_right(range(1, most + 1), budget_bytes, key=size_bytes)
+
+
+def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words: int) -> int:
+    """Bytes of a cache of this capacity: rows, index and policy."""
+    name = resolve_policy(policy)
+    overhead = state_bytes_of(capacity, name) + (half_life_bytes_of(capacity) if name == "tinylfu" else 0)
+    return arena_bytes(capacity, weight_words) + arena_bytes(capacity, state_words) + overhead
+
+
+class DdrCache(RowCache):
+    """A row cache that evicts.
 
     Args:
         capacity: slots, at least 1.
         weight_words: 64-bit words of weights a row; 0 for a cache without rows, to simulate.
         state_words: 64-bit words of optimizer state a row.
-        policy: "lru", "lfu" or "tinylfu".
+        policy: one of ``POLICIES``.
 
     Raises:
         ValueError: for any of them out of range.
     """
 
-    def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: PolicyName) -> None:
-        require_capacity(capacity)
-        if policy not in get_args(PolicyName):
-            raise ValueError(f"policy={policy!r} is none of {', '.join(get_args(PolicyName))}")
-        self.policy: Final = policy
-        self._cache_state: CacheState = new_state(capacity, policy)
+    def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: str) -> None:
+        self.require_capacity(capacity)
+        require_choice(policy, POLICIES, "policy")
+        self.policy: Final = resolve_policy(policy)
+        self._cache_state: CacheState = new_state(capacity, self.policy)
         self._half_life = new_half_life(self._cache_state)
         slots = self._cache_state.slots[:-1]
         super().__init__(
@@ -65,20 +112,20 @@ class DdrCache(HostCache):
         )
 
     @property
-    def overhead_bytes(self) -> int:
-        """Of ``size_bytes``, index and policy."""
-        return overhead_bytes_of(self.capacity, self.policy)
+    def size_bytes(self) -> int:
+        words = {"weight_words": self.weights.shape[1], "state_words": self.state.shape[1]}
+        return size_bytes_of(self.policy, self.capacity, **words)
 
     def find(self, keys: Int64s) -> Int32s:
-        keys = checked_keys(keys)
+        keys = checked(keys, "int64")
         found: Int32s = np.empty(len(keys), np.int32)
         kernels.find_keys(self._cache_state.entries, self._cache_state.slots, keys, found)
         return found
 
     def touch(self, slots: Int32s) -> None:
-        slots = checked_slots(slots)
+        slots = checked(slots)
         distinct, before = np.empty_like(slots), self._cache_state.tallies[_HITS]
-        self.require(kernels.touch_slots(self._cache_state, slots, distinct), slots, "touch", "resident")
+        self._require(kernels.touch_slots(self._cache_state, slots, distinct), slots, "touch", "resident")
         self._observe(distinct[: self._cache_state.tallies[_HITS] - before])
 
     def use(self, keys: Int64s) -> Int32s | None:
@@ -105,16 +152,11 @@ class DdrCache(HostCache):
         stamp = progress.item(STAMP)
         assert stamp == self._cache_state.tallies[Tally.STAMP], "another admission ran between the calls of one"
         num_before = progress.item(NUM_UNIQUE)
+        keys = checked(admission.keys, "int64")
         status = kernels.admit_keys(
-            self._cache_state,
-            checked_keys(admission.keys),
-            admission.order,
-            stamp,
-            admission.inverse,
-            admission.unique_slots,
-            admission.missing,
-            progress,
-        )
+            self._cache_state, keys, admission.order, stamp, admission.inverse, admission.unique_slots,
+            admission.missing, progress,
+        )  # fmt: skip
         self._observe(admission.unique_slots[num_before : progress.item(NUM_UNIQUE)])
         return AdmitStatus(status)
 
@@ -130,21 +172,17 @@ class DdrCache(HostCache):
         found: Int32s = np.empty(min(count, self.num_resident), np.int32)
         return found[: kernels.dirty_victim_slots(self._cache_state, found, gap)]
 
-    def by_admission(self, slots: Int32s) -> Int32s:
-        sorted_slots: Int32s = slots[np.argsort(self._admitted(indexes(slots)), kind="stable")]  # the fastest kind here
-        return sorted_slots
+    def _keys_in(self, slots: Int32s) -> Int64s:
+        keys: Int64s = self._cache_state.slots["key"][slots]
+        return keys
+
+    def _ranks(self, slots: Any) -> Int32s:
+        return ranks_of(self._cache_state, slots)
 
     def _admitted(self, slots: Any) -> Int64s:
-        """int64 [n]: numbers that ascend by last admission, then by first use within it."""
         records = self._cache_state.slots  # whole records are copied ten times as slowly as fields
         admitted: Int64s = records["stamp"][slots].astype(np.int64) << 32 | records["number"][slots]
         return admitted
-
-    def keys_of(self, slots: Int32s) -> Int64s:
-        slots = checked_slots(slots)
-        keys: Int64s = np.empty(len(slots), np.int64)
-        self.require(kernels.keys_of_slots(self._cache_state, slots, keys), slots, "give the key of", "resident")
-        return keys
 
     def resident_slots(self) -> Int32s:
         listed: Int32s = np.empty(self.num_resident, np.int32)
@@ -152,15 +190,7 @@ class DdrCache(HostCache):
         assert count == len(listed), f"at least {count} slots in the policy's list, {len(listed)} resident"
         return listed
 
-    def list_more(self, listing: Listing, limit: int) -> bool:
-        """See RowCache. The order is by the policy's rank, then by last admission."""
-        stop = min(listing.next_slot + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
-        slots = listing.next_slot + np.flatnonzero(self.flags[listing.next_slot : stop])
-        listing.add(self._cache_state.slots["key"][slots], ranks_of(self._cache_state, slots), self._admitted(slots))
-        listing.next_slot = stop
-        return stop < self.capacity
-
-    def _drop(self, slots: Int32s, evictions: int) -> int:
+    def _drop_rows(self, slots: Int32s, evictions: int) -> int:
         return int(kernels.drop_slots(self._cache_state, slots, evictions))
 
     def access(self, keys: Int64s, starts: Int64s | None = None, *, depth: int = 0, held_rows: int = 0) -> Bools:
@@ -180,8 +210,12 @@ class DdrCache(HostCache):
         """
         require_int(depth, "depth", 0, NUMBER_MAX)
         require_int(held_rows, "held_rows", 0, NUMBER_MAX)
-        keys = checked_keys(keys)
-        starts = np.arange(len(keys) + 1) if starts is None else checked_starts(starts, len(keys))
+        keys = checked(keys, "int64")
+        starts = np.arange(len(keys) + 1) if starts is None else checked(starts, "int64").copy()
+        if not len(starts) or starts[0] != 0 or starts[-1] != len(keys) or (np.diff(starts) < 0).any():
+            raise ValueError(
+                f"starts must ascend from 0 to the number of keys, {len(keys)}; they are {starts[:8].tolist()} ..."
+            )
         unclean = self.num_dirty + self.num_frozen
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
         is_hit = np.empty(len(keys), np.bool_)
@@ -192,4 +226,90 @@ class DdrCache(HostCache):
         return is_hit
 
     def check_integrity(self) -> None:
-        check_state(self._cache_state)
+        """See RowCache. O(capacity)."""
+        terms = _slot_terms(self._cache_state) | _order_terms(self._cache_state)
+        counted = {name: (int(kept), np.count_nonzero(found)) for name, (kept, found) in terms.items()}
+        broken = "; ".join(name for name, (kept, found) in counted.items() if kept != found)
+        listed = ", ".join(f"{name}: {kept} kept, {found} counted" for name, (kept, found) in counted.items())
+        assert not broken, f"cache of {self.capacity} slots: broken: {broken}. Terms: {listed}"
+
+
+_Terms = dict[str, tuple[Any, Any]]
+"""By name, a number that is kept, and an array with as many that are true."""
+
+
+def _chain(following: Any, first: int, end: int) -> Int64s:
+    """The links from ``first`` to before ``end``, as many as there may be."""
+    links: list[int] = []
+    while first != end and len(links) < len(following):
+        links.append(first)
+        first = int(following[first])
+    return np.array(links, np.int64)
+
+
+def _freed(following: Any, first: int, num_used: int) -> Int64s:
+    """What was freed, numbers being one more in its chain, and what was never used."""
+    freed = _chain([0, *following.tolist()], first, 0) - 1
+    return np.concatenate([freed, np.arange(num_used, len(following))])
+
+
+def _listed(state: CacheState) -> Int64s:
+    """The slots in the policy's list, next victim first."""
+    root = len(state.slots) - 1
+    return _chain(state.slots["next"].tolist(), int(state.slots["next"][root]), root)
+
+
+def _slot_terms(state: CacheState) -> _Terms:
+    slots, tallies = state.slots, state.tallies
+    root, listed = len(slots) - 1, _listed(state)
+    flags, pins = slots["flags"][:-1], slots["pins"][:-1]
+    free = _freed(slots["next"][:-1], int(tallies[Tally.FREE_SLOT]), int(tallies[Tally.USED_SLOTS]))
+    found: Int32s = np.empty(len(listed), np.int32)
+    kernels.find_keys(state.entries, slots, slots["key"][listed], found)
+    num_resident, unclean = tallies[Tally.RESIDENT], flags & (DIRTY | FROZEN)
+    return {
+        "free slots": (root - num_resident, free >= 0),
+        "resident": (num_resident, flags & RESIDENT),
+        "filled": (tallies[Tally.FILLED], flags & (RESIDENT | LOADING) == RESIDENT),
+        "index entries": (num_resident, state.entries[:-1]),
+        "listed": (num_resident, listed >= 0),
+        "dirty": (tallies[Tally.DIRTY], flags & DIRTY),
+        "frozen": (tallies[Tally.FROZEN], flags & FROZEN),
+        "pinned": (tallies[Tally.PINNED], pins),
+        "free but in use": (0, flags[free] | pins[free]),
+        "listed but not resident": (0, flags[listed] & RESIDENT == 0),
+        "wrong back links": (0, slots["previous"][[*listed, root]] != [root, *listed]),
+        "not found by key": (0, found != listed),
+        "negative pins": (0, pins < 0),
+        "loading and dirty": (0, (flags & LOADING != 0) & (unclean != 0)),
+        "dirty and frozen": (0, unclean == DIRTY | FROZEN),
+        "flags or pins without a row": (0, ((flags != 0) | (pins != 0)) & (flags & RESIDENT == 0)),
+    }
+
+
+def _order_terms(state: CacheState) -> _Terms:
+    """Of LFU's buckets, and of TinyLFU's levels."""
+    root, listed, tallies = len(state.slots) - 1, _listed(state), state.tallies
+    if state.bucket is not None:
+        buckets = state.bucket[listed]
+        lasts = np.flatnonzero(np.diff(buckets, append=-1))
+        free = _freed(state.bucket_tail, int(tallies[Tally.FREE_BUCKET]), int(tallies[Tally.USED_BUCKETS]))
+        return {
+            "free buckets": (root - len(lasts), free >= 0),
+            "buckets' last slots wrong": (0, state.bucket_tail[buckets[lasts]] != listed[lasts]),
+            "buckets out of order": (0, np.diff(state.bucket_count[buckets[lasts]]) <= 0),
+        }
+    if not state.sketch.size:
+        return {}
+    rank = state.slots["rank"][listed]
+    in_window = rank & IN_WINDOW != 0
+    main, levels = listed[~in_window], rank[~in_window] & (LEVELS - 1)
+    tails = np.full(LEVELS, root, np.int32)
+    tails[levels] = main  # of equal levels the last one wins
+    return {
+        "window": (tallies[Tally.WINDOW_ROWS], in_window),
+        "window before main": (0, np.diff(in_window.astype(int)) < 0),
+        "levels out of order": (0, np.diff(levels) < 0),
+        "levels' last slots wrong": (0, state.level_tail != tails),
+        "last of main wrong": (0, tallies[Tally.MAIN_LAST] != [root, *main][-1]),
+    }

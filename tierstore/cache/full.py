@@ -10,16 +10,16 @@ from typing import Final
 
 import numpy as np
 
-from ..kernels.arrays import Bools, Bytes, Int32s, Int64s, Words
+from ..kernels.arrays import Bytes, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS, ROW_MASK
-from ..system.checks import require_int
 from .base import (
     CONSUMED,
     DIRTY,
     FLAGS,
     LOADING,
+    NOTHING_WRONG,
     NUM_MISSING,
     NUM_UNIQUE,
     RESIDENT,
@@ -27,25 +27,29 @@ from .base import (
     Admission,
     AdmitStatus,
     CacheCounters,
-    Listing,
-)
-from .cache_state import NUM_TALLIES, Tally
-from .host_cache import (
-    EIGHT,
-    NOTHING_WRONG,
-    NUMBER_MAX,
-    HostCache,
-    arena_bytes,
-    checked_keys,
-    checked_slots,
+    RowCache,
+    checked,
     indexes,
     is_resident,
     pin_slot,
-    require_capacity,
 )
+from .cache_state import NUM_TALLIES, Tally, arena_bytes
 from .index import ABSENT, place_in
 
 TABLE_BYTES: Final = 5 * 8  # host memory for each table of a store
+FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
+HITS_IN_PLACE: Final = NUM_TALLIES
+"""The place behind the tallies that other caches have: hits that compiled lookups count by atomic instructions."""
+_IN_OR_NOT: Final = RESIDENT | LOADING
+_AHEAD: Final = 32  # Slots: flags are fetched from memory so long before they are looked at
+_FILLED: Final = int(Tally.FILLED)
+_NO_FLAGS: Final = np.empty(0, np.uint8)
+
+
+def full_size_bytes(num_rows: int, *, weight_words: int, state_words: int) -> int:
+    """Bytes a ``FullCache`` of so many rows allocates, less ``TABLE_BYTES`` for each table of the store."""
+    rows = arena_bytes(num_rows, weight_words) + arena_bytes(num_rows, state_words)
+    return rows + num_rows * FULL_OVERHEAD_BYTES
 
 
 class RowNumbering:
@@ -64,11 +68,6 @@ class RowNumbering:
         self._first_of[self._tables] = self._firsts - self._low_of[self._tables]
 
     @property
-    def by_table(self) -> tuple[Int64s, Int64s, Int64s]:
-        """By table index: the slot that row 0 has or would have, the first row, and the one after the last."""
-        return self._first_of, self._low_of, self._high_of
-
-    @property
     def size_bytes(self) -> int:
         arrays = (self._tables, self._firsts, self._first_of, self._low_of, self._high_of)
         return sum(array.nbytes for array in arrays)
@@ -84,43 +83,21 @@ class RowNumbering:
         keys: Int64s = (tables << KEY_ROW_BITS) | (slots - self._first_of[tables])
         return keys
 
-    def slots_of(self, keys: Int64s) -> Int64s:
-        """int64 [n], of keys of the tables; AssertionError for others."""
-        assert self._are_rows(keys).all(), "a key that is no row of the tables"
-        slots: Int64s = self._first_of[keys >> KEY_ROW_BITS] + (keys & ROW_MASK)
+    def slots_of(self, keys: Int64s) -> Int32s:
+        """int32 [n], of keys of the tables; AssertionError for others."""
+        slots = self.find(keys, _NO_FLAGS)
+        assert slots.min(initial=0) >= 0, "a key that is no row of the tables"
         return slots
 
-    def _are_rows(self, keys: Int64s) -> Bools:
-        """bool [n]: which keys are of rows that have slots."""
-        tables = keys >> KEY_ROW_BITS
-        known = (tables >= 0) & (tables < len(self._high_of))
-        tables, rows = np.where(known, tables, 0), keys & ROW_MASK
-        found: Bools = known & (rows >= self._low_of[tables]) & (rows < self._high_of[tables])
-        return found
+    def find(self, keys: Int64s, flags: Bytes) -> Int32s:
+        """int32 [n]: the slots, or ABSENT of a key that is no row of the tables, or whose slot's ``flags`` are 0."""
+        slots: Int32s = np.empty(len(keys), np.int32)
+        _find(checked(keys, "int64"), self._first_of, self._low_of, self._high_of, flags, slots)
+        return slots
 
 
-FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
-HITS_IN_PLACE: Final = NUM_TALLIES
-"""The place behind the tallies that other caches have: hits that compiled lookups count by atomic instructions."""
-_IN_OR_NOT: Final = RESIDENT | LOADING
-_AHEAD: Final = 32  # Slots: flags are fetched from memory so long before they are looked at
-
-_RESIDENT: Final = int(Tally.RESIDENT)
-_FILLED: Final = int(Tally.FILLED)
-_LOOKUPS: Final = int(Tally.LOOKUPS)
-_HITS: Final = int(Tally.HITS)
-_MISSES: Final = int(Tally.MISSES)
-_EVICTIONS: Final = int(Tally.EVICTIONS)
-
-
-def full_size_bytes(num_rows: int, *, weight_words: int, state_words: int) -> int:
-    """Bytes a ``FullCache`` of so many rows allocates, less ``TABLE_BYTES`` for each table of the store."""
-    rows = arena_bytes(num_rows, weight_words) + arena_bytes(num_rows, state_words)
-    return rows + num_rows * FULL_OVERHEAD_BYTES
-
-
-class FullCache(HostCache):
-    """A ``RowCache`` in host memory with room for every row of some tables.
+class FullCache(RowCache):
+    """A row cache with room for every row of some tables.
 
     Args:
         tables: the range of the rows of each table, by table index.
@@ -137,19 +114,19 @@ class FullCache(HostCache):
 
     def __init__(self, tables: Mapping[int, range], *, weight_words: int, state_words: int) -> None:
         capacity = sum(len(rows) for rows in tables.values())
-        require_capacity(capacity)
+        self.require_capacity(capacity)
         self.numbering = RowNumbering(tables)
         flags, pins = np.zeros(capacity, np.uint8), np.zeros(capacity, np.int32)
-        super().__init__(
-            flags, pins, np.zeros(HITS_IN_PLACE + 1, np.int64), weight_words=weight_words, state_words=state_words
-        )
+        tallies = np.zeros(HITS_IN_PLACE + 1, np.int64)
+        super().__init__(flags, pins, tallies, weight_words=weight_words, state_words=state_words)
         self.tallies[Tally.USED_SLOTS] = capacity
         self.number: Int32s = np.zeros(capacity, np.int32)
         self._hits_in_place = 0
 
     @property
-    def overhead_bytes(self) -> int:
-        return int(self.flags.nbytes + self.number.nbytes + self.pins.nbytes + self.numbering.size_bytes)
+    def size_bytes(self) -> int:
+        words = {"weight_words": self.weights.shape[1], "state_words": self.state.shape[1]}
+        return full_size_bytes(self.capacity, **words) + self.numbering.size_bytes
 
     @property
     def is_complete(self) -> bool:
@@ -161,18 +138,13 @@ class FullCache(HostCache):
         """Counted: a kernel that updates rows marks them in ``flags``, which all its threads do at once."""
         return int(_count(self.flags, DIRTY))
 
-    @property
-    def _flag_words(self) -> Words:
-        words: Words = self.flags[: len(self.flags) // EIGHT * EIGHT].view(np.uint64)
-        return words
-
     def are_in(self, slots: Int32s) -> bool:
         """Whether the rows of all these slots are in."""
         return self.is_complete or bool(_are_in(slots, self.flags))
 
     def absent(self, slots: Int32s) -> Int32s:
         """Those of ``slots`` whose row is not in, each once."""
-        missing: Int32s = slots[(self.flags[indexes(slots)] & (RESIDENT | LOADING)) != RESIDENT]
+        missing: Int32s = slots[(self.flags[indexes(slots)] & _IN_OR_NOT) != RESIDENT]
         return np.unique(missing)
 
     def counters(self) -> CacheCounters:
@@ -184,49 +156,31 @@ class FullCache(HostCache):
         self._hits_in_place += count  # a number of Python's: to change one of numpy's takes as long as a small lookup
 
     def find(self, keys: Int64s) -> Int32s:
-        found: Int32s = np.empty(len(keys), np.int32)
-        _find(checked_keys(keys), *self.numbering.by_table, self.flags, found)
-        return found
+        return self.numbering.find(keys, self.flags)
 
     def touch(self, slots: Int32s) -> None:
-        slots = checked_slots(slots)
-        self.require(_touch(slots, self.flags, self.number, self.tallies), slots, "touch", "resident")
+        slots = checked(slots)
+        self._require(_touch(slots, self.flags, self.number, self.tallies), slots, "touch", "resident")
 
     def admit(self, admission: Admission) -> AdmitStatus:
         assert not admission.consumed, "an admission takes one call"
-        slots = self.numbering.slots_of(checked_keys(admission.keys)).astype(np.int32)
         _admit_slots(
-            slots, admission.order, self.flags, self.pins, self.number, admission.inverse, admission.unique_slots,
-            admission.missing, admission.progress, self.tallies,
+            self.numbering.slots_of(admission.keys), admission.order, self.flags, self.pins, self.number,
+            admission.inverse, admission.unique_slots, admission.missing, admission.progress, self.tallies,
         )  # fmt: skip
         return AdmitStatus.COMPLETE
 
     def dirty_victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - none leaves
         return np.empty(0, np.int32)
 
-    def by_admission(self, slots: Int32s) -> Int32s:
-        return slots
-
-    def keys_of(self, slots: Int32s) -> Int64s:
-        slots = checked_slots(slots)
-        allowed = self.flags[indexes(slots)] != 0
-        self.require(NOTHING_WRONG if allowed.all() else int(allowed.argmin()), slots, "give the key of", "resident")
+    def _keys_in(self, slots: Int32s) -> Int64s:
         return self.numbering.keys_at(slots)
 
     def resident_slots(self) -> Int32s:
         """int32 [num_resident], in order of their numbers: nothing is ever evicted for another row."""
-        return self.flagged(RESIDENT, self.num_resident)
+        return self._flagged(RESIDENT, self.num_resident)
 
-    def list_more(self, listing: Listing, limit: int) -> bool:
-        """See RowCache. Slots that are never another row's are listed in the order of their numbers."""
-        first = listing.next_slot
-        stop = min(first + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
-        found = np.flatnonzero(self.flags[first:stop] & np.uint8(RESIDENT)) + first
-        listing.add(self.numbering.keys_at(found.astype(np.int32)), np.zeros(len(found), np.int32), found)
-        listing.next_slot = stop
-        return stop < self.capacity
-
-    def _drop(self, slots: Int32s, evictions: int) -> int:
+    def _drop_rows(self, slots: Int32s, evictions: int) -> int:
         return int(_drop_slots(slots, evictions, self.flags, self.pins, self.tallies))
 
     def check_integrity(self) -> None:
@@ -248,13 +202,12 @@ class FullCache(HostCache):
 def _find(
     keys: Int64s, first_of: Int64s, low_of: Int64s, high_of: Int64s, flags: Bytes, slots: Int32s
 ) -> None:  # fmt: skip
-    """The slot of each key, or ABSENT where it is of no row or its row is not in."""
     for i in range(keys.size):
         table, row = keys[i] >> KEY_ROW_BITS, keys[i] & ROW_MASK
         slots[i] = ABSENT
         if 0 <= table < high_of.size and low_of[table] <= row < high_of[table]:
             slot = first_of[table] + row
-            if flags[slot] != 0:
+            if not flags.size or flags[slot] != 0:
                 slots[i] = slot
 
 
@@ -279,8 +232,8 @@ def _touch(slots: Int32s, flags: Bytes, number: Int32s, tallies: Int64s) -> int:
     for i in range(slots.size):
         if i + _AHEAD < slots.size:
             prefetch_item(number, np.int64(slots[i + _AHEAD]))
-        tallies[_HITS] += number[slots[i]] == i
-    tallies[_LOOKUPS] += slots.size
+        tallies[Tally.HITS] += number[slots[i]] == i
+    tallies[Tally.LOOKUPS] += slots.size
     return NOTHING_WRONG
 
 
@@ -300,9 +253,9 @@ def _drop_slots(slots: Int32s, evictions: int, flags: Bytes, pins: Int32s, talli
         slot = np.int64(slots[i])
         if not is_resident(flags, slot) or flags[slot] & UNCLEAN or pins[slot] > 0:
             return i
-        tallies[_FILLED] -= flags[slot] & LOADING == 0
-        tallies[_RESIDENT] -= 1
-        tallies[_EVICTIONS] += evictions
+        tallies[Tally.FILLED] -= flags[slot] & LOADING == 0
+        tallies[Tally.RESIDENT] -= 1
+        tallies[Tally.EVICTIONS] += evictions
         flags[slot] = 0
     return NOTHING_WRONG
 
@@ -332,7 +285,7 @@ def _admit_slots(
                 num_missing += 1
         inverse[position] = known
     progress[CONSUMED], progress[NUM_UNIQUE], progress[NUM_MISSING] = slots.size, num_unique, num_missing
-    tallies[_RESIDENT] += reserved
-    tallies[_LOOKUPS] += slots.size
-    tallies[_MISSES] += num_missing
-    tallies[_HITS] += num_unique - num_missing
+    tallies[Tally.RESIDENT] += reserved
+    tallies[Tally.LOOKUPS] += slots.size
+    tallies[Tally.MISSES] += num_missing
+    tallies[Tally.HITS] += num_unique - num_missing

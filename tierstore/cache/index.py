@@ -6,9 +6,8 @@ slot's key only where the fingerprints agree. The table has half as many places 
 least a third are empty and every probe ends. The array's last word is the secret of ``kernels.hashing``, by which keys
 are mixed.
 
-Sources: mixer, "Mix13" of D. Stafford as used by G. Steele, D. Lea and C. Flood, Fast splittable pseudorandom number
-generators (OOPSLA 2014); range reduction, D. Lemire, Fast random integer generation in an interval (2019); backward
-shift, D. Knuth, The Art of Computer Programming, vol. 3, section 6.4, algorithm R.
+Sources: range reduction, D. Lemire, Fast random integer generation in an interval (2019); backward shift, D. Knuth, The
+Art of Computer Programming, vol. 3, section 6.4, algorithm R.
 """
 
 from typing import Any, Final
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Int32s, Int64s, Words
+from ..kernels.hashing import half_mixed
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_inline as inline
 
@@ -35,7 +35,7 @@ SLOT_DTYPE: Final = np.dtype(
     ]
 )
 """All a hit needs to know of a slot, in half a cache line. ``previous``, ``next`` and ``rank`` are the policy's;
-``stamp`` and ``number`` are the admission that last resolved the slot and the row's unique number in it (ddr.py)."""
+``stamp`` and ``number`` are the admission that last resolved the slot and the row's unique number in it."""
 
 ABSENT: Final = -1
 
@@ -43,11 +43,6 @@ _FAR: Final = 32
 _NEAR: Final = 16
 """Keys ahead, for ``index_prefetch``: time enough for a read from memory to arrive, and few enough to stay in cache."""
 
-_MIX_A: Final = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_B: Final = np.uint64(0x94D049BB133111EB)
-_SHIFT_A: Final = np.uint64(30)
-_SHIFT_B: Final = np.uint64(27)
-_SHIFT_C: Final = np.uint64(31)
 _HALF: Final = np.uint64(32)
 _SLOT_MASK: Final = np.uint64(0xFFFFFFFF)
 _EMPTY: Final = np.uint64(0)
@@ -60,27 +55,6 @@ def index_places(capacity: int) -> int:
 
 
 @inline
-def _half_mixed(key: Any) -> np.uint64:
-    """uint64: the mixer without its last step."""
-    mixed = np.uint64(key)
-    mixed = (mixed ^ (mixed >> _SHIFT_A)) * _MIX_A
-    return (mixed ^ (mixed >> _SHIFT_B)) * _MIX_B
-
-
-@inline
-def mixed_key(key: Any) -> np.uint64:
-    """uint64: all of the mixed key."""
-    mixed = _half_mixed(key)
-    return mixed ^ (mixed >> _SHIFT_C)
-
-
-@inline
-def fingerprint_of(key: Any) -> np.uint64:
-    """uint64 below 2**32: the upper half of the key, mixed but for the last step."""
-    return _half_mixed(key) >> _HALF
-
-
-@inline
 def home_of(fingerprint: np.uint64, places: np.uint64) -> np.uint64:
     """The place a probe starts at; ``places`` is uint64."""
     return (fingerprint * places) >> _HALF
@@ -88,7 +62,8 @@ def home_of(fingerprint: np.uint64, places: np.uint64) -> np.uint64:
 
 @inline
 def _fingerprint(index: Words, key: Any) -> np.uint64:
-    return fingerprint_of(np.uint64(key) ^ index[np.uint64(index.size - 1)])
+    """uint64 below 2**32."""
+    return half_mixed(np.uint64(key) ^ index[np.uint64(index.size - 1)]) >> _HALF
 
 
 @inline
@@ -113,8 +88,8 @@ def index_find(index: Words, slots: SlotRecords, key: Any) -> np.int64:
 
 @inline
 def place_in(order: Int32s, number: Any) -> Any:
-    """int64: the position that comes ``number``-th in an order, of which an empty one is that of positions."""
-    return np.int64(order[number]) if order.size else np.int64(number)
+    """uint64: the position that comes ``number``-th in an order, of which an empty one is that of positions."""
+    return np.uint64(order[number]) if order.size else np.uint64(number)
 
 
 @inline
@@ -133,15 +108,10 @@ def index_prefetch(index: Words, slots: SlotRecords, keys: Int64s, order: Int32s
 
 
 @inline
-def _entry_of(index: Words, key: Any, slot: Any) -> np.uint64:
-    return (_fingerprint(index, key) << _HALF) | (np.uint64(slot) + _ONE)
-
-
-@inline
-def _place_of(index: Words, key: Any, wanted: np.uint64) -> np.uint64:
-    """The first place from the key's home on that has the wanted entry, of which there is one."""
+def _place_of(index: Words, fingerprint: np.uint64, wanted: np.uint64) -> np.uint64:
+    """The first place from the home on that has the wanted entry, of which there is one."""
     places = np.uint64(index.size - 1)
-    place = home_of(_fingerprint(index, key), places)
+    place = home_of(fingerprint, places)
     for _ in range(index.size):
         if index[place] == wanted:
             break
@@ -154,14 +124,15 @@ def _place_of(index: Words, key: Any, wanted: np.uint64) -> np.uint64:
 @inline
 def index_insert(index: Words, key: Any, slot: Any) -> None:
     """Enter a key that is not in the index."""
-    index[_place_of(index, key, _EMPTY)] = _entry_of(index, key, slot)
+    fingerprint = _fingerprint(index, key)
+    index[_place_of(index, fingerprint, _EMPTY)] = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
 
 
 @inline
 def index_erase(index: Words, key: Any, slot: Any) -> None:
     """Remove the entry of a resident slot, and close the gap behind it."""
-    places = np.uint64(index.size - 1)
-    hole = _place_of(index, key, _entry_of(index, key, slot))
+    places, fingerprint = np.uint64(index.size - 1), _fingerprint(index, key)
+    hole = _place_of(index, fingerprint, (fingerprint << _HALF) | (np.uint64(slot) + _ONE))
     place = hole
     for _ in range(index.size):
         place += _ONE

@@ -13,7 +13,7 @@ import numpy as np
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import uncounted_inline as inline
 from .cache_state import LEVELS, CacheState, Tally, link_after, unlink
-from .tinylfu import IN_WINDOW, tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
+from .tinylfu import IN_WINDOW, tinylfu_insert, tinylfu_remove, tinylfu_touch
 
 
 @inline
@@ -131,17 +131,3 @@ def policy_remove(state: CacheState, bucket: Any, slot: Any) -> None:
         if bucket is not None:
             _leave_bucket(state, slot)
         unlink(state.slots, slot)
-
-
-@inline
-def policy_begin(state: CacheState, num_accesses: Any) -> None:
-    """Before a call that counts so many accesses: bring the order of eviction up to date."""
-    if state.sketch.size:
-        tinylfu_file(state, num_accesses)
-
-
-@inline
-def policy_settle(state: CacheState, num_accesses: Any) -> None:
-    """End a call that counted so many accesses: do what may move other slots than the accessed ones."""
-    if state.sketch.size:
-        tinylfu_settle(state, num_accesses)

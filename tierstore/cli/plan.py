@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _curve(options: argparse.Namespace) -> int:
-    from ..cache import resolve_policy
+    from ..cache.ddr import resolve_policy
     from ..plan.accesses import once_a_batch, read_accesses
     from ..plan.curves import by_table, curve, describe_curves
     from ..plan.json_file import write_json

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from ..cache import AUTO
+from ..cache.ddr import AUTO
 from ..config import TableConfig
 from ..errors import TableError, TierstoreError
 from ..io.cleaning import DEFAULT_SLACK

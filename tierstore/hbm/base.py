@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..cache import CacheCounters
+from ..cache.base import CacheCounters
 from ..errors import ClosedError, TableError
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS

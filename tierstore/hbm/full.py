@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import CacheCounters
+from ..cache.base import CacheCounters
 from ..cache.full import RowNumbering
 from ..kernels.arrays import Int64s
 from ..layout import RowLayout

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import Admission, AdmitStatus, DdrCache, size_bytes_of
-from ..cache.base import LOADING
+from ..cache.base import LOADING, Admission, AdmitStatus
 from ..cache.cache_state import Tally
+from ..cache.ddr import DdrCache, size_bytes_of
 from ..kernels.arrays import Int32s, Int64s
 from .staging import Sender
 

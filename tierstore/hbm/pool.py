@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import CacheCounters
-from ..cache.base import DIRTY, LOADING
+from ..cache.base import DIRTY, LOADING, CacheCounters
 from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import RowLayout

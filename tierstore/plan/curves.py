@@ -18,8 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache import resolve_policy
-from ..cache.ddr import DdrCache
+from ..cache.ddr import DdrCache, resolve_policy
 from ..kernels.arrays import Float64s, Int64s
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache import resolve_policy
+from ..cache.ddr import resolve_policy
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..settings.sections import nearest
 from ..system.excerpt import excerpt

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from ..cache import POLICIES, resolve_policy
+from ..cache.ddr import POLICIES, resolve_policy
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .demand import Demand

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from ..cache import resolve_policy
+from ..cache.ddr import resolve_policy
 from ..settings.sections import ConfigError
 from ..system.sizes import format_size
 from .accesses import Accesses, read_accesses

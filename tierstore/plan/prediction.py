@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from ..cache import POLICIES
+from ..cache.ddr import POLICIES
 from ..settings.sections import option
 from ..system.checks import require_choice
 from ..system.sizes import format_size

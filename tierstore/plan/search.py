@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..cache import POLICIES as STORE_POLICIES
+from ..cache.ddr import POLICIES as STORE_POLICIES
 from ..layout import DtypeName
 from ..settings.sections import option
 from ..system.sizes import format_size

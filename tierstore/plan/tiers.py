@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..cache import resolve_policy
+from ..cache.ddr import resolve_policy
 from ..cache.tinylfu import MOVED_MAX, MOVED_SHARE
 from ..errors import BudgetError
 from ..hbm.full import FullSize

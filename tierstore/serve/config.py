@@ -151,7 +151,7 @@ class ServeConfig:
     log_text: bool = option(False, "log plain lines instead of JSON")
 
     def __post_init__(self) -> None:
-        from ..cache import POLICIES  # which brings the compiler along
+        from ..cache.ddr import POLICIES  # which brings the compiler along
         from ..updates.client import parse_url
 
         if bool(self.store) == bool(self.stores):

@@ -5,7 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from .. import cache
+from ..cache import ddr
+from ..cache.full import TABLE_BYTES, full_size_bytes
 from ..errors import BudgetError
 from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
 from ..hbm.cache_state import WAYS
@@ -146,13 +147,13 @@ def _outbox_rows(cached: int) -> int:
 
 def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
     """What a pool with so many rows in its cache takes."""
-    return cache.size_bytes_of(policy, count, **_words(layout)) + outbox_bytes(layout, _outbox_rows(count))
+    return ddr.size_bytes_of(policy, count, **_words(layout)) + outbox_bytes(layout, _outbox_rows(count))
 
 
 def _full_bytes(layout: RowLayout, count: int, num_tables: int) -> int:
     """What a pool takes in which every row has a slot of its own."""
     outbox = outbox_bytes(layout, _outbox_rows(count))
-    return cache.full_size_bytes(count, **_words(layout)) + num_tables * cache.TABLE_BYTES + outbox
+    return full_size_bytes(count, **_words(layout)) + num_tables * TABLE_BYTES + outbox
 
 
 def _words(layout: RowLayout) -> dict[str, int]:
@@ -163,7 +164,7 @@ def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSi
     """What fits into ``share`` bytes, of ``count`` rows."""
     rows = bisect.bisect_right(range(1, count + 1), share, key=lambda rows: _pool_bytes(layout, rows, policy))
     outbox_rows = max(MIN_OUTBOX_ROWS, int(rows * OUTBOX_SHARE))
-    fitting = cache.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
+    fitting = ddr.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
     return PoolSize(min(fitting, count), outbox_rows, is_full=False)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..cache import Listing
+from ..cache.base import Listing
 from ..errors import ClosedError, DamagedError
 from ..io import ColdTier, NewerVersion
 from ..kernels.arrays import Int64s, Words

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from .. import cache
+from ..cache.ddr import AUTO, POLICIES
 from ..config import MAX_KEPT_VERSIONS, require_slack
 from ..errors import StoreLockedError
 from ..io.cleaning import DEFAULT_SLACK
@@ -40,7 +40,7 @@ def open_store(
     ddr: int | str = "50%",
     hbm: int | str = 0,
     device: str = "cpu",
-    policy: str = cache.AUTO,
+    policy: str = AUTO,
     threads: int | None = None,
     dtype: KeptAs = None,
 ) -> Store:
@@ -78,7 +78,7 @@ def open_store(
     """
     _require_mode(mode, version, dtype)
     _require_cold(cold, directory, mode)
-    require_choice(policy, cache.POLICIES, "policy")
+    require_choice(policy, POLICIES, "policy")
     require_memory(parse_size(ddr, name="ddr"), f"ddr={ddr!r}")
     keep = require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)

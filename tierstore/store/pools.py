@@ -9,7 +9,9 @@ from typing import Final
 
 import torch
 
-from .. import cache
+from ..cache.base import RowCache
+from ..cache.ddr import DdrCache
+from ..cache.full import FullCache
 from ..errors import TableError
 from ..hbm.base import IN_USE
 from ..hbm.build import DeviceSize, add_hbm, hbm_stats
@@ -206,12 +208,12 @@ def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> 
     return divide_hbm(budget, rows, given=memory.hbm)
 
 
-def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, policy: str) -> cache.RowCache:
+def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, policy: str) -> RowCache:
     words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
     if not size.is_full:
-        return cache.make_cache(policy, size.cached_rows, **words)
+        return DdrCache(size.cached_rows, policy=policy, **words)
     own = {table.index: table.rows for table in tables if table.layout == layout}
-    return cache.FullCache(own, **words)
+    return FullCache(own, **words)
 
 
 def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:
