@@ -61,8 +61,10 @@ def test_state_lies_beside_its_weights(tmp_path, key, expected):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"format": "pickle"}, ValueError, "format='pickle' is not one of safetensors, torch"),
-        ({"out": "rows.csv"}, ValueError, "the file's ending='.csv' is not one of .safetensors, .pt"),
+        ({"format": "pickle"}, ValueError, "format='pickle' is not one of safetensors, parquet"),
+        ({"out": "rows.csv"}, ValueError, "the file's ending='.csv' is not one of .safetensors, .parquet"),
+        ({"out": "rows.pt"}, ValueError, r"rows.pt: torch checkpoints are not written.*safetensors.torch.load_file"),
+        ({"format": "torch"}, ValueError, r"out: torch checkpoints are not written.*torch.save"),
         ({"tables": ["usr"]}, errors.TableError, "did you mean 'user'?"),
         ({"key": "weight"}, ValueError, r"names both 'item' and 'user' 'weight'; put \{table\} in it"),
         ({"tables": []}, ValueError, "nothing to export"),

@@ -30,7 +30,6 @@ _ARGUMENTS: Final = {
 """Arguments of ``import_files``, as its messages name them, and the flags for them."""
 _BY_LOSS: Final = ("by the log loss", "choose the type of each table and layer of a run, in place of --dtype")
 _KEY: Final = "embedding_bags.{table}.weight"
-_FORMATS: Final = ("safetensors", "torch", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 _OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 _POOLINGS: Final = ("sum", "mean", "max")
@@ -155,7 +154,7 @@ EXPORT: Final = command(
     (
         _DIRECTORY,
         arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
-        arg("--format", choices=_FORMATS, help="parquet takes one table (default: as OUT ends)"),
+        arg("--format", metavar="NAME", help="safetensors, or parquet for one table (default: as OUT ends)"),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg("--key", default=_KEY, metavar="TEXT", help=f"name of a table's tensor (default: {_KEY})"),
         arg("--state", help="add the optimizer state, as sum, exp_avg, exp_avg_sq"),
@@ -164,11 +163,11 @@ EXPORT: Final = command(
         arg("--force", help="replace OUT if it exists"),
         _MEMORY,
     ),
-    "write tables to a safetensors file, torch checkpoint or Parquet file",
+    "write tables to a safetensors or Parquet file",
     "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
     """examples:
   tierstore export shop shop.safetensors
-  tierstore export shop item.pt --table item --key weight
+  tierstore export shop item.safetensors --table item --key weight
   tierstore export shop whole.safetensors --state --dense
   tierstore export shop item.parquet --table item""",
 )

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from .. import optim
 from ..config import TableConfig
 from ..errors import TableError
-from ..exchange.importing import state_rows as state_of_file
-from ..exchange.keys import state_tensors, table_of
-from ..exchange.matching import Match, Settings, match_tables
+from ..exchange.importing import Match, match_tables
 from ..exchange.rows import RowValues, chunks, write_rows
-from ..exchange.sources import open_source
+from ..exchange.tensor_files import open_files, state_tensors, table_of
 from ..init import Initializer, Normal, Uniform
 from ..kernels.arrays import Floats
 from ..nn.anchor import Anchor
@@ -331,25 +329,26 @@ def _rows_of(
 
 
 def _rows_of_file(path: Path, tables: Mapping[str, _Found]) -> dict[str, _Rows]:
-    file = open_source(path)
-    known = {each.key: each.config.name for each in file.metadata.tables} if file.metadata else {}
+    file = open_files([path])
+    known = {key: each.config.name for key, each in file.exported.items()}
     known |= {each.key: name for name, each in tables.items() if each.key}
     taken = {key: name for key in file.tensors if (name := table_of(key, known)) in tables and name is not None}
     if missing := tables.keys() - taken.values():
         raise ValueError(f"{path} has no rows of table {min(missing)!r}, but {list(file.tensors)[:20]}")
     configs = {name: each.config for name, each in tables.items()}
-    return {match.config.name: _rows_of_match(match) for match in match_tables([file], taken, Settings(), configs)}
+    return {match.config.name: _rows_of_match(match) for match in match_tables(file, taken, {}, configs)}
 
 
 def _rows_of_match(match: Match) -> _Rows:
     if match.ids:
-        raise ValueError(f"{match.place} has dynamic ids: import it into a store, and give that as source")
-    state = (match.kept or TableState(match.updates or 0, match.config.optimizer.lr)) if match.states else None
+        raise ValueError(f"{match.weights.place} has dynamic ids: import it into a store, and give that as source")
+    rate = match.config.optimizer.lr if match.rate is None else match.rate
+    state = TableState(match.step or 0, rate) if match.states else None
 
     def read(start: int, stop: int) -> RowValues:
-        return _values(match.config, match.source.read(match.key, start, stop), state_of_file(match, start, stop))
+        return _values(match.config, *match.read(start, stop))
 
-    return _Rows(match.info.shape[0], read, state)
+    return _Rows(match.num_rows, read, state)
 
 
 def _load(rows: _Rows | Table | None, table: ShardedTable, rank: int) -> None:

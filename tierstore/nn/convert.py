@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .. import optim
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..exchange.keys import StateTensor, state_tensors
 from ..exchange.rows import chunks, write_rows
+from ..exchange.tensor_files import StateTensor, state_tensors
 from ..init import Initializer, Normal
 from ..layout import MAX_ROWS
 from ..pool.transfers import raw_weights

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import TierstoreError
-from ..exchange.keys import DEFAULT_KEY, IDS, StateTensor, state_key, state_tensors, weight_keys
 from ..exchange.rows import chunks, read_rows, write_rows
+from ..exchange.tensor_files import DEFAULT_KEY, IDS, StateTensor, state_key, state_tensors, weight_keys
 from ..layout import RowLayout
 from ..pool.transfers import raw_weights
 from ..store import Store, Table
