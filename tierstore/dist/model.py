@@ -20,11 +20,11 @@ from ..exchange.rows import RowValues, chunks, write_rows
 from ..exchange.tensor_files import open_files, state_tensors, table_of
 from ..init import Initializer, Normal, Uniform
 from ..kernels.arrays import Floats
-from ..nn.anchor import Anchor
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from ..nn.convert import Embedding, Rule, Rules, Weight, hung_on, rules_of, state_rows, weights_of
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.module import TieredModule, plain_names, take_place
+from ..nn.placeholder import Placeholder
 from ..pool.transfers import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
@@ -136,7 +136,7 @@ def shard(
             made = [(module, make(store)) for module, make in found.made.values()]
     store.unloaded -= new.keys()
     found.hand_over(store, made)
-    is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Anchor))
+    is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Placeholder))
     return data_parallel(model, **options) if is_trained else model
 
 

@@ -105,13 +105,13 @@ def import_files(
         FormatError: a file cannot be read. StoreLockedError: the store is open for writing elsewhere.
         DiskFullError, DamagedError, BudgetError: as ``tierstore.open`` and ``commit``.
     """
-    # Rows leave memory, and so are appended, in the order in which they came.
     found = open_files(dict.fromkeys(Path(path).absolute() for path in files))
     asked = {"optimizer": optimizer, "dtype": dtype, "pooling": pooling, "rounding": rounding}
     keep = 1
     if rows_path(Path(directory)).exists():
         with open_store(directory, mode="r") as store:
             keep = min(len(store.versions) + 1, MAX_KEPT_VERSIONS)
+    # Rows leave memory, and so are appended, in the order in which they came.
     opened = partial(open_store, directory, mode="w", keep=keep, ddr=ddr, policy="lru")
     with kept_if_committed(Path(directory)), opened() as store:
         existing = {name: table.config for name, table in store.tables.items()}
@@ -318,11 +318,8 @@ def _match(
     states = _states(files, weights, config, keys)
     ids = _ids(files, weights, config, theirs, keys)
     taken = [weights.key, *(tensor.key for _, tensor in states), *ids]
-    if exported is not None:
-        step, rate = exported.state
-    else:
-        step, rate = _count_of_updates(files, keys["step"], config), None
-        taken += [keys["step"]] if step is not None else []
+    step, rate = exported.state if exported else (_count_of_updates(files, keys["step"], config), None)
+    taken += [keys["step"]] if step is not None and not exported else []
     unused = [name for name in STATE_NAMES[:-1] if keys[name] in files.tensors and keys[name] not in taken]
     numbers = [] if config.ids is None else [np.arange(weights.shape[0])]
     _require_fits(weights, config, asked)
