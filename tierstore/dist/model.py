@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import optim
 from ..config import TableConfig
 from ..errors import TableError
 from ..exchange.importing import Match, match_tables
 from ..exchange.rows import RowValues, chunks, write_rows
-from ..exchange.tensor_files import open_files, state_tensors, table_of
+from ..exchange.tensor_files import open_files, table_of
 from ..init import Initializer, Normal, Uniform
 from ..kernels.arrays import Floats
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
-from ..nn.convert import Embedding, Rule, Rules, Weight, hung_on, rules_of, state_rows, weights_of
+from ..nn.convert import Embedding, Rule, Rules, Weight, hung_on, rules_of, weights_of
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.module import TieredModule, plain_names, take_place
 from ..nn.placeholder import Placeholder
@@ -120,7 +119,7 @@ def shard(
         raise TypeError(f"store must be a ShardedStore, as open_sharded gives, not {type(store).__name__}")
     with contextlib.ExitStack() as opened:
         with store.ranks.together("shard"):
-            found = _Model(model, tables, optimizer, init)
+            found = _Model(model, store, tables, optimizer, init)
             new = found.new_in(store)
             rows = _rows_of(source if new else None, new, opened)
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
@@ -154,12 +153,17 @@ class _Model:
     ``id``, with what makes a module over the store in place of each; ``trained`` is by table."""
 
     def __init__(
-        self, model: nn.Module, tables: Mapping[str, str] | None, rules: Any, init: Initializer | None
+        self,
+        model: nn.Module,
+        store: ShardedStore,
+        tables: Mapping[str, str] | None,
+        rules: Any,
+        init: Initializer | None,
     ) -> None:
         self.tables: dict[str, _Found] = {}
         self.made: dict[int, tuple[nn.Module, Callable[[ShardedStore], nn.Module]]] = {}
         self.trained: dict[str, Rule] = {}
-        self._rules, self._init, self._refused = rules, init, dict[str, str]()
+        self._store, self._rules, self._init, self._refused = store, rules, init, dict[str, str]()
         torchs, inner, plain = dict[str, Embedding](), set[int](), plain_names(model)
         for given, module in model.named_modules(remove_duplicate=False):
             path = plain[given]
@@ -265,8 +269,7 @@ class _Model:
         (rows, dim), init = weight.weight.shape, self._init or Normal(std=1.0)
         for module in weight.modules:
             self._put(weight.name, module, [name], is_trained=weight.weight.requires_grad)
-        pooling = (*weight.modes, "sum")[0]
-        config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=pooling, init=init)
+        config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=weight.mode, init=init)
         self._add_weight(weight.name, weight.weight, config, f"{prefix}weight")
 
     def hand_over(self, store: ShardedStore, made: Iterable[tuple[nn.Module, nn.Module]]) -> None:
@@ -283,18 +286,16 @@ class _Model:
             self._refused[path] = str(error)
         else:
             self.trained[config.name] = trained
-            config, state = replace(config, optimizer=trained.rule or optim.SGD()), trained.state
-            self._add(_Found(config, path, None if weight.is_meta else _rows_of_weight(weight, config, state), key))
+            known = self._store.tables.get(config.name)
+            config = replace(config, optimizer=trained.rule_of(None if known is None else known.config))
+            self._add(_Found(config, path, None if weight.is_meta else _rows_of_weight(weight, config, trained), key))
 
 
-def _rows_of_weight(weight: Tensor, config: TableConfig, state: Mapping[str, Any]) -> _Rows:
-    parts = state_tensors(config.optimizer, config.embedding_dim)
-    has_state = bool(parts) and all(part.name in state for part in parts)
-
+def _rows_of_weight(weight: Tensor, config: TableConfig, trained: Rule) -> _Rows:
     def read(start: int, stop: int) -> RowValues:
-        own = state_rows(state, parts, start, stop) if has_state else None
-        return _values(config, weight.detach()[start:stop].cpu(), own)
+        return _values(config, weight.detach()[start:stop].cpu(), trained.state_rows(config, start, stop))
 
+    state = trained.state
     kept = TableState(int(state["step"]), config.optimizer.lr) if "step" in state else None
     checksum = zlib.crc32(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return _Rows(len(weight), read, kept, checksum)

@@ -92,14 +92,12 @@ def export_store(
     """Write every row of some tables, as of one version, to one file; rows never written have their first values.
 
     Of a table with dynamic ids the rows are those of its ids, ascending, which are int64 [rows] ``ids`` alongside.
-
     Quantized rows are written as they are, uint8 [rows, stored columns]: what ``torch.ops.quantized`` looks up in. A
     Parquet file has one table's rows that were ever written, and is not imported again: ``id`` int64, ascending;
-    ``weight``, ``embedding_dim`` float32; with ``state``, each state by its name, float32. The store is opened
-    read-only and may be trained on meanwhile. Memory: ``ddr``, 4 bytes a row and at most 64 MiB.
+    ``weight``, ``embedding_dim`` float32; with ``state``, each state by its name. The store is opened read-only and may
+    be trained on meanwhile. Memory: ``ddr``, 4 bytes a row and at most 64 MiB.
 
     Args:
-        directory: the store's.
         out: the file; it appears when it is complete.
         format: "safetensors" or "parquet", which needs pyarrow; default: as ``out`` ends.
         tables: names; default: all.

@@ -42,20 +42,19 @@ from .tensor_files import (
 
 
 class TableImport(NamedTuple):
+    """``created``: the table is new. ``changed_rows``: that had other bits before. ``with_state``: optimizer state came
+    with the weights. ``nonfinite``: values that are NaN or infinite, as stored. ``notes``: what was left out or missing
+    of rows and optimizer state."""
+
     name: str
     key: str
     created: bool
-    """The table is new."""
     rows: int
     changed_rows: int
-    """Rows that had other bits before."""
     with_state: bool
-    """Optimizer state came with the weights."""
     nonfinite: int
-    """Values that are NaN or infinite, in the weights as stored."""
     config: TableConfig
     notes: tuple[str, ...]
-    """What was done without, or left out, of the table's rows and their optimizer state."""
 
 
 class ImportReport(NamedTuple):
@@ -80,24 +79,21 @@ def import_files(
 ) -> ImportReport:
     """Take tables from safetensors files or torch checkpoints into a store, and commit once all of it is there.
 
-    The store is made if there is none, and so are tables that it does not have; those that it has must have as many
-    columns and at least as many rows, and the dtype, and keep their configuration and their other rows. A tensor named
-    ``embedding_bags.TABLE.weight``, whatever stands before that, is a table; files written by ``export_store`` say
-    themselves what is. Optimizer state with the weights is taken too; without it in the file a table keeps what state
-    it has. ``extra`` and tensors of the last commit stay, and so do the kept versions.
+    The store is made if there is none, and so are tables that it does not have. Those that it has must have as many
+    columns, at least as many rows, and the dtype; they keep their configuration and their other rows. A tensor named
+    ``embedding_bags.TABLE.weight``, whatever stands before that, is a table; files by ``export_store`` say themselves
+    what is. Optimizer state with the weights is taken too; without it a table keeps what state it has. ``extra`` and
+    tensors of the last commit stay, and so do the kept versions.
 
     Memory: ``ddr``, 4 bytes a row and at most 64 MiB, however large the tables are. A run cut short leaves the
     last commit as it was (and perhaps new tables, empty); repeat it from the start. One that fails leaves no new store.
 
     Args:
-        directory: the store's.
         files: each tensor is in one of them.
         mapping: table by key; if there are any, these tensors alone are taken, with their optimizer state and ids.
             State that has another name is given as ``{KEY: "TABLE.exp_avg"}``; so are exp_avg_sq, sum, step and ids.
-        optimizer: of new tables; default: what the file says, else SGD(lr=0.01).
+        optimizer, pooling, rounding: of new tables; default: what the file says, else SGD(lr=0.01), "sum", "nearest".
         dtype: of the weights in the store; they are converted to it, rounded to nearest. Default: as in the file.
-        pooling: of new tables; default: what the file says, else "sum".
-        rounding: of training of new tables; default: what the file says, else "nearest".
         progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:
@@ -136,21 +132,18 @@ def import_files(
 
 
 class Match(NamedTuple):
-    """One table, ``config`` as if it were made, and where its parts are."""
+    """One table, ``config`` as if it were made, and where its parts are. ``ids``: of dynamic ids, int64 [rows], and
+    their scores if there are. ``step``: the count of updates that the file has; ``rate``: the learning rate of an exported
+    table. ``keys``: of all that is taken; ``unused``: names of the optimizer state that is not."""
 
     config: TableConfig
     weights: FileTensor
     states: Sequence[tuple[StateTensor, FileTensor]]
     ids: Sequence[Int64s]
-    """Of dynamic ids: int64 [rows] of the rows, and their scores if there are."""
     step: int | None
-    """The count of updates that the file has."""
     rate: float | None
-    """The learning rate of an exported table."""
     keys: Sequence[str]
-    """All that is taken."""
     unused: Sequence[str]
-    """Names of the optimizer state that is not."""
 
     @property
     def num_rows(self) -> int:
@@ -170,8 +163,8 @@ class Match(NamedTuple):
             width = self.config.optimizer.state_dim(self.config.embedding_dim)
             state = np.empty((stop - start, width), np.float32)
             for each, tensor in self.states:
-                state[:, each.first : each.last] = tensor.read(start, stop).reshape(stop - start, -1).numpy()
-        return self.weights.read(start, stop), state
+                state[:, each.first : each.last] = tensor.rows[start:stop].reshape(stop - start, -1).numpy()
+        return self.weights.rows[start:stop], state
 
 
 def _make_table(store: Store, match: Match, is_new: bool) -> Table:
@@ -235,9 +228,20 @@ def match_tables(
         TableError: an existing table is of another shape or dtype.
     """
     tables, named = _divided(files, mapping, existing)
+    if not tables:
+        # In the order of the store that was exported: a table's place decides about the first values of its rows.
+        known = {key: each.config.name for key, each in files.exported.items() if key in files.tensors}
+        tables = {
+            key: name for key in dict.fromkeys([*known, *files.tensors]) if (name := table_of(key, known)) is not None
+        }
+    if not tables:
+        raise ValueError(
+            f"no tensor in {files} is named embedding_bags.TABLE.weight; there are "
+            f"{excerpt_names(files.tensors) or 'none'}. Say which to take: mapping={{KEY: TABLE}}"
+        )
     asked = {name: value for name, value in asked.items() if value is not None}
     matches: dict[str, Match] = {}
-    for key, table in (tables or _tables_by_key(files)).items():
+    for key, table in tables.items():
         keys = {name: named.get((table, name)) or state_key(key, name) for name in (*STATE_NAMES, IDS, SCORES)}
         match = _match(files, files.tensors[key], table, keys, asked, existing.get(table))
         for name in STATE_NAMES:
@@ -281,19 +285,6 @@ def _divided(
             hint = f"did you mean {near[0]!r}?" if near else f"there are {excerpt_names(files.tensors) or 'none'}"
             raise ValueError(f"mapping={{{key!r}: {target!r}}}: no tensor {key!r} in {files}; {hint}")
     return tables, named
-
-
-def _tables_by_key(files: TensorFiles) -> dict[str, str]:
-    known = {key: each.config.name for key, each in files.exported.items()}
-    # In the order of the store that was exported: a table's place decides about the first values of its rows.
-    ordered = [*(key for key in known if key in files.tensors), *(key for key in files.tensors if key not in known)]
-    chosen = {key: table for key in ordered if (table := table_of(key, known)) is not None}
-    if not chosen:
-        raise ValueError(
-            f"no tensor in {files} is named embedding_bags.TABLE.weight; there are "
-            f"{excerpt_names(files.tensors) or 'none'}. Say which to take: mapping={{KEY: TABLE}}"
-        )
-    return chosen
 
 
 def _match(
@@ -389,7 +380,7 @@ def _ids(
     for tensor in filter(None, (ids, scores)):
         if tensor.dtype is not torch.int64 or tensor.shape != (rows,):
             raise ValueError(f"{tensor.place} is {tensor.dtype} {list(tensor.shape)}, not int64 {[rows]}")
-        found[tensor.key] = tensor.read(0, rows).numpy()
+        found[tensor.key] = tensor.rows[:].numpy()
     distinct, counts = np.unique(found[ids.key], return_counts=True)
     if (counts > 1).any():
         raise ValueError(f"{ids.place} has id {distinct[counts > 1][0]} twice; leave out one of its rows")
@@ -405,7 +396,7 @@ def _count_of_updates(files: TensorFiles, key: str, config: TableConfig) -> int 
     if tensor is not None:
         if tensor.shape not in ((), (1,)):
             raise ValueError(f"{tensor.place} has shape {list(tensor.shape)}; a count of updates is one number")
-        place, count = tensor.place, tensor.part[...].item()
+        place, count = tensor.place, tensor.rows[...].item()
     if count is None or not 0 <= count < 2**63:
         raise ValueError(f"{place} is {excerpt(count)}; a count of updates is 0 or more")
     return int(count)

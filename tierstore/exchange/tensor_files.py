@@ -175,17 +175,12 @@ class FileTensor(NamedTuple):
     key: str
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    part: Any
-    """What gives its rows when it is sliced."""
+    rows: Any
+    """To be sliced; a slice keeps no more of the file in memory than its rows."""
 
     @property
     def place(self) -> str:
         return f"{self.path}, tensor {excerpt(self.key)}"
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows ``[start, stop)``, which keep no more of the file in memory than that."""
-        rows: Tensor = self.part[start:stop]
-        return rows
 
 
 class TensorFiles(NamedTuple):
@@ -238,13 +233,15 @@ def _open_safetensors(path: Path, files: TensorFiles) -> str | None:
     """Add what the file has; returns our metadata."""
     try:
         file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
-        parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-        abouts = {key: (_READ.get(part.get_dtype()), tuple(part.get_shape())) for key, part in parts.items()}
+        found = [(key, file.get_slice(key)) for key in file.keys()]  # noqa: SIM118 - no mapping
+        tensors = [
+            FileTensor(path, key, _READ.get(rows.get_dtype()), tuple(rows.get_shape()), rows) for key, rows in found
+        ]
         text: str | None = (file.metadata() or {}).get(METADATA_KEY)
     except (safetensors.SafetensorError, ValueError, OverflowError) as error:
         raise FormatError(f"{path} is neither a safetensors file nor a torch checkpoint ({error})") from error
-    for key, part in parts.items():
-        files.add(FileTensor(path, key, *abouts[key], part))
+    for tensor in tensors:
+        files.add(tensor)
     return text
 
 

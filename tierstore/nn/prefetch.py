@@ -4,8 +4,10 @@ import contextlib
 import copy
 import os
 import queue
+import statistics
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -18,7 +20,6 @@ from ..system.dropped import ClosedWhenDropped, settle
 from ..system.flag import Flag
 from ..system.forks import disown_in_forks, require_own
 from ..system.signals import shielded
-from .choice import AUTO_DEPTH, Choice
 from .preparable import Modules
 
 Batch = TypeVar("Batch")
@@ -31,6 +32,11 @@ _READ_SECONDS: Final = 0.005
 """What takes longer to be read is read while other batches are used."""
 _LEFT: Final[dict[int, Flag]] = {}
 """Set once nobody reads a source, by its ``id``, that a pipeline was reading from when it was closed."""
+_AUTO_DEPTH: Final = 2
+_GROUP: Final = _AUTO_DEPTH + 1  # batches that are read together between steps
+_RUN_STEPS: Final = 6 * _GROUP
+_MOST_RUNS: Final = 64
+_CLEARLY: Final = 0.98
 
 
 def default_features(batch: Any) -> Any:
@@ -99,16 +105,6 @@ class Prefetched(ClosedWhenDropped, Generator[Batch, None, None]):
         return copy.deepcopy(self._position)
 
 
-def _position_of(batches: Any) -> Any:
-    """Where a source is; the error, if it cannot say; None if it never does."""
-    if not hasattr(batches, "state_dict"):
-        return None
-    try:
-        return copy.deepcopy(batches.state_dict())
-    except Exception as error:  # which may be of no interest
-        return error
-
-
 def prefetch(
     batches: Iterable[Batch],
     module: Any,
@@ -144,28 +140,86 @@ def prefetch(
             it are yielded first, and the store stays usable.
     """
     get_features, one = default_features if features is None else features, Modules.of(module)
-    choice = Choice() if depth == "auto" and not one.is_collective else None
-    depth = AUTO_DEPTH if depth == "auto" else depth
+    tuner = DepthTuner() if depth == "auto" and not one.is_collective else None
+    depth = _AUTO_DEPTH if depth == "auto" else depth
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise ValueError(f"depth={depth!r} must be an int, 0 or more")
     if depth == 0:
         return Prefetched(partial(_plain, batches, one))
-    return Prefetched(partial(_pipeline, batches, one, depth, get_features, choice))
+    return Prefetched(partial(_pipeline, batches, one, depth, get_features, tuner))
 
 
 def _plain(batches: Iterable[Any], module: Modules, end: _End) -> Generator[Any, None, None]:
     settle(_JOIN_SECONDS)
     reader = _Reader(batches, module, lambda _: None)
-    end.callback(reader.end)
+    end.callback(reader.release)
+    end.callback(reader.close)
     while (item := reader.next()) is not None:
         yield item.batch, item.position
 
 
-def _wait_for(batches: Iterable[Any]) -> None:
-    """Wait until no earlier pass reads from it: two threads in one iterator would break it, as that of a loader with
-    persistent workers."""
-    if (left := _LEFT.get(id(batches))) is not None:
-        left.wait()
+def _pipeline(
+    batches: Iterable[Any], module: Modules, depth: int, get_features: Callable[[Any], Any], tuner: "DepthTuner | None",
+    end: _End,
+) -> Generator[Any, None, None]:  # fmt: skip
+    settle(_JOIN_SECONDS)  # what an earlier pass holds that was dropped
+    worker = _Worker(_Reader(batches, module.ahead(), get_features), depth)
+    end.callback(worker.stop)
+    worker.is_ahead = tuner is None or not module.has_all_rows()
+    end.thread = worker.thread
+    worker.thread.start()
+    while item := worker.take():
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+        if tuner is not None:
+            tuner.note_step()
+            worker.is_ahead = tuner.is_ahead and not module.has_all_rows()
+        worker.forget(1)
+
+
+class DepthTuner:
+    """Whether to bring rows in ahead, by the times of steps: runs of them the faster way, and now and then one the
+    other way, four times as rarely each time it proves slower again.
+
+    Attributes:
+        is_ahead: the way of the next step.
+    """
+
+    def __init__(self) -> None:
+        self.is_ahead = True
+        self._seconds: dict[bool, float] = {}
+        self._run: list[float] = []
+        self._unsettled = _RUN_STEPS  # steps after a change: batches that were fetched ahead are used up, or made
+        self._runs_left = self._every = 1
+        self._is_trial = False
+        self._began = time.perf_counter()
+
+    def note_step(self) -> None:
+        """A step is over."""
+        now, began = time.perf_counter(), self._began
+        self._began = now
+        if self._unsettled:
+            self._unsettled -= 1
+            return
+        self._run.append(now - began)
+        if len(self._run) == _RUN_STEPS:
+            groups = sorted(sum(self._run[first : first + _GROUP]) for first in range(0, _RUN_STEPS, _GROUP))
+            self._run.clear()
+            self._end_run(statistics.mean(groups[:-1]))
+
+    def _end_run(self, seconds: float) -> None:
+        way, other = self.is_ahead, not self.is_ahead
+        self._seconds[way] = (self._seconds.get(way, seconds) + seconds) / 2
+        self._runs_left -= 1
+        if self._is_trial:
+            is_better = self._seconds[way] < _CLEARLY * self._seconds[other]
+            self._every = 1 if is_better else min(4 * self._every, _MOST_RUNS)
+            self._runs_left, self._is_trial = self._every, False
+            self.is_ahead = way if is_better else other
+        elif not self._runs_left:
+            self._is_trial, self.is_ahead = True, other
+        self._unsettled = 0 if way is self.is_ahead else _AUTO_DEPTH + 2
 
 
 class _Ahead(NamedTuple):
@@ -213,7 +267,8 @@ class _Reader:
             self._is_outside = True
         try:
             if self._iterator is None:
-                _wait_for(self._batches)
+                if (left := _LEFT.get(id(self._batches))) is not None:
+                    left.wait()  # two threads in one iterator would break it, as a loader's with persistent workers
                 module = self.module
                 if self.is_closed or module is None:
                     return None
@@ -243,51 +298,20 @@ class _Reader:
                 self._left = _LEFT[id(self._batches)] = Flag()
             return self._is_outside
 
-    def end(self) -> None:
-        """Close and release it, where no thread is at work in it."""
-        self.close()
-        self.release()
-
     def release(self) -> None:
         """Forget the caches; for the thread that closed it, unless another is at work in it outside the caller's
         code."""
         self.module = self._get_features = None
 
 
-def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.maxsize) -> None:
-    """Do it with each item, first to last; another thread may do the same, and each item is met once."""
-    for _ in range(limit):
-        if not _pop(items, work):
-            return
-
-
-@shielded
-def _pop(items: deque[Any], work: Callable[[Any], None]) -> bool:
+def _position_of(batches: Any) -> Any:
+    """Where a source is; the error, if it cannot say; None if it never does."""
+    if not hasattr(batches, "state_dict"):
+        return None
     try:
-        item = items.popleft()
-    except IndexError:
-        return False
-    work(item)
-    return True
-
-
-def _pipeline(
-    batches: Iterable[Any], module: Modules, depth: int, get_features: Callable[[Any], Any], choice: Choice | None,
-    end: _End,
-) -> Generator[Any, None, None]:  # fmt: skip
-    settle(_JOIN_SECONDS)  # what an earlier pass holds that was dropped
-    worker = _Worker(_Reader(batches, module.ahead(), get_features), depth)
-    end.callback(worker.stop)
-    worker.is_ahead = choice is None or not module.has_all_rows()
-    end.thread = worker.start()
-    while item := worker.take():
-        if isinstance(item, BaseException):
-            raise item
-        yield item
-        if choice is not None:
-            choice.note_step()
-            worker.is_ahead = choice.is_ahead and not module.has_all_rows()
-        worker.forget(1)
+        return copy.deepcopy(batches.state_dict())
+    except Exception as error:  # which may be of no interest
+        return error
 
 
 class _Worker:
@@ -296,8 +320,8 @@ class _Worker:
     drops a pipeline drops all of it.
 
     Attributes:
-        is_ahead: if not, batches are read, but no rows are fetched; and who asks for one lets those that there is
-            room for be read first, once none is left, as the two would keep each other waiting for the interpreter.
+        is_ahead: if not, batches are read, but no rows are fetched. ``take`` then waits until the thread has read as
+            many as there are places for: at work in turns, the two would wait for each other's interpreter lock.
     """
 
     def __init__(self, reader: _Reader, depth: int) -> None:
@@ -318,14 +342,7 @@ class _Worker:
         self._has_ended = False
         self._rests = Flag()  # the thread did what it had to
         known = weakref.ref(self, self._places.put)
-        self._thread = threading.Thread(
-            target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True
-        )
-
-    def start(self) -> threading.Thread:
-        """Begin; the thread."""
-        self._thread.start()
-        return self._thread
+        self.thread = threading.Thread(target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True)
 
     def step(self) -> bool:
         """With a place: go on with the next batch; False at the end."""
@@ -369,7 +386,11 @@ class _Worker:
         else:
             module = self._reader.module
             self._borrowed += 1  # in the end one that a batch has left
-        if self._must_wait(module):
+        is_next = len(self._tickets) <= 1  # that is asked for
+        # While a batch that is not in is in use, there is free space that it needs itself.
+        if not (
+            is_next or self._reader.is_closed or module is None or (self._is_in and module.has_room(self._next[1]))
+        ):
             return True
         (given, ticket), self._next = self._next, None
         for _ in range(self._borrowed):
@@ -381,16 +402,6 @@ class _Worker:
         self._ready.put(given)
         return not self._reader.is_closed
 
-    def _must_wait(self, module: Modules | None) -> bool:
-        """Whether the rows would not stay, and the batch is not the next one that is asked for, or closed.
-
-        While a batch that is not in is in use, there is room that it needs itself.
-        """
-        if len(self._tickets) <= 1 or self._reader.is_closed or module is None:
-            return False
-        assert self._next is not None
-        return not (self._is_in and module.has_room(self._next[1]))
-
     def take(self) -> _Item:
         """The next batch, or how it ended; waits for it. ClosedError in a forked process."""
         self._reader.require_own()
@@ -400,7 +411,7 @@ class _Worker:
             try:
                 item = self._ready.get(timeout=_POLL_SECONDS)
             except queue.Empty:
-                if not self._thread.is_alive() and self._ready.empty():
+                if not self.thread.is_alive() and self._ready.empty():
                     raise RuntimeError("the prefetch thread died without a word") from None
             else:
                 return item
@@ -408,8 +419,8 @@ class _Worker:
     def forget(self, limit: int = sys.maxsize) -> None:
         """Release what the next batches in order, not yet forgotten, still pin; others may take their places."""
         module = self._reader.module
-        if module is not None:
-            _pop_all(self._tickets, lambda ticket: None if ticket is None else module.forget(ticket), limit)
+        while module is not None and limit and self._forget_next(module):
+            limit -= 1
         self._vacant += 1
         if self.is_ahead or self._ready.empty():
             if not self._has_ended:
@@ -418,6 +429,17 @@ class _Worker:
                 self._places.put(None)
             self._vacant = 0
 
+    @shielded
+    def _forget_next(self, module: Modules) -> bool:
+        """False if there is none. Another thread may do the same; each ticket is met once."""
+        try:
+            ticket = self._tickets.popleft()
+        except IndexError:
+            return False
+        if ticket is not None:
+            module.forget(ticket)
+        return True
+
     def stop(self) -> None:
         """End the thread and release what was not used. A thread in the caller's code is not waited for: it has nothing
         to release, and ends when that code returns. Nor has a forked process anything to end."""
@@ -425,11 +447,11 @@ class _Worker:
             return
         is_outside = self._reader.close()
         self._places.put(None)
-        if not is_outside and self._thread.ident not in (None, threading.get_ident()):
-            self._thread.join(_JOIN_SECONDS)
-            if not (self._has_ended or self._thread.is_alive()):
+        if not is_outside and self.thread.ident not in (None, threading.get_ident()):
+            self.thread.join(_JOIN_SECONDS)
+            if not (self._has_ended or self.thread.is_alive()):
                 self._end()
-        if is_outside or not self._thread.is_alive():
+        if is_outside or not self.thread.is_alive():
             self._release()
 
     def _release(self) -> None:
