@@ -133,8 +133,8 @@ def import_files(
 
 class Match(NamedTuple):
     """One table, ``config`` as if it were made, and where its parts are. ``ids``: of dynamic ids, int64 [rows], and
-    their scores if there are. ``step``: the count of updates that the file has; ``rate``: the learning rate of an exported
-    table. ``keys``: of all that is taken; ``unused``: names of the optimizer state that is not."""
+    their scores if there are. ``step``: the count of updates that the file has; ``rate``: the learning rate of an
+    exported table. ``keys``: of all that is taken; ``unused``: names of the optimizer state that is not."""
 
     config: TableConfig
     weights: FileTensor
@@ -229,11 +229,11 @@ def match_tables(
     """
     tables, named = _divided(files, mapping, existing)
     if not tables:
-        # In the order of the store that was exported: a table's place decides about the first values of its rows.
         known = {key: each.config.name for key, each in files.exported.items() if key in files.tensors}
-        tables = {
-            key: name for key in dict.fromkeys([*known, *files.tensors]) if (name := table_of(key, known)) is not None
-        }
+        # In the order of the store that was exported: a table's place decides about the first values of its rows.
+        for key in (*known, *files.tensors):
+            if (name := table_of(key, known)) is not None:
+                tables.setdefault(key, name)
     if not tables:
         raise ValueError(
             f"no tensor in {files} is named embedding_bags.TABLE.weight; there are "
@@ -245,11 +245,7 @@ def match_tables(
         keys = {name: named.get((table, name)) or state_key(key, name) for name in (*STATE_NAMES, IDS, SCORES)}
         match = _match(files, files.tensors[key], table, keys, asked, existing.get(table))
         for name in STATE_NAMES:
-            if (
-                (table, name) in named
-                and keys[name] not in match.keys
-                and not (key in files.exported and name == "step")
-            ):
+            if (table, name) in named and keys[name] not in match.keys:
                 raise ValueError(
                     f"mapping={{{excerpt(keys[name])}: {f'{table}.{name}'!r}}}: table {table!r} has "
                     f"{type(match.config.optimizer).__name__}, without {name}; {_other_optimizer((name,))}"
@@ -280,7 +276,7 @@ def _divided(
             )
         elif (other := named.setdefault((table, state), key)) != key:
             raise ValueError(f"both {excerpt(other)} and {excerpt(key)} would be {target!r}; choose one")
-        if key not in files.tensors and (key in tables or files.others.get(key) is None):
+        if key not in files.tensors:
             near = difflib.get_close_matches(key, files.tensors, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {excerpt_names(files.tensors) or 'none'}"
             raise ValueError(f"mapping={{{key!r}: {target!r}}}: no tensor {key!r} in {files}; {hint}")
@@ -310,7 +306,7 @@ def _match(
     ids = _ids(files, weights, config, theirs, keys)
     taken = [weights.key, *(tensor.key for _, tensor in states), *ids]
     step, rate = exported.state if exported else (_count_of_updates(files, keys["step"], config), None)
-    taken += [keys["step"]] if step is not None and not exported else []
+    taken += [keys["step"]] if step is not None else []
     unused = [name for name in STATE_NAMES[:-1] if keys[name] in files.tensors and keys[name] not in taken]
     numbers = [] if config.ids is None else [np.arange(weights.shape[0])]
     _require_fits(weights, config, asked)
@@ -390,15 +386,13 @@ def _ids(
 def _count_of_updates(files: TensorFiles, key: str, config: TableConfig) -> int | None:
     """A number or a tensor [1] or [] that lies with Adam's moments; None if there is none."""
     tensor = files.tensors.get(key)
-    if config.optimizer.kind != "adam" or (tensor is None and files.others.get(key) is None):
+    if config.optimizer.kind != "adam" or tensor is None:
         return None
-    place, count = excerpt(key), files.others.get(key)
-    if tensor is not None:
-        if tensor.shape not in ((), (1,)):
-            raise ValueError(f"{tensor.place} has shape {list(tensor.shape)}; a count of updates is one number")
-        place, count = tensor.place, tensor.rows[...].item()
-    if count is None or not 0 <= count < 2**63:
-        raise ValueError(f"{place} is {excerpt(count)}; a count of updates is 0 or more")
+    if tensor.shape not in ((), (1,)):
+        raise ValueError(f"{tensor.place} has shape {list(tensor.shape)}; a count of updates is one number")
+    count = tensor.rows[...].item()
+    if not 0 <= count < 2**63:
+        raise ValueError(f"{tensor.place} is {excerpt(count)}; a count of updates is 0 or more")
     return int(count)
 
 

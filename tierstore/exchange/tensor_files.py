@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import safetensors
 import torch
 from torch import Tensor
@@ -184,13 +185,13 @@ class FileTensor(NamedTuple):
 
 
 class TensorFiles(NamedTuple):
-    """Files: their tensors by key; the tables of exports of ours by the key of their weights; and what else lies in
-    them: numbers, and None for the rest."""
+    """Files: their tensors, and numbers as such, by key; the tables of exports of ours by the key of their weights; and
+    the names of what else lies in them."""
 
     paths: tuple[Path, ...]
     tensors: dict[str, FileTensor]
     exported: dict[str, ExportedTable]
-    others: dict[str, float | None]
+    others: list[str]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.paths))
@@ -208,7 +209,7 @@ class TensorFiles(NamedTuple):
 def open_files(paths: Iterable[Path]) -> TensorFiles:
     """The files, each by what it begins with. FileNotFoundError, IsADirectoryError. FormatError: one is neither kind
     of file. ValueError: one tensor is in two."""
-    files = TensorFiles(tuple(paths), {}, {}, {})
+    files = TensorFiles(tuple(paths), {}, {}, [])
     for path in files.paths:
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file; give a safetensors file or a torch checkpoint")
@@ -265,9 +266,10 @@ def _open_torch(path: Path, files: TensorFiles) -> bytes | None:
     for key, value in _flatten(loaded, ""):
         if isinstance(value, Tensor):
             files.add(FileTensor(path, key, _dtype(value), tuple(value.shape), value.detach()))
+        elif type(value) in (int, float):
+            files.add(FileTensor(path, key, None, (), np.asarray(value)))
         else:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            files.others[key] = value if is_number else None
+            files.others.append(key)
     return metadata
 
 

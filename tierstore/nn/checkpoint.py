@@ -102,7 +102,7 @@ def _unreadable(state: Any, place: str) -> str:
         try:
             _saved(part)
         except Exception:
-            return _unreadable(part, f"{place}[{key!r}]" if place else key)
+            return _unreadable(part, f"{place}[{key!r}]" if place else str(key))
     return f"{place or 'the state'} is a {type(state).__qualname__}"
 
 

@@ -267,11 +267,11 @@ def _options(module: Any) -> dict[str, Any]:
 
 def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter) -> nn.Module:
     made: Embedding
-    options = _options(module) | {"_weight": weight}
+    (rows, dim), options = weight.shape, _options(module) | {"_weight": weight}
     if isinstance(module, TieredEmbeddingBag):
-        made = nn.EmbeddingBag(*weight.shape, mode=module.mode, **options)
+        made = nn.EmbeddingBag(rows, dim, mode=module.mode, **options)
     else:
-        made = nn.Embedding(*weight.shape, **options)
+        made = nn.Embedding(rows, dim, **options)
         if module.padding_idx is not None:  # which gives zeros until it is written
             with torch.no_grad():
                 weight[module.padding_idx] = module.forward(torch.tensor(module.padding_idx))

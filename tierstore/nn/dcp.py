@@ -51,11 +51,10 @@ class _Content(NamedTuple):
 def rows(store: Any, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     """Everything of a store's tables, for ``dcp.save`` and ``dcp.load``; training goes on with the same bits.
 
-    Each tensor is lazy: it can be saved and loaded, nothing else. Memory is a few chunks of 8 MiB (before torch
-    2.10 more: it keeps what it wrote until the garbage collector runs); rows pass through
-    the store's caches. Every row is saved, also those never written, so any store with tables of the same names,
-    shapes, dtypes and optimizers can load them. What is loaded is durable from the next commit on; where loading
-    fails, ``store.rollback(store.version)`` or opening the store again undoes it.
+    Each tensor is lazy: it can be saved and loaded, nothing else. Memory is a few chunks of 8 MiB (before torch 2.10
+    more: it keeps what it wrote until the garbage collector runs); rows pass through the store's caches. Every row is
+    saved, so any store with tables of the same names, shapes, dtypes and optimizers can load them. What is loaded is
+    durable from the next commit on; where loading fails, ``store.rollback(store.version)`` undoes it.
 
     Of a sharded store all ranks save and load together, each what it owns; any number of ranks, and a store that is not
     sharded, can load it. Where each rank of several has a store of its own, it gives a ``key`` of its own: of equal
@@ -90,9 +89,12 @@ def _contents(table: Any, key: str) -> list[tuple[str, _Content]]:
         table.config.require_fixed_ids("torch.distributed.checkpoint of sharded stores")
     ranges = list(chunks(local)) if table.rows else []
 
-    def of_rows(dtype: torch.dtype, shape: tuple[int, ...], part_of: Callable[[RowValues], Any]) -> _Content:
-        """``part_of``: columns of what rows have, a view."""
+    def of_rows(dtype: torch.dtype, shape: tuple[int, ...], state: slice | None = None) -> _Content:
+        """Weights, or these columns of the optimizer state."""
         columns = table.columns if len(shape) > 1 else None
+
+        def part_of(rows: RowValues) -> Any:
+            return rows.weights if state is None else rows.state[:, state]
 
         def read(start: int, stop: int) -> Tensor:
             values = torch.from_numpy(np.ascontiguousarray(part_of(read_rows(local, start, stop)))).view(dtype)
@@ -127,11 +129,10 @@ def _contents(table: Any, key: str) -> list[tuple[str, _Content]]:
         return _Content(local, torch.int64, known.shape, range(known.shape[1]), [(0, known.shape[0])], read, write)
 
     dtype = torch.uint8 if layout.is_quantized else layout.torch_dtype
-    found = [(key, of_rows(dtype, (num_rows, layout.stored_columns), lambda rows: rows.weights))]
+    found = [(key, of_rows(dtype, (num_rows, layout.stored_columns)))]
     rule = table.config.optimizer
     for whole, own in zip(*(state_tensors(rule, dim) for dim in (layout.dim, local.layout.dim)), strict=True):
-        columns = slice(own.first, own.last)
-        state = of_rows(torch.float32, whole.shape(num_rows), lambda rows, columns=columns: rows.state[:, columns])
+        state = of_rows(torch.float32, whole.shape(num_rows), slice(own.first, own.last))
         found.append((state_key(key, whole.name), state))
     if local.ids is not None:
         found.append((state_key(key, IDS), of_ids(local.ids)))
@@ -256,11 +257,8 @@ class StoreVersion:
 
     A ``Stateful`` of ``torch.distributed.checkpoint``. Saving commits (``dcp.async_save`` before it returns); a store
     opened for reading has the version that it shows saved. Loading goes back to that version, as ``Store.rollback``
-    does: later ones, and what was not committed, are dropped.
-
-    Each rank of several has it under a name of its own: of equal names torch saves one rank's.
-
-    The version is known by its commit's identity. So a store that was moved, or copied by ``Store.backup``, loads it.
+    does: later ones, and what was not committed, are dropped. The version is known by its commit's identity. So a store
+    that was moved, or copied by ``Store.backup``, loads it. Each rank of several has it under a name of its own.
 
     Raises:
         ValueError: the store keeps one version only. A commit would drop the version of the last checkpoint while the
