@@ -30,6 +30,7 @@ _ARGUMENTS: Final = {
 """Arguments of ``import_files``, as its messages name them, and the flags for them."""
 _BY_LOSS: Final = ("by the log loss", "choose the type of each table and layer of a run, in place of --dtype")
 _KEY: Final = "embedding_bags.{table}.weight"
+_FORMATS: Final = ("safetensors", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 _OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 _POOLINGS: Final = ("sum", "mean", "max")
@@ -154,7 +155,7 @@ EXPORT: Final = command(
     (
         _DIRECTORY,
         arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
-        arg("--format", metavar="NAME", help="safetensors, or parquet for one table (default: as OUT ends)"),
+        arg("--format", choices=_FORMATS, help="parquet takes one table (default: as OUT ends)"),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg("--key", default=_KEY, metavar="TEXT", help=f"name of a table's tensor (default: {_KEY})"),
         arg("--state", help="add the optimizer state, as sum, exp_avg, exp_avg_sq"),

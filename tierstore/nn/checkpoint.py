@@ -174,12 +174,7 @@ def load(
                 "not to be loaded, or the model alone"
             )
         parts += [pair for pair in zip(objects, state[name], strict=True) if pair[0] is not None]
-    tiered = [(each, saved["param_groups"]) for each, saved in parts if isinstance(each, TieredOptimizer)]
-    changed = [
-        each
-        for each, groups in tiered
-        if [group.get("name") for group in groups] != [group.get("name") for group in each.param_groups]
-    ]
+    changed = [each for each, saved in parts if isinstance(each, TieredOptimizer) and _differ_in_tables(each, saved)]
     before = [(each, copy.deepcopy(each.state_dict())) for each in (model, *(each for each, _ in parts))]
     try:
         model.load_state_dict(state["model"], strict=strict)
@@ -195,6 +190,11 @@ def load(
         torch.set_rng_state(state["rng"])
     extra: dict[str, Any] = store.extra
     return extra
+
+
+def _differ_in_tables(one: TieredOptimizer, saved: dict[str, Any]) -> bool:
+    names, own = ([group.get("name") for group in each] for each in (saved["param_groups"], one.param_groups))
+    return names != own
 
 
 def _take_first_rates(scheduler: Any, changed: Sequence[Any]) -> None:
