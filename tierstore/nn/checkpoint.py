@@ -48,8 +48,7 @@ def save_async(
         extra: as for ``Store.commit``.
 
     Raises:
-        TypeError: a state has what ``load`` does not read, and where; nothing was committed. numpy's scalars are kept
-            as numbers.
+        TypeError: a state has what ``load`` does not read; nothing was committed. numpy's scalars become numbers.
     """
     _require(store, optimizers, schedulers)
     if not hasattr(store, "commit_async"):
@@ -130,7 +129,8 @@ def load(
     *,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Put everything where the store's version has it; tensors go to the devices of what they are loaded into.
+    """Put everything where the store's version has it, and return its ``extra``. Tensors go to the devices of what they
+    are loaded into.
 
     Rows are the store's, and stay. Where they changed since the commit, drop the changes by
     ``store.rollback(store.version)`` beforehand, or by opening the store again.
@@ -140,9 +140,6 @@ def load(
         optimizers, schedulers: as for ``save_async``; None in a list leaves that one out. Without both, the model alone
             is loaded, and torch's random numbers go on.
         strict: of ``model.load_state_dict``.
-
-    Returns:
-        ``extra`` of that version.
 
     Raises:
         TierstoreError: there is no commit, or ``save`` did not write it; or rows changed since.

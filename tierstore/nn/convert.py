@@ -171,7 +171,7 @@ def convert(
     init: Initializer | None = None,
     copy: bool = True,
 ) -> nn.Module:
-    """Make each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model a tiered module.
+    """Make each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model a tiered module; returns the model.
 
     It stays the same object, for lists and closures that refer to it; so does its weight, without elements. A table has
     the name of its module, such as ``"user.embedding"``; wrappers, as of ``torch.compile``, add nothing to it. Rows are
@@ -193,14 +193,10 @@ def convert(
         copy: whether to copy rows. With False tables keep the store's rows of an earlier run, and the model's are
             dropped with their optimizer state, but for tables that such a run did not have.
 
-    Returns:
-        the model.
-
     Raises:
-        ValueError: modules cannot be converted: each is named with its reason. Nothing was changed.
-        TableError: the store has a table of that name which is another, which another model trains, or whose rows
-            would be overwritten. Nothing was changed. ReadOnlyError, DiskFullError, ClosedError: the model was not
-            changed.
+        ValueError: modules cannot be converted: each is named with its reason. TableError: the store has a table of
+            that name which is another, which another model trains, or whose rows would be overwritten. Then nothing was
+            changed. ReadOnlyError, DiskFullError, ClosedError: the model was not changed.
     """
     if not isinstance(store, Store):
         raise TypeError(f"store must be a Store, as tierstore.open gives, not {type(store).__name__}")
