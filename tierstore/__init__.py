@@ -17,7 +17,11 @@ __all__ = [
     "plain_model", "prefetch", "quantize",
 ]  # fmt: skip
 
-_HOMES: Final = ("config", "nn.prefetch", "nn", "store", "pool.stats", "offline.quantization")
+_HOMES: Final = (
+    "config", "nn.prefetch", "nn.jagged", "nn.embedding", "nn.collection", "nn.convert", "store", "pool.stats",
+    "offline.quantization",
+)  # fmt: skip
+_MODULES: Final = {"checkpoint": "nn.checkpoint"}
 
 if TYPE_CHECKING:
     from . import dist as dist
@@ -27,17 +31,11 @@ if TYPE_CHECKING:
     from . import train as train
     from .config import TableConfig
     from .ids import DynamicIds
-    from .nn import (
-        JaggedTensor,
-        KeyedJaggedTensor,
-        KeyedTensor,
-        TieredEmbedding,
-        TieredEmbeddingBag,
-        TieredEmbeddingBagCollection,
-        TieredEmbeddingCollection,
-        checkpoint,
-    )
+    from .nn import checkpoint
+    from .nn.collection import TieredEmbeddingBagCollection, TieredEmbeddingCollection
     from .nn.convert import convert, plain_model
+    from .nn.embedding import TieredEmbedding, TieredEmbeddingBag
+    from .nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from .nn.prefetch import prefetch
     from .offline.quantization import QuantizedTable, QuantizeReport, quantize
     from .pool.stats import Stats, TierStats
@@ -48,11 +46,11 @@ else:
     def __getattr__(name: str) -> Any:
         """A name, or a module, when it is first asked for: torch and numba take seconds to load."""
         asked = "open_store" if name == "open" else name
-        for home in _HOMES if name in __all__ and name not in ("errors", "ids", "init", "optim") else ():
+        for home in _HOMES if name in __all__ and name not in ("checkpoint", "errors", "ids", "init", "optim") else ():
             if (found := getattr(importlib.import_module(f"{__name__}.{home}"), asked, None)) is not None:
                 return globals().setdefault(name, found)
         try:
-            return importlib.import_module(f"{__name__}.{name}")
+            return importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":
                 raise

@@ -1,6 +1,7 @@
 """export and import; what an interrupted command leaves."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -9,17 +10,19 @@ from tierstore.cli import entry as cli
 
 
 def test_tables_go_to_a_file_and_into_another_store(store_with_rows, tmp_path, capsys):
-    store, out, copy = str(store_with_rows), str(tmp_path / "out.pt"), str(tmp_path / "copy")
+    store, out, copy = str(store_with_rows), str(tmp_path / "out.safetensors"), str(tmp_path / "copy")
     assert cli.main(["export", store, out, "--dense", "--table", "item"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{out}: version 1, 1,000 rows in 2 tensors, {(tmp_path / 'out.pt').stat().st_size / 1024:.1f} KiB",
+        f"{out}: version 1, 1,000 rows in 2 tensors, {Path(out).stat().st_size / 1024:.1f} KiB",
         "  embedding_bags.item.weight",
         "  dense",
     ]
     assert cli.main(["export", store, out]) == 1
-    assert "out.pt exists; choose another name, or overwrite it with --force\n" in capsys.readouterr().err
+    assert "out.safetensors exists; choose another name, or overwrite it with --force\n" in capsys.readouterr().err
     assert cli.main(["export", store, out, "--table", "itm", "--force"]) == 1
     assert "did you mean 'item'?" in capsys.readouterr().err
+    assert cli.main(["export", store, out.replace("safetensors", "pt")]) == 2
+    assert "torch checkpoints are not written. Export to a .safetensors file" in capsys.readouterr().err
     assert cli.main(["import", copy, out]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{copy}: version 1",

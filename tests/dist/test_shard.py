@@ -242,9 +242,20 @@ def half_trained(folder: Path) -> None:
         with tierstore.open(folder / "theirs", ddr="2MiB") as plain:
             tierstore.convert(twin, plain, optimizer=twins_adam)
             plain.commit()
+    for name in ("ours", "theirs"):  # another run, whose optimizer has another rate
+        model = words()
+        adam = torch.optim.Adam([model.bag.weight, model.other["mean"].weight], lr=0.02)
+        if name == "ours":
+            with open_sharded(folder / name, ddr="2MiB", threads=1) as store:
+                shard(model, store, optimizer=adam)
+                assert {each.learning_rate for each in store.tables.values()} == {0.02}
+        elif dist.get_rank() == 0:
+            with tierstore.open(folder / name, ddr="2MiB") as plain:
+                tierstore.convert(model, plain, optimizer=adam, copy=False)
+                assert {each.learning_rate for each in plain.tables.values()} == {0.02}
 
 
-def test_optimizer_state_of_torch_comes_along(tmp_path: Path) -> None:
+def test_optimizer_state_of_torch_comes_along_and_a_run_that_resumes_has_its_own_rate(tmp_path: Path) -> None:
     run(half_trained, 2, tmp_path, tmp_path)
     found = []
     for name in ("ours", "theirs"):

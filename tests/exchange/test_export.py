@@ -39,30 +39,26 @@ def test_many_chunks_and_a_small_budget_change_nothing(tmp_path, monkeypatch):
     assert {total for _, total in shown} == {3000 * 24 * 4} == {shown[-1][0]}
 
 
-def test_tables_and_keys_are_chosen(store, tmp_path):
+def test_tables_and_keys_are_chosen_and_state_lies_beside_its_weights(store, tmp_path):
     report = export_store(store, tmp_path / "out", tables=["user", "shop", "user"], key="net.{table}")
     assert report.keys == ("net.user", "net.shop")
     assert report.rows == 60
-    one = export_store(store, tmp_path / "one", tables=["user"], key="weight", state=True)
-    assert one.keys == ("weight",)
-
-
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [("weight", "sum"), ("a.weight", "a.sum"), ("aweight", "aweight.sum"), ("{table}", "item.sum")],
-)
-def test_state_lies_beside_its_weights(tmp_path, key, expected):
-    source = make_store(tmp_path / "store", config(optimizer=OPTIMIZERS["rowwise_adagrad"]))
-    report = export_store(source, tmp_path / "out", key=key, state=True)
-    assert report.keys[1] == expected
-    assert safetensors.torch.load_file(tmp_path / "out")[expected].shape == (500,)
+    assert export_store(store, tmp_path / "one", tables=["user"], key="weight", state=True).keys == ("weight",)
+    source = make_store(tmp_path / "other", config(optimizer=OPTIMIZERS["rowwise_adagrad"]))
+    names = {"weight": "sum", "a.weight": "a.sum", "aweight": "aweight.sum", "{table}": "item.sum"}
+    for key, expected in names.items():
+        report = export_store(source, tmp_path / "out", key=key, state=True, force=True)
+        assert report.keys[1] == expected
+        assert safetensors.torch.load_file(tmp_path / "out")[expected].shape == (500,)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"format": "pickle"}, ValueError, "format='pickle' is not one of safetensors, torch"),
-        ({"out": "rows.csv"}, ValueError, "the file's ending='.csv' is not one of .safetensors, .pt"),
+        ({"format": "pickle"}, ValueError, "format='pickle' is not one of safetensors, parquet"),
+        ({"out": "rows.csv"}, ValueError, "the file's ending='.csv' is not one of .safetensors, .parquet"),
+        ({"out": "rows.pt"}, ValueError, r"rows.pt: torch checkpoints are not written.*safetensors.torch.load_file"),
+        ({"format": "torch"}, ValueError, r"out: torch checkpoints are not written.*torch.save"),
         ({"tables": ["usr"]}, errors.TableError, "did you mean 'user'?"),
         ({"key": "weight"}, ValueError, r"names both 'item' and 'user' 'weight'; put \{table\} in it"),
         ({"tables": []}, ValueError, "nothing to export"),

@@ -13,7 +13,7 @@ import tierstore
 from tests.stored import segments_of
 from tierstore import errors
 from tierstore.exchange import export_store, import_files
-from tierstore.exchange.sources import Metadata, TableMetadata
+from tierstore.exchange.tensor_files import ExportedTable, metadata_of
 from tierstore.store.version import TableState
 
 from .support import OPTIMIZERS, bits, config, contents, make_store, weights
@@ -309,7 +309,7 @@ def test_fewer_rows_than_an_existing_table_has_leave_the_others(tmp_path, rule):
     assert torch.equal(rows_of(store), torch.cat([rows_of(small), was[6:]]))
 
 
-TABLE = Metadata(3, (TableMetadata("weight", config(), TableState(4, 0.5)),)).to_dict()["tables"][0]
+TABLE = metadata_of(3, {"weight": ExportedTable(config(), TableState(4, 0.5))})["tables"][0]
 WRONG = [("step", -1), ("learning_rate", -0.5), ("learning_rate", math.nan), ("config", {"name": "x"})]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 PROGRAM = """
 import sys, torch, tierstore
+from safetensors.torch import load_file
 from pathlib import Path
 from tierstore.exchange import export_store, import_files
 
@@ -34,10 +35,14 @@ def make(directory, rows):
 
 def measure(rows, form):
     global peak
-    file, copy = work / f"file{rows}.{form}", work / f"copy{rows}.{form}"
+    file, copy = work / f"file{rows}.safetensors", work / f"copy{rows}.{form}"
     base, peak = private(), 0
-    export_store(work / str(rows), file, format=form, state=True, ddr="8MiB", progress=watch)
-    exported, base, peak = peak - base, private(), 0
+    export_store(work / str(rows), file, state=True, ddr="8MiB", progress=watch, force=True)
+    exported = peak - base
+    if form == "torch":
+        torch.save(load_file(file), file.with_suffix(".pt"))
+        file = file.with_suffix(".pt")
+    base, peak = private(), 0
     report = import_files(copy, [file], ddr="8MiB", progress=watch)
     imported = peak - base
     with tierstore.open(copy, mode="r", ddr="8MiB") as store:

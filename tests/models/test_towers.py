@@ -7,7 +7,8 @@ from torch import nn
 
 import tierstore
 from tierstore.models import DLRM, DCNTower, DLRMTower, Towers
-from tierstore.nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
+from tierstore.nn.collection import TieredEmbeddingBagCollection
+from tierstore.nn.jagged import KeyedJaggedTensor
 
 B, D = 5, 3
 TOWERS = [["d", "a"], ["b"], ["c", "e"]]

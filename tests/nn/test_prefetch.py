@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import importlib
 import os
 import queue
 import signal
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests import children
-from tierstore.nn import choice as choices
+from tierstore.nn import prefetch as pipeline_module
 
 MANY = 100_000
 """Rows that do not all fit 1 MiB: where they do, none is ever evicted."""
@@ -103,9 +102,9 @@ def test_any_loop(
         error = {"reader": OSError, "wrong id": ValueError, "model": ZeroDivisionError}.get(end)
         way = property(lambda _: ways[seen % len(ways)])
         with pytest.MonkeyPatch.context() as patch, contextlib.nullcontext() if error is None else pytest.raises(error):
-            patch.setattr(choices.Choice, "is_ahead", way, raising=False)
-            patch.setattr(choices.Choice, "__init__", lambda _: None)
-            patch.setattr(choices.Choice, "note_step", lambda _: None)
+            patch.setattr(pipeline_module.DepthTuner, "is_ahead", way, raising=False)
+            patch.setattr(pipeline_module.DepthTuner, "__init__", lambda _: None)
+            patch.setattr(pipeline_module.DepthTuner, "note_step", lambda _: None)
             loop()
         assert seen == (len(batches) if end == "all" else at + (end == "break"))
         gc.collect()
@@ -125,15 +124,15 @@ def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch, is_faster_ahead: bool
 ) -> None:
     now, ways = 0.0, []
-    monkeypatch.setattr(choices.time, "perf_counter", lambda: now)
-    choice = choices.Choice()
+    monkeypatch.setattr(pipeline_module.time, "perf_counter", lambda: now)
+    tuner = pipeline_module.DepthTuner()
     for step in range(10_000):
         if step == 5_000:
             is_faster_ahead = not is_faster_ahead
-        is_good = choice.is_ahead is is_faster_ahead
+        is_good = tuner.is_ahead is is_faster_ahead
         now += (1.0 if is_good else 1.1 if step % 4 else 1.8) * (5.0 if step % 50 == 0 else 1.0)
-        ways.append(choice.is_ahead is is_faster_ahead)
-        choice.note_step()
+        ways.append(tuner.is_ahead is is_faster_ahead)
+        tuner.note_step()
     first, later = np.array(ways[:5_000]), np.array(ways[5_000:])
     assert first.mean() > 0.95
     assert first[2_500:].mean() > 0.97
@@ -147,9 +146,9 @@ def test_where_rows_are_not_brought_in_ahead_batches_are_read_between_steps(
 ) -> None:
     """As many as there is room for each time, but for a batch that takes long, as one that is there only once those
     before it were used."""
-    monkeypatch.setattr(choices.Choice, "note_step", lambda self: setattr(self, "is_ahead", False))
+    monkeypatch.setattr(pipeline_module.DepthTuner, "note_step", lambda self: setattr(self, "is_ahead", False))
     if not waits_for_use:
-        monkeypatch.setattr(importlib.import_module("tierstore.nn.prefetch"), "_READ_SECONDS", 60.0)
+        monkeypatch.setattr(pipeline_module, "_READ_SECONDS", 60.0)
     is_used, read_beside, used, read_behind = threading.Event(), [], queue.SimpleQueue[int](), []
 
     def source() -> Iterator[tierstore.KeyedJaggedTensor]:
@@ -177,18 +176,20 @@ def test_where_rows_are_not_brought_in_ahead_batches_are_read_between_steps(
 def test_times_of_batches_that_are_read_together_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that waits for the reading of three batches is no outlier: bringing rows in ahead is 4 % faster here."""
     now, ways = 0.0, []
-    monkeypatch.setattr(choices.time, "perf_counter", lambda: now)
-    choice = choices.Choice()
+    monkeypatch.setattr(pipeline_module.time, "perf_counter", lambda: now)
+    tuner = pipeline_module.DepthTuner()
     for step in range(6_000):
-        now += 1.92 if choice.is_ahead else 0.5 + (4.5 if step % 3 == 0 else 0.0)
-        ways.append(choice.is_ahead)
-        choice.note_step()
+        now += 1.92 if tuner.is_ahead else 0.5 + (4.5 if step % 3 == 0 else 0.0)
+        ways.append(tuner.is_ahead)
+        tuner.note_step()
     assert np.mean(ways) > 0.9
 
 
 def test_once_all_rows_are_in_memory_to_stay_nothing_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """However its steps were timed, and from the first on; rows that may leave again are brought in."""
-    monkeypatch.setattr(choices.Choice, "is_ahead", property(lambda _: True, lambda *_: None), raising=False)
+    monkeypatch.setattr(
+        pipeline_module.DepthTuner, "is_ahead", property(lambda _: True, lambda *_: None), raising=False
+    )
     for ddr, is_read, expected in (("64MiB", True, 0), ("64MiB", False, 8), ("1MiB", True, 8)):
         with tierstore.open(cold="memory", ddr=ddr) as store:
             collection, brought_in = make_collection(store, MANY), []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tierstore
 from tierstore import optim
-from tierstore.exchange.tensor_file import METADATA_KEY
+from tierstore.exchange.tensor_files import METADATA_KEY
 from tierstore.updates import Update, origin_of, write_update
 
 SMALL: dict[str, Any] = {"ddr": "4MiB", "threads": 1}

@@ -30,7 +30,7 @@ _ARGUMENTS: Final = {
 """Arguments of ``import_files``, as its messages name them, and the flags for them."""
 _BY_LOSS: Final = ("by the log loss", "choose the type of each table and layer of a run, in place of --dtype")
 _KEY: Final = "embedding_bags.{table}.weight"
-_FORMATS: Final = ("safetensors", "torch", "parquet")
+_FORMATS: Final = ("safetensors", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 _OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 _POOLINGS: Final = ("sum", "mean", "max")
@@ -164,11 +164,11 @@ EXPORT: Final = command(
         arg("--force", help="replace OUT if it exists"),
         _MEMORY,
     ),
-    "write tables to a safetensors file, torch checkpoint or Parquet file",
+    "write tables to a safetensors or Parquet file",
     "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
     """examples:
   tierstore export shop shop.safetensors
-  tierstore export shop item.pt --table item --key weight
+  tierstore export shop item.safetensors --table item --key weight
   tierstore export shop whole.safetensors --state --dense
   tierstore export shop item.parquet --table item""",
 )

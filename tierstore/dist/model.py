@@ -12,21 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import optim
 from ..config import TableConfig
 from ..errors import TableError
-from ..exchange.importing import state_rows as state_of_file
-from ..exchange.keys import state_tensors, table_of
-from ..exchange.matching import Match, Settings, match_tables
+from ..exchange.importing import Match, match_tables
 from ..exchange.rows import RowValues, chunks, write_rows
-from ..exchange.sources import open_source
+from ..exchange.tensor_files import open_files, table_of
 from ..init import Initializer, Normal, Uniform
 from ..kernels.arrays import Floats
-from ..nn.anchor import Anchor
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
-from ..nn.convert import Embedding, Rule, Rules, Weight, hung_on, rules_of, state_rows, weights_of
+from ..nn.convert import Embedding, Rule, Rules, Weight, hung_on, rules_of, weights_of
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.module import TieredModule, plain_names, take_place
+from ..nn.placeholder import Placeholder
 from ..pool.converting import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
@@ -122,7 +119,7 @@ def shard(
         raise TypeError(f"store must be a ShardedStore, as open_sharded gives, not {type(store).__name__}")
     with contextlib.ExitStack() as opened:
         with store.ranks.together("shard"):
-            found = _Model(model, tables, optimizer, init)
+            found = _Model(model, store, tables, optimizer, init)
             new = found.new_in(store)
             rows = _rows_of(source if new else None, new, opened)
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
@@ -138,7 +135,7 @@ def shard(
             made = [(module, make(store)) for module, make in found.made.values()]
     store.unloaded -= new.keys()
     found.hand_over(store, made)
-    is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Anchor))
+    is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Placeholder))
     return data_parallel(model, **options) if is_trained else model
 
 
@@ -156,12 +153,17 @@ class _Model:
     ``id``, with what makes a module over the store in place of each; ``trained`` is by table."""
 
     def __init__(
-        self, model: nn.Module, tables: Mapping[str, str] | None, rules: Any, init: Initializer | None
+        self,
+        model: nn.Module,
+        store: ShardedStore,
+        tables: Mapping[str, str] | None,
+        rules: Any,
+        init: Initializer | None,
     ) -> None:
         self.tables: dict[str, _Found] = {}
         self.made: dict[int, tuple[nn.Module, Callable[[ShardedStore], nn.Module]]] = {}
         self.trained: dict[str, Rule] = {}
-        self._rules, self._init, self._refused = rules, init, dict[str, str]()
+        self._store, self._rules, self._init, self._refused = store, rules, init, dict[str, str]()
         torchs, inner, plain = dict[str, Embedding](), set[int](), plain_names(model)
         for given, module in model.named_modules(remove_duplicate=False):
             path = plain[given]
@@ -267,8 +269,7 @@ class _Model:
         (rows, dim), init = weight.weight.shape, self._init or Normal(std=1.0)
         for module in weight.modules:
             self._put(weight.name, module, [name], is_trained=weight.weight.requires_grad)
-        pooling = (*weight.modes, "sum")[0]
-        config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=pooling, init=init)
+        config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=weight.mode, init=init)
         self._add_weight(weight.name, weight.weight, config, f"{prefix}weight")
 
     def hand_over(self, store: ShardedStore, made: Iterable[tuple[nn.Module, nn.Module]]) -> None:
@@ -285,18 +286,16 @@ class _Model:
             self._refused[path] = str(error)
         else:
             self.trained[config.name] = trained
-            config, state = replace(config, optimizer=trained.rule or optim.SGD()), trained.state
-            self._add(_Found(config, path, None if weight.is_meta else _rows_of_weight(weight, config, state), key))
+            known = self._store.tables.get(config.name)
+            config = replace(config, optimizer=trained.rule_of(None if known is None else known.config))
+            self._add(_Found(config, path, None if weight.is_meta else _rows_of_weight(weight, config, trained), key))
 
 
-def _rows_of_weight(weight: Tensor, config: TableConfig, state: Mapping[str, Any]) -> _Rows:
-    parts = state_tensors(config.optimizer, config.embedding_dim)
-    has_state = bool(parts) and all(part.name in state for part in parts)
-
+def _rows_of_weight(weight: Tensor, config: TableConfig, trained: Rule) -> _Rows:
     def read(start: int, stop: int) -> RowValues:
-        own = state_rows(state, parts, start, stop) if has_state else None
-        return _values(config, weight.detach()[start:stop].cpu(), own)
+        return _values(config, weight.detach()[start:stop].cpu(), trained.state_rows(config, start, stop))
 
+    state = trained.state
     kept = TableState(int(state["step"]), config.optimizer.lr) if "step" in state else None
     checksum = zlib.crc32(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return _Rows(len(weight), read, kept, checksum)
@@ -331,25 +330,26 @@ def _rows_of(
 
 
 def _rows_of_file(path: Path, tables: Mapping[str, _Found]) -> dict[str, _Rows]:
-    file = open_source(path)
-    known = {each.key: each.config.name for each in file.metadata.tables} if file.metadata else {}
+    file = open_files([path])
+    known = {key: each.config.name for key, each in file.exported.items()}
     known |= {each.key: name for name, each in tables.items() if each.key}
     taken = {key: name for key in file.tensors if (name := table_of(key, known)) in tables and name is not None}
     if missing := tables.keys() - taken.values():
         raise ValueError(f"{path} has no rows of table {min(missing)!r}, but {list(file.tensors)[:20]}")
     configs = {name: each.config for name, each in tables.items()}
-    return {match.config.name: _rows_of_match(match) for match in match_tables([file], taken, Settings(), configs)}
+    return {match.config.name: _rows_of_match(match) for match in match_tables(file, taken, {}, configs)}
 
 
 def _rows_of_match(match: Match) -> _Rows:
     if match.ids:
-        raise ValueError(f"{match.place} has dynamic ids: import it into a store, and give that as source")
-    state = (match.kept or TableState(match.updates or 0, match.config.optimizer.lr)) if match.states else None
+        raise ValueError(f"{match.weights.place} has dynamic ids: import it into a store, and give that as source")
+    rate = match.config.optimizer.lr if match.rate is None else match.rate
+    state = TableState(match.step or 0, rate) if match.states else None
 
     def read(start: int, stop: int) -> RowValues:
-        return _values(match.config, match.source.read(match.key, start, stop), state_of_file(match, start, stop))
+        return _values(match.config, *match.read(start, stop))
 
-    return _Rows(match.info.shape[0], read, state)
+    return _Rows(match.num_rows, read, state)
 
 
 def _load(rows: _Rows | Table | None, table: ShardedTable, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranges of a table's rows with their optimizer state, through the cache that everybody else reads them by."""
+"""Ranges of a table's rows with their optimizer state, read and written through its cache."""
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..kernels import slots as kernels
-from ..kernels.arrays import Bools, Floats, Int64s, Weights
+from ..kernels.arrays import Floats, Int64s, Weights
 from ..layout import KEY_ROW_BITS, MAX_ROWS
 from ..store import Table
 
@@ -72,7 +72,10 @@ def write_keys(table: Table, keys: Int64s, weights: Weights, state: Floats | Non
     with pool.tier.emptied():
         before = read_keys(table, keys)
         state = before.state if state is None else state
-        changed = np.flatnonzero(_differ(before.weights, weights) | _differ(before.state, state))
+        bits = np.uint16 if weights.dtype == np.uint16 else np.uint32
+        differ = (before.weights.view(bits) != weights.view(bits)).any(axis=1)
+        differ |= (before.state.view(np.uint32) != state.view(np.uint32)).any(axis=1)
+        changed = np.flatnonzero(differ)
         weights, state = weights[changed], state[changed]
         table.note_change()
         for first, lease in pool.leases.parts(keys[changed]):
@@ -82,10 +85,3 @@ def write_keys(table: Table, keys: Int64s, weights: Weights, state: Floats | Non
                 kernels.copy_rows_in(lease.position_slots, weights[part], pool.arena.weights, layout.dim)
                 kernels.copy_rows_in(lease.position_slots, state[part], pool.arena.state, layout.state_dim)
     return len(changed)
-
-
-def _differ(one: Weights, other: Weights) -> Bools:
-    """Whether each row differs in any bit."""
-    bits = np.uint16 if one.dtype == np.uint16 else np.uint32
-    differs: Bools = (one.view(bits) != other.view(bits)).any(axis=1)
-    return differs

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn import KeyedTensor
+from ..nn.jagged import KeyedTensor
 from .dlrm import CrossNetwork, xavier
 
 

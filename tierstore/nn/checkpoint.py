@@ -13,8 +13,7 @@
 import copy
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,31 +30,11 @@ from .module import TieredModule, require_store
 __all__ = ["StoreVersion", "load", "rows", "save", "save_async"]
 
 
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
-
-
-class Committing(Protocol):
-    """A ``Store``, or the ``ShardedStore`` of each rank, which calls ``save`` and ``load`` with what is its own."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def directory(self) -> Path: ...
-    @property
-    def extra(self) -> dict[str, Any]: ...
-    @property
-    def changed_tables(self) -> tuple[str, ...]: ...
-    def tensors(self) -> dict[str, Tensor]: ...
-    def commit(self, *, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor]) -> int: ...
-
-
 def save_async(
     store: Store,
     model: nn.Module,
-    optimizers: Sequence[Stateful] = (),
-    schedulers: Sequence[Stateful] = (),
+    optimizers: Sequence[Any] = (),
+    schedulers: Sequence[Any] = (),
     extra: dict[str, Any] | None = None,
 ) -> PendingCommit:
     """Commit rows, the state of everything given and the random numbers of torch's CPU, atomically and durably.
@@ -69,8 +48,7 @@ def save_async(
         extra: as for ``Store.commit``.
 
     Raises:
-        TypeError: a state has what ``load`` does not read, and where; nothing was committed. numpy's scalars are kept
-            as numbers.
+        TypeError: a state has what ``load`` does not read; nothing was committed. numpy's scalars become numbers.
     """
     _require(store, optimizers, schedulers)
     if not hasattr(store, "commit_async"):
@@ -88,7 +66,7 @@ def _require(store: object, optimizers: object, schedulers: object) -> None:
             raise TypeError(f"{name} must be a list, as [{name[:-1]}], not {type(objects).__name__}")
 
 
-def _packed(model: nn.Module, optimizers: Sequence[Stateful], schedulers: Sequence[Stateful]) -> dict[str, Tensor]:
+def _packed(model: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Tensor]:
     state: dict[str, Any] = plain(
         {
             "model": model.state_dict(),
@@ -100,10 +78,9 @@ def _packed(model: nn.Module, optimizers: Sequence[Stateful], schedulers: Sequen
     try:
         saved = _saved(state)
     except Exception as error:
-        place = next((_unreadable(part, name) for name, part in state.items() if not _is_readable(part)), "the state")
         raise TypeError(
-            f"{place}, which tierstore.checkpoint.load would not read, so nothing was committed. Let its state_dict "
-            "hold tensors, numbers, str, and dicts, lists and tuples of these"
+            f"{_unreadable(state, '')}, which tierstore.checkpoint.load would not read, so nothing was committed. Let "
+            "its state_dict hold tensors, numbers, str, and dicts, lists and tuples of these"
         ) from error
     return {CHECKPOINT_NAME: torch.from_numpy(np.frombuffer(saved, np.uint8))}
 
@@ -113,54 +90,47 @@ def _saved(state: Any) -> memoryview:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    _read(buffer, "meta")  # types alone: no tensor is copied
+    torch.load(buffer, map_location="meta", weights_only=True)  # types alone: no tensor is copied
     return buffer.getbuffer()
 
 
-def _read(file: io.BytesIO, device: str = "cpu") -> Any:
-    return torch.load(file, map_location=device, weights_only=True)
-
-
-def _is_readable(state: Any) -> bool:
-    try:
-        _saved(state)
-    except Exception:
-        return False
-    return True
-
-
 def _unreadable(state: Any, place: str) -> str:
+    """What ``_saved`` refuses, and where it is."""
     parts = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list | tuple) else ()
     for key, part in parts:
-        if not _is_readable(part):
-            return _unreadable(part, f"{place}[{key!r}]")
-    return f"{place} is a {type(state).__qualname__}"
+        try:
+            _saved(part)
+        except Exception:
+            return _unreadable(part, f"{place}[{key!r}]" if place else str(key))
+    return f"{place or 'the state'} is a {type(state).__qualname__}"
 
 
 def save(
-    store: Committing,
+    store: Any,
     model: nn.Module,
-    optimizers: Sequence[Stateful] = (),
-    schedulers: Sequence[Stateful] = (),
+    optimizers: Sequence[Any] = (),
+    schedulers: Sequence[Any] = (),
     extra: dict[str, Any] | None = None,
 ) -> int:
-    """As ``save_async``, and wait; returns the version's number. Collective for a ``ShardedStore``."""
+    """As ``save_async``, and wait; returns the version's number. Of a ``ShardedStore``, too: collective."""
     _require(store, optimizers, schedulers)
     for module in model.modules():
         if isinstance(module, TieredModule):
             module.gather(optimizers)
-    return store.commit(extra=extra, tensors=_packed(model, optimizers, schedulers))
+    version: int = store.commit(extra=extra, tensors=_packed(model, optimizers, schedulers))
+    return version
 
 
 def load(
-    store: Committing,
+    store: Any,
     model: nn.Module,
-    optimizers: Sequence[Stateful | None] | None = None,
-    schedulers: Sequence[Stateful | None] | None = None,
+    optimizers: Sequence[Any] | None = None,
+    schedulers: Sequence[Any] | None = None,
     *,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Put everything where the store's version has it; tensors go to the devices of what they are loaded into.
+    """Put everything where the store's version has it, and return its ``extra``. Tensors go to the devices of what they
+    are loaded into.
 
     Rows are the store's, and stay. Where they changed since the commit, drop the changes by
     ``store.rollback(store.version)`` beforehand, or by opening the store again.
@@ -170,9 +140,6 @@ def load(
         optimizers, schedulers: as for ``save_async``; None in a list leaves that one out. Without both, the model alone
             is loaded, and torch's random numbers go on.
         strict: of ``model.load_state_dict``.
-
-    Returns:
-        ``extra`` of that version.
 
     Raises:
         TierstoreError: there is no commit, or ``save`` did not write it; or rows changed since.
@@ -194,7 +161,7 @@ def load(
             "weights do not go with its rows: call store.rollback(store.version) before, which takes the rows back, or "
             "open the store again"
         )
-    state = _read(io.BytesIO(packed.numpy().tobytes()))
+    state = _unpacked(packed)
     is_whole = not (optimizers is None and schedulers is None and any(state[name] for name in given))
     parts: list[tuple[Any, Any]] = []
     for name, objects in given.items() if is_whole else ():
@@ -203,11 +170,8 @@ def load(
                 f"{len(objects)} {name} given, but the checkpoint has {len(state[name])}; give None for one that is "
                 "not to be loaded, or the model alone"
             )
-        for each, saved in zip(objects, state[name], strict=True):
-            if each is not None:
-                parts.append((each, saved))
-    tiered = [(each, saved["param_groups"]) for each, saved in parts if isinstance(each, TieredOptimizer)]
-    changed = [each for each, groups in tiered if _names(groups) != _names(each.param_groups)]
+        parts += [pair for pair in zip(objects, state[name], strict=True) if pair[0] is not None]
+    changed = [each for each, saved in parts if isinstance(each, TieredOptimizer) and _differ_in_tables(each, saved)]
     before = [(each, copy.deepcopy(each.state_dict())) for each in (model, *(each for each, _ in parts))]
     try:
         model.load_state_dict(state["model"], strict=strict)
@@ -221,11 +185,13 @@ def load(
         raise
     if is_whole:
         torch.set_rng_state(state["rng"])
-    return store.extra
+    extra: dict[str, Any] = store.extra
+    return extra
 
 
-def _names(groups: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    return [group.get("name") for group in groups]
+def _differ_in_tables(one: TieredOptimizer, saved: dict[str, Any]) -> bool:
+    names, own = ([group.get("name") for group in each] for each in (saved["param_groups"], one.param_groups))
+    return names != own
 
 
 def _take_first_rates(scheduler: Any, changed: Sequence[Any]) -> None:
@@ -240,7 +206,9 @@ def _take_first_rates(scheduler: Any, changed: Sequence[Any]) -> None:
 def model_state(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The state of the model that ``save`` wrote into a commit's tensors; of another commit, its tensors."""
     packed = tensors.get(CHECKPOINT_NAME)
-    if packed is None:
-        return tensors
-    state: Mapping[str, Tensor] = _read(io.BytesIO(packed.numpy().tobytes()))["model"]
+    return tensors if packed is None else _unpacked(packed)["model"]
+
+
+def _unpacked(packed: Tensor) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
     return state

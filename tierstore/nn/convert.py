@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .. import optim
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..exchange.keys import StateTensor, state_tensors
 from ..exchange.rows import chunks, write_rows
+from ..exchange.tensor_files import state_tensors
 from ..init import Initializer, Normal
 from ..layout import MAX_ROWS
 from ..pool.converting import raw_weights
@@ -25,8 +25,13 @@ from ..system.checks import require_int
 from .embedding import TieredEmbedding, TieredEmbeddingBag
 from .module import OF_TABLES, TieredModule, joins_gradients, plain_names, take_place
 
+__all__ = ["convert", "plain_model"]
+
+Embedding = nn.Embedding | nn.EmbeddingBag
 Rules = optim.Optimizer | Mapping[str, optim.Optimizer] | torch.optim.Optimizer
 """One for all tables, by name, or what trains the weights."""
+_ROOT: Final = "embedding"
+"""The table's name where the model itself is the embedding."""
 
 
 class Rule(NamedTuple):
@@ -42,6 +47,19 @@ class Rule(NamedTuple):
     def state(self) -> Mapping[str, Any]:
         """Of the weight, in the torch optimizer."""
         return {} if self.source is None else self.source.state.get(self.weight, {})
+
+    def state_rows(self, config: TableConfig, start: int, stop: int) -> Any:
+        """Of the table's rows, float32 [stop - start, state_dim]; None if there is none."""
+        parts, state = state_tensors(config.optimizer, config.embedding_dim), self.state
+        if not parts or any(part.name not in state for part in parts):
+            return None
+        columns = [state[part.name][start:stop].detach().cpu().float().reshape(stop - start, -1) for part in parts]
+        return torch.cat(columns, dim=1).contiguous().numpy()
+
+    def rule_of(self, known: TableConfig | None) -> optim.Optimizer:
+        """Of the table; ``known``, if the store has it. A rate that is a torch optimizer's is not compared."""
+        rule = self.rule or optim.SGD()
+        return rule if known is None or self.follows is None else replace(rule, lr=known.optimizer.lr)
 
     def hand_over(self, table: Table) -> None:
         """The table is trained so, and the optimizer forgets its state."""
@@ -115,13 +133,6 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> opti
     )
 
 
-__all__ = ["convert", "plain_model"]
-
-Embedding = nn.Embedding | nn.EmbeddingBag
-_ROOT: Final = "embedding"
-"""The table's name where the model itself is the embedding."""
-
-
 @dataclass(kw_only=True)
 class Weight:
     """A weight that becomes a table, and the modules that look it up: several if they share it."""
@@ -134,6 +145,10 @@ class Weight:
     def modes(self) -> list[Any]:
         """Of the bags among the modules, distinct."""
         return sorted({module.mode for module in self.modules if isinstance(module, nn.EmbeddingBag)})
+
+    @property
+    def mode(self) -> Any:
+        return (*self.modes, "sum")[0]
 
 
 class _Move(NamedTuple):
@@ -152,11 +167,11 @@ def convert(
     min_rows: int = 1,
     names: Collection[str] | None = None,
     prefix: str = "",
-    optimizer: "Rules | None" = None,
+    optimizer: Rules | None = None,
     init: Initializer | None = None,
     copy: bool = True,
 ) -> nn.Module:
-    """Make each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model a tiered module.
+    """Make each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model a tiered module; returns the model.
 
     It stays the same object, for lists and closures that refer to it; so does its weight, without elements. A table has
     the name of its module, such as ``"user.embedding"``; wrappers, as of ``torch.compile``, add nothing to it. Rows are
@@ -178,27 +193,28 @@ def convert(
         copy: whether to copy rows. With False tables keep the store's rows of an earlier run, and the model's are
             dropped with their optimizer state, but for tables that such a run did not have.
 
-    Returns:
-        the model.
-
     Raises:
-        ValueError: modules cannot be converted: each is named with its reason. Nothing was changed.
-        TableError: the store has a table of that name which is another, which another model trains, or whose rows
-            would be overwritten. Nothing was changed. ReadOnlyError, DiskFullError, ClosedError: the model was not
-            changed.
+        ValueError: modules cannot be converted: each is named with its reason. TableError: the store has a table of
+            that name which is another, which another model trains, or whose rows would be overwritten. Then nothing was
+            changed. ReadOnlyError, DiskFullError, ClosedError: the model was not changed.
     """
     if not isinstance(store, Store):
         raise TypeError(f"store must be a Store, as tierstore.open gives, not {type(store).__name__}")
     require_int(min_rows, "min_rows", 0, MAX_ROWS)
-    weights, refused = weights_of(model, _chosen(model, min_rows, names))
-    _require_none(refused)
-    moves = _moves(weights, store, optimizer, init or Normal(std=1.0), prefix, copy=copy)
-    made: list[tuple[Embedding, TieredEmbedding | TieredEmbeddingBag]] = []
+    moves = _moves(model, _chosen(model, min_rows, names), store, optimizer, init or Normal(std=1.0), prefix, copy=copy)
+    made: list[tuple[Embedding, Any]] = []
     for move in moves:
-        table = store.create_table(move.config)
-        if move.is_copied:
-            _copy_rows(table, move)
-        made += [(module, _tiered(module, table)) for module in move.of.modules]
+        table, state = store.create_table(move.config), move.trained.state
+        for start, stop in chunks(table) if move.is_copied else ():
+            weights = raw_weights(move.of.weight.detach()[start:stop].cpu().contiguous())
+            write_rows(table, start, weights, move.trained.state_rows(move.config, start, stop))
+        if move.is_copied and "step" in state:
+            table.restore(TableState(int(state["step"]), table.learning_rate))
+        for module in move.of.modules:
+            kind = TieredEmbedding if isinstance(module, nn.Embedding) else TieredEmbeddingBag
+            tiered: Any = kind(table, **_options(module))
+            tiered.requires_grad_(module.weight.requires_grad and tiered.rows.requires_grad).train(module.training)
+            made.append((module, tiered))
     for module, tiered in made:
         take_place(module, tiered)
         if tiered.rows.requires_grad:
@@ -230,10 +246,34 @@ def plain_model(model: nn.Module) -> nn.Module:
     plain = copying.deepcopy(model)
     for module in list(plain.modules()):
         if isinstance(module, TieredEmbedding | TieredEmbeddingBag):
-            if module.table not in weights:
-                weights[module.table] = nn.Parameter(_rows_of(module.table))
-            take_place(module, _of_torch(module, weights[module.table]))
+            table = module.table
+            if table not in weights:
+                rows = torch.empty((table.config.num_embeddings, table.layout.dim), device=table.store.device)
+                for start, stop in chunks(table):
+                    rows[start:stop] = table.read(torch.arange(start, stop))
+                weights[table] = nn.Parameter(rows)
+            take_place(module, _of_torch(module, weights[table]))
     return plain
+
+
+def _options(module: Any) -> dict[str, Any]:
+    """Arguments that modules of torch and over tables have in common."""
+    return {name: getattr(module, name) for name in ("padding_idx", "include_last_offset") if hasattr(module, name)}
+
+
+def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter) -> nn.Module:
+    made: Embedding
+    (rows, dim), options = weight.shape, _options(module) | {"_weight": weight}
+    if isinstance(module, TieredEmbeddingBag):
+        made = nn.EmbeddingBag(rows, dim, mode=module.mode, **options)
+    else:
+        made = nn.Embedding(rows, dim, **options)
+        if module.padding_idx is not None:  # which gives zeros until it is written
+            with torch.no_grad():
+                weight[module.padding_idx] = module.forward(torch.tensor(module.padding_idx))
+    made.weight = weight
+    weight.requires_grad_(module.rows.requires_grad or module.table.store.readonly)
+    return made.train(module.training)
 
 
 def _chosen(model: nn.Module, min_rows: int, names: Collection[str] | None) -> Iterator[tuple[str, Embedding]]:
@@ -280,12 +320,6 @@ def weights_of(model: nn.Module, chosen: Iterable[tuple[str, Embedding]]) -> tup
     return list(found.values()), refused
 
 
-def _require_none(refused: Mapping[str, str]) -> None:
-    if refused:
-        said = "".join(f"\n  {name or _ROOT!r}: {reason}" for name, reason in refused.items())
-        raise ValueError(f"nothing was converted. Change these modules, or name the others in names=[...]:{said}")
-
-
 def _reason(module: Embedding) -> str:
     """Why a module cannot be converted; "" if it can."""
     if type(module) not in (nn.Embedding, nn.EmbeddingBag):
@@ -322,12 +356,13 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def _moves(
-    weights: list[Weight], store: Store, optimizer: "Rules | None", init: Initializer, prefix: str, *, copy: bool
-) -> list[_Move]:
+    model: nn.Module, chosen: Iterable[tuple[str, Embedding]], store: Store, optimizer: Rules | None,
+    init: Initializer, prefix: str, *, copy: bool,
+) -> list[_Move]:  # fmt: skip
     """The table of each weight. ValueError, TableError if one cannot be; nothing was changed."""
-    refused: dict[str, str] = {}
+    weights, refused = weights_of(model, chosen)
     moves: list[_Move] = []
-    for each in weights:
+    for each in weights if not refused else ():
         if not each.weight.is_meta and each.weight.device != store.device:
             refused[each.name] = f"it is on {each.weight.device}, but the store's results are on {store.device}"
         try:
@@ -335,19 +370,20 @@ def _moves(
         except ValueError as error:
             refused[each.name] = str(error)
             continue
-        name, rule, shape, pooling = prefix + each.name, trained.rule, tuple(each.weight.shape), (*each.modes, "sum")[0]
+        name, (rows, dim) = prefix + each.name, each.weight.shape
         known = store[name].config if name in store else None
-        if known is not None and trained.follows is not None and rule is not None:
-            rule = replace(rule, lr=known.optimizer.lr)  # the table's rate is the optimizer's anyway
-        is_asked = rule is not None or (copy and not each.weight.is_meta)
-        if known is None or is_asked or (known.num_embeddings, known.embedding_dim, known.pooling) != (*shape, pooling):
+        is_asked = trained.rule is not None or (copy and not each.weight.is_meta)
+        shape = rows, dim, each.mode
+        if known is None or is_asked or (known.num_embeddings, known.embedding_dim, known.pooling) != shape:
+            rule = trained.rule_of(known)
             known = TableConfig(
-                name=name, num_embeddings=shape[0], embedding_dim=shape[1], pooling=pooling, init=init,
-                optimizer=rule or optim.SGD(),
-            )  # fmt: skip
+                name=name, num_embeddings=rows, embedding_dim=dim, pooling=each.mode, init=init, optimizer=rule
+            )
         is_new = not each.weight.is_meta and not store.has_rows_of(name)
         moves.append(_Move(each, known, trained, is_copied=is_new and (copy or store.version > 0)))
-    _require_none(refused)
+    if refused:
+        said = "".join(f"\n  {name or _ROOT!r}: {reason}" for name, reason in refused.items())
+        raise ValueError(f"nothing was converted. Change these modules, or name the others in names=[...]:{said}")
     for move in moves:
         table, name = store.find_or_require(move.config), move.config.name
         if copy and not move.is_copied and not move.of.weight.is_meta:
@@ -356,70 +392,14 @@ def _moves(
                 "copy=False takes the store's, as in convert(model, store, copy=not store.version), if they are this "
                 "model's; prefix= gives another model tables of its own"
             )
-        if table is not None and move.of.weight.requires_grad and not store.readonly and _is_trained(table):
+        if table is None or not move.of.weight.requires_grad or store.readonly or table.converted is None:
+            continue
+        gc.collect()
+        module = table.converted()
+        if module is not None and module.rows.requires_grad:
             raise TableError(
                 f"table {name!r} is trained by another converted model, and {move.of.name!r} would train it, too: "
                 "prefix= gives this model tables of its own; after requires_grad_(False) it may look up the other's. "
                 "A model that is of no use any more must be let go of (del model; notebooks keep results in Out)"
             )
     return moves
-
-
-def _is_trained(table: Table) -> bool:
-    """Whether by another converted model that is still there."""
-    if table.converted is not None:
-        gc.collect()
-    module = None if table.converted is None else table.converted()
-    return module is not None and bool(module.rows.requires_grad)
-
-
-def _copy_rows(table: Table, move: _Move) -> None:
-    parts, state = state_tensors(table.config.optimizer, table.layout.dim), move.trained.state
-    has_state = bool(parts) and all(part.name in state for part in parts)
-    for start, stop in chunks(table):
-        weights = raw_weights(move.of.weight.detach()[start:stop].cpu().contiguous())
-        write_rows(table, start, weights, state_rows(state, parts, start, stop) if has_state else None)
-    if "step" in state:
-        table.restore(TableState(int(state["step"]), table.learning_rate))
-
-
-def state_rows(state: Mapping[str, Any], parts: tuple[StateTensor, ...], start: int, stop: int) -> Any:
-    columns = [state[part.name][start:stop].detach().cpu().float().reshape(stop - start, -1) for part in parts]
-    return torch.cat(columns, dim=1).contiguous().numpy()
-
-
-def _tiered(module: Embedding, table: Table) -> TieredEmbedding | TieredEmbeddingBag:
-    made: TieredEmbedding | TieredEmbeddingBag
-    if isinstance(module, nn.Embedding):
-        made = TieredEmbedding(table, padding_idx=module.padding_idx)
-    else:
-        last, padding = module.include_last_offset, module.padding_idx
-        made = TieredEmbeddingBag(table, include_last_offset=last, padding_idx=padding)
-    made.requires_grad_(module.weight.requires_grad and made.rows.requires_grad)
-    return made.train(module.training)
-
-
-def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter) -> nn.Module:
-    rows, dim = weight.shape
-    made: Embedding
-    if isinstance(module, TieredEmbeddingBag):
-        last, padding = module.include_last_offset, module.padding_idx
-        made = nn.EmbeddingBag(
-            rows, dim, mode=module.mode, include_last_offset=last, padding_idx=padding, _weight=weight
-        )
-    else:
-        padding = module.padding_idx
-        made = nn.Embedding(rows, dim, padding_idx=padding, _weight=weight)
-        if padding is not None:  # which gives zeros until it is written
-            with torch.no_grad():
-                weight[padding] = module.forward(torch.tensor(padding))
-    made.weight = weight
-    weight.requires_grad_(module.rows.requires_grad or module.table.store.readonly)
-    return made.train(module.training)
-
-
-def _rows_of(table: Table) -> Tensor:
-    out = torch.empty((table.config.num_embeddings, table.layout.dim), device=table.store.device)
-    for start, stop in chunks(table):
-        out[start:stop] = table.read(torch.arange(start, stop))
-    return out

@@ -13,18 +13,16 @@ calls ``copy_``, which writes them. Every other use raises.
 import codecs
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import TableConfig
 from ..errors import TierstoreError
-from ..exchange.keys import DEFAULT_KEY, IDS, StateTensor, state_key, state_tensors, weight_keys
-from ..exchange.rows import chunks, read_rows, write_rows
-from ..layout import RowLayout
+from ..exchange.rows import RowValues, chunks, read_rows, write_rows
+from ..exchange.tensor_files import DEFAULT_KEY, IDS, state_key, state_tensors, weight_keys
 from ..pool.converting import raw_weights
 from ..store import Store, Table
 from ..store.table_ids import TableIds
@@ -35,28 +33,6 @@ __all__ = ["StoreVersion", "rows"]
 _ATEN: Final = torch.ops.aten
 _WRITING: Final = threading.RLock()
 """Weights and state of a row are written together, and a reader may load them in several threads."""
-
-
-class PartTable(Protocol):
-    """What a checkpoint asks of a table, or of a sharded one: rows and columns of the whole that are here."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def config(self) -> TableConfig: ...
-    @property
-    def layout(self) -> RowLayout: ...
-    @property
-    def rows(self) -> range: ...
-    @property
-    def columns(self) -> range: ...
-    @property
-    def local(self) -> Table: ...
-
-
-class Tables(Protocol):
-    @property
-    def tables(self) -> Mapping[str, PartTable]: ...
 
 
 class _Content(NamedTuple):
@@ -72,14 +48,13 @@ class _Content(NamedTuple):
     write: Callable[[int, int, Tensor], Any]
 
 
-def rows(store: Tables, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
+def rows(store: Any, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     """Everything of a store's tables, for ``dcp.save`` and ``dcp.load``; training goes on with the same bits.
 
-    Each tensor is lazy: it can be saved and loaded, nothing else. Memory is a few chunks of 8 MiB (before torch
-    2.10 more: it keeps what it wrote until the garbage collector runs); rows pass through
-    the store's caches. Every row is saved, also those never written, so any store with tables of the same names,
-    shapes, dtypes and optimizers can load them. What is loaded is durable from the next commit on; where loading
-    fails, ``store.rollback(store.version)`` or opening the store again undoes it.
+    Each tensor is lazy: it can be saved and loaded, nothing else. Memory is a few chunks of 8 MiB (before torch 2.10
+    more: it keeps what it wrote until the garbage collector runs); rows pass through the store's caches. Every row is
+    saved, so any store with tables of the same names, shapes, dtypes and optimizers can load them. What is loaded is
+    durable from the next commit on; where loading fails, ``store.rollback(store.version)`` undoes it.
 
     Of a sharded store all ranks save and load together, each what it owns; any number of ranks, and a store that is not
     sharded, can load it. Where each rank of several has a store of its own, it gives a ``key`` of its own: of equal
@@ -106,68 +81,63 @@ def rows(store: Tables, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     return {name: _WholeTensor(each, 0, 0, each.shape) for name, each in contents.items()}
 
 
-def _contents(table: PartTable, key: str) -> list[tuple[str, _Content]]:
-    num_rows, layout, local = table.config.num_embeddings, table.layout, table.local
+def _contents(table: Any, key: str) -> list[tuple[str, _Content]]:
+    """Of a ``Table``, or of a ``ShardedTable``, of which this rank has ``local``."""
+    layout, num_rows = table.layout, table.config.num_embeddings
+    local: Table = table.local
     if local is not table:
         table.config.require_fixed_ids("torch.distributed.checkpoint of sharded stores")
     ranges = list(chunks(local)) if table.rows else []
-    dtype = torch.uint8 if layout.is_quantized else layout.torch_dtype
 
-    def read_weights(start: int, stop: int) -> Tensor:
-        return torch.from_numpy(read_rows(local, start, stop).weights).view(dtype)
+    def of_rows(dtype: torch.dtype, shape: tuple[int, ...], state: slice | None = None) -> _Content:
+        """Weights, or these columns of the optimizer state."""
+        columns = table.columns if len(shape) > 1 else None
 
-    def write_weights(start: int, first: int, values: Tensor) -> None:
-        own = read_rows(local, start, start + len(values))
-        own.weights[:, first : first + values.shape[1]] = raw_weights(values)
-        write_rows(local, start, own.weights, None)
-
-    def of_state(part: StateTensor, own_part: StateTensor) -> _Content:
-        columns = slice(own_part.first, own_part.last)
+        def part_of(rows: RowValues) -> Any:
+            return rows.weights if state is None else rows.state[:, state]
 
         def read(start: int, stop: int) -> Tensor:
-            values = read_rows(local, start, stop).state[:, columns].copy()
-            return torch.from_numpy(values).view(own_part.shape(stop - start))
+            values = torch.from_numpy(np.ascontiguousarray(part_of(read_rows(local, start, stop)))).view(dtype)
+            return values if columns is not None else values.view(-1)
 
         def write(start: int, first: int, values: Tensor) -> None:
-            own, given = read_rows(local, start, start + len(values)), values.view(len(values), -1).numpy()
-            own.state[:, columns][:, first : first + given.shape[1]] = given
+            own, given = read_rows(local, start, start + len(values)), raw_weights(values.view(len(values), -1))
+            part_of(own)[:, first : first + given.shape[1]] = given
             write_rows(local, start, *own)
 
-        shape, here = part.shape(num_rows), None if part.per_row else table.columns
-        return _Content(local, torch.float32, shape, here, ranges, read, write)
+        return _Content(local, dtype, shape, columns, ranges, read, write)
 
-    def of_number(place: int, number_type: torch.dtype) -> _Content:
-        def read(_start: int, _stop: int) -> Tensor:
-            return torch.tensor([local.state[place]], dtype=number_type)
-
+    def of_number(place: int, dtype: torch.dtype) -> _Content:
         def write(_start: int, _first: int, values: Tensor) -> None:
             numbers: list[Any] = [*local.state]
             numbers[place] = values.item()
             local.restore(TableState.checked(*numbers))
 
-        return _Content(local, number_type, (1,), None, [(0, 1)], read, write)
+        def read(_start: int, _stop: int) -> Tensor:
+            return torch.tensor([local.state[place]], dtype=dtype)
+
+        return _Content(local, dtype, (1,), None, [(0, 1)], read, write)
 
     def of_ids(known: TableIds) -> _Content:
-        def read(_start: int, _stop: int) -> Tensor:
-            return torch.from_numpy(known.words().view(np.int64))
-
         def write(_start: int, _first: int, values: Tensor) -> None:
             with local.store.shown.changing():
                 known.restore(values.numpy().view(np.uint64))
 
+        def read(_start: int, _stop: int) -> Tensor:
+            return torch.from_numpy(known.words().view(np.int64))
+
         return _Content(local, torch.int64, known.shape, range(known.shape[1]), [(0, known.shape[0])], read, write)
 
-    rule, dims = table.config.optimizer, (layout.dim, local.layout.dim)
-    states = zip(*(state_tensors(rule, dim) for dim in dims), strict=True) if layout.state_dim else ()
-    shape = num_rows, layout.stored_columns
-    weights = _Content(local, dtype, shape, table.columns, ranges, read_weights, write_weights)
-    return [
-        (key, weights),
-        *((state_key(key, part.name), of_state(part, own)) for part, own in states),
-        *(() if local.ids is None else ((state_key(key, IDS), of_ids(local.ids)),)),
-        (state_key(key, "step"), of_number(0, torch.int64)),
-        (state_key(key, "lr"), of_number(1, torch.float64)),
-    ]
+    dtype = torch.uint8 if layout.is_quantized else layout.torch_dtype
+    found = [(key, of_rows(dtype, (num_rows, layout.stored_columns)))]
+    rule = table.config.optimizer
+    for whole, own in zip(*(state_tensors(rule, dim) for dim in (layout.dim, local.layout.dim)), strict=True):
+        state = of_rows(torch.float32, whole.shape(num_rows), slice(own.first, own.last))
+        found.append((state_key(key, whole.name), state))
+    if local.ids is not None:
+        found.append((state_key(key, IDS), of_ids(local.ids)))
+    step, rate = of_number(0, torch.int64), of_number(1, torch.float64)
+    return [*found, (state_key(key, "step"), step), (state_key(key, "lr"), rate)]
 
 
 class _Range(Tensor):
@@ -193,17 +163,14 @@ class _Range(Tensor):
                 return _Range(own._content, own._start, own._first, own.shape)
             is_narrowed = func is _ATEN.slice.Tensor and len(args) == 4 and args[3] <= own.shape[args[1]]
             if is_narrowed and (args[1] == 0 or type(own) is _Range):
-                return own._narrow(*args[1:])
+                (axis, start, stop), shape, places = args[1:], list(own.shape), [own._start, own._first]
+                shape[axis] = stop - start
+                places[axis] += start
+                return _Range(own._content, places[0], places[1], shape)
             if func is _ATEN.copy_.default:
                 own._load(args[1])
                 return own
         raise _refusal(func)
-
-    def _narrow(self, axis: int, start: int, stop: int) -> "_Range":
-        shape, places = list(self.shape), [self._start, self._first]
-        shape[axis] = stop - start
-        places[axis] += start
-        return _Range(self._content, places[0], places[1], shape)
 
     def _load(self, source: Tensor) -> None:
         content = self._content
@@ -213,8 +180,7 @@ class _Range(Tensor):
                 "a table of that dtype"
             )
         values = source.detach().cpu().expand(self.shape)
-        begin, end = content.chunks[0]
-        step = end - begin
+        step = content.chunks[0][1] - content.chunks[0][0]
         for place in range(0, len(values), step):
             with _WRITING:
                 content.write(self._start + place, self._first, values[place : place + step].contiguous())
@@ -246,34 +212,30 @@ class _WholeTensor(_Range):
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=about, size=self.size()),
             )
-            for chunk in self._tell(self._content.chunks)
+            for chunk in self._chunks_of(self._content.chunks)
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
         content = self._content
         content.table.store.require_writable()
         content.table.require_float()
-        return self._tell([(content.chunks[0][0], content.chunks[-1][1])] if content.chunks else [])
+        return self._chunks_of([(content.chunks[0][0], content.chunks[-1][1])] if content.chunks else [])
 
-    def _tell(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+    def _chunks_of(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         self._shards = dict(ranges)
-        columns = self._content.columns
-        rest = () if columns is None else (columns,)
+        rest = [] if self._content.columns is None else [self._content.columns]
+        parts = ([range(start, stop), *rest] for start, stop in ranges)
         return [
-            ChunkStorageMetadata(
-                torch.Size((start, *(each.start for each in rest))),
-                torch.Size((stop - start, *(len(each) for each in rest))),
-            )
-            for start, stop in ranges
+            ChunkStorageMetadata(torch.Size(each.start for each in part), torch.Size(len(each) for each in part))
+            for part in parts
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         start, columns = index.offset[0], self._content.columns
-        return _Range(
-            self._content, start, 0, (self._shards[start] - start, *(() if columns is None else (len(columns),)))
-        )
+        shape = [self._shards[start] - start, *([] if columns is None else [len(columns)])]
+        return _Range(self._content, start, 0, shape)
 
     def to(self, *_args: Any, **_options: Any) -> NoReturn:
         """How torch 2.6 stages a tensor for ``async_save``; the operator would leave one on the CPU as it is."""
@@ -295,11 +257,8 @@ class StoreVersion:
 
     A ``Stateful`` of ``torch.distributed.checkpoint``. Saving commits (``dcp.async_save`` before it returns); a store
     opened for reading has the version that it shows saved. Loading goes back to that version, as ``Store.rollback``
-    does: later ones, and what was not committed, are dropped.
-
-    Each rank of several has it under a name of its own: of equal names torch saves one rank's.
-
-    The version is known by its commit's identity. So a store that was moved, or copied by ``Store.backup``, loads it.
+    does: later ones, and what was not committed, are dropped. The version is known by its commit's identity. So a store
+    that was moved, or copied by ``Store.backup``, loads it. Each rank of several has it under a name of its own.
 
     Raises:
         ValueError: the store keeps one version only. A commit would drop the version of the last checkpoint while the

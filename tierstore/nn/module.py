@@ -17,8 +17,8 @@ from ..store import Store, Table
 from ..store.arguments import NOT_TRACED, refuse_traces
 from ..system.checks import require_int
 from ..system.hints import Unpicklable
-from .anchor import Anchor
 from .function import Prepared, PreparedLookups, run_lookups
+from .placeholder import Placeholder
 
 NO_COUNTERPART: Final = {
     "max_norm": "rows are not renormalized; leave it out",
@@ -55,7 +55,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     def __init__(self, store: Store) -> None:
         require_store(store)
         super().__init__()
-        self.rows = Anchor.of(self, requires_grad=not store.readonly)
+        self.rows = Placeholder.of(self, requires_grad=not store.readonly)
         self._store = store
         self._prepared = PreparedLookups()
 
@@ -252,7 +252,7 @@ def take_place(module: nn.Module, made: nn.Module) -> None:
     module.__class__ = type(made)
     if isinstance(module, TieredModule):
         for each in [module.rows, *weights]:
-            module._parameters["rows"] = rows = Anchor.in_place_of(each, module.rows)
+            module._parameters["rows"] = rows = Placeholder.in_place_of(each, module.rows)
             rows.owner = weakref.ref(module)
 
 

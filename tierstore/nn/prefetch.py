@@ -4,8 +4,10 @@ import contextlib
 import copy
 import os
 import queue
+import statistics
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -18,19 +20,24 @@ from ..system.dropped import ClosedWhenDropped, settle
 from ..system.flag import Flag
 from ..system.forks import disown_in_forks, require_own
 from ..system.signals import shielded
-from .choice import AUTO_DEPTH, Choice
 from .preparable import Modules
 
 Batch = TypeVar("Batch")
 _Item = tuple[()] | tuple[Any, Any] | BaseException
 """A batch and the source's position, nothing at the end, or what went wrong."""
 _NO_MORE: Final = object()
+_OF_A_FORK: Final = ("the pipeline", "open the store here, and call tierstore.prefetch here")
 _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0
 _READ_SECONDS: Final = 0.005
 """What takes longer to be read is read while other batches are used."""
 _LEFT: Final[dict[int, Flag]] = {}
 """Set once nobody reads a source, by its ``id``, that a pipeline was reading from when it was closed."""
+_AUTO_DEPTH: Final = 2
+_GROUP: Final = _AUTO_DEPTH + 1  # batches that are read together between steps
+_RUN_STEPS: Final = 6 * _GROUP
+_MOST_RUNS: Final = 64
+_CLEARLY: Final = 0.98
 
 
 def default_features(batch: Any) -> Any:
@@ -99,16 +106,6 @@ class Prefetched(ClosedWhenDropped, Generator[Batch, None, None]):
         return copy.deepcopy(self._position)
 
 
-def _position_of(batches: Any) -> Any:
-    """Where a source is; the error, if it cannot say; None if it never does."""
-    if not hasattr(batches, "state_dict"):
-        return None
-    try:
-        return copy.deepcopy(batches.state_dict())
-    except Exception as error:  # which may be of no interest
-        return error
-
-
 def prefetch(
     batches: Iterable[Batch],
     module: Any,
@@ -144,28 +141,85 @@ def prefetch(
             it are yielded first, and the store stays usable.
     """
     get_features, one = default_features if features is None else features, Modules.of(module)
-    choice = Choice() if depth == "auto" and not one.is_collective else None
-    depth = AUTO_DEPTH if depth == "auto" else depth
+    tuner = DepthTuner() if depth == "auto" and not one.is_collective else None
+    depth = _AUTO_DEPTH if depth == "auto" else depth
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise ValueError(f"depth={depth!r} must be an int, 0 or more")
     if depth == 0:
         return Prefetched(partial(_plain, batches, one))
-    return Prefetched(partial(_pipeline, batches, one, depth, get_features, choice))
+    return Prefetched(partial(_pipeline, batches, one, depth, get_features, tuner))
 
 
 def _plain(batches: Iterable[Any], module: Modules, end: _End) -> Generator[Any, None, None]:
     settle(_JOIN_SECONDS)
-    reader = _Reader(batches, module, lambda _: None)
-    end.callback(reader.end)
-    while (item := reader.next()) is not None:
+    reader = _Worker(batches, module, lambda _: None, depth=0)
+    end.callback(reader.stop)
+    while (item := reader.read()) is not None:
         yield item.batch, item.position
 
 
-def _wait_for(batches: Iterable[Any]) -> None:
-    """Wait until no earlier pass reads from it: two threads in one iterator would break it, as that of a loader with
-    persistent workers."""
-    if (left := _LEFT.get(id(batches))) is not None:
-        left.wait()
+def _pipeline(
+    batches: Iterable[Any], module: Modules, depth: int, get_features: Callable[[Any], Any], tuner: "DepthTuner | None",
+    end: _End,
+) -> Generator[Any, None, None]:  # fmt: skip
+    settle(_JOIN_SECONDS)  # what an earlier pass holds that was dropped
+    worker = _Worker(batches, module.ahead(), get_features, depth)
+    end.callback(worker.stop)
+    worker.is_ahead = tuner is None or not module.has_all_rows()
+    end.thread = worker.thread
+    worker.thread.start()
+    while item := worker.take():
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+        if tuner is not None:
+            tuner.note_step()
+            worker.is_ahead = tuner.is_ahead and not module.has_all_rows()
+        worker.forget(1)
+
+
+class DepthTuner:
+    """Whether to bring rows in ahead, by the times of steps: runs of them the faster way, and now and then one the
+    other way, four times as rarely each time it proves slower again.
+
+    Attributes:
+        is_ahead: the way of the next step.
+    """
+
+    def __init__(self) -> None:
+        self.is_ahead = True
+        self._seconds: dict[bool, float] = {}
+        self._run: list[float] = []
+        self._unsettled = _RUN_STEPS  # steps after a change: batches that were fetched ahead are used up, or made
+        self._runs_left = self._every = 1
+        self._is_trial = False
+        self._began = time.perf_counter()
+
+    def note_step(self) -> None:
+        """A step is over."""
+        now, began = time.perf_counter(), self._began
+        self._began = now
+        if self._unsettled:
+            self._unsettled -= 1
+            return
+        self._run.append(now - began)
+        if len(self._run) == _RUN_STEPS:
+            groups = sorted(sum(self._run[first : first + _GROUP]) for first in range(0, _RUN_STEPS, _GROUP))
+            self._run.clear()
+            self._end_run(statistics.mean(groups[:-1]))
+
+    def _end_run(self, seconds: float) -> None:
+        way, other = self.is_ahead, not self.is_ahead
+        self._seconds[way] = (self._seconds.get(way, seconds) + seconds) / 2
+        self._runs_left -= 1
+        if self._is_trial:
+            is_better = self._seconds[way] < _CLEARLY * self._seconds[other]
+            self._every = 1 if is_better else min(4 * self._every, _MOST_RUNS)
+            self._runs_left, self._is_trial = self._every, False
+            self.is_ahead = way if is_better else other
+        elif not self._runs_left:
+            self._is_trial, self.is_ahead = True, other
+        self._unsettled = 0 if way is self.is_ahead else _AUTO_DEPTH + 2
 
 
 class _Ahead(NamedTuple):
@@ -174,48 +228,74 @@ class _Ahead(NamedTuple):
     position: Any
 
 
-class _Reader:
-    """Reads batches in order. While it waits in the caller's code, in the source or in ``features``, another thread may
-    close and release it. From then on it refers to nothing but the source, and gives no more batches."""
+def _position_of(batches: Any) -> Any:
+    """Where a source is; the error, if it cannot say; None if it never does."""
+    if not hasattr(batches, "state_dict"):
+        return None
+    try:
+        return copy.deepcopy(batches.state_dict())
+    except Exception as error:  # which may be of no interest
+        return error
 
-    def __init__(self, batches: Iterable[Any], module: Modules, get_features: Callable[[Any], Any]) -> None:
-        self.module: Modules | None = module
-        self.is_closed = False
+
+class _Worker:
+    """Reads batches in order and brings their rows in, in a thread. While that waits in the caller's code, in the
+    source or in ``features``, no variable of its frames refers to a batch, a ticket or the store, and another thread
+    may stop it. While it waits for a place, it refers to this object neither: who drops a pipeline drops all of it.
+
+    Attributes:
+        is_ahead: if not, batches are read, but no rows are fetched. ``take`` then waits until the thread has read as
+            many as there are places for: at work in turns, the two would wait for each other's interpreter lock.
+    """
+
+    def __init__(self, batches: Iterable[Any], module: Modules, get_features: Callable[[Any], Any], depth: int) -> None:
+        self.is_ahead = True
         self._batches = batches
         self._iterator: Iterator[Any] | None = None
+        self._module: Modules | None = module  # None, as the next, once nothing is to be read any more
         self._get_features: Callable[[Any], Any] | None = get_features
         self._gate = threading.RLock()
-        self._is_outside = False
+        self._is_outside = False  # in the caller's code
         self._left: Flag | None = None  # set when it is no more outside
+        self._is_closed = False
+        self._ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        # One for each batch that may yet be fetched; a dead reference once nobody refers to this.
+        self._places: queue.SimpleQueue[weakref.ref[_Worker] | None] = queue.SimpleQueue()
+        for _ in range(depth + 1):  # one is in use
+            self._places.put(None)
+        self._tickets: deque[Any] = deque()  # of batches that were read and not forgotten, in order
+        self._next: tuple[tuple[Any, Any], Any] | None = None  # what is to be given when there is room, and its ticket
+        self._borrowed = 0  # places that were taken while it waited
+        self._vacant = 0  # places that batches have left, and the thread does not know of
+        self._is_in = True  # the last batch that was handed over
+        # Of a sharded module: where the thread is in the source when this is stopped, the other ranks learn it later.
+        self._collective = module if module.is_collective else None
+        self._has_ended = False
+        self._rests = Flag()  # the thread did what it had to
+        known = weakref.ref(self, self._places.put)
+        self.thread = threading.Thread(target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True)
         self._process_id = os.getpid()
         disown_in_forks(self)
 
     def disown(self) -> None:
         """In a forked process, where the thread that may have the gate is not."""
         self._gate = threading.RLock()
-        self.is_closed = True
+        self._is_closed = True
         _LEFT.pop(id(self._batches), None)
 
-    @property
-    def is_own(self) -> bool:
-        return self._process_id == os.getpid()
-
-    def require_own(self) -> None:
-        """ClosedError in a fork of the process that made it."""
-        require_own(self._process_id, "the pipeline", "open the store here, and call tierstore.prefetch here")
-
-    def next(self) -> _Ahead | None:
-        """The next batch, or None at the end, or once this was closed. ClosedError in a fork."""
-        self.require_own()
+    def read(self) -> _Ahead | None:
+        """The next batch, or None at the end, or once this was stopped. ClosedError in a fork."""
+        require_own(self._process_id, *_OF_A_FORK)
         with self._gate:
-            if self.is_closed:
+            if self._is_closed:
                 return None
             self._is_outside = True
         try:
             if self._iterator is None:
-                _wait_for(self._batches)
-                module = self.module
-                if self.is_closed or module is None:
+                if (left := _LEFT.get(id(self._batches))) is not None:
+                    left.wait()  # two threads in one iterator would break it, as a loader's with persistent workers
+                module = self._module
+                if self._is_closed or module is None:
                     return None
                 self._iterator = module.begin(self._batches)
                 del module
@@ -233,99 +313,7 @@ class _Reader:
                     self._left.set()
                     if _LEFT.get(id(self._batches)) is self._left:
                         del _LEFT[id(self._batches)]
-        return None if self.is_closed else item
-
-    def close(self) -> bool:
-        """Let it read nothing more. Returns whether it is in the caller's code, which may take forever."""
-        with self._gate:
-            self.is_closed = True
-            if self._is_outside and self._left is None:
-                self._left = _LEFT[id(self._batches)] = Flag()
-            return self._is_outside
-
-    def end(self) -> None:
-        """Close and release it, where no thread is at work in it."""
-        self.close()
-        self.release()
-
-    def release(self) -> None:
-        """Forget the caches; for the thread that closed it, unless another is at work in it outside the caller's
-        code."""
-        self.module = self._get_features = None
-
-
-def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.maxsize) -> None:
-    """Do it with each item, first to last; another thread may do the same, and each item is met once."""
-    for _ in range(limit):
-        if not _pop(items, work):
-            return
-
-
-@shielded
-def _pop(items: deque[Any], work: Callable[[Any], None]) -> bool:
-    try:
-        item = items.popleft()
-    except IndexError:
-        return False
-    work(item)
-    return True
-
-
-def _pipeline(
-    batches: Iterable[Any], module: Modules, depth: int, get_features: Callable[[Any], Any], choice: Choice | None,
-    end: _End,
-) -> Generator[Any, None, None]:  # fmt: skip
-    settle(_JOIN_SECONDS)  # what an earlier pass holds that was dropped
-    worker = _Worker(_Reader(batches, module.ahead(), get_features), depth)
-    end.callback(worker.stop)
-    worker.is_ahead = choice is None or not module.has_all_rows()
-    end.thread = worker.start()
-    while item := worker.take():
-        if isinstance(item, BaseException):
-            raise item
-        yield item
-        if choice is not None:
-            choice.note_step()
-            worker.is_ahead = choice.is_ahead and not module.has_all_rows()
-        worker.forget(1)
-
-
-class _Worker:
-    """Reads batches and brings their rows in, in a thread. While that waits for the source, no variable of its frames
-    refers to a batch, a ticket or the store; while it waits for a place, it does not refer to the worker either: who
-    drops a pipeline drops all of it.
-
-    Attributes:
-        is_ahead: if not, batches are read, but no rows are fetched; and who asks for one lets those that there is
-            room for be read first, once none is left, as the two would keep each other waiting for the interpreter.
-    """
-
-    def __init__(self, reader: _Reader, depth: int) -> None:
-        self.is_ahead = True
-        self._reader = reader
-        self._ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        # One for each batch that may yet be fetched; a dead reference once nobody refers to this.
-        self._places: queue.SimpleQueue[weakref.ref[_Worker] | None] = queue.SimpleQueue()
-        for _ in range(depth + 1):  # one is in use
-            self._places.put(None)
-        self._tickets: deque[Any] = deque()  # of batches that were read and not forgotten, in order
-        self._next: tuple[tuple[Any, Any], Any] | None = None  # what is to be given when there is room, and its ticket
-        self._borrowed = 0  # places that were taken while it waited
-        self._vacant = 0  # places that batches have left, and the thread does not know of
-        self._is_in = True  # the last batch that was handed over
-        # Of a sharded module: where the thread is in the source when this is stopped, the other ranks learn it later.
-        self._collective = reader.module if reader.module is not None and reader.module.is_collective else None
-        self._has_ended = False
-        self._rests = Flag()  # the thread did what it had to
-        known = weakref.ref(self, self._places.put)
-        self._thread = threading.Thread(
-            target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True
-        )
-
-    def start(self) -> threading.Thread:
-        """Begin; the thread."""
-        self._thread.start()
-        return self._thread
+        return None if self._is_closed else item
 
     def step(self) -> bool:
         """With a place: go on with the next batch; False at the end."""
@@ -344,72 +332,64 @@ class _Worker:
     def _end(self) -> None:
         self._has_ended = True
         self._rests.set()
-        module, self._collective = self._reader.module or self._collective, None
+        module, self._collective = self._module or self._collective, None
         try:
             if module is not None:
                 module.end()
         finally:
-            if self._reader.is_closed:
+            if self._is_closed:
                 self._release()
 
     def _go_on(self) -> bool:
         """Read a batch, unless one waits for room, and if there is room bring its rows in and hand it over."""
         if self._next is None:
-            item = self._reader.next()
-            module = self._reader.module
+            item = self.read()
+            module = self._module
             if item is None or module is None:
                 return False
             if not self.is_ahead:
                 self._tickets.append(None)
                 self._is_in = False
                 self._ready.put((item.batch, item.position))
-                return not self._reader.is_closed
+                return not self._is_closed
             self._next = (item.batch, item.position), module.prepare(item.features)
             self._tickets.append(self._next[1])
         else:
-            module = self._reader.module
+            module = self._module
             self._borrowed += 1  # in the end one that a batch has left
-        if self._must_wait(module):
+        is_next = len(self._tickets) <= 1  # that is asked for
+        # While a batch that is not in is in use, there is free space that it needs itself.
+        if not (is_next or self._is_closed or module is None or (self._is_in and module.has_room(self._next[1]))):
             return True
         (given, ticket), self._next = self._next, None
         for _ in range(self._borrowed):
             self._places.put(None)
         self._borrowed = 0
-        if self._reader.is_closed or module is None:
+        if self._is_closed or module is None:
             return False
         self._is_in = module.bring_in(ticket)
         self._ready.put(given)
-        return not self._reader.is_closed
-
-    def _must_wait(self, module: Modules | None) -> bool:
-        """Whether the rows would not stay, and the batch is not the next one that is asked for, or closed.
-
-        While a batch that is not in is in use, there is room that it needs itself.
-        """
-        if len(self._tickets) <= 1 or self._reader.is_closed or module is None:
-            return False
-        assert self._next is not None
-        return not (self._is_in and module.has_room(self._next[1]))
+        return not self._is_closed
 
     def take(self) -> _Item:
         """The next batch, or how it ended; waits for it. ClosedError in a forked process."""
-        self._reader.require_own()
+        require_own(self._process_id, *_OF_A_FORK)
         if not self.is_ahead:
             self._rests.wait(_READ_SECONDS)
         while True:
             try:
                 item = self._ready.get(timeout=_POLL_SECONDS)
             except queue.Empty:
-                if not self._thread.is_alive() and self._ready.empty():
+                if not self.thread.is_alive() and self._ready.empty():
                     raise RuntimeError("the prefetch thread died without a word") from None
             else:
                 return item
 
     def forget(self, limit: int = sys.maxsize) -> None:
         """Release what the next batches in order, not yet forgotten, still pin; others may take their places."""
-        module = self._reader.module
-        if module is not None:
-            _pop_all(self._tickets, lambda ticket: None if ticket is None else module.forget(ticket), limit)
+        module = self._module
+        while module is not None and limit and self._forget_next(module):
+            limit -= 1
         self._vacant += 1
         if self.is_ahead or self._ready.empty():
             if not self._has_ended:
@@ -418,24 +398,37 @@ class _Worker:
                 self._places.put(None)
             self._vacant = 0
 
+    @shielded
+    def _forget_next(self, module: Modules) -> bool:
+        """False if there is none. Another thread may do the same; each ticket is met once."""
+        try:
+            ticket = self._tickets.popleft()
+        except IndexError:
+            return False
+        if ticket is not None:
+            module.forget(ticket)
+        return True
+
     def stop(self) -> None:
         """End the thread and release what was not used. A thread in the caller's code is not waited for: it has nothing
         to release, and ends when that code returns. Nor has a forked process anything to end."""
-        if not self._reader.is_own:
+        if self._process_id != os.getpid():
             return
-        is_outside = self._reader.close()
+        with self._gate:
+            self._is_closed, is_outside = True, self._is_outside
+            if is_outside and self._left is None:
+                self._left = _LEFT[id(self._batches)] = Flag()
         self._places.put(None)
-        if not is_outside and self._thread.ident not in (None, threading.get_ident()):
-            self._thread.join(_JOIN_SECONDS)
-            if not (self._has_ended or self._thread.is_alive()):
+        if not is_outside and self.thread.ident not in (None, threading.get_ident()):
+            self.thread.join(_JOIN_SECONDS)
+            if not (self._has_ended or self.thread.is_alive()):
                 self._end()
-        if is_outside or not self._thread.is_alive():
+        if is_outside or not self.thread.is_alive():
             self._release()
 
     def _release(self) -> None:
         self.forget()
-        self._next = None
-        self._reader.release()
+        self._next = self._module = self._get_features = None
 
 
 def _work(known: "weakref.ref[_Worker]", places: "queue.SimpleQueue[weakref.ref[_Worker] | None]") -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedError, TableError
 from ..layout import DtypeName
-from ..nn import TieredEmbeddingBagCollection
+from ..nn.collection import TieredEmbeddingBagCollection
 from ..pool.converting import layout_as
 from ..serve.models.dense import LOW, WEIGHTS_MIN, in_float32, low_layers, lowered
 from ..serve.models.ranking import logits_of

@@ -13,7 +13,7 @@ from ..dist import TowerTieredEmbeddingBagCollection
 from ..ids import LFU, LRU, DynamicIds, Frequency
 from ..kernels.arrays import Int64s
 from ..models import DLRM, DCNTower, DLRMTower, Towers
-from ..nn import TieredEmbeddingBagCollection
+from ..nn.collection import TieredEmbeddingBagCollection
 from ..settings.sections import nearest
 from ..store import Store
 from ..trace import TableTrace, Trace

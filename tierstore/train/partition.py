@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..dist.placement.towers import TowerPlan, partition, similarity_of
-from ..nn import TieredEmbeddingBagCollection
+from ..nn.collection import TieredEmbeddingBagCollection
 from ..store import open_store
 from .build import open_data
 from .config import RunConfig

@@ -23,7 +23,8 @@ from ..dist import (
 )
 from ..dist.ranks import Ranks, ranks_on_host
 from ..errors import RankError
-from ..nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
+from ..nn.collection import TieredEmbeddingBagCollection
+from ..nn.jagged import KeyedJaggedTensor
 from ..store import Store, open_store
 from ..store.commits import PendingCommit
 from ..system.hosts import launched_rank

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..models import Towers, box_sharpness, hessian_eigenvalues
-from ..nn import TieredEmbeddingBagCollection
+from ..nn.collection import TieredEmbeddingBagCollection
 from ..store import open_store
 from .build import build_model, open_data
 from .checkpoint import load_model, saved_config

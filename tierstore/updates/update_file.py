@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ..errors import ChecksumError, DiskFullError, FormatError, TruncatedError
-from ..exchange.tensor_file import METADATA_KEY, SafetensorsFile, TensorSpec
+from ..exchange.tensor_files import METADATA_KEY, SafetensorsFile, TensorSpec
 from ..layout import RowLayout
 from ..store.version import Version, json_bytes, unpack, unpack_tensors
 from ..system.durable import write_all

@@ -11,7 +11,9 @@ import torch
 
 from .. import optim
 from ..config import TableConfig
-from ..nn import KeyedJaggedTensor, TieredEmbedding, TieredEmbeddingBag, TieredEmbeddingBagCollection
+from ..nn.collection import TieredEmbeddingBagCollection
+from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
+from ..nn.jagged import KeyedJaggedTensor
 from ..nn.prefetch import prefetch
 from ..offline.quantization import quantize
 from ..serve.messages import InferTensor

@@ -22,7 +22,7 @@ from torch import nn
 
 from ...config import TableConfig
 from ...kernels.arrays import Float64s, Int64s
-from ...nn import KeyedJaggedTensor
+from ...nn.jagged import KeyedJaggedTensor
 from ...optim import Optimizer
 from ...trace import TableTrace, Trace
 from ..collection import ShardedTieredEmbeddingBagCollection, data_parallel

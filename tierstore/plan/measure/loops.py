@@ -27,7 +27,8 @@ from ...kernels.arrays import Float64s
 from ...kernels.least_squares import solve_nonnegative
 from ...layout import RowLayout
 from ...models import DLRM
-from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
+from ...nn.collection import TieredEmbeddingBagCollection
+from ...nn.jagged import KeyedJaggedTensor
 from ...store import Store, open_store
 from ...system.page_cache import drop, warm
 from ..dense import dlrm_work

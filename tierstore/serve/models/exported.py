@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
+from ...nn.collection import TieredEmbeddingBagCollection
+from ...nn.jagged import KeyedJaggedTensor
 from ...settings.sections import nearest
 from ...store import Store, Table
 from ..base import Model, Outputs, Pause

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
+from ...nn.collection import TieredEmbeddingBagCollection
+from ...nn.jagged import KeyedJaggedTensor
 from ...store import Table
 from ..base import Model, Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, TensorSpec

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from ...errors import TierstoreError
-from ...nn import TieredEmbeddingBagCollection
+from ...nn.collection import TieredEmbeddingBagCollection
 from ...store import Store
 from ...store.newer import Newer
 from ...train.checkpoint import saved_config

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import DamagedError
 from ...models import DLRM, Towers
-from ...nn import TieredEmbeddingBagCollection
+from ...nn.collection import TieredEmbeddingBagCollection
 from ...store import Store
 from ...train.build import build_model
 from ...train.checkpoint import load_model

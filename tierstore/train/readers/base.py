@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.arrays import Bools, Floats
-from ...nn import KeyedJaggedTensor
+from ...nn.jagged import KeyedJaggedTensor
 from .categories import FROM_ZERO, Categories, CategoryRule
 from .hashing import FeatureHasher, OutsideTableError
 

@@ -1,4 +1,4 @@
-"""The parameter that stands for a module's rows; it notices what torch does to gradients and would do to the rows'.
+"""The placeholder parameter of a module's rows; it notices what torch does to gradients and would do to the rows'.
 
 Rows that are trained in backward have no gradient that clipping, a ``GradScaler`` or an optimizer's weight decay could
 change, and each pass is an update. Where torch would have applied these to rows, a warning names the way: Python shows
@@ -12,7 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..store import Store
-
-if TYPE_CHECKING:
-    from .module import TieredModule
 
 _CHANGE_GRADIENTS: Final = {
     clip_grad.__file__: "clipping does not reach them; optimizer.clip_grad_norm_(model.parameters(), max_norm) does",
@@ -34,42 +31,35 @@ _GRAD: Final[Any] = Tensor.grad
 """torch's property, to which mypy knows no setter."""
 _LOOKS_UP: Final = "torch.distributed.checkpoint.state_dict"
 _CALLERS: Final = 8  # of a hook, of which one may be that module
-_SEEN: Final = "_tierstore_seen"  # an attribute of optimizers, with a ``_Seen``
+_SEEN: Final = "_tierstore_seen"
+"""An attribute of optimizers: by the ``id`` of a placeholder, the updates of its rows as of the last step, and whether
+there was more than one before that step."""
 
 
-class _Seen:
-    """What an optimizer's steps saw: the updates of each module's rows as of its last step, and whether there
-    was more than one before it."""
-
-    def __init__(self) -> None:
-        self.updates: dict[int, int] = {}
-        self.was_more: set[int] = set()
-
-
-class Anchor(nn.Parameter):
+class Placeholder(nn.Parameter):
     """Without elements. See the module's docstring.
 
     Attributes:
-        owner: gives the module, while there is one.
+        owner: gives the ``TieredModule``, while there is one.
     """
 
-    owner: "Callable[[], TieredModule | None]" = staticmethod(lambda: None)
+    owner: Callable[[], Any] = staticmethod(lambda: None)
 
     @classmethod
-    def of(cls, module: "TieredModule", *, requires_grad: bool) -> "Anchor":
+    def of(cls, module: nn.Module, *, requires_grad: bool) -> "Placeholder":
         _watch_steps()
         made = cls(torch.empty(0, dtype=torch.float32), requires_grad=requires_grad)
         made.owner = weakref.ref(module)
         return made
 
     @classmethod
-    def in_place_of(cls, weight: nn.Parameter, given: "Anchor") -> "Anchor":
-        """The weight itself, made what stands for rows: optimizers and lists that have it go on without its old rows.
+    def in_place_of(cls, weight: nn.Parameter, given: "Placeholder") -> "Placeholder":
+        """The weight itself, made a placeholder: optimizers and lists that have it go on without its old rows.
         ``given`` of a weight whose memory cannot be replaced, as on the meta device."""
         if weight.is_meta or weight.is_inference():
             return given
         weight.requires_grad_(given.requires_grad)
-        if isinstance(weight, Anchor):
+        if isinstance(weight, Placeholder):
             return weight
         if weight.grad is not None:
             warnings.warn("the gradient of a weight that becomes a table is dropped", RuntimeWarning, stacklevel=3)
@@ -92,7 +82,7 @@ class Anchor(nn.Parameter):
         _GRAD.__set__(self, gradient)
 
     @property
-    def trained(self) -> "TieredModule | None":
+    def trained(self) -> Any:
         """The module, if backward trains its rows."""
         module = self.owner()
         if module is None or not self.requires_grad or not isinstance(module._store, Store):
@@ -116,37 +106,34 @@ def _watch_steps() -> None:
 
 def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Called after each step of any optimizer. What happens at two steps in turn is a habit."""
-    seen: _Seen | None = optimizer.__dict__.get(_SEEN)
-    if seen is not None and not seen.updates:
+    before: dict[int, tuple[int, bool]] | None = optimizer.__dict__.get(_SEEN)
+    if before is not None and not before:
         return  # it has no rows
-    is_new, seen = seen is None, optimizer.__dict__.setdefault(_SEEN, _Seen())
+    seen = optimizer.__dict__.setdefault(_SEEN, {})
     for group in optimizer.param_groups:
-        for anchor in group["params"]:
-            if not isinstance(anchor, Anchor):
+        for each in group["params"]:
+            if not isinstance(each, Placeholder):
                 continue
-            if not seen.updates:
-                optimizer.register_state_dict_post_hook(_with_anchors)
-            module, place = anchor.trained, id(anchor)
-            updates = 0 if module is None else sum(table._step for table in module._tables)
-            more = updates - seen.updates.get(place, updates) > (0 if module is None else len(module._tables))
-            seen.updates[place] = updates
-            if is_new and module is not None and group.get("weight_decay") and not _has_decay(module):
-                decay = f"weight_decay={group['weight_decay']} of {type(optimizer).__name__}"
-                anchor.warn(f"{decay} does not reach them, as that of a tierstore.optim rule does")
-            if more and place in seen.was_more:
-                anchor.warn("several passes before a step are several updates, not one of accumulated gradients")
-            seen.was_more = seen.was_more | {place} if more else seen.was_more - {place}
+            if not seen:
+                optimizer.register_state_dict_post_hook(_with_placeholders)
+            tables = [] if (module := each.trained) is None else module._tables
+            updates = sum(table._step for table in tables)
+            last, was_more = seen.get(id(each), (updates, False))
+            is_more = updates - last > len(tables)
+            seen[id(each)] = updates, is_more
+            decay = group.get("weight_decay")
+            if before is None and tables and decay and not any(table.config.optimizer.weight_decay for table in tables):
+                name = type(optimizer).__name__
+                each.warn(f"weight_decay={decay} of {name} does not reach them, as that of a tierstore.optim rule does")
+            if is_more and was_more:
+                each.warn("several passes before a step are several updates, not one of accumulated gradients")
 
 
-def _with_anchors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give torch.distributed.checkpoint, which asks for a state of each parameter, one of those that stand for rows."""
+def _with_placeholders(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Give torch.distributed.checkpoint, which asks for a state of each parameter, one of placeholders."""
     callers = [each.f_globals.get("__name__") for each, _ in itertools.islice(traceback.walk_stack(None), _CALLERS)]
     if _LOOKS_UP in callers and state_dict["state"]:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for place, each in enumerate(parameters):
-            if isinstance(each, Anchor):
+            if isinstance(each, Placeholder):
                 state_dict["state"].setdefault(place, {})
-
-
-def _has_decay(module: "TieredModule") -> bool:
-    return any(table.config.optimizer.weight_decay for table in module._tables)
