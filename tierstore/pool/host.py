@@ -80,18 +80,19 @@ class HostTier(Tier):
     # Rows by key
 
     def are_in_memory(self, keys: Int64s) -> bool:
-        return self._use_in_memory(keys, None)
+        with self._arena.lock:
+            self._arena.require_open()
+            slots = self._arena.cache.find(keys)
+            return int(slots.min(initial=0)) >= 0 and not self._arena.cache.is_loading(slots)
 
-    def _use_in_memory(self, keys: Int64s, use: Callable[[Int32s], None] | None) -> bool:
+    def _use_in_memory(self, keys: Int64s, use: Callable[[Int32s], None]) -> bool:
         """Whether all these rows are in the cache; then calls ``use(slots)``. Nothing is admitted or pinned."""
         with self._arena.lock:  # no bookkeeping is half done between two lines: nothing to shield
             self._arena.require_open()
-            slots = self._arena.cache.find(keys)
-            is_in = int(slots.min(initial=0)) >= 0 and not self._arena.cache.is_loading(slots)
-            if is_in and use is not None:
-                self._arena.cache.touch(slots)
+            slots = self._arena.cache.use(keys)
+            if slots is not None:
                 use(slots)
-        return is_in
+            return slots is not None
 
     def _empty(self, num_rows: int) -> Tensor:
         layout = self._arena.layout
@@ -101,16 +102,19 @@ class HostTier(Tier):
         out = self._empty(len(keys))
         return out if self._use_in_memory(keys, partial(self._copy_out, out=raw_weights(out))) else None
 
-    @shielded
     def read(self, keys: Int64s) -> Tensor:
         """Rows in cache are copied without waiting for any device."""
         rows = self._empty(len(keys))
         out = raw_weights(rows)
         if not self._use_in_memory(keys, partial(self._copy_out, out=out)):
-            for start, lease in self._leases.parts(keys):
-                with self._arena.lock:
-                    self._copy_out(lease.position_slots, out[start : start + lease.num_positions])
+            self._read_parts(keys, out)
         return rows
+
+    @shielded
+    def _read_parts(self, keys: Int64s, out: Any) -> None:
+        for start, lease in self._leases.parts(keys):
+            with self._arena.lock:
+                self._copy_out(lease.position_slots, out[start : start + lease.num_positions])
 
     def _copy_out(self, slots: Int32s, out: Any) -> None:
         if self._arena.layout.is_quantized:
