@@ -263,7 +263,7 @@ class LmdbColdTier:
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self._writer is None else self._writer.old_readers.held_bytes
+        return 0 if self._writer is None else self._writer.held_bytes
 
     def describe_old_reader(self) -> str:
         """What the oldest reader elsewhere keeps from being reused, in words; "" if there is none."""

@@ -19,7 +19,7 @@ from .btree import Meta, parse_meta
 from .files import are_successive, check_rows_file, create_rows_file, require_own_files, require_plain_files, rows_path
 from .indexes import stored_segments
 from .mapped import FileMap
-from .pins import Pins
+from .reader_locks import FileLocks
 from .records import (
     MAX_VERSION,
     CommitRecord,
@@ -119,9 +119,9 @@ def _create(path: Path, store_id: bytes) -> None:
                 create_rows_file(path, first_records(store_id), store_id)
 
 
-def _open(path: Path, *, writable: bool) -> Pins:
+def _open(path: Path, *, writable: bool) -> FileLocks:
     try:
-        return Pins(path, writable=writable)
+        return FileLocks(path, writable=writable)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreNotFoundError(f"{path}: no such file. {RESTORE}") from None
     except OSError as error:
@@ -272,7 +272,7 @@ class OpenFile:
         self.view.rows = None  # references to the store, or to a table of it, do not keep the map
 
 
-def recover(path: Path, store_id: bytes, pins: Pins) -> None:
+def recover(path: Path, store_id: bytes, pins: FileLocks) -> None:
     """Have the device hold the anchor, and put the anchored meta pages back: before an open for writing.
 
     Done only if the anchored tree is whole, and nobody reads another one: while a reader of the same boot has the file
@@ -308,7 +308,7 @@ def recover(path: Path, store_id: bytes, pins: Pins) -> None:
             )
 
 
-def _require_whole(path: Path, store_id: bytes, anchor: Anchor, pins: Pins) -> None:
+def _require_whole(path: Path, store_id: bytes, anchor: Anchor, pins: FileLocks) -> None:
     """DamagedError unless the anchored tree holds all that an open looks at: both trees, records and payload."""
     found = [meta for meta in map(parse_meta, anchor.metas) if isinstance(meta, Meta)]
     file_map = FileMap(path, path.stat().st_size, pins)

@@ -14,8 +14,8 @@ newer rows holds such a row.
 What a row's successor leaves behind is counted under the last version that shows it: no list of held rows is kept.
 
 **Readers.** Entries may change under a reader. It holds a lease on a snapshot, the tree of some transaction: pages of
-that tree, and of any later one, stay as they are (``pins.py``). The writer enters a place after the transaction that
-wrote it is visible and before the next snapshot is shown. So a reader finds an old place or a new one, and both stay
+that tree, and of any later one, stay as they are (``reader_locks.py``). The writer enters a place after the transaction
+that wrote it is visible and before the next snapshot is shown. So a reader finds an old place or a new one, and both stay
 readable: the slot of a deleted segment is given to no other until leases on earlier snapshots end. Entries are aligned
 words, which no processor tears. The same holds for a reader of a map that was copied since, and for a process that
 follows the writer (``RowMap.advance``).

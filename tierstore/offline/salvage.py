@@ -22,8 +22,8 @@ from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import read_stamp
 from ..io.files import require_plain_files
 from ..io.mapped import FileMap, queue_parts
-from ..io.pins import Pins
 from ..io.places import Segments
+from ..io.reader_locks import FileLocks
 from ..io.row_map import RowMap
 from ..io.sound import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
 from ..kernels.arrays import Bools
@@ -163,7 +163,7 @@ def _not_written(source: Path) -> Iterator[None]:
     path = source / ROW_FILE_NAME
     if not path.exists():
         raise StoreNotFoundError(f"{path}: no such file; there are no rows to save")
-    with contextlib.closing(Pins(path)) as pins:
+    with contextlib.closing(FileLocks(path)) as pins:
         pins.lock_for_writer(shared=True)
         yield
 
