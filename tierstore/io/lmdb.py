@@ -27,8 +27,8 @@ from .opened import OpenFile
 from .places import new_places
 from .reads import Changes, KeyedRows, RowReader
 from .records import MAX_VERSION, read_payload
+from .row_map import RowPlaces
 from .snapshot import Snapshot
-from .tail import RowPlaces
 from .verify import verify_segments
 from .writer import Writer
 

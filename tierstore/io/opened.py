@@ -31,9 +31,8 @@ from .records import (
     read_payload,
     read_record,
 )
-from .row_map import RowMap
+from .row_map import NewSegments, RowMap, RowPlaces
 from .snapshot import Snapshot, Tree
-from .tail import RowPlaces, Tail
 
 _PAUSE_SECONDS: Final = 0.1
 
@@ -78,15 +77,15 @@ class View:
             self._old.remove(snapshot)
             snapshot.close()
 
-    def move(self, snapshot: Snapshot, rows: RowMap | Tail | None = None) -> None:
+    def move(self, snapshot: Snapshot, rows: RowMap | NewSegments | None = None) -> None:
         """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease.
 
-        The tail of the log enters the map that it goes on from, or a copy of it while somebody reads through that.
+        What is new enters the map that it goes on from, or a copy of it while somebody reads through that.
         """
         with self.lock:
             self._old.append(self.snapshot)
             self.snapshot = snapshot
-            if isinstance(rows, Tail):
+            if isinstance(rows, NewSegments):
                 is_read = any(each is rows.base for _, each in self._leased.values())
                 self.rows = rows.base.copied() if is_read else rows.base
                 self.rows.advance(rows)

@@ -24,10 +24,9 @@ from ..layout import KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS, ROW_MASK, RowLayout
 from ..system.sizes import free_memory_bytes
 from .gather import How, Scratch, Source, Target, copy_rows, first_bad, gather, gather_error, new_scratch
 from .mapped import is_resident, queue_read
-from .row_map import RowMap
+from .row_map import RowMap, RowPlaces
 from .segments import Geometry, SegmentStatus
 from .snapshot import Snapshot
-from .tail import RowPlaces
 from .uring import BUFFER_WORDS, DEPTH, Queues, Rings, begin_read, wait
 
 CHUNK_BYTES: Final = 8 << 20  # changed rows, with their state, that are read at a time
