@@ -196,7 +196,7 @@ class RowMap:
     def _list(
         self, tree: Tree, segments: Segments, stored: Stored, slots: Int64s, last: int
     ) -> tuple[Listed, Int64s, int]:
-        """The rows of segments in these slots, whose indexes were checked; how many rows each has of unknown tables; how
+        """The rows of segments in these slots, whose indexes were checked; how many each has of unknown tables; how
         many are of tables that were dropped. DamagedError: an index cannot be read, or holds what cannot be."""
         listed, unknown = Listed(*np.empty((4, int(stored["rows"].sum())), np.int64)), np.zeros(len(slots), np.int64)
         starts, _ = byte_ranges(stored, tree.page_bytes)
