@@ -328,9 +328,10 @@ def list_rows(
             if epoch > last:
                 continue
             if not is_known(table, tables):
-                is_dropped = table < len(tables.bases) and tables.layout_ids[table] >= 0
-                dropped += is_dropped
-                unknown[s] += not is_dropped
+                if table < len(tables.bases) and tables.layout_ids[table] >= 0:
+                    dropped += 1
+                else:
+                    unknown[s] += 1
                 continue
             listed.keys[count] = key
             listed.positions[count] = tables.bases[table] + (key & ROW_MASK)

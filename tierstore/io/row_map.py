@@ -173,7 +173,7 @@ class RowMap:
                     beaten[layout] += self._enter_own(tree, segments, own, last, shown)
         self.later = np.sort(np.concatenate(later), order="number")
         for layout, segments in self.segments.items():
-            self._count_held(segments, *np.concatenate(beaten[layout], axis=1), shown)
+            self._count_held(segments, np.concatenate(beaten[layout], axis=1), shown)
             slots = np.setdiff1d(segments.in_use, segments.dead)
             segments.bury(slots[segments.arrays.live[slots] + segments.arrays.held[slots] == 0])
 
@@ -210,11 +210,11 @@ class RowMap:
             raise _not_of_its_tables(tree, int(stored["number"][bad]))
         return Listed(*(column[:count] for column in listed)), unknown, dropped
 
-    def _count_held(self, segments: Segments, positions: Int64s, slots: Int64s, kept: Int64s) -> None:
+    def _count_held(self, segments: Segments, beaten: Int64s, kept: Int64s) -> None:
         """Count which rows are held of those that a newer one has beaten: each under the last version before its
         successor. No segment has rows of before and after a kept version, so a row's epoch may be taken for any of its
         segment."""
-        arrays = segments.arrays
+        arrays, (positions, slots) = segments.arrays, beaten
         order = np.lexsort((arrays.numbers[slots], arrays.newest[slots], positions))
         positions, slots = positions[order], slots[order]
         successors = (self.places[positions] >> segments.geo.place_bits).astype(np.int64)
@@ -428,7 +428,8 @@ class NewSegments:
         segments.rows -= dropped + len(order) - int(np.count_nonzero(~is_stored))
         width = place_type(segments.geo, slots.tolist(), self.base.places.dtype)
         self.rows[layout] = own._replace(places=own.places.astype(width))
-        return own.keys[(own.epochs > shown) | ~is_stored | (own.epochs < arrays.oldest[before])]
+        others: Int64s = own.keys[(own.epochs > shown) | ~is_stored | (own.epochs < arrays.oldest[before])]
+        return others
 
     def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
         own, places = self.rows[layout], self.base.places[self.base.positions(layout, keys)]
