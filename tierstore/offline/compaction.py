@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..errors import DamagedError
-from ..io import LmdbColdTier
 from ..io.files import rows_path
 from ..io.indexes import read_indexes, stored_segments
+from ..io.lmdb import LmdbColdTier
 from ..io.reads import some_first, stored_batches
 from ..io.records import read_head, read_payload, read_record
 from ..io.row_map import RowMap

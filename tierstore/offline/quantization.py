@@ -19,8 +19,8 @@ from torch import Tensor
 from .. import optim
 from ..config import TableConfig
 from ..errors import DamagedError, TableError
-from ..io import LmdbColdTier
 from ..io.files import ROW_FILE_NAME
+from ..io.lmdb import LmdbColdTier
 from ..io.reads import by_key, stored_batches
 from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName
 from ..pool.converting import converted

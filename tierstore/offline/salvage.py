@@ -18,9 +18,9 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import ChecksumError, DamagedError, FormatError, StoreNotFoundError, TruncatedError
-from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import read_stamp
-from ..io.files import require_plain_files
+from ..io.files import ROW_FILE_NAME, require_plain_files
+from ..io.lmdb import LmdbColdTier
 from ..io.mapped import FileMap, queue_parts
 from ..io.places import Segments
 from ..io.reader_locks import FileLocks
