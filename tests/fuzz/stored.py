@@ -23,8 +23,8 @@ from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, 
 from tierstore.io.checksum import bytes_checksum, words_hash
 from tierstore.io.free_list import check_page_use
 from tierstore.io.indexes import Stored, read_indexes, stored_segments
-from tierstore.io.pins import Pins
 from tierstore.io.places import TableArrays
+from tierstore.io.reader_locks import FileLocks
 from tierstore.io.row_map import RowMap
 from tierstore.io.segments import CHECKSUM, COUNT, COUNT_MASK, KEYS, MAGIC, MIXED, NEWEST, OLDEST
 from tierstore.io.verify import _Check
@@ -238,7 +238,7 @@ def _anchored() -> tuple[Path, bytes, bytes, bytes]:
 
 
 def _recover(path: Path, store_id: bytes) -> None:
-    with closing(Pins(path, writable=True)) as pins:
+    with closing(FileLocks(path, writable=True)) as pins:
         opened.recover(path, store_id, pins)
 
 

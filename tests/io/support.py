@@ -16,10 +16,10 @@ import xxhash
 
 from tierstore.io import opened, places
 from tierstore.io.anchor import ANCHOR_NAME
-from tierstore.io.guard import Guard
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.pins import Pins
+from tierstore.io.reader_locks import FileLocks
 from tierstore.io.segments import Geometry, geometry
+from tierstore.io.sigbus import Guard
 from tierstore.layout import BLOCK_HEADER_WORDS
 from tierstore.system.maps import _libc
 
@@ -74,7 +74,7 @@ def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
 
 def recover(path: Path) -> None:
     """Go back to the anchor, as an open for writing does."""
-    with closing(Pins(path, writable=True)) as pins:
+    with closing(FileLocks(path, writable=True)) as pins:
         opened.recover(path, STORE_ID, pins)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conformance.cold_tier import WIDE, check_rows, keys_of, words_of, write_rows
 from tests.io.support import open_tier
-from tierstore.io import tail
+from tierstore.io import row_map
 from tierstore.io import writer as io_writer
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.opened import OpenFile
@@ -72,9 +72,9 @@ def test_following_copies_no_map_and_reads_new_indexes_only(
     writer: LmdbColdTier, follower: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies, num_read = [], []
-    copied, read = RowMap.copied, tail.read_indexes
+    copied, read = RowMap.copied, row_map.read_indexes
     monkeypatch.setattr(RowMap, "copied", lambda rows: copies.append(1) or copied(rows))
-    monkeypatch.setattr(tail, "read_indexes", lambda *both: num_read.append(len(both[1])) or read(*both))
+    monkeypatch.setattr(row_map, "read_indexes", lambda *both: num_read.append(len(both[1])) or read(*both))
     for poll in range(40):
         write_rows(writer, WIDE, keys_of(0, np.arange(poll, poll + 30)), 3, epoch=3)
         num_read.clear()

@@ -113,10 +113,10 @@ def test_no_address_space_for_a_longer_map(tmp_path: Path, monkeypatch: pytest.M
         tier.commit(bytes(1 << 20), 2)
         check_rows(tier, WIDE, CHANGING, 1)
         assert tier._writer is not None
-        floor = tier._writer._floor
+        again = tier._writer._map_again
         with monkeypatch.context() as patch:
             patch.setattr(tier._writer, "_mapped_bytes", 0)
-            patch.setattr(floor, "set_map_length", lambda _, real=floor.set_map_length: real(1 << 60))
+            patch.setattr(tier._writer, "_map_again", lambda _: again(1 << 60))
             with pytest.raises(TierstoreError, match=r"rows\.lmdb"):
                 write_rows(tier, WIDE, CHANGING, 2)
         with pytest.raises(TierstoreError, match="close it and open it again"):

@@ -18,7 +18,7 @@ import tierstore
 from tests.following import DIM, EVERY, ROWS, Writer, expected, first_values
 from tierstore import errors
 from tierstore.errors import StoreReplacedError
-from tierstore.io import oldest_reader
+from tierstore.io import writer as io_writer
 from tierstore.io.follower import NewerCommit
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.inspection import describe_store
@@ -448,7 +448,7 @@ CONFIG = tierstore.TableConfig(name="t", num_embeddings=FEW, embedding_dim=16)
 def test_what_an_old_reader_holds_is_told(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(oldest_reader, "_LEAST_BYTES", 300 << 10)
+    monkeypatch.setattr(io_writer, "_LEAST_HELD_BYTES", 300 << 10)
 
     def told() -> list[str]:
         found = [each.message for each in caplog.records if each.levelno == logging.WARNING]

@@ -15,7 +15,7 @@ import tierstore
 from tests.children import make_store, run, start
 from tests.following import OWN_NAMESPACE, Reader, Writer
 from tierstore import errors
-from tierstore.io.pins import Pins
+from tierstore.io.reader_locks import FileLocks
 
 BIG = list(range(10_000))
 
@@ -199,7 +199,7 @@ def test_a_child_does_not_write_by_what_its_parent_had_open(store: Path) -> None
 @pytest.mark.parametrize("mode", ["r", "w"])
 @pytest.mark.parametrize(("how", "end"), [("python", Forked.kill), ("c", Forked.close)])
 def test_no_child_keeps_what_its_parent_locked(children: ExitStack, store: Path, how: str, end: Any, mode: str) -> None:
-    pins = Pins(store / "rows.lmdb")
+    pins = FileLocks(store / "rows.lmdb")
     children.callback(pins.close)
     parent = Forked(children, store, mode, how)
     assert pins.oldest(1 << 40) is not None

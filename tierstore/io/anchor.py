@@ -5,8 +5,8 @@ they lead to. Instead:
 
 1. An *anchor* is set when the store is opened for writing, at each commit, and in the background whenever much was
    written: both meta pages are copied, the file is synced, then the copy goes to ``rows.anchor``, synced too.
-2. From before that copy is written until the next anchor stands, the anchored tree is pinned (``pins.py``): LMDB reuses
-   no page of it. So whatever of later transactions reached the device, all its pages are as they were.
+2. From before that copy is written until the next anchor stands, the anchored tree is pinned (``reader_locks.py``):
+   LMDB reuses no page of it. So whatever of later transactions reached the device, all its pages are as they were.
 3. A process that opens the store for writing and finds other meta pages puts the copy back (``opened.py``). The
    anchored tree holds the last commit whole; what it holds beyond that is dropped by its epoch.
 

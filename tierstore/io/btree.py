@@ -4,7 +4,7 @@ Source of the page format: LMDB 0.9's mdb.c (Howard Chu), data format version 1.
 followed: page numbers, flags, bounds, key sizes, key order and depth, so that a damaged tree ends in a status and never
 in a wild read. LMDB itself does not check; so a store is walked once before LMDB's own code touches its tree.
 
-All pages read must be of a tree that stays pinned meanwhile (``pins.py``).
+All pages read must be of a tree that stays pinned meanwhile (``reader_locks.py``).
 """
 
 import struct

@@ -103,7 +103,7 @@ def require_own_files(directory: Path) -> None:
 
 
 def open_environment(path: Path, map_size: int) -> "lmdb.Environment":
-    """The file in LMDB's hands, for writing, with LMDB's own lock file. Readers need neither (``pins.py``)."""
+    """The file in LMDB's hands, for writing, with LMDB's own lock file. Readers need neither (``reader_locks.py``)."""
     try:
         return lmdb.open(
             os.fsencode(path),

@@ -1,4 +1,4 @@
-"""Following a writer: a commit that a tier open for reading does not show yet, and the tail of the log that it adds."""
+"""Following a writer: a commit that a tier open for reading does not show yet, and the segments that it adds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +9,8 @@ from .btree import META_KEY
 from .indexes import stored_segments
 from .opened import OpenFile
 from .records import CommitRecord, Head, read_head, read_payload, read_record, require_logged
-from .row_map import RowMap
+from .row_map import NewSegments, RowMap, RowPlaces
 from .snapshot import Snapshot
-from .tail import RowPlaces, Tail
 
 ReadFrom = Callable[[Snapshot, RowPlaces, Int64s, Int32s, Words, Words, Bools], None]
 """``ColdTier.read``, by a snapshot and its map."""
@@ -25,7 +24,7 @@ class NewerCommit:
     snapshot: Snapshot
     head: Head
     record: CommitRecord
-    rows: RowMap | Tail
+    rows: RowPlaces
     changed: Int64s
 
     @property
@@ -46,18 +45,14 @@ class NewerCommit:
             self.follower.found = None
             file.head, file.record = self.head, self.record
             file.view.move(self.snapshot, self.rows)
-            self._forget()
+            self.rows = RowMap({})  # references to this do not keep the map
 
     def close(self) -> None:
-        """Let go of its pages, unless it was shown."""
+        """Let go of its pages and map, unless it was shown."""
         if self.follower.found is self:
             self.follower.found = None
             self.snapshot.close()
-            self._forget()
-
-    def _forget(self) -> None:
-        """Let go of the map, also while this is referred to."""
-        self.rows = RowMap({})
+            self.rows = RowMap({})
 
 
 class CommitFollower:
@@ -118,15 +113,15 @@ class CommitFollower:
         require_logged(snapshot, stored)
         is_same = head.current == shown.version  # then rows are what they were, if elsewhere, and enter the map at once
         segments = before.segments if is_same else {layout: each.copied() for layout, each in before.segments.items()}
-        tail = Tail.read(
+        new = NewSegments.read(
             before, segments, snapshot, stored, shown=shown.version, last=record.version, oldest=view.oldest()
         )
-        if is_same and tail is not None:
-            before.advance(tail)
+        if is_same and new is not None:
+            before.advance(new)
             view.move(snapshot)
             return None
-        if tail is not None:
-            return NewerCommit(self, snapshot, head, record, tail, tail.changed)
+        if new is not None:
+            return NewerCommit(self, snapshot, head, record, new, new.changed)
         rows = RowMap(before.shapes)
         rows.enter(snapshot, stored, record.version, ())
         return NewerCommit(self, snapshot, head, record, rows, rows.differing(before))

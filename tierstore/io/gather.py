@@ -1,6 +1,6 @@
 """Copy rows out of the mapped file: places first, then the copy, until pages turn out not to be in memory.
 
-A cold page read by touching it costs one trip to the device at a time; ``cold.py`` reads many at once. Nothing says
+A cold page read by touching it costs one trip to the device at a time; ``reads.py`` reads many at once. Nothing says
 beforehand, at no cost, which pages are warm. So the copy watches the clock: it stops where a group of rows took longer
 than memory by a good part of such a trip, unless ``mincore`` finds the next row there (the thread was interrupted).
 

@@ -18,7 +18,6 @@ from ..layout import PAGE_HEADER_WORDS
 from ..system.oserrors import RESTORE
 from .btree import HEADER_BYTES, SEGMENTS_KEY, Entries
 from .checksum import mix_key
-from .guard import ASK_AGAIN, Guard, PageRuns
 from .mapped import queue_parts, queue_read
 from .segments import (
     COUNT,
@@ -32,6 +31,7 @@ from .segments import (
     page_header_status,
     rows_listed,
 )
+from .sigbus import ASK_AGAIN, Guard, PageRuns
 from .snapshot import Tree
 
 _LOG: Final = logging.getLogger("tierstore")

@@ -27,8 +27,8 @@ from .opened import OpenFile
 from .places import new_places
 from .reads import Changes, KeyedRows, RowReader
 from .records import MAX_VERSION, read_payload
+from .row_map import RowPlaces
 from .snapshot import Snapshot
-from .tail import RowPlaces
 from .verify import verify_segments
 from .writer import Writer
 
@@ -263,7 +263,7 @@ class LmdbColdTier:
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self._writer is None else self._writer.old_readers.held_bytes
+        return 0 if self._writer is None else self._writer.held_bytes
 
     def describe_old_reader(self) -> str:
         """What the oldest reader elsewhere keeps from being reused, in words; "" if there is none."""

@@ -19,8 +19,8 @@ from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import JIT_ENABLED, inline, kernel
 from ..system.maps import map_shared, unmap
 from ..system.oserrors import translate_os_error
-from .guard import Guard
-from .pins import Pins
+from .reader_locks import FileLocks
+from .sigbus import Guard
 
 _MAP_NORESERVE: Final = 0x4000
 _MADV_RANDOM: Final = 1
@@ -159,10 +159,10 @@ class FileMap:
         address: of the first byte.
     """
 
-    def __init__(self, path: os.PathLike[str], length_bytes: int, pins: Pins | None = None) -> None:
+    def __init__(self, path: os.PathLike[str], length_bytes: int, pins: FileLocks | None = None) -> None:
         self.path = path
         self._owns_pins = pins is None
-        self.pins = Pins(path) if pins is None else pins
+        self.pins = FileLocks(path) if pins is None else pins
         self.length_bytes = -(-length_bytes // 65536) * 65536
         self._longer: FileMap | None = None
         self._growing = threading.RLock()
@@ -179,7 +179,7 @@ class FileMap:
             stack.pop_all()
 
     @classmethod
-    def of_rows(cls, path: os.PathLike[str], size_bytes: int, pins: Pins) -> "FileMap":
+    def of_rows(cls, path: os.PathLike[str], size_bytes: int, pins: FileLocks) -> "FileMap":
         """A map that so many bytes fit, with ``rows``, which several threads may come to ask for at once. OSError: no
         address space is left. ClosedError: somebody closed the descriptor."""
         made = cls(path, map_length(size_bytes), pins)

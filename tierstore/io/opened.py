@@ -19,7 +19,7 @@ from .btree import Meta, parse_meta
 from .files import are_successive, check_rows_file, create_rows_file, require_own_files, require_plain_files, rows_path
 from .indexes import stored_segments
 from .mapped import FileMap
-from .pins import Pins
+from .reader_locks import FileLocks
 from .records import (
     MAX_VERSION,
     CommitRecord,
@@ -31,9 +31,8 @@ from .records import (
     read_payload,
     read_record,
 )
-from .row_map import RowMap
+from .row_map import NewSegments, RowMap, RowPlaces
 from .snapshot import Snapshot, Tree
-from .tail import RowPlaces, Tail
 
 _PAUSE_SECONDS: Final = 0.1
 
@@ -78,15 +77,15 @@ class View:
             self._old.remove(snapshot)
             snapshot.close()
 
-    def move(self, snapshot: Snapshot, rows: RowMap | Tail | None = None) -> None:
+    def move(self, snapshot: Snapshot, rows: RowMap | NewSegments | None = None) -> None:
         """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease.
 
-        The tail of the log enters the map that it goes on from, or a copy of it while somebody reads through that.
+        What is new enters the map that it goes on from, or a copy of it while somebody reads through that.
         """
         with self.lock:
             self._old.append(self.snapshot)
             self.snapshot = snapshot
-            if isinstance(rows, Tail):
+            if isinstance(rows, NewSegments):
                 is_read = any(each is rows.base for _, each in self._leased.values())
                 self.rows = rows.base.copied() if is_read else rows.base
                 self.rows.advance(rows)
@@ -119,9 +118,9 @@ def _create(path: Path, store_id: bytes) -> None:
                 create_rows_file(path, first_records(store_id), store_id)
 
 
-def _open(path: Path, *, writable: bool) -> Pins:
+def _open(path: Path, *, writable: bool) -> FileLocks:
     try:
-        return Pins(path, writable=writable)
+        return FileLocks(path, writable=writable)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreNotFoundError(f"{path}: no such file. {RESTORE}") from None
     except OSError as error:
@@ -272,7 +271,7 @@ class OpenFile:
         self.view.rows = None  # references to the store, or to a table of it, do not keep the map
 
 
-def recover(path: Path, store_id: bytes, pins: Pins) -> None:
+def recover(path: Path, store_id: bytes, pins: FileLocks) -> None:
     """Have the device hold the anchor, and put the anchored meta pages back: before an open for writing.
 
     Done only if the anchored tree is whole, and nobody reads another one: while a reader of the same boot has the file
@@ -308,7 +307,7 @@ def recover(path: Path, store_id: bytes, pins: Pins) -> None:
             )
 
 
-def _require_whole(path: Path, store_id: bytes, anchor: Anchor, pins: Pins) -> None:
+def _require_whole(path: Path, store_id: bytes, anchor: Anchor, pins: FileLocks) -> None:
     """DamagedError unless the anchored tree holds all that an open looks at: both trees, records and payload."""
     found = [meta for meta in map(parse_meta, anchor.metas) if isinstance(meta, Meta)]
     file_map = FileMap(path, path.stat().st_size, pins)

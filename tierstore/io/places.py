@@ -102,8 +102,13 @@ class Segments:
     def take(self, stored: Stored, txn_id: int) -> Int64s:
         """Slots for these segments, which have no live rows yet. ``txn_id``: of the transaction that wrote them:
         readers of trees before it know shorter arrays only."""
-        slots = self._free_slots(len(stored), txn_id)
-        arrays = self.arrays
+        count, length = len(stored), len(self.arrays.numbers)
+        if len(self._free) < count:
+            grown = length + max(count, length // 2)
+            self.arrays = SegmentArrays._make(_grown(column, grown) for column in self.arrays)
+            self._waiting = [(txn_id, [slot for _, slots in self._waiting for slot in slots] + self._free)]
+            self._free = list(range(grown - 1, length - 1, -1))
+        slots, arrays = np.array([self._free.pop() for _ in range(count)], np.int64), self.arrays
         arrays.data_pages[slots] = self.data_pages(stored)
         arrays.numbers[slots] = stored["number"]
         arrays.live[slots] = arrays.held[slots] = 0
@@ -118,15 +123,6 @@ class Segments:
         if count > len(self._free):
             return len(self.arrays.numbers) + count - 1
         return max(self._free[len(self._free) - count :], default=0)
-
-    def _free_slots(self, count: int, txn_id: int) -> Int64s:
-        if len(self._free) < count:
-            length = len(self.arrays.numbers)
-            grown = length + max(count, length // 2)
-            self.arrays = SegmentArrays._make(_grown(column, grown) for column in self.arrays)
-            self._waiting = [(txn_id, [slot for _, slots in self._waiting for slot in slots] + self._free)]
-            self._free = list(range(grown - 1, length - 1, -1))
-        return np.array([self._free.pop() for _ in range(count)], np.int64)
 
     def bury(self, slots: Int64s) -> None:
         """These segments have no live or held row any more."""
@@ -240,12 +236,6 @@ def is_known(table: int | np.int64, tables: TableArrays) -> bool:
 
 
 @inline
-def is_dropped(table: int | np.int64, tables: TableArrays) -> bool:
-    """Whether the rows of a table that is not known are nobody's."""
-    return table < len(tables.bases) and tables.layout_ids[table] >= 0  # type: ignore[return-value]
-
-
-@inline
 def can_be_stored(key: np.int64, layout_id: int, tables: TableArrays) -> bool:
     """Whether a segment of this layout may have the key: of a row of a table with it, or of an unknown table."""
     table = key >> KEY_ROW_BITS
@@ -302,69 +292,96 @@ def publish(
     return dead, count
 
 
+class Listed(NamedTuple):
+    """Rows of some segments: int64 [n] each."""
+
+    keys: Int64s
+    positions: Int64s  # in the flat array of places
+    places: Int64s  # where the rows are, whatever the map says
+    epochs: Int64s
+
+
 @kernel
-def enter(
-    words: Words, indexes: Int64s, slots: Int64s, last: int, kept: Int64s, geo: Geometry, tables: TableArrays,
-    places: Places, regions: Regions, segments: SegmentArrays, beaten: Int64s, beaten_slots: Int64s,
-) -> tuple[int, int, int, int]:  # fmt: skip
-    """Enter the rows of stored segments, which come in any order.
+def list_rows(
+    words: Words, indexes: Int64s, slots: Int64s, last: int, geo: Geometry, tables: TableArrays, listed: Listed,
+    unknown: Int64s,
+) -> tuple[int, int, int]:  # fmt: skip
+    """List the rows of stored segments of one layout, in their order; those of epochs after ``last`` are left out.
 
     Args:
         indexes: word offset of each one's index, which was checked.
-        last: rows of later epochs are left out.
+        unknown: int64 [segments], zeros; receives how many rows of each are of tables that are not known.
+
+    Returns:
+        -1 or the position of a segment that holds what cannot be; rows listed; rows of tables that were dropped.
+    """
+    count, dropped = 0, 0
+    for s in range(len(indexes)):
+        at = indexes[s]
+        num, is_mixed = rows_listed(words, at)
+        for i in range(num):
+            key = np.int64(words[at + KEYS + i])
+            table = key >> KEY_ROW_BITS
+            if not can_be_stored(key, geo.layout_id, tables):
+                return s, count, dropped
+            epoch = np.int64(words[at + KEYS + num + i] if is_mixed else words[at + NEWEST])
+            if epoch > last:
+                continue
+            if not is_known(table, tables):
+                if table < len(tables.bases) and tables.layout_ids[table] >= 0:
+                    dropped += 1
+                else:
+                    unknown[s] += 1
+                continue
+            listed.keys[count] = key
+            listed.positions[count] = tables.bases[table] + (key & ROW_MASK)
+            listed.places[count] = slots[s] << geo.place_bits | i
+            listed.epochs[count] = epoch
+            count += 1
+    return -1, count, dropped
+
+
+@kernel
+def enter(
+    listed: Listed, kept: Int64s, place_bits: int, places: Places, regions: Regions, segments: SegmentArrays,
+    beaten: Int64s, beaten_slots: Int64s,
+) -> tuple[int, int]:  # fmt: skip
+    """Enter rows of stored segments, which come in any order.
+
+    Args:
         kept: int64, versions that are kept, ascending.
         beaten, beaten_slots: int64 [rows], receive the positions in ``places`` of the rows that have a newer version
             and may be held, and the slots that they are in.
 
     Returns:
-        -1 or the position of a segment that holds what cannot be; rows of tables that are not known; rows that are
-        dead; rows that are beaten.
+        How many rows are dead, and how many beaten.
     """
-    unknown, dead, count = 0, 0, 0
-    for s in range(len(indexes)):
-        at = indexes[s]
-        slot = slots[s]
-        num, is_mixed = rows_listed(words, at)
-        for i in range(num):
-            if i + _AHEAD < num:
-                ahead = np.int64(words[at + KEYS + i + _AHEAD])
-                if is_known(ahead >> KEY_ROW_BITS, tables):
-                    prefetch_word(places, tables.bases[ahead >> KEY_ROW_BITS] + (ahead & ROW_MASK))
-            key = np.int64(words[at + KEYS + i])
-            table = key >> KEY_ROW_BITS
-            if not can_be_stored(key, geo.layout_id, tables):
-                return s, unknown, dead, count
-            epoch = np.int64(words[at + KEYS + num + i]) if is_mixed else segments.newest[slot]
-            if epoch > last:
-                continue
-            if not is_known(table, tables):
-                if is_dropped(table, tables):
-                    dead += 1
-                else:
-                    segments.held[slot] += 1
-                    unknown += 1
-                continue
-            position = tables.bases[table] + (key & ROW_MASK)
-            old = np.int64(places[position])
-            winner, loser = slot, old >> geo.place_bits
-            if old == 0:
-                regions.stored[position >> regions.row_bits] += 1
+    dead, count, positions = 0, 0, listed.positions
+    for i in range(len(positions)):
+        if i + _AHEAD < len(positions):
+            prefetch_word(places, positions[i + _AHEAD])
+        position, slot = positions[i], listed.places[i] >> place_bits
+        winner, loser = slot, np.int64(places[position]) >> place_bits
+        if places[position] == 0:
+            regions.stored[position >> regions.row_bits] += 1
+        else:
+            if _is_older(segments, slot, loser):
+                winner, loser = loser, slot
+            which = len(kept) - 1  # the last version before the newer one
+            while which >= 0 and kept[which] >= segments.newest[winner]:
+                which -= 1
+            if which >= 0 and kept[which] >= segments.oldest[loser]:
+                beaten[count] = position
+                beaten_slots[count] = loser
+                count += 1
             else:
-                if _is_older(segments, slot, loser):
-                    winner, loser = loser, slot
-                which = _last_before(kept, segments.newest[winner])
-                if which >= 0 and kept[which] >= segments.oldest[loser]:
-                    beaten[count] = position
-                    beaten_slots[count] = loser
-                    count += 1
-                else:
-                    dead += 1
-                if winner != slot:
-                    continue
-                segments.live[loser] -= 1
-            places[position] = slot << geo.place_bits | i
-            segments.live[slot] += 1
-    return -1, unknown, dead, count
+                dead += 1
+            if winner != slot:
+                continue
+            segments.live[loser] -= 1
+        places[position] = listed.places[i]
+        segments.live[slot] += 1
+    return dead, count
 
 
 @inline
@@ -373,38 +390,6 @@ def _is_older(segments: SegmentArrays, slot: int, other: int | np.int64) -> bool
     if segments.newest[slot] != segments.newest[other]:
         return segments.newest[slot] < segments.newest[other]  # type: ignore[no-any-return]
     return segments.numbers[slot] < segments.numbers[other]  # type: ignore[no-any-return]
-
-
-@inline
-def _last_before(kept: Int64s, epoch: int) -> int:
-    """Which of the kept versions, ascending, is the last below an epoch; -1 if none is."""
-    which = len(kept) - 1
-    while which >= 0 and kept[which] >= epoch:
-        which -= 1
-    return which
-
-
-@kernel
-def list_live(
-    words: Words, indexes: Int64s, slots: Int64s, since: int, place_bits: int, tables: TableArrays, places: Places,
-    keys: Int64s, epochs: Words,
-) -> int:  # fmt: skip
-    """List the live rows of segments that are of epochs after ``since``, and the epochs; returns how many."""
-    count = 0
-    for s in range(len(slots)):
-        at = indexes[s]
-        num, is_mixed = rows_listed(words, at)
-        for i in range(num):
-            key = np.int64(words[at + KEYS + i])
-            table = key >> KEY_ROW_BITS
-            epoch = words[at + KEYS + num + i] if is_mixed else words[at + NEWEST]
-            if epoch <= np.uint64(since) or not is_known(table, tables):
-                continue
-            if np.int64(places[tables.bases[table] + (key & ROW_MASK)]) == (slots[s] << place_bits | i):
-                keys[count] = key
-                epochs[count] = epoch
-                count += 1
-    return count
 
 
 @kernel
@@ -437,19 +422,3 @@ def place_type(geo: Geometry, slots: Iterable[int], least: "np.dtype[Any]") -> "
     """The type of places that lead to these slots: ``least``, unless it is too narrow."""
     stop = (1 + max(slots, default=0)) << geo.place_bits
     return least if stop <= 1 << (8 * least.itemsize) else _WIDE
-
-
-@kernel
-def list_differing(
-    now: Places, numbers_now: Words, then: Places, numbers_then: Words, place_bits: int, rows: Int64s
-) -> int:
-    """List the positions that differ in two maps' places; returns how many. Maps give slots to segments as they like,
-    and a segment's number is the same in all."""
-    mask = (1 << place_bits) - 1
-    count = 0
-    for i in range(len(now)):
-        a, b = np.int64(now[i]), np.int64(then[i])
-        if (a & mask) != (b & mask) or numbers_now[a >> place_bits] != numbers_then[b >> place_bits]:
-            rows[count] = i
-            count += 1
-    return count

@@ -14,29 +14,30 @@ newer rows holds such a row.
 What a row's successor leaves behind is counted under the last version that shows it: no list of held rows is kept.
 
 **Readers.** Entries may change under a reader. It holds a lease on a snapshot, the tree of some transaction: pages of
-that tree, and of any later one, stay as they are (``pins.py``). The writer enters a place after the transaction that
-wrote it is visible and before the next snapshot is shown. So a reader finds an old place or a new one, and both stay
+that tree, and of any later one, stay as they are (``reader_locks.py``). The writer enters a place after the transaction
+that wrote it is visible and before the next snapshot is shown. So a reader finds an old place or a new one. Both stay
 readable: the slot of a deleted segment is given to no other until leases on earlier snapshots end. Entries are aligned
 words, which no processor tears. The same holds for a reader of a map that was copied since, and for a process that
-follows the writer (``RowMap.advance``).
+follows the writer: it reads the indexes of new segments (``NewSegments``), and its map stays as it is until the later
+tree is shown (``RowMap.advance``). So to follow costs what was written, whatever the tables hold.
 
 **Memory.** The map takes pages of 4 KiB where rows are stored. A *region* of it, 2 MiB or more, goes to huge pages
 once one row in 256 is stored: of random rows, nearly all of its pages are touched by then.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import DamagedError
-from ..kernels.arrays import Int64s, Words
+from ..kernels.arrays import Bools, Int64s, Words
 from ..layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
 from ..system.oserrors import RESTORE
 from .indexes import STORED, Stored, byte_ranges, read_indexes, read_parts
 from .mapped import HUGE_PAGE_BYTES, use_huge_pages
 from .places import (
+    Listed,
     Places,
     Regions,
     Segments,
@@ -44,24 +45,19 @@ from .places import (
     copy_used,
     enter,
     find_positions,
-    list_differing,
-    list_live,
+    list_rows,
     new_places,
     place_type,
     publish,
 )
 from .snapshot import Tree
 
-if TYPE_CHECKING:
-    from .tail import Tail
-
 _LIST_STEP: Final = 1 << 20
 _SPARSE_ROWS: Final = 256  # a region with a stored row among so many is to be in huge pages
 _MOST_REGIONS: Final = 8192
 """Neighbours in pages of different size are maps of their own to the kernel, which allows 65,530."""
-
-
-_NONE: Final[Mapping[RowLayout, Segments]] = {}
+_TOGETHER: Final = 128  # segments whose rows are listed before they are entered
+_ANY_EPOCH: Final = 2**63 - 1
 
 
 class RowMap:
@@ -79,11 +75,11 @@ class RowMap:
     """
 
     def __init__(
-        self, shapes: Mapping[int, tuple[RowLayout, int]], segments: Mapping[RowLayout, Segments] = _NONE
+        self, shapes: Mapping[int, tuple[RowLayout, int]], segments: Mapping[RowLayout, Segments] | None = None
     ) -> None:
         self.shapes = dict(sorted(shapes.items()))
         self.layouts = {index: layout for index, (layout, _) in self.shapes.items()}
-        self.segments: dict[RowLayout, Segments] = dict(segments)
+        self.segments: dict[RowLayout, Segments] = dict(segments or {})
         for layout in self.layouts.values():
             if layout not in self.segments:
                 self.segments[layout] = Segments(layout, len(self.segments))
@@ -109,27 +105,24 @@ class RowMap:
 
     def with_table(self, table_index: int, layout: RowLayout, num_rows: int) -> "RowMap":
         """A map that knows one table more, without rows; readers may go on using the old one."""
-        other = RowMap({**self.shapes, table_index: (layout, num_rows)}, self.segments)
-        other.unknown, other.later = self.unknown, self.later
-        for index in self.shapes:
-            source, target = (int(tables.bases[index]) for tables in (self.tables, other.tables))
-            self._copy(source, source + int(self.tables.num_rows[index]), other, target - source)
-        other._settle()
-        return other
+        return self._made_again({**self.shapes, table_index: (layout, num_rows)}, self.segments)
 
     def copied(self) -> "RowMap":
         """Another map of the same, which may be changed while readers use this one."""
-        other = RowMap(self.shapes, {layout: each.copied() for layout, each in self.segments.items()})
+        return self._made_again(self.shapes, {layout: each.copied() for layout, each in self.segments.items()})
+
+    def _made_again(
+        self, shapes: Mapping[int, tuple[RowLayout, int]], segments: Mapping[RowLayout, Segments]
+    ) -> "RowMap":
+        other = RowMap(shapes, segments)
         other.unknown, other.later = self.unknown, self.later
-        self._copy(0, len(self.places), other, 0)
+        other._widen(self.places.dtype)
+        for index, (_, num_rows) in self.shapes.items():
+            base, target = int(self.tables.bases[index]), int(other.tables.bases[index])
+            for start, end in self._used(base, base + num_rows):
+                copy_used(self.places[start:end], other.places, start - base + target, other._regions)
         other._settle()
         return other
-
-    def _copy(self, first: int, stop: int, other: "RowMap", shift: int) -> None:
-        """Copy the entries ``[first, stop)`` to another map, where they are ``shift`` further behind."""
-        other._widen(self.places.dtype)
-        for start, end in self._used(first, stop):
-            copy_used(self.places[start:end], other.places, start + shift, other._regions)
 
     def _used(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
         """The parts of ``[first, stop)`` of the flat array in which rows may be stored, some at a time."""
@@ -170,43 +163,94 @@ class RowMap:
         """Enter stored segments, those of later epochs than ``last`` left out. ``kept``: versions whose rows are to be
         counted as held. DamagedError: a segment holds what cannot be a row of its tables."""
         shown, later = np.array(sorted(kept), np.int64), [self.later[:0]]
-        entering = [_Entering(segments) for segments in self.segments.values()]
+        beaten = {layout: [np.empty((2, 0), np.int64)] for layout in self.segments}
         for part in read_parts(tree, stored):
             layout_ids, is_shown = self.layout_ids(part), part["oldest"] <= last
             later.append(part[~is_shown])
             self.unknown += int(part["rows"][(layout_ids < 0) & is_shown].sum())
-            for each in entering:
-                own = part[(layout_ids == each.segments.geo.layout_id) & is_shown]
-                if len(own):
-                    self._enter_own(tree, each, own, last, shown)
+            for layout, segments in self.segments.items():
+                if len(own := part[(layout_ids == segments.geo.layout_id) & is_shown]):
+                    beaten[layout] += self._enter_own(tree, segments, own, last, shown)
         self.later = np.sort(np.concatenate(later), order="number")
-        for each in entering:
-            each.finish(self.places, shown)
+        for layout, segments in self.segments.items():
+            self._count_held(segments, np.concatenate(beaten[layout], axis=1), shown)
+            slots = np.setdiff1d(segments.in_use, segments.dead)
+            segments.bury(slots[segments.arrays.live[slots] + segments.arrays.held[slots] == 0])
 
-    def advance(self, tail: "Tail") -> None:
-        """For a reader: enter the tail of the log; show readers the tree next. Rows may be read through the map
-        meanwhile if the tail is of the same version, and has the map's own segments."""
-        self.segments, self.unknown, self.later = dict(tail.segments), tail.unknown, tail.later
-        for layout, (keys, places) in tail.rows.items():
-            self._widen(places.dtype)
-            positions = self.positions(layout, keys)
-            is_first = self.places[positions] == 0
-            self.places[positions] = places
-            np.add.at(self._regions.stored, positions[is_first] >> self._regions.row_bits, 1)
+    def _enter_own(self, tree: Tree, segments: Segments, stored: Stored, last: int, kept: Int64s) -> Iterator[Int64s]:
+        """Enter segments of one layout, some at a time; gives int64 [2, n], positions and slots of the rows that may be
+        held."""
+        slots, geo = _take_slots(tree, segments, stored), segments.geo
+        self._widen(place_type(geo, slots.tolist(), self.places.dtype))
+        for first in range(0, len(stored), _TOGETHER):
+            some = slice(first, first + _TOGETHER)
+            listed, unknown, dropped = self._list(tree, segments, stored[some], slots[some], last)
+            segments.arrays.held[slots[some]] += unknown
+            self.unknown += int(unknown.sum())
+            beaten = np.empty((2, len(listed.keys) if len(kept) else 0), np.int64)
+            dead, count = enter(listed, kept, geo.place_bits, self.places, self._regions, segments.arrays, *beaten)
+            segments.rows -= dead + dropped
+            yield beaten[:, :count].copy()
+        self._settle()
+
+    def _list(
+        self, tree: Tree, segments: Segments, stored: Stored, slots: Int64s, last: int
+    ) -> tuple[Listed, Int64s, int]:
+        """The rows of segments in these slots, whose indexes were checked; how many each has of unknown tables; how
+        many are of tables that were dropped. DamagedError: an index cannot be read, or holds what cannot be."""
+        listed, unknown = Listed(*np.empty((4, int(stored["rows"].sum())), np.int64)), np.zeros(len(slots), np.int64)
+        starts, _ = byte_ranges(stored, tree.page_bytes)
+        file_map = tree.file_map.rows
+        since = file_map.guard.begin()
+        bad, count, dropped = list_rows(
+            file_map.words, starts // 8 + PAGE_HEADER_WORDS, slots, last, segments.geo, self.tables, listed, unknown
+        )
+        file_map.guard.require(since, starts, segments.data_pages(stored) * tree.page_bytes)
+        if bad >= 0:
+            raise _not_of_its_tables(tree, int(stored["number"][bad]))
+        return Listed(*(column[:count] for column in listed)), unknown, dropped
+
+    def _count_held(self, segments: Segments, beaten: Int64s, kept: Int64s) -> None:
+        """Count which rows are held of those that a newer one has beaten: each under the last version before its
+        successor. No segment has rows of before and after a kept version, so a row's epoch may be taken for any of its
+        segment."""
+        arrays, (positions, slots) = segments.arrays, beaten
+        order = np.lexsort((arrays.numbers[slots], arrays.newest[slots], positions))
+        positions, slots = positions[order], slots[order]
+        successors = (self.places[positions] >> segments.geo.place_bits).astype(np.int64)
+        has_next = np.flatnonzero(positions[1:] == positions[:-1])
+        successors[has_next] = slots[has_next + 1]
+        which = np.searchsorted(kept, arrays.newest[successors]) - 1
+        is_held = which >= 0
+        is_held[is_held] = kept[which[is_held]] >= arrays.oldest[slots[is_held]]
+        np.add.at(arrays.held, slots[is_held], 1)
+        for nth in np.unique(which[is_held]).tolist():
+            np.add.at(segments.held(int(kept[nth])), slots[is_held & (which == nth)], 1)
+        segments.rows -= int(np.count_nonzero(~is_held))
+
+    def advance(self, new: "NewSegments") -> None:
+        """For a reader: enter new segments; show readers the tree next. Rows may be read through the map meanwhile if
+        the new ones are of the same version, and have the map's own segments."""
+        self.segments, self.unknown, self.later = dict(new.segments), new.unknown, new.later
+        for listed in new.rows.values():
+            self._widen(listed.places.dtype)
+            is_first = self.places[listed.positions] == 0
+            self.places[listed.positions] = listed.places
+            np.add.at(self._regions.stored, listed.positions[is_first] >> self._regions.row_bits, 1)
         self._settle()
 
     def differing(self, before: "RowMap") -> Int64s:
-        """int64 [n], ascending: keys of the rows that lie elsewhere than in another map of the same tables."""
+        """int64 [n], ascending: keys of the rows that lie elsewhere than in another map of the same tables. Maps give
+        slots to segments as they like; a segment's number is the same in all."""
         parts = [np.empty(0, np.int64)]
         for table, (layout, num_rows) in self.shapes.items():
             base, now, then = int(self.tables.bases[table]), self.segments[layout], before.segments[layout]
+            bits = now.geo.place_bits
             for first, stop in sorted({*self._used(base, base + num_rows), *before._used(base, base + num_rows)}):
-                rows = np.empty(stop - first, np.int64)
-                count = list_differing(
-                    self.places[first:stop], now.arrays.numbers, before.places[first:stop], then.arrays.numbers,
-                    now.geo.place_bits, rows,
-                )  # fmt: skip
-                parts.append(rows[:count] + (first - base + (table << KEY_ROW_BITS)))
+                ours, theirs = (each.places[first:stop].astype(np.int64) for each in (self, before))
+                is_other = now.arrays.numbers[ours >> bits] != then.arrays.numbers[theirs >> bits]
+                is_other |= (ours ^ theirs) & ((1 << bits) - 1) != 0
+                parts.append(np.flatnonzero(is_other) + (first - base + (table << KEY_ROW_BITS)))
         return np.concatenate(parts)
 
     def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
@@ -218,24 +262,6 @@ class RowMap:
         known, tables = np.append(self.tables.layout_ids, -1), stored["first_key"] >> KEY_ROW_BITS
         found: Int64s = known[np.where((tables >= 0) & (tables < len(known)), tables, len(known) - 1)]
         return found
-
-    def _enter_own(self, tree: Tree, entering: "_Entering", stored: Stored, last: int, kept: Int64s) -> None:
-        segments = entering.segments
-        slots, at = take_slots(tree, segments, stored)
-        self._widen(place_type(segments.geo, slots.tolist(), self.places.dtype))
-        beaten, beaten_slots = np.empty((2, int(stored["rows"].sum()) if len(kept) else 0), np.int64)
-        file_map = tree.file_map.rows
-        since = file_map.guard.begin()
-        bad, unknown, dead, count = enter(
-            file_map.words, at, slots, last, kept, segments.geo, self.tables, self.places, self._regions,
-            segments.arrays, beaten, beaten_slots,
-        )  # fmt: skip
-        require_entered(tree, segments, stored, since, bad)
-        self.unknown += unknown
-        self._settle()
-        segments.rows -= dead
-        entering.slots.append(slots)
-        entering.beaten.append((beaten[:count].copy(), beaten_slots[:count].copy()))
 
     def publish(
         self, layout: RowLayout, stored: Stored, keys: Int64s, *, current: int, txn_id: int, is_moved: bool = False
@@ -277,17 +303,9 @@ class RowMap:
         segments = self.segments[layout]
         stored = segments.stored(slots)
         read_indexes(tree, stored)  # a damaged epoch would be written again, with a good checksum
-        starts, _ = byte_ranges(stored, tree.page_bytes)
-        count = int(segments.arrays.live[slots].sum())
-        keys, epochs = np.empty(count, np.int64), np.empty(count, np.uint64)
-        file_map = tree.file_map.rows
-        since_fault = file_map.guard.begin()
-        count = list_live(
-            file_map.words, starts // 8 + PAGE_HEADER_WORDS, slots, since, segments.geo.place_bits, self.tables,
-            self.places, keys, epochs,
-        )  # fmt: skip
-        file_map.guard.require(since_fault, starts, segments.arrays.data_pages[slots] * tree.page_bytes)
-        return keys[:count], epochs[:count]
+        listed, _, _ = self._list(tree, segments, stored, slots, _ANY_EPOCH)
+        is_live = (self.places[listed.positions] == listed.places) & (listed.epochs > since)
+        return listed.keys[is_live], listed.epochs[is_live].view(np.uint64)
 
     def written_since(self, tree: Tree, since: int) -> Int64s:
         """Keys of the rows that are of epochs after ``since``, ascending."""
@@ -295,7 +313,8 @@ class RowMap:
         for layout, segments in self.segments.items():
             slots = segments.in_use
             slots = slots[(segments.arrays.newest[slots] > since) & (segments.arrays.live[slots] > 0)]
-            parts.append(self.live_rows(tree, layout, slots, since)[0])
+            some = (slots[first : first + _TOGETHER] for first in range(0, len(slots), _TOGETHER))
+            parts += (self.live_rows(tree, layout, each, since)[0] for each in some)
         return np.sort(np.concatenate(parts))
 
     def counts(self) -> list[int]:
@@ -312,65 +331,130 @@ class RowMap:
             slots = self.places[start:end] >> segments.geo.place_bits
             yield np.flatnonzero(segments.arrays.newest[slots] > since) + (start - base)
 
-    def is_stored(self, layout: RowLayout, keys: Int64s, since: int = 0) -> NDArray[np.bool_]:
+    def is_stored(self, layout: RowLayout, keys: Int64s, since: int = 0) -> Bools:
         """bool [n]: which rows of one layout ``stored_rows`` would list."""
         segments = self.segments[layout]
         slots = self.places[self.positions(layout, keys)] >> segments.geo.place_bits
-        stored: NDArray[np.bool_] = segments.arrays.newest[slots] > since
+        stored: Bools = segments.arrays.newest[slots] > since
         return stored
 
 
-class _Entering:
-    """What is entered of one layout.
+class NewSegments:
+    """What a later tree has beyond a map; also where the later tree has any row of the map's tables.
 
     Attributes:
-        slots: of the segments, in parts.
-        beaten: of rows that may be held, in parts: positions, and slots.
+        base: the map.
+        layouts, unknown, later: as ``RowMap``'s.
+        segments: by layout, with the new ones, and without those that are gone.
+        rows: by layout: those in new segments, where they are; keys ascend, and places are of the map's type or wider.
+        changed: int64 [n], ascending: keys of the rows that are others than the map shows.
     """
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, base: RowMap, segments: Mapping[RowLayout, Segments]) -> None:
+        self.base = base
+        self.layouts = base.layouts
         self.segments = segments
-        self.slots = [np.zeros(0, np.int64)]
-        self.beaten = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+        self.unknown = base.unknown
+        self.later = base.later
+        self.rows: dict[RowLayout, Listed] = {}
+        self.changed: Int64s = np.empty(0, np.int64)
 
-    def finish(self, places: Places, kept: Int64s) -> None:
-        """Count which of the rows that were beaten are held: each under the last version before its successor.
+    @classmethod
+    def read(
+        cls, base: RowMap, segments: Mapping[RowLayout, Segments], tree: Tree, stored: Stored, *,
+        shown: int, last: int, oldest: int,
+    ) -> "NewSegments | None":  # fmt: skip
+        """Read the indexes that are new in a tree.
 
-        No segment has rows of before and after a kept version, so a row's epoch may be taken for any of its segment.
+        Args:
+            base: of version ``shown``.
+            segments: the map's, or a copy of them; they are changed.
+            stored: the segments of the tree.
+            last: the version that the tree shows.
+            oldest: transaction of the oldest tree that is in use.
+
+        Returns:
+            None if a segment that shows rows is gone, or of a later version, and has no successor: versions were
+            rolled back, and a new map is to be made.
+
+        Raises:
+            DamagedError: a segment is damaged, or holds what cannot be a row of its tables.
         """
-        segments, arrays = self.segments, self.segments.arrays
-        positions, slots = (np.concatenate(parts) for parts in zip(*self.beaten, strict=True))
-        order = np.lexsort((arrays.numbers[slots], arrays.newest[slots], positions))
-        positions, slots = positions[order], slots[order]
-        successors = (places[positions] >> segments.geo.place_bits).astype(np.int64)
-        has_next = np.flatnonzero(positions[1:] == positions[:-1])
-        successors[has_next] = slots[has_next + 1]
-        which = np.searchsorted(kept, arrays.newest[successors]) - 1
-        is_held = which >= 0
-        is_held[is_held] = kept[which[is_held]] >= arrays.oldest[slots[is_held]]
-        np.add.at(arrays.held, slots[is_held], 1)
-        for nth in np.unique(which[is_held]).tolist():
-            np.add.at(segments.held(int(kept[nth])), slots[is_held & (which == nth)], 1)
-        segments.rows -= int(np.count_nonzero(~is_held))
-        entered = np.sort(np.concatenate(self.slots))
-        segments.bury(entered[(arrays.live[entered] == 0) & (arrays.held[entered] == 0)])
+        new, gone = cls(base, segments), {}
+        numbers, is_new = np.ascontiguousarray(stored["number"]), np.ones(len(stored), np.bool_)
+        for layout, own in segments.items():
+            own.reuse(oldest)
+            slots = own.in_use
+            at, is_there = _look_up(numbers, own.arrays.numbers[slots])
+            is_new[at[is_there]] = False
+            gone[layout] = slots[~is_there | (own.arrays.oldest[slots] > last)]
+        at, is_there = _look_up(numbers, base.later["number"])
+        is_new[at[is_there]] = False
+        came = np.concatenate([base.later[is_there], read_indexes(tree, stored[is_new])])
+        layout_ids, is_shown = base.layout_ids(came), came["oldest"] <= last
+        new.later = came[~is_shown]
+        new.unknown += int(came["rows"][(layout_ids < 0) & is_shown].sum())
+        changed = [new.changed]
+        for layout, own in segments.items():
+            part = came[(layout_ids == own.geo.layout_id) & is_shown]
+            changed.append(new._enter(tree, layout, part[np.lexsort((part["number"], part["newest"]))], shown, last))
+        new.changed = np.sort(np.concatenate(changed))
+        for layout, slots in gone.items():
+            own = segments[layout]
+            if own.arrays.live[slots].any():
+                return None
+            own.free(slots, tree.txn_id)
+            own.dead = np.empty(0, np.int64)
+        return new
+
+    def _enter(self, tree: Tree, layout: RowLayout, stored: Stored, shown: int, last: int) -> Int64s:
+        """Enter segments of one layout in ascending order of (newest epoch, number); keys of the rows that are others.
+
+        A row of an epoch up to ``shown`` was only moved, unless it was in a segment of later epochs: then ``shown`` was
+        rolled back.
+        """
+        segments = self.segments[layout]
+        slots, bits, arrays = _take_slots(tree, segments, stored), segments.geo.place_bits, segments.arrays
+        listed, unknown, dropped = self.base._list(tree, segments, stored, slots, last)
+        arrays.held[slots] += unknown
+        self.unknown += int(unknown.sum())
+        order = np.argsort(listed.keys, kind="stable")
+        is_newest = np.diff(listed.keys[order], append=-1) != 0
+        own = Listed(*(column[order[is_newest]] for column in listed))
+        before = (self.base.places[own.positions] >> bits).astype(np.int64)
+        is_stored = before != 0
+        np.add.at(arrays.live, own.places >> bits, 1)
+        np.subtract.at(arrays.live, before[is_stored], 1)
+        segments.rows -= dropped + len(order) - int(np.count_nonzero(~is_stored))
+        width = place_type(segments.geo, slots.tolist(), self.base.places.dtype)
+        self.rows[layout] = own._replace(places=own.places.astype(width))
+        others: Int64s = own.keys[(own.epochs > shown) | ~is_stored | (own.epochs < arrays.oldest[before])]
+        return others
+
+    def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
+        own, places = self.rows[layout], self.base.places[self.base.positions(layout, keys)]
+        places = places.astype(np.promote_types(places.dtype, own.places.dtype), copy=False)
+        at, is_own = _look_up(own.keys, keys)
+        places[is_own] = own.places[at[is_own]]
+        return np.arange(len(keys)), places
 
 
-def take_slots(tree: Tree, segments: Segments, stored: Stored) -> tuple[Int64s, Int64s]:
-    """Slots for stored segments of one layout, and the word offset of each one's index. DamagedError if they cannot be
-    of the layout."""
+RowPlaces = RowMap | NewSegments
+
+
+def _look_up(listed: Any, wanted: Any) -> tuple[Int64s, Bools]:
+    """Where in ``listed``, ascending, each of the wanted belongs, and whether it is there."""
+    at = np.searchsorted(listed, wanted)
+    is_there = at < len(listed)
+    is_there[is_there] = listed[at[is_there]] == wanted[is_there]
+    return at, is_there
+
+
+def _take_slots(tree: Tree, segments: Segments, stored: Stored) -> Int64s:
+    """Slots for stored segments of one layout. DamagedError if they cannot be of the layout."""
     if not (fits := segments.fits(stored)).all():
         raise _not_of_its_tables(tree, int(stored["number"][int(np.argmin(fits))]))
-    return segments.take(stored, tree.txn_id), stored["first_page"] * segments.geo.page_words + PAGE_HEADER_WORDS
-
-
-def require_entered(tree: Tree, segments: Segments, stored: Stored, since: int, bad: int) -> None:
-    """DamagedError if the indexes of these segments could not be read since ``Guard.begin`` gave ``since``, or ``bad``,
-    not -1, is the position of one that holds what cannot be."""
-    starts, _ = byte_ranges(stored, tree.page_bytes)
-    tree.file_map.rows.guard.require(since, starts, segments.data_pages(stored) * tree.page_bytes)
-    if bad >= 0:
-        raise _not_of_its_tables(tree, int(stored["number"][bad]))
+    return segments.take(stored, tree.txn_id)
 
 
 def _not_of_its_tables(tree: Tree, number: int) -> DamagedError:

@@ -14,8 +14,8 @@ from ..system.oserrors import RESTORE
 from . import btree
 from .btree import Entries, Meta, Pages, Walk, WalkStatus, sound_metas
 from .free_list import check_page_use, pages_freed, pages_freed_since
-from .guard import ASK_AGAIN
 from .mapped import FileMap
+from .sigbus import ASK_AGAIN
 
 _ATTEMPTS: Final = 100
 _KEY: Final = struct.Struct(">QQ")
@@ -98,7 +98,7 @@ class Tree:
 
 
 class Snapshot(Tree):
-    """The newest tree, kept from being written to by a lock on the file (``pins.py``) until it is closed."""
+    """The newest tree, kept from being written to by a lock on the file (``reader_locks.py``) until it is closed."""
 
     def __init__(self, path: Path, file_map: FileMap, page_bytes: int) -> None:
         meta = _pin(path, file_map, page_bytes)

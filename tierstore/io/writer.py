@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Final
 
 import lmdb
@@ -17,14 +17,15 @@ from ..errors import DiskFullError, TierstoreError
 from ..layout import RowLayout
 from ..system.forks import disown_in_forks, keep_for_ever
 from ..system.killpoints import reach
+from ..system.sizes import format_size
 from . import records
 from .anchor import AnchorKeeper
 from .btree import MAX_PAGES
 from .checksum import bytes_checksum
 from .files import open_environment, translate
 from .log import Log, Written
-from .oldest_reader import OldestReader, OldReaders
 from .opened import OpenFile
+from .reader_locks import OldestReader
 from .reads import KeyedRows
 from .records import CommitRecord, Head, read_head, read_record, stale_items
 from .row_map import RowMap
@@ -35,6 +36,9 @@ _LISTED_PART: Final = 256  # LMDB's list of free pages takes at most this part o
 _CHUNKS_TOGETHER: Final = 16  # of a payload, in a transaction
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
+_LEAST_HELD_BYTES: Final = 64 << 20  # less is not worth a warning
+_GROWTH: Final = 1.05
+"""Of the file, before what one reader keeps is counted again: its list of free pages is as long as it has stayed."""
 
 
 class Writer:
@@ -45,7 +49,7 @@ class Writer:
         cleaned: called with what cleaning has moved.
 
     Attributes:
-        old_readers: what they keep from being reused.
+        held_bytes: what the oldest reader kept from being reused, when that was counted last.
     """
 
     def __init__(self, file: OpenFile, slack: float, cleaned: Callable[[Written], None]) -> None:
@@ -57,12 +61,13 @@ class Writer:
             self._environment = open_environment(file.path, self._mapped_bytes)
             stack.callback(self._environment.close)
             file.map.pins.require_in_place()
-            self._floor = OldestReader(self._environment, file.path, file.map.pins)
-            stack.callback(self._floor.close)
+            self._oldest = OldestReader(self._environment, file.path, file.map.pins)
+            stack.callback(self._oldest.close)
             self._anchors = AnchorKeeper(file, sync=self.sync, pin=file.new_snapshot)
             stack.callback(self._anchors.close)
             self._anchors.set()
-            self.old_readers = OldReaders(file)
+            self.held_bytes = self._logged_bytes = 0
+            self._counted = -1, 0  # the oldest tree read, and bytes of the file, when it was counted last
             self._log = Log(file, self._anchors, slack, self._transaction)
             self._parts = stack.pop_all()
 
@@ -89,28 +94,35 @@ class Writer:
             self._file.has_failed = True
             raise translate(error, self._file.path) from error
 
-    def _transaction(self, size_bytes: int = 0) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
-        """A write transaction, committed at the end of the block, with LMDB's errors translated. ``size_bytes``: what
-        it may put, records and pages of the tree apart."""
+    @contextlib.contextmanager
+    def _transaction(self, size_bytes: int = 0) -> "Iterator[lmdb.Transaction[bytes]]":
+        """A write transaction that leaves alone what others read, committed at the end of the block, with LMDB's errors
+        translated. ``size_bytes``: what it may put, records and pages of the tree apart."""
+        file = self._file
         self.catch_up()
-        self._file.map.guard.require_whole()
-        self._make_room(size_bytes)
-        self._file.is_behind = True
-        return self._floor.transaction()
-
-    def _make_room(self, size_bytes: int) -> None:
-        """Have LMDB's map, and ours, be as long as the file may become by a transaction."""
-        now = self._file.map.pins.size_bytes()
+        file.map.guard.require_whole()
+        now = file.map.pins.size_bytes()
         needed = now + now // _LISTED_PART + 2 * size_bytes + _SPARE_BYTES
-        self._file.map = self._file.map.reaching(min(needed, MAX_PAGES * self._file.page_bytes))
-        if self._file.map.length_bytes == self._mapped_bytes:
-            return
+        file.map = file.map.reaching(min(needed, MAX_PAGES * file.page_bytes))
         try:
-            self._floor.set_map_length(self._file.map.length_bytes)
-        except TierstoreError:  # LMDB gives its map up before it makes another
+            if file.map.length_bytes != self._mapped_bytes:
+                self._map_again(file.map.length_bytes)
+            file.is_behind = True
+            self._oldest.update()
+            with self._environment.begin(write=True) as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise translate(error, file.path) from error
+
+    def _map_again(self, length_bytes: int) -> None:
+        """Have LMDB's map be as long as ours."""
+        try:
+            self._environment.set_mapsize(length_bytes)
+            self._oldest.begin_again()
+        except (lmdb.Error, TierstoreError):  # LMDB gives its map up before it makes another
             self._file.has_failed = True
             raise
-        self._mapped_bytes = self._file.map.length_bytes
+        self._mapped_bytes = length_bytes
 
     def append(self, layout: RowLayout, new: KeyedRows) -> Written:
         """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
@@ -228,8 +240,29 @@ class Writer:
         except DiskFullError as error:
             _LOG.warning("the commit stands; there was no room to clean up after it (%s)", error)
         self._anchor()  # only behind an anchor can the pages be used again
-        self.old_readers.look(sum(segments.pages for segments in rows.segments.values()) * file.page_bytes)
+        self._count_held(sum(segments.pages for segments in rows.segments.values()) * file.page_bytes)
         reach("prune: done")
+
+    def _count_held(self, live_bytes: int) -> None:
+        """Count what the oldest reader elsewhere keeps from being reused, by which the file grows. Log a warning
+        whenever it is more than ``live_bytes``, those of the segments, and has doubled since the last one."""
+        with self._file.lease_tree() as snapshot:
+            locks, size_bytes = snapshot.file_map.pins, snapshot.file_map.file_bytes()
+            oldest = locks.oldest_elsewhere(snapshot.txn_id)
+            if oldest is None:
+                self.held_bytes = 0
+            elif oldest != self._counted[0] or size_bytes > self._counted[1] * _GROWTH:
+                self._counted = oldest, size_bytes
+                self.held_bytes = snapshot.freed_since(oldest)
+            if self.held_bytes <= max(live_bytes, _LEAST_HELD_BYTES):
+                self._logged_bytes = 0
+            elif oldest is not None and self.held_bytes >= 2 * self._logged_bytes:
+                self._logged_bytes = self.held_bytes
+                _LOG.warning(
+                    "%s: %s still shows an old version, and keeps %s from being reused, so the file grows with each "
+                    "commit; have it call Store.refresh() now and then, or close it",
+                    snapshot.path, locks.describe_holders(oldest), format_size(self.held_bytes),
+                )  # fmt: skip
 
     def _clean(self) -> bool:
         with self._file.lock:

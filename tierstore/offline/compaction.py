@@ -10,19 +10,18 @@ The copy is made and verified in a directory of its own within the target and mo
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..config import TableConfig
 from ..errors import DamagedError
-from ..io import LmdbColdTier
 from ..io.files import rows_path
-from ..io.indexes import Stored, read_indexes, stored_segments
+from ..io.indexes import read_indexes, stored_segments
+from ..io.lmdb import LmdbColdTier
 from ..io.reads import some_first, stored_batches
-from ..io.records import Head, read_head, read_payload, read_record
+from ..io.records import read_head, read_payload, read_record
 from ..io.row_map import RowMap
 from ..io.snapshot import Snapshot
 from ..kernels.arrays import Int64s
@@ -90,29 +89,23 @@ def compact_store(
     known = Manifest.read(source)
     require_outside(target, source)
     lookups = None if trace is None else read_trace(trace)
-    with new_store(target, WORK_NAME) as work:
-        report = _make(source, known.store_id, work, lookups, progress)
-    return report._replace(target=target)
-
-
-def _make(
-    source: Path, store_id: str, work: Path, trace: Trace | None, progress: Callable[[int, int], None] | None
-) -> CompactReport:
-    """Make the copy in its working directory and verify it."""
     steps = Steps(progress)
-    tier = LmdbColdTier(source, store_id=bytes.fromhex(store_id), readonly=True)
-    with contextlib.closing(tier), tier.lease_tree() as snapshot:
-        # Read after the snapshot was taken: a writer makes a table before it commits rows of it.
-        manifest = Manifest.read(source)
-        _copy_rows(snapshot, manifest, trace, work, steps.copied)
-    manifest.write(work)
-    try:
-        with open_store(work, mode="r", ddr=_DDR) as store:
-            found = store.verify(progress=steps.verified)
-            version = store.version
-    except DamagedError as error:
-        raise DamagedError(f"the copy of {source} did not keep what was written to it; try again ({error})") from error
-    return CompactReport(work, version, found.segments, found.rows, bytes_on_device(source), bytes_on_device(work))
+    with new_store(target, WORK_NAME) as work:
+        tier = LmdbColdTier(source, store_id=bytes.fromhex(known.store_id), readonly=True)
+        with contextlib.closing(tier), tier.lease_tree() as snapshot:
+            # Read after the snapshot was taken: a writer makes a table before it commits rows of it.
+            manifest = Manifest.read(source)
+            _copy_rows(snapshot, manifest, lookups, work, steps.copied)
+        manifest.write(work)
+        try:
+            with open_store(work, mode="r", ddr=_DDR) as store:
+                found, version = store.verify(progress=steps.verified), store.version
+        except DamagedError as error:
+            raise DamagedError(
+                f"the copy of {source} did not keep what was written to it; try again ({error})"
+            ) from error
+        sizes = bytes_on_device(source), bytes_on_device(work)
+    return CompactReport(target, version, found.segments, found.rows, *sizes)
 
 
 def _copy_rows(
@@ -120,46 +113,41 @@ def _copy_rows(
 ) -> None:
     """Write the versions that a snapshot keeps into a new row file, synced."""
     head, stored = read_head(snapshot), read_indexes(snapshot, stored_segments(snapshot))
-    everything = RowMap(manifest.shapes)
-    everything.enter(snapshot, stored, head.current, head.kept)
-    if everything.unknown:
+    rows = RowMap(manifest.shapes)
+    rows.enter(snapshot, stored, head.current, head.kept)
+    if rows.unknown:
         raise DamagedError(
-            f"{snapshot.path} has {everything.unknown:,} rows of tables that its manifest does not have. {RESTORE}"
+            f"{snapshot.path} has {rows.unknown:,} rows of tables that its manifest does not have. {RESTORE}"
         )
-    total = sum(_size_bytes(layout, segments.rows) for layout, segments in everything.segments.items())
-    del everything
+    total = sum(int(segments.rows * layout.stored_row_bytes) for layout, segments in rows.segments.items())
     leading = _leading(trace, manifest)
     require_room(rows_path(work), total)
     with new_tier(work, manifest) as tier:
-        done = 0
-        for version, rows, since in _versions(snapshot, manifest, stored, head):
+        rows, done, since = RowMap(manifest.shapes), 0, 0  # of each version in turn
+        for version in head.kept:
+            # No segment is of rows on both sides of a version.
+            rows.enter(snapshot, stored[(stored["newest"] > since) & (stored["newest"] <= version)], version, ())
             for layout, first in leading.items():
                 keys = some_first(rows, layout, first, since)
                 for batch in stored_batches(snapshot, rows, keys, layout.rows_within(_BATCH_BYTES)):
                     tier.write(batch.keys, batch.slots, batch.weights, batch.state, epoch=version)
-                    done += _size_bytes(layout, len(batch.keys))
+                    done += int(len(batch.keys) * layout.stored_row_bytes)
                     progress(done, total)
             tier.commit(read_payload(snapshot, read_record(snapshot, version)), version, keep=len(head.kept))
+            since = version
         if head.last > head.current:  # numbers are not used again
             tier.commit(b"", head.last, keep=len(head.kept) + 1)
             tier.rollback(head.current)
 
 
 def _leading(trace: Trace | None, manifest: Manifest) -> dict[RowLayout, Int64s]:
-    """Which keys come first, by layout of the tables."""
+    """Which keys come first, by layout of the tables. ValueError if the trace has no lookup, or is of other tables, or
+    of rows that they do not have."""
     layouts = [config.layout(manifest.page_bytes) for config in manifest.tables]
     leading = dict.fromkeys(layouts, np.empty(0, np.int64))
-    if trace is not None:
-        _require_tables(trace, manifest.tables)
-        for layout in leading:
-            own = [index for index, each in enumerate(layouts) if each == layout]
-            leading[layout] = keys_by_frequency(trace, {manifest.tables[index].name: index for index in own})
-    return leading
-
-
-def _require_tables(trace: Trace, tables: Sequence[TableConfig]) -> None:
-    """ValueError if the trace has no lookup, or is of other tables, or of rows that they do not have."""
-    sizes = {config.name: config.num_embeddings for config in tables}
+    if trace is None:
+        return leading
+    sizes = {config.name: config.num_embeddings for config in manifest.tables}
     for name, table in trace.tables.items():
         if name not in sizes:
             raise ValueError(f"the trace has a table {excerpt(name)} and the store has none of that name")
@@ -167,6 +155,10 @@ def _require_tables(trace: Trace, tables: Sequence[TableConfig]) -> None:
             raise ValueError(f"the trace has row {most} of table {excerpt(name)}, which has {sizes[name]} rows")
     if not trace.num_lookups:
         raise ValueError("the trace has no lookup; without --trace the copy has rows in order of their numbers")
+    for layout in leading:
+        own = {manifest.tables[index].name: index for index, each in enumerate(layouts) if each == layout}
+        leading[layout] = keys_by_frequency(trace, own)
+    return leading
 
 
 def keys_by_frequency(trace: Trace, indexes: Mapping[str, int]) -> Int64s:
@@ -179,18 +171,3 @@ def keys_by_frequency(trace: Trace, indexes: Mapping[str, int]) -> Int64s:
     rows, first, counts = np.unique(np.concatenate(keys)[order], return_index=True, return_counts=True)
     ordered: Int64s = rows[np.lexsort((first, -counts))]
     return ordered
-
-
-def _size_bytes(layout: RowLayout, num_rows: int) -> int:
-    """Of full segments of so many rows, rounded down."""
-    return int(num_rows * layout.stored_row_bytes)
-
-
-def _versions(snapshot: Snapshot, manifest: Manifest, stored: Stored, head: Head) -> Iterator[tuple[int, RowMap, int]]:
-    """Each kept version, a map of what it shows, and the version before it; the map becomes the next one's."""
-    rows, since = RowMap(manifest.shapes), 0
-    for version in head.kept:
-        # No segment is of rows on both sides of a version.
-        rows.enter(snapshot, stored[(stored["newest"] > since) & (stored["newest"] <= version)], version, ())
-        yield version, rows, since
-        since = version

@@ -27,16 +27,13 @@ def describe(directory: str | Path) -> str:
     stores = stores_in(directory)
     described = [describe_store(each) for each in stores]
     if stores != [Path(directory)]:
-        described.insert(0, _describe_whole(directory, len(stores)))
+        try:
+            with open_store(directory, mode="r") as store:
+                how = f"{_version_of(store)}, in {len(stores)} parts that number their own commits"
+                described.insert(0, f"{store.directory}: {how}")
+        except TierstoreError as error:
+            described.insert(0, f"{directory}: {error}")
     return "\n\n".join(described)
-
-
-def _describe_whole(directory: str | Path, parts: int) -> str:
-    try:
-        with open_store(directory, mode="r") as store:
-            return f"{store.directory}: {_version_of(store)}, in {parts} parts that number their own commits"
-    except TierstoreError as error:
-        return f"{directory}: {error}"
 
 
 def _version_of(store: Store) -> str:
@@ -48,10 +45,18 @@ def _version_of(store: Store) -> str:
 def describe_store(directory: str | Path) -> str:
     """Version, tables and files of a store; opens it read-only and reads no row. StoreNotFoundError, DamagedError."""
     with open_store(directory, mode="r") as store:
-        tables = _describe_tables(store)
         tensors = store.tensors().values()
         extra = json.dumps(store.extra)
-        lines = [f"{store.directory}: {_version_of(store)}, {format_count(len(store.tables), 'table')}", *tables]
+        lines = [f"{store.directory}: {_version_of(store)}, {format_count(len(store.tables), 'table')}"]
+        width = max(map(len, store.tables), default=0)
+        for name, table in store.tables.items():
+            config = table.config
+            whole = format_size(config.size_bytes(mmap.PAGESIZE))
+            rounding = "" if config.rounding == "nearest" else f" rounded {config.rounding}ally"
+            lines.append(
+                f"  {name:{width}}  {config.num_embeddings:,} x {config.embedding_dim} {config.dtype}{rounding}, "
+                f"{config.optimizer.kind}{', dynamic ids' * (config.ids is not None)}, {whole} if all in memory"
+            )
         old_reader = store.describe_old_reader()
     files = sorted(path for path in Path(directory).iterdir() if path.is_file())
     lines += ["files"]
@@ -64,22 +69,6 @@ def describe_store(directory: str | Path) -> str:
     if extra != "{}":
         lines += ["extra", "  " + extra[:_MAX_EXTRA_CHARACTERS] + ("..." if len(extra) > _MAX_EXTRA_CHARACTERS else "")]
     return "\n".join(lines)
-
-
-def _describe_tables(store: Store) -> list[str]:
-    if not store.tables:
-        return []
-    width = max(len(name) for name in store.tables)
-    lines = []
-    for name, table in store.tables.items():
-        config = table.config
-        whole = format_size(config.size_bytes(mmap.PAGESIZE))
-        rounding = "" if config.rounding == "nearest" else f" rounded {config.rounding}ally"
-        lines.append(
-            f"  {name:{width}}  {config.num_embeddings:,} x {config.embedding_dim} {config.dtype}{rounding}, "
-            f"{config.optimizer.kind}{', dynamic ids' * (config.ids is not None)}, {whole} if all in memory"
-        )
-    return lines
 
 
 def verify_store(directory: str | Path) -> str:

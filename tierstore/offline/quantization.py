@@ -19,11 +19,10 @@ from torch import Tensor
 from .. import optim
 from ..config import TableConfig
 from ..errors import DamagedError, TableError
-from ..io import LmdbColdTier
 from ..io.files import ROW_FILE_NAME
+from ..io.lmdb import LmdbColdTier
 from ..io.reads import by_key, stored_batches
-from ..kernels.arrays import Int64s, Words
-from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
+from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName
 from ..pool.converting import converted
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
@@ -156,7 +155,7 @@ def _copy(
     progress: Callable[[int, int], None] | None,
 ) -> list[int]:
     """Append the stored rows of one tier to the other, and commit; returns how many there are of each table."""
-    version = before.version
+    version, done = before.version, 0
     if not version:
         return [0] * len(known.tables)
     layouts = [
@@ -165,13 +164,19 @@ def _copy(
     ]
     with before.lease() as (snapshot, rows):
         total = sum(int(each.arrays.live.sum()) * layout.row_bytes for layout, each in rows.segments.items())
-        done = 0
         for pair in dict.fromkeys(layouts):
             old, new = pair
             tables = [index for index, each in enumerate(layouts) if each == pair]
             size = max(1, _CHUNK_BYTES // (old.row_bytes * new.rows_per_segment)) * new.rows_per_segment
             for found in stored_batches(snapshot, rows, by_key(rows, tables), size):
-                words = _converted(known, found.keys, found.weights, old, new)
+                words, bad = converted(found.weights, old, new)
+                if bad >= 0:
+                    name = known.tables[int(found.keys[bad]) >> KEY_ROW_BITS].name
+                    raise ValueError(
+                        f"row {found.keys[bad] % MAX_ROWS} of table {name!r} holds NaN, infinity or numbers too large "
+                        f"for {new.dtype}; leave the table as it is (name the others with tables=, --table) or choose "
+                        "another dtype"
+                    )
                 state = np.zeros((len(words), new.state_words), np.uint64)
                 after.write(found.keys, found.slots, words, state, epoch=version)
                 done += len(words) * old.row_bytes
@@ -182,15 +187,3 @@ def _copy(
     states = {config.name: TableState(0, config.optimizer.lr) for config in made.tables}
     after.commit(pack(states, kept.extra, tensors(unpack_tensors(kept)), NO_LINEAGE.following(0)), version)
     return counts
-
-
-def _converted(known: Manifest, keys: Int64s, weights: Words, before: RowLayout, after: RowLayout) -> Words:
-    words, bad = converted(weights, before, after)
-    if bad >= 0:
-        table = known.tables[int(keys[bad]) >> KEY_ROW_BITS].name
-        raise ValueError(
-            f"row {keys[bad] % MAX_ROWS} of table {table!r} holds NaN, infinity or numbers too large for "
-            f"{after.dtype}; leave the table as it is (name the others with tables=, --table) or choose another "
-            "dtype"
-        )
-    return words

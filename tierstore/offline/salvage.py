@@ -18,12 +18,12 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import ChecksumError, DamagedError, FormatError, StoreNotFoundError, TruncatedError
-from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import read_stamp
-from ..io.files import require_plain_files
+from ..io.files import ROW_FILE_NAME, require_plain_files
+from ..io.lmdb import LmdbColdTier
 from ..io.mapped import FileMap, queue_parts
-from ..io.pins import Pins
 from ..io.places import Segments
+from ..io.reader_locks import FileLocks
 from ..io.row_map import RowMap
 from ..io.sound import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
 from ..kernels.arrays import Bools
@@ -140,7 +140,11 @@ def salvage(
     source, target = Path(directory).absolute(), Path(target).absolute()
     report = SalvageReport(directory=source, target=target)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_not_written(source))
+        require_plain_files(source)
+        if not (path := source / ROW_FILE_NAME).exists():
+            raise StoreNotFoundError(f"{path}: no such file; there are no rows to save")
+        stack.enter_context(contextlib.closing(locks := FileLocks(path)))
+        locks.lock_for_writer(shared=True)  # no writer opens the source meanwhile
         require_outside(target, source)
         work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, LOST_NAME, MANIFEST_NAME)))
         known = _manifest(source, manifest)
@@ -148,24 +152,12 @@ def salvage(
             config.require_fixed_ids("repair with stale_ok=True, --stale-ok,")
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
         steps = Steps(progress)
-        _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, steps)
+        _save(path, known, work, made, report, stale_ok, steps)
         (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()), encoding="utf-8")
         made.write(work)
         with open_store(work, mode="r", ddr=_DDR) as store:
             store.verify(progress=steps.verified)
     return report
-
-
-@contextlib.contextmanager
-def _not_written(source: Path) -> Iterator[None]:
-    """Have no writer open the source meanwhile."""
-    require_plain_files(source)
-    path = source / ROW_FILE_NAME
-    if not path.exists():
-        raise StoreNotFoundError(f"{path}: no such file; there are no rows to save")
-    with contextlib.closing(Pins(path)) as pins:
-        pins.lock_for_writer(shared=True)
-        yield
 
 
 def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:
@@ -191,16 +183,20 @@ def _save(
     with contextlib.ExitStack() as stack:
         stack.callback((file_map := FileMap(path, size)).close)
         remains = choose_tree(path, file_map, page_bytes, bytes.fromhex(known.store_id), report.doubts)
-        _require_same_store(path, known, remains)
+        stored = remains.store_id or read_stamp(path, page_bytes)
+        if stored != bytes.fromhex(known.store_id) and any(stored):
+            raise FormatError(
+                f"{path}: belongs to store {stored.hex()}, not to {known.store_id}, which the manifest is of: give the "
+                "store's own with --manifest FILE"
+            )
         report.version = remains.version
         tier = stack.enter_context(new_tier(work, made))
         if report.version:
             survivors = surviving_rows(remains, rows)
             report.missing = survivors.missing
-            taker = _Taker(file_map, tier, rows, report, stale_ok)
             total, done = sum(int(runs["rows"].sum()) for runs in survivors.runs), 0
             for segments, runs, proven in zip(rows.segments.values(), survivors.runs, survivors.proven, strict=True):
-                for count in taker.take(segments, runs, proven):
+                for count in _take(file_map, tier, rows, segments, runs, proven, stale_ok, report):
                     steps.copied(size * (done := done + count) // total, size)
             for index, each in enumerate(known.tables):
                 name = f"of ids of {known.tables[index - 1].name}" if each.is_table_of_ids else each.name
@@ -221,15 +217,6 @@ def _drop_ids(tier: LmdbColdTier, index: int, config: TableConfig, epoch: int) -
     tier.write(lost | ((index + 1) << KEY_ROW_BITS), slots, words, words[:, :0], epoch=epoch)
 
 
-def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:
-    stored = remains.store_id or read_stamp(path, known.page_bytes)
-    if stored != bytes.fromhex(known.store_id) and any(stored):
-        raise FormatError(
-            f"{path}: belongs to store {stored.hex()}, not to {known.store_id}, which the manifest is of: give the "
-            "store's own with --manifest FILE"
-        )
-
-
 def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
     """The version's payload, or an empty one for its tables. As a commit of the new store it is made from no other."""
     if (payload := remains.payload) is not None:
@@ -243,41 +230,35 @@ def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
     )
 
 
-@dataclass
-class _Taker:
-    """Copies sound rows into the new store, layout by layout; the map it is given says of each what became of it."""
-
-    file_map: FileMap
-    tier: LmdbColdTier
-    rows: RowMap
-    report: SalvageReport
-    stale_ok: bool
-
-    def take(self, segments: Segments, runs: Runs, proven: Bools) -> Iterator[int]:
-        """Save the rows of one layout, some runs at a time; gives how many rows were looked at each time."""
-        layout, geo, file_map, stops, start = segments.layout, segments.geo, self.file_map, np.cumsum(runs["rows"]), 0
-        most, page_bytes = max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes), 8 * geo.page_words
-        keys, sound, taken = np.empty(most, np.int64), np.empty(most, np.bool_), np.empty(most, np.int32)
-        weights, state = (np.empty((most, words), np.uint64) for words in (layout.weight_words, layout.state_words))
-        while start < len(stops):
-            before = int(stops[start] - runs["rows"][start])
-            part = slice(start, int(np.searchsorted(stops, before + most, "right")))
-            start, own = part.stop, runs[part]
-            firsts = np.where(own["index_page"] > 0, own["index_page"], own["data_page"])
-            ends = own["data_page"] + -(-own["rows"] // geo.rows_per_block) * geo.pages_per_block
-            queue_parts(file_map.address, firsts * page_bytes, ends * page_bytes)
-            limit, flat = file_map.file_bytes() // page_bytes, (weights.reshape(-1), state.reshape(-1))
-            count = settled(file_map, partial(read_rows, geo, file_map.words, limit, own, keys, sound, *flat))
-            num_taken, unproven = choose_rows(
-                geo.layout_id, self.rows.tables, self.rows.places, keys[:count], sound,
-                np.repeat(proven[part], own["rows"]), self.stale_ok, taken,
-            )  # fmt: skip
-            if num_taken:
-                slots = taken[:num_taken]
-                self.tier.write(keys[slots], slots, weights, state, epoch=self.report.version)
-            self.report.rows += num_taken
-            self.report.unproven += unproven
-            yield count
+def _take(
+    file_map: FileMap, tier: LmdbColdTier, rows: RowMap, segments: Segments, runs: Runs, proven: Bools, stale_ok: bool,
+    report: SalvageReport,
+) -> Iterator[int]:  # fmt: skip
+    """Copy the sound rows of one layout into the new store, some runs at a time; gives how many it looked at each
+    time. ``rows`` says of each what became of it."""
+    layout, geo, stops, start = segments.layout, segments.geo, np.cumsum(runs["rows"]), 0
+    most, page_bytes = max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes), 8 * geo.page_words
+    keys, sound, taken = np.empty(most, np.int64), np.empty(most, np.bool_), np.empty(most, np.int32)
+    weights, state = (np.empty((most, words), np.uint64) for words in (layout.weight_words, layout.state_words))
+    while start < len(stops):
+        before = int(stops[start] - runs["rows"][start])
+        part = slice(start, int(np.searchsorted(stops, before + most, "right")))
+        start, own = part.stop, runs[part]
+        firsts = np.where(own["index_page"] > 0, own["index_page"], own["data_page"])
+        ends = own["data_page"] + -(-own["rows"] // geo.rows_per_block) * geo.pages_per_block
+        queue_parts(file_map.address, firsts * page_bytes, ends * page_bytes)
+        limit, flat = file_map.file_bytes() // page_bytes, (weights.reshape(-1), state.reshape(-1))
+        count = settled(file_map, partial(read_rows, geo, file_map.words, limit, own, keys, sound, *flat))
+        num_taken, unproven = choose_rows(
+            geo.layout_id, rows.tables, rows.places, keys[:count], sound, np.repeat(proven[part], own["rows"]),
+            stale_ok, taken,
+        )  # fmt: skip
+        if num_taken:
+            slots = taken[:num_taken]
+            tier.write(keys[slots], slots, weights, state, epoch=report.version)
+        report.rows += num_taken
+        report.unproven += unproven
+        yield count
 
 
 def _losses(rows: RowMap, table: int, name: str) -> Iterator[Loss]:

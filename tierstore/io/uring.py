@@ -182,19 +182,16 @@ class Rings:
                     return ring
             return self.idle.pop() if self.idle else None
 
-    def put_back(self, ring: Ring) -> None:
+    def put_back(self, ring: Ring, *, has_failed: bool) -> None:
+        """One of which a read failed is dropped; after some failures in a row none is made any more."""
         with self._lock:
-            self._failures = 0
-            if self._is_refused:
+            self._failures = self._failures + 1 if has_failed else 0
+            if self._failures >= _MOST_FAILURES:
+                self.close()
+            elif self._is_refused:
                 ring.close()
-            else:
+            elif not has_failed:
                 self.idle.append(ring)
-
-    def drop(self) -> None:
-        """What was taken is not put back, as a read of it failed; after some none is made any more."""
-        self._failures += 1
-        if self._failures >= _MOST_FAILURES:
-            self.close()
 
     def close(self) -> None:
         """Close the idle ones; no more are made."""

@@ -115,13 +115,6 @@ if JIT_ENABLED:
         return types.int64(types.int64), generate
 
     @intrinsic
-    def _get(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-            return builder.load(builder.inttoptr(args[0], _WORD.as_pointer()))
-
-        return types.int64(types.int64), generate
-
-    @intrinsic
     def _put(typing_context: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
             builder.store(args[1], builder.inttoptr(args[0], _WORD.as_pointer()))
@@ -130,27 +123,26 @@ if JIT_ENABLED:
         return types.void(types.int64, types.int64), generate
 
     @intrinsic
-    def _count(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
-        """The word at the address, which is one more for the next."""
+    def _add(typing_context: Any, address: Any, more: Any) -> Any:  # noqa: ARG001
+        """The word at the address, which is so much more for the next."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-            place = builder.inttoptr(args[0], _WORD.as_pointer())
-            return builder.atomic_rmw("add", place, ir.Constant(_WORD, 1), "seq_cst")
+            return builder.atomic_rmw("add", builder.inttoptr(args[0], _WORD.as_pointer()), args[1], "seq_cst")
 
-        return types.int64(types.int64), generate
+        return types.int64(types.int64, types.int64), generate
 
     def _on_fault(number: int, info: int, context: int) -> None:  # noqa: ARG001
         """The handler: ``void handler(int, siginfo_t *, void *)``. With ``number`` 0, ``info`` is its memory."""
         memory = _memory(info if number == 0 else 0)
         if number == 0:
             return
-        code = np.int32(_get(info + _CODE_AND_ADDRESS[0]) & 0xFFFFFFFF)
-        address = _get(info + _CODE_AND_ADDRESS[1])
+        code = np.int32(_add(info + _CODE_AND_ADDRESS[0], 0) & 0xFFFFFFFF)
+        address = _add(info + _CODE_AND_ADDRESS[1], 0)
         for slot in range(_SLOTS if code > 0 else 0):
             at = memory + 8 * (_TABLE + slot * _SLOT_WORDS)
-            start, length = _get(at + 8 * _START), _get(at + 8 * _LENGTH)
+            start, length = _add(at + 8 * _START, 0), _add(at + 8 * _LENGTH, 0)
             if start <= address < start + length:
-                note = at + 8 * (_NOTED + 2 * (_count(at + 8 * _MET) % _NOTES))
+                note = at + 8 * (_NOTED + 2 * (_add(at + 8 * _MET, 1) % _NOTES))
                 page = address & -_PAGE_BYTES
                 _put(note, page)
                 _put(note + 8, _PAGE_BYTES)
@@ -158,10 +150,10 @@ if JIT_ENABLED:
                 if covered == -1:  # as many maps as a process may have: all the rest becomes one
                     _put(note + 8, start + length - page)
                     covered = _mmap(page, start + length - page, _PROT_READ, _FIXED_ZEROS, np.int32(-1), 0)
-                _count(at + 8 * _COVERED)
+                _add(at + 8 * _COVERED, 1)
                 if covered != -1:
                     return
-        passed = _count(memory + 8 * _PASSED)
+        passed = _add(memory + 8 * _PASSED, 1)
         # One who was over us may send the signal on to us, and so in a circle.
         in_circle = passed >= _MAX_PASSED or (passed > 0 and code <= 0)
         _sigaction(np.int32(_SIGBUS), memory + 8 * (_DEFAULT if in_circle else _BEFORE), 0)
@@ -170,7 +162,7 @@ if JIT_ENABLED:
 
 
 class _Handler:
-    """The handler and its memory, made at first use; both last as long as the process."""
+    """The handler and its memory; both last as long as the process."""
 
     def __init__(self) -> None:
         self.lock: Final = threading.RLock()
@@ -182,15 +174,12 @@ class _Handler:
         self._found_pointer = ctypes.c_void_p(ctypes.addressof(self._found))
         self._sigaction: Any = ctypes.PyDLL(None).sigaction  # too short a call to give up the GIL for
         if JIT_ENABLED:
-            self._make()
-
-    def _make(self) -> None:
-        made = callback(_on_fault, types.int32, types.int64, types.int64)
-        kept = ctypes.py_object((made, self))
-        ctypes.pythonapi.Py_IncRef(kept)  # a thread may still read when the interpreter ends
-        self._address = made.address
-        memory = ctypes.addressof(ctypes.c_char.from_buffer(self._kept))
-        ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(made.address)(0, memory, 0)
+            made = callback(_on_fault, types.int32, types.int64, types.int64)
+            kept = ctypes.py_object((made, self))
+            ctypes.pythonapi.Py_IncRef(kept)  # a thread may still read when the interpreter ends
+            self._address = made.address
+            memory = ctypes.addressof(ctypes.c_char.from_buffer(self._kept))
+            ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(made.address)(0, memory, 0)
 
     def take_slot(self) -> int:
         """Where a free slot of the table begins; -1 if there is none."""
@@ -222,14 +211,9 @@ _MAKING: Final = threading.RLock()
 
 
 @functools.cache
-def _made() -> _Handler:
-    return _Handler()
-
-
 def _handler() -> _Handler:
-    """The process's; made for the first map, which takes 0.3 s once on a machine, and 10 ms in later processes."""
-    with _MAKING:
-        return _made()
+    """The process's, made for the first map under _MAKING: takes 0.3 s once on a machine, 10 ms in later processes."""
+    return _Handler()
 
 
 class Guard:
@@ -257,7 +241,8 @@ class Guard:
         self._put_back = put_back
         self._size = size_bytes()
         self._lock = threading.RLock()
-        self._handler = _handler()
+        with _MAKING:
+            self._handler = _handler()
         self._at = self._handler.take_slot()
         if self._at >= 0:
             self._slot = self._handler.words[self._at : self._at + _SLOT_WORDS]
@@ -283,19 +268,17 @@ class Guard:
         """Have the device asked again for what it refused, and return how often it refused so far."""
         self._handler.put_in_place()
         met = self._slot[_MET]
-        return met if met == self._slot[_HEALED] else self._heal()
-
-    def _heal(self) -> int:
+        if met == self._slot[_HEALED]:
+            return met
         with self._lock:
             while True:
                 covered = self._slot[_COVERED]  # read before _MET: where they are equal, no page is between the two
                 met, healed = self._slot[_MET], self._slot[_HEALED]
-                if met == healed:
-                    return met
-                if covered == met:
+                if covered == met != healed:
                     for start, stop in zip(*self.refused(healed), strict=True):
                         self._put_back(self._address + int(start), int(start), int(stop - start))
-                    self._slot[_HEALED] = met
+                    self._slot[_HEALED] = healed = met
+                if met == healed:
                     return met
                 time.sleep(0)
 
@@ -326,7 +309,7 @@ class Guard:
         known, self._size = self._size, self._size_bytes()
         if self._size < known:
             size, self._size = self._size, known
-            raise self._cut_short(f"bytes {size} to {known - 1}", size)
+            raise self._error(PageRuns(np.array([size]), np.array([known])), size)
 
     def require(
         self, since: int, starts: "NDArray[np.int64] | None" = None, stops: "NDArray[np.int64] | None" = None
@@ -337,7 +320,7 @@ class Guard:
             return
         runs = self.refused(since)
         if starts is None or stops is None or runs.meet(starts, stops).any():
-            raise self._error(runs)
+            raise self._error(runs, self._size_bytes())
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -348,16 +331,15 @@ class Guard:
             yield
         except Exception as error:
             if not self.is_clean(since):
-                raise self._error(self.refused(since)) from error
+                raise self._error(self.refused(since), self._size_bytes()) from error
             raise
         self.require(since)
 
-    def _error(self, runs: PageRuns) -> DamagedError:
+    def _error(self, runs: PageRuns, size: int) -> DamagedError:
         first = int(np.argmin(runs.starts))
         part = f"bytes {runs.starts[first]} to {runs.stops[first] - 1}"
-        if self.is_cut_short(runs):
-            return self._cut_short(part, self._size_bytes())
+        if (runs.starts >= size).any():
+            return TruncatedError(
+                f"{self._path}: {part} are missing: the file was cut short to {size} bytes. {RESTORE}"
+            )
         return UnreadableError(f"{self._path}: the device refuses to read {part}. {ASK_AGAIN} {RESTORE}")
-
-    def _cut_short(self, part: str, size: int) -> TruncatedError:
-        return TruncatedError(f"{self._path}: {part} are missing: the file was cut short to {size} bytes. {RESTORE}")

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
 from tests.io.support import open_tier
 from tierstore.errors import StoreLockedError, TierstoreError
-from tierstore.io import oldest_reader, pins
+from tierstore.io import reader_locks
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
-from tierstore.io.oldest_reader import OldestReader
-from tierstore.io.pins import Pins
+from tierstore.io.reader_locks import FileLocks, OldestReader
 from tierstore.io.snapshot import Snapshot
 
 
@@ -33,14 +33,14 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def opened(stack: ExitStack, path: Path) -> Pins:
-    return stack.enter_context(closing(Pins(path)))
+def opened(stack: ExitStack, path: Path) -> FileLocks:
+    return stack.enter_context(closing(FileLocks(path)))
 
 
 def test_the_oldest_of_any_number_of_readers_is_found(stack: ExitStack, rows: Path) -> None:
     asking, readers = opened(stack, rows), [opened(stack, rows) for _ in range(5)]
     generator = np.random.default_rng(1)
-    held: list[tuple[Pins, int]] = []
+    held: list[tuple[FileLocks, int]] = []
     for _ in range(300):
         if len(held) > 12 or (held and generator.random() < 0.4):
             reader, txn_id = held.pop(int(generator.integers(len(held))))
@@ -59,9 +59,9 @@ def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
     stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, other = opened(stack, rows), opened(stack, rows)
-    writer = stack.enter_context(closing(Pins(rows, writable=True)))
+    writer = stack.enter_context(closing(FileLocks(rows, writable=True)))
     writer.lock_for_writer()
-    monkeypatch.setattr(pins, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(reader_locks, "_PATIENCE_SECONDS", 0.0)
     with writer.readers_kept_out() as is_alone:
         assert is_alone
         with pytest.raises(StoreLockedError, match="putting it back to its last commit"):
@@ -75,7 +75,7 @@ def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
 def test_a_second_writer_learns_who_has_the_lock_from_a_machine_with_dead_mounts(
     stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (stack.enter_context(closing(Pins(rows, writable=True))) for _ in range(2))
+    first, second = (stack.enter_context(closing(FileLocks(rows, writable=True))) for _ in range(2))
     for name in ("stat", "lstat", "statvfs", "open"):
 
         def look(plain: Any, path: Any, *options: Any, **more: Any) -> Any:
@@ -97,15 +97,16 @@ def test_a_writer_lock_that_the_file_system_has_not_leaves_nothing_open(
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(pins, "lock_range", refused)
+    monkeypatch.setattr(reader_locks, "lock_range", refused)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(TierstoreError, match=r"rows\.lmdb: its file system, .* lacks what is needed there: no locks"):
         open_tier(rows.parent)
     assert os.listdir("/proc/self/fd") == before
 
 
-def put(lowest: OldestReader, number: int) -> None:
-    with lowest.transaction() as txn:
+def put(environment: "lmdb.Environment", lowest: OldestReader, number: int) -> None:
+    lowest.update()
+    with environment.begin(write=True) as txn:
         txn.put(number.to_bytes(16, "big"), bytes(20_000))
         txn.delete((number - 1).to_bytes(16, "big"))
 
@@ -118,7 +119,7 @@ def test_lmdb_reuses_no_page_of_the_oldest_tree_that_is_locked(stack: ExitStack,
     def grown(times: int) -> int:
         before = environment.info()["last_pgno"]
         for _ in range(times):
-            put(lowest, environment.info()["last_txnid"])
+            put(environment, lowest, environment.info()["last_txnid"])
         return int(environment.info()["last_pgno"]) - before
 
     grown(5)
@@ -141,7 +142,7 @@ def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
 
     def overtaken(txn_id: int) -> None:
         for _ in range(3 if len(asked) < 2 else 0):
-            put(lowest, 1)
+            put(environment, lowest, 1)
         asked.append(txn_id)
         hold(txn_id)
 
@@ -160,7 +161,7 @@ def test_a_table_of_readers_of_another_shape_is_refused(
     stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = stack.enter_context(closing(open_environment(rows, 1 << 30)))
-    monkeypatch.setattr(oldest_reader, "_READER_BYTES", 4096)
+    monkeypatch.setattr(reader_locks, "_READER_BYTES", 4096)
     with pytest.raises(TierstoreError, match=r"install the release of lmdb"):
         OldestReader(environment, rows, opened(stack, rows))
     assert "0" not in [line.split()[-1] for line in environment.readers().splitlines()]

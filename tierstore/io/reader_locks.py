@@ -13,8 +13,14 @@ Why no page is reused that a reader can see:
 - A reader locks byte n, and then looks whether n is still the newest transaction; if not, it unlocks and begins again.
 - The writer commits n + 1, which writes a meta page, and asks for locks before it begins n + 2.
 
-The kernel orders the two: either the reader sees n + 1 and begins again, or the writer sees the lock and LMDB learns of
-it (``oldest_reader.py``).
+The kernel orders the two: either the reader sees n + 1 and begins again, or the writer sees the lock.
+
+LMDB reuses no page that a transaction in its own table of readers, ``rows.lmdb-lock``, can see. So the writer keeps one
+read transaction (``OldestReader``), and writes into its place in the table, before each write transaction, the number
+of the oldest tree that is read elsewhere. LMDB has no call for that. The place is found by what it holds, and
+``Environment.readers`` must list what is written there.
+
+Source: ``MDB_reader`` in LMDB 0.9's mdb.c: transaction number (8 bytes), process id (4), thread; 64 bytes each.
 """
 
 import contextlib
@@ -31,10 +37,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import lmdb
+
 from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
 from ..system.forks import OwnDescriptor
 from ..system.oserrors import needing, translate_os_error
-from .ring import Rings
+from .uring import Rings
 
 _FLOCK: Final = struct.Struct("hhqqi4x")  # the system's ``struct flock``: type, whence, start, length, process id
 _OWN_LOCKS: Final = re.compile(r"^lock:.* OFDLCK .* (\S+) (\d+) (\d+)$", re.MULTILINE)
@@ -43,6 +51,10 @@ WRITER_BYTE: Final = 2**62  # above all transaction numbers
 _NAME_BYTE: Final = WRITER_BYTE + 1
 _PATIENCE_SECONDS: Final = 60.0  # for a writer that puts meta pages back meanwhile
 _PAUSE_SECONDS: Final = 0.01
+_NOBODY: Final = 2**64 - 1  # no reader's transaction, in LMDB's table
+_NUMBER: Final = struct.Struct("=Q")
+_READER: Final = struct.Struct("=Qi")
+_READER_BYTES: Final = 64
 
 
 def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
@@ -60,7 +72,7 @@ def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
     return True
 
 
-class Pins:
+class FileLocks:
     """An open row file, and the trees that are read through it. ``writable``: open it for writing. An overlay then
     copies a file of a lower layer, before anything is read of it. OSError: the file cannot be opened."""
 
@@ -83,7 +95,8 @@ class Pins:
             size_bytes = os.fstat(self._file.number).st_size
         except OSError as error:
             raise self._file.lost() from error
-        self._require_held()
+        if not self.is_held():
+            raise self._file.lost()
         return size_bytes
 
     def require_in_place(self) -> None:
@@ -101,14 +114,8 @@ class Pins:
                 f"{self._path} {what}: the store was replaced, and what is open is the old one; open the store again"
             )
 
-    def _require_held(self) -> None:
-        if not self.is_held():
-            raise self._file.lost()
-
     def _failure(self, error: OSError) -> TierstoreError:
-        if not self.is_held():
-            return self._file.lost()
-        return translate_os_error(error, self._path)
+        return translate_os_error(error, self._path) if self.is_held() else self._file.lost()
 
     def lock_for_writer(self, *, shared: bool = False) -> None:
         """Take the writer's lock, until ``close``. ``shared``: keep writers out, no more.
@@ -145,11 +152,11 @@ class Pins:
         """
         with self._lock:
             if not self._users[txn_id]:
-                self._take(txn_id)
+                self._lock_tree(txn_id)
             self._users[txn_id] += 1
 
-    def _take(self, txn_id: int) -> None:
-        self._require_held()
+    def _lock_tree(self, txn_id: int) -> None:
+        self.size_bytes()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         try:
             while not lock_range(self.descriptor, fcntl.F_RDLCK, txn_id, 1):
@@ -201,11 +208,11 @@ class Pins:
                 found = end = start
         except OSError as error:
             raise self._failure(error) from error
-        self._require_held()
+        self.size_bytes()
         return found
 
-    def holders(self, place: int) -> list[int]:
-        """Ids of the processes that lock a byte, as far as /proc shows them: the lock itself does not name any.
+    def describe_holders(self, place: int) -> str:
+        """The processes that lock a byte, in words, as far as /proc shows them: the lock itself does not name any.
 
         /proc shows a descriptor's locks with the file as the kernel names it, which a lock of ours tells. Files
         themselves are not looked at: that waits for their file systems, which may be dead.
@@ -220,15 +227,10 @@ class Pins:
                     if any(name == own and int(first) <= place <= int(last) for name, first, last in locks):
                         found.add(int(path.split("/")[2]))
             lock_range(self.descriptor, fcntl.F_UNLCK, _NAME_BYTE, 1)
-        return sorted(found)
-
-    def describe_holders(self, place: int) -> str:
-        """The same in words."""
-        found = self.holders(place)
-        if found == [os.getpid()]:
-            return f"this process ({found[0]})"
+        if found == {os.getpid()}:
+            return f"this process ({os.getpid()})"
         if found:
-            return f"process {', '.join(map(str, found))}"
+            return f"process {', '.join(map(str, sorted(found)))}"
         return "a process that this one cannot see (of another user or container, or whose descriptors were closed)"
 
     def close(self) -> None:
@@ -238,3 +240,64 @@ class Pins:
             with contextlib.suppress(OSError):  # a file system without locks
                 lock_range(self.descriptor, fcntl.F_UNLCK, 0, 0)
         self._file.close()
+
+
+class OldestReader:
+    """What LMDB's table of readers says of ours: the oldest tree of which LMDB must reuse no page, for the one writer.
+
+    Args:
+        environment: opened for writing; no transaction on it is open.
+        path: of the row file.
+        locks: of it.
+
+    Raises:
+        TierstoreError: the table is not what is known of LMDB 0.9.
+    """
+
+    def __init__(self, environment: "lmdb.Environment", path: Path, locks: FileLocks) -> None:
+        self._environment = environment
+        self._path = path
+        self._locks = locks
+        with contextlib.ExitStack() as stack:
+            self._txn = environment.begin(write=False)
+            stack.callback(lambda: self._txn.abort())  # the one of the end
+            # Kept open: closing a descriptor of this file drops the locks of this process on it.
+            self._table = OwnDescriptor(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_NOFOLLOW)
+            stack.callback(self._table.close)
+            self._take_place()
+            self._held = stack.pop_all()
+
+    def begin_again(self) -> None:
+        """To be called after LMDB's map was changed, which ends all transactions."""
+        self._txn = self._environment.begin(write=False)
+        self._take_place()
+
+    def _take_place(self) -> None:
+        """Find the number of our transaction, and write 0 there: all trees are in use, until the first ``update``."""
+        self._number, wanted = 0, _READER.pack(self._txn.id(), os.getpid())
+        table = os.pread(self._table.number, os.fstat(self._table.number).st_size, 0)
+        for self._place in range(0, len(table) - _READER_BYTES + 1, _READER_BYTES):
+            if table[self._place : self._place + len(wanted)] == wanted:
+                os.pwrite(self._table.number, _NUMBER.pack(0), self._place)
+                readers = self._environment.readers().splitlines()
+                if [str(os.getpid()), "0"] in [line.split()[::2] for line in readers]:
+                    return
+                os.pwrite(self._table.number, wanted[: _NUMBER.size], self._place)
+        raise TierstoreError(
+            f"{self._path}: the table of readers of this LMDB, {lmdb.version()}, is not as that of 0.9; install the "
+            "release of lmdb that tierstore asks for"
+        )
+
+    def update(self) -> None:
+        """Enter the oldest tree that is read; to be called before each write transaction. ClosedError: somebody closed
+        the descriptors, so that nothing tells what others read."""
+        oldest = self._locks.oldest(self._environment.info()["last_txnid"])
+        number = _NOBODY if oldest is None else oldest
+        if number != self._number:
+            if not self._table.is_held():
+                raise self._table.lost()
+            os.pwrite(self._table.number, _NUMBER.pack(number), self._place)
+            self._number = number
+
+    def close(self) -> None:
+        self._held.close()

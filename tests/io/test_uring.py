@@ -16,7 +16,7 @@ from tests.conformance.cold_tier import TABLES, add_tables, check_rows, commit, 
 from tests.conformance.cold_tier import write_rows as write
 from tests.io.support import open_tier
 from tierstore.errors import ClosedError, UnreadableError
-from tierstore.io import reads, ring
+from tierstore.io import reads, uring
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import is_resident
 from tierstore.kernels.jit import JIT_ENABLED, kernel
@@ -41,7 +41,7 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LmdbColdTi
     tier.close()
 
 
-def _rings(tier: LmdbColdTier) -> ring.Rings:
+def _rings(tier: LmdbColdTier) -> uring.Rings:
     return tier._file.map.pins.rings
 
 
@@ -94,7 +94,7 @@ def test_a_file_that_memory_has_room_for_stays_there(tier: LmdbColdTier, monkeyp
 
 
 def test_what_the_system_refuses_comes_through_the_map(tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_call", refuse := Mock(side_effect=PermissionError(errno.EPERM, "not permitted")))
+    monkeypatch.setattr(uring, "_call", refuse := Mock(side_effect=PermissionError(errno.EPERM, "not permitted")))
     _rings(tier).idle.clear()
     assert [_read_cold(tier), _read_cold(tier), refuse.call_count] == [0, 0, 1]
 
@@ -115,14 +115,14 @@ def test_a_page_of_the_system_is_asked_about_from_within_and_a_refusal_is_no_ans
 def test_a_read_that_was_cut_short_ends_no_rings_and_three_in_a_row_do(
     tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, rings, short, taken = ring.Ring, _rings(tier), iter([True, False, *[True] * 9]), []
+    real, rings, short, taken = uring.Ring, _rings(tier), iter([True, False, *[True] * 9]), []
 
-    def make(number: int) -> ring.Ring:
+    def make(number: int) -> uring.Ring:
         taken.append(next(short))
         with open(tier.path.with_name("empty"), "wb+") as empty:
             return real(empty.fileno() if taken[-1] else number)
 
-    monkeypatch.setattr(ring, "Ring", make)
+    monkeypatch.setattr(uring, "Ring", make)
     rings.idle.clear()
     assert _read_cold(tier) > 10
     assert taken == [True, False]
@@ -140,7 +140,7 @@ def test_a_ring_that_somebody_closed(tier: LmdbColdTier) -> None:
 
 def test_a_ring_that_goes_closes_nobody_elses_descriptors(tier: LmdbColdTier) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    _rings(tier).idle.append(ring.Ring(tier._file.map.pins.descriptor))
+    _rings(tier).idle.append(uring.Ring(tier._file.map.pins.descriptor))
     own = set(map(int, set(os.listdir("/proc/self/fd")) - before))
     os.closerange(min(own), max(own) + 1)
     others = [os.open(tier.path, os.O_RDONLY) for _ in range(8)]
@@ -164,7 +164,7 @@ def test_what_the_device_refuses(tier: LmdbColdTier, monkeypatch: pytest.MonkeyP
     memory = os.open("/proc/self/mem", os.O_RDONLY)  # closed when it is registered
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", lambda *_: memory)
-        _rings(tier).idle.append(ring.Ring(-1))
+        _rings(tier).idle.append(uring.Ring(-1))
     with pytest.raises(UnreadableError, match=r"rows\.lmdb: .*row \d+ of table 0"):
         _read_cold(tier)
     assert guard.met == before, "a signal"

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, write_rows
 from tests.io.support import heal, open_tier, page_of, refuse
 from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
-from tierstore.io import guard, snapshot
-from tierstore.io.guard import Guard
+from tierstore.io import sigbus, snapshot
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap
+from tierstore.io.sigbus import Guard
 from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
@@ -193,7 +193,7 @@ def test_a_look_at_the_newest_version_that_fails_keeps_no_lock(written: Path, mo
 
 FORK = """
     import sys
-    from tests.io.test_guard import *
+    from tests.io.test_sigbus import *
     from tierstore.system.maps import _libc
 
     parents = [FileMap(Path(sys.argv[1]), 1 << 36) for _ in range(2)]
@@ -219,7 +219,7 @@ def test_a_forked_child_has_no_maps_of_its_parent(written: Path) -> None:
 
 COMMIT = """
     import sys
-    from tests.io.test_guard import *
+    from tests.io.test_sigbus import *
 
     tier = opened(Path(sys.argv[1]))
     write_rows(tier, WIDE, keys_of(0, ALL[::5]), 2)
@@ -280,7 +280,7 @@ FOREIGN = """
     import faulthandler, json, mmap, os, sys, tempfile
     import numpy as np
     from pathlib import Path
-    from tests.io.test_guard import ALL, WIDE, check_rows, keys_of, opened
+    from tests.io.test_sigbus import ALL, WIDE, check_rows, keys_of, opened
 
     empty = os.memfd_create("empty")
     os.ftruncate(empty, 4096)
@@ -349,12 +349,12 @@ def test_a_map_that_is_gone_is_nobodys(tmp_path: Path) -> None:
     """Its place in the table is free: more maps come and go than there is room for at a time."""
     path = tmp_path / "file"
     path.write_bytes(bytes(PAGE))
-    for _ in range(3 * guard._SLOTS):
+    for _ in range(3 * sigbus._SLOTS):
         FileMap(path, PAGE).close()
-    free = len(guard._handler()._free)
-    maps = [FileMap(path, PAGE) for _ in range(guard._SLOTS + 3)]
-    assert guard._handler()._free == []
+    free = len(sigbus._handler()._free)
+    maps = [FileMap(path, PAGE) for _ in range(sigbus._SLOTS + 3)]
+    assert sigbus._handler()._free == []
     for each in maps:
         assert each.guard.is_clean(each.guard.begin())
         each.close()
-    assert len(guard._handler()._free) == free
+    assert len(sigbus._handler()._free) == free
