@@ -22,10 +22,10 @@ from tierstore.errors import (
     UnreadableError,
 )
 from tierstore.io.files import check_rows_file
-from tierstore.io.indexes import read_indexes, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import item_key, payload_item, segment_key
 from tierstore.io.row_map import RowMap
+from tierstore.io.segments import read_indexes, stored_segments
 from tierstore.kernels.jit import JIT_ENABLED
 
 PAGE = 4096

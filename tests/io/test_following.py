@@ -13,8 +13,8 @@ from tests.io.support import open_tier
 from tierstore.io import tail
 from tierstore.io import writer as io_writer
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.opened import OpenFile
 from tierstore.io.reads import RowReader
+from tierstore.io.row_file import OpenFile
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
 

@@ -26,9 +26,9 @@ from tests.io.support import heal, open_tier, page_of, refuse
 from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
 from tierstore.io import guard, snapshot
 from tierstore.io.guard import Guard
-from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap
+from tierstore.io.segments import stored_segments
 from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")

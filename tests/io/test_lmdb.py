@@ -10,8 +10,8 @@ import pytest
 from tests.conformance.cold_tier import WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
 from tests.io.support import flip, open_tier, place_of, plain_lmdb
 from tierstore.errors import ChecksumError, DamagedError, DiskFullError
-from tierstore.io.indexes import STORED, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.segments import STORED, stored_segments
 
 
 def _tier(path: Path, **changes: object) -> LmdbColdTier:

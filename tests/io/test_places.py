@@ -17,11 +17,10 @@ from tests.conformance.cold_tier import NARROW, WIDE, check_rows, commit, keys_o
 from tests.io.support import open_tier, widen_places
 from tierstore.errors import BudgetError
 from tierstore.io import indexes, places
-from tierstore.io.indexes import read_indexes, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import MAX_VERSION
 from tierstore.io.row_map import RowMap
-from tierstore.io.segments import KEYS
+from tierstore.io.segments import KEYS, read_indexes, stored_segments
 from tierstore.layout import PAGE_HEADER_WORDS
 
 PAGE = 4096

@@ -8,7 +8,7 @@ import pytest
 from tests.conformance.cold_tier import LONG, NARROW, WIDE, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier
 from tierstore import layout as layouts
-from tierstore.io import anchor, log, places
+from tierstore.io import log, places, row_file
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.layout import RowLayout
 
@@ -64,7 +64,7 @@ def test_a_few_rows_of_a_version_do_not_keep_others_from_being_cleaned(tmp_path:
 def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: RowLayout) -> None:
     """docs/durability.md's, of rows as they are stored: they are rewritten at random, and committed now and then."""
     least = 1 << 20
-    monkeypatch.setattr(anchor, "GROWTH_BYTES", least)
+    monkeypatch.setattr(row_file, "GROWTH_BYTES", least)
     monkeypatch.setattr(places, "SMALL_PAGES", 256)
     generator, slack, bound, most = np.random.default_rng(0), 1.4, 0.0, 0.0
     num_rows = int((16 << 20) / layout.stored_row_bytes)
@@ -125,7 +125,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> RowLayout:
     """Two rows a segment."""
     for module, name in (
         (layouts, "SEGMENT_PAGES"),
-        (anchor, "GROWTH_BYTES"),
+        (row_file, "GROWTH_BYTES"),
         (log, "_DELETED_PAGES"),
         (log, "_CLEANED_PAGES"),
     ):

@@ -14,9 +14,9 @@ from tests.damage import PAGE, Sample, make_aged
 from tests.io.support import RowPlace, flip, open_tier, place_of, refuse
 from tierstore.errors import ChecksumError, UnreadableError
 from tierstore.io import verify
-from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.row_map import RowMap
+from tierstore.io.segments import stored_segments
 from tierstore.io.snapshot import Snapshot
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.layout import MAX_ROWS, RowLayout

@@ -16,7 +16,7 @@ from tierstore import errors
 from tierstore.cli import main
 from tierstore.exchange.rows import read_rows
 from tierstore.io import LmdbColdTier
-from tierstore.io.anchor import read_stamp
+from tierstore.io.files import read_stamp
 from tierstore.offline import compaction
 from tierstore.offline.compaction import compact_store, keys_by_frequency
 from tierstore.store.manifest import Manifest

@@ -121,6 +121,13 @@ def sound_metas(*pages: bytes) -> list[Meta]:
     return sorted(metas, key=lambda meta: meta.txn_id, reverse=True)
 
 
+def newer_meta(even: Meta, odd: Meta) -> Meta | None:
+    """The newer of a file's two meta pages; None if they are not in step, where LMDB might take the older of two trees
+    for the newer. Transaction n writes meta page n % 2 and leaves that of n - 1 as it is."""
+    is_in_step = even.txn_id == odd.txn_id == 0 or (even.txn_id % 2 == 0 and abs(even.txn_id - odd.txn_id) == 1)
+    return max(even, odd, key=lambda meta: meta.txn_id) if is_in_step else None
+
+
 def repoint(page: bytes, meta: Meta, txn_id: int) -> bytes:
     """A meta page of the same file, ``META_READ_BYTES`` of it, that leads to the tree of ``meta`` by another number."""
     free = page[40:46] + struct.pack("<HQQQQQ", *meta.free)

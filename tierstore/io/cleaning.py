@@ -17,11 +17,11 @@ import numpy as np
 
 from ..errors import DamagedError
 from ..kernels.arrays import Int64s, Words
-from .indexes import byte_ranges
 from .mapped import queue_parts
 from .places import Segments
 from .reads import KeyedRows, RowReader
 from .row_map import RowMap
+from .segments import byte_ranges
 from .snapshot import Snapshot
 
 _LOG: Final = logging.getLogger("tierstore")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from ..errors import StoreReplacedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from .btree import META_KEY
-from .indexes import stored_segments
-from .opened import OpenFile
 from .records import CommitRecord, Head, read_head, read_payload, read_record, require_logged
+from .row_file import OpenFile
 from .row_map import RowMap
+from .segments import stored_segments
 from .snapshot import Snapshot
 from .tail import RowPlaces, Tail
 

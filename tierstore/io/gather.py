@@ -24,10 +24,9 @@ from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
 from .checksum import is_row
-from .indexes import damage_error, damage_words
 from .mapped import clock_ns, copy_words, is_resident
 from .places import Places, SegmentArrays
-from .segments import PREFETCH_ROWS, Geometry, SegmentStatus, row_seed
+from .segments import PREFETCH_ROWS, Geometry, SegmentStatus, damage_error, row_seed
 
 _BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
 PREFETCH_ENTRIES: Final = 32
@@ -40,7 +39,7 @@ ROW_SLACK_NS: Final = 600  # a group of n rows slower than GROUP_SLACK_NS + n * 
 def gather_error(path: Path, result: Int64s, keys: Int64s) -> DamagedError:
     """What a status other than DONE amounts to."""
     key, status = int(keys[result[1]]), int(result[0])
-    return damage_error(path, status, damage_words(f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}", status))
+    return damage_error(path, [(f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}", status)])
 
 
 class Target(NamedTuple):

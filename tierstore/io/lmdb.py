@@ -23,10 +23,10 @@ from .cleaning import DEFAULT_SLACK
 from .follower import CommitFollower, NewerCommit
 from .gather import gather_error
 from .log import Written
-from .opened import OpenFile
 from .places import new_places
 from .reads import Changes, KeyedRows, RowReader
 from .records import MAX_VERSION, read_payload
+from .row_file import OpenFile
 from .snapshot import Snapshot
 from .tail import RowPlaces
 from .verify import verify_segments

@@ -17,16 +17,24 @@ from ..kernels.jit import kernel
 from ..layout import PAGE_HEADER_WORDS
 from ..system.killpoints import reach
 from ..system.oserrors import RESTORE
-from .anchor import AnchorKeeper
 from .cleaning import Cleaner
-from .indexes import STORED, Stored, byte_ranges, numbers_hash, segment_error
 from .mapped import queue_parts
-from .opened import OpenFile
 from .places import Segments
 from .reads import KeyedRows, RowReader
 from .records import LOG_ITEM, STORE_ITEM, LogRecord, item_key, pack_store, pack_words, read_log, segment_key
+from .row_file import OpenFile, SuperblockWriter
 from .row_map import RowMap
-from .segments import NEWEST, OLDEST, build_segment, page_header_status
+from .segments import (
+    NEWEST,
+    OLDEST,
+    STORED,
+    Stored,
+    build_segment,
+    byte_ranges,
+    numbers_hash,
+    page_header_status,
+    segment_error,
+)
 from .snapshot import Snapshot
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -62,7 +70,7 @@ class Log:
     def __init__(
         self,
         file: OpenFile,
-        anchors: AnchorKeeper,
+        anchors: SuperblockWriter,
         slack: float,
         transaction: "Callable[[int], AbstractContextManager[lmdb.Transaction[bytes]]]",
     ) -> None:

@@ -22,8 +22,8 @@ from ..errors import TierstoreError
 from ..system.forks import OwnDescriptor
 from ..system.sizes import format_size
 from .files import translate
-from .opened import OpenFile
 from .pins import Pins
+from .row_file import OpenFile
 
 _NOBODY: Final = 2**64 - 1
 _NUMBER: Final = struct.Struct("=Q")

@@ -13,7 +13,7 @@ from ..errors import ChecksumError, DamagedError, FormatError, StoreNotFoundErro
 from ..system.oserrors import RESTORE
 from .btree import META_KEY, SEGMENTS_KEY
 from .checksum import bytes_checksum
-from .indexes import Stored, numbers_hash, stored_segments
+from .segments import Stored, numbers_hash, stored_segments
 from .snapshot import Tree
 
 STORE_ITEM: Final = 0

@@ -12,10 +12,9 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS, RowLayout
-from .indexes import Stored, read_indexes
 from .places import Places, Segments, TableArrays, can_be_stored, is_dropped, is_known, place_type
 from .row_map import RowMap, require_entered, take_slots
-from .segments import KEYS, Geometry, rows_listed
+from .segments import KEYS, Geometry, Stored, read_indexes, rows_listed
 from .snapshot import Tree
 
 

@@ -4,7 +4,7 @@ In a file that has been in use, segments that follow one another by number lie a
 in which they lie, a slice of them at a time, the slices that follow being read meanwhile.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -13,22 +13,25 @@ from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAGE_HEADER_WORDS
 from .base import VerifyReport
-from .checksum import is_row
-from .indexes import (
-    Stored,
-    byte_ranges,
-    damage_error,
-    damage_words,
-    look_at_indexes,
-    read_ahead,
-    refused_status,
-    stored_segments,
-)
 from .mapped import queue_parts
 from .places import Segments, TableArrays, can_be_stored
 from .records import read_head, read_payload, read_record, require_logged
 from .row_map import RowMap
-from .segments import COUNT, KEYS, MIXED, NEWEST, OLDEST, Geometry, SegmentStatus, block_word, row_seed
+from .segments import (
+    KEYS,
+    Geometry,
+    SegmentStatus,
+    Stored,
+    block_word,
+    byte_ranges,
+    damage_error,
+    is_sound_row,
+    look_at_indexes,
+    read_ahead,
+    refused_status,
+    rows_listed,
+    stored_segments,
+)
 from .snapshot import Snapshot
 
 SLICE_SEGMENTS: Final = 128  # 8 MiB, if they are full and of rows that fit a page
@@ -39,6 +42,11 @@ _BAD_INDEX: Final = int(SegmentStatus.BAD_INDEX)
 _BAD_BLOCK: Final = int(SegmentStatus.BAD_BLOCK)
 _BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
 _BAD_PADDING: Final = int(SegmentStatus.BAD_PADDING)
+
+_FOUND: Final = np.dtype(
+    [("key", np.int64), ("number", np.uint64), ("status", np.int64), ("start", np.int64), ("stop", np.int64)]
+)
+"""A damaged row, or, with key -1, something else of a segment; words ``[start, stop)`` of the file hold it."""
 
 
 def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, int], None] | None) -> VerifyReport:
@@ -55,36 +63,32 @@ def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, i
         read_payload(snapshot, read_record(snapshot, version))
     stored = stored_segments(snapshot)
     require_logged(snapshot, stored)
-    check, total = _Check(snapshot, rows), snapshot.limit_pages() * snapshot.page_bytes
-    for part in _slices(snapshot, stored[np.argsort(stored["first_page"])]):
-        check.look_at(part)
+    stored, page_bytes = stored[np.argsort(stored["first_page"])], snapshot.page_bytes
+    verifier, total = Verifier(snapshot, rows), snapshot.limit_pages() * page_bytes
+
+    def queue(part: slice) -> None:
+        starts, stops = byte_ranges(stored[part], page_bytes)
+        is_first = np.append(True, starts[1:] > stops[:-1] + _MERGED_PAGES * page_bytes)
+        queue_parts(snapshot.file_map.rows.address, starts[is_first], stops[np.roll(is_first, -1)])
+
+    for part in read_ahead(len(stored), SLICE_SEGMENTS, queue):
+        verifier.look_at(stored[part])
         if progress is not None:
-            progress(int(byte_ranges(part[-1:], snapshot.page_bytes)[1][0]), total)
+            progress(int(byte_ranges(stored[part], page_bytes)[1][-1]), total)
     if progress is not None:
         progress(total, total)
-    check.require_sound()
+    verifier.require_sound()
     counts = rows.counts()
     return VerifyReport(
         tables=int(np.count_nonzero(counts)),
-        segments=check.segments,
+        segments=verifier.segments,
         rows=sum(counts),
-        bytes=check.pages * snapshot.page_bytes,
+        bytes=verifier.pages * page_bytes,
     )
 
 
-def _slices(snapshot: Snapshot, stored: Stored) -> Iterator[Stored]:
-    """Slices of the segments, in order, those that follow being read meanwhile."""
-
-    def queue(part: slice) -> None:
-        starts, stops = byte_ranges(stored[part], snapshot.page_bytes)
-        is_first = np.append(True, starts[1:] > stops[:-1] + _MERGED_PAGES * snapshot.page_bytes)
-        queue_parts(snapshot.file_map.rows.address, starts[is_first], stops[np.roll(is_first, -1)])
-
-    return (stored[part] for part in read_ahead(len(stored), SLICE_SEGMENTS, queue))
-
-
-class _Check:
-    """What was checked so far, and what was found.
+class Verifier:
+    """Checks segments, and notes what is damaged.
 
     Attributes:
         segments, pages: of known tables, that were checked whole.
@@ -92,7 +96,6 @@ class _Check:
 
     def __init__(self, snapshot: Snapshot, rows: RowMap) -> None:
         self._snapshot = snapshot
-        self._file_map = snapshot.file_map.rows
         self._rows = rows
         self._found = np.zeros(_LISTED, _FOUND)
         self._places = np.zeros(0, _FOUND)
@@ -113,17 +116,17 @@ class _Check:
 
     def _look_into(self, segments: Segments, stored: Stored) -> None:
         """Check segments of one layout, whose indexes and sizes are sound."""
-        guard, since = self._file_map.guard, self._file_map.guard.begin()
+        file_map = self._snapshot.file_map.rows
+        since = file_map.guard.begin()
         count = _check_segments(
-            segments.geo, self._file_map.words, stored, segments.data_pages(stored), self._rows.tables,
-            self._found, 0,
-        )  # fmt: skip
+            segments.geo, file_map.words, stored, segments.data_pages(stored), self._rows.tables, self._found
+        )
         self._num_places += max(0, count - _LISTED)
         found = self._found[:count]
-        if not guard.is_clean(since):
-            refused = guard.refused(since)
+        if not file_map.guard.is_clean(since):
+            refused = file_map.guard.refused(since)
             met = refused.meet(found["start"] * 8, found["stop"] * 8)
-            found["status"][met] = status = refused_status(guard, refused)
+            found["status"][met] = status = refused_status(file_map.guard, refused)
             # What was zero anyhow, or read before another reader was refused, is noted nowhere.
             unread = stored["number"][refused.meet(*byte_ranges(stored, self._snapshot.page_bytes))]
             self._note(-1, np.setdiff1d(unread, found["number"][met]), status)
@@ -142,32 +145,21 @@ class _Check:
         if not self._num_places:
             return
         places = self._places[np.lexsort([self._places[name] for name in ("status", "number", "key")])]
-        named = places[["key", "number", "status"]][:_NAMED].tolist()
-        words = "; ".join(damage_words(_name(key, number), status) for key, number, status in named)
-        if (more := self._num_places - _NAMED) > 0:
-            words += f"; and {more:,} more places, {self._num_places:,} in all"
-        raise damage_error(self._snapshot.path, named[0][2], words)
-
-
-def _name(key: int, segment: int) -> str:
-    row = f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS} in " if key >= 0 else ""
-    return f"{row}segment {segment}"
-
-
-_FOUND: Final = np.dtype(
-    [("key", np.int64), ("number", np.uint64), ("status", np.int64), ("start", np.int64), ("stop", np.int64)]
-)
-"""A damaged row, or, with key -1, something else of a segment; words ``[start, stop)`` of the file hold it."""
+        named = []
+        for key, number, status in places[["key", "number", "status"]][:_NAMED].tolist():
+            row = f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS} in " if key >= 0 else ""
+            named.append((f"{row}segment {number}", status))
+        more = self._num_places - _NAMED
+        words = f"; and {more:,} more places, {self._num_places:,} in all" if more > 0 else ""
+        raise damage_error(self._snapshot.path, named, words)
 
 
 @inline
 def _note(found: Any, count: int, key: int | np.int64, number: np.uint64, status: int, start: int, stop: int) -> int:
     if count < len(found):
-        found[count]["key"] = key
-        found[count]["number"] = number
-        found[count]["status"] = status
-        found[count]["start"] = start
-        found[count]["stop"] = stop
+        place = found[count]
+        place["key"], place["number"], place["status"] = key, number, status
+        place["start"], place["stop"] = start, stop
     return count + 1
 
 
@@ -178,91 +170,49 @@ def _is_zero(words: Words, start: int, stop: int) -> bool:
     return start >= stop
 
 
-@inline
-def _index_status(
-    geo: Geometry, words: Words, at: int, num: int, is_mixed: bool, data: int, tables: TableArrays
-) -> int:
-    """SegmentStatus of what the index at word ``at`` says, whose segment's first block begins at word ``data``.
-
-    Keys are of tables with this layout, or of such that are not known.
-    """
-    end = at + KEYS + num
-    newest = oldest = words[end] if is_mixed else words[at + NEWEST]
-    for i in range(num):
-        if not can_be_stored(np.int64(words[at + KEYS + i]), geo.layout_id, tables):
-            return _BAD_INDEX
-        if is_mixed:
-            newest = max(newest, words[end + i])
-            oldest = min(oldest, words[end + i])
-    if newest != words[at + NEWEST] or oldest != words[at + OLDEST]:
-        return _BAD_INDEX
-    if (words[at + COUNT] & MIXED != np.uint64(0)) != is_mixed:
-        return _BAD_INDEX
-    return 0 if _is_zero(words, end + num if is_mixed else end, data) else _BAD_PADDING
-
-
-@inline
-def _check_rows(
-    geo: Geometry, words: Words, number: np.uint64, keys: int, start: int, first: int, num: int,
-    found: Any, count: int,
-) -> int:  # fmt: skip
-    """Check the ``num`` rows of the block at word ``start``, whose keys in the index begin at word ``keys``.
-
-    ``first`` is the first row's number in the segment.
-    """
-    row_words = geo.weight_words + geo.state_words
-    for i in range(num):
-        key, pair = words[keys + i], start + BLOCK_HEADER_WORDS + i * geo.pair_stride
-        row, seed = start + geo.first_row + i * geo.row_stride, row_seed(key, number, np.uint64(first + i))
-        if words[pair] != key or not is_row(words, row, row_words, seed, words[pair + 1]):
-            count = _note(found, count, np.int64(key), number, _BAD_ROW, pair, row + row_words)
-    return count
-
-
-@inline
-def _check_block(
-    geo: Geometry, words: Words, number: np.uint64, header: np.uint64, keys: int, start: int, first: int, num: int,
-    found: Any, count: int,
-) -> int:  # fmt: skip
-    """Check one block, all of it; ``header`` is its second word."""
-    stop = start + geo.pages_per_block * geo.page_words
-    if words[start] != number or words[start + 1] != header:
-        count = _note(found, count, -1, number, _BAD_BLOCK, start, start + BLOCK_HEADER_WORDS)
-    count = _check_rows(geo, words, number, keys, start, first, num, found, count)
-    # Between pairs and rows, if they lie apart, and behind the rows.
-    pairs_end = start + BLOCK_HEADER_WORDS + num * geo.pair_stride
-    rows_end = start + geo.first_row + (num - 1) * geo.row_stride + geo.weight_words + geo.state_words
-    if not _is_zero(words, pairs_end, start + geo.first_row) or not _is_zero(words, rows_end, stop):
-        count = _note(found, count, -1, number, _BAD_PADDING, pairs_end, stop)
-    return count
-
-
 @kernel
 def _check_segments(
-    geo: Geometry, words: Words, stored: Stored, data_pages: Int64s, tables: TableArrays,
-    found: Any, count: int,
-) -> int:  # fmt: skip
-    """Check segments of one layout, whose indexes and sizes were found sound.
+    geo: Geometry, words: Words, stored: Stored, data_pages: Int64s, tables: TableArrays, found: Any
+) -> int:
+    """Check segments of one layout, whose indexes and sizes were found sound: keys, blocks, rows, and what is to be
+    zeros.
 
     Args:
         words: the file.
         data_pages: of their first blocks.
         found: receives what is damaged, as far as there is room.
-        count: places found before; returned with those of these segments added.
+
+    Returns:
+        How many places are damaged.
     """
+    count, row_words = 0, geo.weight_words + geo.state_words
     for s in range(len(data_pages)):
-        number, num, newest = stored[s]["number"], stored[s]["rows"], stored[s]["newest"]
-        at = stored[s]["first_page"] * geo.page_words + PAGE_HEADER_WORDS
-        data = data_pages[s] * geo.page_words
-        status = _index_status(geo, words, at, num, newest != stored[s]["oldest"], data, tables)
-        if status != 0:
-            count = _note(found, count, -1, number, status, at, data)
+        number, newest = stored[s]["number"], np.uint64(stored[s]["newest"])
+        at, start = stored[s]["first_page"] * geo.page_words + PAGE_HEADER_WORDS, data_pages[s] * geo.page_words
+        num, is_mixed = rows_listed(words, at)
+        for i in range(num):
+            if not can_be_stored(np.int64(words[at + KEYS + i]), geo.layout_id, tables):
+                count = _note(found, count, -1, number, _BAD_INDEX, at, start)
+                break
+        if not _is_zero(words, at + KEYS + num * (2 if is_mixed else 1), start):
+            count = _note(found, count, -1, number, _BAD_PADDING, at, start)
         for block in range((num + geo.rows_per_block - 1) // geo.rows_per_block):
             first = block * geo.rows_per_block
             rows = min(geo.rows_per_block, num - first)
-            header = block_word(number, np.uint64(newest), block, rows, first + rows == num)
-            count = _check_block(
-                geo, words, number, header, at + KEYS + first, data + block * geo.pages_per_block * geo.page_words,
-                first, rows, found, count,
-            )  # fmt: skip
+            header = block_word(number, newest, block, rows, first + rows == num)
+            if words[start] != number or words[start + 1] != header:
+                count = _note(found, count, -1, number, _BAD_BLOCK, start, start + BLOCK_HEADER_WORDS)
+            for i in range(rows):
+                key = words[at + KEYS + first + i]
+                if not is_sound_row(geo, words, start, i, key, number, first + i):
+                    pair = start + BLOCK_HEADER_WORDS + i * geo.pair_stride
+                    row_end = start + geo.first_row + i * geo.row_stride + row_words
+                    count = _note(found, count, np.int64(key), number, _BAD_ROW, pair, row_end)
+            stop = start + geo.pages_per_block * geo.page_words
+            # Between pairs and rows, if they lie apart, and behind the rows.
+            pairs_end = start + BLOCK_HEADER_WORDS + rows * geo.pair_stride
+            rows_end = start + geo.first_row + (rows - 1) * geo.row_stride + row_words
+            if not _is_zero(words, pairs_end, start + geo.first_row) or not _is_zero(words, rows_end, stop):
+                count = _note(found, count, -1, number, _BAD_PADDING, pairs_end, stop)
+            start = stop
     return count

@@ -18,15 +18,14 @@ from ..layout import RowLayout
 from ..system.forks import disown_in_forks, keep_for_ever
 from ..system.killpoints import reach
 from . import records
-from .anchor import AnchorKeeper
 from .btree import MAX_PAGES
 from .checksum import bytes_checksum
 from .files import open_environment, translate
 from .log import Log, Written
 from .oldest_reader import OldestReader, OldReaders
-from .opened import OpenFile
 from .reads import KeyedRows
 from .records import CommitRecord, Head, read_head, read_record, stale_items
+from .row_file import OpenFile, SuperblockWriter
 from .row_map import RowMap
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -59,7 +58,7 @@ class Writer:
             file.map.pins.require_in_place()
             self._floor = OldestReader(self._environment, file.path, file.map.pins)
             stack.callback(self._floor.close)
-            self._anchors = AnchorKeeper(file, sync=self.sync, pin=file.new_snapshot)
+            self._anchors = SuperblockWriter(file, sync=self.sync, pin=file.new_snapshot)
             stack.callback(self._anchors.close)
             self._anchors.set()
             self.old_readers = OldReaders(file)

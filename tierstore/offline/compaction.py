@@ -20,10 +20,10 @@ from ..config import TableConfig
 from ..errors import DamagedError
 from ..io import LmdbColdTier
 from ..io.files import rows_path
-from ..io.indexes import Stored, read_indexes, stored_segments
 from ..io.reads import some_first, stored_batches
 from ..io.records import Head, read_head, read_payload, read_record
 from ..io.row_map import RowMap
+from ..io.segments import Stored, read_indexes, stored_segments
 from ..io.snapshot import Snapshot
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout

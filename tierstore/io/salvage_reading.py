@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedError, FormatError, TierstoreError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..kernels.jit import inline, kernel
+from ..kernels.jit import kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK
 from ..system.plainfile import read_plain_file
-from .anchor import ANCHOR_NAME, Anchor, is_of_this_boot, newest_slot
 from .btree import DAMAGED, META_KEY, META_READ_BYTES, SEGMENTS_KEY, Meta, list_tree, new_walk, sound_metas
-from .checksum import is_row
-from .indexes import Stored, listed_segments, look_at_indexes, numbers_hash
+from .files import SUPERBLOCK_NAME
 from .mapped import FileMap, copy_words
 from .places import Places, Segments, TableArrays
 from .records import (
@@ -39,10 +37,23 @@ from .records import (
     unpack_store,
 )
 from .row_map import RowMap
-from .segments import KEYS, MAX_BLOCKS, NUMBER, Geometry, block_word, row_seed, unpack_block_word
+from .segments import (
+    KEYS,
+    MAX_BLOCKS,
+    NUMBER,
+    Geometry,
+    Stored,
+    block_word,
+    is_sound_row,
+    listed_segments,
+    look_at_indexes,
+    numbers_hash,
+    unpack_block_word,
+)
 from .snapshot import Tree
+from .superblock import Superblock, is_of_this_boot, newest_slot
 
-_MAX_ANCHOR_BYTES: Final = 1 << 16
+_MAX_SUPERBLOCK_BYTES: Final = 1 << 16
 
 T = TypeVar("T")
 
@@ -61,6 +72,7 @@ class Remains(Tree):
         stored: its segments. Where that makes the tree whole, their numbers are those that their indexes say.
         is_whole: whether these are certain to be all.
         head: None if it is missing or damaged.
+        version: the current one; 0 if nothing was committed.
     """
 
     def __init__(self, path: Path, file_map: FileMap, meta: Meta) -> None:
@@ -71,38 +83,26 @@ class Remains(Tree):
         own, records = (entries[entries["kind"] == kind] for kind in (SEGMENTS_KEY, META_KEY))
         self._places = dict(zip(records["number"].tolist(), records[["place", "size"]].tolist(), strict=True))
         self.head = _if_sound(read_head, self)
+        self.version = self.head.current if self.head is not None else 0
         self.stored = stored = listed_segments(own, meta.page_bytes)
-        log = _if_sound(read_log, self)
-        if log is None:
+        if (log := _if_sound(read_log, self)) is None:
             is_sound = not walk.result[DAMAGED] and bool(((stored["first_page"] > 0) & (stored["pages"] > 1)).all())
             self.is_whole = is_sound and len(entries) == meta.main.entries
             return
-        every = [
-            each
-            for each in (stored, self._by_indexes())
-            if (len(np.unique(each["number"])), numbers_hash(each)) == (log.num_segments, log.hash)
-        ]
-        self.is_whole = bool(every)
-        self.stored = every[0] if every else stored
-
-    def _by_indexes(self) -> Stored:
-        """The segments with the numbers that their indexes say: a key on a leaf may be damaged."""
-        stored = self.stored.copy()
+        by_index = stored.copy()  # with the numbers that their indexes say: a key on a leaf may be damaged
         places = stored["first_page"] * (self.page_bytes // 8) + PAGE_HEADER_WORDS + NUMBER
-        is_inside = (stored["first_page"] > 0) & (places < self.file_map.file_bytes() // 8)
-        stored["number"][is_inside] = self.file_map.words[places[is_inside]]
-        return stored
+        is_inside = (stored["first_page"] > 0) & (places < file_map.file_bytes() // 8)
+        by_index["number"][is_inside] = file_map.words[places[is_inside]]
+        self.is_whole = False
+        for each in (by_index, stored):
+            if (len(np.unique(each["number"])), numbers_hash(each)) == (log.num_segments, log.hash):
+                self.is_whole, self.stored = True, each
 
     def get(self, key: bytes) -> bytes | None:
         """A record, as far as it lies in the file."""
         place, size = self._places.get(int.from_bytes(key[8:], "big"), (0, 0))
         end = min(2 * place + size, self.file_map.file_bytes())
         return self.file_map.words.view(np.uint8)[2 * place : end].tobytes()
-
-    @property
-    def version(self) -> int:
-        """The current one; 0 if nothing was committed."""
-        return self.head.current if self.head is not None else 0
 
     @property
     def store_id(self) -> bytes | None:
@@ -134,13 +134,13 @@ def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes,
     """
     raw = file_map.words.view(np.uint8)
     on_file = [raw[at : at + META_READ_BYTES].tobytes() for at in (0, page_bytes)]
-    anchor = _read_anchor(path, store_id, page_bytes)
-    anchored = [] if anchor is None else list(anchor.metas)
-    if anchor is not None and not is_of_this_boot(anchor) and on_file != anchored:
-        on_file = []  # of what was written after the anchor, any part may have been lost
+    superblock = _read_superblock(path, store_id, page_bytes)
+    anchored = [] if superblock is None else list(superblock.metas)
+    if superblock is not None and not is_of_this_boot(superblock) and on_file != anchored:
+        on_file = []  # of what was written after the superblock, any part may have been lost
     metas = [meta for meta in sound_metas(*dict.fromkeys((*anchored, *on_file))) if meta.page_bytes == page_bytes]
-    if anchor is not None:
-        least = anchor.txn_id
+    if superblock is not None:
+        least = superblock.txn_id
     else:  # the later of two transactions in a row, if both are there to tell
         is_newest_known = len(metas) == 2 and metas[0].txn_id == metas[1].txn_id + 1
         least = metas[0].txn_id if is_newest_known else 1 << 63
@@ -165,17 +165,13 @@ def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes,
     return found[0]
 
 
-def _read_anchor(path: Path, store_id: bytes, page_bytes: int) -> Anchor | None:
-    """The anchor of this store, if it can be read."""
+def _read_superblock(path: Path, store_id: bytes, page_bytes: int) -> Superblock | None:
+    """The superblock of this store, if it can be read."""
     try:
-        anchor = newest_slot(read_plain_file(path.with_name(ANCHOR_NAME), _MAX_ANCHOR_BYTES))
+        found = newest_slot(read_plain_file(path.with_name(SUPERBLOCK_NAME), _MAX_SUPERBLOCK_BYTES))
     except (OSError, TierstoreError):
         return None
-    same = anchor is not None and anchor.store_id == store_id and anchor.page_bytes == page_bytes
-    return anchor if same else None
-
-
-R = TypeVar("R")
+    return found if found is not None and (found.store_id, found.page_bytes) == (store_id, page_bytes) else None
 
 
 SAVED: Final = 1
@@ -193,7 +189,7 @@ first row's block begins, and that row's number in the segment; how many rows th
 match their checksums, and whether it is the segment's last one."""
 
 
-def settled(file_map: FileMap, call: Callable[[], R]) -> R:
+def settled(file_map: FileMap, call: Callable[[], T]) -> T:
     """What a call comes to that reads a file: it is called again while pages are refused, which show zeros then."""
     while True:
         met = file_map.guard.met
@@ -225,8 +221,7 @@ def surviving_rows(remains: Remains, rows: RowMap) -> Survivors:
         shown = own[own["newest"] <= version]
         incomplete = _incomplete(segments.geo, shown)
         missing += len(incomplete)
-        listed = known[layout_ids == segments.geo.layout_id]
-        runs = np.concatenate([_indexed_runs(remains, segments, listed), shown])
+        runs = np.concatenate([_indexed_runs(remains, segments, known[layout_ids == segments.geo.layout_id]), shown])
         runs = runs[runs["newest"] <= version]
         runs = runs[np.lexsort((runs["number"], runs["newest"]))[::-1]]
         epoch, number = max(incomplete + unknown, default=(0, 0))
@@ -238,13 +233,26 @@ def surviving_rows(remains: Remains, rows: RowMap) -> Survivors:
 
 def _layout_ids(remains: Remains, rows: RowMap, stored: Stored) -> Int64s:
     """Of segments, by the first row of a table that is known; -1 if there is none."""
-    found, words = rows.layout_ids(stored), remains.file_map.words
+    found, known = rows.layout_ids(stored), rows.tables.layout_ids
     for i in np.flatnonzero(found < 0).tolist():
         at = int(stored["first_page"][i]) * remains.page_bytes // 8 + PAGE_HEADER_WORDS + KEYS
-        tables = words[at : at + int(stored["rows"][i])] >> np.uint64(KEY_ROW_BITS)
-        ids = rows.tables.layout_ids[tables[tables < len(rows.tables.layout_ids)].astype(np.int64)]
+        tables = remains.file_map.words[at : at + int(stored["rows"][i])] >> np.uint64(KEY_ROW_BITS)
+        ids = known[tables[tables < len(known)].astype(np.int64)]
         found[i] = next(iter(ids[ids >= 0].tolist()), -1)
     return found
+
+
+def _indexed_runs(remains: Remains, segments: Segments, stored: Stored) -> Runs:
+    if not (fits := segments.fits(stored)).all():
+        raise DamagedError(
+            f"{remains.path}: segment {stored['number'][int(np.argmin(fits))]} cannot be one of its tables' rows: "
+            "the manifest is of other tables; give the store's own with --manifest FILE"
+        )
+    runs = np.zeros(len(stored), RUN)
+    for name in ("number", "newest", "rows"):
+        runs[name] = stored[name]
+    runs["index_page"], runs["data_page"] = stored["first_page"], segments.data_pages(stored)
+    return runs
 
 
 def _find_blocks(file_map: FileMap, geo: Geometry, stored: Stored) -> Runs:
@@ -260,16 +268,6 @@ def _find_blocks(file_map: FileMap, geo: Geometry, stored: Stored) -> Runs:
     return found[:count]
 
 
-@inline
-def _is_sound(geo: Geometry, words: Words, start: int, i: int, key: np.uint64, number: np.uint64, index: int) -> bool:
-    """Whether row ``i`` of the block at word ``start`` has this key, and is number ``index`` of its segment."""
-    pair = start + BLOCK_HEADER_WORDS + i * geo.pair_stride
-    if words[pair] != key:
-        return False
-    at, row_words = start + geo.first_row + i * geo.row_stride, geo.weight_words + geo.state_words
-    return is_row(words, at, row_words, row_seed(key, number, np.uint64(index)), words[pair + 1])
-
-
 @kernel
 def _list_blocks(geo: Geometry, words: Words, numbers: Words, pages: Int64s, found: Runs) -> int:
     """List the blocks of a layout that begin on these pages and are of these segments; returns how many."""
@@ -277,7 +275,7 @@ def _list_blocks(geo: Geometry, words: Words, numbers: Words, pages: Int64s, fou
     for p in range(len(pages)):
         at = pages[p] * geo.page_words
         newest, block, is_last = unpack_block_word(words[at + 1])
-        rows = geo.rows_per_block
+        rows, first = geo.rows_per_block, block * geo.rows_per_block
         pair = at + BLOCK_HEADER_WORDS + (rows - 1) * geo.pair_stride
         while is_last and rows > 0 and words[pair] == np.uint64(0) and words[pair + 1] == np.uint64(0):
             rows -= 1
@@ -287,15 +285,11 @@ def _list_blocks(geo: Geometry, words: Words, numbers: Words, pages: Int64s, fou
         sound = 0
         for i in range(rows):
             key = words[at + BLOCK_HEADER_WORDS + i * geo.pair_stride]
-            sound += 1 if _is_sound(geo, words, at, i, key, words[at], block * geo.rows_per_block + i) else 0
+            sound += 1 if is_sound_row(geo, words, at, i, key, words[at], first + i) else 0
         if sound > 0:
-            found[out]["number"] = words[at]
-            found[out]["newest"] = np.int64(newest)
-            found[out]["data_page"] = pages[p]
-            found[out]["first"] = block * geo.rows_per_block
-            found[out]["rows"] = rows
-            found[out]["sound"] = sound
-            found[out]["is_last"] = is_last
+            run = found[out]
+            run["number"], run["newest"], run["data_page"] = words[at], np.int64(newest), pages[p]
+            run["first"], run["rows"], run["sound"], run["is_last"] = first, rows, sound, is_last
             out += 1
     return out
 
@@ -310,19 +304,6 @@ def _incomplete(geo: Geometry, blocks: Runs) -> list[tuple[int, int]]:
     whole = np.unique(which[is_whole] * MAX_BLOCKS + nth[is_whole])
     bad = np.bincount(whole // MAX_BLOCKS, minlength=len(numbers)) != last + 1
     return list(zip(newest[bad].tolist(), numbers[bad].tolist(), strict=True))
-
-
-def _indexed_runs(remains: Remains, segments: Segments, stored: Stored) -> Runs:
-    if not (fits := segments.fits(stored)).all():
-        raise DamagedError(
-            f"{remains.path}: segment {stored['number'][int(np.argmin(fits))]} cannot be one of its tables' rows: "
-            "the manifest is of other tables; give the store's own with --manifest FILE"
-        )
-    runs = np.zeros(len(stored), RUN)
-    for name in ("number", "newest", "rows"):
-        runs[name] = stored[name]
-    runs["index_page"], runs["data_page"] = stored["first_page"], segments.data_pages(stored)
-    return runs
 
 
 @kernel
@@ -352,7 +333,7 @@ def read_rows(
             key = words[listed + i] if is_listed else words[at + BLOCK_HEADER_WORDS + in_block * geo.pair_stride]
             is_in_file = page + geo.pages_per_block <= limit
             index = runs[run]["first"] + i
-            sound[out] = is_in_file and _is_sound(geo, words, at, in_block, key, number, index)
+            sound[out] = is_in_file and is_sound_row(geo, words, at, in_block, key, number, index)
             keys[out] = np.int64(key) if is_listed or sound[out] else -1
             if sound[out]:
                 row = at + geo.first_row + in_block * geo.row_stride
@@ -380,8 +361,7 @@ def choose_rows(
     """
     count, unproven = 0, 0
     for i in range(len(keys)):
-        table = keys[i] >> KEY_ROW_BITS
-        row = keys[i] & ROW_MASK
+        table, row = keys[i] >> KEY_ROW_BITS, keys[i] & ROW_MASK
         if table < 0 or table >= len(tables.bases) or tables.layout_ids[table] != layout_id:
             continue
         if row >= tables.num_rows[table]:

@@ -1,23 +1,28 @@
-"""The row file, open: locked, mapped and checked, and what its readers are shown."""
+"""The row file, open: locked, mapped and checked; what its readers are shown; the superblock that its writer sets."""
 
-import os
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from ..errors import ClosedError, DamagedError, StoreLockedError, StoreNotFoundError, TierstoreError
+from ..errors import ClosedError, StoreNotFoundError, TierstoreError
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
-from ..system.durable import directory_locked, sync_directory, write_all
+from ..system.durable import directory_locked, sync_directory
 from ..system.forks import disown_in_forks
 from ..system.killpoints import reach
 from ..system.oserrors import RESTORE, translate_os_error
-from .anchor import Anchor, is_sound, load_anchor, read_metas, renew_anchor, require_sound
-from .btree import Meta, parse_meta
-from .files import are_successive, check_rows_file, create_rows_file, require_own_files, require_plain_files, rows_path
-from .indexes import stored_segments
+from .files import (
+    SUPERBLOCK_NAME,
+    check_rows_file,
+    create_rows_file,
+    require_own_files,
+    require_plain_files,
+    rows_path,
+)
 from .mapped import FileMap
 from .pins import Pins
 from .records import (
@@ -28,11 +33,12 @@ from .records import (
     chosen_version,
     first_records,
     read_head,
-    read_payload,
     read_record,
 )
 from .row_map import RowMap
-from .snapshot import Snapshot, Tree
+from .segments import stored_segments
+from .snapshot import Snapshot, meta_page
+from .superblock import SyncError, recover, require_sound, save_superblock
 from .tail import RowPlaces, Tail
 
 _PAUSE_SECONDS: Final = 0.1
@@ -111,23 +117,6 @@ class View:
                 self._idle.wait(_PAUSE_SECONDS)  # a lease that was cut short as it ended does not notify
 
 
-def _create(path: Path, store_id: bytes) -> None:
-    """Create the row file unless it is there."""
-    if not path.exists():
-        with directory_locked(path.parent):
-            if not path.exists():
-                create_rows_file(path, first_records(store_id), store_id)
-
-
-def _open(path: Path, *, writable: bool) -> Pins:
-    try:
-        return Pins(path, writable=writable)
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreNotFoundError(f"{path}: no such file. {RESTORE}") from None
-    except OSError as error:
-        raise translate_os_error(error, path) from error
-
-
 class OpenFile:
     """The row file of a directory. Arguments and errors as for ``LmdbColdTier``.
 
@@ -157,9 +146,17 @@ class OpenFile:
         disown_in_forks(self)
         require_plain_files(directory)
         with ExitStack() as stack:
-            if create and not readonly:
-                _create(self.path, store_id)
-            stack.callback((pins := _open(self.path, writable=not readonly)).close)
+            if create and not readonly and not self.path.exists():
+                with directory_locked(directory):
+                    if not self.path.exists():
+                        create_rows_file(self.path, first_records(store_id), store_id)
+            try:
+                pins = Pins(self.path, writable=not readonly)
+            except (FileNotFoundError, NotADirectoryError):
+                raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}") from None
+            except OSError as error:
+                raise translate_os_error(error, self.path) from error
+            stack.callback(pins.close)
             if readonly:
                 require_sound(self.path, store_id)
             else:
@@ -272,60 +269,123 @@ class OpenFile:
         self.view.rows = None  # references to the store, or to a table of it, do not keep the map
 
 
-def recover(path: Path, store_id: bytes, pins: Pins) -> None:
-    """Have the device hold the anchor, and put the anchored meta pages back: before an open for writing.
+GROWTH_BYTES: Final = 16 * 2**20
+_GROWTH_PART: Final = 32
+_MOST_GROWTHS: Final = 4
+"""Written between two superblocks of the background: so much, or this part of the segments if that is more, at most
+four times as much. With fewer more pages wait to be free, and LMDB writes much of their list in each transaction."""
 
-    Done only if the anchored tree is whole, and nobody reads another one: while a reader of the same boot has the file
-    open, the tree that it sees stays. Whatever step it is cut short at, the next recovery does the same again.
+
+class SuperblockWriter:
+    """Sets superblocks for the one writer of a row file, which calls it between its transactions.
+
+    The file grows by what is written between two: up to three times ``GROWTH_BYTES`` lie between the oldest pin and the
+    newest page, or 1/32 of the segments if that is more, up to ``4 * GROWTH_BYTES``.
 
     Args:
-        pins: of the row file, open for writing; no tree is read through it.
-
-    Raises:
-        ChecksumError, FormatError: the anchor is damaged, or the row file older than it.
-        DamagedError: the anchored tree is not whole; nothing was changed.
-        StoreLockedError: others read a tree that a failed write has left.
-        OSError: the device refused.
+        sync: make all transactions so far durable; may be called during a later transaction.
+        pin: pins the tree as it is.
     """
-    anchor = load_anchor(path, store_id)
-    if anchor is None:
-        return
-    if read_metas(path, anchor.page_bytes) == anchor.metas:
-        renew_anchor(path, anchor)
-        return
-    _require_whole(path, store_id, anchor, pins)
-    renew_anchor(path, anchor)
-    with pins.readers_kept_out() as is_alone:
-        if is_alone:
-            for number, meta in enumerate(anchor.metas):
-                write_all(pins.descriptor, meta, number * anchor.page_bytes)
-            reach("recovery: anchored meta pages put back")
-            os.fdatasync(pins.descriptor)
-        elif not is_sound(path, anchor):
-            raise StoreLockedError(
-                f"{path}: a write failed while the store was open for writing, and others read it; end them, then "
-                "open it again."
-            )
 
+    def __init__(self, file: OpenFile, *, sync: Callable[[], None], pin: Callable[[], Snapshot]) -> None:
+        self._file = file
+        self._sync = sync
+        self._pin = pin
+        self._executor = ThreadPoolExecutor(1, "tierstore-superblock")
+        self._anchored: tuple[Snapshot, tuple[bytes, bytes]] | None = None
+        self._pending: tuple[Snapshot, tuple[bytes, bytes], Future[None]] | None = None
+        self._written_bytes = 0  # since the last pin
+        self._between_bytes = 0  # written between the two pins, while there are two
 
-def _require_whole(path: Path, store_id: bytes, anchor: Anchor, pins: Pins) -> None:
-    """DamagedError unless the anchored tree holds all that an open looks at: both trees, records and payload."""
-    found = [meta for meta in map(parse_meta, anchor.metas) if isinstance(meta, Meta)]
-    file_map = FileMap(path, path.stat().st_size, pins)
-    try:
-        sizes = [meta.page_bytes for meta in found]
-        if sizes != [anchor.page_bytes] * 2 or not are_successive(*(meta.txn_id for meta in found)):
-            raise DamagedError("its meta pages are none")
-        tree = Tree(path, file_map, max(found, key=lambda meta: meta.txn_id))
-        tree.check_free_pages()
-        check_store(tree, store_id)
-        read_payload(tree, read_record(tree, read_head(tree).current))
-    except DamagedError as error:
-        said = str(error).removesuffix(RESTORE).removeprefix(f"{path}: ").strip()
-        look = ' mode="r" shows what can still be read.' if is_sound(path, anchor) else ""
-        raise DamagedError(
-            f"{path}: the last writer was cut short, and the state that it would go back to is damaged ({said}). "
-            f"Nothing was changed.{look} {RESTORE}"
-        ) from error
-    finally:
-        file_map.close()
+    def set(self) -> None:
+        """Vouch for the tree as it is, and return when that stands. TierstoreError: the row file was moved, or the
+        device refused; the superblock before stands. After a failed sync the file ``has_failed``: a system that failed
+        to write a page may count it as written the next time it is asked."""
+        self.start()
+        self.settle()
+
+    def start(self) -> Future[None]:
+        """Begin to vouch for the tree as it is, in the background; ``settle`` ends it. TierstoreError: the superblock
+        before this one failed."""
+        self.settle()
+        pinned = self._pin()
+        try:
+            metas = self._read_metas()
+            try:
+                future = self._executor.submit(self._make, metas)
+            except RuntimeError:  # the interpreter ends, and nothing begins in a thread any more
+                self._make(metas)
+                (future := Future[None]()).set_result(None)
+        except BaseException:
+            pinned.close()
+            raise
+        self._between_bytes, self._written_bytes = self._written_bytes, 0
+        self._pending = pinned, metas, future
+        return future
+
+    def _read_metas(self) -> tuple[bytes, bytes]:
+        return meta_page(self._file.map, 0), meta_page(self._file.map, self._file.page_bytes)
+
+    def _make(self, metas: tuple[bytes, bytes]) -> None:
+        file = self._file
+        self._sync()
+        reach("anchor: tree synced")
+        file.map.pins.require_in_place()
+        try:
+            save_superblock(file.path, file.store_id, file.page_bytes, metas)
+        except OSError as error:
+            if isinstance(error, SyncError):
+                file.has_failed = True
+            translated = translate_os_error(error, file.path.with_name(SUPERBLOCK_NAME))
+            if type(translated) is TierstoreError:
+                translated = TierstoreError(
+                    f"{translated} The last commit is intact: close the store and open it again."
+                )
+            raise translated from error
+
+    def wrote(self, size_bytes: int, live_bytes: int) -> None:
+        """Set a superblock in the background if enough was written; wait for the last one if that falls too far behind.
+
+        Args:
+            size_bytes: what the last transaction wrote, or took out of use if that is more: pages of the tree, too.
+            live_bytes: size of the segments in the tree.
+
+        Raises:
+            TierstoreError: the background's last superblock failed.
+        """
+        self._written_bytes += size_bytes
+        limit = min(max(GROWTH_BYTES, live_bytes // _GROWTH_PART), _MOST_GROWTHS * GROWTH_BYTES)
+        behind = self._pending is not None and not self._pending[2].done()
+        if self._written_bytes >= limit and not (behind and self._between_bytes + self._written_bytes < 3 * limit):
+            self.start()
+
+    def settle(self) -> None:
+        """Wait for the superblock in flight, if there is one; from then on its tree is the one that is pinned.
+        TierstoreError: it failed."""
+        if self._pending is None:
+            return
+        pinned, metas, future = self._pending
+        if (error := future.exception()) is not None:
+            self._pending = None
+            pinned.close()
+            raise error
+        before = self._anchored
+        self._anchored, self._pending = (pinned, metas), None
+        if before is not None:
+            before[0].close()
+
+    def close(self) -> None:
+        """Set a last superblock if the tree has changed since, so that readers find it sound after the machine has
+        stopped; then unpin. One that fails now is of no matter: the one before stands."""
+        with contextlib.suppress(TierstoreError, OSError):
+            self.settle()
+            if not self._file.has_failed and (self._anchored is None or self._read_metas() != self._anchored[1]):
+                self.set()
+        self.stop()
+        if self._anchored is not None:
+            self._anchored[0].close()
+            self._anchored = None
+
+    def stop(self) -> None:
+        """Wait for the superblock in flight and set no other one; all stays pinned."""
+        self._executor.shutdown()
