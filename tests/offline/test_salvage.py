@@ -23,8 +23,8 @@ from tests.wrecks import PAGE, TABLES, History, Image, Rows, Segment, extra_of, 
 from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.records import STORE_ITEM
-from tierstore.io.salvage_reading import settled
 from tierstore.io.superblock import newest_slot, pack_slot
+from tierstore.io.verify import settled
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.offline.salvage import LOST_NAME, SalvageReport, salvage
 from tierstore.store.manifest import Manifest

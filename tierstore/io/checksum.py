@@ -10,6 +10,7 @@ from typing import Any, Final
 import numba
 import numpy as np
 import xxhash
+from numba.core.codegen import get_host_cpu_features
 
 from ..kernels.arrays import Bytes, Words
 from ..kernels.jit import JIT_ENABLED, inline
@@ -33,14 +34,11 @@ def _round(lane: np.uint64, word: np.uint64) -> np.uint64:
 
 
 @inline
-def _merge(total: np.uint64, lane: np.uint64) -> np.uint64:
-    return (total ^ _round(np.uint64(0), lane)) * PRIME_1 + _PRIME_4
-
-
-@inline
 def _join(lane_1: np.uint64, lane_2: np.uint64, lane_3: np.uint64, lane_4: np.uint64) -> np.uint64:
     total = _rotate(lane_1, 1) + _rotate(lane_2, 7) + _rotate(lane_3, 12) + _rotate(lane_4, 18)
-    return _merge(_merge(_merge(_merge(total, lane_1), lane_2), lane_3), lane_4)
+    for lane in (lane_1, lane_2, lane_3, lane_4):
+        total = (total ^ _round(np.uint64(0), lane)) * PRIME_1 + _PRIME_4
+    return total
 
 
 @inline
@@ -125,25 +123,15 @@ for _i in range(1, 8):
 
 @inline
 def crc32c_in_software(register: np.uint64, word: np.uint64) -> np.uint64:
-    """``crc32c`` by tables, for processors that have no instruction for it."""
     mixed, found = register ^ word, np.uint64(0)
     for i in range(8):
         found ^= _TABLES[7 - i, (mixed >> np.uint64(8 * i)) & np.uint64(0xFF)]
     return found
 
 
-def _features() -> str:
-    """Of the processor that numba compiles for, as LLVM writes them."""
-    from numba.core.codegen import get_host_cpu_features
+_FEATURES: Final = f"{get_host_cpu_features() if numba.config.CPU_FEATURES is None else numba.config.CPU_FEATURES},"
 
-    given = numba.config.CPU_FEATURES
-    return f"{get_host_cpu_features() if given is None else given},"
-
-
-if JIT_ENABLED and (platform.machine(), True) in (
-    ("x86_64", "+sse4.2," in _features()),
-    ("aarch64", "+crc," in _features()),
-):
+if JIT_ENABLED and {"x86_64": "+sse4.2,", "aarch64": "+crc,"}.get(platform.machine(), "?") in _FEATURES:
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
@@ -154,14 +142,11 @@ if JIT_ENABLED and (platform.machine(), True) in (
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
             int32, int64 = ir.IntType(32), ir.IntType(64)
+            declare = builder.module.declare_intrinsic
             if platform.machine() == "x86_64":
-                function = builder.module.declare_intrinsic(
-                    "llvm.x86.sse42.crc32.64.64", (), ir.FunctionType(int64, [int64, int64])
-                )
+                function = declare("llvm.x86.sse42.crc32.64.64", (), ir.FunctionType(int64, [int64, int64]))
                 return builder.call(function, args)
-            function = builder.module.declare_intrinsic(
-                "llvm.aarch64.crc32cx", (), ir.FunctionType(int32, [int32, int64])
-            )
+            function = declare("llvm.aarch64.crc32cx", (), ir.FunctionType(int32, [int32, int64]))
             return builder.zext(builder.call(function, [builder.trunc(args[0], int32), args[1]]), int64)
 
         return types.uint64(types.uint64, types.uint64), generate

@@ -12,7 +12,7 @@ import lmdb
 
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
 from ..system.durable import free_bytes, sync_directory, write_all
-from ..system.oserrors import RESTORE, TOLD, translate_os_error
+from ..system.oserrors import FULL, RESTORE, TOLD, translate_os_error
 from ..system.plainfile import require_plain_file
 from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, newer_meta, pages_of, parse_meta, repoint
 from .free_list import check_page_use
@@ -28,14 +28,9 @@ MAX_PAGE_BYTES: Final = 32768  # LMDB uses the system's page size up to this
 _STAMP_BYTES: Final = 16
 _ATTEMPTS: Final = 5
 _CORRUPT: Final = (
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.InvalidError,
-    lmdb.VersionMismatchError,
-    lmdb.BadTxnError,
-    lmdb.PageFullError,
-    lmdb.CursorFullError,
-)
+    lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.BadTxnError,
+    lmdb.PageFullError, lmdb.CursorFullError,
+)  # fmt: skip
 
 
 def rows_path(directory: Path) -> Path:
@@ -61,7 +56,7 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
             f"{path}: no row file may have more than {MAX_PAGES} pages, and this one is about to; the last commit is "
             "intact. Put some of the tables in another store."
         )
-    full = isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = isinstance(error, lmdb.DiskError) or code in FULL
     if not full and code == errno.EIO:  # LMDB's word for a write cut short, which a nearly full disk does
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         is_at_limit = limit != resource.RLIM_INFINITY and path.stat().st_size > limit - (1 << 20)
@@ -132,8 +127,7 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
     taken for damage. The stamp is the store's id at the end of the first meta page, which LMDB leaves alone from then
     on. The id that counts is a record in the tree; the stamp can be read before the tree can be trusted.
     """
-    draft = path.with_name(path.name + ".new")
-    draft_lock = draft.with_name(draft.name + "-lock")
+    draft, draft_lock = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.new-lock")
     for stale in (draft, draft_lock):
         stale.unlink(missing_ok=True)
     environment = open_environment(draft, map_length(1))

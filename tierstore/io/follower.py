@@ -45,7 +45,7 @@ class NewerCommit:
             assert self.follower.found is self, "it was shown or given up"
             self.follower.found = None
             file.head, file.record = self.head, self.record
-            file.view.move(self.snapshot, self.rows)
+            file.show(self.snapshot, self.rows)
             self._forget()
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class CommitFollower:
 
         Costs a walk of the tree and the indexes of new segments. After a rollback, all indexes and another map.
         """
-        shown, view = self.file.record, self.file.view
+        shown = self.file.record
         snapshot.walk(int(META_KEY))  # damage on the way to the records is found first
         head = read_head(snapshot)
         record = read_record(snapshot, head.current)
@@ -118,12 +118,11 @@ class CommitFollower:
         require_logged(snapshot, stored)
         is_same = head.current == shown.version  # then rows are what they were, if elsewhere, and enter the map at once
         segments = before.segments if is_same else {layout: each.copied() for layout, each in before.segments.items()}
-        tail = Tail.read(
-            before, segments, snapshot, stored, shown=shown.version, last=record.version, oldest=view.oldest()
-        )
+        oldest = self.file.oldest_shown()
+        tail = Tail.read(before, segments, snapshot, stored, shown=shown.version, last=record.version, oldest=oldest)
         if is_same and tail is not None:
             before.advance(tail)
-            view.move(snapshot)
+            self.file.show(snapshot)
             return None
         if tail is not None:
             return NewerCommit(self, snapshot, head, record, tail, tail.changed)

@@ -42,57 +42,46 @@ def gather_error(path: Path, result: Int64s, keys: Int64s) -> DamagedError:
     return damage_error(path, [(f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}", status)])
 
 
-class Target(NamedTuple):
-    """Where rows go."""
-
+class Target(NamedTuple):  # where rows go
     slots: Int32s
     weights: Words
     state: Words  # flat views of the arenas
     present: Bools
 
 
-class Source(NamedTuple):
-    """The file that rows are read from."""
-
+class Source(NamedTuple):  # the file that rows are read from
     words: Words
     address: int  # of ``words[0]``
     limit: int  # pages in the file
 
 
-class How(NamedTuple):
-    """In which way rows are read."""
-
+class How(NamedTuple):  # in which way rows are read
     verify: bool  # compare each row with its checksum
     can_sample: bool  # whether ``is_resident`` says the truth
     cold: bool  # pages are not expected in memory
     direct: bool  # read such pages past the page cache, if the system can
 
 
-class Scratch(NamedTuple):
-    """Where rows lie, by position in a batch, and room to work in."""
-
+class Scratch(NamedTuple):  # where rows lie, by position in a batch, and room to work in
     offsets: Int64s  # word offset of the row in the map; 0 for a row that was never written
     pairs: Int64s  # word offset of its key, which its checksum follows; 0 likewise
     seeds: Words  # of its checksum
-    seen: NDArray[np.uint32]
-    """Zeros: bits for all pages of the file, or a hash table if that is less, of the lowest 32 bits of pages' numbers,
-    to count pages by."""
+    seen: NDArray[np.uint32]  # zeros, to count pages by: a bit each, or a hash table of their numbers if that is less
     secret: int  # of ``hashing``
     timespec: Int64s
     flag: NDArray[np.uint8]
 
 
 def new_scratch(geo: Geometry, limit: int, num_rows: int) -> Scratch:
-    """For a batch of rows of a file of ``limit`` pages."""
     row_pages = 1 if geo.pages_per_block == 1 else 2 + geo.row_words // geo.page_words
     return Scratch(
-        np.empty(num_rows, np.int64),
-        np.empty(num_rows, np.int64),
-        np.empty(num_rows, np.uint64),
-        np.zeros(min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length()), np.uint32),
-        SECRET,
-        np.empty(2, np.int64),
-        np.empty(1, np.uint8),
+        offsets=np.empty(num_rows, np.int64),
+        pairs=np.empty(num_rows, np.int64),
+        seeds=np.empty(num_rows, np.uint64),
+        seen=np.zeros(min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length()), np.uint32),
+        secret=SECRET,
+        timespec=np.empty(2, np.int64),
+        flag=np.empty(1, np.uint8),
     )
 
 
@@ -101,7 +90,6 @@ def _resolve(
     geo: Geometry, limit: int, keys: Int64s, positions: Int64s, places: Places, segments: SegmentArrays,
     scratch: Scratch, result: Int64s,
 ) -> None:  # fmt: skip
-    """Say where rows lie."""
     offsets, pairs, seeds = scratch.offsets, scratch.pairs, scratch.seeds
     mask = (1 << geo.place_bits) - 1
     for i in range(len(keys)):

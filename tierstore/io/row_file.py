@@ -15,26 +15,11 @@ from ..system.durable import directory_locked, sync_directory
 from ..system.forks import disown_in_forks
 from ..system.killpoints import reach
 from ..system.oserrors import RESTORE, translate_os_error
-from .files import (
-    SUPERBLOCK_NAME,
-    check_rows_file,
-    create_rows_file,
-    require_own_files,
-    require_plain_files,
-    rows_path,
-)
+from . import files, records
+from .files import SUPERBLOCK_NAME
 from .mapped import FileMap
 from .pins import Pins
-from .records import (
-    MAX_VERSION,
-    CommitRecord,
-    Head,
-    check_store,
-    chosen_version,
-    first_records,
-    read_head,
-    read_record,
-)
+from .records import check_store, read_head
 from .row_map import RowMap
 from .segments import stored_segments
 from .snapshot import Snapshot, meta_page
@@ -44,112 +29,46 @@ from .tail import RowPlaces, Tail
 _PAUSE_SECONDS: Final = 0.1
 
 
-class View:
-    """What readers are shown: one snapshot and a map of its rows, each kept for as long as somebody uses it.
-
-    Attributes:
-        lock: guards both, where they change together, and the leases.
-        rows: the map; None until one is made.
-    """
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.lock = threading.RLock()
-        self._idle = threading.Condition(self.lock)
-        self._leased: dict[object, tuple[Snapshot, RowMap | None]] = {}  # by lease
-        self._old: list[Snapshot] = []  # no longer shown, but leased
-        self.snapshot = snapshot
-        self.rows: RowMap | None = None
-
-    @contextmanager
-    def lease(self, check: Callable[[], None], *, with_rows: bool = True) -> Iterator[tuple[Snapshot, RowMap | None]]:
-        """Snapshot and map, or no map, kept until the end of the block; ``check`` may refuse, under the lock."""
-        lease = object()
-        try:
-            with self.lock:
-                check()
-                self._leased[lease] = leased = self.snapshot, self.rows if with_rows else None
-            yield leased
-        finally:
-            with self._idle:
-                if lease in self._leased:
-                    del self._leased[lease]  # no call, before which memory may be short
-                self._close_unused()
-                if not self._leased:
-                    self._idle.notify_all()
-
-    def _close_unused(self) -> None:
-        """End the snapshots whose last lease ended, with those that a call was to end that was cut short."""
-        leased = [snapshot for snapshot, _ in self._leased.values()]
-        for snapshot in [each for each in self._old if each not in leased]:
-            self._old.remove(snapshot)
-            snapshot.close()
-
-    def move(self, snapshot: Snapshot, rows: RowMap | Tail | None = None) -> None:
-        """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease.
-
-        The tail of the log enters the map that it goes on from, or a copy of it while somebody reads through that.
-        """
-        with self.lock:
-            self._old.append(self.snapshot)
-            self.snapshot = snapshot
-            if isinstance(rows, Tail):
-                is_read = any(each is rows.base for _, each in self._leased.values())
-                self.rows = rows.base.copied() if is_read else rows.base
-                self.rows.advance(rows)
-            elif rows is not None:
-                self.rows = rows
-            self._close_unused()
-
-    def oldest(self) -> int:
-        """Number of the oldest transaction whose tree is leased or current."""
-        with self.lock:
-            return min([self.snapshot.txn_id, *(snapshot.txn_id for snapshot, _ in self._leased.values())])
-
-    def close(self) -> None:
-        """End the snapshot, which nobody uses any more."""
-        self.snapshot.close()
-
-    def drain(self, stop: Callable[[], None]) -> None:
-        """Call ``stop`` under the lock, then wait for the leases to end."""
-        with self._idle:
-            stop()
-            while self._leased:
-                self._idle.wait(_PAUSE_SECONDS)  # a lease that was cut short as it ended does not notify
-
-
 class OpenFile:
     """The row file of a directory. Arguments and errors as for ``LmdbColdTier``.
+
+    Readers are shown one snapshot and a map of its rows, each kept for as long as somebody uses it.
 
     Attributes:
         lock: held by a thread that writes, or changes what readers are shown.
         map: the file as memory; another when it outgrows that.
-        view: what readers are shown.
+        snapshot: the tree that readers are shown.
+        rows: the map that they are; None until one is made.
         head: which versions there are.
         record: of the version that is shown.
         logged: the record of the log, as it was found.
         has_loose: for a writer: there may be segments of versions that never become current; the map leaves them out.
-        is_behind: for a writer: from the beginning of a transaction until the map and the view follow it. If a call is
-            cut short in between, the next use of the writer asks the file what became of it (``Writer.catch_up``).
+        is_behind: for a writer: from the beginning of a transaction until the map and the snapshot follow it. If a call
+            is cut short in between, the next use of the writer asks the file what became of it (``Writer.catch_up``).
         has_failed: what the device holds is not known.
         tables: layout and number of rows, by index.
     """
 
     def __init__(self, directory: Path, store_id: bytes, *, readonly: bool, version: int | None, create: bool) -> None:
-        self.path: Final = rows_path(directory)
+        self.path: Final = files.rows_path(directory)
         self.store_id: Final = store_id
         self.readonly: Final = readonly
         self.lock: Final = threading.RLock()
         self.tables: dict[int, tuple[RowLayout, int]] = {}
+        self.rows: RowMap | None = None
         self.has_loose = True
-        self.is_behind = self.has_failed = False
-        self._state = "open"
+        self.is_behind = self.has_failed = self.is_closed = False
+        self._shown = threading.RLock()  # snapshot and rows, where they change together, and the leases
+        self._idle = threading.Condition(self._shown)
+        self._leased: dict[object, tuple[Snapshot, RowMap | None]] = {}  # by lease
+        self._old: list[Snapshot] = []  # no longer shown, but leased
         disown_in_forks(self)
-        require_plain_files(directory)
+        files.require_plain_files(directory)
         with ExitStack() as stack:
             if create and not readonly and not self.path.exists():
                 with directory_locked(directory):
                     if not self.path.exists():
-                        create_rows_file(self.path, first_records(store_id), store_id)
+                        files.create_rows_file(self.path, records.first_records(store_id), store_id)
             try:
                 pins = Pins(self.path, writable=not readonly)
             except (FileNotFoundError, NotADirectoryError):
@@ -162,45 +81,102 @@ class OpenFile:
             else:
                 pins.lock_for_writer()
                 pins.require_in_place()
-                require_own_files(directory)
+                files.require_own_files(directory)
                 sync_directory(directory)  # a process that ended may have left names that the device does not hold
                 recover(self.path, store_id, pins)
-            self.page_bytes: Final = check_rows_file(self.path).page_bytes
+            self.page_bytes: Final = files.check_rows_file(self.path).page_bytes
             self.map = FileMap.of_rows(self.path, pins.size_bytes(), pins)
             stack.callback(self.map.close)
-            self.view: Final = View(snapshot := self.new_snapshot())
-            stack.callback(self.view.close)
-            snapshot.check_free_pages()
-            self.logged: Final = check_store(snapshot, store_id)
-            self.head: Head = read_head(snapshot)
-            self.record: CommitRecord = read_record(snapshot, chosen_version(self.path, self.head, version))
+            self.snapshot = self.new_snapshot()
+            stack.callback(lambda: self.snapshot.close())  # the one of the end
+            self.snapshot.check_free_pages()
+            self.logged: Final = check_store(self.snapshot, store_id)
+            self.head = read_head(self.snapshot)
+            if version is not None and version not in self.head.kept:
+                kept = ", ".join(map(str, self.head.kept)) or "none"
+                raise StoreNotFoundError(f"{self.path}: version {version} is not kept; kept: {kept}.")
+            self.record = records.read_record(self.snapshot, self.head.current if version is None else version)
             self._parts = stack.pop_all()
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The tree that readers are shown."""
-        return self.view.snapshot
-
-    @property
-    def is_closed(self) -> bool:
-        return self._state == "closed"
 
     def disown(self) -> None:
         """In a forked process, which has no map of the file: refuse further use."""
-        self._state = "closed"
+        self.is_closed = True
 
     def require_open(self) -> None:
         """ClosedError after ``close``; TierstoreError if it ``has_failed``."""
-        if self._state == "closed":
+        if self.is_closed:
             raise ClosedError(f"{self.path}: the store was closed")
         if self.has_failed:
             raise TierstoreError(f"{self.path}: an earlier error left the store unusable; close it and open it again.")
 
-    # -- what readers are shown
+    def new_snapshot(self) -> Snapshot:
+        """Of the newest tree; the caller's to close."""
+        return Snapshot(self.path, self.map, self.page_bytes)
+
+    @contextmanager
+    def _lease(self, *, with_rows: bool) -> Iterator[tuple[Snapshot, RowMap | None]]:
+        lease = object()
+        try:
+            with self._shown:
+                self.require_open()
+                self._leased[lease] = leased = self.snapshot, self.rows if with_rows else None
+            yield leased
+        finally:
+            with self._idle:
+                if lease in self._leased:
+                    del self._leased[lease]  # no call, before which memory may be short
+                self._close_unused()
+                if not self._leased:
+                    self._idle.notify_all()
+
+    @contextmanager
+    def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:
+        """The current snapshot and map, kept until the end of the block."""
+        self.require_open()
+        while True:
+            with self._lease(with_rows=True) as (snapshot, rows):
+                if rows is not None:
+                    yield snapshot, rows
+                    return
+            self.make_map()  # may be dropped again before it is leased: by a rollback
+
+    @contextmanager
+    def lease_tree(self) -> Iterator[Snapshot]:
+        """The current snapshot, kept until the end of the block."""
+        with self._lease(with_rows=False) as (snapshot, _):
+            yield snapshot
+
+    def oldest_shown(self) -> int:
+        """Number of the oldest transaction whose tree is leased or current."""
+        with self._shown:
+            return min([self.snapshot.txn_id, *(snapshot.txn_id for snapshot, _ in self._leased.values())])
+
+    def _close_unused(self) -> None:
+        """End the snapshots whose last lease ended, with those that a call was to end that was cut short."""
+        leased = [snapshot for snapshot, _ in self._leased.values()]
+        for snapshot in [each for each in self._old if each not in leased]:
+            self._old.remove(snapshot)
+            snapshot.close()
+
+    def show(self, snapshot: Snapshot, rows: RowMap | Tail | None = None) -> None:
+        """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease.
+
+        The tail of the log enters the map that it goes on from, or a copy of it while somebody reads through that.
+        """
+        with self._shown:
+            self._old.append(self.snapshot)
+            self.snapshot = snapshot
+            if isinstance(rows, Tail):
+                is_read = any(each is rows.base for _, each in self._leased.values())
+                self.rows = rows.base.copied() if is_read else rows.base
+                self.rows.advance(rows)
+            elif rows is not None:
+                self.rows = rows
+            self._close_unused()
 
     def follow(self, snapshot: Snapshot) -> None:
         """Show the newest tree, which the map goes with."""
-        self.view.move(snapshot)
+        self.show(snapshot)
         self.is_behind = False
 
     @contextmanager
@@ -214,37 +190,16 @@ class OpenFile:
             raise
         self.follow(snapshot)
 
-    @contextmanager
-    def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:
-        """The current snapshot and map, kept until the end of the block."""
-        self.require_open()
-        while True:
-            with self.view.lease(self.require_open) as (snapshot, rows):
-                if rows is not None:
-                    yield snapshot, rows
-                    return
-            self.make_map()  # may be dropped again before it is leased: by a rollback
-
-    @contextmanager
-    def lease_tree(self) -> Iterator[Snapshot]:
-        """The current snapshot, kept until the end of the block."""
-        with self.view.lease(self.require_open, with_rows=False) as (snapshot, _):
-            yield snapshot
-
-    def new_snapshot(self) -> Snapshot:
-        """Of the newest tree; the caller's to close."""
-        return Snapshot(self.path, self.map, self.page_bytes)
-
     def make_map(self) -> RowMap:
         """The map of the rows that are shown, made if there is none."""
         with self.lock:
-            if (rows := self.view.rows) is None:
+            if (rows := self.rows) is None:
                 self.require_open()
                 rows = RowMap(self.tables)
                 current, kept = (self.record.version, ()) if self.readonly else (self.head.current, self.head.kept)
-                last = current if self.readonly or self.has_loose else MAX_VERSION
+                last = current if self.readonly or self.has_loose else records.MAX_VERSION
                 rows.enter(self.snapshot, stored_segments(self.snapshot), last, kept)
-                self.view.rows = rows
+                self.rows = rows
             return rows
 
     def layout_of(self, rows: RowPlaces, keys: Int64s) -> RowLayout:
@@ -256,17 +211,18 @@ class OpenFile:
             raise ValueError(f"{self.path}: has rows of tables that were not added; add all tables before")
         return layout
 
-    # -- closing
-
     def drain(self) -> None:
         """Refuse further use, and wait for the leases to end."""
-        self.view.drain(self.disown)
+        with self._idle:
+            self.disown()
+            while self._leased:
+                self._idle.wait(_PAUSE_SECONDS)  # a lease that was cut short as it ended does not notify
 
     def close(self) -> None:
         """Release map and locks."""
-        self._state = "closed"
+        self.is_closed = True
         self._parts.close()
-        self.view.rows = None  # references to the store, or to a table of it, do not keep the map
+        self.rows = None  # references to the store, or to a table of it, do not keep the map
 
 
 GROWTH_BYTES: Final = 16 * 2**20

@@ -63,9 +63,7 @@ class SegmentStatus(IntEnum):
     UNREADABLE = 7  # the device refuses a page of it
 
 
-class Geometry(NamedTuple):
-    """Sizes a kernel needs of a layout."""
-
+class Geometry(NamedTuple):  # sizes a kernel needs of a layout
     layout_id: int
     page_words: int
     pages_per_block: int
@@ -87,24 +85,19 @@ class Geometry(NamedTuple):
 
 
 def geometry(layout: RowLayout, layout_id: int) -> Geometry:
-    row_words, rows = layout.weight_words + layout.state_words, layout.rows_per_block
-    if layout.pages_per_block == 1:
-        first_row, row_stride, pair_stride = BLOCK_HEADER_WORDS + PAIR_WORDS * rows, row_words, PAIR_WORDS
-    else:
-        first_row, row_stride = BLOCK_HEADER_WORDS + PAIR_WORDS, row_words + PAIR_WORDS
-        pair_stride = row_stride
+    row_words, is_one_page = layout.weight_words + layout.state_words, layout.pages_per_block == 1
     return Geometry(
-        layout_id,
-        layout.page_bytes // 8,
-        layout.pages_per_block,
-        rows,
-        layout.weight_words,
-        layout.state_words,
-        layout.rows_per_segment,
-        max(1, (layout.rows_per_segment - 1).bit_length()),
-        first_row,
-        row_stride,
-        pair_stride,
+        layout_id=layout_id,
+        page_words=layout.page_bytes // 8,
+        pages_per_block=layout.pages_per_block,
+        rows_per_block=layout.rows_per_block,
+        weight_words=layout.weight_words,
+        state_words=layout.state_words,
+        rows_per_segment=layout.rows_per_segment,
+        place_bits=max(1, (layout.rows_per_segment - 1).bit_length()),
+        first_row=BLOCK_HEADER_WORDS + PAIR_WORDS * (layout.rows_per_block if is_one_page else 1),
+        row_stride=row_words if is_one_page else row_words + PAIR_WORDS,
+        pair_stride=PAIR_WORDS if is_one_page else row_words + PAIR_WORDS,
     )
 
 
@@ -245,9 +238,8 @@ def _index_status(words: Words, page_words: int, limit: int, page: int, pages: i
         return status
     at = page * page_words + PAGE_HEADER_WORDS
     num, is_mixed = rows_listed(words, at)
-    if words[at + MAGIC] != _MAGIC or words[at + NUMBER] != number or num < 1:
-        return 3
-    if index_pages(page_words, num, is_mixed) >= pages:
+    is_one = words[at + MAGIC] == _MAGIC and words[at + NUMBER] == number and num >= 1
+    if not is_one or index_pages(page_words, num, is_mixed) >= pages:
         return 3
     length = KEYS - MAGIC + num * (2 if is_mixed else 1)
     if words_hash(words, at + MAGIC, length, number) != words[at + CHECKSUM]:
@@ -260,6 +252,8 @@ def _index_status(words: Words, page_words: int, limit: int, page: int, pages: i
     is_right = newest == words[at + NEWEST] and oldest == words[at + OLDEST] and is_mixed == (newest != oldest)
     return 0 if is_right else 3
 
+
+# Reading the indexes of a tree's segments, without their rows.
 
 _LOG: Final = logging.getLogger("tierstore")
 _PART_SEGMENTS: Final = 1024
@@ -299,17 +293,13 @@ def byte_ranges(stored: Stored, page_bytes: int) -> tuple[Int64s, Int64s]:
     return stored["first_page"] * page_bytes, (stored["first_page"] + stored["pages"]) * page_bytes
 
 
+@kernel
 def numbers_hash(stored: Stored) -> int:
     """Sum of ``checksum.mix_key`` of the numbers of segments, modulo 2**64."""
-    return int(_hash(stored))
-
-
-@kernel
-def _hash(stored: Stored) -> np.uint64:
     total = np.uint64(0)
     for i in range(len(stored)):
         total += mix_key(np.uint64(0), stored[i]["number"])
-    return total
+    return total  # type: ignore[return-value]
 
 
 @kernel
@@ -327,10 +317,8 @@ def _read(words: Words, address: int, page_words: int, limit: int, stored: Store
         statuses[i] = _index_status(words, page_words, limit, first_page, pages, stored[i]["number"])
         if statuses[i] == 0:
             at = first_page * page_words + PAGE_HEADER_WORDS
-            stored[i]["rows"] = words[at + COUNT] & COUNT_MASK
-            stored[i]["newest"] = words[at + NEWEST]
-            stored[i]["oldest"] = words[at + OLDEST]
-            stored[i]["first_key"] = words[at + KEYS]
+            stored[i]["rows"], stored[i]["first_key"] = words[at + COUNT] & COUNT_MASK, words[at + KEYS]
+            stored[i]["newest"], stored[i]["oldest"] = words[at + NEWEST], words[at + OLDEST]
 
 
 def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterator[slice]:
@@ -342,7 +330,7 @@ def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterato
     if len(slices) < 2:  # a thread would take longer to start
         for each in slices:
             queue(each)
-            yield each
+        yield from slices
         return
     with ThreadPoolExecutor(1, "tierstore-read-ahead") as executor:
         queued = deque(executor.submit(queue, each) for each in slices[:_PARTS_AHEAD])
@@ -428,8 +416,8 @@ def damage_error(path: Path, found: list[tuple[str, int]], more: str = "") -> Da
             parts.append(f"{what} does not match its checksum")
         else:
             parts.append(f"{what} is damaged ({SegmentStatus(status).name})")
-    words, status = "; ".join(parts) + more, found[0][1]
-    if status == SegmentStatus.UNREADABLE:
-        return UnreadableError(f"{path}: {words}. {ASK_AGAIN} {RESTORE}")
-    kind = TruncatedError if status == SegmentStatus.OUT_OF_FILE else ChecksumError
-    return kind(f"{path}: {words}. {RESTORE}")
+    words = f"{path}: {'; '.join(parts)}{more}."
+    if found[0][1] == SegmentStatus.UNREADABLE:
+        return UnreadableError(f"{words} {ASK_AGAIN} {RESTORE}")
+    kind = TruncatedError if found[0][1] == SegmentStatus.OUT_OF_FILE else ChecksumError
+    return kind(f"{words} {RESTORE}")
