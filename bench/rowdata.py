@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.io import LmdbColdTier
+from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.reads import RowReader
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 

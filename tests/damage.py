@@ -28,7 +28,7 @@ from torch import Tensor
 
 import tierstore
 from tierstore.errors import DamagedError, TierstoreError
-from tierstore.io import LmdbColdTier
+from tierstore.io.lmdb import LmdbColdTier
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.store.manifest import Manifest
 

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.io import LmdbColdTier
-from tierstore.io.indexes import Stored, read_indexes, stored_segments
-from tierstore.io.segments import KEYS
+from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.segments import KEYS, Stored, read_indexes, stored_segments
 from tierstore.layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from tierstore.store.manifest import Manifest
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tierstore.io import ColdTier
+from tierstore.io.base import ColdTier
 
 
 class TroubledTier:

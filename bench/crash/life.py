@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import tierstore
-from tierstore.io import ROW_FILE_NAME, anchor
+from tierstore.io import ROW_FILE_NAME, row_file, superblock
 from tierstore.store.manifest import MANIFEST_NAME
 from tierstore.system import killpoints
 
@@ -82,12 +82,12 @@ class Settings:
 @contextlib.contextmanager
 def other_boot(number: int) -> Iterator[None]:
     """As if the machine had started again so many times."""
-    real = anchor.boot_id
-    anchor.boot_id = lambda: b"start" + number.to_bytes(11, "little")
+    real = superblock.boot_id
+    superblock.boot_id = lambda: b"start" + number.to_bytes(11, "little")
     try:
         yield
     finally:
-        anchor.boot_id = real
+        superblock.boot_id = real
 
 
 def live(
@@ -99,7 +99,7 @@ def live(
     with how often each point was reached, and "failed".
     """
     reached = _watch(kill_at, settings.stall_seconds)
-    anchor.GROWTH_BYTES = settings.growth_bytes  # type: ignore[misc]
+    row_file.GROWTH_BYTES = settings.growth_bytes  # type: ignore[misc]
     with other_boot(boot):
         train(directory, plan, settings, report)
     report("closed", reached=dict(reached))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import tierstore
-from tierstore.io import ROW_FILE_NAME
+from tierstore.io.files import ROW_FILE_NAME
 from tierstore.plan.measure import READ_BYTES, direct_reader, page_cache
 
 from ..common import Spread, Table

@@ -20,7 +20,7 @@ import tierstore
 from tests.children import run
 from tierstore import errors
 from tierstore.cli.entry import main
-from tierstore.io import LmdbColdTier
+from tierstore.io.lmdb import LmdbColdTier
 from tierstore.system.output import write_text
 from tierstore.updates.delta import write_update
 

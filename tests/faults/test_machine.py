@@ -27,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.io.support import heal, refuse
 from tierstore.errors import DiskFullError, PartlyTrainedError, TierstoreError, UnreadableError
-from tierstore.io import anchor
+from tierstore.io import row_file, superblock
 from tierstore.kernels.jit import JIT_ENABLED
 
 from .conftest import SHARED_MEMORY
@@ -102,8 +102,8 @@ class Faults(RuleBasedStateMachine):
         self.generator, self.keep = np.random.default_rng(seed), keep
         self.lives = self.boots = self.serial = 0
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(anchor, "GROWTH_BYTES", GROWTH_BYTES)
-        self.patch.setattr(anchor, "boot_id", lambda: b"start" + self.boots.to_bytes(11, "little"))
+        self.patch.setattr(row_file, "GROWTH_BYTES", GROWTH_BYTES)
+        self.patch.setattr(superblock, "boot_id", lambda: b"start" + self.boots.to_bytes(11, "little"))
         self.folder = tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
         self.scratch = Path(self.folder.name)
         (self.scratch / "life 0").mkdir()
@@ -329,27 +329,27 @@ def test_a_store_in_new_directories_lasts(scratch: Path, initial: dict[str, Trai
 
 def keeper(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
     """Give whoever sets anchors something else."""
-    real = anchor.AnchorKeeper.__init__
+    real = row_file.SuperblockWriter.__init__
 
     def init(self: Any, *arguments: Any, **named: Any) -> None:
         real(self, *arguments, **(named | changes))
 
-    return lambda patch: patch.setattr(anchor.AnchorKeeper, "__init__", init)
+    return lambda patch: patch.setattr(row_file.SuperblockWriter, "__init__", init)
 
 
 def sync_no_directory(patch: pytest.MonkeyPatch) -> None:
-    for module in ("tierstore.store.manifest", "tierstore.io.files", "tierstore.io.anchor"):
+    for module in ("tierstore.store.manifest", "tierstore.io.files", "tierstore.io.superblock"):
         patch.setattr(f"{module}.sync_directory", lambda directory: None)
 
 
 def recover_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tierstore.io.opened.recover", lambda path, store_id, pins: None)
+    patch.setattr("tierstore.io.row_file.recover", lambda path, store_id, pins: None)
 
 
 BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no sync of rows": keeper(sync=lambda: None),
     "no pins": keeper(pin=contextlib.ExitStack),  # has nothing to close
-    "no sync of anchors": lambda patch: patch.setattr(anchor.os, "fdatasync", lambda descriptor: None),
+    "no sync of anchors": lambda patch: patch.setattr(superblock.os, "fdatasync", lambda descriptor: None),
     "no sync of the directory": sync_no_directory,
     "no recovery": recover_nothing,
 }
@@ -358,7 +358,7 @@ BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @contextlib.contextmanager
 def without(broken: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(anchor, "GROWTH_BYTES", GROWTH_BYTES)
+        patch.setattr(row_file, "GROWTH_BYTES", GROWTH_BYTES)
         BROKEN[broken](patch)
         yield
 

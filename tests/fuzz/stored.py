@@ -18,16 +18,27 @@ import torch
 import tierstore
 from tierstore import TableConfig, init, optim
 from tierstore.errors import DamagedError, TierstoreError
-from tierstore.io import anchor, btree, opened, records
+from tierstore.io import btree, records, superblock
 from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, new_walk, parse_meta
 from tierstore.io.checksum import bytes_checksum, words_hash
 from tierstore.io.free_list import check_page_use
-from tierstore.io.indexes import Stored, read_indexes, stored_segments
 from tierstore.io.places import TableArrays
 from tierstore.io.reader_locks import FileLocks
 from tierstore.io.row_map import RowMap
-from tierstore.io.segments import CHECKSUM, COUNT, COUNT_MASK, KEYS, MAGIC, MIXED, NEWEST, OLDEST
-from tierstore.io.verify import _Check
+from tierstore.io.segments import (
+    CHECKSUM,
+    COUNT,
+    COUNT_MASK,
+    KEYS,
+    MAGIC,
+    MIXED,
+    NEWEST,
+    OLDEST,
+    Stored,
+    read_indexes,
+    stored_segments,
+)
+from tierstore.io.verify import Verifier
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack
 from tierstore.updates.header import PAGE_BYTES as UPDATE_PAGE_BYTES
@@ -205,7 +216,7 @@ def _enter_segments(data: bytes) -> None:
         with contextlib.suppress(DamagedError):
             rows.enter(tree, read_indexes(tree, stored), last, kept)
             rows.written_since(tree, 1)
-    check = _Check(tree, rows)
+    check = Verifier(tree, rows)
     check.look_at(stored.copy())
     with contextlib.suppress(DamagedError):
         check.require_sound()
@@ -239,24 +250,24 @@ def _anchored() -> tuple[Path, bytes, bytes, bytes]:
 
 def _recover(path: Path, store_id: bytes) -> None:
     with closing(FileLocks(path, writable=True)) as pins:
-        opened.recover(path, store_id, pins)
+        superblock.recover(path, store_id, pins)
 
 
 def _read_anchor(data: bytes) -> None:
     """The first byte: whether checksums are made right again (1), the rest is edits, or (2) the file itself."""
-    anchor._BOOT_ID = Path("/nonexistent")  # all zero, as after a restart of another machine
+    superblock._BOOT_ID = Path("/nonexistent")  # all zero, as after a restart of another machine
     rows, store_id, content, anchored = _anchored()
     if not data:
         return
     mode, rest = data[0] % 3, data[1:]
     image = bytearray(rest) if mode == 2 else edited(anchored, [0, 0, 0, 1], rest)
     if mode == 1:
-        size = anchor._BODY_BYTES
+        size = superblock._BODY_BYTES
         for start in (0, 4096):
             body = bytes(image[start : start + size])
             image[start + size : start + size + 8] = bytes_checksum(body).to_bytes(8, "little")
     rows.with_name("rows.anchor").write_bytes(image)
-    for check in (anchor.require_sound, _recover):
+    for check in (superblock.require_sound, _recover):
         try:
             check(rows, store_id)
         except TierstoreError as error:

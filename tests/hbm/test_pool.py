@@ -23,7 +23,7 @@ from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.pool import HbmLease, HbmPool, HbmSize
 from tierstore.hbm.staging import Sender
 from tierstore.hbm.streams import Streams
-from tierstore.io import MemoryColdTier
+from tierstore.io.base import MemoryColdTier
 from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from tierstore.io import opened, places
-from tierstore.io.anchor import ANCHOR_NAME
+from tierstore.io import places, superblock
+from tierstore.io.files import SUPERBLOCK_NAME
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.reader_locks import FileLocks
 from tierstore.io.segments import Geometry, geometry
@@ -75,14 +75,14 @@ def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
 def recover(path: Path) -> None:
     """Go back to the anchor, as an open for writing does."""
     with closing(FileLocks(path, writable=True)) as pins:
-        opened.recover(path, STORE_ID, pins)
+        superblock.recover(path, STORE_ID, pins)
 
 
 @contextmanager
 def plain_lmdb(path: Path, *, write: bool = False) -> "Iterator[lmdb.Transaction[bytes]]":
     """The file by py-lmdb alone. What is written stays: there is no anchor that an open would go back to."""
     if write:
-        (path / ANCHOR_NAME).unlink(missing_ok=True)
+        (path / SUPERBLOCK_NAME).unlink(missing_ok=True)
     file = path / "rows.lmdb"
     environment = lmdb.open(str(file), subdir=False, map_size=1 << 30, lib_version=0, readonly=not write)
     try:

@@ -13,8 +13,8 @@ from tests.io.support import open_tier
 from tierstore.io import row_map
 from tierstore.io import writer as io_writer
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.opened import OpenFile
 from tierstore.io.reads import RowReader
+from tierstore.io.row_file import OpenFile
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
 
@@ -144,7 +144,7 @@ def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, monke
                     assert follower.find_newer() is None
                     check_leased(reader, snapshot, rows)
         assert tier.counters().rows_moved >= len(keys)
-        assert follower._file.view.rows is rows
+        assert follower._file.rows is rows
         assert not copies
         check_rows(follower, WIDE, keys_of(0, others), 2)
         assert follower.find_newer() is None
@@ -157,7 +157,7 @@ def test_a_map_that_is_dropped_before_it_is_leased(follower: LmdbColdTier, monke
     def make_and_drop(file: OpenFile) -> RowMap:
         made.append(make(file))
         if len(made) == 1:
-            file.view.rows = None
+            file.rows = None
         return made[-1]
 
     follower.set_tables({0: (WIDE, NUM_ROWS)})

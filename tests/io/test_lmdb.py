@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,17 +11,14 @@ import pytest
 from tests.conformance.cold_tier import WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
 from tests.io.support import flip, open_tier, place_of, plain_lmdb
 from tierstore.errors import ChecksumError, DamagedError, DiskFullError
-from tierstore.io.indexes import STORED, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.segments import STORED, stored_segments
 
 
 def _tier(path: Path, **changes: object) -> LmdbColdTier:
     tier = open_tier(path, **changes)
     add_tables(tier)
     return tier
-
-
-_RECORDS = 3  # the store, its head, and the log
 
 
 def _segments(rows: int) -> int:
@@ -31,13 +29,12 @@ def _segments(rows: int) -> int:
 def test_a_commit_that_finds_no_room_to_clean_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with contextlib.closing(open_tier(tmp_path)) as tier:
-        add_tables(tier)
+    with contextlib.closing(_tier(tmp_path)) as tier:
         keys = keys_of(0, np.arange(500))
         for version in (1, 2):
             write_rows(tier, WIDE, keys, version)
             with monkeypatch.context() as patch:
-                patch.setattr(tier._writer._log, "clean", _no_room)
+                patch.setattr(tier._writer._log, "clean", Mock(side_effect=DiskFullError("no room left")))
                 assert commit(tier, b"") == version
         assert "no room to clean up" in caplog.text
         with tier.lease() as (snapshot, _):
@@ -53,7 +50,7 @@ def test_a_segment_that_its_tree_has_lost_is_an_error_that_leaves_the_log_as_it_
         log, before = tier._writer._log, tier._writer._log._record
         lost = np.zeros(1, STORED)
         lost["number"] = 7
-        with pytest.raises(DamagedError, match="has lost segment 7"), log._changing() as txn:
+        with pytest.raises(DamagedError, match="has lost segment 7"), log._changing([]) as txn:
             log._delete(txn, lost)
         write_rows(tier, WIDE, keys, 2)
         assert commit(tier, b"") == 2
@@ -62,14 +59,9 @@ def test_a_segment_that_its_tree_has_lost_is_an_error_that_leaves_the_log_as_it_
         check_rows(tier, WIDE, keys, 2)
 
 
-def _no_room(*_: object) -> None:
-    raise DiskFullError("no room left")
-
-
 def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every turn of cleaning finds more to do, as rows are written in between."""
-    with contextlib.closing(open_tier(tmp_path)) as tier:
-        add_tables(tier)
+    with contextlib.closing(_tier(tmp_path)) as tier:
         write_rows(tier, WIDE, keys_of(0, np.arange(500)), 1)
         calls: list[None] = []
         monkeypatch.setattr(tier._writer, "_clean", lambda: not calls.append(None))
@@ -88,27 +80,19 @@ def test_close_waits_for_reads(tmp_path: Path) -> None:
         assert closing.is_alive()
     closing.join()
     with plain_lmdb(tmp_path) as txn:
-        assert txn.stat()["entries"] == _segments(1000) + _RECORDS
-
-
-def _numbers(tier: LmdbColdTier) -> set[int]:
-    """Of the segments in the tree."""
-    with tier.lease_tree() as snapshot:
-        return set(stored_segments(snapshot)["number"].tolist())
+        assert txn.stat()["entries"] == _segments(1000) + 3, "the records of the store, its head, and the log"
 
 
 def test_numbers_of_segments_are_never_given_again(tmp_path: Path) -> None:
     """Not after a rollback, nor by a process that goes back to a tree that lacks some: a stale page could pass."""
     seen: set[int] = set()
-    for generation in range(1, 4):
-        tier = _tier(tmp_path)
-        write_rows(tier, WIDE, keys_of(0, np.arange(500)), generation)
-        seen |= _numbers(tier)
-        tier.close()
-        tier = _tier(tmp_path)  # drops them
-        write_rows(tier, WIDE, keys_of(0, np.arange(500)), generation)
-        assert not seen & _numbers(tier)
-        tier.close()
+    for generation in range(6):  # each drops those that the one before left behind
+        with contextlib.closing(_tier(tmp_path)) as tier:
+            write_rows(tier, WIDE, keys_of(0, np.arange(500)), generation)
+            with tier.lease_tree() as snapshot:
+                numbers = set(stored_segments(snapshot)["number"].tolist())
+            assert numbers.isdisjoint(seen)
+            seen |= numbers
 
 
 @pytest.mark.parametrize("part", ["a row", "its index"])

@@ -16,12 +16,11 @@ import pytest
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier, widen_places
 from tierstore.errors import BudgetError
-from tierstore.io import indexes, places
-from tierstore.io.indexes import read_indexes, stored_segments
+from tierstore.io import places, segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import MAX_VERSION
 from tierstore.io.row_map import RowMap
-from tierstore.io.segments import KEYS
+from tierstore.io.segments import KEYS, read_indexes, stored_segments
 from tierstore.layout import PAGE_HEADER_WORDS
 
 PAGE = 4096
@@ -100,7 +99,7 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Bytes of a place in the maps of stores of some segments."""
     if request.param == "wide":
         widen_places(monkeypatch)
-    monkeypatch.setattr(indexes, "_PART_SEGMENTS", 7)
+    monkeypatch.setattr(segments, "_PART_SEGMENTS", 7)
     return 8 if request.param == "wide" else 4
 
 
@@ -143,8 +142,8 @@ def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int
 def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a writer, which looks for what an earlier process left behind."""
     looked_at: list[int] = []
-    read = indexes._read
-    monkeypatch.setattr(indexes, "_read", lambda *all_: looked_at.extend(all_[4]["number"].tolist()) or read(*all_))
+    read = segments._read
+    monkeypatch.setattr(segments, "_read", lambda *all_: looked_at.extend(all_[4]["number"].tolist()) or read(*all_))
     with closing(_opened(tmp_path)) as tier:
         write_rows(tier, WIDE, keys_of(0, np.arange(_NUM_ROWS)), 1)
         commit(tier, b"")

@@ -25,9 +25,9 @@ from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, co
 from tests.io.support import heal, open_tier, page_of, refuse
 from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
 from tierstore.io import sigbus, snapshot
-from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap
+from tierstore.io.segments import stored_segments
 from tierstore.io.sigbus import Guard
 from tierstore.kernels.jit import JIT_ENABLED
 

@@ -1,5 +1,6 @@
 """However a store is rewritten, a commit leaves its segments no larger than the slack allows."""
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from tests.conformance.cold_tier import LONG, NARROW, WIDE, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier
 from tierstore import layout as layouts
-from tierstore.io import anchor, log, places
+from tierstore.io import log, places, row_file
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.layout import RowLayout
 
@@ -17,11 +18,10 @@ from tierstore.layout import RowLayout
 @pytest.mark.parametrize("num_rows", [1, 40, 6000])
 def test_a_commit_leaves_no_more_than_the_slack(tmp_path: Path, slack: float, num_rows: int, writes: int) -> None:
     """Half of the rows are rewritten for each version, so that every segment loses some, in few transactions or one."""
-    tier = open_tier(tmp_path, slack=slack)
-    tier.add_table(0, WIDE, num_rows)
     generator = np.random.default_rng(0)
     generations = np.zeros(num_rows, np.int64)
-    try:
+    with contextlib.closing(open_tier(tmp_path, slack=slack)) as tier:
+        tier.add_table(0, WIDE, num_rows)
         for version in range(1, 9):
             rows = generator.permutation(num_rows)[: num_rows if version == 1 else -(-num_rows // 2)]
             for part in np.array_split(rows, writes):
@@ -36,17 +36,14 @@ def test_a_commit_leaves_no_more_than_the_slack(tmp_path: Path, slack: float, nu
                 assert segments.pages <= slack * needed + per_segment, f"version {version}"
         for version in np.unique(generations).tolist():
             check_rows(tier, WIDE, keys_of(0, np.flatnonzero(generations == version)), version)
-    finally:
-        tier.close()
 
 
 def test_a_few_rows_of_a_version_do_not_keep_others_from_being_cleaned(tmp_path: Path) -> None:
     """The emptiest segment has all that could be moved for a kept version, and would be no smaller elsewhere."""
     size, generator = WIDE.rows_per_segment, np.random.default_rng(0)
     pages = WIDE.segment_pages(size)
-    tier = open_tier(tmp_path, slack=1.4)
-    tier.add_table(0, WIDE, 20 * size + 1)
-    try:
+    with contextlib.closing(open_tier(tmp_path, slack=1.4)) as tier:
+        tier.add_table(0, WIDE, 20 * size + 1)
         for rows in (1 + np.arange(20 * size), np.arange(1)):
             write_rows(tier, WIDE, keys_of(0, rows), 1)
         commit(tier, b"")
@@ -56,22 +53,19 @@ def test_a_few_rows_of_a_version_do_not_keep_others_from_being_cleaned(tmp_path:
                 segments = found.segments[WIDE]
                 stored = segments.pages - segments.arrays.pages[segments.dead].sum()
                 assert stored <= (1.4 * segments.rows / size + 2) * pages, f"write {number}"
-    finally:
-        tier.close()
 
 
 @pytest.mark.parametrize("layout", [WIDE, NARROW, LONG], ids=["wide", "narrow", "long"])
 def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: RowLayout) -> None:
     """docs/durability.md's, of rows as they are stored: they are rewritten at random, and committed now and then."""
     least = 1 << 20
-    monkeypatch.setattr(anchor, "GROWTH_BYTES", least)
+    monkeypatch.setattr(row_file, "GROWTH_BYTES", least)
     monkeypatch.setattr(places, "SMALL_PAGES", 256)
     generator, slack, bound, most = np.random.default_rng(0), 1.4, 0.0, 0.0
     num_rows = int((16 << 20) / layout.stored_row_bytes)
     a_write = layout.rows_per_segment
     transaction = a_write * layout.stored_row_bytes * (1 + 1 / (slack - 1))
-    tier = open_tier(tmp_path, slack=slack)
-    try:
+    with contextlib.closing(open_tier(tmp_path, slack=slack)) as tier:
         tier.add_table(0, layout, num_rows)
         for part in np.array_split(np.arange(num_rows), num_rows // a_write):
             write_rows(tier, layout, keys_of(0, part), 1)
@@ -87,8 +81,6 @@ def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.Mon
                 bound = max(bound, (slack + 0.1) * rows_bytes + 3 * (growth + transaction))
                 most = max(most, tier.path.stat().st_size / bound)
         assert 0.8 < most <= 1
-    finally:
-        tier.close()
 
 
 _SCALE = 8  # Segments, and all that is counted in their pages, are so many times smaller: 64 MB hold the tree of 500 MB
@@ -125,7 +117,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> RowLayout:
     """Two rows a segment."""
     for module, name in (
         (layouts, "SEGMENT_PAGES"),
-        (anchor, "GROWTH_BYTES"),
+        (row_file, "GROWTH_BYTES"),
         (log, "_DELETED_PAGES"),
         (log, "_CLEANED_PAGES"),
     ):
@@ -141,8 +133,7 @@ def test_few_pages_are_written_beside_segments(tmp_path: Path, layout: RowLayout
     """While the table is filled, and while rows are rewritten at random: each transaction deletes 32 segments, of as
     many leaves of LMDB's tree."""
     generator, rates = np.random.default_rng(0), []
-    tier = open_tier(tmp_path)
-    try:
+    with contextlib.closing(open_tier(tmp_path)) as tier:
         tier.add_table(0, layout, _NUM_ROWS)
         counter = _Counter(tier)
         for keys in np.split(keys_of(0, np.arange(_NUM_ROWS)), _NUM_ROWS // _ROWS_A_WRITE):
@@ -156,5 +147,3 @@ def test_few_pages_are_written_beside_segments(tmp_path: Path, layout: RowLayout
             commit(tier, b"")
             rates.append(counter.pages_a_transaction())
         assert np.mean(rates[-4:]) <= 12, rates
-    finally:
-        tier.close()

@@ -11,7 +11,7 @@ import torch
 
 import tierstore
 from tierstore import errors
-from tierstore.io import MemoryColdTier
+from tierstore.io.base import MemoryColdTier
 from tierstore.pool.pins import Pins
 from tierstore.store import Store
 

@@ -15,7 +15,7 @@ from tests.stored import offset_of, segment_offset, segments_of
 from tierstore import errors
 from tierstore.cli import main
 from tierstore.exchange.rows import read_rows
-from tierstore.io.anchor import read_stamp
+from tierstore.io.files import read_stamp
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.offline import compaction
 from tierstore.offline.compaction import compact_store, keys_by_frequency

@@ -21,10 +21,10 @@ import torch
 import tierstore
 from tests.wrecks import PAGE, TABLES, History, Image, Rows, Segment, extra_of, rows_of, tensors_of
 from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError
-from tierstore.io.anchor import _slot, newest_slot
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.records import STORE_ITEM
-from tierstore.io.sound import settled
+from tierstore.io.superblock import newest_slot, pack_slot
+from tierstore.io.verify import settled
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.offline.salvage import LOST_NAME, SalvageReport, salvage
 from tierstore.store.manifest import Manifest
@@ -271,7 +271,7 @@ def test_a_writer_that_was_killed(cleaned: History, tmp_path: Path) -> None:
     assert any(each.newest <= cleaned.version for each in later), "nothing was moved after the anchor"
     files = _changed(files, [(each.start * 8, bytes((each.stop - each.start) * 8)) for each in later])
     assert not _salvaged(tmp_path, files).is_whole
-    stopped = files | {"rows.anchor": _slot(anchor._replace(boot_id=bytes(16)))}
+    stopped = files | {"rows.anchor": pack_slot(anchor._replace(boot_id=bytes(16)))}
     assert _salvaged(tmp_path, stopped).is_whole
     assert rows_of(tmp_path / "saved") == cleaned.rows
 

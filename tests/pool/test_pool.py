@@ -16,7 +16,7 @@ from tierstore.cache.ddr import DdrCache
 from tierstore.cache.full import FullCache
 from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
-from tierstore.io import MemoryColdTier
+from tierstore.io.base import MemoryColdTier
 from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool, leases
 from tierstore.pool.pins import Lease

@@ -93,8 +93,8 @@ def test_a_damaged_copy_opened_before_and_beside(tmp_path: Path, damage: str, mo
     "step",
     [
         *("tierstore.store.store.Workers", "tierstore.store.opened.unpack", "tierstore.store.catalog.Table"),
-        *("tierstore.io.opened.FileMap.of_rows", "tierstore.io.opened.View", "tierstore.io.opened.read_head"),
-        *("tierstore.io.opened.check_store", "tierstore.io.snapshot.check_page_use"),
+        *("tierstore.io.row_file.FileMap.of_rows", "tierstore.io.row_file.Snapshot", "tierstore.io.row_file.read_head"),
+        *("tierstore.io.row_file.check_store", "tierstore.io.snapshot.check_page_use"),
     ],
 )
 def test_a_store_that_was_opened_by_half_holds_nothing(

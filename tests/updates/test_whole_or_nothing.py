@@ -15,7 +15,7 @@ from tests.following import Child
 from tests.serve.replicas import serving
 from tests.updates.support import SMALL, change, contents, extra_of, same, table_config, version_of
 from tierstore import errors
-from tierstore.io import LmdbColdTier
+from tierstore.io.lmdb import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.trace import read_trace
 from tierstore.updates import Update, apply_update, write_update

@@ -13,8 +13,8 @@ from typing import Any, Final
 from ..config import TableConfig
 from ..errors import TableError
 from ..exchange.rows import chunks, read_keys, read_rows, write_rows
-from ..io import ROW_FILE_NAME, LmdbColdTier
-from ..io.files import rows_path
+from ..io.files import ROW_FILE_NAME, rows_path
+from ..io.lmdb import LmdbColdTier
 from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
 from ..store.opened import open_files

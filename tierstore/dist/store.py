@@ -22,7 +22,7 @@ from torch import Tensor
 from ..cache.ddr import AUTO
 from ..config import TableConfig
 from ..errors import TableError, TierstoreError
-from ..io.cleaning import DEFAULT_SLACK
+from ..io.log import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..store import Store, open_store
 from ..store.lifetime import Shown

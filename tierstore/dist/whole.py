@@ -12,7 +12,8 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import ReadOnlyError, StoreNotFoundError, TierstoreError
-from ..io import ColdCounters, LmdbColdTier, NewerVersion, VerifyReport
+from ..io.base import ColdCounters, NewerVersion, VerifyReport
+from ..io.lmdb import LmdbColdTier
 from ..io.reads import CHUNK_BYTES, ChangedRows
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.floats import code_of_dtype

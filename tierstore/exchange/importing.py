@@ -16,8 +16,7 @@ from torch import Tensor
 from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
 from ..errors import TableError
 from ..ids import DynamicIds
-from ..io import MAX_PAGE_BYTES
-from ..io.files import rows_path
+from ..io.files import MAX_PAGE_BYTES, rows_path
 from ..kernels.arrays import Floats, Int64s
 from ..layout import DtypeName, QuantizedName
 from ..optim import Optimizer

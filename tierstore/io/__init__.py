@@ -1,9 +1,8 @@
-"""The cold tier: rows on a device. Contract: ``base``; on a device: ``lmdb``; in memory: ``memory``."""
+"""The cold tier: rows on a device. Contract, and its twin in memory: ``base``; on a device: ``lmdb``."""
 
-from .base import ColdCounters, ColdTier, NewerVersion, VerifyReport
+from .base import ColdCounters, ColdTier, MemoryColdTier, NewerVersion, VerifyReport
 from .files import MAX_PAGE_BYTES, ROW_FILE_NAME, require_plain_files
 from .lmdb import LmdbColdTier
-from .memory import MemoryColdTier
 
 __all__ = [
     "MAX_PAGE_BYTES",

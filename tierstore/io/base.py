@@ -1,14 +1,18 @@
 """The contract of a cold tier: rows below memory, written in transactions, read in batches, committed atomically.
 
-A store asks nothing else of what its rows lie in. ``lmdb.py`` is on a device; ``memory.py`` is the trivial twin.
+A store asks nothing else of what its rows lie in. ``lmdb.py`` is on a device; ``MemoryColdTier`` is the twin: a dict,
+obviously right, slow, and gone when the process ends.
 """
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..errors import ClosedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 
@@ -16,41 +20,26 @@ from ..layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 class ColdCounters(NamedTuple):
     """Running totals since the tier was opened."""
 
-    rows_read: int = 0
-    """Rows asked for, absent ones included."""
-    rows_absent: int = 0
-    """Of those, rows that were never written."""
-    pages_read: int = 0
-    """Pages the rows lay on, each counted once per ``read`` call (they may have come from the page cache)."""
-    pages_direct: int = 0
-    """Of those, pages that were read past the page cache."""
+    rows_read: int = 0  # asked for, absent ones included
+    rows_absent: int = 0  # of those: never written
+    pages_read: int = 0  # that rows lay on, each counted once per ``read``; they may have come from the page cache
+    pages_direct: int = 0  # of those: read past the page cache
     read_seconds: float = 0.0
     rows_written: int = 0
-    bytes_written: int = 0
-    """Of the pages that rows were appended in."""
-    write_seconds: float = 0.0
-    """Cleaning included."""
-    rows_moved: int = 0
-    """By cleaning: live rows of segments that were to be deleted."""
-    pages_moved: int = 0
-    """Pages that they were read from."""
-    bytes_moved: int = 0
-    """Of the pages that they were appended in."""
+    bytes_written: int = 0  # of the pages that rows were appended in
+    write_seconds: float = 0.0  # cleaning included
+    rows_moved: int = 0  # by cleaning: live rows of segments that were to be deleted
+    pages_moved: int = 0  # that they were read from
+    bytes_moved: int = 0  # of the pages that they were appended in
 
 
 class VerifyReport(NamedTuple):
-    """What was found sound.
+    """What was found sound."""
 
-    Attributes:
-        tables: that have rows.
-        segments: that were checked, and their ``bytes``: with rows of earlier versions, and rows that nobody needs.
-        rows: that a read finds, each counted once.
-    """
-
-    tables: int
-    segments: int
-    rows: int
-    bytes: int
+    tables: int  # that have rows
+    segments: int  # that were checked: also of earlier versions, and with rows that nobody needs
+    rows: int  # that a read finds, each counted once
+    bytes: int  # of the segments
 
 
 class NewerVersion(Protocol):
@@ -60,8 +49,7 @@ class NewerVersion(Protocol):
     def version(self) -> int: ...
 
     @property
-    def payload(self) -> bytes:
-        """See ``ColdTier.payload``."""
+    def payload(self) -> bytes: ...
 
     @property
     def changed(self) -> Int64s:
@@ -81,8 +69,7 @@ class ColdTier(Protocol):
     """Rows are addressed by key (``layout.KEY_ROW_BITS``). Thread-safe: any number of readers, one writer."""
 
     @property
-    def page_bytes(self) -> int:
-        """Of the pages that layouts are for."""
+    def page_bytes(self) -> int: ...
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
         """Make a table known; nothing is written.
@@ -175,7 +162,6 @@ class ColdTier(Protocol):
     @property
     def held_bytes(self) -> int:
         """What the oldest reader keeps from being reused, as of the last commit; 0 unless open for writing."""
-        ...
 
     @property
     def map_bytes(self) -> int:
@@ -186,28 +172,21 @@ class ColdTier(Protocol):
 
 
 class Counting:
-    """A tier's counters, added to by many threads.
-
-    Attributes:
-        totals: so far.
-    """
+    """A tier's counters, added to by many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.totals = ColdCounters()
 
     def add(self, **added: float) -> None:
-        """Add to the totals of these names, all at once."""
         with self._lock:
-            sums = {name: getattr(self.totals, name) + more for name, more in added.items()}
-            self.totals = self.totals._replace(**sums)
+            self.totals = self.totals._replace(**{name: getattr(self.totals, name) + added[name] for name in added})
 
 
-# What the arguments of any tier must be; each raises ValueError.
+# What the arguments of any tier must be: in range, of the types and shapes that kernels take. Each raises ValueError.
 
 
 def check_table(table_index: int, layout: RowLayout, num_rows: int, page_bytes: int) -> None:
-    """Numbers out of range, or a layout for other pages."""
     if not 0 <= table_index < MAX_TABLES:
         raise ValueError(f"table_index must be in [0, {MAX_TABLES}), not {table_index}")
     if not 0 <= num_rows <= MAX_ROWS:
@@ -217,7 +196,6 @@ def check_table(table_index: int, layout: RowLayout, num_rows: int, page_bytes: 
 
 
 def check_arrays(keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools | None = None) -> None:
-    """A type or shape the kernels do not take, or slots out of range."""
     if keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
         raise ValueError("keys must be a contiguous int64 vector")
     if slots.dtype != np.int32 or slots.shape != keys.shape or not slots.flags.c_contiguous:
@@ -229,14 +207,13 @@ def check_arrays(keys: Int64s, slots: Int32s, weights: Words, state: Words, pres
         raise ValueError(f"weights has {len(weights)} slots, state has {len(state)}")
     if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= len(weights)):
         raise ValueError(f"slots must be in [0, {len(weights)})")
-    if present is not None and (
-        present.dtype != np.bool_ or present.shape != keys.shape or not present.flags.c_contiguous
-    ):
+    if present is None:
+        return
+    if present.dtype != np.bool_ or present.shape != keys.shape or not present.flags.c_contiguous:
         raise ValueError("present must be a contiguous bool array as long as keys")
 
 
 def check_widths(layout: RowLayout, weights: Words, state: Words) -> None:
-    """Slots that do not hold a row of the layout."""
     if weights.shape[1] != layout.weight_words or state.shape[1] != layout.state_words:
         raise ValueError(
             f"weights and state have {weights.shape[1]} and {state.shape[1]} words a row, the table's layout has "
@@ -245,10 +222,156 @@ def check_widths(layout: RowLayout, weights: Words, state: Words) -> None:
 
 
 def require_distinct(keys: Int64s) -> None:
-    """A key given twice."""
     if (keys[1:] > keys[:-1]).all():
         return
     ordered = np.sort(keys)
     if (twice := ordered[1:] == ordered[:-1]).any():
         key = int(ordered[int(np.argmax(twice))])
         raise ValueError(f"keys has row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS} twice")
+
+
+class MemoryColdTier:
+    """``ColdTier`` in memory: the tests' oracle, and what is below a store opened with ``cold="memory"``. One lock is
+    around everything; a row is one ``bytes`` object for each epoch that a kept version, or none yet, shows."""
+
+    page_bytes = 4096
+    held_bytes = map_bytes = 0
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._tables: dict[int, tuple[RowLayout, int]] = {}
+        self._rows: dict[int, dict[int, bytes]] = {}
+        self._payloads: dict[int, bytes] = {}
+        self._last_version = 0
+        self._closed = False
+        self._counting = Counting()
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the store was closed")
+            yield
+
+    def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
+        check_table(table_index, layout, num_rows, self.page_bytes)
+        with self._open():
+            if table_index in self._tables:
+                raise ValueError(f"table {table_index} was added before")
+            self._tables[table_index] = layout, num_rows
+
+    def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
+        for index, (layout, num_rows) in shapes.items():
+            check_table(index, layout, num_rows, self.page_bytes)
+        with self._open():
+            self._tables = dict(shapes)
+            gone = {index for index, (_, num_rows) in shapes.items() if not num_rows}
+            self._rows = {key: rows for key, rows in self._rows.items() if key >> KEY_ROW_BITS not in gone}
+
+    def stored_rows(self, table_index: int) -> Iterator[Int64s]:
+        with self._open():
+            rows = sorted(key % MAX_ROWS for key in self._rows if key >> KEY_ROW_BITS == table_index)
+        yield np.array(rows, np.int64)
+
+    def _check(self, keys: Int64s, weights: Words, state: Words) -> RowLayout:
+        """Their layout, in whose slots they go."""
+        layouts = set()
+        for key in keys.tolist():
+            table, row = key >> KEY_ROW_BITS, key % MAX_ROWS
+            layout, num_rows = self._tables.get(table, (None, 0))
+            if layout is None or row >= num_rows:
+                raise ValueError(f"keys has {key}, row {row} of table {table}: not a row of a table that was added")
+            layouts.add(layout)
+        if len(layouts) != 1:
+            raise ValueError("keys are of tables of several layouts")
+        check_widths(layout := layouts.pop(), weights, state)
+        return layout
+
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
+        started = time.perf_counter()
+        check_arrays(keys, slots, weights, state, present)
+        with self._open():
+            if not len(keys):
+                return
+            layout = self._check(keys, weights, state)
+            for i, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
+                epochs = self._rows.get(key)
+                present[i] = epochs is not None
+                if epochs:
+                    words = np.frombuffer(epochs[max(epochs)], np.uint64)
+                    weights[slot] = words[: layout.weight_words]
+                    state[slot] = words[layout.weight_words :]
+        seconds = time.perf_counter() - started
+        self._counting.add(rows_read=len(keys), rows_absent=int((~present).sum()), read_seconds=seconds)
+
+    def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
+        started = time.perf_counter()
+        check_arrays(keys, slots, weights, state)
+        with self._open():
+            if not len(keys):
+                return
+            layout = self._check(keys, weights, state)
+            require_distinct(keys)
+            if epoch <= self._last_version:
+                raise ValueError(f"epoch={epoch} must be above {self._last_version}, the last version")
+            for key, slot in zip(keys.tolist(), slots.tolist(), strict=True):
+                self._rows.setdefault(key, {})[epoch] = weights[slot].tobytes() + state[slot].tobytes()
+        size_bytes, seconds = len(keys) * layout.row_bytes, time.perf_counter() - started
+        self._counting.add(rows_written=len(keys), bytes_written=size_bytes, write_seconds=seconds)
+
+    def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
+        with self._open():
+            if version <= self._last_version or keep < 1:
+                raise ValueError(f"version={version} must be above {self._last_version}, and keep={keep} at least 1")
+            self._last_version = version
+            self._payloads[version] = bytes(payload)
+            kept_versions = [kept for kept in self.versions if kept not in dropped][-keep:]
+            self._payloads = {kept: self._payloads[kept] for kept in kept_versions}
+            for key, epochs in self._rows.items():
+                shown = {max((each for each in epochs if each <= kept), default=0) for kept in self._payloads}
+                self._rows[key] = {each: row for each, row in epochs.items() if each in shown or each > version}
+
+    def rollback(self, version: int) -> None:
+        with self._open():
+            if version not in self._payloads:
+                raise ValueError(f"version={version} is not kept: there are {list(self.versions)}")
+            self._payloads = {kept: payload for kept, payload in self._payloads.items() if kept <= version}
+            for key, epochs in self._rows.items():
+                self._rows[key] = {each: row for each, row in epochs.items() if each <= version}
+            self._rows = {key: epochs for key, epochs in self._rows.items() if epochs}
+
+    @property
+    def version(self) -> int:
+        return max(self._payloads, default=0)
+
+    @property
+    def last_version(self) -> int:
+        return self._last_version
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(self._payloads)
+
+    @property
+    def payload(self) -> bytes:
+        return self._payloads.get(self.version, b"")
+
+    def find_newer(self) -> None: ...  # nobody else commits here
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """There is nothing to find. Each row counts as a segment."""
+        with self._open():
+            count = len(self._rows)
+            tables = len({key >> KEY_ROW_BITS for key in self._rows})
+            size_bytes = sum(len(row) for epochs in self._rows.values() for row in epochs.values())
+        if progress is not None:
+            progress(count, count)
+        return VerifyReport(tables=tables, segments=count, rows=count, bytes=size_bytes)
+
+    def counters(self) -> ColdCounters:
+        return self._counting.totals
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._rows.clear()

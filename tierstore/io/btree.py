@@ -66,9 +66,7 @@ class WalkStatus(IntEnum):
     BAD_TOTALS = 8  # the meta page counts other pages or entries than there are
 
 
-class Root(NamedTuple):
-    """Where a tree begins, and what LMDB counts of it."""
-
+class Root(NamedTuple):  # of a tree, and what LMDB counts of it
     depth: int
     branch_pages: int
     leaf_pages: int
@@ -77,9 +75,7 @@ class Root(NamedTuple):
     page: int
 
 
-class Meta(NamedTuple):
-    """What one of LMDB's two meta pages says."""
-
+class Meta(NamedTuple):  # what one of LMDB's two meta pages says
     page_bytes: int
     last_page: int
     txn_id: int
@@ -91,8 +87,7 @@ def parse_meta(page: bytes) -> Meta | str:
     """The meta page that starts with these ``META_READ_BYTES`` bytes, or what is wrong with it."""
     if len(page) < META_READ_BYTES:
         return "the file ends inside its header"
-    flags = struct.unpack_from("<H", page, 10)[0]
-    magic, version = struct.unpack_from("<II", page, 16)
+    (flags,), (magic, version) = struct.unpack_from("<H", page, 10), struct.unpack_from("<II", page, 16)
     if magic != MAGIC:
         return "it is not an LMDB file (no magic number)"
     if version != DATA_VERSION:
@@ -117,8 +112,15 @@ def parse_meta(page: bytes) -> Meta | str:
 
 def sound_metas(*pages: bytes) -> list[Meta]:
     """Those of these meta pages that are some, the newest first."""
-    metas = [meta for meta in map(parse_meta, pages) if isinstance(meta, Meta)]
+    metas = (meta for meta in map(parse_meta, pages) if isinstance(meta, Meta))
     return sorted(metas, key=lambda meta: meta.txn_id, reverse=True)
+
+
+def newer_meta(even: Meta, odd: Meta) -> Meta | None:
+    """The newer of a file's two meta pages; None if they are not in step, where LMDB might take the older of two trees
+    for the newer. Transaction n writes meta page n % 2 and leaves that of n - 1 as it is."""
+    is_in_step = even.txn_id == odd.txn_id == 0 or (even.txn_id % 2 == 0 and abs(even.txn_id - odd.txn_id) == 1)
+    return max(even, odd, key=lambda meta: meta.txn_id) if is_in_step else None
 
 
 def repoint(page: bytes, meta: Meta, txn_id: int) -> bytes:
@@ -128,9 +130,7 @@ def repoint(page: bytes, meta: Meta, txn_id: int) -> bytes:
     return page[:40] + free + main + struct.pack("<QQ", meta.last_page, txn_id)
 
 
-class Pages(NamedTuple):
-    """The file, as the kernels see it."""
-
+class Pages(NamedTuple):  # of the file, as the kernels see it
     halves: Halves
     page_halves: int
     limit: int  # pages in the file
@@ -138,7 +138,6 @@ class Pages(NamedTuple):
 
 
 def pages_of(file_map: FileMap, page_bytes: int) -> Pages:
-    """The pages that a file has now."""
     return Pages(file_map.halves, page_bytes // 2, file_map.file_bytes() // page_bytes, file_map.address)
 
 
@@ -152,33 +151,32 @@ DAMAGED: Final = 5
 
 
 class Walk(NamedTuple):
-    """Where a walk stands. Made by ``new_walk``.
+    """Where a walk stands. Made by ``new_walk``."""
 
-    Attributes:
-        used: bitmap of pages; those of the tree are marked, and none is met twice. Empty to do without.
-        result: WalkStatus, the page that it is about, level, pages met of either kind, pages and nodes passed over.
-    """
-
-    pages: Int64s
+    pages: Int64s  # by level, as the next two
     indexes: Int64s
     counts: Int64s
-    sizes: Int64s
-    least: Words
-    used: Words
-    result: Int64s
+    sizes: Int64s  # zeros, of a page's nodes
+    least: Words  # the next key is at least this one
+    used: Words  # bitmap of pages; those of the tree are marked, and none is met twice. Empty to do without.
+    result: Int64s  # WalkStatus, its page, level, pages met of either kind, pages and nodes passed over
 
 
 def new_walk(page_halves: int, used: Words | None = None) -> Walk:
-    places, indexes, counts = (np.zeros(MAX_DEPTH + 1, np.int64) for _ in range(3))
-    result = np.array([WalkStatus.FULL, 0, -1, 0, 0, 0])
-    used = np.zeros(0, np.uint64) if used is None else used
+    places, indexes, counts = np.zeros((3, MAX_DEPTH + 1), np.int64)
+    used, result = np.zeros(0, np.uint64) if used is None else used, np.array([WalkStatus.FULL, 0, -1, 0, 0, 0])
     return Walk(places, indexes, counts, np.zeros(page_halves, np.int64), np.zeros(2, np.uint64), used, result)
 
 
 def list_tree(
     pages: Pages, root: Root, walk: Walk, first: int = 0, *, key_bytes: int = KEY_BYTES, tolerant: bool = False
 ) -> Entries:
-    """Entries in key order from key word ``first`` on, as far as ``walk.result`` says; see ``_list_entries``."""
+    """Entries in key order from key word ``first`` on, as far as ``walk.result`` says.
+
+    Args:
+        key_bytes: 16 for the tree of segments, 8 for that of free pages.
+        tolerant: pass over what is damaged, and over the order of keys; else stop there, with a status.
+    """
     parts = [np.empty(0, ENTRY)]
     if root.page == NO_ROOT:
         walk.result[STATUS] = WalkStatus.DONE
@@ -196,7 +194,6 @@ def half(halves: Halves, at: int) -> int:
 
 @inline
 def wide(halves: Halves, at: int) -> int:
-    """A native 32-bit number."""
     return half(halves, at) | (half(halves, at + 1) << 16)
 
 
@@ -205,9 +202,8 @@ def key_word(halves: Halves, at: int) -> np.uint64:
     """A big-endian 64-bit number."""
     word = np.uint64(0)
     for i in range(4):
-        half = np.uint64(halves[at + i])
-        swapped = ((half & np.uint64(0xFF)) << np.uint64(8)) | (half >> np.uint64(8))
-        word = (word << np.uint64(16)) | swapped
+        part = np.uint64(halves[at + i])
+        word = (word << np.uint64(16)) | ((part & np.uint64(0xFF)) << np.uint64(8)) | (part >> np.uint64(8))
     return word
 
 
@@ -237,25 +233,11 @@ def claim(used: Words, page: int, count: int, end: int) -> int:
 
 
 @inline
-def _count_keys(pages: Pages, page: int, flags: int, tolerant: bool) -> int:
-    """Number of nodes of a page that looks as it should; else minus the WalkStatus."""
-    if page < 2 or page >= pages.limit:
-        return -2
-    halves, at = pages.halves, page * pages.page_halves
-    lower, upper = half(halves, at + 6), half(halves, at + 7)
-    if number(halves, at) != page or (half(halves, at + 5) & LASTING) != flags:
-        return -3
-    if lower <= HEADER_BYTES or (lower & 1 and not tolerant) or upper < lower or upper > pages.page_halves * 2:
-        return -3
-    return (lower - HEADER_BYTES) >> 1
-
-
-@inline
 def _node_bytes(halves: Halves, node: int, leaf: bool, first: bool, key_bytes: int) -> int:
-    """What a node takes in its page, or -1 if it is none."""
+    """What a node takes in its page, or -1 if it is none. The first key of a branch page stands for everything smaller
+    and may be left out."""
     has_key = halves[node + 3] == key_bytes
     if not leaf:
-        # The first key of a branch page stands for everything smaller and may be left out.
         return _NODE_BYTES + half(halves, node + 3) if has_key or (first and halves[node + 3] == 0) else -1
     flags = halves[node + 2]
     if not has_key or flags > BIG_DATA:
@@ -265,10 +247,8 @@ def _node_bytes(halves: Halves, node: int, leaf: bool, first: bool, key_bytes: i
 
 @inline
 def _node(pages: Pages, page: int, index: int, leaf: bool, key_bytes: int, tolerant: bool) -> int:
-    """Position of a node's first half-word, or -1 if it is no node with such a key inside its page.
-
-    ``tolerant``: of a branch's node only the page that it leads to is wanted, whatever its key.
-    """
+    """Position of a node's first half-word, or -1 if it is no node with such a key inside its page. ``tolerant``: of a
+    branch's node only the page that it leads to is wanted, whatever its key."""
     halves, at = pages.halves, page * pages.page_halves
     offset = half(halves, at + 8 + index)
     if offset & 1 or offset < half(halves, at + 7) or offset + _NODE_BYTES > pages.page_halves * 2:
@@ -282,9 +262,7 @@ def _node(pages: Pages, page: int, index: int, leaf: bool, key_bytes: int, toler
 @inline
 def _nodes_tile(pages: Pages, page: int, num_keys: int, leaf: bool, key_bytes: int, sizes: Int64s) -> bool:
     """Whether the page's nodes lie side by side from its upper bound to its end, as LMDB moves them by their sizes.
-
-    ``sizes``: int64 [page_halves], zeros; left so unless the answer is no.
-    """
+    ``sizes``: int64 [page_halves], zeros; left so unless the answer is no."""
     at = page * pages.page_halves
     for i in range(num_keys):
         node = _node(pages, page, i, leaf, key_bytes, False)
@@ -338,9 +316,15 @@ def _enter(
         status = claim(walk.used, page, 1, pages.limit)
         if status != 0:
             return status
-    num_keys = _count_keys(pages, page, _LEAF if leaf else _BRANCH, tolerant)
-    if num_keys < 0:
-        return num_keys
+    if page < 2 or page >= pages.limit:
+        return -2
+    halves, at = pages.halves, page * pages.page_halves
+    lower, upper = half(halves, at + 6), half(halves, at + 7)
+    if number(halves, at) != page or (half(halves, at + 5) & LASTING) != (_LEAF if leaf else _BRANCH):
+        return -3
+    if lower <= HEADER_BYTES or (lower & 1 and not tolerant) or upper < lower or upper > pages.page_halves * 2:
+        return -3
+    num_keys = (lower - HEADER_BYTES) >> 1
     if not tolerant and not _nodes_tile(pages, page, num_keys, leaf, key_bytes, walk.sizes):
         return -4
     if first != 0 or second != 0:
@@ -353,27 +337,15 @@ def _enter(
 
 
 @inline
-def _queue_children(pages: Pages, page: int, start: int, num_keys: int, key_bytes: int) -> None:
-    for index in range(start, num_keys):
-        node = _node(pages, page, index, False, key_bytes, False)
-        if node >= 0 and child_of(pages.halves, node) < pages.limit:
-            page_bytes = pages.page_halves * 2
-            queue_read(pages.address + child_of(pages.halves, node) * page_bytes, page_bytes)
-
-
-@inline
 def _key_in_order(halves: Halves, node: int, key_bytes: int, leaf: bool, least: Words) -> bool:
-    """Whether the node's key is not below ``least``; then raises ``least`` to what may come next.
-
-    A branch's key is above every key before it and not above any after it.
-    """
-    first, second = np.uint64(0), np.uint64(0)
+    """Whether the node's key is not below ``least``; then raises ``least`` to what may come next. A branch's key is
+    above every key before it and not above any after it."""
     if key_bytes == KEY_BYTES:
         first, second = key_word(halves, node + 4), key_word(halves, node + 8)
-    elif number(halves, node + 4) < 0:
-        return False
     else:
-        first = np.uint64(number(halves, node + 4))
+        first, second = np.uint64(child_of(halves, node + 4)), np.uint64(0)
+        if halves[node + 7] != 0:
+            return False
     if first < least[0] or (first == least[0] and second < least[1]):
         return False
     least[0] = first
@@ -393,14 +365,10 @@ def _emit(pages: Pages, node: int, key_bytes: int, tolerant: bool, entry: Any) -
             return False
         place = page * pages.page_halves + HEADER_BYTES // 2
     if key_bytes == KEY_BYTES:
-        entry["kind"] = key_word(halves, node + 4)
-        entry["number"] = key_word(halves, node + 8)
+        entry["kind"], entry["number"] = key_word(halves, node + 4), key_word(halves, node + 8)
     else:
-        entry["kind"] = np.uint64(0)
-        entry["number"] = np.uint64(child_of(halves, node + 4))
-    entry["page"] = page
-    entry["size"] = size
-    entry["place"] = place
+        entry["kind"], entry["number"] = np.uint64(0), np.uint64(child_of(halves, node + 4))
+    entry["page"], entry["size"], entry["place"] = page, size, place
     return True
 
 
@@ -408,14 +376,8 @@ def _emit(pages: Pages, node: int, key_bytes: int, tolerant: bool, entry: Any) -
 def _list_entries(
     pages: Pages, root: int, depth: int, key_bytes: int, first: np.uint64, tolerant: bool, walk: Walk, entries: Entries
 ) -> int:
-    """List entries in key order from key (first, 0) on, until all are listed or ``entries`` is full; called again, it
-    goes on. Returns how many there are.
-
-    Args:
-        key_bytes: 16 for the tree of segments, 8 for that of free pages.
-        tolerant: pass over what is damaged, and over the order of keys; else stop there, with a status.
-    """
-    result, out, status, zero = walk.result, 0, 0, np.uint64(0)
+    """List entries until all are listed or ``entries`` is full, and go on when called again. Returns how many."""
+    result, out, status, zero, page_bytes = walk.result, 0, 0, np.uint64(0), pages.page_halves * 2
     level = result[_LEVEL]
     if level < 0:
         level = 0
@@ -444,10 +406,12 @@ def _list_entries(
         elif has_key and not _key_in_order(pages.halves, node, key_bytes, leaf, walk.least):
             status = -5
         elif not leaf:
-            if pages.address != 0 and level == depth - 2 and index == 0:
-                _queue_children(pages, page, index, walk.counts[level], key_bytes)
-            level += 1
             child = child_of(pages.halves, node)
+            for sibling in range(walk.counts[level] if pages.address != 0 and level == depth - 2 and index == 0 else 0):
+                other = _node(pages, page, sibling, False, key_bytes, False)
+                if other >= 0 and child_of(pages.halves, other) < pages.limit:
+                    queue_read(pages.address + child_of(pages.halves, other) * page_bytes, page_bytes)
+            level += 1
             status = _enter(pages, child, level, level == depth - 1, key_bytes, first, zero, tolerant, walk)
         elif _emit(pages, node, key_bytes, tolerant, entries[out]):
             out += 1

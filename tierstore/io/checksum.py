@@ -10,15 +10,16 @@ from typing import Any, Final
 import numba
 import numpy as np
 import xxhash
+from numba.core.codegen import get_host_cpu_features
 
 from ..kernels.arrays import Bytes, Words
 from ..kernels.jit import JIT_ENABLED, inline
 
-_P1: Final = np.uint64(0x9E3779B185EBCA87)
-_P2: Final = np.uint64(0xC2B2AE3D27D4EB4F)
-_P3: Final = np.uint64(0x165667B19E3779F9)
-_P4: Final = np.uint64(0x85EBCA77C2B2AE63)
-_P5: Final = np.uint64(0x27D4EB2F165667C5)
+PRIME_1: Final = np.uint64(0x9E3779B185EBCA87)
+PRIME_2: Final = np.uint64(0xC2B2AE3D27D4EB4F)
+_PRIME_3: Final = np.uint64(0x165667B19E3779F9)
+_PRIME_4: Final = np.uint64(0x85EBCA77C2B2AE63)
+_PRIME_5: Final = np.uint64(0x27D4EB2F165667C5)
 _LOW: Final = np.uint64(0xFFFF_FFFF)
 
 
@@ -29,29 +30,26 @@ def _rotate(value: np.uint64, bits: int) -> np.uint64:
 
 @inline
 def _round(lane: np.uint64, word: np.uint64) -> np.uint64:
-    return _rotate(lane + word * _P2, 31) * _P1
-
-
-@inline
-def _merge(total: np.uint64, lane: np.uint64) -> np.uint64:
-    return (total ^ _round(np.uint64(0), lane)) * _P1 + _P4
+    return _rotate(lane + word * PRIME_2, 31) * PRIME_1
 
 
 @inline
 def _join(lane_1: np.uint64, lane_2: np.uint64, lane_3: np.uint64, lane_4: np.uint64) -> np.uint64:
     total = _rotate(lane_1, 1) + _rotate(lane_2, 7) + _rotate(lane_3, 12) + _rotate(lane_4, 18)
-    return _merge(_merge(_merge(_merge(total, lane_1), lane_2), lane_3), lane_4)
+    for lane in (lane_1, lane_2, lane_3, lane_4):
+        total = (total ^ _round(np.uint64(0), lane)) * PRIME_1 + _PRIME_4
+    return total
 
 
 @inline
 def _tail(total: np.uint64, word: np.uint64) -> np.uint64:
-    return _rotate(total ^ _round(np.uint64(0), word), 27) * _P1 + _P4
+    return _rotate(total ^ _round(np.uint64(0), word), 27) * PRIME_1 + _PRIME_4
 
 
 @inline
 def _avalanche(total: np.uint64) -> np.uint64:
-    total = (total ^ (total >> np.uint64(33))) * _P2
-    total = (total ^ (total >> np.uint64(29))) * _P3
+    total = (total ^ (total >> np.uint64(33))) * PRIME_2
+    total = (total ^ (total >> np.uint64(29))) * _PRIME_3
     return total ^ (total >> np.uint64(32))
 
 
@@ -61,7 +59,7 @@ def words_hash(words: Words, start: int, num_words: int, seed: np.uint64) -> np.
     at = np.uint64(start)  # unsigned: a signed index would be compared with 0 at each access
     end = at + np.uint64(num_words)
     if num_words >= 4:
-        lane_1, lane_2, lane_3, lane_4 = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
+        lane_1, lane_2, lane_3, lane_4 = seed + PRIME_1 + PRIME_2, seed + PRIME_2, seed, seed - PRIME_1
         while at + np.uint64(4) <= end:
             lane_1 = _round(lane_1, words[at])
             lane_2 = _round(lane_2, words[at + np.uint64(1)])
@@ -70,7 +68,7 @@ def words_hash(words: Words, start: int, num_words: int, seed: np.uint64) -> np.
             at += np.uint64(4)
         total = _join(lane_1, lane_2, lane_3, lane_4)
     else:
-        total = seed + _P5
+        total = seed + _PRIME_5
     total += np.uint64(8 * num_words)
     while at < end:
         total = _tail(total, words[at])
@@ -91,7 +89,7 @@ def text_hash(letters: Bytes, begin: int, end: int, seed: np.uint64) -> np.uint6
     """XXH64 of ``letters[begin:end]``."""
     at = begin
     if end - begin >= 32:
-        lane_1, lane_2, lane_3, lane_4 = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
+        lane_1, lane_2, lane_3, lane_4 = seed + PRIME_1 + PRIME_2, seed + PRIME_2, seed, seed - PRIME_1
         while at + 32 <= end:
             lane_1 = _round(lane_1, _word(letters, at, 8))
             lane_2 = _round(lane_2, _word(letters, at + 8, 8))
@@ -100,16 +98,16 @@ def text_hash(letters: Bytes, begin: int, end: int, seed: np.uint64) -> np.uint6
             at += 32
         total = _join(lane_1, lane_2, lane_3, lane_4)
     else:
-        total = seed + _P5
+        total = seed + _PRIME_5
     total += np.uint64(end - begin)
     while at + 8 <= end:
         total = _tail(total, _word(letters, at, 8))
         at += 8
     if at + 4 <= end:
-        total = _rotate(total ^ (_word(letters, at, 4) * _P1), 23) * _P2 + _P3
+        total = _rotate(total ^ (_word(letters, at, 4) * PRIME_1), 23) * PRIME_2 + _PRIME_3
         at += 4
     while at < end:
-        total = _rotate(total ^ (np.uint64(letters[at]) * _P5), 11) * _P1
+        total = _rotate(total ^ (np.uint64(letters[at]) * _PRIME_5), 11) * PRIME_1
         at += 1
     return _avalanche(total)
 
@@ -125,25 +123,15 @@ for _i in range(1, 8):
 
 @inline
 def crc32c_in_software(register: np.uint64, word: np.uint64) -> np.uint64:
-    """``crc32c`` by tables, for processors that have no instruction for it."""
     mixed, found = register ^ word, np.uint64(0)
     for i in range(8):
         found ^= _TABLES[7 - i, (mixed >> np.uint64(8 * i)) & np.uint64(0xFF)]
     return found
 
 
-def _features() -> str:
-    """Of the processor that numba compiles for, as LLVM writes them."""
-    from numba.core.codegen import get_host_cpu_features
+_FEATURES: Final = f"{get_host_cpu_features() if numba.config.CPU_FEATURES is None else numba.config.CPU_FEATURES},"
 
-    given = numba.config.CPU_FEATURES
-    return f"{get_host_cpu_features() if given is None else given},"
-
-
-if JIT_ENABLED and (platform.machine(), True) in (
-    ("x86_64", "+sse4.2," in _features()),
-    ("aarch64", "+crc," in _features()),
-):
+if JIT_ENABLED and {"x86_64": "+sse4.2,", "aarch64": "+crc,"}.get(platform.machine(), "?") in _FEATURES:
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
@@ -154,14 +142,11 @@ if JIT_ENABLED and (platform.machine(), True) in (
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
             int32, int64 = ir.IntType(32), ir.IntType(64)
+            declare = builder.module.declare_intrinsic
             if platform.machine() == "x86_64":
-                function = builder.module.declare_intrinsic(
-                    "llvm.x86.sse42.crc32.64.64", (), ir.FunctionType(int64, [int64, int64])
-                )
+                function = declare("llvm.x86.sse42.crc32.64.64", (), ir.FunctionType(int64, [int64, int64]))
                 return builder.call(function, args)
-            function = builder.module.declare_intrinsic(
-                "llvm.aarch64.crc32cx", (), ir.FunctionType(int32, [int32, int64])
-            )
+            function = declare("llvm.aarch64.crc32cx", (), ir.FunctionType(int32, [int32, int64]))
             return builder.zext(builder.call(function, [builder.trunc(args[0], int32), args[1]]), int64)
 
         return types.uint64(types.uint64, types.uint64), generate
@@ -173,7 +158,7 @@ else:
 @inline
 def mix_key(first: np.uint64, second: np.uint64) -> np.uint64:
     """A well-mixed word for an ordered pair."""
-    return _avalanche(_round(_round(_P5, first), second))
+    return _avalanche(_round(_round(_PRIME_5, first), second))
 
 
 @inline

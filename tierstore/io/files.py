@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -11,29 +12,25 @@ import lmdb
 
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
 from ..system.durable import free_bytes, sync_directory, write_all
-from ..system.oserrors import RESTORE, TOLD, translate_os_error
+from ..system.oserrors import FULL, RESTORE, TOLD, translate_os_error
 from ..system.plainfile import require_plain_file
-from .anchor import ANCHOR_NAME, stamp_rows_file
-from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, pages_of, parse_meta, repoint
+from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, newer_meta, pages_of, parse_meta, repoint
 from .free_list import check_page_use
 from .mapped import FileMap, map_length
 from .snapshot import Snapshot
 
 ROW_FILE_NAME: Final = "rows.lmdb"
-FILE_NAMES: Final = (ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", ANCHOR_NAME)
+SUPERBLOCK_NAME: Final = "rows.anchor"
+FILE_NAMES: Final = (ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", SUPERBLOCK_NAME)
 """Of the cold tier, in its directory."""
 MAX_PAGE_BYTES: Final = 32768  # LMDB uses the system's page size up to this
 
+_STAMP_BYTES: Final = 16
 _ATTEMPTS: Final = 5
 _CORRUPT: Final = (
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.InvalidError,
-    lmdb.VersionMismatchError,
-    lmdb.BadTxnError,
-    lmdb.PageFullError,
-    lmdb.CursorFullError,
-)
+    lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.BadTxnError,
+    lmdb.PageFullError, lmdb.CursorFullError,
+)  # fmt: skip
 
 
 def rows_path(directory: Path) -> Path:
@@ -59,9 +56,11 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
             f"{path}: no row file may have more than {MAX_PAGES} pages, and this one is about to; the last commit is "
             "intact. Put some of the tables in another store."
         )
-    full = isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = isinstance(error, lmdb.DiskError) or code in FULL
     if not full and code == errno.EIO:  # LMDB's word for a write cut short, which a nearly full disk does
-        full = free_bytes(path.parent) < 1 << 20 or _at_size_limit(path)
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        is_at_limit = limit != resource.RLIM_INFINITY and path.stat().st_size > limit - (1 << 20)
+        full = is_at_limit or free_bytes(path.parent) < 1 << 20
     if full or code in TOLD:
         code = errno.ENOSPC if full else code
         return translate_os_error(OSError(code, os.strerror(code)), path)
@@ -77,13 +76,6 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
             "calls fail too, close the store and open it again."
         )
     return TierstoreError(f"{path}: {error}")
-
-
-def _at_size_limit(path: Path) -> bool:
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return limit != resource.RLIM_INFINITY and path.stat().st_size > limit - (1 << 20)
 
 
 def require_plain_files(directory: Path) -> None:
@@ -111,7 +103,7 @@ def open_environment(path: Path, map_size: int) -> "lmdb.Environment":
             subdir=False,
             readonly=False,
             metasync=False,
-            sync=False,  # anchor.py says when the file is synced, and why that is enough
+            sync=False,  # superblock.py says when the file is synced, and why that is enough
             map_async=False,
             mode=0o666,
             create=False,
@@ -129,13 +121,13 @@ def open_environment(path: Path, map_size: int) -> "lmdb.Environment":
 
 
 def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -> None:
-    """Create the file with some records in it, all or nothing, stamped with the store's id.
+    """Create the file with some records in it, all or nothing.
 
     It is written under another name first: LMDB creates a file before it writes to it, and a 0-byte file would be
-    taken for damage.
+    taken for damage. The stamp is the store's id at the end of the first meta page, which LMDB leaves alone from then
+    on. The id that counts is a record in the tree; the stamp can be read before the tree can be trusted.
     """
-    draft = path.with_name(path.name + ".new")
-    draft_lock = draft.with_name(draft.name + "-lock")
+    draft, draft_lock = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.new-lock")
     for stale in (draft, draft_lock):
         stale.unlink(missing_ok=True)
     environment = open_environment(draft, map_length(1))
@@ -149,77 +141,66 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
     finally:
         page_bytes = environment.stat()["psize"]
         environment.close()
-    stamp_rows_file(draft, store_id, page_bytes)
+    descriptor = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        write_all(descriptor, store_id, page_bytes - _STAMP_BYTES)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     os.rename(draft, path)
     draft_lock.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def read_stamp(path: Path, page_bytes: int) -> bytes:
+    """The store's id, as ``create_rows_file`` wrote it."""
+    with path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), _STAMP_BYTES, page_bytes - _STAMP_BYTES)
 
 
 def check_rows_file(path: Path) -> Meta:
     """Check what LMDB does not: that the file is one, of the right version, and as long as it says. FormatError,
     TruncatedError."""
     require_plain_files(path.parent)
-    meta, problem = _newest_meta(path), ""
-    for _ in range(_ATTEMPTS):
+    problem = ""
+    for _ in range(_ATTEMPTS):  # a writer may have reused the pages meanwhile
+        meta = _newest_meta(path)
         if path.stat().st_size >= (meta.last_page + 1) * meta.page_bytes:
             return meta
         # LMDB may leave the last pages of a file unwritten where they are free; then no tree leads there.
-        problem = _problem_of_pages(path, meta)
-        if not problem:
+        file_map = FileMap(path, path.stat().st_size)
+        try:
+            with file_map.guard.watching():
+                found = check_page_use(pages_of(file_map, meta.page_bytes), meta)
+        finally:
+            file_map.close()
+        if found.status == WalkStatus.DONE:
             return meta
-        meta = _newest_meta(path)  # a writer may have reused the pages meanwhile
+        problem = f"{found.status.name} at page {found.page}"
     expected = (meta.last_page + 1) * meta.page_bytes
     raise TruncatedError(f"{path}: {path.stat().st_size} bytes long, its header says {expected} ({problem}). {RESTORE}")
 
 
 def _newest_meta(path: Path) -> Meta:
     for _ in range(_ATTEMPTS):  # a writer may replace one while the other is read
-        even, odd = _read_metas(path)
-        if are_successive(even.txn_id, odd.txn_id):
-            return max(even, odd, key=lambda meta: meta.txn_id)
+        with path.open("rb", buffering=0) as file:
+            even = _read_meta(path, file.fileno(), 0)
+            odd = _read_meta(path, file.fileno(), even.page_bytes)
+        if even.page_bytes != odd.page_bytes:
+            raise FormatError(f"{path}: its two meta pages disagree on the page size. {RESTORE}")
+        if (meta := newer_meta(even, odd)) is not None:
+            return meta
     raise FormatError(f"{path}: its two meta pages are not those of successive transactions. {RESTORE}")
 
 
-def are_successive(even: int, odd: int) -> bool:
-    """Whether the meta pages' numbers are in step; if not, LMDB might take the older of two trees for the newer.
-
-    Transaction n writes meta page n % 2 and leaves that of n - 1 as it is.
-    """
-    return even == odd == 0 or (even % 2 == 0 and abs(even - odd) == 1)
-
-
-def _read_metas(path: Path) -> tuple[Meta, Meta]:
-    size = path.stat().st_size
-    if size == 0:
-        raise TruncatedError(f"{path}: the file is empty (0 bytes). {RESTORE}")
-    if size < META_READ_BYTES:
-        raise TruncatedError(f"{path}: {size} bytes are too few for an LMDB file. {RESTORE}")
-    with path.open("rb", buffering=0) as file:
-        first = _parsed(path, size, os.pread(file.fileno(), META_READ_BYTES, 0))
-        second = _parsed(path, size, os.pread(file.fileno(), META_READ_BYTES, first.page_bytes))
-    if first.page_bytes != second.page_bytes:
-        raise FormatError(f"{path}: its two meta pages disagree on the page size. {RESTORE}")
-    return first, second
-
-
-def _parsed(path: Path, size: int, page: bytes) -> Meta:
+def _read_meta(path: Path, descriptor: int, place: int) -> Meta:
+    page, size = os.pread(descriptor, META_READ_BYTES, place), os.fstat(descriptor).st_size
     if len(page) < META_READ_BYTES:
-        raise TruncatedError(f"{path}: the file ends inside its header, after {size} bytes. {RESTORE}")
+        raise TruncatedError(f"{path}: {size} bytes are too few for the two meta pages of an LMDB file. {RESTORE}")
     meta = parse_meta(page)
     if isinstance(meta, str):
         raise FormatError(f"{path}: {meta}. {RESTORE}")
     return meta
-
-
-def _problem_of_pages(path: Path, meta: Meta) -> str:
-    """What is wrong with the use of the file's pages, or an empty string."""
-    file_map = FileMap(path, path.stat().st_size)
-    try:
-        with file_map.guard.watching():
-            found = check_page_use(pages_of(file_map, meta.page_bytes), meta)
-        return "" if found.status == WalkStatus.DONE else f"{found.status.name} at page {found.page}"
-    finally:
-        file_map.close()
 
 
 _PART_BYTES: Final = 32 << 20  # copied at a time; between two, progress shows and Ctrl-C is heeded
@@ -260,7 +241,7 @@ def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int]
 
 
 def _copy(snapshot: Snapshot, source: int, target: int, progress: Callable[[int, int], None]) -> None:
-    total = copied_bytes(snapshot)
+    total, meta = copied_bytes(snapshot), snapshot.meta
     os.ftruncate(target, total)
     os.posix_fadvise(source, 0, total, os.POSIX_FADV_SEQUENTIAL)
     for start, stop in _stretches(source, total):
@@ -270,7 +251,12 @@ def _copy(snapshot: Snapshot, source: int, target: int, progress: Callable[[int,
                 raise TruncatedError(f"{snapshot.path}: it ends at byte {start}, before its last page. {RESTORE}")
             start += count
             progress(start, total)
-    _write_metas(snapshot, source, target)
+    for txn_id in (meta.txn_id - 1, meta.txn_id):
+        place = txn_id % 2 * meta.page_bytes
+        page = repoint(os.pread(source, META_READ_BYTES, place), meta, txn_id)
+        if parse_meta(page) != meta._replace(txn_id=txn_id):
+            raise DamagedError(f"{snapshot.path}: meta page {txn_id % 2} is damaged. {RESTORE}")
+        write_all(target, page, place)
     os.fsync(target)
     progress(total, total)
 
@@ -299,13 +285,3 @@ def _copy_part(source: int, target: int, start: int, count: int) -> int:
     part = os.pread(source, count, start)
     write_all(target, part, start)
     return len(part)
-
-
-def _write_metas(snapshot: Snapshot, source: int, target: int) -> None:
-    meta = snapshot.meta
-    for txn_id in (meta.txn_id - 1, meta.txn_id):
-        place = txn_id % 2 * meta.page_bytes
-        page = repoint(os.pread(source, META_READ_BYTES, place), meta, txn_id)
-        if parse_meta(page) != meta._replace(txn_id=txn_id):
-            raise DamagedError(f"{snapshot.path}: meta page {txn_id % 2} is damaged. {RESTORE}")
-        write_all(target, page, place)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from ..errors import StoreReplacedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from .btree import META_KEY
-from .indexes import stored_segments
-from .opened import OpenFile
 from .records import CommitRecord, Head, read_head, read_payload, read_record, require_logged
+from .row_file import OpenFile
 from .row_map import NewSegments, RowMap, RowPlaces
+from .segments import stored_segments
 from .snapshot import Snapshot
 
 ReadFrom = Callable[[Snapshot, RowPlaces, Int64s, Int32s, Words, Words, Bools], None]
@@ -44,7 +44,7 @@ class NewerCommit:
             assert self.follower.found is self, "it was shown or given up"
             self.follower.found = None
             file.head, file.record = self.head, self.record
-            file.view.move(self.snapshot, self.rows)
+            file.show(self.snapshot, self.rows)
             self.rows = RowMap({})  # references to this do not keep the map
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class CommitFollower:
 
         Costs a walk of the tree and the indexes of new segments. After a rollback, all indexes and another map.
         """
-        shown, view = self.file.record, self.file.view
+        shown = self.file.record
         snapshot.walk(int(META_KEY))  # damage on the way to the records is found first
         head = read_head(snapshot)
         record = read_record(snapshot, head.current)
@@ -113,12 +113,13 @@ class CommitFollower:
         require_logged(snapshot, stored)
         is_same = head.current == shown.version  # then rows are what they were, if elsewhere, and enter the map at once
         segments = before.segments if is_same else {layout: each.copied() for layout, each in before.segments.items()}
+        oldest = self.file.oldest_shown()
         new = NewSegments.read(
-            before, segments, snapshot, stored, shown=shown.version, last=record.version, oldest=view.oldest()
+            before, segments, snapshot, stored, shown=shown.version, last=record.version, oldest=oldest
         )
         if is_same and new is not None:
             before.advance(new)
-            view.move(snapshot)
+            self.file.show(snapshot)
             return None
         if new is not None:
             return NewerCommit(self, snapshot, head, record, new, new.changed)

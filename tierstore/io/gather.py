@@ -24,10 +24,9 @@ from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
 from .checksum import is_row
-from .indexes import damage_error, damage_words
 from .mapped import clock_ns, copy_words, is_resident
 from .places import Places, SegmentArrays
-from .segments import PREFETCH_ROWS, Geometry, SegmentStatus, row_seed
+from .segments import PREFETCH_ROWS, Geometry, SegmentStatus, damage_error, row_seed
 
 _BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
 PREFETCH_ENTRIES: Final = 32
@@ -40,60 +39,49 @@ ROW_SLACK_NS: Final = 600  # a group of n rows slower than GROUP_SLACK_NS + n * 
 def gather_error(path: Path, result: Int64s, keys: Int64s) -> DamagedError:
     """What a status other than DONE amounts to."""
     key, status = int(keys[result[1]]), int(result[0])
-    return damage_error(path, status, damage_words(f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}", status))
+    return damage_error(path, [(f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}", status)])
 
 
-class Target(NamedTuple):
-    """Where rows go."""
-
+class Target(NamedTuple):  # where rows go
     slots: Int32s
     weights: Words
     state: Words  # flat views of the arenas
     present: Bools
 
 
-class Source(NamedTuple):
-    """The file that rows are read from."""
-
+class Source(NamedTuple):  # the file that rows are read from
     words: Words
     address: int  # of ``words[0]``
     limit: int  # pages in the file
 
 
-class How(NamedTuple):
-    """In which way rows are read."""
-
+class How(NamedTuple):  # in which way rows are read
     verify: bool  # compare each row with its checksum
     can_sample: bool  # whether ``is_resident`` says the truth
     cold: bool  # pages are not expected in memory
     direct: bool  # read such pages past the page cache, if the system can
 
 
-class Scratch(NamedTuple):
-    """Where rows lie, by position in a batch, and room to work in."""
-
+class Scratch(NamedTuple):  # where rows lie, by position in a batch, and room to work in
     offsets: Int64s  # word offset of the row in the map; 0 for a row that was never written
     pairs: Int64s  # word offset of its key, which its checksum follows; 0 likewise
     seeds: Words  # of its checksum
-    seen: NDArray[np.uint32]
-    """Zeros: bits for all pages of the file, or a hash table if that is less, of the lowest 32 bits of pages' numbers,
-    to count pages by."""
+    seen: NDArray[np.uint32]  # zeros, to count pages by: a bit each, or a hash table of their numbers if that is less
     secret: int  # of ``hashing``
     timespec: Int64s
     flag: NDArray[np.uint8]
 
 
 def new_scratch(geo: Geometry, limit: int, num_rows: int) -> Scratch:
-    """For a batch of rows of a file of ``limit`` pages."""
     row_pages = 1 if geo.pages_per_block == 1 else 2 + geo.row_words // geo.page_words
     return Scratch(
-        np.empty(num_rows, np.int64),
-        np.empty(num_rows, np.int64),
-        np.empty(num_rows, np.uint64),
-        np.zeros(min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length()), np.uint32),
-        SECRET,
-        np.empty(2, np.int64),
-        np.empty(1, np.uint8),
+        offsets=np.empty(num_rows, np.int64),
+        pairs=np.empty(num_rows, np.int64),
+        seeds=np.empty(num_rows, np.uint64),
+        seen=np.zeros(min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length()), np.uint32),
+        secret=SECRET,
+        timespec=np.empty(2, np.int64),
+        flag=np.empty(1, np.uint8),
     )
 
 
@@ -102,7 +90,6 @@ def _resolve(
     geo: Geometry, limit: int, keys: Int64s, positions: Int64s, places: Places, segments: SegmentArrays,
     scratch: Scratch, result: Int64s,
 ) -> None:  # fmt: skip
-    """Say where rows lie."""
     offsets, pairs, seeds = scratch.offsets, scratch.pairs, scratch.seeds
     mask = (1 << geo.place_bits) - 1
     for i in range(len(keys)):

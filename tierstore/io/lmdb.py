@@ -1,7 +1,7 @@
 """The cold tier on LMDB: a log of segments as values, transactions by py-lmdb, reads by address.
 
 Rows are appended, many at a time, and never rewritten where they lie: see ``segments.py``, ``row_map.py`` and
-``cleaning.py``. An epoch is the number of the version that rows were written for. A writer drops segments of epochs
+``log.py``. An epoch is the number of the version that rows were written for. A writer drops segments of epochs
 that no commit made current before it writes; lookups ignore them. docs/format.md describes the file.
 """
 
@@ -19,14 +19,13 @@ from ..system.durable import sync_directory
 from ..system.oserrors import translate_os_error
 from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
-from .cleaning import DEFAULT_SLACK
 from .follower import CommitFollower, NewerCommit
 from .gather import gather_error
-from .log import Written
-from .opened import OpenFile
+from .log import DEFAULT_SLACK
 from .places import new_places
 from .reads import Changes, KeyedRows, RowReader
 from .records import MAX_VERSION, read_payload
+from .row_file import OpenFile
 from .row_map import RowPlaces
 from .snapshot import Snapshot
 from .verify import verify_segments
@@ -34,10 +33,11 @@ from .writer import Writer
 
 
 class LmdbColdTier:
-    """``ColdTier`` in the file ``rows.lmdb`` of a store's directory. See the module's docstring.
+    """``ColdTier`` in the file ``rows.lmdb`` of a store's directory, whose docstrings hold here too.
 
     One process may have the directory open for writing, and any number for reading. LMDB holds every segment of a
-    transaction in memory until it ends: bound the rows of a ``write``.
+    transaction in memory until it ends: bound the rows of a ``write``. Nothing is read or written until all tables
+    that have rows are added.
 
     Args:
         path: the store's directory; must exist.
@@ -51,7 +51,7 @@ class LmdbColdTier:
     Attributes:
         path: of the row file.
         lease, lease_tree: see ``OpenFile``.
-        reader: reads and verifies rows; a benchmark may put another in its place.
+        reader: reads and verifies rows.
 
     Raises:
         StoreNotFoundError: there is no file, and it may not be created.
@@ -61,16 +61,9 @@ class LmdbColdTier:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        store_id: bytes,
-        readonly: bool,
-        version: int | None = None,
-        slack: float = DEFAULT_SLACK,
-        create: bool = True,
-        follow: bool = True,
-    ) -> None:
+        self, path: Path, *, store_id: bytes, readonly: bool, version: int | None = None,
+        slack: float = DEFAULT_SLACK, create: bool = True, follow: bool = True,
+    ) -> None:  # fmt: skip
         if len(store_id) != 16:
             raise ValueError(f"store_id must be 16 bytes, not {len(store_id)}")
         if not slack > 1:
@@ -83,7 +76,7 @@ class LmdbColdTier:
             self.lease, self.lease_tree = self._file.lease, self._file.lease_tree
             self.reader = RowReader(verify=True)
             self._follower = CommitFollower(self._file, self._read_from) if readonly and follow else None
-            self._writer = None if readonly else Writer(self._file, slack, self._count)
+            self._writer = None if readonly else Writer(self._file, slack, self._counting.add)
             stack.pop_all()
 
     def close(self) -> None:
@@ -97,18 +90,15 @@ class LmdbColdTier:
                 if part is not None:
                     stack.callback(part.close)
 
-    # -- tables
-
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        """See ``ColdTier.add_table``. Nothing is read or written until all tables that have rows are added."""
         check_table(table_index, layout, num_rows, self.page_bytes)
         file = self._file
         with file.lock:
             file.require_open()
             if table_index in file.tables:
                 raise ValueError(f"table {table_index} was added before")
-            if (rows := file.view.rows) is not None:
-                file.view.rows = None if rows.unknown else rows.with_table(table_index, layout, num_rows)
+            if (rows := file.rows) is not None:
+                file.rows = None if rows.unknown else rows.with_table(table_index, layout, num_rows)
             else:  # the first reader makes the map, but what the system refuses is an error now
                 new_places(sum(other for _, other in file.tables.values()) + num_rows)
             file.tables[table_index] = layout, num_rows
@@ -120,9 +110,7 @@ class LmdbColdTier:
             self._file.require_open()
             new_places(sum(num_rows for _, num_rows in shapes.values()))
             self._file.tables = dict(shapes)
-            self._file.view.rows = None
-
-    # -- reading
+            self._file.rows = None
 
     def stored_rows(self, table_index: int) -> Iterator[Int64s]:
         first = 0
@@ -151,11 +139,10 @@ class LmdbColdTier:
         result = self.reader.gather(snapshot, rows, layout, keys, slots, weights, state, present)
         if result[0]:
             raise gather_error(self.path, result, keys)
-        absent, seconds = len(keys) - int(np.count_nonzero(present)), time.perf_counter() - started
-        pages, direct = int(result[2]), int(result[4])
         self._counting.add(
-            rows_read=len(keys), rows_absent=absent, pages_read=pages, pages_direct=direct, read_seconds=seconds
-        )
+            rows_read=len(keys), rows_absent=len(keys) - int(np.count_nonzero(present)), pages_read=int(result[2]),
+            pages_direct=int(result[4]), read_seconds=time.perf_counter() - started,
+        )  # fmt: skip
 
     @contextmanager
     def changes(self, since: int) -> Iterator[Changes]:
@@ -163,8 +150,6 @@ class LmdbColdTier:
         its number; 0 for all rows that were ever written."""
         with self.lease() as (snapshot, rows):
             yield Changes(snapshot, rows, since)
-
-    # -- writing
 
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
         check_arrays(keys, slots, weights, state)
@@ -181,8 +166,8 @@ class LmdbColdTier:
             rows.positions(layout, keys)
             if not file.head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {file.head.last}, the last version, up to {MAX_VERSION}")
-            written = writer.append(layout, KeyedRows(keys, slots, weights, state, np.array([epoch], np.uint64)))
-            self._count(written, rows_written=len(keys), write_seconds=time.perf_counter() - started)
+            writer.append(layout, KeyedRows(keys, slots, weights, state, np.array([epoch], np.uint64)))
+            self._counting.add(rows_written=len(keys), write_seconds=time.perf_counter() - started)
 
     def _require_writer(self) -> Writer:
         self._file.require_open()
@@ -190,21 +175,10 @@ class LmdbColdTier:
             raise ReadOnlyError(f'{self.path}: the store was opened with mode="r"; open it with mode="w" to write.')
         return self._writer
 
-    def _count(self, written: Written, **more: float) -> None:
-        self._counting.add(
-            bytes_written=written.pages * self.page_bytes,
-            rows_moved=written.rows_moved,
-            pages_moved=written.pages_read,
-            bytes_moved=written.pages_moved * self.page_bytes,
-            **more,
-        )
-
-    # -- versions
-
     def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
-        """See ``ColdTier.commit``. Writes of other threads go on while the device is waited for. DiskFullError,
-        StoreReplacedError (the file is not at its path any more): nothing was committed; what was written is still
-        there, and commit may be tried again."""
+        """Writes of other threads go on while the device is waited for. DiskFullError, StoreReplacedError (the file is
+        not at its path any more): nothing was committed; what was written is still there, and commit may be tried
+        again."""
         self._require_writer().commit(payload, version, keep, dropped)
 
     def rollback(self, version: int) -> None:
@@ -238,23 +212,19 @@ class LmdbColdTier:
 
     @property
     def payload(self) -> bytes:
-        """See ``ColdTier.payload``; read again at each use. DamagedError if it does not match its checksum."""
+        """Read again at each use. DamagedError if it does not match its checksum."""
         with self._file.lock:
             self._file.require_open()
             return read_payload(self._file.snapshot, self._file.record)
 
     def find_newer(self) -> NewerCommit | None:
-        """See ``ColdTier.find_newer``; None if it was opened not to ``follow``. Errors: ``CommitFollower.find``."""
+        """None, too, if it was opened not to ``follow``. Errors: ``CommitFollower.find``."""
         self._file.require_open()
         return None if self._follower is None else self._follower.find()
 
-    # -- checking and counting
-
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """See ``ColdTier.verify``. Also checked: the tree, the list of free pages, and the payload of each version.
-
-        Of segments of tables that were not added, only the index is checked.
-        """
+        """Also checked: the tree, the list of free pages, and the payload of each version. Of segments of tables that
+        were not added, only the index is."""
         with self._file.lease() as (snapshot, rows):
             return verify_segments(snapshot, rows, progress)
 
@@ -277,6 +247,6 @@ class LmdbColdTier:
 
     @property
     def map_bytes(self) -> int:
-        """See ``ColdTier.map_bytes``; of address space: memory is taken where rows exist."""
-        rows = self._file.view.rows
+        """Of address space: memory is taken where rows exist."""
+        rows = self._file.rows
         return 0 if rows is None else rows.size_bytes

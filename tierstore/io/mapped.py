@@ -101,7 +101,7 @@ else:
 
 @kernel
 def queue_parts(address: int, starts: Int64s, stops: Int64s) -> None:
-    """Start reading bytes ``[starts[i], stops[i])`` of the file mapped at ``address``; they begin with pages."""
+    """Start reading bytes ``[starts[i], stops[i])`` of the file mapped at ``address``."""
     for i in range(len(starts)):
         queue_read(address + starts[i], stops[i] - starts[i])
 
@@ -127,16 +127,6 @@ def use_huge_pages(array: NDArray[Any], start: int, stop: int) -> None:
     stop = min(stop, -(-array.nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
     for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):
         _libc.madvise(array.ctypes.data + start, stop - start, advice)
-
-
-def _map(descriptor: int, length_bytes: int, *, offset: int = 0, at: int | None = None) -> int:
-    """Map a part of an open file in this process and not in forked ones: a map keeps its file open, with its locks.
-
-    Result and errors as of ``map_shared``.
-    """
-    address = map_shared(descriptor, length_bytes, mmap.PROT_READ, offset=offset, at=at)
-    _libc.madvise(address, length_bytes, mmap.MADV_DONTFORK)
-    return address
 
 
 def map_length(size_bytes: int) -> int:
@@ -169,7 +159,7 @@ class FileMap:
         with contextlib.ExitStack() as stack:
             if self._owns_pins:
                 stack.callback(self.pins.close)
-            self.address = address = self._map(self.length_bytes)
+            self.address = address = self._map(None, 0, self.length_bytes)
             stack.callback(unmap, address, self.length_bytes)
             buffer = (ctypes.c_uint8 * self.length_bytes).from_address(address)
             self.words: Words = np.ctypeslib.as_array(buffer).view(np.uint64)
@@ -211,17 +201,19 @@ class FileMap:
                     _libc.madvise(old.address, old.length_bytes, _MADV_DONTNEED)
         return self._longer.reaching(size_bytes)
 
-    def _map(self, length_bytes: int, *, offset: int = 0, at: int | None = None) -> int:
+    def _map(self, at: int | None, offset: int, length_bytes: int) -> int:
+        """Map a part in this process and not in forked ones: a map keeps its file open, with its locks."""
         try:
-            address = _map(self.pins.descriptor, length_bytes, offset=offset, at=at)
+            address = map_shared(self.pins.descriptor, length_bytes, mmap.PROT_READ, offset=offset, at=at)
         except OSError as error:
             error.filename = str(self.path)
             raise
-        _libc.madvise(address, length_bytes, _MADV_RANDOM)
+        for advice in (mmap.MADV_DONTFORK, _MADV_RANDOM):
+            _libc.madvise(address, length_bytes, advice)
         return address
 
     def _put_back(self, address: int, offset: int, length_bytes: int) -> None:
-        self._map(length_bytes, offset=offset, at=address)
+        self._map(address, offset, length_bytes)
 
     def file_bytes(self) -> int:
         """Length of the file now, as far as it is mapped; ClosedError if somebody closed the descriptor."""

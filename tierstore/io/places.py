@@ -13,9 +13,8 @@ from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..system.sizes import format_size
-from .indexes import STORED, Stored
 from .mapped import zeros
-from .segments import KEYS, NEWEST, Geometry, geometry, index_lengths, rows_listed
+from .segments import KEYS, NEWEST, STORED, Geometry, Stored, geometry, index_lengths, rows_listed
 
 
 class SegmentArrays(NamedTuple):

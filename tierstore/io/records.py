@@ -6,14 +6,13 @@ Each ends in the XXH64 of what comes before. Integers are little-endian uint64. 
 import struct
 from collections.abc import Callable
 from io import BytesIO
-from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from ..errors import ChecksumError, DamagedError, FormatError, StoreNotFoundError
+from ..errors import ChecksumError, DamagedError, FormatError
 from ..system.oserrors import RESTORE
 from .btree import META_KEY, SEGMENTS_KEY
 from .checksum import bytes_checksum
-from .indexes import Stored, numbers_hash, stored_segments
+from .segments import Stored, numbers_hash, stored_segments
 from .snapshot import Tree
 
 STORE_ITEM: Final = 0
@@ -35,20 +34,15 @@ class OtherFormatError(ValueError):
     """A record that is sound, of another release's format."""
 
 
-class LogRecord(NamedTuple):
-    """What the file holds of the log; put by each transaction that changes it."""
-
+class LogRecord(NamedTuple):  # what the file holds of the log; put by each transaction that changes it
     next_number: int = 1  # of the next segment; numbers are never used again
     num_segments: int = 0
     hash: int = 0  # sum of ``checksum.mix_key`` of their numbers, modulo 2**64
 
 
-class Head(NamedTuple):
-    """Which versions the file shows."""
-
-    last: int = 0
-    """The highest number that was ever given to a version; numbers are not used again, not after a rollback either."""
-    kept: tuple[int, ...] = ()  # Ascending; the last one is the current version. Empty before the first commit.
+class Head(NamedTuple):  # which versions the file shows
+    last: int = 0  # the highest number ever given to a version; none is used again, not after a rollback either
+    kept: tuple[int, ...] = ()  # ascending; the last one is the current version; empty before the first commit
 
     @property
     def current(self) -> int:
@@ -71,12 +65,10 @@ def item_key(item: int) -> bytes:
 
 
 def commit_item(version: int) -> int:
-    """Number of a version's commit record."""
     return version << _ITEM_BITS
 
 
 def payload_item(version: int, chunk: int) -> int:
-    """Number of a chunk of a version's payload."""
     return (version << _ITEM_BITS) + 1 + chunk
 
 
@@ -85,17 +77,11 @@ def segment_key(number: int) -> bytes:
     return struct.pack(">QQ", int(SEGMENTS_KEY), number)
 
 
-def version_of_item(item: int) -> int:
-    """The version that a record belongs to; 0 for those of the whole file."""
-    return item >> _ITEM_BITS
-
-
 def _sealed(data: bytes) -> bytes:
     return data + struct.pack("<Q", bytes_checksum(data))
 
 
 def _unsealed(data: bytes) -> bytes:
-    """Raises ValueError if the record does not match its checksum."""
     if len(data) < 8 or struct.unpack("<Q", data[-8:])[0] != bytes_checksum(data[:-8]):
         raise ValueError("the record does not match its checksum")
     return data[:-8]
@@ -106,7 +92,7 @@ def pack_store(store_id: bytes) -> bytes:
 
 
 def unpack_store(data: bytes) -> bytes:
-    """The store's id; ValueError, OtherFormatError among them, or struct.error say what is wrong."""
+    """The store's id. OtherFormatError: of another release's format."""
     body = _unsealed(data)
     magic, version, store_id = struct.unpack_from("<8sQ16s", body)
     if magic != _MAGIC:
@@ -121,8 +107,8 @@ def unpack_store(data: bytes) -> bytes:
 
 def first_records(store_id: bytes) -> dict[bytes, bytes]:
     """The records of a new file, by LMDB key."""
-    items = {STORE_ITEM: pack_store(store_id), HEAD_ITEM: pack_head(Head()), LOG_ITEM: pack_words(*LogRecord())}
-    return {item_key(item): record for item, record in items.items()}
+    store, head, log = pack_store(store_id), pack_head(Head()), pack_words(*LogRecord())
+    return {item_key(STORE_ITEM): store, item_key(HEAD_ITEM): head, item_key(LOG_ITEM): log}
 
 
 def pack_words(*words: int) -> bytes:
@@ -130,38 +116,34 @@ def pack_words(*words: int) -> bytes:
     return _sealed(struct.pack(f"<{len(words)}Q", *words))
 
 
-def _unpack_words(data: bytes) -> tuple[int, int, int]:
-    body = _unsealed(data)
-    if len(body) != 24:
-        raise ValueError("the record has the wrong length")
-    first, second, third = struct.unpack("<QQQ", body)
-    return first, second, third
-
-
-def unpack_log(data: bytes) -> LogRecord:
-    """ValueError says what is wrong."""
-    return LogRecord(*_unpack_words(data))
-
-
 def pack_head(head: Head) -> bytes:
     return pack_words(head.last, len(head.kept), *head.kept)
 
 
+# A ValueError, or one of struct's, says what is wrong with a record.
+
+
+def _unpack_words(data: bytes) -> list[int]:
+    return [word for (word,) in struct.iter_unpack("<Q", _unsealed(data))]
+
+
+def unpack_log(data: bytes) -> LogRecord:
+    next_number, num_segments, numbers_hash = _unpack_words(data)
+    return LogRecord(next_number, num_segments, numbers_hash)
+
+
 def unpack_head(data: bytes) -> Head:
-    """ValueError says what is wrong."""
-    body = _unsealed(data)
-    last, count = struct.unpack_from("<QQ", body)
-    if len(body) != 16 + 8 * count:
+    last, count, *kept = _unpack_words(data)
+    if len(kept) != count:
         raise ValueError("the record has the wrong length")
-    kept = struct.unpack_from(f"<{count}Q", body, 16)
-    if (kept and kept[0] == 0) or last > MAX_VERSION or list(kept) != sorted(set(kept)) or max(kept, default=0) > last:
+    if (kept and kept[0] == 0) or last > MAX_VERSION or kept != sorted(set(kept)) or max(kept, default=0) > last:
         raise ValueError("its versions are out of order")
-    return Head(last=last, kept=kept)
+    return Head(last, tuple(kept))
 
 
 def unpack_commit(data: bytes) -> CommitRecord:
-    """ValueError says what is wrong."""
-    record = CommitRecord(*_unpack_words(data))
+    version, payload_bytes, payload_checksum = _unpack_words(data)
+    record = CommitRecord(version, payload_bytes, payload_checksum)
     if record.payload_bytes > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a payload of {record.payload_bytes} bytes")
     return record
@@ -200,7 +182,6 @@ def check_store(tree: Tree, store_id: bytes) -> LogRecord:
 
 
 def read_log(tree: Tree) -> LogRecord:
-    """The record of the log; FormatError if it is missing or damaged."""
     return _read(tree, LOG_ITEM, "its record of the log", unpack_log)
 
 
@@ -216,18 +197,7 @@ def require_logged(tree: Tree, stored: Stored) -> LogRecord:
     return log
 
 
-def chosen_version(path: Path, head: Head, wanted: int | None) -> int:
-    """The version to show: the current one, or a kept one that is wanted."""
-    if wanted is None:
-        return head.current
-    if wanted not in head.kept:
-        kept = ", ".join(map(str, head.kept)) or "none"
-        raise StoreNotFoundError(f"{path}: version {wanted} is not kept; kept: {kept}.")
-    return wanted
-
-
 def read_head(tree: Tree) -> Head:
-    """Which versions there are; FormatError if the record is missing or damaged."""
     return _read(tree, HEAD_ITEM, "its record of versions", unpack_head)
 
 
@@ -244,8 +214,8 @@ def read_record(tree: Tree, version: int) -> CommitRecord:
 
 def stale_items(snapshot: Tree, head: Head) -> list[int]:
     """Records and payload chunks of versions that the head does not name."""
-    items = snapshot.walk(int(META_KEY))["number"].tolist()
-    return [item for item in items if version_of_item(item) and version_of_item(item) not in head.kept]
+    versions = {item: item >> _ITEM_BITS for item in snapshot.walk(int(META_KEY))["number"].tolist()}
+    return [item for item, version in versions.items() if version and version not in head.kept]
 
 
 def read_payload(snapshot: Tree, record: CommitRecord) -> bytes:

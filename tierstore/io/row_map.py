@@ -34,7 +34,6 @@ from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int64s, Words
 from ..layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
 from ..system.oserrors import RESTORE
-from .indexes import STORED, Stored, byte_ranges, read_indexes, read_parts
 from .mapped import HUGE_PAGE_BYTES, use_huge_pages
 from .places import (
     Listed,
@@ -50,6 +49,7 @@ from .places import (
     place_type,
     publish,
 )
+from .segments import STORED, Stored, byte_ranges, read_indexes, read_parts
 from .snapshot import Tree
 
 _LIST_STEP: Final = 1 << 20

@@ -1,19 +1,32 @@
-"""Segments: rows appended together, with the list of their keys. docs/format.md draws one.
+"""Segments: rows appended together, with the list of their keys; building them, and reading their indexes.
 
 A segment is one LMDB value that fills whole pages: first its index, which names its rows, then blocks of rows. A block
 fills ``pages_per_block`` pages and names its rows too, so that what is left of a damaged file explains itself.
+docs/format.md draws one.
 """
 
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..errors import ChecksumError, DamagedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel, prefetch_word
 from ..layout import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
-from .checksum import mix_key, row_checksum, words_hash
-from .mapped import copy_words
+from ..system.oserrors import RESTORE
+from .btree import HEADER_BYTES, SEGMENTS_KEY, Entries
+from .checksum import PRIME_1, PRIME_2, is_row, mix_key, row_checksum, words_hash
+from .mapped import copy_words, queue_parts, queue_read
+from .sigbus import ASK_AGAIN, Guard, PageRuns
+from .snapshot import Tree
 
 _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
 MIXED: Final = np.uint64(1 << 32)  # beside the number of rows: each has an epoch of its own, listed behind the keys
@@ -28,8 +41,6 @@ _OVERFLOW_FLAG: Final = np.uint64(0x04 << 16)
 _FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
 """Of a page header's second word: the flags that last, and the number of pages."""
 PREFETCH_ROWS: Final = 8  # rows to be copied are fetched from memory so many before
-_KEY_FACTOR: Final = np.uint64(0x9E3779B185EBCA87)
-_NUMBER_FACTOR: Final = np.uint64(0xC2B2AE3D27D4EB4F)  # Odd, so that keys and numbers are spread over all seeds
 
 # The index: where each word is, in words behind LMDB's header.
 CHECKSUM: Final = 0
@@ -52,9 +63,7 @@ class SegmentStatus(IntEnum):
     UNREADABLE = 7  # the device refuses a page of it
 
 
-class Geometry(NamedTuple):
-    """Sizes a kernel needs of a layout."""
-
+class Geometry(NamedTuple):  # sizes a kernel needs of a layout
     layout_id: int
     page_words: int
     pages_per_block: int
@@ -76,24 +85,19 @@ class Geometry(NamedTuple):
 
 
 def geometry(layout: RowLayout, layout_id: int) -> Geometry:
-    row_words, rows = layout.weight_words + layout.state_words, layout.rows_per_block
-    if layout.pages_per_block == 1:
-        first_row, row_stride, pair_stride = BLOCK_HEADER_WORDS + PAIR_WORDS * rows, row_words, PAIR_WORDS
-    else:
-        first_row, row_stride = BLOCK_HEADER_WORDS + PAIR_WORDS, row_words + PAIR_WORDS
-        pair_stride = row_stride
+    row_words, is_one_page = layout.weight_words + layout.state_words, layout.pages_per_block == 1
     return Geometry(
-        layout_id,
-        layout.page_bytes // 8,
-        layout.pages_per_block,
-        rows,
-        layout.weight_words,
-        layout.state_words,
-        layout.rows_per_segment,
-        max(1, (layout.rows_per_segment - 1).bit_length()),
-        first_row,
-        row_stride,
-        pair_stride,
+        layout_id=layout_id,
+        page_words=layout.page_bytes // 8,
+        pages_per_block=layout.pages_per_block,
+        rows_per_block=layout.rows_per_block,
+        weight_words=layout.weight_words,
+        state_words=layout.state_words,
+        rows_per_segment=layout.rows_per_segment,
+        place_bits=max(1, (layout.rows_per_segment - 1).bit_length()),
+        first_row=BLOCK_HEADER_WORDS + PAIR_WORDS * (layout.rows_per_block if is_one_page else 1),
+        row_stride=row_words if is_one_page else row_words + PAIR_WORDS,
+        pair_stride=PAIR_WORDS if is_one_page else row_words + PAIR_WORDS,
     )
 
 
@@ -112,8 +116,9 @@ def index_lengths(geo: Geometry, rows: Any, is_mixed: Any) -> Any:
 
 @inline
 def row_seed(key: np.uint64, number: np.uint64, index: np.uint64) -> np.uint64:
-    """What a row's checksum begins with: the same bytes as another row, or in another place, have another."""
-    return key * _KEY_FACTOR + number * _NUMBER_FACTOR + index
+    """What a row's checksum begins with: the same bytes as another row, or in another place, have another. The factors
+    are odd, so that keys and numbers are spread over all seeds."""
+    return key * PRIME_1 + number * PRIME_2 + index
 
 
 @inline
@@ -170,10 +175,7 @@ def build_segment(
     image[MAGIC] = _MAGIC
     image[NUMBER] = np.uint64(number)
     image[COUNT] = np.uint64(num) | (MIXED if is_mixed else np.uint64(0))
-    newest = oldest = epochs[0]
-    for i in range(1, len(epochs)):
-        newest, oldest = max(newest, epochs[i]), min(oldest, epochs[i])
-    image[NEWEST], image[OLDEST] = newest, oldest
+    image[NEWEST], image[OLDEST] = epochs.max(), epochs.min()
     end = KEYS + num
     for i in range(num):
         image[KEYS + i] = np.uint64(keys[i])
@@ -210,6 +212,18 @@ def build_segment(
 
 
 @inline
+def is_sound_row(
+    geo: Geometry, words: Words, start: int, i: int, key: np.uint64, number: np.uint64, index: int
+) -> bool:
+    """Whether row ``i`` of the block at word ``start`` is row ``index`` of segment ``number``, with this key."""
+    pair = start + BLOCK_HEADER_WORDS + i * geo.pair_stride
+    if words[pair] != key:
+        return False
+    at, row_words = start + geo.first_row + i * geo.row_stride, geo.weight_words + geo.state_words
+    return is_row(words, at, row_words, row_seed(key, number, np.uint64(index)), words[pair + 1])
+
+
+@inline
 def rows_listed(words: Words, at: int) -> tuple[int, bool]:
     """How many rows the index at word ``at`` lists, and whether it lists an epoch of each behind them."""
     count = words[at + COUNT]
@@ -217,16 +231,193 @@ def rows_listed(words: Words, at: int) -> tuple[int, bool]:
 
 
 @inline
-def check_index(words: Words, page_words: int, limit: int, page: int, pages: int, number: np.uint64) -> int:
+def _index_status(words: Words, page_words: int, limit: int, page: int, pages: int, number: np.uint64) -> int:
     """SegmentStatus of the index of segment ``number``, which the tree says begins at ``page`` and has ``pages``."""
     status = page_header_status(words, page_words, limit, page, pages)
     if status != 0:
         return status
     at = page * page_words + PAGE_HEADER_WORDS
     num, is_mixed = rows_listed(words, at)
-    if words[at + MAGIC] != _MAGIC or words[at + NUMBER] != number or num < 1:
-        return 3
-    if index_pages(page_words, num, is_mixed) >= pages:
+    is_one = words[at + MAGIC] == _MAGIC and words[at + NUMBER] == number and num >= 1
+    if not is_one or index_pages(page_words, num, is_mixed) >= pages:
         return 3
     length = KEYS - MAGIC + num * (2 if is_mixed else 1)
-    return 0 if words_hash(words, at + MAGIC, length, number) == words[at + CHECKSUM] else 3
+    if words_hash(words, at + MAGIC, length, number) != words[at + CHECKSUM]:
+        return 3
+    newest = oldest = words[at + NEWEST]
+    if is_mixed:
+        newest = oldest = words[at + KEYS + num]
+        for i in range(at + KEYS + num + 1, at + KEYS + 2 * num):
+            newest, oldest = max(newest, words[i]), min(oldest, words[i])
+    is_right = newest == words[at + NEWEST] and oldest == words[at + OLDEST] and is_mixed == (newest != oldest)
+    return 0 if is_right else 3
+
+
+# Reading the indexes of a tree's segments, without their rows.
+
+_LOG: Final = logging.getLogger("tierstore")
+_PART_SEGMENTS: Final = 1024
+_PARTS_AHEAD: Final = 4  # parts that are queued for reading while one is used
+_LOGGED_EVERY_SECONDS: Final = 5.0
+
+Stored = NDArray[Any]  # segments of a tree, of dtype ``STORED``, by ascending number
+
+STORED: Final = np.dtype(
+    [("number", np.uint64), ("first_page", np.int64), ("pages", np.int64)]
+    + [(name, np.int64) for name in ("rows", "newest", "oldest", "first_key")]
+)
+"""What the tree says of a segment, and then what its index says, 0 where that was not read: rows, the largest and the
+least epoch of them, and the key of the first one, from which the layout follows."""
+
+
+def stored_segments(tree: Tree) -> Stored:
+    """The segments of a tree; their indexes are not read. DamagedError: the tree is damaged."""
+    entries = tree.walk()
+    entries = entries[entries["kind"] == SEGMENTS_KEY]
+    if (bad := (entries["size"] + HEADER_BYTES) % tree.page_bytes != 0).any():
+        number = entries["number"][int(np.argmax(bad))]
+        raise DamagedError(f"{tree.path}: its tree has segment {number}, which does not fill its pages. {RESTORE}")
+    return listed_segments(entries, tree.page_bytes)
+
+
+def listed_segments(entries: Entries, page_bytes: int) -> Stored:
+    """The segments of these entries of a tree."""
+    stored = np.zeros(len(entries), STORED)
+    stored["number"], stored["first_page"] = entries["number"], entries["page"]
+    stored["pages"] = (entries["size"] + HEADER_BYTES) // page_bytes
+    return stored
+
+
+def byte_ranges(stored: Stored, page_bytes: int) -> tuple[Int64s, Int64s]:
+    """Where in the file segments begin and end."""
+    return stored["first_page"] * page_bytes, (stored["first_page"] + stored["pages"]) * page_bytes
+
+
+@kernel
+def numbers_hash(stored: Stored) -> int:
+    """Sum of ``checksum.mix_key`` of the numbers of segments, modulo 2**64."""
+    total = np.uint64(0)
+    for i in range(len(stored)):
+        total += mix_key(np.uint64(0), stored[i]["number"])
+    return total  # type: ignore[return-value]
+
+
+@kernel
+def _read(words: Words, address: int, page_words: int, limit: int, stored: Stored, statuses: Int64s) -> None:
+    """Check indexes, whose first pages are queued for reading, and fill in what they say where they are sound."""
+    for i in range(len(stored)):
+        first_page, pages = stored[i]["first_page"], stored[i]["pages"]
+        if page_header_status(words, page_words, limit, first_page, pages) == 0:
+            num, is_mixed = rows_listed(words, first_page * page_words + PAGE_HEADER_WORDS)
+            length = index_pages(page_words, num, is_mixed)
+            if 1 < length < pages:
+                queue_read(address + (first_page + 1) * page_words * 8, (length - 1) * page_words * 8)
+    for i in range(len(stored)):
+        first_page, pages = stored[i]["first_page"], stored[i]["pages"]
+        statuses[i] = _index_status(words, page_words, limit, first_page, pages, stored[i]["number"])
+        if statuses[i] == 0:
+            at = first_page * page_words + PAGE_HEADER_WORDS
+            stored[i]["rows"], stored[i]["first_key"] = words[at + COUNT] & COUNT_MASK, words[at + KEYS]
+            stored[i]["newest"], stored[i]["oldest"] = words[at + NEWEST], words[at + OLDEST]
+
+
+def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterator[slice]:
+    """Slices of ``count`` things, ``size`` at a time, in order. ``queue`` starts reading one, a few slices ahead.
+
+    In a thread of its own: the system takes about as long to queue pages as we take to look at them.
+    """
+    slices = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    if len(slices) < 2:  # a thread would take longer to start
+        for each in slices:
+            queue(each)
+        yield from slices
+        return
+    with ThreadPoolExecutor(1, "tierstore-read-ahead") as executor:
+        queued = deque(executor.submit(queue, each) for each in slices[:_PARTS_AHEAD])
+        try:
+            for number, each in enumerate(slices):
+                queued.extend(executor.submit(queue, later) for later in slices[number + _PARTS_AHEAD :][:1])
+                queued.popleft().result()
+                yield each
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def _in_parts(tree: Tree, stored: Stored, order: Int64s | None = None) -> Iterator[tuple[slice, Stored, Int64s]]:
+    """Parts with what their indexes say, where these are what was written, and the SegmentStatus of each segment.
+    ``order``: of parts that are copies, so that few are in memory; else all is filled in where it lies."""
+    file_map, limit, page_bytes = tree.file_map.rows, tree.limit_pages(), tree.page_bytes
+
+    def queue(part: slice) -> None:
+        firsts = stored["first_page"][part if order is None else order[part]]
+        starts = firsts[firsts < limit] * page_bytes
+        queue_parts(file_map.address, starts, starts + page_bytes)
+
+    for part in read_ahead(len(stored), _PART_SEGMENTS, queue):
+        own, since = stored[part if order is None else order[part]], file_map.guard.begin()
+        statuses = np.zeros(len(own), np.int64)
+        _read(file_map.words, file_map.address, page_bytes // 8, limit, own, statuses)
+        if not file_map.guard.is_clean(since):
+            refused = file_map.guard.refused(since)
+            statuses[refused.meet(*byte_ranges(own, page_bytes))] = refused_status(file_map.guard, refused)
+        yield part, own, statuses
+
+
+def look_at_indexes(tree: Tree, stored: Stored) -> Int64s:
+    """Fill in what the indexes say of these segments, where they are what was written; the SegmentStatus of each."""
+    return np.concatenate([np.zeros(0, np.int64), *(statuses for _, _, statuses in _in_parts(tree, stored))])
+
+
+def read_indexes(tree: Tree, stored: Stored) -> Stored:
+    """These segments, with what their indexes say. DamagedError: one is not what was written, or cannot be read."""
+    stored = stored.copy()
+    _require_sound(tree, stored, look_at_indexes(tree, stored))
+    return stored
+
+
+def read_parts(tree: Tree, stored: Stored) -> Iterator[Stored]:
+    """These segments, a part at a time as they lie in the file, with what their indexes say. What takes long is logged.
+    DamagedError: as ``read_indexes``."""
+    last_logged = time.monotonic()
+    for part, own, statuses in _in_parts(tree, stored, np.argsort(stored["first_page"])):
+        _require_sound(tree, own, statuses)
+        yield own
+        if part.stop < len(stored) and time.monotonic() - last_logged > _LOGGED_EVERY_SECONDS:
+            last_logged = time.monotonic()
+            log = _LOG.info if _LOG.hasHandlers() else _LOG.warning
+            log("%s: read the indexes of %d of %d segments, to find its rows", tree.path, part.stop, len(stored))
+
+
+def _require_sound(tree: Tree, stored: Stored, statuses: Int64s) -> None:
+    if statuses.any():
+        at = int(np.argmax(statuses > 0))
+        raise segment_error(tree, int(stored["number"][at]), int(statuses[at]))
+
+
+def refused_status(guard: Guard, refused: PageRuns) -> SegmentStatus:
+    """Of what lies on pages that were refused."""
+    return SegmentStatus.OUT_OF_FILE if guard.is_cut_short(refused) else SegmentStatus.UNREADABLE
+
+
+def segment_error(tree: Tree, number: int, status: int) -> DamagedError:
+    """What a SegmentStatus other than DONE amounts to."""
+    return damage_error(tree.path, [(f"segment {number}", status)])
+
+
+def damage_error(path: Path, found: list[tuple[str, int]], more: str = "") -> DamagedError:
+    """What the SegmentStatus of each of these, segments or rows, amounts to; the first one decides on the class."""
+    parts = []
+    for what, status in found:
+        if status == SegmentStatus.OUT_OF_FILE:
+            parts.append(f"{what} lies beyond the end of the file")
+        elif status == SegmentStatus.UNREADABLE:
+            parts.append(f"{what} cannot be read: the device refuses a page of it")
+        elif status == SegmentStatus.BAD_ROW:
+            parts.append(f"{what} does not match its checksum")
+        else:
+            parts.append(f"{what} is damaged ({SegmentStatus(status).name})")
+    words = f"{path}: {'; '.join(parts)}{more}."
+    if found[0][1] == SegmentStatus.UNREADABLE:
+        return UnreadableError(f"{words} {ASK_AGAIN} {RESTORE}")
+    kind = TruncatedError if found[0][1] == SegmentStatus.OUT_OF_FILE else ChecksumError
+    return kind(f"{words} {RESTORE}")

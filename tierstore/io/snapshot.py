@@ -12,22 +12,13 @@ from ..errors import DamagedError, StoreReplacedError, TruncatedError, Unreadabl
 from ..kernels.arrays import Words
 from ..system.oserrors import RESTORE
 from . import btree
-from .btree import Entries, Meta, Pages, Walk, WalkStatus, sound_metas
+from .btree import Entries, Meta, Pages, WalkStatus, sound_metas
 from .free_list import check_page_use, pages_freed, pages_freed_since
 from .mapped import FileMap
 from .sigbus import ASK_AGAIN
 
 _ATTEMPTS: Final = 100
 _KEY: Final = struct.Struct(">QQ")
-
-
-def raise_for_walk(path: Path, status: int, page: int) -> None:
-    """Raise what a failed walk amounts to; nothing if it did not fail."""
-    if status == WalkStatus.DONE:
-        return
-    if status == WalkStatus.OUT_OF_FILE:
-        raise TruncatedError(f"{path}: page {page} of its tree leads beyond the end of the file. {RESTORE}")
-    raise DamagedError(f"{path}: page {page} of its tree is damaged ({WalkStatus(status).name}). {RESTORE}")
 
 
 class Tree:
@@ -37,18 +28,13 @@ class Tree:
         self.path = path
         self.file_map = file_map
         self.meta = meta
-        self.page_bytes = meta.page_bytes
-
-    @property
-    def txn_id(self) -> int:
-        return self.meta.txn_id
+        self.page_bytes, self.txn_id = meta.page_bytes, meta.txn_id
 
     def limit_pages(self) -> int:
         """Pages the file has now."""
         return self.file_map.file_bytes() // self.page_bytes
 
     def pages(self) -> Pages:
-        """The file as it is now, for kernels."""
         return btree.pages_of(self.file_map, self.page_bytes)
 
     def get(self, key: bytes) -> bytes | None:
@@ -75,14 +61,14 @@ class Tree:
         """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""
         with self.file_map.guard.watching():
             found = check_page_use(self.pages(), self.meta)
-        raise_for_walk(self.path, found.status, found.page)
+        self._require_sound(found.status, found.page)
 
     def walk(self, first_key: int = 0) -> Entries:
         """Entries in key order from key word ``first_key`` on."""
         walk = btree.new_walk(self.page_bytes // 2)
         with self.file_map.guard.watching():
             entries = btree.list_tree(self.pages(), self.meta.main, walk, first_key)
-        self._require_sound(walk)
+        self._require_sound(*walk.result[:2])
         return entries
 
     def seek(self, kinds: Words, numbers: Words) -> Entries:
@@ -90,11 +76,16 @@ class Tree:
         walk = btree.new_walk(self.page_bytes // 2)
         with self.file_map.guard.watching():
             entries = btree.find_entries(self.pages(), self.meta.main, kinds, numbers, walk)
-        self._require_sound(walk)
+        self._require_sound(*walk.result[:2])
         return entries
 
-    def _require_sound(self, walk: Walk) -> None:
-        raise_for_walk(self.path, int(walk.result[btree.STATUS]), int(walk.result[btree.PAGE]))
+    def _require_sound(self, status: int, page: int) -> None:
+        if status == WalkStatus.OUT_OF_FILE:
+            raise TruncatedError(f"{self.path}: page {page} of its tree leads beyond the end of the file. {RESTORE}")
+        if status != WalkStatus.DONE:
+            raise DamagedError(
+                f"{self.path}: page {page} of its tree is damaged ({WalkStatus(status).name}). {RESTORE}"
+            )
 
 
 class Snapshot(Tree):
@@ -131,10 +122,9 @@ def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
 def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
     """The newer of the two meta pages, of which one may be damaged or in the middle of being written; None if they
     change."""
-    starts = (0, page_bytes)
-    both = [meta_page(file_map, start) for start in starts]
-    seen = [file_map.words[start // 8 : (start + btree.META_READ_BYTES) // 8].tobytes() for start in starts]
-    if both != [meta_page(file_map, start) for start in starts]:
+    both = [meta_page(file_map, start) for start in (0, page_bytes)]
+    seen = [file_map.words[start // 8 :][: btree.META_READ_BYTES // 8].tobytes() for start in (0, page_bytes)]
+    if both != [meta_page(file_map, start) for start in (0, page_bytes)]:
         return None
     if seen != both and all(len(page) == btree.META_READ_BYTES for page in both):
         raise StoreReplacedError(

@@ -19,15 +19,14 @@ from ..system.forks import disown_in_forks, keep_for_ever
 from ..system.killpoints import reach
 from ..system.sizes import format_size
 from . import records
-from .anchor import AnchorKeeper
 from .btree import MAX_PAGES
 from .checksum import bytes_checksum
 from .files import open_environment, translate
-from .log import Log, Written
-from .opened import OpenFile
+from .log import Log
 from .reader_locks import OldestReader
 from .reads import KeyedRows
 from .records import CommitRecord, Head, read_head, read_record, stale_items
+from .row_file import OpenFile, SuperblockWriter
 from .row_map import RowMap
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -46,15 +45,14 @@ class Writer:
 
     Args:
         slack: see ``LmdbColdTier``.
-        cleaned: called with what cleaning has moved.
+        add_counts: adds to totals of ``ColdCounters``.
 
     Attributes:
         held_bytes: what the oldest reader kept from being reused, when that was counted last.
     """
 
-    def __init__(self, file: OpenFile, slack: float, cleaned: Callable[[Written], None]) -> None:
+    def __init__(self, file: OpenFile, slack: float, add_counts: Callable[..., None]) -> None:
         self._file = file
-        self._cleaned = cleaned
         disown_in_forks(self)
         with ExitStack() as stack:
             self._mapped_bytes = file.map.length_bytes
@@ -63,12 +61,12 @@ class Writer:
             file.map.pins.require_in_place()
             self._oldest = OldestReader(self._environment, file.path, file.map.pins)
             stack.callback(self._oldest.close)
-            self._anchors = AnchorKeeper(file, sync=self.sync, pin=file.new_snapshot)
+            self._anchors = SuperblockWriter(file, sync=self.sync, pin=file.new_snapshot)
             stack.callback(self._anchors.close)
             self._anchors.set()
             self.held_bytes = self._logged_bytes = 0
             self._counted = -1, 0  # the oldest tree read, and bytes of the file, when it was counted last
-            self._log = Log(file, self._anchors, slack, self._transaction)
+            self._log = Log(file, self._anchors, slack, self._transaction, add_counts)
             self._parts = stack.pop_all()
 
     def disown(self) -> None:
@@ -124,10 +122,10 @@ class Writer:
             raise
         self._mapped_bytes = length_bytes
 
-    def append(self, layout: RowLayout, new: KeyedRows) -> Written:
+    def append(self, layout: RowLayout, new: KeyedRows) -> None:
         """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
         rows = self.rows()
-        return self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
+        self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
 
     def catch_up(self) -> None:
         """After a call that was cut short: show what the file has. Versions are shown once they are durable."""
@@ -144,7 +142,7 @@ class Writer:
             if head != file.head:
                 self._anchors.set()
             if snapshot.txn_id != file.snapshot.txn_id:
-                file.view.rows = None
+                file.rows = None
             stack.pop_all()
             file.head, file.record = head, record
             file.follow(snapshot)
@@ -267,10 +265,7 @@ class Writer:
     def _clean(self) -> bool:
         with self._file.lock:
             self._file.require_open()
-            written = self._log.clean(self.rows(), self._file.head.kept)
-            if written is not None:
-                self._cleaned(written)
-            return written is not None
+            return self._log.clean(self.rows(), self._file.head.kept)
 
     def delete_dead(self) -> bool:
         """Delete some of the segments whose rows nobody needs; False if there are none."""
@@ -302,7 +297,7 @@ class Writer:
             self.catch_up()
             if version not in file.head.kept:
                 raise ValueError(f"version={version} is not kept: there are {list(file.head.kept)}")
-            file.view.rows, file.has_loose = None, True  # if a step fails, what was not committed is dropped even so
+            file.rows, file.has_loose = None, True  # if a step fails, what was not committed is dropped even so
             record = read_record(file.snapshot, version)
             head = Head(last=file.head.last, kept=tuple(kept for kept in file.head.kept if kept <= version))
             with self._making_current(version):

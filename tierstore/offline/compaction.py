@@ -18,11 +18,11 @@ import numpy as np
 
 from ..errors import DamagedError
 from ..io.files import rows_path
-from ..io.indexes import read_indexes, stored_segments
 from ..io.lmdb import LmdbColdTier
 from ..io.reads import some_first, stored_batches
 from ..io.records import read_head, read_payload, read_record
 from ..io.row_map import RowMap
+from ..io.segments import read_indexes, stored_segments
 from ..io.snapshot import Snapshot
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout

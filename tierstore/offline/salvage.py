@@ -1,8 +1,8 @@
 """What is sound of a damaged store, saved into a new one, and a list of what was lost.
 
-The source is only read. Its trees are followed as far as they are sound (io/sound.py). Rows are those of its last
-version, each held against its own checksum; that module tells which of them are certain to be of that version. The
-new store keeps the version's number. A row that was lost has its first value there, as if it had never been written.
+The source is only read. Its trees are followed as far as they are sound (io/superblock.py). Rows are those of its last
+version, each held against its own checksum; io/verify.py tells which of them are certain to be of that version. The new
+store keeps the version's number. A row that was lost has its first value there, as if it had never been written.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import ChecksumError, DamagedError, FormatError, StoreNotFoundError, TruncatedError
-from ..io.anchor import read_stamp
-from ..io.files import ROW_FILE_NAME, require_plain_files
+from ..io.files import ROW_FILE_NAME, read_stamp, require_plain_files
 from ..io.lmdb import LmdbColdTier
 from ..io.mapped import FileMap, queue_parts
 from ..io.places import Segments
 from ..io.reader_locks import FileLocks
 from ..io.row_map import RowMap
-from ..io.sound import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
+from ..io.superblock import Remains, choose_tree
+from ..io.verify import LOST, Runs, choose_rows, read_rows, settled, surviving_rows
 from ..kernels.arrays import Bools
 from ..layout import KEY_ROW_BITS
 from ..store import open_store

@@ -11,7 +11,7 @@ from ..cache.tinylfu import MOVED_MAX, MOVED_SHARE
 from ..errors import BudgetError
 from ..hbm.full import FullSize
 from ..hbm.pool import HbmSize
-from ..io.cleaning import DEFAULT_SLACK
+from ..io.log import DEFAULT_SLACK
 from ..io.places import NARROW, place_type
 from ..io.segments import geometry
 from ..layout import BLOCK_HEADER_WORDS, PAIR_WORDS, RowLayout

@@ -19,7 +19,7 @@ from typing import Final
 
 from ..cache.base import RowCache
 from ..cache.full import FullCache
-from ..io import ColdTier
+from ..io.base import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..system.signals import shielded

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from ..cache.base import Pinned, RowCache
-from ..io import ColdTier
+from ..io.base import ColdTier
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.flag import Flag

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ..config import TableConfig
 from ..errors import StoreReplacedError, TableError, TierstoreError
 from ..hbm.build import require_supported
-from ..io import ColdTier, LmdbColdTier
+from ..io.base import ColdTier
+from ..io.lmdb import LmdbColdTier
 from ..layout import MAX_TABLES, DtypeName, RowLayout
 from ..optim import SGD
 from ..pool.converting import Converter, RowSource

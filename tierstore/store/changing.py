@@ -21,7 +21,7 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import TableError
-from ..io import ColdTier
+from ..io.base import ColdTier
 from ..layout import KEY_ROW_BITS
 from ..system.sizes import format_count
 from .catalog import Catalog

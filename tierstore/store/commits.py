@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 
 from ..errors import TableError, TierstoreError
-from ..io import ColdTier
+from ..io.base import ColdTier
 from ..system.flag import Flag
 from ..system.forks import require_own
 from ..system.killpoints import reach

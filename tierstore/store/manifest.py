@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
-from ..io import ColdTier
+from ..io.base import ColdTier
 from ..layout import MAX_TABLES, RowLayout
 from ..system.durable import directory_locked, names_in, sync_directory
 from ..system.excerpt import excerpt

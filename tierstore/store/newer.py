@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cache.base import Listing
 from ..errors import ClosedError, DamagedError
-from ..io import ColdTier, NewerVersion
+from ..io.base import ColdTier, NewerVersion
 from ..kernels.arrays import Int64s, Words
 from ..pool import Pool
 from ..pool.converting import RowSource

@@ -11,7 +11,7 @@ from typing import Final, Literal, get_args
 from ..cache.ddr import AUTO, POLICIES
 from ..config import MAX_KEPT_VERSIONS, require_slack
 from ..errors import StoreLockedError
-from ..io.cleaning import DEFAULT_SLACK
+from ..io.log import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..layout import FloatName, QuantizedName
 from ..system.checks import require_choice, require_int

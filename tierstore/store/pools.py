@@ -15,7 +15,7 @@ from ..cache.full import FullCache
 from ..errors import TableError
 from ..hbm.base import IN_USE
 from ..hbm.build import DeviceSize, add_hbm, hbm_stats
-from ..io import ColdTier
+from ..io.base import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..pool import Pool

@@ -21,7 +21,8 @@ from ..config import Pooling, TableConfig
 from ..errors import PartlyTrainedError, TableError, TierstoreError
 from ..ids import DynamicIds
 from ..ids.id_map import MAX_SCORE
-from ..io import ColdTier, LmdbColdTier, MemoryColdTier, VerifyReport
+from ..io.base import ColdTier, MemoryColdTier, VerifyReport
+from ..io.lmdb import LmdbColdTier
 from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
 from ..layout import RowLayout

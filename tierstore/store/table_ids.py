@@ -20,7 +20,7 @@ from ..errors import IdError, TableError
 from ..ids.configs import LFU, TTL, Frequency, Probability
 from ..ids.id_map import MAX_SCORE, IdMap, absent, are_scores, as_words, draws, give_rows, lowest, owners_of
 from ..ids.peers import Peers
-from ..io import ColdTier, NewerVersion
+from ..io.base import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import SECRET
 from ..kernels.threads import Workers

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ..errors import DamagedError, TierstoreError
-from ..io import LmdbColdTier, VerifyReport
+from ..io.base import VerifyReport
 from ..io.files import FILE_NAMES, ROW_FILE_NAME, copied_bytes, copy_rows_file, rows_path
+from ..io.lmdb import LmdbColdTier
 from ..io.records import read_head
 from ..io.snapshot import Snapshot
 from ..system.durable import names_in, output_locked, sync_directory

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
 from ..dist.placement.towers import load_towers
 from ..dist.ranks import Precision
-from ..io.cleaning import DEFAULT_SLACK
+from ..io.log import DEFAULT_SLACK
 from ..layout import MAX_ROWS
 from ..settings import sections
 from ..settings.sections import ConfigError, Override, check_ranges, option

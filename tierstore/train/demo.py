@@ -16,7 +16,7 @@ import numpy as np
 
 from ..dist.plan import MAX_RANKS
 from ..errors import TierstoreError
-from ..io import ROW_FILE_NAME
+from ..io.files import ROW_FILE_NAME
 from ..layout import WORD_BYTES, RowLayout
 from ..settings.sections import to_toml
 from ..store import open_store

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import StoreNotFoundError, TableError, TierstoreError
-from ..io import LmdbColdTier
+from ..io.lmdb import LmdbColdTier
 from ..kernels.arrays import Int64s, Words
 from ..layout import KEY_ROW_BITS
 from ..store import open_store

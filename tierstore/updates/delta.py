@@ -12,7 +12,7 @@ import numpy as np
 from .. import optim
 from ..config import TableConfig
 from ..errors import StoreNotFoundError
-from ..io import LmdbColdTier
+from ..io.lmdb import LmdbColdTier
 from ..io.reads import ChangedRows
 from ..kernels.arrays import Int64s
 from ..store.manifest import Manifest

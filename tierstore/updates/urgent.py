@@ -17,7 +17,7 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import TierstoreError
-from ..io import ColdTier
+from ..io.base import ColdTier
 from ..io.reads import ChangedRows
 from ..kernels.arrays import Bools, Floats, Int64s
 from ..layout import KEY_ROW_BITS, RowLayout

@@ -21,8 +21,8 @@ from torch.utils.benchmark import set_torch_threads
 from ... import optim
 from ...config import TableConfig
 from ...io import ROW_FILE_NAME
-from ...io.anchor import read_metas
 from ...io.btree import parse_meta
+from ...io.superblock import read_metas
 from ...kernels.arrays import Float64s
 from ...kernels.least_squares import solve_nonnegative
 from ...layout import RowLayout

@@ -11,9 +11,9 @@ import pytest
 from tests.conformance.cold_tier import TABLES, WIDE, Int64s, add_tables, check_rows, commit, keys_of, write_rows
 from tests.io.support import STORE_ID, open_tier, recover
 from tierstore.errors import ChecksumError, DamagedError, FormatError
-from tierstore.io import anchor, opened
-from tierstore.io.anchor import ANCHOR_NAME
+from tierstore.io import superblock
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
+from tierstore.io.files import SUPERBLOCK_NAME
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.system import killpoints
 
@@ -23,7 +23,7 @@ ROWS = np.arange(TABLES[0][1])
 def copy_store(source: Path, target: Path) -> Path:
     """The files as they are now, without locks, which a machine that starts again does not have."""
     target.mkdir()
-    for name in ("rows.lmdb", ANCHOR_NAME):
+    for name in ("rows.lmdb", SUPERBLOCK_NAME):
         shutil.copyfile(source / name, target / name)
     return target
 
@@ -35,7 +35,7 @@ def some_rows(generator: np.random.Generator) -> Int64s:
 @pytest.fixture
 def other_boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def start_anew() -> None:
-        monkeypatch.setattr(anchor, "boot_id", lambda: b"another start...")
+        monkeypatch.setattr(superblock, "boot_id", lambda: b"another start...")
 
     return start_anew
 
@@ -96,12 +96,12 @@ def test_a_meta_page_whose_write_failed_is_put_back(tmp_path: Path) -> None:
 
 def test_a_damaged_slot_leaves_the_other_and_two_are_an_error(tmp_path: Path) -> None:
     written_after_commit(tmp_path / "store", 8, 1)
-    path = tmp_path / "store" / ANCHOR_NAME
+    path = tmp_path / "store" / SUPERBLOCK_NAME
     content = bytearray(path.read_bytes())
-    newest = anchor.newest_slot(bytes(content))
+    newest = superblock.newest_slot(bytes(content))
     assert newest is not None
     content[newest.number % 2 * 4096 + 60] ^= 1
-    other = anchor.newest_slot(bytes(content))
+    other = superblock.newest_slot(bytes(content))
     assert other is not None
     assert other.number == newest.number - 1
     content[other.number % 2 * 4096 + 60] ^= 1
@@ -115,7 +115,7 @@ def test_an_anchor_of_another_file_is_never_put_back(tmp_path: Path, other_boot:
     other_boot()
     older = copy_store(synced, tmp_path / "older")
     check_second_commit(tmp_path / "store")  # and a third one, which sets a newer anchor
-    shutil.copyfile(tmp_path / "store" / ANCHOR_NAME, older / ANCHOR_NAME)
+    shutil.copyfile(tmp_path / "store" / SUPERBLOCK_NAME, older / SUPERBLOCK_NAME)
     before = (older / "rows.lmdb").read_bytes()
     for readonly in (False, True):
         with pytest.raises(FormatError, match=r"is older than rows\.anchor"):
@@ -146,7 +146,7 @@ def roots(pages: tuple[bytes, bytes]) -> Meta:
 
 @pytest.mark.parametrize("what", ["rows", "free pages"])
 def test_a_tree_that_is_not_whole_is_not_gone_back_to(later: Path, what: str) -> None:
-    kept = anchor.load_anchor(later / "rows.lmdb", STORE_ID)
+    kept = superblock.load_superblock(later / "rows.lmdb", STORE_ID)
     assert kept is not None
     meta = roots(kept.metas)
     page = meta.main.page if what == "rows" else meta.free.page
@@ -172,7 +172,7 @@ def test_a_recovery_that_was_cut_short_is_made_again(later: Path, monkeypatch: p
             raise CutShortError
 
     written: list[int] = []
-    write_all = opened.write_all
+    write_all = superblock.write_all
 
     def write_one(descriptor: int, data: bytes, offset: int) -> None:
         if written:
@@ -183,7 +183,7 @@ def test_a_recovery_that_was_cut_short_is_made_again(later: Path, monkeypatch: p
     path = later / "rows.lmdb"
     with monkeypatch.context() as patch:
         if point == "the first page":
-            patch.setattr(opened, "write_all", write_one)
+            patch.setattr(superblock, "write_all", write_one)
         else:
             patch.setattr(killpoints, "hook", cut)
         with pytest.raises(CutShortError):

@@ -1,0 +1,370 @@
+"""The superblock, ``rows.anchor``: the tree that a power loss falls back to, the *anchored* one; salvage of trees.
+
+Transactions do not wait for the device, as that would be slow; so LMDB's two meta pages may reach it before the pages
+they lead to. Instead:
+
+1. A superblock is set when the store is opened for writing, at each commit, and in the background whenever much was
+   written (``SuperblockWriter``): both meta pages are copied, the file is synced, then the copy goes to
+   ``rows.anchor``, synced too.
+2. From before that copy is written until the next superblock stands, the anchored tree is pinned (``pins.py``): LMDB
+   reuses no page of it. So whatever of later transactions reached the device, all its pages are as they were.
+3. A process that opens the store for writing and finds other meta pages puts the copy back (``recover``). The anchored
+   tree holds the last commit whole; what it holds beyond that is dropped by its epoch.
+
+What the system holds in memory may never reach the device, even if only the process died: it may drop a page that it
+could not write, and call the next sync a success. So only what a superblock vouches for is built on, and the
+superblock itself is written once more first.
+
+The file holds two slots, written in turn, each with a checksum: a slot cut short leaves the other, whose tree is still
+pinned. It gets its name when it is whole, with space for both slots, so that no later superblock needs any.
+"""
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, TierstoreError
+from ..layout import PAGE_HEADER_WORDS
+from ..system.durable import sync_directory, write_all
+from ..system.killpoints import reach
+from ..system.oserrors import RESTORE, translate_os_error
+from ..system.plainfile import read_plain_file
+from . import btree, records
+from .btree import META_READ_BYTES, Meta, sound_metas
+from .checksum import bytes_checksum
+from .files import SUPERBLOCK_NAME, read_stamp
+from .mapped import FileMap
+from .reader_locks import FileLocks
+from .segments import NUMBER, listed_segments, numbers_hash
+from .snapshot import Tree
+
+SLOT_BYTES: Final = 4096
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_HEAD: Final = struct.Struct("<8sQ16s16sQQ")
+_MAGIC: Final = b"tieranc2"
+_MOST_BYTES: Final = 1 << 16  # of a file that is read for a salvage
+_PAGE_BYTES: Final = tuple(1 << bits for bits in range(9, 16))  # page sizes of LMDB
+_BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
+
+
+class SyncError(OSError):
+    """The device failed to sync a file, and must not be asked again."""
+
+
+class Superblock(NamedTuple):
+    number: int
+    store_id: bytes
+    boot_id: bytes
+    page_bytes: int
+    txn_id: int
+    metas: tuple[bytes, bytes]
+
+
+def boot_id() -> bytes:
+    """16 bytes that change when the machine starts again; zeros where the system has none."""
+    try:
+        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def save_superblock(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes, bytes]) -> None:
+    """Vouch for the trees that these meta pages lead to; they must be synced, and stay pinned. OSError, SyncError among
+    them: the device refused; the superblock before stands."""
+    if len(found := sound_metas(*metas)) < 2:
+        raise DamagedError(f"{path}: a meta page is damaged; restore the store's directory from a copy.")
+    own_path = path.with_name(SUPERBLOCK_NAME)
+    newest = _read_newest(own_path) if (is_there := own_path.exists()) else None
+    number = 1 if newest is None else newest.number + 1
+    slot = pack_slot(Superblock(number, store_id, boot_id(), page_bytes, found[0].txn_id, metas))
+    if is_there:
+        _put(own_path, slot, number % 2 * SLOT_BYTES)
+        return
+    draft = own_path.with_name(f"{SUPERBLOCK_NAME}.new")
+    draft.unlink(missing_ok=True)
+    _put(draft, bytes(SLOT_BYTES) + slot, 0)  # the first one goes to the second slot
+    os.replace(draft, own_path)
+    sync_directory(own_path.parent)
+
+
+def pack_slot(superblock: Superblock) -> bytes:
+    body = _HEAD.pack(_MAGIC, *superblock[:-1]) + b"".join(superblock.metas)
+    return (body + bytes_checksum(body).to_bytes(8, "little")).ljust(SLOT_BYTES, b"\0")
+
+
+def _put(path: Path, data: bytes, place: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(descriptor, data, place)
+        reach("anchor: slot written")
+        try:
+            os.fdatasync(descriptor)
+        except OSError as error:
+            raise SyncError(*error.args) from error
+        reach("anchor: slot synced")
+    finally:
+        os.close(descriptor)
+
+
+def _read_newest(path: Path) -> Superblock | None:
+    with path.open("rb") as file:
+        return newest_slot(file.read(2 * SLOT_BYTES))
+
+
+def newest_slot(content: bytes) -> Superblock | None:
+    """The newest superblock of two slots whose slot matches its checksum."""
+    found = []
+    for place in (0, SLOT_BYTES):
+        slot = content[place : place + _BODY_BYTES + 8]
+        body, checksum = slot[:_BODY_BYTES], slot[_BODY_BYTES:]
+        if len(checksum) == 8 and int.from_bytes(checksum, "little") == bytes_checksum(body):
+            magic, number, store_id, boot, page_bytes, txn_id = _HEAD.unpack_from(body)
+            metas = body[_HEAD.size :][:META_READ_BYTES], body[_HEAD.size + META_READ_BYTES :]
+            if magic == _MAGIC and page_bytes in _PAGE_BYTES:
+                found.append(Superblock(number, store_id, boot, page_bytes, txn_id, metas))
+    return max(found, key=lambda superblock: superblock.number, default=None)
+
+
+def read_metas(path: Path, page_bytes: int) -> tuple[bytes, bytes]:
+    try:
+        with path.open("rb", buffering=0) as file:
+            first, second = (os.pread(file.fileno(), META_READ_BYTES, place) for place in (0, page_bytes))
+    except OSError as error:
+        raise translate_os_error(error, path) from error
+    return first, second
+
+
+def load_superblock(path: Path, store_id: bytes) -> Superblock | None:
+    """The superblock, or None if there is none for this row file, whose damage others will report. ChecksumError: the
+    superblock is damaged. FormatError: the row file is older than it."""
+    own_path = path.with_name(SUPERBLOCK_NAME)
+    try:
+        superblock = _read_newest(own_path)
+    except FileNotFoundError:
+        return None
+    if superblock is None:
+        raise ChecksumError(f"{own_path} is damaged; restore the store's directory from a copy.")
+    if not read_stamp(path, superblock.page_bytes) == superblock.store_id == store_id:
+        return None
+    metas = sound_metas(*read_metas(path, superblock.page_bytes))
+    if not metas or metas[0].txn_id < superblock.txn_id:
+        if len(metas) < 2:
+            return None
+        raise FormatError(
+            f"{path} is older than {SUPERBLOCK_NAME} beside it: one of the two was replaced. Restore the whole "
+            "directory from one copy."
+        )
+    return superblock
+
+
+def is_of_this_boot(superblock: Superblock) -> bool:
+    """Whether the machine has not stopped since, as far as it tells."""
+    current = boot_id()
+    return superblock.boot_id == current and any(current)
+
+
+def _is_sound(path: Path, superblock: Superblock) -> bool:
+    """Whether the file is as the superblock says, or as a writer left it and the machine has not stopped since.
+
+    LMDB leaves a mixture in a meta page whose write failed: then there are not two.
+    """
+    metas = read_metas(path, superblock.page_bytes)
+    return metas == superblock.metas or (is_of_this_boot(superblock) and len(sound_metas(*metas)) == 2)
+
+
+def require_sound(path: Path, store_id: bytes) -> None:
+    """Before an open for reading.
+
+    Raises:
+        DamagedError: the machine stopped while the store was open for writing.
+        ChecksumError, FormatError: as for ``recover``.
+    """
+    superblock = load_superblock(path, store_id)
+    if superblock is not None and not _is_sound(path, superblock):
+        raise DamagedError(
+            f"{path}: the machine stopped, or a write failed, while the store was open for writing; open it once with "
+            'mode="w", which goes back to the last commit.'
+        )
+
+
+def recover(path: Path, store_id: bytes, pins: FileLocks) -> None:
+    """Have the device hold the superblock, and put its meta pages back: before an open for writing.
+
+    Done only if the anchored tree is whole, and nobody reads another one: while a reader of the same boot has the file
+    open, the tree that it sees stays. Whatever step it is cut short at, the next recovery does the same again.
+
+    Args:
+        pins: of the row file, open for writing; no tree is read through it.
+
+    Raises:
+        ChecksumError, FormatError: the superblock is damaged, or the row file older than it.
+        DamagedError: the anchored tree is not whole; nothing was changed.
+        StoreLockedError: others read a tree that a failed write has left.
+        OSError: the device refused.
+    """
+    superblock = load_superblock(path, store_id)
+    if superblock is None:
+        return
+    is_in_place = read_metas(path, superblock.page_bytes) == superblock.metas
+    if not is_in_place:
+        _require_whole(path, superblock, pins)
+    _put(path.with_name(SUPERBLOCK_NAME), pack_slot(superblock), superblock.number % 2 * SLOT_BYTES)
+    if is_in_place:
+        return
+    with pins.readers_kept_out() as is_alone:
+        if is_alone:
+            for number, meta in enumerate(superblock.metas):
+                write_all(pins.descriptor, meta, number * superblock.page_bytes)
+            reach("recovery: anchored meta pages put back")
+            os.fdatasync(pins.descriptor)
+        elif not _is_sound(path, superblock):
+            raise StoreLockedError(
+                f"{path}: a write failed while the store was open for writing, and others read it; end them, then "
+                "open it again."
+            )
+
+
+def _require_whole(path: Path, superblock: Superblock, pins: FileLocks) -> None:
+    """DamagedError unless the anchored tree holds all that an open looks at: both trees, records and payload."""
+    file_map = FileMap(path, path.stat().st_size, pins)
+    try:
+        found = [meta for meta in map(btree.parse_meta, superblock.metas) if isinstance(meta, Meta)]
+        meta = btree.newer_meta(*found) if len(found) == 2 else None
+        if meta is None or any(each.page_bytes != superblock.page_bytes for each in found):
+            raise DamagedError("its meta pages are none")
+        tree = Tree(path, file_map, meta)
+        tree.check_free_pages()
+        records.check_store(tree, superblock.store_id)
+        records.read_payload(tree, records.read_record(tree, records.read_head(tree).current))
+    except DamagedError as error:
+        said = str(error).removesuffix(RESTORE).removeprefix(f"{path}: ").strip()
+        look = ' mode="r" shows what can still be read.' if _is_sound(path, superblock) else ""
+        raise DamagedError(
+            f"{path}: the last writer was cut short, and the state that it would go back to is damaged ({said}). "
+            f"Nothing was changed.{look} {RESTORE}"
+        ) from error
+    finally:
+        file_map.close()
+
+
+# Salvage: a damaged page of a tree costs what lies below it and nothing else. A tree is *whole* if it lists the
+# segments that the record of the log counts; without that record, if all its pages are sound and it has as many entries
+# as the meta page says.
+
+T = TypeVar("T")
+
+
+def _if_sound(read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except DamagedError:
+        return None
+
+
+class Remains(Tree):
+    """What one tree leads to.
+
+    Attributes:
+        stored: its segments. Where that makes the tree whole, their numbers are those that their indexes say.
+        is_whole: whether these are certain to be all.
+        head: None if it is missing or damaged.
+        version: the current one; 0 if nothing was committed.
+    """
+
+    def __init__(self, path: Path, file_map: FileMap, meta: Meta) -> None:
+        super().__init__(path, file_map, meta)
+        pages = self.pages()
+        walk = btree.new_walk(pages.page_halves, np.zeros((pages.limit >> 6) + 1, np.uint64))
+        entries = btree.list_tree(pages, meta.main, walk, tolerant=True)
+        own, other = (entries[entries["kind"] == kind] for kind in (btree.SEGMENTS_KEY, btree.META_KEY))
+        self._places = dict(zip(other["number"].tolist(), other[["place", "size"]].tolist(), strict=True))
+        self.head = _if_sound(lambda: records.read_head(self))
+        self.version = self.head.current if self.head is not None else 0
+        self.stored = stored = listed_segments(own, meta.page_bytes)
+        if (log := _if_sound(lambda: records.read_log(self))) is None:
+            are_large = (stored["first_page"] > 0) & (stored["pages"] > 1)
+            is_sound = not walk.result[btree.DAMAGED] and bool(are_large.all())
+            self.is_whole = is_sound and len(entries) == meta.main.entries
+            return
+        by_index = stored.copy()  # with the numbers that their indexes say: a key on a leaf may be damaged
+        places = stored["first_page"] * (self.page_bytes // 8) + PAGE_HEADER_WORDS + NUMBER
+        is_inside = (stored["first_page"] > 0) & (places < file_map.file_bytes() // 8)
+        by_index["number"][is_inside] = file_map.words[places[is_inside]]
+        self.is_whole = False
+        for each in (by_index, stored):
+            if (len(np.unique(each["number"])), numbers_hash(each)) == (log.num_segments, log.hash):
+                self.is_whole, self.stored = True, each
+
+    def get(self, key: bytes) -> bytes | None:
+        """A record, as far as it lies in the file."""
+        place, size = self._places.get(int.from_bytes(key[8:], "big"), (0, 0))
+        end = min(2 * place + size, self.file_map.file_bytes())
+        return self.file_map.words.view(np.uint8)[2 * place : end].tobytes()
+
+    @property
+    def store_id(self) -> bytes | None:
+        """None if its record is missing or damaged. FormatError if it is of another release."""
+        try:
+            return records.unpack_store(self.get(records.item_key(records.STORE_ITEM)) or b"")
+        except records.OtherFormatError as error:
+            raise FormatError(f"{self.path}: {error}") from error
+        except (ValueError, struct.error):
+            return None
+
+    @property
+    def payload(self) -> bytes | None:
+        """Of the current version; None if it is damaged."""
+        return _if_sound(lambda: records.read_payload(self, records.read_record(self, self.version)))
+
+
+def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes, doubts: list[str]) -> Remains:
+    """The newest whole tree that holds every commit that returned, or else the newest with a record of versions.
+
+    An anchored tree and all later ones hold every commit that returned, and an earlier one of the same versions does.
+
+    Args:
+        doubts: receives what cannot be proven, in sentences.
+
+    Raises:
+        DamagedError: no tree leads to a record of versions. FormatError: the file is of another release.
+    """
+    raw = file_map.words.view(np.uint8)
+    on_file = [raw[at : at + META_READ_BYTES].tobytes() for at in (0, page_bytes)]
+    try:
+        superblock = newest_slot(read_plain_file(path.with_name(SUPERBLOCK_NAME), _MOST_BYTES))
+    except (OSError, TierstoreError):
+        superblock = None
+    if superblock is not None and (superblock.store_id, superblock.page_bytes) != (store_id, page_bytes):
+        superblock = None
+    anchored = [] if superblock is None else list(superblock.metas)
+    if superblock is not None and not is_of_this_boot(superblock) and on_file != anchored:
+        on_file = []  # of what was written after the superblock, any part may have been lost
+    metas = [meta for meta in sound_metas(*dict.fromkeys((*anchored, *on_file))) if meta.page_bytes == page_bytes]
+    if superblock is not None:
+        least = superblock.txn_id
+    else:  # the later of two transactions in a row, if both are there to tell
+        is_newest_known = len(metas) == 2 and metas[0].txn_id == metas[1].txn_id + 1
+        least = metas[0].txn_id if is_newest_known else 1 << 63
+    found = [each for each in (Remains(path, file_map, meta) for meta in metas) if each.head is not None]
+    if not found:
+        raise DamagedError(
+            f"{path}: no tree leads to a record of versions, so nothing says which rows are current; restore the "
+            "store's directory from a copy."
+        )
+    newest = found[0]
+    found.sort(key=lambda each: (each.txn_id >= least or each.head == newest.head, each.is_whole), reverse=True)
+    if newest.txn_id < least:
+        doubts.append(
+            f"The meta pages of {path.name}, or what they lead to, are damaged, and nothing proves that this tree is "
+            "the newest: later commits may be missing."
+        )
+    if not found[0].is_whole:
+        doubts.append(
+            "A part of the tree that leads to the segments is damaged. Rows below it are lost, and any other may be "
+            "older than one there: it is lost too, or taken with --stale-ok."
+        )
+    return found[0]
