@@ -107,7 +107,7 @@ def _partly(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
             out.backward(gradient)
             return (middle - start, time.perf_counter() - middle)[part]
 
-        return lambda: statistics.median(step() for _ in range(config["partly_steps"]))
+        return lambda: statistics.median([step() for _ in range(config["partly_steps"])])
 
     def one(kind: str) -> Action:
         table, ids = store["t0"], iter(torch.split(torch.randperm(rows), 1))
@@ -117,7 +117,7 @@ def _partly(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
             if kind == "hits":
                 return _timed(lambda: table.read(hot), config["one_reads"]) / config["one_reads"]
             table.read(torch.randperm(rows)[: rows // 2])  # of which few are resident in the end, and pages are cached
-            return float(statistics.median(_timed(partial(table.read, next(ids))) for _ in range(config["one_reads"])))
+            return statistics.median([_timed(partial(table.read, next(ids))) for _ in range(config["one_reads"])])
 
         return read
 

@@ -128,7 +128,7 @@ class ReferenceCache:
         for position in order[admission.consumed :]:
             key = int(admission.keys[position])
             if key not in self._numbers:
-                status = self._resolve(admission, key)
+                status = self._resolve(admission, key, position)
                 if status != AdmitStatus.COMPLETE:
                     return status
             admission.inverse[position] = self._numbers[key]
@@ -136,7 +136,7 @@ class ReferenceCache:
             self._counted.update(lookups=1)
         return AdmitStatus.COMPLETE
 
-    def _resolve(self, admission: Admission, key: int) -> AdmitStatus:
+    def _resolve(self, admission: Admission, key: int, position: int) -> AdmitStatus:
         """The first occurrence of a key: touch its row, or reserve a slot; then pin it."""
         if key in self._rows:
             slot = self._rows[key]
@@ -148,7 +148,7 @@ class ReferenceCache:
             slot = self._insert(key)
             self._loading.add(slot)
         if slot in self._loading:
-            admission.missing[admission.num_missing] = admission.num_unique
+            admission.missing[admission.num_missing] = position
             admission.progress[NUM_MISSING] += 1
         self._rows.pins[key] = self._rows.pins.get(key, 0) + 1
         self._numbers[key] = admission.num_unique

@@ -1,6 +1,5 @@
 """What is the fast cache's own: its memory, its bounds, its arguments, and that check_integrity sees damage."""
 
-import contextlib
 import tracemalloc
 
 import numpy as np
@@ -8,7 +7,6 @@ import psutil
 import pytest
 
 from tests.conformance.row_cache import admitted, keys_from, order_of, visit
-from tierstore.cache import admission as kernels
 from tierstore.cache.base import STAMP, Admission, AdmitStatus
 from tierstore.cache.cache_state import Tally
 from tierstore.cache.ddr import OVERHEAD_BYTES, DdrCache, capacity_for
@@ -95,29 +93,6 @@ def test_admission_passes_each_pinned_slot_once(policy: str) -> None:
     assert set(order_of(cache)) == {*range(half), *range(capacity, capacity + half)}
     assert cache.admit(Admission(keys_from(-1))) is AdmitStatus.ALL_PINNED
     cache.check_integrity()
-
-
-def test_a_round_of_aging_that_was_cut_short_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = DdrCache(512, weight_words=1, state_words=0, policy="tinylfu")
-    waiting = cache._half_life.waiting
-    behind = waiting.copy()
-    cache._half_life = cache._half_life._replace(waiting=behind[: len(waiting) // 2])
-    kept, cuts = behind[len(waiting) // 2 :].copy(), 0
-
-    def age(*_: object) -> None:
-        nonlocal cuts
-        cuts += 1
-        raise MemoryError
-
-    monkeypatch.setattr(kernels, "age", age)
-    for first in range(0, 3200, 16):
-        admission = Admission(np.arange(first, first + 16))
-        with contextlib.suppress(MemoryError):
-            cache.admit(admission)
-        cache.filled(admission.missing_slots)
-        cache.release(admission)
-    assert cuts > 20
-    assert np.array_equal(behind[len(waiting) // 2 :], kept)
 
 
 @pytest.mark.kernel

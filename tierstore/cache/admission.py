@@ -121,7 +121,7 @@ def admit_keys(
                 tallies[Tally.EVICTIONS] += 1
             _enter(state, key, slot, RESIDENT | LOADING)
         if is_missing:
-            missing[num_missing] = num_unique
+            missing[num_missing] = position
             num_missing += 1
         pin_slot(slots["pins"], tallies, slot)
         slots[slot]["stamp"] = stamp
@@ -159,8 +159,8 @@ def _replay(state: CacheState, keys: Int64s) -> Any:
     return hits
 
 
-@kernel
-def age(state: CacheState, half_life: HalfLife) -> None:
+@inline
+def _age(state: CacheState, half_life: HalfLife) -> None:
     """TinyLFU: replay a complete round in the small caches; change the rate."""
     half_life.waiting[0] = 0
     for speed in range(NUM_SPEEDS):
@@ -170,13 +170,11 @@ def age(state: CacheState, half_life: HalfLife) -> None:
 
 
 @kernel
-def sample_keys(waiting: Int64s, capacity: int, keys: Int64s, first: int) -> int:
-    """TinyLFU: from the first of these on, rows were accessed. Stops behind one that completes a round, and returns
-    where; -1 at the end."""
-    for i in range(first, keys.size):
-        if sample_key(waiting, capacity, keys[i]):
-            return i + 1
-    return -1
+def sample_slots(state: CacheState, half_life: HalfLife, chosen: Int32s) -> None:
+    """TinyLFU: the rows of these resident slots were accessed."""
+    for slot in chosen:
+        if sample_key(half_life.waiting, state.slots.size - 1, state.slots[slot]["key"]):
+            _age(state, half_life)
 
 
 @inline
@@ -228,7 +226,7 @@ def replay_batches(
         if state.sketch.size:
             for i in range(starts[batch], stop):
                 if sample_key(half_life.waiting, state.slots.size - 1, keys[i]):
-                    age(state, half_life)
+                    _age(state, half_life)
     _release(state, pinned)
 
 

@@ -109,7 +109,8 @@ class Admission(Pinned):
         consumed: the first ``consumed`` positions in order of use are resolved.
         inverse: int32 [n]; of a resolved position, the number of its unique row, in order of first use.
         unique_slots: int32 [n]; ``[0, num_unique)`` are the slots of the unique rows, each pinned once.
-        missing: int32 [n]; ``[0, num_missing)`` are the unique numbers whose slot is loading, to be filled.
+        missing: int32 [n]; ``[0, num_missing)`` are the positions of first use of the rows whose slot is loading, to
+            be filled.
     """
 
     __slots__ = ("inverse", "keys", "missing", "order")
@@ -117,7 +118,7 @@ class Admission(Pinned):
     def __init__(self, keys: Int64s, order: Int32s = NO_ORDER) -> None:
         assert len(order) in {0, len(keys)}, f"an order of {len(order)} positions, of {len(keys)} keys"
         super().__init__(len(keys))
-        self.keys = keys
+        self.keys: Int64s = checked(keys, "int64")
         self.order = order
         self.inverse: Int32s = np.empty(len(keys), np.int32)
         self.missing: Int32s = np.empty(len(keys), np.int32)
@@ -133,7 +134,7 @@ class Admission(Pinned):
     @property
     def missing_slots(self) -> Int32s:
         """int32 [num_missing]: the slots that await their rows."""
-        slots: Int32s = self.unique_slots[self.missing[: self.num_missing]]
+        slots: Int32s = self.unique_slots[self.inverse[self.missing[: self.num_missing]]]
         return slots
 
 
@@ -238,6 +239,14 @@ class RowCache(ABC):
     @abstractmethod
     def touch(self, slots: Int32s) -> None:
         """Count hits without an admission: one access of each distinct slot, in order of first use."""
+
+    def use(self, keys: Int64s) -> Int32s | None:
+        """``find`` and ``touch``: int32 [n]. None, and nothing changes, if a row is not in, or awaited."""
+        slots = self.find(keys)
+        if slots.min(initial=0) < 0 or self.is_loading(slots):
+            return None
+        self.touch(slots)
+        return slots
 
     @abstractmethod
     def admit(self, admission: Admission) -> AdmitStatus:

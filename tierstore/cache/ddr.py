@@ -63,6 +63,8 @@ _BEST: Final = "tinylfu"
 POLICIES: Final[tuple[str, ...]] = (AUTO, *OVERHEAD_BYTES)
 _STAMP_MAX: Final = 2**31 - 1
 _HITS: Final = int(Tally.HITS)
+_STAMP: Final = int(Tally.STAMP)
+_STATUSES: Final = tuple(AdmitStatus)
 
 
 def resolve_policy(policy: str) -> str:
@@ -126,45 +128,40 @@ class DdrCache(RowCache):
         slots = checked(slots)
         distinct, before = np.empty_like(slots), self._cache_state.tallies[_HITS]
         self._require(kernels.touch_slots(self._cache_state, slots, distinct), slots, "touch", "resident")
-        self._observe(distinct[: self._cache_state.tallies[_HITS] - before])
+        if self.policy == "tinylfu":
+            distinct = distinct[: self._cache_state.tallies[_HITS] - before]
+            kernels.sample_slots(self._cache_state, self._half_life, distinct)
 
     def use(self, keys: Int64s) -> Int32s | None:
-        """``find`` and ``touch`` by one compiled call; None, and nothing changes, if a row is not in, or awaited."""
+        """See RowCache; by one compiled call."""
         (found, distinct), before = np.empty((2, len(keys)), np.int32), self._cache_state.tallies.item(_HITS)
         if not kernels.use_keys(self._cache_state, keys, found, distinct):
             return None
-        self._observe(distinct[: self._cache_state.tallies.item(_HITS) - before])
+        if self.policy == "tinylfu":
+            distinct = distinct[: self._cache_state.tallies.item(_HITS) - before]
+            kernels.sample_slots(self._cache_state, self._half_life, distinct)
         return found
 
-    def _observe(self, slots: Int32s) -> None:
-        """The rows of these resident slots were accessed."""
-        if self.policy == "tinylfu":
-            keys, place = self._cache_state.slots["key"][slots], 0
-            while (place := kernels.sample_keys(self._half_life.waiting, self.capacity, keys, place)) >= 0:
-                kernels.age(self._cache_state, self._half_life)
-
     def admit(self, admission: Admission) -> AdmitStatus:
-        progress = admission.progress
+        progress, state = admission.progress, self._cache_state
         if progress.item(STAMP) < 0:
-            self._require_stamps(1)
-            self._cache_state.tallies[Tally.STAMP] += 1
-            progress[STAMP] = self._cache_state.tallies[Tally.STAMP]
-        stamp = progress.item(STAMP)
-        assert stamp == self._cache_state.tallies[Tally.STAMP], "another admission ran between the calls of one"
-        num_before = progress.item(NUM_UNIQUE)
-        keys = checked(admission.keys, "int64")
+            if state.tallies.item(_STAMP) == _STAMP_MAX:
+                self._restart_stamps()
+            state.tallies[_STAMP] += 1
+            progress[STAMP] = state.tallies[_STAMP]
+        stamp, num_before = progress.item(STAMP), progress.item(NUM_UNIQUE)
+        assert stamp == state.tallies.item(_STAMP), "another admission ran between the calls of one"
         status = kernels.admit_keys(
-            self._cache_state, keys, admission.order, stamp, admission.inverse, admission.unique_slots,
+            state, admission.keys, admission.order, stamp, admission.inverse, admission.unique_slots,
             admission.missing, progress,
         )  # fmt: skip
-        self._observe(admission.unique_slots[num_before : progress.item(NUM_UNIQUE)])
-        return AdmitStatus(status)
+        if self.policy == "tinylfu":
+            kernels.sample_slots(state, self._half_life, admission.unique_slots[num_before : progress.item(NUM_UNIQUE)])
+        return _STATUSES[status]
 
-    def _require_stamps(self, count: int) -> None:
-        """So many admissions may follow before stamps begin again."""
-        if self._cache_state.tallies[Tally.STAMP] > _STAMP_MAX - count:
-            self._cache_state.slots["stamp"] = 0
-            self._cache_state.tallies[Tally.STAMP] = 0
+    def _restart_stamps(self) -> None:
+        self._cache_state.slots["stamp"] = 0
+        self._cache_state.tallies[_STAMP] = 0
 
     def dirty_victims(self, count: int, gap: int) -> Int32s:
         """See RowCache. A call walks past every pinned slot before these."""
@@ -221,7 +218,8 @@ class DdrCache(RowCache):
         is_hit = np.empty(len(keys), np.bool_)
         pinned, scratch = np.full(len(keys), -1, np.int32), np.empty((2, np.diff(starts).max(initial=0)), np.int32)
         limits = np.array([depth, held_rows, 0, 0, 0, 0])
-        self._require_stamps(2 * len(keys))
+        if self._cache_state.tallies.item(_STAMP) > _STAMP_MAX - 2 * len(keys):
+            self._restart_stamps()
         kernels.replay_batches(self._cache_state, self._half_life, keys, starts, limits, pinned, is_hit, scratch)
         return is_hit
 

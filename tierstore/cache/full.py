@@ -281,7 +281,7 @@ def _admit_slots(
                 flags[slot] = RESIDENT | LOADING
                 reserved += 1
             if flags[slot] & LOADING:
-                missing[num_missing] = known
+                missing[num_missing] = position
                 num_missing += 1
         inverse[position] = known
     progress[CONSUMED], progress[NUM_UNIQUE], progress[NUM_MISSING] = slots.size, num_unique, num_missing

@@ -265,8 +265,6 @@ def sample_key(waiting: Int64s, capacity: Any, key: Any) -> Any:
     salted = (mixed(key) * GOLDEN) >> _HALF
     if (salted * np.uint64(capacity)) >> _HALF >= np.uint64(_SAMPLED_ROWS):
         return False
-    if waiting[0] == waiting.size - 1:  # a round that was cut short
-        waiting[0] = 0
     waiting[0] += 1
     waiting[waiting[0]] = key
     return waiting[0] == waiting.size - 1

@@ -191,7 +191,7 @@ class HostTier(Tier):
         cache, slots = self._arena.cache, admission.slots
         with self._arena.lock:
             is_missing = np.zeros(len(slots), np.bool_)
-            is_missing[admission.missing[: admission.num_missing]] = True
+            is_missing[admission.inverse[admission.missing[: admission.num_missing]]] = True
             # Whole before anybody else can see them: waiting for the outbox lets others in.
             _fill_some(is_missing, slots, fill, start)
             cache.filled(slots[is_missing])

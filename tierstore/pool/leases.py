@@ -108,7 +108,8 @@ class Leases:
                     consumed, num_unique, num_missing, _ = admission.progress.tolist()
                     slots = admission.unique_slots[:num_unique]
                     if read and num_missing:
-                        self._load(slots[admission.missing[:num_missing]])
+                        missing = admission.missing[:num_missing]
+                        self._load(keys[missing], slots[admission.inverse[missing]])
                 finally:
                     if not read:
                         self._note_no_lookup(admission)
@@ -153,11 +154,10 @@ class Leases:
             evictions=every.evictions,
         )
 
-    def _load(self, slots: Int32s) -> None:
+    def _load(self, keys: Int64s, slots: Int32s) -> None:
         """Read rows into their reserved slots; rows never written get their first value."""
         started = time.perf_counter()
         cache = self._arena.cache
-        keys = cache.keys_of(slots)
         present = np.empty(len(keys), np.bool_)
         self._read_rows(keys, slots, cache.weights, cache.state, present)
         if not present.all():

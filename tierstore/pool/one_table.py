@@ -123,7 +123,7 @@ class InCache(OneTable):
             return None
         pooled = np.empty((bags, self._dim), np.float32)
         with arena.lock:
-            slots = None if arena.is_closed else cache.use(keys)  # type: ignore[attr-defined]
+            slots = None if arena.is_closed else cache.use(keys)
             if slots is not None:
                 self._add(arena, starts, slots, mode, pooled)
         if slots is None and not self._bring_in(arena, keys, starts, mode, pooled):
