@@ -269,7 +269,7 @@ def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
         tier.reader.is_cold = True
         with pytest.raises(UnreadableError, match=r"rows\.lmdb: the device refuses to read bytes .*repair"):
             step()
-        assert tier._file._state == "open"
+        assert not tier._file.is_closed
         heal(index, pages)
         step()
     check_rows(tier, WIDE, keys_of(0, ALL), 2)

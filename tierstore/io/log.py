@@ -360,7 +360,9 @@ class Cleaner:
         needed = (arrays.live[slots] + arrays.held[slots]) * pages_a_row
         excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) * scale)
         fill = needed / arrays.pages[slots]
-        chosen = (fill < FULL_SHARE) & ~np.isin(arrays.numbers[slots], np.array(list(self._spoiled), np.uint64))
+        chosen = fill < FULL_SHARE
+        if self._spoiled:
+            chosen &= ~np.isin(arrays.numbers[slots], np.array(list(self._spoiled), np.uint64))
         slots, fill = slots[chosen], fill[chosen]
         if excess <= 0 or not len(slots):
             return False
