@@ -50,7 +50,7 @@ else:
             if (found := getattr(importlib.import_module(f"{__name__}.{home}"), asked, None)) is not None:
                 return globals().setdefault(name, found)
         try:
-            return importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
+            return globals().setdefault(name, importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}"))
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":
                 raise

@@ -85,11 +85,10 @@ def ranks_train(folder: Path, seed: int, names: str = "abcde") -> None:
     run(train, 2, folder.parent, folder, seed, names)
 
 
-@pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_an_export_has_the_bytes_of_the_resharded_stores(folder: Path, format: str) -> None:  # noqa: A002
-    files = [folder.parent / "sharded.out", folder.parent / "plain.out"]
+def test_an_export_has_the_bytes_of_the_resharded_stores(folder: Path) -> None:
+    files = [folder.parent / "sharded.safetensors", folder.parent / "plain.safetensors"]
     for source, file in zip((folder, plain(folder)), files, strict=True):
-        assert cli.main(["export", str(source), str(file), "--format", format, "--state", "--dense"]) == 0
+        assert cli.main(["export", str(source), str(file), "--state", "--dense"]) == 0
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
