@@ -115,7 +115,7 @@ def _partly(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
 
         def read() -> float:
             if kind == "hits":
-                return _timed(lambda: table.read(hot), config["one_reads"]) / config["one_reads"]
+                return _timed(lambda: table.read(hot), config["one_reads"]) / int(config["one_reads"])
             table.read(torch.randperm(rows)[: rows // 2])  # of which few are resident in the end, and pages are cached
             return statistics.median([_timed(partial(table.read, next(ids))) for _ in range(config["one_reads"])])
 
