@@ -1,4 +1,4 @@
-"""Kernels of ``rows_triton`` that pool rows, and what they share with those that update them (``updating_triton``)."""
+"""Kernels that ``rows_triton`` launches: those that join, pool and move rows, and what they share with its own."""
 
 # Triton takes an annotation for a type of its own.
 # mypy: disable-error-code="no-untyped-def"

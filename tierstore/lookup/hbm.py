@@ -23,7 +23,7 @@ from .tables import Ready, RowGradients, by_table
 
 class HbmLookup(AnyLookup):
     """``stage`` and ``forward`` raise ValueError for an id outside its table. If the device joins the ids, a later call
-    may raise it instead: see ``hbm.wrong_ids``."""
+    may raise it instead: see ``hbm.kernel_types.IdCheck``."""
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
         self.joined = joined
@@ -184,7 +184,7 @@ class HbmLookup(AnyLookup):
             self._rules = rules = rows.rules(tuple(joined.tables), joined.next_hyper())
             groups = rows.groups(batch)
             held, self._lease = self._lease, None
-            for part in rows.row_parts(batch, held):
+            for part in rows.parts(batch, held, by_row=True):
                 try:
                     with part.lease.in_use(changes=True):
                         rows.kernels.update_rows(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows, rows_of
-from ..hbm.batch import DeviceIds
+from ..hbm.kernel_types import DeviceIds
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
