@@ -276,13 +276,16 @@ def _found(name: str) -> dict[str, Any]:
 
 
 def found() -> dict[str, Any]:
-    """``launches``, what became of each; and ``missing``, kernels that no launch is of."""
+    """``launches``, what became of each; ``missing``, kernels that no launch is of; and ``twins``, modules of the CPU's
+    kernels that came with those of the GPU."""
     _NOTED.update(launches())
     names = [f"{module}.{name}" for module in MODULES for name in kernels_of(module)]
     launched = {f"{each.kernel.__module__}.{each.kernel.fn.__name__}" for each in _NOTED.values()}
     with multiprocessing.get_context("fork").Pool(2) as processes:
         made = processes.map(_found, _NOTED, chunksize=1)
-    return {"missing": sorted(set(names) - launched), "launches": dict(zip(_NOTED, made, strict=True))}
+    twins = [name for name in sys.modules if name.endswith("_twin")]
+    launches_made = dict(zip(_NOTED, made, strict=True))
+    return {"missing": sorted(set(names) - launched), "twins": twins, "launches": launches_made}
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class FullRows(DeviceRows):
             with self.lock:
                 lookups, hits, *others = self.counters
                 self.counters = CacheCounters(lookups + count, hits + count, *others)
-        return iter((Part(0, count, slots, None, self.whole(batch, lease)),))
+        return iter((Part(0, count, slots, None, lease or DeviceLease(self, batch.rows, batch.ready)),))
 
     def whole(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease:
         return lease or DeviceLease(self, batch.rows, batch.ready)

@@ -30,21 +30,9 @@ from torch import Tensor
 
 from ..optim.configs import NUM_HYPER, SGD, Adagrad, RowWiseAdagrad
 from ..optim.rules import RUN, SUPER_RUN
+from . import pooling_triton as pooling
 from .kernel_types import Bags, DeviceIds, Groups, launch
-from .pooling_triton import (
-    AT_ONCE,
-    INDICES,
-    as_float32,
-    dot_positions,
-    halve,
-    join_tile,
-    move_tile,
-    number_positions,
-    pool_bags,
-    result_places,
-    store_rows,
-    tree_sum,
-)
+from .pooling_triton import AT_ONCE, INDICES, as_float32, halve, result_places, store_rows, tree_sum
 
 TILE: Final = 256
 NUMBER_TILE: Final = 256
@@ -65,7 +53,7 @@ _ADAGRAD: Final = tl.constexpr(Adagrad.code)
 def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
     num_bags = len(bag_starts) - 1
     launch(
-        number_positions, (triton.cdiv(len(bag_of), NUMBER_TILE),), bag_starts, bag_of, len(bag_of), num_bags,
+        pooling.number_positions, (triton.cdiv(len(bag_of), NUMBER_TILE),), bag_starts, bag_of, len(bag_of), num_bags,
         num_bags.bit_length(), BLOCK=NUMBER_TILE,
     )  # fmt: skip
 
@@ -75,7 +63,7 @@ def join_ids(
 ) -> None:
     num_bags = len(bags.bag_starts) - 1
     launch(
-        join_tile, (triton.cdiv(max(len(rows), num_bags + 1), NUMBER_TILE),), given.ids, given.offsets,
+        pooling.join_tile, (triton.cdiv(max(len(rows), num_bags + 1), NUMBER_TILE),), given.ids, given.offsets,
         _or_any(given.scale, rows), firsts, num_rows, bags.bag_starts, bags.bag_of, rows, _or_any(bags.scale, rows),
         is_right, record, len(rows), len(given.offsets), num_bags, len(firsts), bags.batch, num_bags.bit_length(),
         HAS_SCALE=given.scale is not None, BLOCK=NUMBER_TILE,
@@ -90,10 +78,10 @@ def pool_rows(
     if first == last != 0:
         return
     launch(
-        pool_bags, (triton.cdiv(num_bags, tile["BAGS"]),), bags.bag_starts, bags.columns, _or_any(bags.scale, out),
-        slots, _or_any(inverse, slots), _plain(weights), out, _or_any(arg_max, slots), first, last, num_bags,
-        bags.batch, out.stride(0), MODE=mode, HAS_SCALE=bags.scale is not None, HAS_INVERSE=inverse is not None,
-        FRESH=first == 0, **_layout(weights), **tile,
+        pooling.pool_bags, (triton.cdiv(num_bags, tile["BAGS"]),), bags.bag_starts, bags.columns,
+        _or_any(bags.scale, out), slots, _or_any(inverse, slots), _plain(weights), out, _or_any(arg_max, slots), first,
+        last, num_bags, bags.batch, out.stride(0), MODE=mode, HAS_SCALE=bags.scale is not None,
+        HAS_INVERSE=inverse is not None, FRESH=first == 0, **_layout(weights), **tile,
     )  # fmt: skip
 
 
@@ -103,7 +91,7 @@ def dot_rows(
 ) -> None:  # fmt: skip
     tile = _tile("ROWS", dim, bags, grad_out)
     launch(
-        dot_positions, (triton.cdiv(last - first, tile["ROWS"]),), bags.bag_of, bags.columns, slots,
+        pooling.dot_positions, (triton.cdiv(last - first, tile["ROWS"]),), bags.bag_of, bags.columns, slots,
         _or_any(inverse, slots), _plain(weights), grad_out, grad_scale, first, last, bags.batch, grad_out.stride(0),
         HAS_INVERSE=inverse is not None, **_layout(weights), **tile,
     )  # fmt: skip
@@ -155,8 +143,8 @@ def move_rows(arenas: tuple[Tensor, ...], buffers: tuple[Tensor, ...], slots: Te
     widths = [triton.next_power_of_2(max(width, 1)) for width in words]
     rows = max(1, MOVED_WORDS // max(widths))
     launch(
-        move_tile, (triton.cdiv(len(slots), rows),), *arenas, *buffers, slots, len(slots), *words, *widths, UP=up,
-        ROWS=rows,
+        pooling.move_tile, (triton.cdiv(len(slots), rows),), *arenas, *buffers, slots, len(slots), *words, *widths,
+        UP=up, ROWS=rows,
     )  # fmt: skip
 
 
