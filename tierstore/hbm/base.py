@@ -163,10 +163,8 @@ class DeviceRows(Tier, ABC):
         fill_seconds: time spent bringing rows in and writing them down.
     """
 
-    row_dtype: torch.dtype
-    """Of ``DeviceBatch.rows``."""
-    numbering: RowNumbering | None = None
-    """Of slots, if these are what ``DeviceBatch.rows`` are; else they are keys."""
+    row_dtype: torch.dtype  # of ``DeviceBatch.rows``
+    numbering: RowNumbering | None = None  # of slots, if these are what ``DeviceBatch.rows`` are; else they are keys
     dirty: Tensor | None = None
     let_go: Callable[[Claim], None]
     _index_bytes: int

@@ -55,8 +55,7 @@ class HbmSize(NamedTuple):
 
     cached_rows: int
     overflow_rows: int
-    staging_rows: int
-    """Of each buffer."""
+    staging_rows: int  # of each buffer
 
     def host_bytes(self, layout: RowLayout) -> int:
         overflow = self.overflow_rows and size_bytes_of("lru", self.overflow_rows, weight_words=0, state_words=0)
@@ -224,8 +223,7 @@ class Overflow(DdrCache):
         self._sender = sender
         self._kernels = cache_kernels(sender.device)
         self._keys = torch.full((capacity,), _NOBODY, dtype=torch.int64, device=sender.device)
-        self._ordered: tuple[Tensor, Tensor] | None = None
-        """``_keys`` sorted, and the slot of each; None after a change."""
+        self._ordered: tuple[Tensor, Tensor] | None = None  # keys sorted, and their slots; None after a change
 
     def locate(self, keys: Tensor) -> Tensor | None:
         """int32 [n], on the keys' device: each key's slot of the arenas or -1. None if no key can have one."""

@@ -239,8 +239,7 @@ def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep
         )  # fmt: skip
 
 
-TILE: Final = 1024
-"""Places of a sorted batch that one program looks at."""
+TILE: Final = 1024  # places of a sorted batch that one program looks at
 
 
 @triton.jit(do_not_specialize=["count"])

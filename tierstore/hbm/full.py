@@ -26,8 +26,7 @@ from .cache import HbmSize
 from .streams import Mark, Sender
 
 DIRTY_BYTES: Final = 1  # of each row
-_BUFFERS_AT_ONCE: Final = 64
-"""Rows are moved by so many staging buffers at a time: so many keys and slots are in memory at once."""
+_BUFFERS_AT_ONCE: Final = 64  # staging buffers by which rows are moved at a time: their keys and slots are in memory
 
 
 class FullRows(DeviceRows):

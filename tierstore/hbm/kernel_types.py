@@ -28,8 +28,8 @@ NUM_STATUSES: Final = 8  # a power of two, as Triton's ranges are
 SUMMARY_ROWS: Final = 32  # of a plan's summary: so that not all programs add to the same few bytes
 MIX_A: Final = 0xBF58476D1CE4E5B9  # the mixer's factors
 MIX_B: Final = 0x94D049BB133111EB
+# A product and a sum contracted to one instruction round once instead of twice: other bits than the CPU's.
 LAUNCH: Final = {"enable_fp_fusion": False}
-"""A product and a sum contracted to one instruction round once instead of twice: other bits than the CPU's."""
 
 _lock: Final = threading.RLock()
 

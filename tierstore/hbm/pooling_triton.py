@@ -10,8 +10,7 @@ import triton.language as tl
 
 from ..kernels import slots as kernels
 
-AT_ONCE: Final = tl.constexpr(4)
-"""Positions of a row that a step of a loop takes; kernels name each of the four."""
+AT_ONCE: Final = tl.constexpr(4)  # positions of a row that a step of a loop takes; kernels name each of the four
 
 _MEAN: Final = tl.constexpr(kernels.MEAN)
 _MAX: Final = tl.constexpr(kernels.MAX)

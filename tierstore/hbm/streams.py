@@ -30,8 +30,7 @@ _NUMPY: Final[dict[torch.dtype, Any]] = {torch.int32: np.int32, torch.int64: np.
 _UP_BUFFERS: Final = 2
 _ROW_BUFFERS: Final = _UP_BUFFERS + 1
 
-Field = tuple[torch.dtype, int]
-"""An array's type and length."""
+Field = tuple[torch.dtype, int]  # an array's type and length
 
 
 class Mark(Protocol):
