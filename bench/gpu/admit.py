@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tierstore.cache.base import RESIDENT
 from tierstore.hbm.cache import Grouping, HbmCache, group_keys
-from tierstore.hbm.cache_state import WAYS, Plan, Status, mixed, sets_of
+from tierstore.hbm.kernel_types import WAYS, Plan, Status, mixed, sets_of
 
 from ..common import Spread, Table
 from .ids import Zipf
@@ -34,7 +34,7 @@ writes a sector of keys, of ranks and of flags."""
 def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
     del folder
     limit = rig.copy_bytes_per_s()
-    cache = HbmCache(config["slots"], weight_words=0, state_words=0, policy="lru", device=rig.device)
+    cache = HbmCache(config["slots"], policy="lru", device=rig.device)
     resident = _fill(rig, cache, int(config["slots"] * config["fill"]))
     shapes = list(product(config["exponents"], config["hit_shares"]))
     left = [f"exponent {exponent}, {share:.0%} hits" for exponent, share in shapes]
@@ -88,7 +88,7 @@ class _Admitting:
     def admit(self, number: int) -> None:
         del number
         assert self.grouping is not None
-        self.plan = self._cache.plan(self.grouping.keys, self.grouping.groups.num_unique)
+        self.plan = self._cache.plan(self.grouping.distinct, self.grouping.groups.num_unique)
         self._cache.commit(self.plan, forced=True)
 
     def release(self, number: int) -> None:
@@ -126,7 +126,7 @@ def _check(cache: HbmCache, steps: _Admitting) -> tuple[int, int]:
     assert steps.grouping is not None
     assert steps.plan is not None
     distinct = int(steps.grouping.groups.num_unique)
-    keys = steps.grouping.keys[:distinct]
+    keys = steps.grouping.distinct[:distinct]
     wanted, hits = int((keys < _ELSEWHERE).sum()), int((steps.plan.statuses[:distinct] == Status.HIT).sum())
     if hits > wanted or (wanted == distinct and hits < wanted):
         raise RuntimeError(f"{hits} keys were found, of {wanted} that are resident")

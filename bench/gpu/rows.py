@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tierstore import optim
 from tierstore.hbm import rows_twin
-from tierstore.hbm.batch import Bags, Groups
-from tierstore.hbm.cache import group_slots
+from tierstore.hbm.cache import Grouping, group_slots
+from tierstore.hbm.kernel_types import Bags
 from tierstore.kernels import slots as kernels
 
 from ..common import Spread
@@ -107,7 +107,7 @@ class _Own:
         self._case = case
         self._kernels = _kernels(rig)
         self._tables = tables
-        self._grouped: tuple[Tensor, Groups] | None = None
+        self._grouped: Grouping | None = None
         self._hyper = {
             name: torch.from_numpy(np.array([rule.hyper(rule.lr, 1)] * tables, np.float32)).to(rig.device)
             for name, rule in RULES.items()
@@ -138,9 +138,9 @@ class _Own:
             case, grouped = self._case, self._grouped
             assert grouped is not None
             self._kernels.update_rows(
-                case.bags, grouped[1], grouped[0], 0, grad_out=case.gradient, arg_max=None, mean=False, codes=codes,
-                code_of=self._code_of[rule], hyper=self._hyper[rule], weights=case.weights, state=case.state,
-                dim=case.dim, dirty=None,
+                case.bags, grouped.groups, grouped.distinct, 0, grad_out=case.gradient, arg_max=None, mean=False,
+                codes=codes, code_of=self._code_of[rule], hyper=self._hyper[rule], weights=case.weights,
+                state=case.state, dim=case.dim, dirty=None,
             )  # fmt: skip
 
         return act

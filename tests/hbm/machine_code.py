@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-MODULES: Final = tuple(f"tierstore.hbm.{name}_triton" for name in ("cache", "pooling", "updating"))
+MODULES: Final = tuple(f"tierstore.hbm.{name}_triton" for name in ("cache", "pooling", "rows"))
 """Every module with Triton kernels."""
 
 # Of a multiprocessor of compute capability 9.0.
@@ -67,7 +67,7 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Tables of 16, 64 and 100 columns, by all modes and rules."""
     from tierstore import optim
     from tierstore.hbm import rows_triton
-    from tierstore.hbm.batch import Bags, Groups
+    from tierstore.hbm.kernel_types import Bags, Groups
     from tierstore.kernels import slots as kernels
     from tierstore.optim.configs import NUM_HYPER
     from tierstore.optim.rules import SUPER_RUN
@@ -130,7 +130,7 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """To slots, and to keys with per-sample weights."""
     from tierstore.hbm import rows_triton
-    from tierstore.hbm.batch import Bags, DeviceIds
+    from tierstore.hbm.kernel_types import Bags, DeviceIds
 
     long, numbers = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     for name, rows, scale in (("slots", numbers, None), ("keys", long, torch.zeros(64))):
@@ -142,7 +142,7 @@ def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     from tierstore.hbm import cache_triton
-    from tierstore.hbm.cache_state import NUM_STATUSES, SUMMARY_ROWS, WAYS, CacheState, Plan
+    from tierstore.hbm.kernel_types import NUM_STATUSES, SUMMARY_ROWS, WAYS, CacheState, Plan
 
     keys, slots = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     cache_state = CacheState.empty(2 * WAYS, torch.device("cpu"))
@@ -189,7 +189,7 @@ def _compiled(launch: Launch) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tierstore.hbm.backend import LAUNCH
+    from tierstore.hbm.kernel_types import LAUNCH
 
     kernel, types, constants, attributes = launch.kernel, {}, {}, {}
     options = {key: value for key, value in launch.options.items() if key not in kernel.arg_names}
@@ -276,13 +276,16 @@ def _found(name: str) -> dict[str, Any]:
 
 
 def found() -> dict[str, Any]:
-    """``launches``, what became of each; and ``missing``, kernels that no launch is of."""
+    """``launches``, what became of each; ``missing``, kernels that no launch is of; and ``twins``, modules of the CPU's
+    kernels that came with those of the GPU."""
     _NOTED.update(launches())
     names = [f"{module}.{name}" for module in MODULES for name in kernels_of(module)]
     launched = {f"{each.kernel.__module__}.{each.kernel.fn.__name__}" for each in _NOTED.values()}
     with multiprocessing.get_context("fork").Pool(2) as processes:
         made = processes.map(_found, _NOTED, chunksize=1)
-    return {"missing": sorted(set(names) - launched), "launches": dict(zip(_NOTED, made, strict=True))}
+    twins = [name for name in sys.modules if name.endswith("_twin")]
+    launches_made = dict(zip(_NOTED, made, strict=True))
+    return {"missing": sorted(set(names) - launched), "twins": twins, "launches": launches_made}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from torch import Tensor
 import tierstore
 from tierstore import optim
 from tierstore.errors import BudgetError
-from tierstore.hbm.pool import HbmPool, HbmSize
+from tierstore.hbm.cache import HbmSize
+from tierstore.hbm.pool import HbmPool
 from tierstore.store import pools
 
 ROWS = 600

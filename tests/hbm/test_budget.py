@@ -15,6 +15,7 @@ import tierstore
 from tierstore import optim
 from tierstore.errors import BudgetError
 from tierstore.hbm.base import DeviceRows
+from tierstore.hbm.streams import staging_bytes
 from tierstore.system.sizes import parse_size
 
 POLICIES = ["lru", "lfu", "tinylfu"]
@@ -105,7 +106,7 @@ def test_no_tensor_escapes_the_accounts(store_dir: Path, hbm: str, number: int, 
     before = tensor_bytes()
     with make(store_dir, [table], ddr="4MiB", hbm=hbm, policy=policy) as store:
         (pool,) = use(store)
-        staging = pool._staging.host_bytes
+        staging = staging_bytes(pool.layout, pool._staging.rows)
         taken = tensor_bytes() - before
         assert pool.size_bytes <= parse_size(hbm, name="hbm")
         slack = 4000  # of the batch of 20 ids, kept until rows are next brought in

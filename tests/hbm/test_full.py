@@ -17,8 +17,7 @@ from tierstore import optim
 from tierstore.errors import ClosedError
 from tierstore.hbm.base import DeviceRows, rows_of
 from tierstore.hbm.full import FullRows
-from tierstore.hbm.staging import Sender, Staging
-from tierstore.hbm.streams import CudaStreams, Streams
+from tierstore.hbm.streams import CudaStreams, Sender, Staging, Streams
 from tierstore.store import arguments
 
 LAST = ROWS - 1
@@ -184,42 +183,34 @@ def test_a_lookup_under_capture_is_refused(
         assert torch.equal(bag(ALL[:3, None]), before)
 
 
-WRONG_IDS = [-1, ROWS, 2**40, -(2**62)]
-WRONG_OFFSETS = [[1, 2, 4], [0, 3, 2], [0, 2, 9], [0, -1, 2], [0, 2**40, 3], [-3, 0, 1]]
+WRONG: list[tuple[list[int], list[int], str]] = [
+    *(([1, 2, 3, bad, 4, 5], [0, 2, 4], "is not a row of table 'u'") for bad in (-1, ROWS, 2**40, -(2**62))),
+    *(
+        ([0, 1, 2, 3, 4, 5], bad, "offsets must start at 0")
+        for bad in ([1, 2, 4], [0, 3, 2], [0, 2, 9], [0, -1, 2], [0, 2**40, 3], [-3, 0, 1])
+    ),
+]
 
 
 @SIZES
-@pytest.mark.parametrize("bad", WRONG_IDS)
-def test_a_wrong_id_is_named_as_the_host_names_it(store_dir: Path, there: There, hbm: int, bad: int) -> None:
+@pytest.mark.parametrize(("ids", "offsets", "message"), WRONG)
+def test_what_is_wrong_is_named_as_the_host_names_it(
+    store_dir: Path, there: There, hbm: int, ids: list[int], offsets: list[int], message: str
+) -> None:
+    last = hbm == ENOUGH and "offsets" in message
     with open_store(store_dir, simple(), simple(name="u"), hbm=hbm) as store:
-        bag = tierstore.TieredEmbeddingBag(store["u"], mode="sum")
-        ids = torch.tensor([[1, 2], [3, bad], [4, 5]])
-        with pytest.raises(ValueError, match="is not a row of table 'u'") as expected:
-            bag(ids)
-        there.begin()
-        with pytest.raises(ValueError, match="is not a row of table 'u'") as caught:
-            bag(ids)
-        assert str(caught.value) == str(expected.value)
-        assert not store["u"].pool.in_use
-        step(bag, ALL[:3])
-        assert [store[name].read(ALL).sum() for name in "ut"] == [-12, 0]
-
-
-@pytest.mark.parametrize(("hbm", "last"), [(stores.LEAST, False), (ENOUGH, True)])
-@pytest.mark.parametrize("bad", WRONG_OFFSETS)
-def test_wrong_offsets(store_dir: Path, there: There, hbm: int, bad: list[int], last: bool) -> None:
-    with open_store(store_dir, hbm=hbm) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum", include_last_offset=last)
+        bag = tierstore.TieredEmbeddingBag(store["u"], mode="sum", include_last_offset=last)
         messages = []
         for begin in (lambda: None, there.begin):
             begin()
-            with pytest.raises(ValueError, match="offsets must start at 0") as caught:
-                bag(ALL[:4], torch.tensor(bad))
+            with pytest.raises(ValueError, match=message) as caught:
+                bag(torch.tensor(ids), torch.tensor(offsets))
             messages.append(str(caught.value).split(" is ")[0].split(";")[0])
         assert messages[0] == messages[1]
         assert there.num_joined == 1
-        step(tierstore.TieredEmbeddingBag(store["t"], mode="sum"), ALL[:3])
-        assert store["t"].read(ALL).sum() == -12
+        assert not store["u"].pool.in_use
+        step(tierstore.TieredEmbeddingBag(store["u"], mode="sum"), ALL[:3])
+        assert [store[name].read(ALL).sum() for name in "ut"] == [-12, 0]
 
 
 @contextlib.contextmanager
@@ -242,33 +233,22 @@ AFTER: dict[str, Callable[[tierstore.Store, Any], Any]] = {
     "rollback": lambda store, bag: store.rollback(store.version),
     "create": lambda store, bag: store.create_table(config("late")),
     "flush": lambda store, bag: store["t"].pool.flush(),
+    "next step": lambda store, bag: step(bag, ALL[6:9]),
 }
 
 
 @pytest.mark.parametrize("who", AFTER)
-def test_who_waits_raises_the_error_once(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, who: str
-) -> None:
-    with late(store_dir, monkeypatch, there) as (store, bag, _):
-        step(bag, BAD)
-        step(bag, ALL[3:6])
-        with pytest.raises(ValueError, match=rf"id {ROWS} is not a row of table 't'") as caught:
-            AFTER[who](store, bag)
-        assert "of an earlier batch" in caught.value.__notes__[0]
-        store.commit()
-        assert store["t"].read(ALL)[:7, 0].tolist() == [-1] * 6 + [0]
-
-
-def test_the_next_step_raises_the_error_if_it_is_known_by_then(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
-) -> None:
+def test_a_late_error_is_raised_once(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, who: str) -> None:
+    """By who waits for the device, and by the next step if it is known by then."""
     with late(store_dir, monkeypatch, there) as (store, bag, count):
         step(bag, BAD)
         step(bag, ALL[3:6])
         assert count.waits == []
-        count.catch_up()
-        with pytest.raises(ValueError, match=f"id {ROWS}"):
-            bag(ALL[6:9], torch.tensor([0]))
+        if who == "next step":
+            count.catch_up()
+        with pytest.raises(ValueError, match=rf"id {ROWS} is not a row of table 't'") as caught:
+            AFTER[who](store, bag)
+        assert "of an earlier batch" in caught.value.__notes__[0]
         step(bag, ALL[6:9])
         store.commit()
         assert store["t"].read(ALL)[:10, 0].tolist() == [-1] * 9 + [0]
@@ -291,7 +271,7 @@ def test_closing_raises_the_error(store_dir: Path, monkeypatch: pytest.MonkeyPat
     work = late(store_dir, monkeypatch, there)
     with pytest.raises(ValueError, match=f"id {ROWS}"), work as (_, bag, _), torch.no_grad():
         bag(BAD, torch.tensor([0]))
-    assert stores.shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
+    assert shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
 
 
 UPDATE = ["sort", "place_starts", "place_starts", "update_rows", "update_rows", "update_rows"]

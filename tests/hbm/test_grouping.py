@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tierstore.hbm import backend, cache, cache_triton, cache_twin
-from tierstore.hbm.batch import Groups
-from tierstore.hbm.cache_state import mixed, sets_of
+from tierstore.hbm import cache, cache_triton, cache_twin
+from tierstore.hbm.cache import Grouping
+from tierstore.hbm.kernel_types import mixed, sets_of
 from tierstore.layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)
@@ -31,7 +30,7 @@ def device(request: Any) -> Iterator[str]:
     """The device, with one of the two modules of kernels installed."""
     with pytest.MonkeyPatch.context() as patch:
         module: ModuleType = request.param
-        patch.setattr(backend, "cache_kernels", lambda _: module)
+        patch.setattr(cache, "cache_kernels", lambda _: module)
         yield "cuda" if HAS_CUDA else "cpu"
 
 
@@ -42,8 +41,9 @@ def mix_of(key: int) -> int:
     return ((mix ^ mix >> 27) * 0x94D049BB133111EB) & MASK
 
 
-def check_groups(values: list[int], distinct: Tensor, groups: Groups, expected: list[int]) -> None:
+def check_groups(values: list[int], made: Grouping, expected: list[int]) -> None:
     """``expected`` are the distinct values, in order."""
+    distinct, groups, _ = made
     positions: dict[int, list[int]] = {}
     for position, value in enumerate(values):
         positions.setdefault(value, []).append(position)
@@ -62,15 +62,16 @@ def check_groups(values: list[int], distinct: Tensor, groups: Groups, expected: 
 def check_keys(keys: list[int], device: str) -> None:
     made = cache.group_keys(torch.tensor(keys, device=device))
     expected = sorted(set(keys), key=mix_of)
-    check_groups(keys, made.keys, made.groups, expected)
-    assert made.keys[made.inverse.long()].tolist() == keys
-    assert (made.keys.dtype, made.inverse.dtype) == (torch.int64, torch.int32)
+    check_groups(keys, made, expected)
+    assert made.inverse is not None
+    assert made.distinct[made.inverse.long()].tolist() == keys
+    assert (made.distinct.dtype, made.inverse.dtype) == (torch.int64, torch.int32)
 
 
 def check_slots(slots: list[int], device: str) -> None:
-    distinct, groups = cache.group_slots(torch.tensor(slots, dtype=torch.int32, device=device))
-    check_groups(slots, distinct, groups, sorted(set(slots)))
-    assert distinct.dtype == torch.int32
+    made = cache.group_slots(torch.tensor(slots, dtype=torch.int32, device=device))
+    check_groups(slots, made, sorted(set(slots)))
+    assert made.distinct.dtype == torch.int32
 
 
 keys = st.one_of(
@@ -105,7 +106,7 @@ def test_more_tiles_than_one_step_of_the_sum_over_them_takes(device: str, monkey
     """Of tiles that are small, as the interpreter is slow."""
     monkeypatch.setattr(cache_triton, "TILE", 64)
     slots = torch.arange(64 * 64 + 64 + 1, dtype=torch.int32, device=device) // 70
-    distinct, groups = cache.group_slots(slots)
+    distinct, groups, _ = cache.group_slots(slots)
     count = int(groups.num_unique)
     assert torch.equal(distinct[:count], torch.arange(count, dtype=torch.int32, device=device))
     assert torch.equal(groups.starts[:count], distinct[:count] * 70)

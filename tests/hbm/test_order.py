@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import tierstore
-from tests.hbm import test_order, tracing
+from tests.hbm import tracing
 from tests.hbm.stores import few_slots
 from tierstore import optim
-from tierstore.hbm import backend, cache_triton, rows_triton
+from tierstore.hbm import base, cache, cache_triton, rows_triton
+from tierstore.hbm.base import DeviceLease
 from tierstore.hbm.full import FullRows
-from tierstore.hbm.pool import HbmLease, HbmPool
+from tierstore.hbm.pool import HbmPool
 from tierstore.store import arguments
 
 ROWS, DIM, STEPS = 600, 4, 10
@@ -57,7 +58,7 @@ def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bro
     if broken == "flush does not wait":
         monkeypatch.setattr(FullRows, "_follow_users", lambda _: None)
     elif broken == "forward does not wait":
-        monkeypatch.setattr(HbmLease, "in_use", lambda self, **_: contextlib.nullcontext())
+        monkeypatch.setattr(DeviceLease, "in_use", lambda self, **_: contextlib.nullcontext())
     else:
 
         def reclaim(self: HbmPool, *, wait: bool) -> None:
@@ -71,18 +72,14 @@ def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bro
     assert trace.problems
 
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 when kernels are defined"
-)
-
-
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled for a CUDA device")
 @pytest.mark.parametrize(("policy", "budget", "is_there"), [("lfu", "12KiB", True), ("lru", "64KiB", False)])
 def test_training_with_triton_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, budget: str, is_there: bool
 ) -> None:
-    expected = test_order.train(tmp_path / "plain", depth=0, rows=200, steps=2)
-    monkeypatch.setattr(backend, "cache_kernels", lambda _: cache_triton)
-    monkeypatch.setattr(backend, "row_kernels", lambda _: rows_triton)
+    expected = train(tmp_path / "plain", depth=0, rows=200, steps=2)
+    monkeypatch.setattr(cache, "cache_kernels", lambda _: cache_triton)
+    monkeypatch.setattr(base, "row_kernels", lambda _: rows_triton)
     monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)
-    ended = test_order.train(tmp_path / policy, depth=0, rows=200, steps=2, hbm=budget, policy=policy)
+    ended = train(tmp_path / policy, depth=0, rows=200, steps=2, hbm=budget, policy=policy)
     assert torch.equal(ended, expected)

@@ -19,10 +19,10 @@ from tierstore.cache.ddr import DdrCache
 from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError
 from tierstore.hbm import pool as hbm_pool
-from tierstore.hbm.cache import HbmCache
-from tierstore.hbm.pool import HbmLease, HbmPool, HbmSize
-from tierstore.hbm.staging import Sender
-from tierstore.hbm.streams import Streams
+from tierstore.hbm.base import DeviceLease
+from tierstore.hbm.cache import HbmCache, HbmSize, group_keys
+from tierstore.hbm.pool import HbmPool
+from tierstore.hbm.streams import Sender, Streams
 from tierstore.io.base import MemoryColdTier
 from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool
@@ -100,10 +100,17 @@ def write(hot: HbmPool, rows: Any, value: float) -> None:
     hot.write(keys(rows), torch.full((len(keys(rows)), DIM), value))
 
 
-def acquire(hot: HbmPool, rows: Any) -> HbmLease:
-    lease = hot.acquire(hot.group(torch.from_numpy(keys(rows))), len(keys(rows)))
+def acquire(hot: HbmPool, rows: Any) -> DeviceLease:
+    lease = hot.acquire(group_keys(torch.from_numpy(keys(rows))), len(keys(rows)))
     assert lease is not None
     return lease
+
+
+def change(lease: DeviceLease) -> None:
+    """As an update does."""
+    with lease.in_use(changes=True):
+        pass
+    lease.release()
 
 
 def forget(hot: HbmPool) -> None:
@@ -151,7 +158,7 @@ def test_ctrl_c_waits_until_the_state_is_whole(
             forget(hot)
 
     lease = acquire(hot, range(3))
-    lease.release(changed=True)
+    change(lease)
     monkeypatch.setattr(HbmCache, name, interrupted)
     try:
         run()
@@ -236,7 +243,7 @@ class Chaos:
         self.hot, self.below, self.cold = hot, below, cold
         self.random = random.Random(seed)
         self.shown = dict.fromkeys(range(ROWS), 1.0)
-        self.leases: list[HbmLease] = []
+        self.leases: list[DeviceLease] = []
         self.values = itertools.count(2)
         self.failures = 0
 
@@ -281,15 +288,15 @@ class Chaos:
     def train(self) -> None:
         """Change rows under a lease."""
         rows, value = sorted(set(self.rows())), float(next(self.values))
-        grouping = self.hot.group(torch.from_numpy(keys(rows)))
+        grouping = group_keys(torch.from_numpy(keys(rows)))
         lease = self.hot.acquire(grouping, len(rows))
         if lease is not None:
-            self.hot.weights[lease.slots.long()] = value
-            lease.release(changed=True)
+            self.hot.weights[lease.claim.slots.long()] = value
+            change(lease)
             self.shown |= dict.fromkeys(rows, value)
 
     def hold(self) -> None:
-        lease = self.hot.acquire(self.hot.group(torch.from_numpy(keys(self.rows()[:10]))), 10)
+        lease = self.hot.acquire(group_keys(torch.from_numpy(keys(self.rows()[:10]))), 10)
         if lease is not None and self.hot.hold(lease):
             self.leases.append(lease)
 
@@ -326,9 +333,9 @@ def test_launches_and_waits(below: Below, monkeypatch: pytest.MonkeyPatch, polic
     resident, new = torch.arange(20).repeat(3), torch.arange(10, 20 + 2 * STAGED)
 
     def step(keys: torch.Tensor) -> None:
-        lease = hot.acquire(hot.group(keys), len(keys))
+        lease = hot.acquire(group_keys(keys), len(keys))
         assert lease is not None
-        lease.release(changed=True)
+        change(lease)
         count.catch_up()
 
     with counting(monkeypatch) as count:

@@ -13,8 +13,7 @@ import tierstore
 from tests.hbm.stores import ALL, hot, open_store, simple, step
 from tierstore.errors import PartlyTrainedError
 from tierstore.hbm import rows_twin
-from tierstore.hbm.cache import HbmCache
-from tierstore.hbm.overflow import Overflow
+from tierstore.hbm.cache import HbmCache, Overflow
 
 # Threads
 

@@ -16,9 +16,8 @@ import pytest
 from torch import Tensor
 
 from tierstore.hbm import build, rows_twin
-from tierstore.hbm.batch import Groups
-from tierstore.hbm.staging import Staging
-from tierstore.hbm.streams import Streams
+from tierstore.hbm.kernel_types import Groups
+from tierstore.hbm.streams import Staging, Streams
 
 
 class Access(NamedTuple):

@@ -13,31 +13,28 @@ from ..pool import Pool
 from ..pool.stats import TierStats, of_counters
 from ..system.sizes import format_size
 from .base import rows_of
-from .cache import PolicyName
-from .full import FullRows, FullSize
-from .pool import HbmPool, HbmSize
-from .staging import Sender
-from .streams import open_streams
-
-DeviceSize = FullSize | HbmSize
-"""How much device memory a pool has, and for what."""
+from .cache import HbmSize, PolicyName
+from .full import FullRows
+from .pool import HbmPool
+from .streams import Sender, open_streams
 
 
 def add_hbm(
-    pools: Iterable[Pool], sizes: Mapping[RowLayout, DeviceSize], tables: Sequence[Any], *, device: torch.device,
+    pools: Iterable[Pool], sizes: Mapping[RowLayout, HbmSize], tables: Sequence[Any], *, device: torch.device,
     policy: str, readonly: bool, given: object,
 ) -> None:  # fmt: skip
-    """Give each pool its part of device memory, for some ``Table``s. BudgetError, which names ``given``, the budget as
-    its owner wrote it: the device has less memory free."""
+    """Give each pool its part of device memory, for some ``Table``s. BudgetError, which names the budget as ``given``:
+    the device has less memory free."""
     sender = Sender(open_streams(device), device)
     own: PolicyName = "lfu" if policy.endswith("lfu") else "lru"
     try:
         for pool in pools:
             ranges = {table.index: table.rows for table in tables if table.layout == pool.layout}
-            if isinstance(size := sizes[pool.layout], FullSize):
-                pool.tier = FullRows(pool, ranges, size, sender, readonly=readonly)
-            else:
+            size = sizes[pool.layout]
+            if size.overflow_rows:
                 pool.tier = HbmPool(pool, size, sender, own)
+            else:
+                pool.tier = FullRows(pool, ranges, size, sender, readonly=readonly)
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise BudgetError(

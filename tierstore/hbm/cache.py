@@ -1,4 +1,4 @@
-"""The hot tier: rows in device memory, 32-way set-associative, on torch tensors.
+"""Which rows are in device memory, in which slot: a 32-way set-associative cache on torch tensors, and overflow slots.
 
 A mixing hash gives each key one set of 32 slots. Finding a key reads 256 contiguous bytes; evicting looks at one set
 only. Within a set the victim is exactly the least recently (or least frequently) used row.
@@ -8,57 +8,85 @@ back first. It depends only on the cache and the batch: rows of one set are plan
 given. A row whose whole set is pinned is a *conflict miss* and gets no slot. ``commit`` can be launched right behind,
 before the host has seen the plan: it does nothing if the plan's summary says that rows must be written back first or do
 not fit. The host never learns U, the number of keys, beforehand.
+
+A row all of whose set is in use may take any *overflow* slot; the host keeps which one has it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.base import DIRTY, LOADING, RESIDENT
-from . import backend, cache_twin
-from .batch import Groups
-from .cache_state import NO_SUCH_SLOT, NUM_STATUSES, PIN, SUMMARY_ROWS, WAYS, CacheState, Plan, mixed, sets_of
+from ..cache.base import DIRTY, LOADING, RESIDENT, Admission, AdmitStatus
+from ..cache.cache_state import Tally
+from ..cache.ddr import DdrCache, size_bytes_of
+from ..kernels.arrays import Int32s, Int64s
+from ..layout import RowLayout
+from .kernel_types import (
+    NO_SUCH_SLOT,
+    NUM_STATUSES,
+    PIN,
+    STAMP_MASK,
+    SUMMARY_ROWS,
+    WAYS,
+    CacheState,
+    Groups,
+    Plan,
+    mixed,
+    sets_of,
+)
+from .streams import Sender, staging_bytes
 
 PolicyName = Literal["lru", "lfu"]
 
-INDEX_BYTES: Final = 20
-"""Key, rank and flags of a slot."""
-SUMMARY_BYTES: Final = 2 * SUMMARY_ROWS * NUM_STATUSES * 4
-"""Of a plan and the next, of a cache."""
-CAPACITY_MAX: Final = 2**31 - 2 * WAYS
-"""Slots are int32, those behind the cache's included."""
-PERIOD: Final = 50
-"""Keys, for each slot, between two halvings of access counts (policy "lfu")."""
+INDEX_BYTES: Final = 20  # key, rank and flags of a slot
+SUMMARY_BYTES: Final = 2 * SUMMARY_ROWS * NUM_STATUSES * 4  # of a plan and the next
+OVERFLOW_INDEX_BYTES: Final = 3 * 8  # an overflow slot: its key, the same sorted, and the slot of the sorted one
+CAPACITY_MAX: Final = 2**31 - 2 * WAYS  # slots are int32, those behind the cache's included
+PERIOD: Final = 50  # keys, for each slot, between two halvings of access counts (policy "lfu")
+_NOBODY: Final = -1  # no key of a row is negative
+
+
+class HbmSize(NamedTuple):
+    """Rows of one pool in device memory. Without overflow, every row has its slot."""
+
+    cached_rows: int
+    overflow_rows: int
+    staging_rows: int  # of each buffer
+
+    def host_bytes(self, layout: RowLayout) -> int:
+        overflow = self.overflow_rows and size_bytes_of("lru", self.overflow_rows, weight_words=0, state_words=0)
+        return staging_bytes(layout, self.staging_rows) + overflow
+
+
+def cache_kernels(device: torch.device) -> ModuleType:
+    """Kernels of the cache, and those that group keys."""
+    if device.type == "cuda":
+        from . import cache_triton
+
+        return cache_triton
+    from . import cache_twin
+
+    return cache_twin
 
 
 class HbmCache:
-    """Which rows are in device memory, in which slot. Tensors in and out; only where it is said the host waits.
+    """Tensors in and out; only where it is said the host waits.
 
     Args:
-        capacity: slots, from 1 to ``CAPACITY_MAX`` with ``extra_rows``; sets have 32, the last one what is left.
-        weight_words, state_words: 64-bit words of a row's weights and of its optimizer state.
+        capacity: slots, from 1 to ``CAPACITY_MAX``; sets have 32, the last one what is left.
         policy: "lru" or "lfu".
         device: where its tensors lie.
-        extra_rows: rows of the arenas behind the cache's slots, for their owner's use.
-
-    Attributes:
-        weights, state: int64 [capacity + extra_rows, words], the rows.
-        kernels: the module with the steps' kernels.
     """
 
-    def __init__(
-        self, capacity: int, *, weight_words: int, state_words: int, policy: PolicyName, device: torch.device,
-        extra_rows: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, capacity: int, *, policy: PolicyName, device: torch.device) -> None:
         self.capacity: Final = capacity
-        rows = capacity + extra_rows
-        self.weights = torch.empty((rows, weight_words), dtype=torch.int64, device=device)
-        self.state = torch.empty((rows, state_words), dtype=torch.int64, device=device)
         self._is_lfu = policy == "lfu"
         self._cache_state = CacheState.empty(capacity, device)
-        self.kernels = backend.cache_kernels(device)
+        self._kernels = cache_kernels(device)
         self._clock = 0
         # The summaries of one plan and the next, which the commit in between sets to 0.
         self._summaries = torch.zeros((2, SUMMARY_ROWS, NUM_STATUSES), dtype=torch.int32, device=device)
@@ -71,7 +99,9 @@ class HbmCache:
 
     def locate(self, keys: Tensor) -> Tensor:
         """int32 [n]: each key's slot, or -1. Changes nothing; for checks, and slow."""
-        return cache_twin.find(self._cache_state, keys)
+        slots = sets_of(mixed(keys), self.num_sets).long()[:, None] * WAYS + torch.arange(WAYS, device=keys.device)
+        same = (self._cache_state.flags[slots] & RESIDENT != 0) & (self._cache_state.keys[slots] == keys[:, None])
+        return torch.where(same.any(1), slots[:, 0] + same.to(torch.int8).argmax(1), -1).to(torch.int32)
 
     def plan(self, keys: Tensor, num_unique: Tensor, *, lying: Tensor | None = None) -> Plan:
         """Plan which slots a batch's rows take, and their victims. Changes nothing.
@@ -86,7 +116,7 @@ class HbmCache:
             self._summaries.zero_()
         self._is_ready = False
         self._summary, self._following = self._following, self._summary
-        slots, statuses = self.kernels.plan(self._cache_state, keys, num_unique, lying, self._summary)
+        slots, statuses = self._kernels.plan(self._cache_state, keys, num_unique, lying, self._summary)
         return Plan(keys, slots, statuses, self._summary)
 
     def commit(self, plan: Plan, *, forced: bool = False) -> None:
@@ -94,7 +124,7 @@ class HbmCache:
         Unless ``forced`` (dirty victims are clean by now, and keys without a slot are taken care of), nothing is
         done where the plan has a dirty victim or a conflict miss."""
         clock, self._clock = self._clock, self._clock + len(plan.keys)
-        self.kernels.commit(self._cache_state, plan, self._following, clock, self._is_lfu, forced)
+        self._kernels.commit(self._cache_state, plan, self._following, clock, self._is_lfu, forced)
         self._is_ready = True
         period = PERIOD * self.capacity
         if self._is_lfu and clock // period < self._clock // period:
@@ -104,7 +134,7 @@ class HbmCache:
         """Slots, int32 [n] on the device, of some places (int64 [n]) of a plan. ``listed``, int64 [2, n], page-locked,
         gets their keys for the host, which then waits; and those of the rows that have their slots now, or, of a slot
         that is none of the cache's, its number."""
-        slots: Tensor = self.kernels.list_keys(self._cache_state, plan, places, self.capacity, listed)
+        slots: Tensor = self._kernels.list_keys(self._cache_state, plan, places, self.capacity, listed)
         return slots
 
     # Slots: int32 [n], distinct but for those below 0 and from the capacity on, which stay as they are
@@ -132,11 +162,11 @@ class HbmCache:
         self._edit(slots, keep=~DIRTY)
 
     def _edit(self, slots: Tensor, *, unpin: bool = False, keep: int = -1, add: int = 0) -> None:
-        self.kernels.edit_flags(self._cache_state.flags, slots, self.capacity, unpin=unpin, keep=keep, add=add)
+        self._kernels.edit_flags(self._cache_state.flags, slots, self.capacity, unpin=unpin, keep=keep, add=add)
 
     def age(self) -> None:
         """Halve the counts of all rows (policy "lfu")."""
-        self.kernels.age(self._cache_state.ranks)
+        self._kernels.age(self._cache_state.ranks)
 
     def keys_at(self, slots: Tensor) -> Tensor:
         return self._cache_state.keys[slots]
@@ -157,7 +187,7 @@ class HbmCache:
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.weights, self.state, self._summaries, *self._cache_state))
+        return sum(tensor.nbytes for tensor in (self._summaries, *self._cache_state))
 
     def check_integrity(self) -> None:
         """AssertionError, with every term, unless the conservation laws hold: each resident key lies in its own set,
@@ -175,38 +205,124 @@ class HbmCache:
             "ranks twice": torch.ones(len(ranks) - len(set(ranks.tolist()))),
             "free slots with flags or pins": flags[~resident] != 0,
             "loading unpinned or dirty": (loading < PIN) | (loading & DIRTY != 0),
-            f"used later than the clock {self._clock}": ranks & cache_twin.STAMP_MASK > self._clock,
+            f"used later than the clock {self._clock}": ranks & STAMP_MASK > self._clock,
             "changed beyond the capacity": beyond != NO_SUCH_SLOT,
         }
         counts = {name: int(wrong.sum()) for name, wrong in faults.items()}
         assert not any(counts.values()), f"of {self.capacity} slots {len(slots)} are resident: {counts}"
 
 
+class Overflow(DdrCache):
+    """Which rows have overflow slots, least recently used first to go: a cache without rows, known to the device, whose
+    slots are ``behind`` others in the arenas. Rows enter by ``enter`` and go by ``forget``, which update the device.
+    Nothing waits for it."""
+
+    def __init__(self, capacity: int, *, behind: int, sender: Sender) -> None:
+        super().__init__(capacity, weight_words=0, state_words=0, policy="lru")
+        self.behind = behind
+        self._sender = sender
+        self._kernels = cache_kernels(sender.device)
+        self._keys = torch.full((capacity,), _NOBODY, dtype=torch.int64, device=sender.device)
+        self._ordered: tuple[Tensor, Tensor] | None = None  # keys sorted, and their slots; None after a change
+
+    def locate(self, keys: Tensor) -> Tensor | None:
+        """int32 [n], on the keys' device: each key's slot of the arenas or -1. None if no key can have one."""
+        if not self.num_resident:
+            return None
+        if self._ordered is None:
+            self._ordered = torch.sort(self._keys)
+        found: Tensor = self._kernels.find_sorted(*self._ordered, keys, self.behind)
+        return found
+
+    def places(self, slots: Int32s) -> Tensor:
+        """int32 [n], on the device: slots of the arenas."""
+        (places,), _ = self._sender.copy(slots + np.int32(self.behind))
+        return places
+
+    def enter(self, keys: Int64s, make_room: Callable[[Int32s], None]) -> Admission | None:
+        """Give each of the keys (numpy int64 [n], distinct, none with a slot) one, pinned and loading. None, and
+        nothing changed but what ``make_room`` wrote down (it is given dirty slots that nobody uses), if there are
+        too few."""
+        admission = Admission(keys)
+        if not len(keys):
+            return admission
+        while (status := self.admit(admission)) is AdmitStatus.DIRTY_VICTIM:
+            leaving = self.dirty_victims(self.capacity, self.capacity)
+            make_room(leaving)
+            self.clean(leaving)
+        slots, entered = admission.slots, admission.keys[: admission.num_unique]
+        if status is AdmitStatus.ALL_PINNED:
+            self.release(admission)
+            # Rows that left for these are gone.
+            self._note(slots[self.find(entered) < 0], _NOBODY)
+            return None
+        self._note(slots, entered)
+        return admission
+
+    def _note(self, slots: Int32s, keys: Int64s | int) -> None:
+        """Have the device know whose slots these are."""
+        (places, owners), _ = self._sender.copy(slots.astype(np.int64), np.full(len(slots), keys, np.int64))
+        self._keys.index_copy_(0, places, owners)
+        self._ordered = None
+
+    def repin(self, leased: Sequence[Int32s]) -> None:
+        """As ``HbmCache.repin``. The device gets all again."""
+        self.pins[:] = 0
+        self.tallies[Tally.PINNED] = 0
+        for slots in leased:
+            self.pin(slots)
+        resident = self.resident_slots()
+        self.evict(resident[(self.flags[resident] & LOADING) != 0])
+        self._keys.fill_(_NOBODY)
+        resident = self.resident_slots()
+        self._note(resident, self.keys_of(resident))
+
+    def forget(self) -> None:
+        """Forget every row; none is pinned or newer."""
+        slots = self.resident_slots()
+        self.evict(slots)
+        self._note(slots, _NOBODY)
+
+    def check_integrity(self) -> None:
+        """AssertionError unless its counters are right and nothing is loading."""
+        super().check_integrity()
+        slots, keys = self.resident_slots(), self._keys.cpu().numpy()
+        assert not self.is_loading(slots), "an overflow slot is loading with nobody at it"
+        known = int((keys != _NOBODY).sum())
+        assert known == len(slots), f"{known} slots taken on the device, {len(slots)} on the host"
+        assert np.array_equal(keys[slots], self.keys_of(slots)), "the device's keys are not those of the host"
+
+
 class Grouping(NamedTuple):
-    """A batch of N keys, U distinct.
+    """N keys or slots, U distinct.
 
     Attributes:
-        keys: int64 [N]; the first U are the distinct keys, in order of their cache sets.
-        inverse: int32 [N], which of the distinct keys each position has.
-        groups: the positions of each distinct key.
+        distinct: int64 or int32 [N]; the first U are the distinct ones: keys in order of their cache sets, slots
+            ascending.
+        groups: the positions of each.
+        inverse: of keys, int32 [N], which of the distinct ones each position has.
     """
 
-    keys: Tensor
-    inverse: Tensor
+    distinct: Tensor
     groups: Groups
+    inverse: Tensor | None = None
+
+    def part(self, first: int, last: int) -> "Grouping":
+        """Some of the distinct ones, in groups by number as before; U is how many of them there are."""
+        count = (self.groups.num_unique - first).clamp(0, last - first)
+        return Grouping(self.distinct[first:last], self.groups._replace(num_unique=count))
 
 
 def group_keys(keys: Tensor) -> Grouping:
-    """Group int64 [N] by key, N > 0. Keys are sorted by ``cache_state.mixed``, so keys of a set are neighbours."""
-    kernels = backend.cache_kernels(keys.device)
+    """Group int64 [N] by key, N > 0. Keys are sorted by ``mixed``, so keys of a set are neighbours."""
+    kernels = cache_kernels(keys.device)
     ordered, order = torch.sort(kernels.mix_keys(keys), stable=True)
     distinct, starts, num_unique, inverse = kernels.place_starts(ordered, order, keys)
-    return Grouping(distinct, inverse, Groups(order, starts, num_unique))
+    return Grouping(distinct, Groups(order, starts, num_unique), inverse)
 
 
-def group_slots(slots: Tensor) -> tuple[Tensor, Groups]:
-    """Group int32 [N] by slot, N > 0: int32 [N], whose first U are the distinct slots, ascending; and the groups."""
-    kernels = backend.cache_kernels(slots.device)
+def group_slots(slots: Tensor) -> Grouping:
+    """Group int32 [N] by slot, N > 0."""
     ordered, order = torch.sort(slots, stable=True)
-    distinct, starts, num_unique, _ = kernels.place_starts(ordered, order, None)
-    return distinct, Groups(order, starts, num_unique)
+    distinct, starts, num_unique, _ = cache_kernels(slots.device).place_starts(ordered, order, None)
+    return Grouping(distinct, Groups(order, starts, num_unique))

@@ -1,4 +1,4 @@
-"""The device cache's kernels in Triton. Their twins in ``cache_twin`` specify and check what they compute.
+"""The device cache's kernels in Triton. Their twins in ``cache_twin`` say and check what they compute.
 
 Bytes a key: a plan reads 8 of the key, and the set's keys, ranks and flags (640 bytes) once for all keys of the set.
 Only a plan's own first U keys cost anything; programs beyond U end at once.
@@ -15,9 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache.base import DIRTY, LOADING, RESIDENT
-from .backend import launch
-from .cache_state import NUM_STATUSES, PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, CacheState, Plan, Status
-from .cache_twin import MAX_COUNT, STAMP_MASK
+from .kernel_types import (
+    MAX_COUNT,
+    MIX_A,
+    MIX_B,
+    NUM_STATUSES,
+    PIN,
+    STAMP_BITS,
+    STAMP_MASK,
+    SUMMARY_ROWS,
+    WAYS,
+    CacheState,
+    Plan,
+    Status,
+    launch,
+)
 
 _WAYS: Final = tl.constexpr(WAYS)
 _RESIDENT: Final = tl.constexpr(RESIDENT)
@@ -27,33 +39,27 @@ _ENTERED: Final = tl.constexpr(RESIDENT | LOADING | PIN)
 _STAMP_BITS: Final = tl.constexpr(STAMP_BITS)
 _STAMP_MASK: Final = tl.constexpr(STAMP_MASK)
 _MAX_COUNT: Final = tl.constexpr(MAX_COUNT)
+_MIX_A: Final = tl.constexpr(MIX_A)
+_MIX_B: Final = tl.constexpr(MIX_B)
 _NEVER: Final = tl.constexpr(2**63 - 1)
-_HIT: Final = tl.constexpr(int(Status.HIT))
-_FREE_SLOT: Final = tl.constexpr(int(Status.FREE_SLOT))
-_CLEAN_VICTIM: Final = tl.constexpr(int(Status.CLEAN_VICTIM))
-_TAKEN: Final = tl.constexpr(int(Status.TAKEN))
-_DIRTY_VICTIM: Final = tl.constexpr(int(Status.DIRTY_VICTIM))
-_CONFLICT: Final = tl.constexpr(int(Status.CONFLICT))
-_NO_KEY: Final = tl.constexpr(int(Status.NO_KEY))
+_HIT, _TAKEN, _FREE_SLOT, _CLEAN_VICTIM, _DIRTY_VICTIM, _CONFLICT, _NO_KEY = (tl.constexpr(int(s)) for s in Status)
 _STATUSES: Final = tl.constexpr(NUM_STATUSES)
 _SUMMARY_ROWS: Final = tl.constexpr(SUMMARY_ROWS)
-_CLOCK_BITS: Final = tl.constexpr(30)
-"""A number that grows is passed in two halves: above 2**31 Triton would compile the kernel again."""
-
+_CLOCK_BITS: Final = tl.constexpr(30)  # a clock is passed in two halves: above 2**31 kernels would be compiled again
 _BLOCK: Final = 256
 
 
 @triton.jit
 def mix(key):
-    """uint64: the keys (int64) mixed; see ``cache_state.mixed``."""
+    """uint64: the keys (int64) mixed; see ``kernel_types.mixed``."""
     value = key.to(tl.uint64, bitcast=True)
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
-    return (value ^ (value >> 27)) * 0x94D049BB133111EB
+    value = (value ^ (value >> 30)) * _MIX_A
+    return (value ^ (value >> 27)) * _MIX_B
 
 
 @triton.jit
 def set_of(key, num_sets):
-    """int64: see ``cache_state.sets_of``."""
+    """int64: see ``kernel_types.sets_of``."""
     return (((mix(key) >> 32) * num_sets.to(tl.uint64)) >> 32).to(tl.int64)
 
 
@@ -233,8 +239,7 @@ def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep
         )  # fmt: skip
 
 
-TILE: Final = 1024
-"""Places of a sorted batch that one program looks at."""
+TILE: Final = 1024  # places of a sorted batch that one program looks at
 
 
 @triton.jit(do_not_specialize=["count"])

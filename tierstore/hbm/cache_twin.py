@@ -6,30 +6,28 @@ import torch
 from torch import Tensor
 
 from ..cache.base import DIRTY, LOADING, RESIDENT
-from .cache_state import NUM_STATUSES, PIN, STAMP_BITS, WAYS, CacheState, Plan, Status, mixed, sets_of
+from .kernel_types import (
+    MAX_COUNT,
+    NUM_STATUSES,
+    PIN,
+    STAMP_BITS,
+    STAMP_MASK,
+    WAYS,
+    CacheState,
+    Plan,
+    Status,
+    mixed,
+    sets_of,
+)
 
-STAMP_MASK: Final = (1 << STAMP_BITS) - 1
-MAX_COUNT: Final = (1 << 22) - 1
-"""Accesses are counted up to here."""
 _NEVER: Final = torch.iinfo(torch.int64).max
-
-
-def find(cache_state: CacheState, keys: Tensor) -> Tensor:
-    """int32 [n]: the slot of each key (int64 [n]), or -1."""
-    sets = sets_of(mixed(keys), len(cache_state.flags) // WAYS)
-    slots = sets.long()[:, None] * WAYS + torch.arange(WAYS, device=keys.device)
-    same = (cache_state.flags[slots] & RESIDENT != 0) & (cache_state.keys[slots] == keys[:, None])
-    return torch.where(same.any(1), slots[:, 0] + same.to(torch.int8).argmax(1), -1).to(torch.int32)
 
 
 def plan(
     cache_state: CacheState, keys: Tensor, num_unique: Tensor, lying: Tensor | None, summary: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(slots, statuses), see ``HbmCache.plan``: the first key of every set, then the second of every set, and so on.
-
-    Args:
-        summary: int32 [SUMMARY_ROWS, NUM_STATUSES]; the number of keys of each status is added to column sums.
-    """
+    The number of keys of each status is added to the column sums of ``summary``, int32 [SUMMARY_ROWS, NUM_STATUSES]."""
     device = keys.device
     slots = torch.full((len(keys),), -1, dtype=torch.int32, device=device)
     statuses = torch.full((len(keys),), int(Status.NO_KEY), dtype=torch.int8, device=device)
@@ -71,11 +69,8 @@ def _first(is_chosen: Tensor) -> Tensor:
 
 
 def commit(cache_state: CacheState, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
-    """See ``HbmCache.commit``; key ``i`` is access number ``clock + 1 + i``.
-
-    Args:
-        following: the summary that the next plan will add to; set to 0.
-    """
+    """See ``HbmCache.commit``; key ``i`` is access number ``clock + 1 + i``. ``following``: the summary that the next
+    plan will add to; set to 0."""
     following.zero_()
     if not forced and plan.summary[:, Status.DIRTY_VICTIM : Status.NO_KEY].any():
         return
@@ -101,12 +96,8 @@ def list_keys(cache_state: CacheState, plan: Plan, places: Tensor, capacity: int
 
 
 def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Tensor:
-    """int32 [n]: where each key (int64 [n]) was before the sort, plus ``behind``, or -1.
-
-    Args:
-        ordered: int64 [m], sorted; order: int64 [m], where each was before. Of those that a key may equal, each is
-            there once.
-    """
+    """int32 [n]: where each key (int64 [n]) was before the sort, plus ``behind``, or -1. ``ordered``: int64 [m],
+    sorted, those that a key may equal once; ``order``: int64 [m], where each was before."""
     place = torch.searchsorted(ordered, keys).clamp(max=len(ordered) - 1)
     return torch.where(ordered[place] == keys, order[place] + behind, -1).to(torch.int32)
 
@@ -117,12 +108,8 @@ def age(ranks: Tensor) -> None:
 
 
 def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int) -> None:
-    """Change the flags of slots (int32 [n], distinct), but of none below 0 or from ``capacity`` on.
-
-    Args:
-        unpin: whether to undo one pin.
-        keep: the bits that stay; add: those that are set then.
-    """
+    """Change the flags of slots (int32 [n], distinct), but of none below 0 or from ``capacity`` on: undo one pin if
+    ``unpin``, keep the bits in ``keep``, and set those in ``add``."""
     slots = slots[(slots >= 0) & (slots < capacity)]
     flags[slots] = (flags[slots] - (PIN if unpin else 0)) & keep | add
 

@@ -9,11 +9,8 @@ its value change together for a thread that copies rows down. Nobody holds a loc
 
 import contextlib
 import time
-import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,89 +19,42 @@ from torch import Tensor
 from ..cache.base import CacheCounters
 from ..cache.full import RowNumbering
 from ..kernels.arrays import Int64s
-from ..layout import RowLayout
 from ..pool import Pool
 from ..system.signals import shielded
-from .base import DeviceBatch, DeviceRows, Part
-from .batch import Groups
-from .cache import group_slots
-from .staging import Sender, Staging, staging_bytes
-from .streams import Mark
+from .base import Claim, DeviceBatch, DeviceLease, DeviceRows, Part
+from .cache import HbmSize
+from .streams import Mark, Sender
 
-DIRTY_BYTES: Final = 1
-"""Of each row."""
-_BUFFERS_AT_ONCE: Final = 64
-"""Rows are moved by so many staging buffers at a time: so many keys and slots are in memory at once."""
-
-
-class FullSize(NamedTuple):
-    """Rows of one pool in device memory, and of each staging buffer."""
-
-    cached_rows: int
-    staging_rows: int
-
-    def host_bytes(self, layout: RowLayout) -> int:
-        return staging_bytes(layout, self.staging_rows)
-
-
-class _Grouping(NamedTuple):
-    slots: Tensor
-    """int32 [N]: those of the distinct rows."""
-    groups: Groups
-
-
-class FullLease:
-    """A batch between its first use and its last, counted while it is held; its rows stay where they are anyway."""
-
-    __slots__ = ("__weakref__", "_batch", "_rows", "held")
-
-    def __init__(self, rows: "FullRows", batch: DeviceBatch) -> None:
-        self._rows: FullRows | None = rows
-        self._batch = batch
-        self.held = False
-
-    def in_use(self, *, changes: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002 - the kernel marks it
-        assert self._rows is not None, "rows are used after their release"
-        return self._rows.in_use(self._batch.ready)
-
-    def release(self, *, changed: bool = False) -> None:  # noqa: ARG002 - the kernel marked what changed
-        rows, self._rows = self._rows, None
-        if rows is not None:
-            rows.let_go(self)
+DIRTY_BYTES: Final = 1  # of each row
+_BUFFERS_AT_ONCE: Final = 64  # staging buffers by which rows are moved at a time: their keys and slots are in memory
 
 
 class FullRows(DeviceRows):
     """See the module's docstring. ``tables``: the range of each one's rows, by its index."""
 
     row_dtype = torch.int32
+    numbering: RowNumbering
+    dirty: Tensor
 
     def __init__(
-        self, below: Pool, tables: Mapping[int, range], size: FullSize, sender: Sender, *, readonly: bool
+        self, below: Pool, tables: Mapping[int, range], size: HbmSize, sender: Sender, *, readonly: bool
     ) -> None:
-        super().__init__(below, sender)
-        layout = self.layout
-        self.numbering: RowNumbering = RowNumbering(tables)
+        super().__init__(below, size, sender)
+        self.numbering = RowNumbering(tables)
         self._is_trained = not readonly
-        # Not inference tensors, even if inference comes first: they will be written to outside inference mode too.
         with torch.inference_mode(False), self.streams.side():
-            words = [
-                torch.empty((size.cached_rows, width), dtype=torch.int64, device=self.device)
-                for width in (layout.weight_words, layout.state_words)
-            ]
-            self.weights, self.state = words[0].view(layout.torch_dtype), words[1].view(torch.float32)
-            self._marks = torch.zeros(size.cached_rows, dtype=torch.uint8, device=self.device)
-            self._staging = Staging(layout, size.staging_rows, (words[0], words[1]), self.streams, self.kernels)
-        self.dirty = self._marks
-        self._held: set[weakref.ref[FullLease]] = set()
-        self._uses: deque[Mark] = deque()
+            self.dirty = torch.zeros(size.cached_rows, dtype=torch.uint8, device=self.device)
+        self._index_bytes = self.dirty.nbytes
+        self._held: set[Claim] = set()
+        self.let_go = self._held.discard
         self._loaded: Mark | None = None
 
-    # Batches
+    # Leases: the rows stay where they are anyway; those held are counted
 
     def batch_has_room(self, batch: DeviceBatch) -> bool:  # noqa: ARG002 - each row has its slot
         return True
 
-    def stage_batch(self, batch: DeviceBatch) -> FullLease:
+    def stage_batch(self, batch: DeviceBatch) -> DeviceLease:
         """A batch that may be trained is grouped ahead, on the side stream."""
         with self.lock:
             self.require_open()
@@ -112,96 +62,57 @@ class FullRows(DeviceRows):
         if self._is_trained:
             with self.streams.side():
                 self._grouped(batch)
-        lease = FullLease(self, batch)
+        lease = self.whole_batch(batch, None)
         self.hold(lease)
         return lease
 
-    def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        self._note_hits(len(batch))
-        return iter((Part(0, len(batch), batch.rows, None, lease or FullLease(self, batch)),))
+    def parts(self, batch: DeviceBatch, lease: DeviceLease | None, *, by_row: bool = False) -> Iterator[Part]:
+        count, slots = len(batch), self._grouped(batch).distinct if by_row else batch.rows
+        if not by_row:
+            with self.lock:
+                lookups, hits, *others = self.counters
+                self.counters = CacheCounters(lookups + count, hits + count, *others)
+        return iter((Part(0, count, slots, None, lease or DeviceLease(self, batch.rows, batch.ready)),))
 
-    def _note_hits(self, count: int) -> None:
-        with self.lock:
-            lookups, hits, *others = self.counters
-            self.counters = CacheCounters(lookups + count, hits + count, *others)
+    def whole_batch(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease:
+        return lease or DeviceLease(self, batch.rows, batch.ready)
 
-    def whole_batch(self, batch: DeviceBatch, lease: Any) -> FullLease:
-        found: FullLease = lease or FullLease(self, batch)
-        return found
-
-    def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        slots = self._grouped(batch).slots
-        return iter((Part(0, len(slots), slots, None, lease or FullLease(self, batch)),))
-
-    def _grouped(self, batch: DeviceBatch) -> _Grouping:
-        """Group on the calling thread's current stream, if that was not done."""
-        if batch.grouping is None:
-            self.streams.follow(batch.rows_ready)
-            slots, groups = group_slots(batch.rows)
-            if batch.check is not None:  # a wrong batch has no rows that an update could change
-                groups = groups._replace(num_unique=groups.num_unique * batch.check.is_right)
-            batch.grouped = self.streams.mark()
-            batch.grouping = _Grouping(slots, groups)  # last: another thread may look
-        made: _Grouping = batch.grouping
-        return made
-
-    def keys(self, batch: DeviceBatch) -> Tensor:
-        groups = self.groups(batch)
-        slots = self._grouped(batch).slots[: int(groups.num_unique)].cpu().numpy()
-        return torch.from_numpy(self.numbering.keys_at(slots)).to(self.device)
-
-    def position_keys(self, batch: DeviceBatch) -> Int64s:
-        self.streams.follow(batch.rows_ready)
-        return self.numbering.keys_at(batch.rows.cpu().numpy())
-
-    def hold(self, lease: Any) -> bool:
-        self._held.add(weakref.ref(lease, self._held.discard))  # nothing of Python runs where one is dropped
+    def hold(self, lease: DeviceLease) -> bool:
+        self._held.add(lease.claim)
         lease.held = True
         return True
 
-    def let_go(self, lease: FullLease) -> None:
-        self._held.discard(weakref.ref(lease))
-
     @contextlib.contextmanager
-    def in_use(self, *marks: Mark) -> Iterator[None]:
-        """What the calling thread's current stream is given within uses the rows, after these marks."""
+    def in_use(self, claim: Claim, *, changes: bool) -> Iterator[None]:  # noqa: ARG002 - the kernel marks it
         with self.lock:
             self.require_open()
-            for mark in (*marks, self._load()):
-                self.streams.follow(mark)
+            self.streams.follow(claim.ready)
+            self.streams.follow(self._load())
             try:
                 yield
             finally:
-                while self._uses and self._uses[0].query():
-                    self._uses.popleft()
-                self._uses.append(self.streams.mark())
-
-    def _follow_users(self) -> None:
-        for mark in list(self._uses):
-            self.streams.follow(mark)
+                self.retain()
 
     # Rows from and to the pool below
-
-    def _load(self) -> Mark:
-        """Bring every row in, unless they are; when they are. The caller holds ``lock``."""
-        if self._loaded is None:
-            started = time.perf_counter()
-            with self.streams.side():
-                self._loaded = self._bring_all()
-            self.fill_seconds += time.perf_counter() - started
-        return self._loaded
 
     @property
     def _ranges(self) -> Iterator[tuple[int, int]]:
         step = self._staging.rows * _BUFFERS_AT_ONCE
         return ((first, min(first + step, self.capacity_rows)) for first in range(0, self.capacity_rows, step))
 
-    def _bring_all(self) -> Mark:
-        self._follow_users()
-        for first, last in self._ranges:
-            slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
-            self._staging.bring(self.numbering.keys_at(np.arange(first, last, dtype=np.int32)), slots, self._below.take)
-        return self.streams.mark()
+    def _load(self) -> Mark:
+        """Bring every row in, unless they are; when they are. The caller holds ``lock``."""
+        if self._loaded is None:
+            started = time.perf_counter()
+            with self.streams.side():
+                self._follow_users()
+                for first, last in self._ranges:
+                    slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
+                    keys = self.numbering.keys_at(np.arange(first, last, dtype=np.int32))
+                    self._staging.bring(keys, slots, self._below.take)
+                self._loaded = self.streams.mark()
+            self.fill_seconds += time.perf_counter() - started
+        return self._loaded
 
     @shielded
     def flush(self) -> None:
@@ -211,53 +122,23 @@ class FullRows(DeviceRows):
             self._follow_users()
             started = time.perf_counter()
             for first, last in self._ranges:
-                self._flush_some(first, last)
+                slots = torch.nonzero(self.dirty[first:last]).flatten() + first
+                if len(slots):
+                    places = slots.to(torch.int32)
+                    self._staging.take(self.numbering.keys_at(places.cpu().numpy()), places, self._below.put)
+                    self.dirty[slots] = 0
             self.streams.mark().synchronize()  # no mark of a later update is cleared
             self.fill_seconds += time.perf_counter() - started
 
-    def _flush_some(self, first: int, last: int) -> None:
-        slots = torch.nonzero(self._marks[first:last]).flatten() + first
-        if len(slots):
-            places = slots.to(torch.int32)
-            self._staging.take(self.numbering.keys_at(places.cpu().numpy()), places, self._below.put)
-            self._marks[slots] = 0
-
     def _renew(self, keys: Int64s) -> None:
         if self._loaded is not None:
-            slots, _ = self._send_slots(keys)
             self._follow_users()
-            self._staging.bring(keys, slots, self._below.take)
+            self._staging.bring(keys, self._of_keys(keys).rows, self._below.take)
             self._loaded = self.streams.mark()
 
     def _forget(self) -> None:
         """The next use brings all rows in again."""
         self._loaded = None
-
-    # Whole rows, for their owner
-
-    @shielded
-    def read(self, keys: Int64s) -> Tensor:
-        slots, sent = self._send_slots(keys)
-        self._note_hits(len(keys))
-        with self.in_use(sent):
-            found = torch.index_select(self.weights, 0, slots)
-        self.retain(slots)
-        return found[:, : self.layout.dim].contiguous()
-
-    @shielded
-    def write(self, keys: Int64s, rows: Tensor) -> None:
-        distinct, place = np.unique(keys[::-1], return_index=True)
-        last = torch.from_numpy(len(keys) - 1 - place)
-        slots, sent = self._send_slots(distinct)
-        with self.in_use(sent):
-            chosen = rows[last.to(rows.device)].to(self.device)
-            self._marks[slots.long()] = 1  # first, as the next line may fail half done
-            self.weights[slots.long(), : self.layout.dim] = chosen
-        self.retain(slots)
-
-    def _send_slots(self, keys: Int64s) -> tuple[Tensor, Mark]:
-        (slots,), sent = self._sender.copy(self.numbering.slots_of(keys).astype(np.int32))
-        return slots, sent
 
     # State
 
@@ -269,19 +150,7 @@ class FullRows(DeviceRows):
     def num_dirty(self) -> int:
         with self.streams.side():
             self._follow_users()
-            return int(torch.count_nonzero(self._marks))
-
-    @property
-    def capacity_rows(self) -> int:
-        return len(self._marks)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.weights.nbytes + self.state.nbytes + self._marks.nbytes
-
-    @property
-    def host_bytes(self) -> int:
-        return self._staging.host_bytes
+            return int(torch.count_nonzero(self.dirty))
 
     def check_integrity(self) -> None:
         """AssertionError if a row is dirty that is not in."""

@@ -108,7 +108,7 @@ class DeviceLookups(Tier):
         rules = self.rules(tuple(joined.tables), hyper)
         with self._using(joined, arg_max, rules) as batch:
             groups = self.groups(batch)
-            for part in self.row_parts(batch, lease):
+            for part in self.parts(batch, lease, by_row=True):
                 try:
                     with part.lease.in_use(changes=True):
                         self.kernels.update_rows(

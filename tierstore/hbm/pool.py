@@ -20,10 +20,9 @@ import contextlib
 import operator
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -32,256 +31,126 @@ from torch import Tensor
 from ..cache.base import DIRTY, LOADING, CacheCounters
 from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s
-from ..layout import RowLayout
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..system.signals import shielded
-from .base import DeviceBatch, DeviceRows, Part
-from .cache import Grouping, HbmCache, PolicyName, group_keys
-from .cache_state import NUM_STATUSES, SUMMARY_ROWS, Plan, Status
-from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
-from .staging import Sender, Staging, staging_bytes
-from .streams import Mark
+from .base import Claim, DeviceBatch, DeviceLease, DeviceRows, Part
+from .cache import OVERFLOW_INDEX_BYTES, Grouping, HbmCache, HbmSize, Overflow, PolicyName, group_keys
+from .kernel_types import NUM_STATUSES, SUMMARY_ROWS, Plan, Status
+from .streams import Sender, host_buffer
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
 
 
-class HbmSize(NamedTuple):
-    cached_rows: int
-    overflow_rows: int
-    staging_rows: int
-    """Of each buffer."""
-
-    def host_bytes(self, layout: RowLayout) -> int:
-        return staging_bytes(layout, self.staging_rows) + overflow_bytes(self.overflow_rows)
-
-
-class _Misses(NamedTuple):
-    """The keys of a batch that are no hits, by status, and of each status in order of their sets."""
-
-    places: Tensor
-    """int64 [n], on the device: their places in the plan."""
-    slots: Tensor
-    """int32 [n], on the device: their slots by the plan."""
-    keys: Int64s
-    own: Int32s
-    """Overflow slots of the first of them, those with status TAKEN."""
-
-
-class HbmLease:
-    """The rows of a batch, pinned in their slots until ``release``; in place from ``ready`` on. ``grouping`` is of the
-    keys asked for."""
-
-    __slots__ = ("__weakref__", "_pool", "claim", "grouping", "held", "num_rows", "overflow", "ready", "slots")
-
-    def __init__(
-        self, pool: "HbmPool", grouping: Grouping, slots: Tensor, num_rows: int, overflow: Int32s, ready: Mark
-    ) -> None:
-        self._pool: HbmPool | None = pool
-        self.grouping = grouping
-        self.ready = ready
-        self.held = False
-        self.claim = HbmClaim(self, pool.released.append)
-        self.slots = self.claim.slots = slots
-        self.num_rows = num_rows
-        self.overflow = self.claim.overflow = overflow
-        self.claim.last_use = ready
-        self.claim.changed = False
-
-    @contextlib.contextmanager
-    def in_use(self, *, changes: bool = False) -> Iterator[None]:
-        assert self._pool is not None, "rows are used after their release"
-        with self._pool.rows_lock:
-            self._pool.streams.follow(self.ready)
-            self.claim.changed |= changes
-            try:
-                yield
-            finally:
-                self.claim.last_use = self._pool.streams.mark()
-
-    def release(self, *, changed: bool = False) -> None:
-        self.claim.changed |= changed
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.released.append(self.claim)
-
-
-class HbmClaim(weakref.ref[HbmLease]):
-    """What a lease has, for when it is gone. Nothing of Python runs where one is dropped: the garbage collector may do
-    that in any thread, under any lock, and no exception can come then.
-
-    Attributes:
-        slots: int32 [N]; the first ones are rows of the arenas, in order of the keys asked for, the others are -1.
-        overflow: numpy int32 [n], which overflow slots are among them.
-        last_use: when the work that uses the rows is done.
-        changed: whether that work makes the rows newer than those below.
-    """
-
-    __slots__ = ("changed", "last_use", "overflow", "slots")
-    slots: Tensor
-    overflow: Int32s
-    last_use: Mark
-    changed: bool
-
-
 class HbmPool(DeviceRows):
-    dirty = None
     row_dtype = torch.int64
 
     def __init__(self, below: Pool, size: HbmSize, sender: Sender, policy: PolicyName) -> None:
-        super().__init__(below, sender)
-        streams, device = self.streams, self.device
-        layout = self.layout
-        # Not inference tensors, even if inference comes first: they will be written to outside inference mode too.
-        with torch.inference_mode(False), streams.side():
-            self.cache = HbmCache(
-                size.cached_rows, weight_words=layout.weight_words, state_words=layout.state_words, policy=policy,
-                device=device, extra_rows=size.overflow_rows,
-            )  # fmt: skip
-            self.overflow = Overflow(
-                size.overflow_rows, behind=size.cached_rows, sender=sender, kernels=self.cache.kernels
-            )
-            self.weights = self.cache.weights.view(layout.torch_dtype)
-            self.state = self.cache.state.view(torch.float32)
-            arenas = self.cache.weights, self.cache.state
-            self._staging = Staging(layout, size.staging_rows, arenas, streams, self.kernels)
-            self._summary = self._host_buffer(SUMMARY_ROWS * NUM_STATUSES, torch.int32).view(SUMMARY_ROWS, -1)
-            self._seen: Int32s = self._summary.numpy()
-            self._listed = self._host_buffer(0, torch.int64)
-        self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
-        self.released: deque[HbmClaim] = deque()
-        self._claims: set[HbmClaim] = set()
+        super().__init__(below, size, sender)
+        with torch.inference_mode(False), self.streams.side():
+            self.cache = HbmCache(size.cached_rows, policy=policy, device=self.device)
+            self.overflow = Overflow(size.overflow_rows, behind=size.cached_rows, sender=sender)
+            summary = host_buffer(self.streams, SUMMARY_ROWS * NUM_STATUSES, torch.int32)
+            self._summary = summary.view(SUMMARY_ROWS, NUM_STATUSES)
+        self._index_bytes = self.cache.size_bytes + self.overflow.capacity * OVERFLOW_INDEX_BYTES
+        self._seen: Int32s = self._summary.numpy()
+        self._listed = host_buffer(self.streams, 0, torch.int64)
+        self.rows_lock: Any = threading.RLock() if self.device.type == "cpu" else contextlib.nullcontext()
+        self.released: deque[Claim] = deque()
+        self.let_go = self.released.append
+        self._claims: set[Claim] = set()
         self._held_lock = threading.RLock()
-        self._held: dict[HbmClaim, tuple[int, int]] = {}
+        self._held: set[Claim] = set()
         self._last_overflow = 0
         self._is_whole = True
 
-    # Batches
-
-    def _grouped(self, batch: DeviceBatch) -> Grouping:
-        if batch.grouping is None:
-            with self.streams.side():
-                self.streams.follow(batch.rows_ready)
-                grouping, batch.grouped = group_keys(batch.rows), self.streams.mark()
-                batch.grouping = grouping  # last: another thread may look
-        made: Grouping = batch.grouping
-        return made
+    # Leases
 
     def batch_has_room(self, batch: DeviceBatch) -> bool:
         """Of overflow slots a batch is taken to need as many as the last one."""
         # The rows are counted only where it depends on them.
-        return self._has_room(len(batch)) or self._has_room(int(self.groups(batch).num_unique))
+        return self._can_hold(len(batch)) or self._can_hold(int(self.groups(batch).num_unique))
 
-    def _has_room(self, num_rows: int) -> bool:
+    def _can_hold(self, num_rows: int) -> bool:
         with self._held_lock:
-            return self._can_hold(num_rows)
+            rows = sum(claim.num_rows for claim in self._held)
+            overflow = sum(len(claim.overflow) for claim in self._held)
+            return (
+                rows + num_rows <= self.capacity_rows * HELD_SHARE
+                and overflow + self._last_overflow <= self.overflow.capacity - self._least_part
+            )
 
-    def stage_batch(self, batch: DeviceBatch) -> HbmLease | None:
+    def hold(self, lease: DeviceLease) -> bool:
+        with self._held_lock:
+            self._last_overflow = len(lease.claim.overflow)
+            if self._can_hold(lease.claim.num_rows):
+                self._held.add(lease.claim)
+                lease.held = True
+            return lease.held
+
+    def stage_batch(self, batch: DeviceBatch) -> DeviceLease | None:
         lease = self.acquire(self._grouped(batch), len(batch)) if self.batch_has_room(batch) else None
         if lease is not None and not self.hold(lease):
             lease.release()
             return None
         return lease
 
-    def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
+    def whole_batch(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease | None:
+        return self.acquire(self._grouped(batch), 0) if lease is None else lease
+
+    def parts(self, batch: DeviceBatch, lease: DeviceLease | None, *, by_row: bool = False) -> Iterator[Part]:
+        whole = self._grouped(batch)
         if lease is not None:
-            return iter((Part(0, len(batch), lease.slots, lease.grouping.inverse, lease),))
-        return self._parts(batch.rows, self._grouped(batch))
+            return iter((Part(0, len(batch), lease.claim.slots, None if by_row else whole.inverse, lease),))
+        return self._in_parts(batch.rows, whole, by_row=by_row)
 
-    def whole_batch(self, batch: DeviceBatch, lease: Any) -> HbmLease | None:
-        found: HbmLease | None = self.acquire(self._grouped(batch), 0) if lease is None else lease
-        return found
-
-    def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        if lease is not None:
-            return iter((Part(0, len(batch), lease.slots, None, lease),))
-        return self._row_parts(self._grouped(batch))
-
-    def keys(self, batch: DeviceBatch) -> Tensor:
-        groups = self.groups(batch)
-        return self._grouped(batch).keys[: int(groups.num_unique)]
-
-    def position_keys(self, batch: DeviceBatch) -> Int64s:
-        self.streams.follow(batch.rows_ready)
-        keys: Int64s = batch.rows.cpu().numpy()
-        return keys
-
-    # Leases
-
-    def _parts(self, keys: Tensor, grouping: Grouping) -> Iterator[Part]:
-        """``parts`` of keys, int64 [N], on the device."""
-
-        def acquire(first: int, last: int) -> HbmLease | None:
-            return self.acquire(grouping if last - first == len(keys) else self.group(keys[first:last]), last - first)
-
-        for first, last, lease in self._in_parts(len(keys), acquire):
-            try:
-                yield Part(first, last, lease.slots, lease.grouping.inverse, lease)
-            finally:
-                if not lease.held:
-                    lease.release()
-                    self.retain(lease.grouping)
-
-    def _row_parts(self, grouping: Grouping) -> Iterator[Part]:
-        keys, num_unique = grouping.keys, grouping.groups.num_unique
-
-        def acquire(first: int, last: int) -> HbmLease | None:
-            own = grouping
-            if last - first < len(keys):
-                with self.streams.side():
-                    count = (num_unique - first).clamp(0, last - first)
-                own = grouping._replace(keys=keys[first:last], groups=grouping.groups._replace(num_unique=count))
-            return self.acquire(own, 0)
-
-        for first, last, lease in self._in_parts(len(keys), acquire):
-            yield Part(first, last, lease.slots, None, lease)
-            if lease.num_rows < last - first:
-                return
-
-    def _in_parts(
-        self, count: int, acquire: Callable[[int, int], HbmLease | None]
-    ) -> Iterator[tuple[int, int, HbmLease]]:
-        """``acquire`` of ranges that together cover ``[0, count)``: of everything, else of ever smaller ranges."""
-        first, size = 0, count
-        deadline = time.monotonic() + PIN_WAIT_SECONDS
+    def _in_parts(self, keys: Tensor, whole: Grouping, *, by_row: bool) -> Iterator[Part]:
+        """Of everything at once, else of ever smaller ranges."""
+        count = size = len(keys)
+        first, deadline = 0, time.monotonic() + PIN_WAIT_SECONDS
         while first < count:
             last = min(first + size, count)
-            lease = acquire(first, last)
+            grouping = whole
+            if last - first < count:
+                with self.streams.side():
+                    grouping = whole.part(first, last) if by_row else group_keys(keys[first:last])
+            lease = self.acquire(grouping, 0 if by_row else last - first)
             if lease is not None:
-                yield first, last, lease
-                first = last
-                deadline = time.monotonic() + PIN_WAIT_SECONDS
+                try:
+                    yield Part(first, last, lease.claim.slots, None if by_row else grouping.inverse, lease)
+                finally:
+                    if not lease.held:
+                        lease.release()
+                        self.retain(grouping)
+                if by_row and lease.claim.num_rows < last - first:
+                    return
+                first, deadline = last, time.monotonic() + PIN_WAIT_SECONDS
             elif last - first > self._least_part:
                 self.split_batches += size == count
                 size = max((last - first) // 2, self._least_part)
+            elif time.monotonic() > deadline:
+                raise BudgetError(
+                    f"all rows of the HBM tier stayed pinned for {PIN_WAIT_SECONDS:.0f} s; "
+                    "open the store with a larger hbm="
+                )
             else:
-                self._wait_for_room(deadline)
+                time.sleep(PIN_POLL_SECONDS)
 
     @property
     def _least_part(self) -> int:
         """Positions that fit the overflow slots which held leases leave, even if all of them are conflict misses."""
         return max(1, self.overflow.capacity // 2)
 
-    def group(self, keys: Tensor) -> Grouping:
-        with self.streams.side():
-            return group_keys(keys)
+    @contextlib.contextmanager
+    def in_use(self, claim: Claim, *, changes: bool) -> Iterator[None]:
+        with self.rows_lock:
+            self.streams.follow(claim.ready)
+            claim.changed |= changes
+            try:
+                yield
+            finally:
+                claim.last_use = self.streams.mark()
 
-    def hold(self, lease: Any) -> bool:
-        with self._held_lock:
-            self._last_overflow = len(lease.overflow)
-            if self._can_hold(lease.num_rows):
-                self._held[lease.claim] = lease.num_rows, self._last_overflow
-                lease.held = True
-            return bool(lease.held)
-
-    def _can_hold(self, num_rows: int) -> bool:
-        rows = sum(held_rows for held_rows, _ in self._held.values())
-        overflow = sum(held_overflow for _, held_overflow in self._held.values())
-        return (
-            rows + num_rows <= self.capacity_rows * HELD_SHARE
-            and overflow + self._last_overflow <= self.overflow.capacity - self._least_part
-        )
-
-    def acquire(self, grouping: Grouping, lookups: int) -> HbmLease | None:
+    def acquire(self, grouping: Grouping, lookups: int) -> DeviceLease | None:
         """Pin the rows of these keys, which stand for so many lookups; None if they need more overflow slots than there
         are."""
         with self._changing():
@@ -294,14 +163,6 @@ class HbmPool(DeviceRows):
                 lease = self._admit(grouping, lookups)
             self.fill_seconds += time.perf_counter() - started
             return lease
-
-    def _wait_for_room(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
-            raise BudgetError(
-                f"all rows of the HBM tier stayed pinned for {PIN_WAIT_SECONDS:.0f} s; "
-                "open the store with a larger hbm="
-            )
-        time.sleep(PIN_POLL_SECONDS)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -330,93 +191,83 @@ class HbmPool(DeviceRows):
 
     def _follow_users(self) -> None:
         self._reclaim(wait=True)
-        for mark, _ in list(self._retained):
-            self.streams.follow(mark)
+        super()._follow_users()
 
-    def _unpin(self, claim: HbmClaim) -> None:
+    def _unpin(self, claim: Claim) -> None:
         self.cache.release(claim.slots, changed=claim.changed)
         if len(claim.overflow):
             if claim.changed:
                 self.overflow.mark_dirty(claim.overflow)
             self.overflow.unpin(claim.overflow)
         with self._held_lock:
-            self._held.pop(claim, None)
+            self._held.discard(claim)
         self._claims.discard(claim)
 
     # Bringing rows in; the caller is in ``_changing``
 
-    def _admit(self, grouping: Grouping, lookups: int) -> HbmLease | None:
+    def _admit(self, grouping: Grouping, lookups: int) -> DeviceLease | None:
         """Launch all that a batch needs whose rows are there, or enter over clean ones; then bring in what is missing.
         None, and nothing is pinned, if there are too few overflow slots."""
-        cache, overflow = self.cache, self.overflow
-        lying = overflow.locate(grouping.keys)
-        plan = cache.plan(grouping.keys, grouping.groups.num_unique, lying=lying)
+        lying = self.overflow.locate(grouping.distinct)
+        plan = self.cache.plan(grouping.distinct, grouping.groups.num_unique, lying=lying)
         self._summary.copy_(plan.summary, non_blocking=True)
         is_there = self.streams.mark()
-        cache.commit(plan)
+        self.cache.commit(plan)
         is_there.synchronize()
         seen: list[int] = np.add.reduce(self._seen).tolist()
         total = sum(seen)
-        outside = _NO_SLOTS
-        slots = plan.slots
-        is_committed = not any(seen[Status.DIRTY_VICTIM : Status.NO_KEY])
-        if seen[Status.HIT] < total:
-            misses = self._misses(plan, seen)
-            outside = own = misses.own
-            overflow.pin(own)
-            entering = slice(len(own), sum(seen[Status.TAKEN : Status.CONFLICT]))
-            if not is_committed:
-                admission = overflow.enter(misses.keys[entering.stop :], self._write_down_overflow)
-                if admission is None:
-                    overflow.unpin(own)
-                    return None
-                cache.commit(plan, forced=True)
-                outside = np.concatenate([admission.slots, own])
-            self._staging.bring(misses.keys[entering], misses.slots[entering], self._below.take)
-            cache.settle(slots)
-            if len(outside) > len(own):
-                slots = self._bring_into_overflow(slots, misses, outside[: len(outside) - len(own)])
-            overflow.touch(own)
-        lease = HbmLease(self, grouping, slots, total, outside, self.streams.mark())
+        entered = self._enter(plan, seen) if seen[Status.HIT] < total else (plan.slots, _NO_SLOTS)
+        if entered is None:
+            return None
+        lease = DeviceLease(self, entered[0], self.streams.mark())
+        lease.claim.num_rows, lease.claim.overflow = total, entered[1]
         self._claims.add(lease.claim)
-        self._count(lookups, seen)
+        hits = seen[Status.HIT] + seen[Status.TAKEN]
+        evictions = seen[Status.CLEAN_VICTIM] + seen[Status.DIRTY_VICTIM]
+        more = CacheCounters(lookups=lookups, hits=hits, misses=total - hits, evictions=evictions)
+        self.counters = CacheCounters(*map(operator.add, self.counters, more))
+        self.conflict_misses += seen[Status.CONFLICT]
         return lease
 
-    def _misses(self, plan: Plan, seen: list[int]) -> _Misses:
-        """What is no hit; and the dirty victims are written down, and clean. The host waits once if there are none."""
+    def _enter(self, plan: Plan, seen: list[int]) -> tuple[Tensor, Int32s] | None:
+        """Bring in the keys that are no hits, in order of status: those that lie in overflow slots stay there, others
+        enter the cache, once its dirty victims are written down, and conflict misses enter overflow slots. The host
+        waits once if there are no victims. (The plan's slots with those, the overflow slots), or None."""
+        cache, overflow = self.cache, self.overflow
         places = torch.sort(plan.statuses, stable=True).indices[seen[Status.HIT] : sum(seen)]
         if len(self._listed) < 2 * len(places):
-            self._listed = self._host_buffer(1 << (2 * len(places) - 1).bit_length(), torch.int64)
+            self._listed = host_buffer(self.streams, 1 << (2 * len(places) - 1).bit_length(), torch.int64)
         listed = self._listed[: 2 * len(places)].view(2, -1)
-        slots = self.cache.list_keys(plan, places, listed)
+        slots = cache.list_keys(plan, places, listed)
         keys, others = listed.numpy()
         first = sum(seen[Status.TAKEN : Status.DIRTY_VICTIM])
         victims = slice(first, first + seen[Status.DIRTY_VICTIM])
         if seen[Status.DIRTY_VICTIM]:
             self._write_down(others[victims], slots[victims])
-            self.cache.clean(slots[victims])
+            cache.clean(slots[victims])
         else:
             self.streams.mark().synchronize()
-        own = (others[: seen[Status.TAKEN]] - self.cache.capacity).astype(np.int32)
-        return _Misses(places, slots, keys, own)
-
-    def _bring_into_overflow(self, slots: Tensor, misses: _Misses, extra: Int32s) -> Tensor:
-        """Bring the last misses into these overflow slots; the plan's slots, with those."""
-        places = self.overflow.places(extra)
-        self._staging.bring(misses.keys[-len(extra) :], places, self._below.take)
-        self.overflow.filled(extra)
-        return slots.index_copy(0, misses.places[-len(extra) :], places)
-
-    def _count(self, lookups: int, seen: list[int]) -> None:
-        hits = seen[Status.HIT] + seen[Status.TAKEN]
-        evictions = seen[Status.CLEAN_VICTIM] + seen[Status.DIRTY_VICTIM]
-        more = CacheCounters(lookups=lookups, hits=hits, misses=sum(seen) - hits, evictions=evictions)
-        self.counters = CacheCounters(*map(operator.add, self.counters, more))
-        self.conflict_misses += seen[Status.CONFLICT]
-
-    def _host_buffer(self, length: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # it is kept
-            return torch.empty(length, dtype=dtype, device="cpu", pin_memory=self.streams.pin_memory)
+        own = (others[: seen[Status.TAKEN]] - cache.capacity).astype(np.int32)
+        overflow.pin(own)
+        entering = slice(len(own), sum(seen[Status.TAKEN : Status.CONFLICT]))
+        extra = _NO_SLOTS
+        if any(seen[Status.DIRTY_VICTIM : Status.NO_KEY]):
+            admission = overflow.enter(keys[entering.stop :], self._write_down_overflow)
+            if admission is None:
+                overflow.unpin(own)
+                return None
+            cache.commit(plan, forced=True)
+            extra = admission.slots
+        self._staging.bring(keys[entering], slots[entering], self._below.take)
+        cache.settle(plan.slots)
+        lying = plan.slots
+        if len(extra):
+            behind = overflow.places(extra)
+            self._staging.bring(keys[entering.stop :], behind, self._below.take)
+            overflow.filled(extra)
+            lying = lying.index_copy(0, places[entering.stop :], behind)
+        overflow.touch(own)
+        return lying, np.concatenate([extra, own])
 
     # Writing rows down; the caller holds ``lock`` and is on the side stream
 
@@ -442,7 +293,7 @@ class HbmPool(DeviceRows):
     def _renew(self, keys: Int64s) -> None:
         with self._changing():
             self._follow_users()
-            sent = self._send_keys(keys)
+            sent = self._of_keys(keys).rows
             slots, lying = self.cache.locate(sent), self.overflow.locate(sent)
             slots = slots if lying is None else torch.maximum(slots, lying)
             is_here = slots >= 0
@@ -452,35 +303,6 @@ class HbmPool(DeviceRows):
         with self.streams.side():
             self.cache.clear()
             self.overflow.forget()
-
-    # Whole rows, for their owner
-
-    @shielded
-    def read(self, keys: Int64s) -> Tensor:
-        sent = self._send_keys(keys)
-        out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
-        for part in self._parts(sent, self.group(sent)):
-            with part.lease.in_use():
-                out[part.first : part.last] = self.weights[part.slots[part.inverse]][:, : self.layout.dim]
-        return out
-
-    @shielded
-    def write(self, keys: Int64s, rows: Tensor) -> None:
-        sent, rows = self._send_keys(keys), rows.to(self.device)
-        for part in self._parts(sent, self.group(sent)):
-            lease: Any = part.lease
-            order, starts, _ = lease.grouping.groups
-            try:
-                with lease.in_use(changes=True):
-                    last = part.first + order[starts[1 : lease.num_rows + 1] - 1]
-                    self.weights[lease.slots[: lease.num_rows], : self.layout.dim] = rows[last]
-            finally:
-                lease.release()
-
-    def _send_keys(self, keys: Int64s) -> Tensor:
-        """On the device, for the side stream, and so before a lease taken later is used."""
-        (sent,), _ = self._sender.copy(keys)
-        return sent
 
     # State
 
@@ -496,18 +318,6 @@ class HbmPool(DeviceRows):
             self._reclaim(wait=True)
             return len(self.cache.slots_with(DIRTY)) + self.overflow.num_dirty
 
-    @property
-    def capacity_rows(self) -> int:
-        return self.cache.capacity + self.overflow.capacity
-
-    @property
-    def size_bytes(self) -> int:
-        return self.cache.size_bytes + self.overflow.capacity * OVERFLOW_INDEX_BYTES
-
-    @property
-    def host_bytes(self) -> int:
-        return self._staging.host_bytes + self.overflow.size_bytes
-
     def check_integrity(self) -> None:
         """AssertionError unless cache and overflow are whole, no row lies in both, and no slot is pinned without a
         lease, or loading with nobody at it."""
@@ -515,8 +325,8 @@ class HbmPool(DeviceRows):
             self._reclaim(wait=True)
             self.cache.check_integrity()
             self.overflow.check_integrity()
-            outside = self._send_keys(self.overflow.keys_of(self.overflow.resident_slots()))
-            both = int((self.cache.locate(outside) >= 0).sum())
+            outside = self._of_keys(self.overflow.keys_of(self.overflow.resident_slots()))
+            both = int((self.cache.locate(outside.rows) >= 0).sum())
             loading = len(self.cache.slots_with(LOADING))
             pinned = self.cache.num_pinned, self.overflow.num_pinned
             stray = 0 if self._claims else sum(pinned)

@@ -1,4 +1,4 @@
-"""Kernels of ``rows_triton`` that pool rows, and what they share with those that update them (``updating_triton``)."""
+"""Kernels that ``rows_triton`` launches: those that join, pool and move rows, and what they share with its own."""
 
 # Triton takes an annotation for a type of its own.
 # mypy: disable-error-code="no-untyped-def"
@@ -10,8 +10,7 @@ import triton.language as tl
 
 from ..kernels import slots as kernels
 
-AT_ONCE: Final = tl.constexpr(4)
-"""Positions of a row that a step of a loop takes; kernels name each of the four."""
+AT_ONCE: Final = tl.constexpr(4)  # positions of a row that a step of a loop takes; kernels name each of the four
 
 _MEAN: Final = tl.constexpr(kernels.MEAN)
 _MAX: Final = tl.constexpr(kernels.MAX)

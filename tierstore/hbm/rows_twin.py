@@ -1,7 +1,6 @@
-"""Kernels over rows of the HBM tier where the device is the CPU: those of host memory, called as ``rows_triton`` is.
+"""Kernels over rows on the CPU: those of host memory, called as ``rows_triton`` is. Docstrings are of both.
 
-Their docstrings are the contract of both. The bits are those of ``kernels`` and ``optim.rules`` (but for the sign and
-payload of a NaN, which devices choose).
+The bits are those of ``kernels`` and ``optim.rules`` (but for the sign and payload of a NaN, which devices choose).
 
 Shape legend: N positions (ids of the batch), U unique rows, K = F * B bags, C output columns, S slots, D dim, T tables.
 """
@@ -19,10 +18,7 @@ from ..kernels.arrays import Floats, Int32s
 from ..kernels.floats import code_of_dtype
 from ..optim.rules import merge_and_update, scratch
 from ..pool.joined import NO_ARG_MAX, NO_FLOATS
-from .batch import Bags, DeviceIds, Groups
-
-Pair = tuple[Tensor, ...]
-"""Weights and state of rows, int64 [rows, words] each."""
+from .kernel_types import Bags, DeviceIds, Groups
 
 
 def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
@@ -36,16 +32,13 @@ def join_ids(
 ) -> None:
     """Check ids and offsets, and join them: fill ``bag_starts``, ``bag_of`` and ``scale`` of ``bags``, and ``rows``.
 
-    A wrong id is taken for row 0 of its table, and offsets are cut to [0, N], so that they may be used whatever they
-    are.
+    A wrong id is taken for row 0 of its table, and offsets are cut to [0, N], so that any may be used.
 
     Args:
         firsts: int64 [F], the slot or key of row 0 of each feature's table; num_rows: int64 [F].
         rows: int32 (slots) or int64 (keys) [N].
-        is_right: int32 [1], set to 0 if something is wrong, else left as it is.
-        record: int64 [F + 1], zeros, or what an earlier batch left. A wrong id of a feature goes to the feature's
-            place; one more than the index of an offset that is not from 0 to N, or less than the one before, to the
-            last. Of several, any.
+        is_right, record: of an ``IdCheck``; changed where something is wrong. Of several wrong ids of a feature, or
+            wrong offsets, any is recorded. An offset is wrong outside [0, N], or if less than the one before.
     """
     count, num_bags = len(rows), len(bags.bag_starts) - 1
     starts = given.offsets.long()
@@ -99,10 +92,8 @@ def dot_rows(
     """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``.
 
     Args:
-        slots, inverse: as for ``pool_rows``.
-        weights: float32, float16 or bfloat16 [S, >= D].
-        grad_out: float32 [B, C].
-        grad_scale: float32 [N], filled on ``[first, last)``.
+        slots, inverse, weights: as for ``pool_rows``.
+        grad_out: float32 [B, C]; grad_scale: float32 [N].
     """
     kernels.dot_rows(
         0, len(bags.bag_starts) - 1, first, last, bags.bag_starts.long().numpy(), _slots_of(slots, inverse),
@@ -124,9 +115,7 @@ def update_rows(
         grad_out: float32 [B, C].
         arg_max: int32 [K, D], what ``pool_rows`` left (MAX), or None.
         mean: gradients are divided by the length of their bag; else scaled by ``bags.scale``, if there is one.
-        codes: the optimizer of each table.
-        code_of: int32 [T], the same on the device.
-        hyper: float32 [T, NUM_HYPER].
+        codes: the optimizer of each table; code_of: int32 [T], the same on the device; hyper: float32 [T, NUM_HYPER].
         weights: float32, float16 or bfloat16 [S, >= D]; state: float32 [S, >= state_dim]. Both are changed.
         dirty: uint8 [S], set to 1 for each updated row, or None.
     """
@@ -151,11 +140,12 @@ def update_rows(
     )  # fmt: skip
 
 
-def move_rows(arenas: Pair, buffers: Pair, slots: Tensor, *, up: bool) -> None:
+def move_rows(arenas: tuple[Tensor, ...], buffers: tuple[Tensor, ...], slots: Tensor, *, up: bool) -> None:
     """Copy whole rows between the device and page-locked memory of the host: ``arenas[slots[i]]`` from (``up``) or to
     ``buffers[i]``.
 
     Args:
+        arenas, buffers: weights and state, int64 [rows, words] each.
         slots: int32 [n], distinct.
     """
     for arena, buffer in zip(arenas, buffers, strict=True):

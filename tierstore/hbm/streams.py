@@ -1,14 +1,36 @@
-"""Streams of a device: where a tier's own work goes, and who waits for what.
+"""Streams of a device, and what crosses to it on them: a batch's arrays by one copy, rows by kernels.
 
 The tier moves rows on a stream of its own, the *side* stream; models compute on whatever stream is current. On the CPU
 both are the calling thread, and nothing is ever pending.
+
+All goes through page-locked buffers. Rows go up by two in turn, so that the host fills one while a kernel reads the
+other. They come down by one, as the host waits for it.
 """
 
 import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..kernels.arrays import Int32s, Int64s, Words
+from ..layout import RowLayout
+
+_SEND_BUFFERS: Final = 2
+_WORD_BYTES: Final = 4
+_ALIGNMENT_WORDS: Final = 4
+_TORCH: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+_NUMPY: Final[dict[torch.dtype, Any]] = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
+_UP_BUFFERS: Final = 2
+_ROW_BUFFERS: Final = _UP_BUFFERS + 1
+
+Field = tuple[torch.dtype, int]  # an array's type and length
 
 
 class Mark(Protocol):
@@ -82,3 +104,108 @@ class CudaStreams(Streams):
 
 def open_streams(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else Streams()
+
+
+def host_buffer(streams: Streams, length: int, dtype: torch.dtype) -> Tensor:
+    """Page-locked, to be kept: no inference tensor."""
+    with torch.inference_mode(False):
+        return torch.empty(length, dtype=dtype, device="cpu", pin_memory=streams.pin_memory)
+
+
+class Sender:
+    """Sends arrays to a device on its side stream, for any thread. Two buffers grow to the largest batch, rounded up to
+    a power of two: a caller waits only if the copy before the last is not done."""
+
+    def __init__(self, streams: Streams, device: torch.device) -> None:
+        self.streams = streams
+        self.device = device
+        self._lock = threading.RLock()
+        self._buffers = [host_buffer(streams, 0, torch.int32) for _ in range(_SEND_BUFFERS)]
+        self._free: list[Mark] = [_Done()] * _SEND_BUFFERS
+        self._number = 0
+
+    def send(self, fields: Sequence[Field], fill: Callable[[list[NDArray[Any]]], None]) -> tuple[list[Tensor], Mark]:
+        """Have ``fill(arrays)`` write numpy arrays of these types and lengths, and copy them to the device: tensors
+        there, and when."""
+        # A torch operation costs the host as much as five of numpy's: one cuts all that was sent.
+        lengths = [length * dtype.itemsize // _WORD_BYTES for dtype, length in fields]
+        cuts = [cut for length in lengths for cut in (length, -length % _ALIGNMENT_WORDS)]
+        total = sum(cuts)
+        with self._lock:
+            place = self._number % _SEND_BUFFERS
+            self._number += 1
+            if not self._free[place].query():
+                self._free[place].synchronize()
+            if len(self._buffers[place]) < total:
+                self._buffers[place] = host_buffer(self.streams, 1 << (total - 1).bit_length(), torch.int32)
+            buffer = self._buffers[place]
+            words: Int32s = buffer.numpy()
+            arrays, start = [], 0
+            for (dtype, _), length in zip(fields, lengths, strict=True):
+                arrays.append(words[start : start + length].view(_NUMPY[dtype]))
+                start += length + -length % _ALIGNMENT_WORDS
+            fill(arrays)
+            with self.streams.side():
+                sent = torch.empty(total, dtype=torch.int32, device=self.device)
+                sent.copy_(buffer[:total], non_blocking=True)
+                self._free[place] = mark = self.streams.mark()
+        pieces = sent.split_with_sizes(cuts)[::2]
+        return [
+            piece if dtype == torch.int32 else piece.view(dtype)
+            for piece, (dtype, _) in zip(pieces, fields, strict=True)
+        ], mark
+
+    def copy(self, *given: NDArray[Any]) -> tuple[list[Tensor], Mark]:
+        def fill(arrays: list[NDArray[Any]]) -> None:
+            for array, each in zip(arrays, given, strict=True):
+                array[:] = each
+
+        return self.send([(_TORCH[each.dtype.name], len(each)) for each in given], fill)
+
+
+class Staging:
+    """Buffers of so many rows each. One caller at a time, within ``streams.side()``. ``arenas``: weights and state on
+    the device, int64 [slots, words]; ``kernels``: ``rows_triton`` or ``rows_twin``."""
+
+    def __init__(
+        self, layout: RowLayout, rows: int, arenas: tuple[Tensor, ...], streams: Streams, kernels: ModuleType
+    ) -> None:
+        self.rows = rows
+        self._arenas = arenas
+        self._streams = streams
+        self._kernels = kernels
+        widths = layout.weight_words, layout.state_words
+        self._buffers = [
+            tuple(host_buffer(streams, rows * width, torch.int64).view(rows, width) for width in widths)
+            for _ in range(_ROW_BUFFERS)
+        ]
+        self._arrays = [[part.numpy().view("uint64") for part in buffer] for buffer in self._buffers]
+        self._free: list[Mark] = [_Done()] * _UP_BUFFERS
+
+    def bring(self, keys: Int64s, slots: Tensor, read: Callable[[Int64s, Words, Words], None]) -> None:
+        """Have ``read(keys, weights, state)`` fill buffers with the rows of ``keys``, numpy int64 [n], and copy them
+        into ``slots``, int32 [n] on the device."""
+        for number, first in enumerate(range(0, len(keys), self.rows)):
+            part, place = slice(first, first + self.rows), number % _UP_BUFFERS
+            self._free[place].synchronize()
+            weights, state = self._arrays[place]
+            count = len(keys[part])
+            read(keys[part], weights[:count], state[:count])
+            self._kernels.move_rows(self._arenas, self._buffers[place], slots[part], up=True)
+            self._free[place] = self._streams.mark()
+
+    def take(self, keys: Int64s, slots: Tensor, write: Callable[[Int64s, Words, Words], None]) -> None:
+        """Copy the rows of ``slots`` to the host and give them to ``write(keys, weights, state)``, some at a time."""
+        weights, state = self._arrays[-1]
+        for first in range(0, len(keys), self.rows):
+            part = slice(first, first + self.rows)
+            self._kernels.move_rows(self._arenas, self._buffers[-1], slots[part], up=False)
+            self._streams.mark().synchronize()
+            count = len(keys[part])
+            write(keys[part], weights[:count], state[:count])
+
+
+def staging_bytes(layout: RowLayout, rows: int) -> int:
+    """Host memory that ``Staging`` takes; torch rounds page-locked memory up to a power of two."""
+    sizes = [rows * words * 8 for words in (layout.weight_words, layout.state_words)]
+    return _ROW_BUFFERS * sum(1 << (size - 1).bit_length() for size in sizes if size)

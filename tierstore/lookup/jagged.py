@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..hbm.base import POSITIONS_MAX, DeviceRows, rows_of
-from ..hbm.batch import DeviceIds
+from ..hbm.kernel_types import DeviceIds
 from ..kernels.arrays import Floats, Ids, Int64s
 from ..layout import ROW_MASK
 from ..pool.joined import NO_FLOATS, Features, Joined

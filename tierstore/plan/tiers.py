@@ -9,8 +9,7 @@ import numpy as np
 from ..cache.ddr import resolve_policy
 from ..cache.tinylfu import MOVED_MAX, MOVED_SHARE
 from ..errors import BudgetError
-from ..hbm.full import FullSize
-from ..hbm.pool import HbmSize
+from ..hbm.cache import HbmSize
 from ..io.log import DEFAULT_SLACK
 from ..io.places import NARROW, place_type
 from ..io.segments import geometry
@@ -109,7 +108,7 @@ def _division(budget: int, rows: _Counts, num_tables: int, policy: str, staging:
 
 
 @lru_cache(maxsize=4096)
-def _hbm_sizes(budget: int, rows: _Counts) -> dict[RowLayout, HbmSize | FullSize]:
+def _hbm_sizes(budget: int, rows: _Counts) -> dict[RowLayout, HbmSize]:
     return divide_hbm(budget, dict(rows), given=budget)
 
 

@@ -10,7 +10,7 @@ import torch.fx
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..hbm.batch import DeviceIds
+from ..hbm.kernel_types import DeviceIds
 from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
 from ..lookup.jagged import DeviceJagged, Jagged

@@ -8,11 +8,9 @@ from typing import Final, NamedTuple
 from ..cache import ddr
 from ..cache.full import TABLE_BYTES, full_size_bytes
 from ..errors import BudgetError
-from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
-from ..hbm.cache_state import WAYS
-from ..hbm.full import DIRTY_BYTES, FullSize
-from ..hbm.overflow import OVERFLOW_INDEX_BYTES
-from ..hbm.pool import HbmSize
+from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, OVERFLOW_INDEX_BYTES, SUMMARY_BYTES, HbmSize
+from ..hbm.full import DIRTY_BYTES
+from ..hbm.kernel_types import WAYS
 from ..layout import RowLayout
 from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
 from ..system.sizes import format_size, is_share_of_tables
@@ -81,7 +79,7 @@ def divide(
     return Division(transaction, pools)
 
 
-def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> dict[RowLayout, HbmSize | FullSize]:
+def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> dict[RowLayout, HbmSize]:
     """The same of device memory; arguments and errors as of ``divide``."""
     full = {
         layout: full_hbm_bytes_of(layout, count) if count <= CAPACITY_MAX else _NEVER_BYTES
@@ -100,7 +98,7 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> 
             f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
             f"give at least {math.ceil(min(sum(least.values()), sum(full.values())) / 1024)}KiB"
         )
-    sizes: dict[RowLayout, HbmSize | FullSize] = {}
+    sizes: dict[RowLayout, HbmSize] = {}
     for layout, share in _shares(budget, least, most).items():
         if share >= full[layout]:
             sizes[layout] = _full_hbm_size(layout, rows[layout])
@@ -125,8 +123,8 @@ def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
     return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), _staging_rows(layout, cached))
 
 
-def _full_hbm_size(layout: RowLayout, count: int) -> FullSize:
-    return FullSize(count, _staging_rows(layout, count))
+def _full_hbm_size(layout: RowLayout, count: int) -> HbmSize:
+    return HbmSize(count, 0, _staging_rows(layout, count))
 
 
 def full_hbm_bytes_of(layout: RowLayout, count: int) -> int:

@@ -14,7 +14,8 @@ from ..cache.ddr import DdrCache
 from ..cache.full import FullCache
 from ..errors import TableError
 from ..hbm.base import IN_USE
-from ..hbm.build import DeviceSize, add_hbm, hbm_stats
+from ..hbm.build import add_hbm, hbm_stats
+from ..hbm.cache import HbmSize
 from ..io.base import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
@@ -198,7 +199,7 @@ class Pools:
         )
 
 
-def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> Mapping[RowLayout, DeviceSize]:
+def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> Mapping[RowLayout, HbmSize]:
     """Empty without a device tier."""
     if not memory.has_hbm:
         return {}
