@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 
-from tierstore.system.flag import Flag
+from tierstore.system.signals import Flag
 
 
 def test_a_wait_ends_when_it_is_set_and_not_by_what_was_set_before() -> None:

@@ -29,8 +29,8 @@ _OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 
 def _measure(options: argparse.Namespace) -> int:
     from ..dist.placement.measure import measure_ranks
-    from ..system.hosts import launched_rank
     from ..system.output import require_new
+    from ..system.processes import launched_rank
     from ..train.processes import meeting
 
     rank = launched_rank()

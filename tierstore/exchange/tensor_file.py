@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch._utils
 
-from ..system.durable import write_all
+from ..system.files import write_all
 
 
 class TensorSpec(NamedTuple):

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
-from ..system.durable import sync_directory, write_all
+from ..system.files import sync_directory, write_all
 from ..system.killpoints import reach
 from ..system.oserrors import translate_os_error
 from .btree import META_READ_BYTES, sound_metas

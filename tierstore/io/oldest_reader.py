@@ -19,7 +19,7 @@ from typing import Final
 import lmdb
 
 from ..errors import TierstoreError
-from ..system.forks import OwnDescriptor
+from ..system.processes import OwnDescriptor
 from ..system.sizes import format_size
 from .files import translate
 from .opened import OpenFile

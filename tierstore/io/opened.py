@@ -10,10 +10,10 @@ from typing import Final
 from ..errors import ClosedError, DamagedError, StoreLockedError, StoreNotFoundError, TierstoreError
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
-from ..system.durable import directory_locked, sync_directory, write_all
-from ..system.forks import disown_in_forks
+from ..system.files import directory_locked, sync_directory, write_all
 from ..system.killpoints import reach
 from ..system.oserrors import RESTORE, translate_os_error
+from ..system.processes import disown_in_forks
 from .anchor import Anchor, is_sound, load_anchor, read_metas, renew_anchor, require_sound
 from .btree import Meta, parse_meta
 from .files import are_successive, check_rows_file, create_rows_file, require_own_files, require_plain_files, rows_path

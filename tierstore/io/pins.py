@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
-from ..system.forks import OwnDescriptor
 from ..system.oserrors import needing, translate_os_error
+from ..system.processes import OwnDescriptor
 from .ring import Rings
 
 _FLOCK: Final = struct.Struct("hhqqi4x")  # the system's ``struct flock``: type, whence, start, length, process id

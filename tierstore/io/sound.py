@@ -21,7 +21,7 @@ from ..errors import DamagedError, FormatError, TierstoreError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK
-from ..system.plainfile import read_plain_file
+from ..system.files import read_plain_file
 from .anchor import ANCHOR_NAME, Anchor, is_of_this_boot, newest_slot
 from .btree import DAMAGED, META_KEY, META_READ_BYTES, SEGMENTS_KEY, Meta, list_tree, new_walk, sound_metas
 from .checksum import is_row

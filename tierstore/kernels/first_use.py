@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from numba.core import event
 
-from ..system.children import child_options
+from ..system.processes import child_options
 from .threads import default_threads
 
 _LOG: Final = logging.getLogger("tierstore")

@@ -28,7 +28,7 @@ from numba import types
 from numba.core import event
 from numba.extending import overload
 
-from ..system.release import __version__
+from ..system import __version__
 from ..system.signals import shielded
 from .first_use import FirstUse
 

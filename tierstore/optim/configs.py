@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from ..kernels.arrays import Floats, Int64s
-from ..system.kinds import by_kind
+from ..system.checks import by_kind
 
 NUM_HYPER: Final = 8
 """float32 columns of a table's row in the kernel's hyper-parameter matrix."""

@@ -14,7 +14,7 @@ from ..offline.quantization import quantize
 from ..serve.models.dense import lowered
 from ..store.manifest import MANIFEST_NAME
 from ..store.target import require_outside
-from ..system.durable import output_locked
+from ..system.files import output_locked
 from ..system.output import output_errors, require_parent
 from .held_out import LAYER, ROWS, HeldOut
 from .report import json_of, page_of, summary_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import FormatError, StoreNotFoundError, TierstoreError, TruncatedError
 from ..io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, require_plain_files
 from ..io.cleaning import DEFAULT_SLACK
-from ..system.durable import make_directory
+from ..system.files import make_directory
 from .manifest import MANIFEST_NAME, Manifest, Part, parts_in
 from .version import RANK_KEY, Version, unpack
 

@@ -13,7 +13,7 @@ from ..io import LmdbColdTier, VerifyReport
 from ..io.files import FILE_NAMES, ROW_FILE_NAME, copied_bytes, copy_rows_file, rows_path
 from ..io.records import read_head
 from ..io.snapshot import Snapshot
-from ..system.durable import names_in, output_locked, sync_directory
+from ..system.files import names_in, output_locked, sync_directory
 from ..system.killpoints import reach
 from ..system.output import output_errors, require_parent, require_room
 from ..system.signals import shielded

@@ -26,7 +26,7 @@ from ..errors import RankError
 from ..nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ..store import Store, open_store
 from ..store.commits import PendingCommit
-from ..system.hosts import launched_rank
+from ..system.processes import launched_rank
 from .config import RunConfig, StoreSection
 
 _T = TypeVar("_T")
