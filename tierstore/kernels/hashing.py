@@ -6,20 +6,36 @@ from typing import Any, Final
 
 import numpy as np
 
-from .jit import inline, kernel
+from .jit import inline, kernel, uncounted_inline
+
+GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX_A: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_B: Final = np.uint64(0x94D049BB133111EB)
 
 SECRET: Final = secrets.randbits(62)
 """Of this process, for hash tables over given numbers, so that nobody can choose numbers that all collide. No result
 depends on it. Kernels take it as an argument: a constant would be in machine code that other processes load."""
 
 
+@uncounted_inline
+def half_mixed(value: Any) -> np.uint64:
+    """``mixed`` without the last step, which changes the lower half, and one bit of the upper."""
+    mixed_once = np.uint64(value)
+    mixed_once = np.uint64((mixed_once ^ (mixed_once >> np.uint64(30))) * _MIX_A)
+    return np.uint64((mixed_once ^ (mixed_once >> np.uint64(27))) * _MIX_B)
+
+
+@uncounted_inline
+def mixed(value: Any) -> np.uint64:
+    """SplitMix64's output function but for its first step, "Mix13" of D. Stafford: a mixer of 64 bits."""
+    half = half_mixed(value)
+    return np.uint64(half ^ (half >> np.uint64(31)))
+
+
 @kernel
 def mix64(value: np.uint64) -> np.uint64:
     """SplitMix64's output function."""
-    value = np.uint64(value + np.uint64(0x9E3779B97F4A7C15))
-    value = np.uint64((value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
-    value = np.uint64((value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
-    return np.uint64(value ^ (value >> np.uint64(31)))
+    return mixed(np.uint64(value + GOLDEN))
 
 
 @inline

@@ -270,20 +270,6 @@ if JIT_ENABLED:
         require_contiguous(array)
         return types.void(array, types.int64, array.dtype), generate
 
-    @intrinsic
-    def prefetch_line(typing_context: Any, rows: Any, row: Any, column: Any) -> Any:  # noqa: ARG001
-        """Bring the cache line of ``rows[row, column]`` nearer; never faults."""
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            place = _address(context, builder, signature.args[0], *args)
-            shape = ir.FunctionType(ir.VoidType(), [place.type, _INT32, _INT32, _INT32])
-            function = builder.module.declare_intrinsic("llvm.prefetch", [place.type], shape)
-            read, keep_in_all_levels, data_cache = _INT32(0), _INT32(3), _INT32(1)
-            builder.call(function, [place, read, keep_in_all_levels, data_cache])
-            return context.get_dummy_value()
-
-        return types.void(rows, types.int64, types.int64), generate
-
 else:
     root = np.sqrt
 
@@ -329,6 +315,3 @@ else:
     def put(array: NDArray[Any], index: int, value: Any) -> None:
         """``array[index] = value``."""
         array[index] = value
-
-    def prefetch_line(rows: Weights, row: int, column: int) -> None:
-        """Nothing: a hint to the processor."""

@@ -14,7 +14,7 @@ from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows, rows_of
 from ..hbm.batch import DeviceIds
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
-from ..kernels.rounding import NEAREST
+from ..kernels.floats import NEAREST
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..optim.configs import Hyper
 from ..pool.backward import Groups

@@ -142,4 +142,4 @@ class Update(NamedTuple):
     codes: Int64s  # int64 [T], optimizer of each table
     hyper: Floats  # float32 [T, NUM_HYPER]
     gradient: Floats  # float32 [batch, columns], C-contiguous
-    seeds: Words | None  # uint64 [T], what each table rounds with; None if all to nearest: see ``kernels.rounding``
+    seeds: Words | None  # uint64 [T], what each table rounds with; None if all to nearest: see ``kernels.floats``
