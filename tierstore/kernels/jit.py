@@ -291,7 +291,7 @@ def uncounted_template(function: F) -> F:
 if JIT_ENABLED:
     from llvmlite import ir
     from llvmlite.binding import get_host_cpu_name
-    from numba.core import errors
+    from numba.core import cgutils, errors
     from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
     from numba.core.ccallback import CFunc
     from numba.core.registry import CPUDispatcher
@@ -401,15 +401,27 @@ if JIT_ENABLED:
         if array.layout != "C":
             raise errors.TypingError(f"an array of layout {array.layout!r} where a contiguous one is needed")
 
+    def address_of(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
+        """Of ``array[row, column]``, a pointer to bytes; elements of a row lie side by side."""
+        made = context.make_array(array_type)(context, builder, array)
+        stride = cgutils.unpack_tuple(builder, made.strides)[0]
+        start = builder.bitcast(made.data, ir.IntType(8).as_pointer())
+        size = ir.Constant(stride.type, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
+        return builder.gep(start, [builder.add(builder.mul(row, stride), builder.mul(column, size))])
+
     def _prefetching(write: int) -> Any:
-        """Brings the cache line of ``array[index]`` nearer, to be written or only read; never faults."""
+        """Brings the cache line of ``array[index]`` nearer, to be written or only read; never faults. An index of an
+        array's elements end to end, or a row and a column."""
 
         @intrinsic
         def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                data = context.make_array(signature.args[0])(context, builder, args[0]).data
-                pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-                int32 = ir.IntType(32)
+                int32, place = ir.IntType(32), args[1]
+                if isinstance(index, types.BaseTuple):
+                    pointer = address_of(context, builder, array, args[0], *cgutils.unpack_tuple(builder, place))
+                else:
+                    data = context.make_array(array)(context, builder, args[0]).data
+                    pointer = builder.bitcast(builder.gep(data, [place]), ir.IntType(8).as_pointer())
                 shape = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
                 function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], shape)
                 keep_in_all_levels, data_cache = int32(3), int32(1)

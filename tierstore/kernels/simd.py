@@ -42,7 +42,7 @@ if JIT_ENABLED:
     from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
     from numba.extending import intrinsic, lower_builtin, models, register_model
 
-    from .jit import require_contiguous
+    from .jit import address_of, require_contiguous
 
     _INT32: Final = ir.IntType(32)
 
@@ -93,13 +93,6 @@ if JIT_ENABLED:
         (operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")
     ):  # fmt: skip
         _add_operator(_function, _name)
-
-    def _address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
-        made = context.make_array(array_type)(context, builder, array)
-        stride = cgutils.unpack_tuple(builder, made.strides)[0]
-        start = builder.bitcast(made.data, ir.IntType(8).as_pointer())
-        size = ir.Constant(stride.type, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
-        return builder.gep(start, [builder.add(builder.mul(row, stride), builder.mul(column, size))])
 
     def _widen(builder: Any, halves: Any, dtype_code: Any, lanes: int) -> Any:
         """``floats.bits_to_float`` of each element."""
@@ -153,7 +146,7 @@ if JIT_ENABLED:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             element = context.get_data_type(signature.args[0].dtype)
-            place = _address(context, builder, signature.args[0], *args[:3])
+            place = address_of(context, builder, signature.args[0], *args[:3])
             loaded = builder.load(builder.bitcast(place, _of(element, count).as_pointer()))
             loaded.align = context.get_abi_sizeof(element)
             return loaded if element == ir.FloatType() else _widen(builder, loaded, args[3], count)
@@ -166,7 +159,7 @@ if JIT_ENABLED:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             element = context.get_data_type(signature.args[0].dtype)
-            place = _address(context, builder, signature.args[0], *args[:3])
+            place = address_of(context, builder, signature.args[0], *args[:3])
             kept = args[3] if element == ir.FloatType() else _narrow(builder, args[3], args[4], count)
             stored = builder.store(kept, builder.bitcast(place, kept.type.as_pointer()))
             stored.align = context.get_abi_sizeof(element)

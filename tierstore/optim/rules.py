@@ -238,9 +238,9 @@ def merge_and_update(
             if row + _ROWS_AHEAD < high:
                 ahead = np.int64(unique_slots[unique_firsts[table] + row + _ROWS_AHEAD])
                 for column in range(0, dim, 16):
-                    prefetch_word(weights, ahead * weights.shape[1] + column)
+                    prefetch_word(weights, (ahead, column))
                 if state.shape[1]:
-                    prefetch_word(state, ahead * state.shape[1])
+                    prefetch_word(state, (ahead, np.int64(0)))
                 if flags.shape[0]:
                     prefetch_item(flags, ahead)
             place = first + 2 * table + row
