@@ -17,9 +17,9 @@ from tierstore.dist import ShardedTieredEmbeddingBagCollection, data_parallel, o
 from tierstore.dist.placement import RankCosts
 from tierstore.dist.placement.measure import measure_ranks
 from tierstore.models import DLRM
+from tierstore.optim.configs import RULES
 from tierstore.plan.dense import DenseWork, dlrm_work
 from tierstore.plan.measure import page_cache
-from tierstore.plan.workload import OPTIMIZERS
 from tierstore.trace import TableTrace, Trace
 
 from .sharded.ranks import run_ranks
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
     @property
     def rule(self) -> tierstore.optim.Optimizer:
-        return OPTIMIZERS[self.optimizer](lr=0.01)
+        return RULES[self.optimizer](lr=0.01)
 
     @property
     def layers(self) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 import tierstore
-from tierstore.precision import quantize_run
 from tierstore.precision.held_out import LAYER, ROWS
-from tierstore.precision.search import size_of
+from tierstore.precision.search import quantize_run, size_of
 from tierstore.serve.models import Models
 from tierstore.serve.models.dense import lowered
 from tierstore.serve.watch import LabelledRows, read_labelled

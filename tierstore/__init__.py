@@ -7,7 +7,7 @@ optimizer runs inside backward, and a commit is atomic over everything.
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from .system.release import __version__
+from .system import __version__
 
 __all__ = [
     "DynamicIds", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "QuantizeReport", "QuantizedTable", "Stats",

@@ -8,9 +8,8 @@ from . import optim
 from .errors import TableError
 from .ids import DynamicIds
 from .layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
-from .system.checks import require_choice, require_int
+from .system.checks import hinting, require_choice, require_int
 from .system.excerpt import excerpt
-from .system.hints import hinting
 
 __all__ = ["MAX_KEPT_VERSIONS", "MAX_SLACK", "Pooling", "Rounding", "TableConfig", "require_names", "require_slack"]
 
@@ -69,7 +68,7 @@ class TableConfig:
             which ``tierstore.quantize`` makes of trained ones. Arithmetic and pooled results are float32.
         rounding: how training rounds an updated weight to dtype: "nearest", or, of "float16" and "bfloat16" without
             hbm=, "stochastic": up or down by chance, so that on average small steps count in full. The random bits are
-            a function of ``init``'s seed, the update, the row and the column; see ``tierstore/kernels/rounding.py``.
+            a function of ``init``'s seed, the update, the row and the column; see ``tierstore/kernels/floats.py``.
         feature_names: features looked up in this table by a collection; default: the table's name.
         pooling: how a bag is pooled, in training and in serving: "sum", "mean" or "max". (The default of
             ``nn.EmbeddingBag`` is "mean".)

@@ -18,7 +18,7 @@ from .kernels.jit import inline, kernel
 from .kernels.quantized import pack_rows
 from .kernels.simd import store
 from .layout import KEY_ROW_BITS, ROW_MASK, RowLayout
-from .system.kinds import by_kind
+from .system.checks import by_kind
 
 __all__ = ["Constant", "Initializer", "Normal", "Uniform", "from_dict"]
 

@@ -21,7 +21,7 @@ from tierstore.io.reader_locks import FileLocks
 from tierstore.io.segments import Geometry, geometry
 from tierstore.io.sigbus import Guard
 from tierstore.layout import BLOCK_HEADER_WORDS
-from tierstore.system.maps import _libc
+from tierstore.system.page_cache import _libc
 
 STORE_ID = bytes(range(16))
 _CASTAGNOLI = 0x82F63B78  # the polynomial, its lowest coefficient the highest bit

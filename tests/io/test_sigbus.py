@@ -194,7 +194,7 @@ def test_a_look_at_the_newest_version_that_fails_keeps_no_lock(written: Path, mo
 FORK = """
     import sys
     from tests.io.test_sigbus import *
-    from tierstore.system.maps import _libc
+    from tierstore.system.page_cache import _libc
 
     parents = [FileMap(Path(sys.argv[1]), 1 << 36) for _ in range(2)]
     again = [FileMap(Path(sys.argv[1]), 1 << 36) for _ in range(2)]

@@ -21,8 +21,7 @@ from numba.core.caching import IndexDataCacheFile
 import tierstore
 from tierstore.init import fill_rows
 from tierstore.kernels import jit
-from tierstore.kernels.first_use import FirstUse
-from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED, FirstUse
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
 RUN = """

@@ -16,8 +16,8 @@ from tierstore import errors, optim
 from tierstore.cache.full import FullCache
 from tierstore.exchange import export_store, import_files
 from tierstore.kernels import floats
+from tierstore.kernels.floats import stochastic_bits
 from tierstore.kernels.jit import JIT_ENABLED, kernel
-from tierstore.kernels.rounding import stochastic_bits
 from tierstore.store.manifest import Manifest
 
 HALFS = {"float16": floats.FLOAT16, "bfloat16": floats.BFLOAT16}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import tierstore
 from tierstore.optim import HessianFree
+from tierstore.optim.curvature import conjugate_gradients
 from tierstore.optim.hessian_free import choose, search
-from tierstore.optim.krylov import conjugate_gradients
 
 
 def monkey_saddle() -> tuple[list[nn.Parameter], Any]:

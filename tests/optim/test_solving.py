@@ -9,8 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.functional import hessian, jacobian
 
-from tierstore.optim.curvature import dense_of, flat, gauss_newton_product, hessian_product
-from tierstore.optim.krylov import bicgstab, conjugate_gradients, extreme_eigenvalues
+from tierstore.optim.curvature import (
+    bicgstab,
+    conjugate_gradients,
+    dense_of,
+    extreme_eigenvalues,
+    flat,
+    gauss_newton_product,
+    hessian_product,
+)
 
 
 def randn(*shape: int, seed: int) -> Tensor:

@@ -18,8 +18,8 @@ from tests.serve.whole import serving
 from tests.train.readers.rows import matrix
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.cli import entry as cli
-from tierstore.precision import quantize_run
 from tierstore.precision.held_out import HeldOut
+from tierstore.precision.search import quantize_run
 from tierstore.serve.client import Client
 from tierstore.serve.models.dense import LOW, in_float32, low_layers, lowered
 from tierstore.train import train
@@ -188,7 +188,7 @@ def test_a_killed_search_goes_on_and_ends_the_same(
 
     with monkeypatch.context() as patch:
         if stop == "in the copy":
-            patch.setattr("tierstore.precision.choosing.quantize", killed)
+            patch.setattr("tierstore.precision.search.quantize", killed)
         else:
             patch.setattr(HeldOut.measure, "stop", stop)
         with pytest.raises(Stop):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tierstore.precision.search import Choice, Part, Unit, search, size_of
+from tierstore.precision.held_out import Choice, Part, Unit
+from tierstore.precision.search import search, size_of
 
 UNITS = [Unit(name, {"float32": 64 * rows, "float16": 32 * rows, "int8": 24 * rows, "int4": 16 * rows})
          for name, rows in (("a", 10), ("b", 400), ("c", 3000))]  # fmt: skip

@@ -17,7 +17,7 @@ from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError
 from tierstore.pool import writeback
 from tierstore.store.commits import PendingCommit
 from tierstore.system import killpoints
-from tierstore.system.flag import Flag
+from tierstore.system.signals import Flag
 
 ROWS, DIM = 20_000, 4
 ALL = torch.arange(ROWS)

@@ -7,7 +7,7 @@ import pytest
 
 from tierstore.errors import FormatError, TierstoreError, TruncatedError
 from tierstore.system.excerpt import excerpt, excerpt_names
-from tierstore.system.plainfile import read_plain_file, require_plain_file
+from tierstore.system.files import read_plain_file, require_plain_file
 
 
 class _Unprintable:

@@ -1,8 +1,10 @@
-"""Shielded functions: which handlers wait, and that none is lost, whatever interrupts their first and last steps."""
+"""Shielded functions: which handlers wait, and that none is lost, whatever interrupts their first and last steps; and
+flags, which handlers may set."""
 
 import gc
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from bench.cut.instants import Cutter
 from tests.children import run
 from tierstore.system import signals
-from tierstore.system.signals import shielded
+from tierstore.system.signals import Flag, shielded
 
 NUMBERS = (signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM, signal.SIGRTMIN + 3)
 
@@ -155,3 +157,56 @@ def test_a_process_ends_with_its_parent_however_that_ends() -> None:
         """
     )
     assert said == "b''\n"
+
+
+def test_a_wait_ends_when_it_is_set_and_not_by_what_was_set_before() -> None:
+    flag = Flag()
+    for _ in range(3):
+        flag.set()
+    flag.clear()
+    started = time.monotonic()
+    assert not flag.wait(0.05)
+    assert time.monotonic() - started >= 0.05
+    thread = threading.Thread(target=flag.wait, args=(60.0,))
+    thread.start()
+    flag.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert flag.wait(60.0)
+
+
+def test_all_who_wait_are_woken() -> None:
+    flag, woken = Flag(), list[bool]()
+    threads = [threading.Thread(target=lambda: woken.append(flag.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    flag.set()
+    for thread in threads:
+        thread.join(30)
+    assert woken == [True] * 4
+
+
+def test_a_handler_may_set_it() -> None:
+    """Whichever call of it the signal comes in."""
+    flag, handled = Flag(), 0
+
+    def handle(*_: object) -> None:
+        nonlocal handled
+        flag.set()
+        handled += 1
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        while handled < 500:
+            flag.set()
+            flag.clear()
+            flag.wait(0.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        flag.clear()
+        flag.wait(60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert handled >= 500

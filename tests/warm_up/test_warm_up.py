@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tierstore import cli
-from tierstore.kernels import first_use
+from tierstore.kernels import jit
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.warm_up import compiling
 
@@ -94,10 +94,10 @@ def test_once_a_first_run_is_compiled_no_process_looks_for_its_kernels(
         started.append(work)
         raise OSError
 
-    monkeypatch.setattr(first_use, "start", note)
-    monkeypatch.setattr(first_use, "default_threads", lambda: 2)
+    monkeypatch.setattr(jit, "start", note)
+    monkeypatch.setattr(jit, "default_threads", lambda: 2)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    first_use.FirstUse(tmp_path, "of these sources").note_done()
+    jit.FirstUse(tmp_path, "of these sources").note_done()
     for stamp, expected in (("of these sources", []), ("of others", ["first_run"])):
-        first_use.FirstUse(tmp_path, stamp)._begin()
+        jit.FirstUse(tmp_path, stamp)._begin()
         assert started == expected

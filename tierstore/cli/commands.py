@@ -32,7 +32,7 @@ _BY_LOSS: Final = ("by the log loss", "choose the type of each table and layer o
 _KEY: Final = "embedding_bags.{table}.weight"
 _FORMATS: Final = ("safetensors", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
-_OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
+OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 _POOLINGS: Final = ("sum", "mean", "max")
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 _DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
@@ -141,13 +141,12 @@ def _mapping(pairs: list[str]) -> dict[str, str]:
 
 def _optimizer(options: argparse.Namespace) -> "optim.Optimizer | None":
     """The optimizer that the flags describe; None if there are none."""
-    from .. import optim
+    from ..optim.configs import RULES
 
     if options.optimizer is None and options.lr is not None:
         raise ValueError("--lr goes with --optimizer NAME; give both")
-    kinds = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
     given = {} if options.lr is None else {"lr": options.lr}
-    return None if options.optimizer is None else kinds[options.optimizer](**given)
+    return None if options.optimizer is None else RULES[options.optimizer](**given)
 
 
 EXPORT: Final = command(
@@ -178,7 +177,7 @@ IMPORT: Final = command(
         arg("directory", metavar="DIR", help="folder of the store; made if it is not there"),
         arg("files", metavar="FILE", nargs="+", help="safetensors files or torch checkpoints"),
         arg("--map", action="append", default=[], metavar="KEY=TABLE", help="take KEY as TABLE, and no other tensor"),
-        arg("--optimizer", group=_NEW, choices=_OPTIMIZERS, help="of the rows (default: sgd)"),
+        arg("--optimizer", group=_NEW, choices=OPTIMIZERS, help="of the rows (default: sgd)"),
         arg("--lr", group=_NEW, type=float, metavar="X", help="its learning rate"),
         arg("--pooling", group=_NEW, choices=_POOLINGS, help="of bags (default: sum)"),
         arg("--dtype", choices=_DTYPES, help="convert weights to it (default: as in the file)"),
@@ -310,9 +309,7 @@ def _quantize(options: argparse.Namespace) -> int:
 
 
 def _quantize_by_loss(options: argparse.Namespace) -> int:
-    from ..precision import quantize_run
-    from ..precision.choosing import MAX_ROWS
-    from ..precision.report import text_of
+    from ..precision.search import MAX_ROWS, quantize_run, text_of
 
     source, new, rows = options.directory, options.target, MAX_ROWS if options.rows is None else options.rows
     with progress_bar("quantize", unit=" points") as show:

@@ -12,9 +12,9 @@ from ..errors import TierstoreError
 from ..serve.command import add_arguments as add_serve_arguments
 from ..serve.command import serve
 from ..settings.sections import nearest
+from ..system import __version__
 from ..system.excerpt import excerpt
-from ..system.hosts import launched_rank
-from ..system.release import __version__
+from ..system.processes import launched_rank
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD
 from .sweep import SWEEP

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
 from ..system.terminal import Command, arg, columns_of, command, progress_bar
+from .commands import OPTIMIZERS
 
 if TYPE_CHECKING:
     from ..config import TableConfig
@@ -24,13 +25,12 @@ _TABLES_SHOWN: Final = 40
 _NAME_CHARACTERS: Final = 28
 _BEAM: Final = "beam"
 _SEARCHES: Final = (_BEAM, "size", "dim", "lookups", "size-lookups", "random")
-_OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 
 
 def _measure(options: argparse.Namespace) -> int:
     from ..dist.placement.measure import measure_ranks
-    from ..system.hosts import launched_rank
     from ..system.output import require_new
+    from ..system.processes import launched_rank
     from ..train.processes import meeting
 
     rank = launched_rank()
@@ -87,9 +87,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _tables_of(workload: "Workload") -> "list[TableConfig]":
     from ..config import TableConfig
-    from ..plan.workload import OPTIMIZERS
+    from ..optim.configs import RULES
 
-    rule, shape = OPTIMIZERS[workload.optimizer](), ("name", "num_embeddings", "embedding_dim")
+    rule, shape = RULES[workload.optimizer](), ("name", "num_embeddings", "embedding_dim")
     shapes = ({name: getattr(table, name) for name in shape} for table in workload.tables)
     return [TableConfig(**each, dtype=workload.dtype, optimizer=rule) for each in shapes]
 
@@ -158,7 +158,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg(
                 "--optimizer",
                 default="rowwise_adagrad",
-                choices=_OPTIMIZERS,
+                choices=OPTIMIZERS,
                 help="of the tables (default: rowwise_adagrad)",
             ),
             arg(

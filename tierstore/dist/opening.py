@@ -25,8 +25,8 @@ from ..errors import DamagedError, StoreLockedError, StoreNotFoundError, Tiersto
 from ..store import Store, open_store
 from ..store.manifest import MANIFEST_NAME, parts_in
 from ..store.opened import Opened, open_files
-from ..system.durable import make_directory, sync_directory
 from ..system.excerpt import excerpt
+from ..system.files import make_directory, sync_directory
 from ..system.killpoints import reach
 from ..system.output import output_errors, require_room
 from .parts import NO_COMMITS, Commits, Source, in_common, newer_set, open_parts, part_sets, read_commits

@@ -24,8 +24,8 @@ from ..config import TableConfig
 from ..errors import FormatError
 from ..optim import Optimizer
 from ..store.version import TableState
-from ..system.durable import write_all
 from ..system.excerpt import excerpt
+from ..system.files import write_all
 
 DEFAULT_KEY: Final = "embedding_bags.{table}.weight"
 STATE_NAMES: Final = ("sum", "exp_avg", "exp_avg_sq", "step")

@@ -4,8 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Final, Literal, get_args
 
-from ..system.checks import require_choice, require_int
-from ..system.kinds import by_kind
+from ..system.checks import by_kind, require_choice, require_int
 
 Unseen = Literal["zeros", "error", "init"]
 MAX_SEEN: Final = 255

@@ -2,9 +2,9 @@
 
 A place of the table is one uint32: row + 1 in its lower bits, as many as the capacity needs, and in the others how far
 it lies behind its home, the largest number standing for all above. 0 is empty. So a probe reads the ids of rows of its
-own home alone, and a deletion reads none. With 1.7 places a row, it takes 12 bytes for its id and its
-score, which are used together and so lie in one cache line, 6.8 of the table, and one of the queue of those that may
-lose their ids next; up to 4 where many have one score.
+own home alone, and a deletion reads none. With 1.7 places a row, a row takes 12 bytes for id and score, in one cache
+line, 6.8 bytes of the table, and one of the queue of those that may lose their ids next; up to 4 where many have one
+score.
 
 Sources: hash as in ``kernels.hashing``; range reduction, D. Lemire, Fast random integer generation in an interval
 (2019); deletion by backward shift, D. Knuth, The Art of Computer Programming, vol. 3, section 6.4, algorithm R.
@@ -235,7 +235,7 @@ def absent(wanted: Int64s, rows: Int64s, secret: int) -> tuple[Int64s, Int64s]:
 
 @kernel
 def give_rows(rows: Int64s, given: Int64s) -> None:
-    """Put those in that were ``given``, int64 [n], -1 for none, to the ids by number."""
+    """Put in the rows that were ``given`` to the ids by number, int64 [n], -1 for none."""
     for i in range(rows.size if given.size else 0):
         number = -2 - rows[i]
         row = given[max(number, 0)]  # without a jump that is taken at random
@@ -324,13 +324,13 @@ def lowest(rows: Int64s, scores: Uint32s, ids_of: Callable[[Int64s], Int64s], co
     return np.concatenate([below, _lowest_ids(equal, ids_of, count - len(below))])
 
 
-def _places(capacity: int) -> int:
-    return capacity + capacity * 7 // 10 + 1
-
-
 def map_bytes(capacity: int) -> int:
     """Bytes of an ``IdMap``."""
     return (_RECORD.itemsize + 1) * capacity + 4 * _places(capacity)
+
+
+def _places(capacity: int) -> int:
+    return capacity + capacity * 7 // 10 + 1
 
 
 @inline
@@ -341,23 +341,15 @@ def _bucket(mark: Any, low: int, shift: int, bound: int) -> int:
 
 
 @kernel
-def count_up_to(begin: int, end: int, records: Records, low: int, shift: int, bound: int, counts: Int64s) -> None:
-    """How many of the rows in [begin, end) are in each bucket."""
-    for row in range(begin, end):
-        bucket = _bucket(records[row]["mark"], low, shift, bound)
-        if bucket >= 0:
-            counts[bucket] += 1
-
-
-@kernel
 def queue_up_to(
     begin: int, end: int, records: Records, low: int, shift: int, bound: int, places: Int64s, queue: Int32s
 ) -> None:
-    """Put these rows where the ``places`` say for each bucket."""
+    """Put the rows in [begin, end) where the ``places`` say for each bucket; without a queue, count them there."""
     for row in range(begin, end):
         bucket = _bucket(records[row]["mark"], low, shift, bound)
         if bucket >= 0:
-            queue[places[bucket]] = row
+            if queue.size:
+                queue[places[bucket]] = row
             places[bucket] += 1
 
 
@@ -553,20 +545,17 @@ class IdMap:
         bounds = [self.capacity * part // parts for part in range(parts + 1)]
         places = np.zeros((parts, ((bound - low) >> shift) + 1), np.int64)
 
-        def count(begin: int, end: int) -> None:
-            part = bounds.index(begin)
-            count_up_to(begin, end, self._records, low, shift, bound, places[part])
+        queue = np.empty(0, np.int32)
 
-        def put(begin: int, end: int) -> None:
-            part = bounds.index(begin)
-            queue_up_to(begin, end, self._records, low, shift, bound, places[part], queue)
+        def work(begin: int, end: int) -> None:
+            queue_up_to(begin, end, self._records, low, shift, bound, places[bounds.index(begin)], queue)
 
-        self._workers.run(count, bounds)
+        self._workers.run(work, bounds)
         ends = np.cumsum(places.T).reshape(-1, parts)
         starts = np.append(0, ends[:, -1])
         places[:] = ends.T - places
         queue = np.empty(ends[-1, -1], np.int32)
-        self._workers.run(put, bounds)
+        self._workers.run(work, bounds)
         self._queue, self._starts, self._bound, self._bucket, self._shift = queue, starts, bound, 0, shift
 
     def _next(self, wanted: int) -> Int64s:

@@ -40,8 +40,8 @@ from typing import Final
 import lmdb
 
 from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
-from ..system.forks import OwnDescriptor
 from ..system.oserrors import needing, translate_os_error
+from ..system.processes import OwnDescriptor
 from .uring import Rings
 
 _FLOCK: Final = struct.Struct("hhqqi4x")  # the system's ``struct flock``: type, whence, start, length, process id

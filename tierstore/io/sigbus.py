@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedError, TruncatedError, UnreadableError
 from ..kernels.jit import JIT_ENABLED
-from ..system.forks import disown_in_forks
 from ..system.oserrors import RESTORE
+from ..system.processes import disown_in_forks
 
 _SLOTS: Final = 256
 """Maps guarded at a time; an open store has two, and two more each time that its file has outgrown them. A fault

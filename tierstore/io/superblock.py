@@ -29,10 +29,9 @@ import numpy as np
 
 from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, TierstoreError
 from ..layout import PAGE_HEADER_WORDS
-from ..system.durable import sync_directory, write_all
+from ..system.files import read_plain_file, sync_directory, write_all
 from ..system.killpoints import reach
 from ..system.oserrors import RESTORE, translate_os_error
-from ..system.plainfile import read_plain_file
 from . import btree, records
 from .btree import META_READ_BYTES, Meta, sound_metas
 from .checksum import bytes_checksum

@@ -15,8 +15,8 @@ import lmdb
 
 from ..errors import DiskFullError, TierstoreError
 from ..layout import RowLayout
-from ..system.forks import disown_in_forks, keep_for_ever
 from ..system.killpoints import reach
+from ..system.processes import disown_in_forks, keep_for_ever
 from ..system.sizes import format_size
 from . import records
 from .btree import MAX_PAGES

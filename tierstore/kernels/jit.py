@@ -1,21 +1,31 @@
 """The one way kernels are compiled: nopython, without the GIL, cached on disk.
 
+numba compiles one kernel at a time in a process. So the first process of a machine that must compile starts another
+one, which compiles what the rest of a first run needs, last things first (``warm_up/ahead.py``). A kernel is compiled
+by the process that has locked it; others wait, then load it from the cache.
+
 ``NUMBA_DISABLE_JIT=1`` runs every kernel as plain Python; tests use it to check the kernels' logic twice. Members of an
 IntEnum are indexes of arrays in kernels, which numba before 0.68 does not take.
 """
 
 # ruff: noqa: ARG001 (numba wants an overload and what it gives to take the same arguments)
 
+import atexit
 import contextlib
+import fcntl
 import functools
+import gc
 import glob
 import logging
 import math
 import operator
 import os
 import stat
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,9 +38,10 @@ from numba import types
 from numba.core import event
 from numba.extending import overload
 
-from ..system.release import __version__
+from ..system import __version__
+from ..system.processes import child_options
 from ..system.signals import shielded
-from .first_use import FirstUse
+from .threads import default_threads
 
 
 @overload(operator.getitem)
@@ -69,6 +80,9 @@ if numba.config.CACHE_DIR:  # by a name that holds in other folders too, in whic
     os.environ["NUMBA_CACHE_DIR"] = numba.config.CACHE_DIR = os.path.abspath(numba.config.CACHE_DIR)
 JIT_ENABLED: Final = not numba.config.DISABLE_JIT
 _LOG: Final = logging.getLogger("tierstore")
+_SCRIPT: Final = Path(__file__).parents[1] / "warm_up" / "ahead.py"
+_POLL_SECONDS: Final = 0.02
+_PATIENCE_SECONDS: Final = 60
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,6 +96,123 @@ def _stamp_of_sources() -> str:
 
 
 _STAMP: Final = _stamp_of_sources() if JIT_ENABLED else ""
+
+
+class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
+    """Listens to numba's compiler. ``folder``: where machine code is kept, with a ``stamp`` of what it depends on.
+    ``compiled`` counts kernels that this process compiled; ``is_alone``: it starts no other process."""
+
+    def __init__(self, folder: Path | None, stamp: str = "") -> None:
+        self._locks = folder and folder / "tierstore.lock"
+        self._done = folder and folder / "tierstore.done"
+        self._stamp = stamp
+        self._is_locking = False
+        self._outermost: Any = None
+        self._collects = False
+        self._ahead: subprocess.Popen[bytes] | None = None
+        self._is_logged = False
+        self.compiled = 0
+        self.is_alone = False
+
+    @contextlib.contextmanager
+    def claimed(self, name: str, *, wait: bool = True) -> Iterator[bool]:
+        """While entered, no other process compiles the kernel. Without ``wait``: gives whether that is so."""
+        if self._locks is None or self._is_locking:
+            yield True
+            return
+        with contextlib.ExitStack() as stack:
+            is_mine = True
+            with contextlib.suppress(OSError):  # no room for it, or a file system without locks
+                descriptor = os.open(self._locks, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, descriptor)  # which unlocks
+                is_mine = self._lock(descriptor, zlib.crc32(name.encode()), wait=wait)
+            self._is_locking = is_mine
+            stack.callback(setattr, self, "_is_locking", False)
+            yield is_mine
+
+    def _lock(self, descriptor: int, place: int, *, wait: bool) -> bool:
+        """Waits for the process that compiles it, but not for ever: that may have been stopped."""
+        for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS) + 1):
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                return True
+            if not wait:
+                return False
+            self._log()
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def on_start(self, event: Any) -> None:
+        """numba begins to compile a function: a kernel, or what it calls."""
+        dispatcher = event.data["dispatcher"]
+        if self._outermost is not None or not str(dispatcher.py_func.__module__).startswith("tierstore."):
+            return
+        self._outermost = dispatcher
+        self._collects = gc.isenabled()
+        gc.disable()  # nine tenths of what the compiler makes lives until it ends
+        self._log()
+        if not self.is_alone and (self._ahead is None or self._ahead.returncode):  # it ends with a thread
+            self._begin()
+
+    def on_end(self, event: Any) -> None:
+        """And is done, or failed."""
+        if event.data["dispatcher"] is self._outermost:
+            self._outermost = None
+            self.compiled += 1
+            if self._collects:
+                gc.enable()
+
+    def note_done(self) -> None:
+        """All that a first run needs is compiled: later processes that compile something else start no other one."""
+        if self._done is not None:
+            with contextlib.suppress(OSError):
+                self._done.write_text(self._stamp)
+
+    def disown(self) -> None:
+        """Forget, in a forked process, what its parent was about to compile."""
+        if self._outermost is not None and self._collects:
+            gc.enable()
+        self._outermost = None
+
+    def _log(self) -> None:
+        if not self._is_logged:
+            self._is_logged = True
+            # A warning where logging was not set up, which would show nothing less.
+            log = _LOG.info if _LOG.hasHandlers() else _LOG.warning
+            log(
+                "compiling kernels that this machine has not used before (some seconds; later runs load them from disk)"
+            )
+
+    def _begin(self) -> None:
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of processes that torchrun starts
+        is_one = default_threads() == 1 or not is_first or hasattr(sys, "frozen")
+        done = self._done
+        with contextlib.suppress(OSError, ValueError):
+            is_one = is_one or (done is not None and done.read_text() == self._stamp)
+        if done is None or is_one:
+            self.is_alone = True
+            return
+        with contextlib.suppress(OSError):
+            done.unlink(missing_ok=True)  # it is of other sources, whose kernels are replaced now
+        try:
+            self._ahead = start("first_run", 1, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            threading.Thread(target=self._ahead.wait, daemon=True).start()
+        except Exception:
+            self.is_alone = True
+            return
+        atexit.register(_end, self._ahead, os.getpid())
+
+
+def start(work: str, processes: int, **options: Any) -> "subprocess.Popen[bytes]":
+    """Start ``warm_up/ahead.py``; it ends with the thread that started it."""
+    command = [sys.executable, "-P", str(_SCRIPT), str(os.getpid()), work, str(processes)]
+    return subprocess.Popen(command, **child_options(), **options)
+
+
+def _end(process: "subprocess.Popen[bytes]", parent: int) -> None:
+    if os.getpid() == parent:
+        process.kill()
+        process.communicate()
 
 
 def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
@@ -101,12 +232,8 @@ def _keep(compiled: Any, function: Callable[..., Any]) -> None:
         compiled._cache = _Cache(function)
 
 
-def kernel(function: F) -> F:
-    """Compile at first call; the machine code is kept in the user's cache folder."""
-    return _kernel(function)
-
-
-def _kernel(function: F, **options: Any) -> F:
+def kernel(function: F, **options: Any) -> F:
+    """Compile at first call; the machine code is kept in the user's cache folder. ``options``: of ``numba.njit``."""
     compiled: Any = _compile(function, **options)
     if JIT_ENABLED:
         compiled.__class__ = _Kernel
@@ -141,7 +268,7 @@ def uncounted_kernel(function: F) -> F:
     """As ``kernel``, without reference counting; the function must create no array, string or other counted object.
     Passing a tuple of arrays to a helper makes numba count references by atomic instructions: kernels of small
     helpers are two to four times as fast without."""
-    return _kernel(function, _nrt=False)
+    return kernel(function, _nrt=False)
 
 
 def uncounted_helper(function: F) -> F:
@@ -164,7 +291,7 @@ def uncounted_template(function: F) -> F:
 if JIT_ENABLED:
     from llvmlite import ir
     from llvmlite.binding import get_host_cpu_name
-    from numba.core import errors
+    from numba.core import cgutils, errors
     from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
     from numba.core.ccallback import CFunc
     from numba.core.registry import CPUDispatcher
@@ -274,15 +401,27 @@ if JIT_ENABLED:
         if array.layout != "C":
             raise errors.TypingError(f"an array of layout {array.layout!r} where a contiguous one is needed")
 
+    def address_of(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
+        """Of ``array[row, column]``, a pointer to bytes; elements of a row lie side by side."""
+        made = context.make_array(array_type)(context, builder, array)
+        stride = cgutils.unpack_tuple(builder, made.strides)[0]
+        start = builder.bitcast(made.data, ir.IntType(8).as_pointer())
+        size = ir.Constant(stride.type, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
+        return builder.gep(start, [builder.add(builder.mul(row, stride), builder.mul(column, size))])
+
     def _prefetching(write: int) -> Any:
-        """Brings the cache line of ``array[index]`` nearer, to be written or only read; never faults."""
+        """Brings the cache line of ``array[index]`` nearer, to be written or only read; never faults. An index of an
+        array's elements end to end, or a row and a column."""
 
         @intrinsic
         def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                data = context.make_array(signature.args[0])(context, builder, args[0]).data
-                pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-                int32 = ir.IntType(32)
+                int32, place = ir.IntType(32), args[1]
+                if isinstance(index, types.BaseTuple):
+                    pointer = address_of(context, builder, array, args[0], *cgutils.unpack_tuple(builder, place))
+                else:
+                    data = context.make_array(array)(context, builder, args[0]).data
+                    pointer = builder.bitcast(builder.gep(data, [place]), ir.IntType(8).as_pointer())
                 shape = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
                 function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], shape)
                 keep_in_all_levels, data_cache = int32(3), int32(1)

@@ -1,6 +1,6 @@
-"""Kernels over quantized rows: pooled lookup, copies out as float32, and packing.
+"""Kernels over quantized rows: pooled lookup, copies out as float32, packing; and around products of int8.
 
-A row is ``dim`` numbers of 8 or 4 bits with one scale and one bias, in torch's formats (see ``rows``). Column c stands
+A row is ``dim`` numbers of 8 or 4 bits with one scale and one bias, in torch's formats (``layout``). Column c stands
 for ``q[c] * scale + bias``, rounded once, as ``torch.ops.quantized.embedding_bag_byte_unpack`` has it. A bag adds
 ``bias`` first and ``q[c] * scale`` to that, the second rounded together with its product, as torch's pooled lookups do
 on a CPU with fused multiply-add; per-sample weights are multiplied into scale and bias. So sums have torch's bits.
@@ -11,6 +11,7 @@ on a CPU with fused multiply-add; per-sample weights are multiplied into scale a
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import floats
 from .arrays import Bytes, Floats, Int32s, Int64s, Weights
@@ -25,21 +26,18 @@ _FLOAT_MAX: Final = float(np.finfo(np.float32).max)
 _AHEAD: Final = 16
 """Rows fetched into the processor's caches ahead of the one that is added."""
 _LINE_BYTES: Final = 64
+LEVELS: Final = 127
+"""Largest magnitude of a number of ``quantize_rows``, on both sides of zero."""
+_SMALLEST_BITS: Final = int(np.float32(1e-30).view(np.int32))
 
 
 @inline
-def _half_at(row: Bytes, place: int) -> np.float32:
-    return floats.bits_to_float(half_bits_at(row, place), floats.FLOAT16)
-
-
-@inline
-def _scale_of(row: Bytes, dim: int, dtype_code: int) -> np.float32:
-    return float_at(row, dim) if dtype_code == floats.INT8 else _half_at(row, (dim + 1) // 2)
-
-
-@inline
-def _bias_of(row: Bytes, dim: int, dtype_code: int) -> np.float32:
-    return float_at(row, dim + 4) if dtype_code == floats.INT8 else _half_at(row, (dim + 1) // 2 + 2)
+def _scale_and_bias(row: Bytes, dim: int, dtype_code: int) -> Any:
+    """Two float32."""
+    if dtype_code == floats.INT8:
+        return float_at(row, dim), float_at(row, dim + 4)
+    scale, bias = half_bits_at(row, (dim + 1) // 2), half_bits_at(row, (dim + 1) // 2 + 2)
+    return floats.bits_to_float(scale, floats.FLOAT16), floats.bits_to_float(bias, floats.FLOAT16)
 
 
 @inline
@@ -52,7 +50,8 @@ def _level(row: Bytes, column: int, dtype_code: int) -> np.float32:
 @inline
 def _add_row(row: Bytes, factor: np.float32, dim: int, dtype_code: int, out: Floats, sample: int, target: Any) -> None:
     """``out[sample, target : target + dim] += factor * row``."""
-    scale, bias = factor * _scale_of(row, dim, dtype_code), factor * _bias_of(row, dim, dtype_code)
+    scale, bias = _scale_and_bias(row, dim, dtype_code)
+    scale, bias = factor * scale, factor * bias
     whole = dim - dim % WIDE
     for column in range(0, whole, WIDE):
         levels = bytes16(row, column) if dtype_code == floats.INT8 else nibbles16(row, column // 2)
@@ -66,9 +65,9 @@ def _add_row(row: Bytes, factor: np.float32, dim: int, dtype_code: int, out: Flo
 @inline
 def _keep_largest(row: Bytes, dim: int, dtype_code: int, position: int, pooled: Floats, best: Int32s) -> None:
     """``pooled = max(pooled, row)``; ``best`` (int32 [dim], -1 at first) is where each maximum was found."""
-    scale, bias = _scale_of(row, dim, dtype_code), np.float32(0) + _bias_of(row, dim, dtype_code)
+    scale, bias = _scale_and_bias(row, dim, dtype_code)
     for column in range(dim):
-        value = fused_multiply_add(_level(row, column, dtype_code), scale, bias)
+        value = fused_multiply_add(_level(row, column, dtype_code), scale, np.float32(0) + bias)
         if best[column] < 0 or value > pooled[column]:
             pooled[column] = value
             best[column] = position
@@ -213,3 +212,28 @@ def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, dtype_c
         if not packed:
             return i
     return -1
+
+
+@kernel
+def quantize_rows(values: Floats, bits: Int32s, levels: NDArray[np.int8], scales: Floats) -> None:
+    """``levels[i] * scales[i]`` is ``values[i]``, float32 [n, dim], to within half a scale, which is the row's largest
+    magnitude over ``LEVELS``. Rows whose numbers are all below 1e-30 become zeros. A row with NaN or infinity has a
+    scale of NaN. ``bits`` is ``values`` seen as int32."""
+    for i in range(values.shape[0]):
+        largest = np.int32(_SMALLEST_BITS)
+        for column in range(values.shape[1]):  # by their bits: LLVM makes vectors of integers' maximum, not of floats'
+            largest = max(largest, np.int32(bits[i, column] & np.int32(0x7FFFFFFF)))
+        magnitude = np.int32(largest).view(np.float32)
+        scales[i] = magnitude / np.float32(LEVELS) + (magnitude - magnitude)  # infinity - infinity is NaN
+        factor = np.float32(LEVELS) / magnitude
+        for column in range(values.shape[1]):
+            levels[i, column] = np.int8(np.rint(values[i, column] * factor))
+
+
+@kernel
+def scale_sums(sums: Int32s, row_scales: Floats, column_scales: Floats, bias: Floats, out: Floats) -> None:
+    """``out = sums * row_scales[:, None] * column_scales + bias``, float32 [n, columns]."""
+    for i in range(sums.shape[0]):
+        scale = row_scales[i]
+        for column in range(sums.shape[1]):
+            out[i, column] = np.float32(sums[i, column]) * (scale * column_scales[column]) + bias[column]

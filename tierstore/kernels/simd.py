@@ -42,7 +42,7 @@ if JIT_ENABLED:
     from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
     from numba.extending import intrinsic, lower_builtin, models, register_model
 
-    from .jit import require_contiguous
+    from .jit import address_of, require_contiguous
 
     _INT32: Final = ir.IntType(32)
 
@@ -93,13 +93,6 @@ if JIT_ENABLED:
         (operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")
     ):  # fmt: skip
         _add_operator(_function, _name)
-
-    def _address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
-        made = context.make_array(array_type)(context, builder, array)
-        stride = cgutils.unpack_tuple(builder, made.strides)[0]
-        start = builder.bitcast(made.data, ir.IntType(8).as_pointer())
-        size = ir.Constant(stride.type, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
-        return builder.gep(start, [builder.add(builder.mul(row, stride), builder.mul(column, size))])
 
     def _widen(builder: Any, halves: Any, dtype_code: Any, lanes: int) -> Any:
         """``floats.bits_to_float`` of each element."""
@@ -153,7 +146,7 @@ if JIT_ENABLED:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             element = context.get_data_type(signature.args[0].dtype)
-            place = _address(context, builder, signature.args[0], *args[:3])
+            place = address_of(context, builder, signature.args[0], *args[:3])
             loaded = builder.load(builder.bitcast(place, _of(element, count).as_pointer()))
             loaded.align = context.get_abi_sizeof(element)
             return loaded if element == ir.FloatType() else _widen(builder, loaded, args[3], count)
@@ -166,7 +159,7 @@ if JIT_ENABLED:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             element = context.get_data_type(signature.args[0].dtype)
-            place = _address(context, builder, signature.args[0], *args[:3])
+            place = address_of(context, builder, signature.args[0], *args[:3])
             kept = args[3] if element == ir.FloatType() else _narrow(builder, args[3], args[4], count)
             stored = builder.store(kept, builder.bitcast(place, kept.type.as_pointer()))
             stored.align = context.get_abi_sizeof(element)
@@ -270,20 +263,6 @@ if JIT_ENABLED:
         require_contiguous(array)
         return types.void(array, types.int64, array.dtype), generate
 
-    @intrinsic
-    def prefetch_line(typing_context: Any, rows: Any, row: Any, column: Any) -> Any:  # noqa: ARG001
-        """Bring the cache line of ``rows[row, column]`` nearer; never faults."""
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            place = _address(context, builder, signature.args[0], *args)
-            shape = ir.FunctionType(ir.VoidType(), [place.type, _INT32, _INT32, _INT32])
-            function = builder.module.declare_intrinsic("llvm.prefetch", [place.type], shape)
-            read, keep_in_all_levels, data_cache = _INT32(0), _INT32(3), _INT32(1)
-            builder.call(function, [place, read, keep_in_all_levels, data_cache])
-            return context.get_dummy_value()
-
-        return types.void(rows, types.int64, types.int64), generate
-
 else:
     root = np.sqrt
 
@@ -329,6 +308,3 @@ else:
     def put(array: NDArray[Any], index: int, value: Any) -> None:
         """``array[index] = value``."""
         array[index] = value
-
-    def prefetch_line(rows: Weights, row: int, column: int) -> None:
-        """Nothing: a hint to the processor."""

@@ -11,10 +11,10 @@ import numpy as np
 from .arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights, Words
 from .floats import FLOAT32
 from .hashing import keyed_hash
-from .jit import kernel, prefetch_item, uncounted_kernel
+from .jit import kernel, prefetch_item, prefetch_word, uncounted_kernel
 from .jit import uncounted_inline as inline
 from .jit import uncounted_template as template
-from .simd import WIDE, WIDEST, fill, halved, item, load, prefetch_line, put, store
+from .simd import WIDE, WIDEST, fill, halved, item, load, put, store
 
 __all__ = [
     "ABSENT", "DONE", "MAX", "MEAN", "MODES", "SCRATCH_SLOTS", "SUM", "copy_offsets", "copy_rows_in",
@@ -110,7 +110,7 @@ def _pool_columns(
         if lanes > 1 and position + AHEAD < known:  # a single column's cache line was fetched with those before
             ahead = np.int64(item(slots, position + AHEAD + shift))
             for line in range(0, lanes, WIDE):
-                prefetch_line(weights, ahead, column + line)
+                prefetch_word(weights, (ahead, column + line))
         row = load(weights, np.int64(item(slots, position + shift)), column, dtype_code, lanes)
         pooled = pooled + (item(scale, position) * row if is_scaled else row)
     store(out, sample, target, pooled / divisor if divisor > 0 else pooled, FLOAT32, lanes)

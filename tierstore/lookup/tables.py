@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import TableConfig
 from ..errors import ClosedError, IdError, ReadOnlyError, TableError
 from ..kernels.arrays import Int64s
-from ..kernels.rounding import NEAREST, update_seed
+from ..kernels.floats import NEAREST, update_seed
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..optim.configs import Hyper
 from ..pool.pool import Pool

@@ -16,8 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..optim.curvature import Evaluation, dense_of, flat, hessian_product, put, require_loss, slopes
-from ..optim.krylov import Eigenvalues, extreme_eigenvalues
+from ..optim.curvature import (
+    Eigenvalues,
+    Evaluation,
+    dense_of,
+    extreme_eigenvalues,
+    flat,
+    hessian_product,
+    put,
+    require_loss,
+    slopes,
+)
 from ..system.checks import require_int
 
 Losses = Callable[[], Iterable[Tensor]]

@@ -10,8 +10,7 @@ from ..kernels.slots import MODES
 from ..optim.curvature import OF_THREAD
 from ..store import Table
 from ..store.arguments import require_tensor
-from ..system.checks import require_choice
-from ..system.hints import hinting
+from ..system.checks import hinting, require_choice
 from .function import Padding, Prepared
 from .module import NO_COUNTERPART, TieredModule, checked_padding, checked_table
 

@@ -15,8 +15,7 @@ from ..lookup.gradients import note_pass
 from ..optim.curvature import OF_THREAD
 from ..store import Store, Table
 from ..store.arguments import NOT_TRACED, refuse_traces
-from ..system.checks import require_int
-from ..system.hints import Unpicklable
+from ..system.checks import Unpicklable, require_int
 from .function import Prepared, PreparedLookups, run_lookups
 from .placeholder import Placeholder
 

@@ -17,9 +17,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 from torch import Tensor
 
 from ..system.dropped import ClosedWhenDropped, settle
-from ..system.flag import Flag
-from ..system.forks import disown_in_forks, require_own
-from ..system.signals import shielded
+from ..system.processes import disown_in_forks, require_own
+from ..system.signals import Flag, shielded
 from .preparable import Modules
 
 Batch = TypeVar("Batch")

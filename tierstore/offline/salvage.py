@@ -34,7 +34,7 @@ from ..store.stored_ids import own_rows
 from ..store.target import Steps, new_store, new_tier, require_outside
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
 from ..system.excerpt import excerpt
-from ..system.plainfile import read_plain_file
+from ..system.files import read_plain_file
 from ..system.sizes import format_count
 
 LOST_NAME: Final = "lost.txt"  # in the new store: what was lost, a line each

@@ -8,12 +8,12 @@ torch.optim.AdamW, FBGEMM's ADAM and its ``WeightDecayMode.DECOUPLE``.
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
 from ..kernels.arrays import Floats, Int64s
-from ..system.kinds import by_kind
+from ..system.checks import by_kind
 
 NUM_HYPER: Final = 8
 """float32 columns of a table's row in the kernel's hyper-parameter matrix."""
@@ -175,14 +175,14 @@ class Adam(Optimizer):
         return self.eps, beta1, beta2, learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
 
 
-_KINDS: Final[dict[str, type[Optimizer]]] = {
-    kind.kind: kind for kind in (SGD, RowWiseAdagrad, RowWiseAdagradOfColumns, Adagrad, Adam)
-}
+RuleName = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
+RULES: Final[dict[str, type[Optimizer]]] = {each.kind: each for each in (SGD, RowWiseAdagrad, Adagrad, Adam)}
+"""Those that a user can choose, by name."""
 
 
 def from_dict(fields: dict[str, Any]) -> Optimizer:
     """Inverse of ``Optimizer.to_dict``. ValueError for an unknown kind."""
-    return by_kind(fields, _KINDS, "optimizer")
+    return by_kind(fields, {**RULES, RowWiseAdagradOfColumns.kind: RowWiseAdagradOfColumns}, "optimizer")
 
 
 def adding(num_tables: int) -> tuple[Int64s, Floats]:

@@ -18,6 +18,9 @@ from torch import Tensor
 from ..system.checks import require_choice, require_int
 from .curvature import (
     Evaluation,
+    Iterate,
+    bicgstab,
+    conjugate_gradients,
     dense_of,
     flat,
     gauss_newton_product,
@@ -27,7 +30,6 @@ from .curvature import (
     slopes,
     split,
 )
-from .krylov import Iterate, bicgstab, conjugate_gradients
 
 _WARM: Final = 0.95
 """Share of the last solution that the next solve begins with, as Martens has it."""

@@ -9,12 +9,11 @@ from typing import Any, Final
 import numpy as np
 
 from ..kernels.arrays import Bytes, Floats, Int32s, Int64s, Weights, Words
-from ..kernels.floats import FLOAT32
-from ..kernels.jit import prefetch_item, uncounted_kernel
+from ..kernels.floats import FLOAT32, store_row
+from ..kernels.jit import prefetch_item, prefetch_word, uncounted_kernel
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_template as template
-from ..kernels.rounding import store_row
-from ..kernels.simd import WIDEST, fill, halved, item, load, prefetch_line, root, store
+from ..kernels.simd import WIDEST, fill, halved, item, load, root, store
 from ..kernels.slots import halving_sum, padded_width
 
 RUN: Final = 64
@@ -42,34 +41,38 @@ def scratch(dim: int) -> Floats:
 
 @template
 def _merge_columns(
-    lanes: int, begin: int, end: int, column: int, sources: Int64s, factors: Floats, grad_out: Floats, work: Floats
-) -> None:
-    """Columns ``[column, column + lanes)`` of the sum of the gradients ``[begin, end)``, into the gradient of
-    ``work``."""
-    zero = fill(np.float32(0), lanes)
-    total = zero
-    run_stop = begin + RUN
-    for i in range(begin, end):
-        if i == run_stop:
-            # Of earlier runs and super-runs, sums are kept in memory: the loop has registers for one.
-            if (i - begin) % SUPER_RUN != RUN:
+    lanes: int, column: Any, begin: int, end: int, dim: int, sources: Int64s, factors: Floats, grad_out: Floats,
+    work: Floats,
+) -> Any:  # fmt: skip
+    """The columns from ``column`` on, as long as there are ``lanes`` left, of the sum of the gradients ``[begin,
+    end)``, into the gradient of ``work``. Returns the first column that is not done."""
+    while column + lanes <= dim:
+        zero = fill(np.float32(0), lanes)
+        total = zero
+        run_stop = begin + RUN
+        for i in range(begin, end):
+            if i == run_stop:
+                # Of earlier runs and super-runs, sums are kept in memory: the loop has registers for one.
+                if (i - begin) % SUPER_RUN != RUN:
+                    total = load(work, _GRADIENT, column, FLOAT32, lanes) + total
+                if (i - begin) % SUPER_RUN != 0:
+                    store(work, _GRADIENT, column, total, FLOAT32, lanes)
+                else:
+                    if i - begin > SUPER_RUN:
+                        total = load(work, _SUPER_RUNS, column, FLOAT32, lanes) + total
+                    store(work, _SUPER_RUNS, column, total, FLOAT32, lanes)
+                total = zero
+                run_stop += RUN
+            term = load(grad_out, 0, item(sources, i) + column, FLOAT32, lanes)
+            total = total + (item(factors, i) * term if factors.shape[0] else term)
+        if end - begin > RUN:
+            if (end - begin - 1) % SUPER_RUN >= RUN:
                 total = load(work, _GRADIENT, column, FLOAT32, lanes) + total
-            if (i - begin) % SUPER_RUN != 0:
-                store(work, _GRADIENT, column, total, FLOAT32, lanes)
-            else:
-                if i - begin > SUPER_RUN:
-                    total = load(work, _SUPER_RUNS, column, FLOAT32, lanes) + total
-                store(work, _SUPER_RUNS, column, total, FLOAT32, lanes)
-            total = zero
-            run_stop += RUN
-        term = load(grad_out, 0, item(sources, i) + column, FLOAT32, lanes)
-        total = total + (item(factors, i) * term if factors.shape[0] else term)
-    if end - begin > RUN:
-        if (end - begin - 1) % SUPER_RUN >= RUN:
-            total = load(work, _GRADIENT, column, FLOAT32, lanes) + total
-        if end - begin > SUPER_RUN:
-            total = load(work, _SUPER_RUNS, column, FLOAT32, lanes) + total
-    store(work, _GRADIENT, column, total, FLOAT32, lanes)
+            if end - begin > SUPER_RUN:
+                total = load(work, _SUPER_RUNS, column, FLOAT32, lanes) + total
+        store(work, _GRADIENT, column, total, FLOAT32, lanes)
+        column += lanes
+    return column
 
 
 @inline
@@ -119,35 +122,32 @@ def mean_squares(gradients: Floats) -> Floats:
     return out
 
 
-@inline
-def _decay(weight_decay: np.float32, work: Floats, weights: Weights, slot: int, dim: int, dtype_code: int) -> None:
-    """Add ``weight_decay`` times the row to the gradient, whose columns behind ``dim`` stay zero."""
-    for column in range(dim):
-        work[_GRADIENT, column] += weight_decay * load(weights, slot, column, dtype_code, 1)
-
-
 @template
 def _step_columns(
-    lanes: int, code: int, rate: np.float32, kept: np.float32, hyper: Floats, work: Floats, weights: Weights, slot: int,
-    column: int, state: Floats, state_row: int, dim: int, dtype_code: int,
-) -> None:  # fmt: skip
-    """One step of some columns of a row. Of row-wise Adagrad, ``rate`` is divided by its root already."""
-    gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
-    if code <= _ROWWISE_ADAGRAD or code == _OF_COLUMNS:  # and _SGD
-        step = rate * gradient
-    elif code == _ADAGRAD:
-        accumulator = load(state, state_row, column, FLOAT32, lanes) + gradient * gradient
-        store(state, state_row, column, accumulator, FLOAT32, lanes)
-        step = (hyper[_RATE] * gradient) / (root(accumulator) + hyper[_EPS])
-    else:  # _ADAM
-        first = hyper[_BETA1] * load(state, state_row, column, FLOAT32, lanes)
-        first = first + np.float32(np.float32(1) - hyper[_BETA1]) * gradient
-        second = hyper[_BETA2] * load(state, state_row, dim + column, FLOAT32, lanes)
-        second = second + (np.float32(np.float32(1) - hyper[_BETA2]) * gradient) * gradient
-        store(state, state_row, column, first, FLOAT32, lanes)
-        store(state, state_row, dim + column, second, FLOAT32, lanes)
-        step = (hyper[_STEP_SIZE] * first) / (root(second) / hyper[_ROOT_CORRECTION] + hyper[_EPS])
-    store(weights, slot, column, kept * load(weights, slot, column, dtype_code, lanes) - step, dtype_code, lanes)
+    lanes: int, column: Any, code: int, rate: np.float32, kept: np.float32, hyper: Floats, work: Floats,
+    weights: Weights, slot: int, state: Floats, state_row: int, dim: int, dtype_code: int,
+) -> Any:  # fmt: skip
+    """One step of a row's columns from ``column`` on, as ``_merge_columns`` has them. Of row-wise Adagrad, ``rate`` is
+    divided by its root already."""
+    while column + lanes <= dim:
+        gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
+        if code <= _ROWWISE_ADAGRAD or code == _OF_COLUMNS:  # and _SGD
+            step = rate * gradient
+        elif code == _ADAGRAD:
+            accumulator = load(state, state_row, column, FLOAT32, lanes) + gradient * gradient
+            store(state, state_row, column, accumulator, FLOAT32, lanes)
+            step = (hyper[_RATE] * gradient) / (root(accumulator) + hyper[_EPS])
+        else:  # _ADAM
+            first = hyper[_BETA1] * load(state, state_row, column, FLOAT32, lanes)
+            first = first + np.float32(np.float32(1) - hyper[_BETA1]) * gradient
+            second = hyper[_BETA2] * load(state, state_row, dim + column, FLOAT32, lanes)
+            second = second + (np.float32(np.float32(1) - hyper[_BETA2]) * gradient) * gradient
+            store(state, state_row, column, first, FLOAT32, lanes)
+            store(state, state_row, dim + column, second, FLOAT32, lanes)
+            step = (hyper[_STEP_SIZE] * first) / (root(second) / hyper[_ROOT_CORRECTION] + hyper[_EPS])
+        store(weights, slot, column, kept * load(weights, slot, column, dtype_code, lanes) - step, dtype_code, lanes)
+        column += lanes
+    return column
 
 
 @inline
@@ -160,23 +160,18 @@ def _update_row(
     scratch."""
     rate, kept = hyper[_RATE], hyper[_KEPT]
     if hyper[_WEIGHT_DECAY] != np.float32(0):
-        _decay(hyper[_WEIGHT_DECAY], work, weights, slot, dim, dtype_code)
+        for place in range(dim):
+            work[_GRADIENT, place] += hyper[_WEIGHT_DECAY] * load(weights, slot, place, dtype_code, 1)
     if code == _ROWWISE_ADAGRAD:
         square = _mean_square(dim, work)
     if code in (_ROWWISE_ADAGRAD, _OF_COLUMNS):
         accumulator = np.float32(state[state_row, 0] + square)
         state[state_row, 0] = accumulator
         rate = np.float32(rate / np.float32(np.float32(math.sqrt(accumulator)) + hyper[_EPS]))
-    column = 0
-    while column + 16 <= dim:
-        _step_columns(16, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, dtype_code)
-        column += 16
-    while column + 4 <= dim:
-        _step_columns(4, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, dtype_code)
-        column += 4
-    while column < dim:
-        _step_columns(1, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, dtype_code)
-        column += 1
+    column: Any = np.int64(0)
+    column = _step_columns(16, column, code, rate, kept, hyper, work, weights, slot, state, state_row, dim, dtype_code)
+    column = _step_columns(4, column, code, rate, kept, hyper, work, weights, slot, state, state_row, dim, dtype_code)
+    _step_columns(1, column, code, rate, kept, hyper, work, weights, slot, state, state_row, dim, dtype_code)
 
 
 @inline
@@ -202,22 +197,10 @@ def _merge(
     if arg_max.shape[0]:
         _merge_max(begin, end, dim, sources, positions, bags, arg_max, grad_out, work)
         return
-    column = 0
-    while column + 64 <= dim:
-        _merge_columns(64, begin, end, column, sources, factors, grad_out, work)
-        column += 64
-    while column + 16 <= dim:
-        _merge_columns(16, begin, end, column, sources, factors, grad_out, work)
-        column += 16
-    while column < dim:
-        _merge_columns(1, begin, end, column, sources, factors, grad_out, work)
-        column += 1
-
-
-@inline
-def _given_square(grad_out: Floats, source: int, dim: int) -> np.float32:
-    """The mean square behind all gradients, of the one that begins at ``source``."""
-    return np.float32(grad_out[0, grad_out.shape[1] // (dim + 1) * dim + source // dim])
+    column: Any = np.int64(0)
+    column = _merge_columns(64, column, begin, end, dim, sources, factors, grad_out, work)
+    column = _merge_columns(16, column, begin, end, dim, sources, factors, grad_out, work)
+    _merge_columns(1, column, begin, end, dim, sources, factors, grad_out, work)
 
 
 @uncounted_kernel
@@ -255,9 +238,9 @@ def merge_and_update(
             if row + _ROWS_AHEAD < high:
                 ahead = np.int64(unique_slots[unique_firsts[table] + row + _ROWS_AHEAD])
                 for column in range(0, dim, 16):
-                    prefetch_line(weights, ahead, column)
+                    prefetch_word(weights, (ahead, column))
                 if state.shape[1]:
-                    prefetch_line(state, ahead, 0)
+                    prefetch_word(state, (ahead, np.int64(0)))
                 if flags.shape[0]:
                     prefetch_item(flags, ahead)
             place = first + 2 * table + row
@@ -268,7 +251,8 @@ def merge_and_update(
             slot: Any = np.int64(unique_slots[unique_firsts[table] + row])
             square = np.float32(0)
             if codes[table] == _OF_COLUMNS:
-                square = _given_square(grad_out, sources[first + starts[place]], dim)
+                source = sources[first + starts[place]]  # of one of its gradients; the squares are behind all of them
+                square = np.float32(grad_out[0, grad_out.shape[1] // (dim + 1) * dim + source // dim])
             if seeds is None:
                 _update_row(codes[table], hyper[table], work, square, weights, slot, state, slot, dim, dtype_code)
             else:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..layout import RowLayout
-from ..settings.sections import check_ranges, option
+from ..settings.sections import Checked, option
 from .dense import DenseWork
 
 _MOST: Final = 1e18
@@ -14,13 +14,6 @@ TRAINING_FLOPS: Final = 3
 work of a dense model is counted so too."""
 AHEAD_BATCHES, HANDED_OVER_BATCHES = 7, 5
 """Times ``batch_us``: fetching a batch ahead, and taking it over; 5.6 to 7 and 4 to 6 in measured runs."""
-
-
-class Checked:
-    """Its fields are in their ranges; a ValueError names the field, its value and what is accepted."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 @dataclass(frozen=True, kw_only=True)

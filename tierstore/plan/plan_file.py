@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ..settings import sections
-from ..settings.sections import ConfigError, Override, option
+from ..settings.sections import Checked, ConfigError, Override, option
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
-from .host import Checked, Host, with_accelerators
+from .host import Host, with_accelerators
 from .parts import host_names, load_host
 from .prediction import Choices, Pricing, Setup
 from .presets import PRESETS, load_workload, preset, scaled

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from ..cache.ddr import POLICIES
-from ..settings.sections import option
+from ..settings.sections import Checked, option
 from ..system.checks import require_choice
 from ..system.sizes import format_size
-from .host import Accelerator, Checked, Host, Storage, times
+from .host import Accelerator, Host, Storage, times
 from .queueing import Latency, Queue
 from .workload import Workload
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from ..cache.ddr import POLICIES as STORE_POLICIES
 from ..layout import DtypeName
-from ..settings.sections import option
+from ..settings.sections import Checked, option
 from ..system.sizes import format_size
 from .demand import Demand
-from .host import Checked, Host, times, with_accelerators
+from .host import Host, times, with_accelerators
 from .model import predict
 from .prediction import Prediction, Pricing, Setup, describe_setup, in_words, rate, years_of_life
 from .queueing import Latency, latency_alone

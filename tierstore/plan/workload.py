@@ -7,20 +7,17 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 from ..ids.id_map import map_bytes
 from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
-from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from ..settings.sections import option
+from ..optim.configs import RULES, RuleName
+from ..settings.sections import Checked, option
 from ..system.checks import require_choice
 from ..system.excerpt import excerpt
 from .dense import MLPERF_LAYERS, DenseWork, dlrm_work
-from .host import Checked
 
-OptimizerName = Literal["none", "sgd", "rowwise_adagrad", "adagrad", "adam"]
+OptimizerName = Literal["none", RuleName]
 Figure = Literal["dense_flops", "pooling_factor", "exponent"]
 POOLING_FACTOR: Final = 1.0
 EXPONENT: Final = 1.05
 _UNKNOWN: Final = -1.0
-
-OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {kind.kind: kind for kind in (SGD, RowWiseAdagrad, Adagrad, Adam)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +115,7 @@ class Workload(Checked):
     def layout(self, table: TableShape) -> RowLayout:
         """How the rows of a table lie in a store."""
         dim = table.embedding_dim
-        state = OPTIMIZERS[self.optimizer]().state_dim(dim) if self.is_training else 0
+        state = RULES[self.optimizer]().state_dim(dim) if self.is_training else 0
         return RowLayout(dim=dim, dtype=self.dtype, state_dim=state)
 
     @property

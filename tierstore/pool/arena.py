@@ -15,7 +15,7 @@ from ..kernels.arrays import Floats, Int32s, Weights
 from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.threads import Workers
 from ..layout import RowLayout
-from ..system.forks import disown_in_forks
+from ..system.processes import disown_in_forks
 from .joined import Bags
 
 

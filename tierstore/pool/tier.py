@@ -17,7 +17,8 @@ class Tier(ABC):
     """Rows of one layout. A lease that is given is of the whole batch, or None. ``arg_max``: [bags, dim], of each
     maximum the position that gave it, an array of the tier's. ``mode``: as of ``kernels.slots``. Methods raise
     ClosedError if the pool was closed, DamagedError if a row on SSD failed its check, and ValueError for an id outside
-    its table, unless ids were read before; on a device that may be a later call (``IdCheck`` in ``hbm.kernel_types``)."""
+    its table, unless ids were read before; on a device that may be a later call (see
+    ``hbm.kernel_types.IdCheck``)."""
 
     on_device: bool = False
     reads_keys: bool = False

@@ -26,8 +26,8 @@ from ..cache.base import Pinned, RowCache
 from ..io.base import ColdTier
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
-from ..system.flag import Flag
 from ..system.killpoints import reach
+from ..system.signals import Flag
 from .arena import Arena
 from .pins import Pins
 

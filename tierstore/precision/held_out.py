@@ -6,10 +6,10 @@ Each table's pooled rows are kept for each type, and a choice puts them together
 
 import contextlib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,27 @@ from ..train.checkpoint import load_model, saved_config
 from ..train.config import RunConfig
 from ..train.metrics import log_loss
 from ..train.readers import Batch
-from .search import Choice, Part, Unit
 
+Choice = Mapping[str, str]
+"""The type of each unit that is lowered."""
+Part = Literal["search", "check"]
 _CHUNK: Final = 2048
 """Rows that go through the layers at a time."""
 _PARTS: Final[dict[Part, slice]] = {"search": slice(0, None, 2), "check": slice(1, None, 2)}
 ROWS, LAYER, OTHERS = "rows of ", "layer ", "other weights"
 """Units, with the name of the table or layer."""
 _DDR: Final = "256MiB"
+
+
+class Unit(NamedTuple):
+    """A table's rows, or a layer's weights. ``size_bytes``: by type; the first is what it has, the others are fewer."""
+
+    name: str
+    size_bytes: Mapping[str, int]
+
+    @property
+    def own(self) -> str:
+        return next(iter(self.size_bytes))
 
 
 class HeldOut:

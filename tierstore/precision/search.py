@@ -1,27 +1,37 @@
-"""A greedy search for the fewest bytes, as for multiple-choice knapsacks (Sinha and Zoltners, 1979): the type comes
-first that saves most bytes for the loss it adds. Losses do not add up, so each step is measured with all before it."""
+"""Makes a run smaller by a bound of its log loss: searches types of tables and layers, checks, writes the new store.
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+The search is greedy, as for multiple-choice knapsacks (Sinha and Zoltners, 1979): the type comes first that saves most
+bytes for the loss it adds. Losses do not add up, so each step is measured with all before it. Measured points are lines
+of a file ``NEW.points`` beside the new folder until that is whole, so a killed search goes on.
+"""
 
-Choice = Mapping[str, str]
-"""The type of each unit that is lowered."""
-Part = Literal["search", "check"]
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+from torch import Tensor
+
+from ..offline.quantization import quantize
+from ..serve.models.dense import lowered
+from ..store.manifest import MANIFEST_NAME
+from ..store.target import require_outside
+from ..system.files import output_locked
+from ..system.output import output_errors, require_parent
+from ..system.sizes import format_size
+from ..system.terminal import columns_of
+from ..train.page import Line, figure, filled
+from ..train.page import Step as Point
+from .held_out import LAYER, ROWS, Choice, HeldOut, Part, Unit
+
 Measure = Callable[[Choice, Part], float]
 """The log loss of a choice on a part of the held-out rows."""
 _LEAST_LOSS: Final = 1e-9
 """Relative; less counts as this, so that among types that cost nothing the one that saves most comes first."""
-
-
-class Unit(NamedTuple):
-    """A table's rows, or a layer's weights. ``size_bytes``: by type; the first is what it has, the others are fewer."""
-
-    name: str
-    size_bytes: Mapping[str, int]
-
-    @property
-    def own(self) -> str:
-        return next(iter(self.size_bytes))
+MAX_ROWS: Final = 32_768
+"""Of the held-out rows, by default: with 26 tables of 16 columns they take 270 MB."""
 
 
 class Step(NamedTuple):
@@ -89,3 +99,142 @@ def _kept(steps: Sequence[Step]) -> dict[str, str]:
 def size_of(units: Sequence[Unit], choice: Choice) -> int:
     """Bytes of all units."""
     return sum(each.size_bytes[choice.get(each.name, each.own)] for each in units)
+
+
+class QuantizedRun(NamedTuple):
+    """What was made. ``summary``: in words; ``measured``: points that no earlier search had measured."""
+
+    version: int
+    units: list[Unit]
+    found: Found
+    summary: list[str]
+    measured: int
+
+
+def quantize_run(
+    directory: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    loss: float,
+    data: str = "",
+    max_rows: int = MAX_ROWS,
+    progress: Callable[[int, int], None] | None = None,
+) -> QuantizedRun:
+    """Make a store of a run's last commit, its tables and large layers in fewer bits, whose log loss on held-out rows
+    is at most ``1 + loss`` times the run's. The same arguments give the same store, also after a kill.
+
+    Args:
+        target: the new folder; must not exist, or be empty. It has ``quantize.json`` and ``quantize.html``, too.
+        data, max_rows: held-out rows, as of ``HeldOut``.
+        progress: called as ``progress(done, total)`` of points; the total is a guess.
+
+    Raises:
+        ValueError: ``loss`` is no bound; an earlier search for this target had other arguments, rows or another commit:
+            names which; or as of ``HeldOut`` and ``quantize``, whose other errors these are, too.
+    """
+    source, new = Path(directory).absolute(), Path(target).absolute()
+    if not 0 <= loss < 1 or max_rows < 2:
+        raise ValueError(f"loss={loss}, max_rows={max_rows}: expected a share from 0 to below 1, and at least 2 rows")
+    require_outside(new, source)
+    require_parent(new)
+    if new.is_file() or (new / MANIFEST_NAME).exists():
+        raise FileExistsError(f"{new} is there already; choose another folder")
+    held = HeldOut(source, data, max_rows)
+    asked, path = {**held.digests, "loss": loss, "rows": len(held)}, new.with_name(new.name + ".points")
+    total = 3 + 2 * sum(len(unit.size_bytes) - 1 for unit in held.units)
+    with _kept_points(path, asked) as (descriptor, known):
+        begun = len(known)
+
+        def measure(choice: Choice, part: Part) -> float:
+            if progress is not None:
+                progress(min(len(known), total), total)
+            key = json.dumps([part, choice], sort_keys=True)
+            if key not in known:
+                known[key] = held.measure(choice, part)
+                os.write(descriptor, f"{json.dumps([key, known[key]])}\n".encode())
+            return known[key]
+
+        found = search(held.units, loss, measure)
+        layers = {name.removeprefix(LAYER): each for name, each in found.choice.items() if name.startswith(LAYER)}
+
+        def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return lowered({name: each for name, each in tensors.items() if name.startswith("model.")}, layers)
+
+        dtypes: Any = {name.removeprefix(ROWS): each for name, each in found.choice.items() if name.startswith(ROWS)}
+        summary = summary_of(held.units, found, loss, len(held))
+        files = {
+            "quantize.json": json_of(asked, held.units, found),
+            "quantize.html": page_of(held.units, found, loss, summary),
+        }
+        quantize(source, new, dtype=dtypes, version=held.version, tensors=kept, files=files)
+        path.unlink()
+    return QuantizedRun(held.version, held.units, found, summary, len(known) - begun)
+
+
+@contextlib.contextmanager
+def _kept_points(path: Path, asked: dict[str, Any]) -> Iterator[tuple[int, dict[str, float]]]:
+    """The open file, to which lines are appended, and the log losses of the points that it has."""
+    with output_errors(path), output_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as descriptor:
+        whole = path.read_bytes().rpartition(b"\n")[0]  # without a line that a kill cut off
+        begun, *points = [json.loads(line) for line in whole.splitlines()] or [asked]
+        for key, value in asked.items():
+            if begun.get(key) != value:
+                raise ValueError(
+                    f"{path} is of a search with another {key}: {begun.get(key)!r}, not {value!r}; go on with that, or "
+                    "delete the file"
+                )
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, "".join(f"{json.dumps(each)}\n" for each in (begun, *points)).encode())
+        yield descriptor, dict(points)
+
+
+def text_of(units: Sequence[Unit], found: Found) -> str:
+    """A line for each table and layer."""
+    rows = [["", "type", "before", "after", "alone changes the loss by, up or down"]]
+    for unit in units:
+        dtype = found.choice.get(unit.name, unit.own)
+        sizes = (format_size(unit.size_bytes[each]) for each in (unit.own, dtype))
+        rows.append([unit.name, dtype, *sizes, _percent(found.alone[unit.name][dtype])])
+    return "\n".join(columns_of(rows, is_last_text=False))
+
+
+def json_of(asked: Mapping[str, Any], units: Sequence[Unit], found: Found) -> str:
+    """Everything that was asked and measured; the same for the same search."""
+    told = {"asked": asked, "units": [each._asdict() for each in units], **found._asdict()}
+    return json.dumps(told | {"steps": [each._asdict() for each in found.steps]}, indent=1) + "\n"
+
+
+def summary_of(units: Sequence[Unit], found: Found, bound: float, num_rows: int) -> list[str]:
+    """Bytes of rows and of dense weights, losses, and what was undone."""
+    rows = [unit for unit in units if unit.name.startswith(ROWS)]
+    parts = {"rows": rows, "dense weights": [unit for unit in units if unit not in rows]}
+    sizes = [f"{name} {' to '.join(format_size(size_of(own, each)) for each in ({}, found.choice))}"
+             for name, own in parts.items()]  # fmt: skip
+    on = {"search": f"{num_rows - num_rows // 2:,} rows searched on", "check": f"{num_rows // 2:,} others"}
+    losses = [f"{_percent(found.added[each])} of {found.first[each]:.6f} on {on[each]}" for each in found.first]
+    undone = sum(each.became == "undone" for each in found.steps)
+    last = f"The last {undone} steps broke the bound on the others, and were undone."
+    told = [f"{', '.join(sizes)}.", f"log loss {', '.join(losses)}; the bound is {_percent(bound)}."]
+    return [*told, last] if undone else told
+
+
+def page_of(units: Sequence[Unit], found: Found, bound: float, summary: Sequence[str]) -> str:
+    """The loss over the bytes saved, and all steps in their order."""
+    whole, done, saved = size_of(units, {}), 0, []
+    for each in found.steps:
+        now = (whole - each.size_bytes) // 1024
+        if each.became != "refused" and now > done:
+            saved.append(Point(done + 1, now, 100 * each.added))
+            done = now
+    limit = [Point(1, done, 100 * bound)] if saved else []
+    lines = [Line("rows searched on", "c1", saved), Line("bound", "c2 dashed", limit)]
+    plots = figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="saved kibibyte")
+    steps = [
+        [f"{i}. {each.unit}: {each.dtype}", format_size(each.size_bytes), _percent(each.added), each.became]
+        for i, each in enumerate(found.steps, 1)
+    ]
+    return filled("tierstore quantize", summary, [["", "bytes then", "log loss added", ""], *steps], plots)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.4f} %"

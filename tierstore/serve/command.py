@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from ..settings.sections import described, nearest, read_toml
-from ..system.hosts import address
+from ..system.processes import address
 from ..system.signals import handlers_restored
 from .config import STORE_NAME, ServeConfig, StoreConfig
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from ..system import __version__
 from ..system.excerpt import excerpt
-from ..system.release import __version__
 from .base import Engine
 from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits

@@ -24,7 +24,7 @@ from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..pool import Pool
 from ..store import Store, Table
 from ..store.newer import resident_keys
-from ..system.plainfile import open_plain_file
+from ..system.files import open_plain_file
 from ..trace import read_trace
 
 _LOG: Final = logging.getLogger("tierstore.serve")

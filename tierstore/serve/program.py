@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..errors import TierstoreError
-from ..system.hosts import address
+from ..system.processes import address
 from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
 from .grpc.messages import HEALTH_SERVICE

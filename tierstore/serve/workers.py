@@ -13,8 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final, cast
 
 from ..errors import TierstoreError
-from ..system.flag import Flag
-from ..system.signals import end_with, handlers_restored
+from ..system.signals import Flag, end_with, handlers_restored
 from .config import ServeConfig
 from .logs import configure
 from .program import Ports, run

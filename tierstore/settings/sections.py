@@ -48,6 +48,14 @@ def check_ranges(description: Any) -> None:
             raise ValueError(f"{each.name}={excerpt(value)}: expected a {what} from {low:,} to {high:,}{other}")
 
 
+class Checked:
+    """Base of a dataclass: its fields are in their ranges; a ValueError names the field, its value and what is
+    accepted."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
 _MAX_BYTES: Final = 1 << 18
 _MAX_DOTS: Final = 200
 _MAX_REASON: Final = 200

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ..errors import TableError, TierstoreError
 from ..io.base import ColdTier
-from ..system.flag import Flag
-from ..system.forks import require_own
 from ..system.killpoints import reach
-from ..system.signals import turns
+from ..system.processes import require_own
+from ..system.signals import Flag, turns
 from .catalog import Catalog, ShownVersion
 from .lifetime import Shown
 from .pools import Pools

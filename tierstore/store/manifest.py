@@ -15,10 +15,9 @@ from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
 from ..io.base import ColdTier
 from ..layout import MAX_TABLES, RowLayout
-from ..system.durable import directory_locked, names_in, sync_directory
 from ..system.excerpt import excerpt
+from ..system.files import directory_locked, names_in, read_plain_file, sync_directory
 from ..system.oserrors import translate_os_error
-from ..system.plainfile import read_plain_file
 
 FORMAT_VERSION: Final = 5
 _FORMAT_BEFORE: Final = 4  # of the same content; see io/records.py

@@ -11,7 +11,7 @@ from ..errors import FormatError, StoreNotFoundError, TierstoreError, TruncatedE
 from ..io.files import MAX_PAGE_BYTES, ROW_FILE_NAME, require_plain_files
 from ..io.lmdb import LmdbColdTier
 from ..io.log import DEFAULT_SLACK
-from ..system.durable import make_directory
+from ..system.files import make_directory
 from .manifest import MANIFEST_NAME, Manifest, Part, parts_in
 from .version import RANK_KEY, Version, unpack
 

@@ -16,7 +16,7 @@ from ..lookup.gradients import train
 from ..lookup.lookup import make_lookup
 from ..lookup.tables import Hold, RowGradients, TrainsRows
 from ..pool.joined import Joined
-from ..system.hints import Unpicklable
+from ..system.checks import Unpicklable
 from ..system.signals import shielded
 from .table import Table
 

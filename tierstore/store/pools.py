@@ -21,9 +21,8 @@ from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..pool import Pool
 from ..pool.stats import IdStats, Stats, TierStats, of_counters
-from ..system.device import memory_bytes
-from ..system.flag import Flag
-from ..system.sizes import file_memory_bytes, parse_size, require_memory
+from ..system.signals import Flag
+from ..system.sizes import device_memory_bytes, file_memory_bytes, parse_size, require_memory
 from .budget import PoolSize, divide, divide_hbm
 from .catalog import Catalog
 from .stored_ids import ids_bytes
@@ -203,7 +202,9 @@ def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> 
     """Empty without a device tier."""
     if not memory.has_hbm:
         return {}
-    budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))
+    budget = parse_size(
+        memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=device_memory_bytes(memory.device)
+    )
     if memory.device.type == "cpu":
         require_memory(budget, f"hbm={memory.hbm!r}")
     return divide_hbm(budget, rows, given=memory.hbm)

@@ -30,8 +30,8 @@ from ..optim import Optimizer
 from ..pool import Pool
 from ..pool.stats import Stats
 from ..settings.sections import nearest
+from ..system.checks import Unpicklable
 from ..system.dropped import ClosedWhenDropped, settle
-from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from ..system.sizes import format_count
 from .arguments import OffsetsType

@@ -22,8 +22,7 @@ from ..pool.converting import floats
 from ..pool.joined import Features
 from ..pool.one_table import OneTable
 from ..pool.stats import IdStats
-from ..system.checks import require_choice
-from ..system.hints import Unpicklable
+from ..system.checks import Unpicklable, require_choice
 from ..system.signals import shielded
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
 from .table_ids import TableIds

@@ -14,7 +14,7 @@ from ..io.files import FILE_NAMES, ROW_FILE_NAME, copied_bytes, copy_rows_file, 
 from ..io.lmdb import LmdbColdTier
 from ..io.records import read_head
 from ..io.snapshot import Snapshot
-from ..system.durable import names_in, output_locked, sync_directory
+from ..system.files import names_in, output_locked, sync_directory
 from ..system.killpoints import reach
 from ..system.output import output_errors, require_parent, require_room
 from ..system.signals import shielded

@@ -1,9 +1,14 @@
-"""Arguments that are checked before they are used."""
+"""Arguments and settings that are checked before they are used, with errors that say what to give instead."""
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
+from typing import Any, NoReturn, TypeVar
 
 from .excerpt import excerpt
+
+_T = TypeVar("_T")
+_Class = TypeVar("_Class", bound=type)
 
 
 def require_choice(value: object, choices: Collection[str], name: str) -> None:
@@ -26,3 +31,44 @@ def require_int(value: object, name: str, low: int, high: int) -> int:
     if not low <= (number := int(value)) <= high:
         raise ValueError(f"{name}={excerpt(number)} must be in [{low}, {high}]")
     return number
+
+
+def by_kind(fields: Mapping[str, Any], kinds: Mapping[str, type[_T]], what: str) -> _T:
+    """Settings kept as a dict, whose ``kind`` says of which class they are. ValueError for an unknown kind; what the
+    class raises for other fields."""
+    rest = dict(fields)
+    kind = rest.pop("kind", None)
+    if kind not in kinds:
+        raise ValueError(f"{what} kind {kind!r} is not one of {sorted(kinds)}")
+    return kinds[kind](**rest)
+
+
+def hinting(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
+    """Decorates a class: an argument that other libraries have, named in ``hints``, is a TypeError that says what to
+    do instead."""
+
+    def decorate(kind: _Class) -> _Class:
+        plain: Callable[..., None] = kind.__init__  # type: ignore[misc]
+
+        @functools.wraps(plain)
+        def checked(self: Any, *args: Any, **given: Any) -> None:
+            for name in filter(hints.__contains__, given):
+                raise TypeError(f"{kind.__name__} has no argument {name}: {hints[name]}")
+            plain(self, *args, **given)
+
+        kind.__init__ = checked  # type: ignore[misc]
+        return kind
+
+    return decorate
+
+
+class Unpicklable:
+    """Base of what holds files, locks or threads; whatever refers to it, as a module does, cannot be pickled either."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled or copied: its files, memory and threads are this process's. In another "
+            'process open the store again, with mode="r" if this one writes it. To save a model with its rows: '
+            "tierstore.checkpoint.save(store, model); without them: its state_dict(). copy.deepcopy of a model "
+            "shares its tables"
+        )

@@ -1,4 +1,4 @@
-"""The end of what nobody closed.
+"""Objects dropped without being closed: a thread closes them.
 
 CPython drops an exception that is raised where an object ends (``__del__``, callbacks of weak references and of the
 garbage collector). A signal's handler may raise wherever Python code runs. And the collector runs in any thread, at any
@@ -13,19 +13,14 @@ import os
 import queue
 import threading
 import time
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
-from .flag import Flag
-from .signals import turns
+from .signals import Flag, turns
 
 _LOG: Final = logging.getLogger("tierstore")
 
 
-class _Closable(Protocol):
-    def close(self) -> object: ...
-
-
-def _close(dropped: _Closable) -> None:
+def _close(dropped: Any) -> None:
     try:
         dropped.close()
     except Exception:
@@ -36,7 +31,7 @@ class _Collector:
     """Has closed what was dropped, each in a thread, as it may wait. ``thread``: which takes what is dropped; or 0."""
 
     def __init__(self) -> None:
-        self.dropped: Final[queue.SimpleQueue[_Closable | Flag]] = queue.SimpleQueue()
+        self.dropped: Final[queue.SimpleQueue[Any]] = queue.SimpleQueue()
         self.begin()
 
     def begin(self) -> None:
@@ -57,7 +52,7 @@ class _Collector:
         while True:
             self.take(self.dropped.get())
 
-    def take(self, dropped: _Closable | Flag) -> None:
+    def take(self, dropped: Any) -> None:
         """Begin to close it; of a flag, say that all before it was taken."""
         if isinstance(dropped, Flag):
             dropped.set()

@@ -8,57 +8,27 @@ from collections.abc import Callable
 from typing import Final
 
 POINTS: Final = (
-    "manifest: written beside",
-    "manifest: replaced",
-    "rows file: made under another name",
-    "rows file: in place",
-    "anchor: tree synced",
-    "anchor: slot written",
-    "anchor: slot synced",
-    "recovery: anchored meta pages put back",
-    "log: numbers taken",
-    "write-back: rows chosen",
-    "cleaning: rows put",
-    "write-back: segments put",
-    "write-back: transaction committed",
-    "cleaning: rows published",
-    "write-back: segments published",
-    "commit: rows frozen",
-    "commit: frozen rows written",
-    "commit: payload put",
-    "commit: record put",
-    "commit: transaction committed",
-    "commit: durable",
-    "prune: segments deleted",
-    "prune: transaction committed",
-    "prune: done",
-    "rollback: head put",
-    "rollback: transaction committed",
-    "rollback: durable",
-    "rollback: segments deleted",
-)
+    "manifest: written beside", "manifest: replaced",
+    "rows file: made under another name", "rows file: in place",
+    "anchor: tree synced", "anchor: slot written", "anchor: slot synced", "recovery: anchored meta pages put back",
+    "log: numbers taken", "write-back: rows chosen", "cleaning: rows put", "write-back: segments put",
+    "write-back: transaction committed", "cleaning: rows published", "write-back: segments published",
+    "commit: rows frozen", "commit: frozen rows written", "commit: payload put", "commit: record put",
+    "commit: transaction committed", "commit: durable",
+    "prune: segments deleted", "prune: transaction committed", "prune: done",
+    "rollback: head put", "rollback: transaction committed", "rollback: durable", "rollback: segments deleted",
+)  # fmt: skip
 
 COPY_POINTS: Final = (
-    "copy: rows in place",
-    "copy: manifest in place",
-    "copy: done",
-    "reshard: other parts held",
-    "reshard: stale part set aside",
-    "reshard: part written",
-    "reshard: parts opened",
-    "reshard: replaced part set aside",
-    "reshard: done",
-    "rebalance: rows written",
-)
+    "copy: rows in place", "copy: manifest in place", "copy: done",
+    "reshard: other parts held", "reshard: stale part set aside", "reshard: part written", "reshard: parts opened",
+    "reshard: replaced part set aside", "reshard: done", "rebalance: rows written",
+)  # fmt: skip
 """Those of copies that are made in a place of their own, and of ranks that reshard or exchange rows."""
 
 UPDATE_POINTS: Final = (
-    "fetch: part written",
-    "fetch: checked",
-    "update: applied",
-    "update: shown",
-    "update: file kept",
-)
+    "fetch: part written", "fetch: checked", "update: applied", "update: shown", "update: file kept"
+)  # fmt: skip
 """Those of a server that gets an update from a peer."""
 
 PUBLISH_POINTS: Final = ("publish: canary shows it", "publish: canary passed", "publish: urgent rows shown")

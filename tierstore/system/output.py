@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import DiskFullError
-from .durable import free_bytes, output_locked, sync_directory
+from .files import free_bytes, output_locked, sync_directory
 from .oserrors import FULL, TOLD, translate_os_error
 from .sizes import format_size
 

@@ -1,22 +1,41 @@
-"""The operating system's page cache: put a file out of it, into it, and see how much of it is there."""
+"""Files in memory: mapped by the system's own calls, and in its page cache.
+
+``mmap.mmap`` keeps a copy of the descriptor, and closes whatever has its number by then.
+"""
 
 import ctypes
 import mmap
 import os
 import re
 from pathlib import Path
+from typing import Final
 
-import numpy as np
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_MAP_FIXED: Final = 0x10
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+def map_shared(descriptor: int, length_bytes: int, protection: int, *, offset: int = 0, at: int | None = None) -> int:
+    """Map a part of an open file, shared. Returns the address: ``at``, where something may be mapped already, or one
+    that the kernel chooses. OSError: the kernel refuses."""
+    how = mmap.MAP_SHARED if at is None else mmap.MAP_SHARED | _MAP_FIXED
+    address: int | None = _libc.mmap(at, length_bytes, protection, how, descriptor, offset)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        raise _refusal(f"cannot map {length_bytes} bytes of address space")
+    return address
 
 
-def _check(status: int, call: str) -> None:
-    if status:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{call}: {os.strerror(code)}")
+def _refusal(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def unmap(address: int, length_bytes: int) -> None:
+    _libc.munmap(address, length_bytes)
 
 
 def zap_maps(path: Path) -> int:
@@ -29,7 +48,8 @@ def zap_maps(path: Path) -> int:
         found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ..(.)s \S+ \S+ \S+ +(.+)", line)
         if found and found[4] == str(path.resolve()):
             start, end = int(found[1], 16), int(found[2], 16)
-            _check(_LIBC.madvise(start, end - start, mmap.MADV_DONTNEED), "madvise")
+            if _libc.madvise(start, end - start, mmap.MADV_DONTNEED):
+                raise _refusal("madvise")
             size_bytes += end - start
     return size_bytes
 
@@ -50,11 +70,14 @@ def warm(path: Path) -> None:
 
 
 def resident_share(path: Path) -> float:
-    """The share of the file's pages that are in the page cache, from 0 to 1 (mincore)."""
+    """The share of the file's pages that are in the page cache, from 0 to 1."""
     size_bytes = path.stat().st_size
-    with path.open("rb") as file, mmap.mmap(file.fileno(), size_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
-        view = np.frombuffer(mapped, np.uint8)
-        flags = np.empty(-(-size_bytes // mmap.PAGESIZE), np.uint8)
-        _check(_LIBC.mincore(view.ctypes.data, size_bytes, flags.ctypes.data), "mincore")
-        del view
-    return float(np.mean(flags & 1))
+    flags = ctypes.create_string_buffer(-(-size_bytes // mmap.PAGESIZE))
+    with path.open("rb") as file:
+        address = map_shared(file.fileno(), size_bytes, mmap.PROT_READ)
+    try:
+        if _libc.mincore(address, size_bytes, flags):
+            raise _refusal("mincore")
+    finally:
+        unmap(address, size_bytes)
+    return sum(flag & 1 for flag in flags.raw) / len(flags)

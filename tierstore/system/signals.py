@@ -1,4 +1,4 @@
-"""Putting Python's signal handlers off while bookkeeping is half done.
+"""Putting Python's signal handlers off while bookkeeping is half done, and an event that they cannot break.
 
 Python runs a signal's handler between any two bytecodes of the main thread: after a kernel reserved slots and before
 these were noted, or while numba holds its lock. A handler may raise there, as that of Ctrl-C does, or that of torch's
@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import os
+import queue
 import signal
 import threading
 import time
@@ -48,17 +49,14 @@ class _Deferred:
             self.handler(number, frame)
 
 
-_Deferrals = tuple[tuple[int, _Deferred, Any], ...]
-"""Of each signal with a handler in Python: number, what waits in its place, the handler."""
-
-
 class _Main:
     """Of the main thread. ``arrived``: handlers that wait, each as an iterator that runs it, once; ``handlers``: of
-    each signal in ``_NUMBERS``, as last seen; ``deferred``: those of them that are in Python."""
+    each signal in ``_NUMBERS``, as last seen; ``deferred``: of those in Python number, what waits in its place, the
+    handler."""
 
     def __init__(self) -> None:
         self.handlers: tuple[Any, ...] = ()
-        self.deferred: _Deferrals = ()
+        self.deferred: tuple[tuple[int, _Deferred, Any], ...] = ()
         self.begin()
 
     def begin(self) -> None:
@@ -86,37 +84,26 @@ def shielded(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if _MAIN.is_shielded or _thread.get_ident() != _MAIN.ident:  # by this thread, or this one runs no handlers
             return function(*args, **kwargs)
-        deferred = _defer()
+        handlers = tuple(map(_get, _NUMBERS))
+        if handlers != _MAIN.handlers:
+            _MAIN.look(handlers)
+        deferred = _MAIN.deferred
+        for number, waiting, _ in deferred:
+            _set(number, waiting)
         try:
             _MAIN.is_shielded = True
             return function(*args, **kwargs)
         finally:
             _MAIN.is_shielded = False
-            _restore(deferred)
+            try:
+                for number, waiting, handler in deferred:
+                    if _get(number) is waiting:  # else it was set meanwhile
+                        _set(number, handler)
+            finally:
+                if _MAIN.arrived:
+                    _run_arrived()
 
     return run
-
-
-def _defer() -> _Deferrals:
-    """Have all handlers wait while the main thread is shielded."""
-    handlers = tuple(map(_get, _NUMBERS))
-    if handlers != _MAIN.handlers:
-        _MAIN.look(handlers)
-    deferred = _MAIN.deferred
-    for number, waiting, _ in deferred:
-        _set(number, waiting)
-    return deferred
-
-
-def _restore(deferred: _Deferrals) -> None:
-    """Put handlers back, but for those that were set meanwhile, and run what waited."""
-    try:
-        for number, waiting, handler in deferred:
-            if _get(number) is waiting:
-                _set(number, handler)
-    finally:
-        if _MAIN.arrived:
-            _run_arrived()
 
 
 def _run_arrived() -> None:
@@ -160,3 +147,30 @@ def end_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 _MAIN: Final = _Main()
 os.register_at_fork(after_in_child=_MAIN.begin)
+
+
+class Flag:
+    """As ``threading.Event``: a handler that raises within any call leaves no lock taken, and one that calls ``set``
+    itself does not wait for the call that it interrupted. One that is cleared has one thread that waits."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        self._is_set = True
+        self._wakes.put(None)
+
+    def clear(self) -> None:
+        self._is_set = False
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._wakes.get_nowait()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until it is set, or so long; whether it is set."""
+        with contextlib.suppress(queue.Empty):
+            while not self._is_set:
+                self._wakes.get(timeout=seconds)
+            self._wakes.put(None)  # for another who waits
+        return self._is_set

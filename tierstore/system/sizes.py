@@ -1,6 +1,8 @@
-"""Byte sizes as people write them: 2147483648, "2GiB", "512MB", "50%" (of memory), "5% of tables"."""
+"""Byte sizes as people write them: 2147483648, "2GiB", "512MB", "50%" (of memory), "5% of tables"; and what a machine
+and its devices have: memory, CPUs."""
 
 import contextlib
+import logging
 import mmap
 import os
 import re
@@ -8,11 +10,15 @@ from collections.abc import Iterator
 from fractions import Fraction
 from numbers import Integral
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..errors import BudgetError
 from .excerpt import excerpt
 
+if TYPE_CHECKING:
+    import torch
+
+_LOG: Final = logging.getLogger("tierstore")
 _UNITS: Final = {
     "": 1, "b": 1,
     "k": 2**10, "kib": 2**10, "kb": 10**3,
@@ -147,3 +153,44 @@ def format_size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def resolve_device(device: "str | torch.device", hbm: int | str) -> "torch.device":
+    """The device meant by the arguments of ``tierstore.open``; ValueError if it is none that rows can live on.
+    BudgetError: ``hbm`` of the CPU is more than the machine has."""
+    import torch  # loaded late: the command line parses sizes, too
+
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'device={device!r} is no device; give "cpu", "cuda" or "cuda:1"') from error
+    has_hbm = parse_size(hbm, name="hbm", table_bytes=1 << 62) > 0
+    if resolved.type == "cpu":
+        require_memory(parse_size(hbm, name="hbm"), f"hbm={hbm!r}")
+        if has_hbm and torch.cuda.is_available():
+            _LOG.warning('hbm=%r is of host memory, and slow, though there is a GPU: open with device="cuda"', hbm)
+        return torch.device("cpu")
+    if resolved.type != "cuda":
+        raise ValueError(f'device={device!r}: rows live in memory of the CPU or of a CUDA device; give "cpu" or "cuda"')
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f'device={str(device)!r}: torch {torch.__version__} sees no CUDA device here; give device="cpu", or '
+            "install a torch built for CUDA on a machine with a GPU and its driver"
+        )
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device={str(device)!r}: there are {torch.cuda.device_count()} CUDA devices, from 0 on")
+    if not has_hbm:
+        raise ValueError(
+            f'device={str(device)!r} with hbm={hbm!r}: rows need memory on the GPU; give hbm="2GiB" or "10% of tables"'
+        )
+    return torch.device("cuda", index)
+
+
+def device_memory_bytes(device: "torch.device") -> int:
+    """Memory of the device, or what this process may use of the machine's."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_memory_bytes()

@@ -2,8 +2,9 @@
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 
 class Command(NamedTuple):
@@ -28,9 +29,6 @@ class Argument(NamedTuple):
     group: tuple[str, str] | None
     """Title and description of those that the help shows together."""
 
-    def add_to(self, parser: Any) -> None:
-        parser.add_argument(*self.names, **self.settings)
-
 
 def arg(*names: str, group: tuple[str, str] | None = None, **settings: Any) -> Argument:
     """An argument; a word with dashes that has no metavar is a flag."""
@@ -48,7 +46,8 @@ def command(
         titles = dict.fromkeys(each.group for each in arguments if each.group is not None)
         groups = {title: parser.add_argument_group(*title) for title in titles}
         for each in arguments:
-            each.add_to(parser if each.group is None else groups[each.group])
+            to = parser if each.group is None else groups[each.group]
+            to.add_argument(*each.names, **each.settings)
 
     return Command(run, add_arguments, text, " ".join(sentences), examples)
 
@@ -83,12 +82,6 @@ def columns_of(rows: Sequence[Sequence[str]], *, is_last_text: bool = True) -> l
 
 
 @contextlib.contextmanager
-def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    with progress_bar(what, unit="B", unit_scale=True, unit_divisor=1024) as show:
-        yield show
-
-
-@contextlib.contextmanager
 def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr, if that is a terminal; give it to a ``progress=``. ``look`` is tqdm's. It is called
     with what is done and the total, and what the bar is to be called from then on, if it changes."""
@@ -103,3 +96,6 @@ def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
             bar.update(done - bar.n)
 
         yield show
+
+
+byte_bar: Final = functools.partial(progress_bar, unit="B", unit_scale=True, unit_divisor=1024)

@@ -17,6 +17,7 @@ from ..dist.placement.towers import load_towers
 from ..dist.ranks import Precision
 from ..io.log import DEFAULT_SLACK
 from ..layout import MAX_ROWS
+from ..optim.configs import RuleName
 from ..settings import sections
 from ..settings.sections import ConfigError, Override, check_ranges, option
 from ..system.excerpt import excerpt
@@ -160,7 +161,7 @@ class ModelSection:
 class OptimizerSection:
     """[optimizer]: update rules of the embedding rows (sparse) and of the MLPs (dense)."""
 
-    sparse: Literal["sgd", "rowwise_adagrad", "adagrad", "adam"] = option("rowwise_adagrad", "rule for embedding rows")
+    sparse: RuleName = option("rowwise_adagrad", "rule for embedding rows")
     sparse_lr: float = option(0.02, "its learning rate", low=0, high=_MAX_RATE)
     sparse_eps: float = option(1e-8, "its eps (all but sgd)", low=0, high=_MAX_RATE)
     sparse_weight_decay: float = option(0.0, "its weight decay, on the rows of a batch", low=0, high=_MAX_RATE)

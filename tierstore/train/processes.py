@@ -27,7 +27,7 @@ from ..nn.collection import TieredEmbeddingBagCollection
 from ..nn.jagged import KeyedJaggedTensor
 from ..store import Store, open_store
 from ..store.commits import PendingCommit
-from ..system.hosts import launched_rank
+from ..system.processes import launched_rank
 from .config import RunConfig, StoreSection
 
 _T = TypeVar("_T")

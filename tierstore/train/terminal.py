@@ -14,7 +14,7 @@ from typing import Final
 from tqdm import tqdm
 
 from ..pool.stats import Stats
-from ..system.hosts import launched_rank
+from ..system.processes import launched_rank
 from ..system.signals import handlers_restored
 from ..system.sizes import format_size
 from .history import History

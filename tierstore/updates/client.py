@@ -15,8 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 from ..errors import TierstoreError
 from ..system.checks import require_token
 from ..system.excerpt import excerpt
-from ..system.forks import disown_in_forks
-from ..system.hosts import is_loopback
+from ..system.processes import disown_in_forks, is_loopback
 from .apply import Applied
 from .delta import Update
 from .header import Origin

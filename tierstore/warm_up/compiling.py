@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ..errors import TierstoreError
-from ..kernels.first_use import start
-from ..kernels.jit import FOLDER, JIT_ENABLED
+from ..kernels.jit import FOLDER, JIT_ENABLED, start
 from ..kernels.threads import default_threads
 
 _PROCESSES_MAX: Final = 8  # more would wait for the kernel that takes longest

@@ -20,8 +20,8 @@ import numpy as np
 from ...config import TableConfig
 from ...kernels.arrays import Float64s, Int64s
 from ...kernels.least_squares import solve_nonnegative
-from ...optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from ...settings.sections import check_ranges, described, option
+from ...optim.configs import RuleName
+from ...settings.sections import Checked, described, option
 from ...system.excerpt import excerpt
 from ...system.output import write_text
 from ...trace import Trace
@@ -31,8 +31,6 @@ _RANGES: Final = 64
 _EVENLY: Final = np.ones(1)
 Kind = Literal["rows", "pooled", "data_parallel"]
 KINDS: Final[tuple[Kind, ...]] = ("rows", "pooled", "data_parallel")
-OptimizerName = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
-OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {each.kind: each for each in (SGD, RowWiseAdagrad, Adagrad, Adam)}
 
 
 class TableDemand(NamedTuple):
@@ -104,13 +102,8 @@ def _work(text: str) -> Any:
     return option(0.0, text, low=0)
 
 
-class _Checked:
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Seconds(_Checked):
+class Seconds(Checked):
     """Of each amount of work of one kind of exchange."""
 
     groups: float = _work("each group of tables, whatever its ids")
@@ -146,7 +139,7 @@ class Kinds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errors(_Checked):
+class Errors(Checked):
     """Mean relative errors of the time of steps, by kind of exchange."""
 
     rows: float = _work("where rows cross")
@@ -217,14 +210,14 @@ class Probe(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankCosts(_Checked):
+class RankCosts(Checked):
     """Of steps over several ranks."""
 
     version: int = option(1, "of the file", low=1, high=1)
     world_size: int = option(1, "ranks", low=1)
     local_world_size: int = option(1, "ranks of a host", low=1)
     cores: int = option(1, "of a host", low=1)
-    optimizer: OptimizerName = "rowwise_adagrad"
+    optimizer: RuleName = "rowwise_adagrad"
     """Of the tables."""
     seconds: Kinds
     errors: Errors

@@ -24,12 +24,13 @@ from ...config import TableConfig
 from ...kernels.arrays import Float64s, Int64s
 from ...nn.jagged import KeyedJaggedTensor
 from ...optim import Optimizer
+from ...optim.configs import RULES, RuleName
 from ...trace import TableTrace, Trace
 from ..collection import ShardedTieredEmbeddingBagCollection, data_parallel
 from ..plan import Sharding
 from ..ranks import Ranks, ranks_on_host
 from ..store import open_sharded
-from .costs import OPTIMIZERS, Group, OptimizerName, Probe, RankCosts, amounts_of, demand_of, group_of
+from .costs import Group, Probe, RankCosts, amounts_of, demand_of, group_of
 
 _ROUNDS: Final = 3
 _BATCHES: Final = 3
@@ -51,7 +52,7 @@ _PRIME: Final = 2654435761
 
 def measure_ranks(
     *,
-    optimizer: OptimizerName = "rowwise_adagrad",
+    optimizer: RuleName = "rowwise_adagrad",
     seconds: float = 60.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> RankCosts:
@@ -61,9 +62,9 @@ def measure_ranks(
         seconds: to spend, about; the more, the more sets of tables are tried, 4 at least.
         progress: is given the seconds that have passed, and ``seconds``.
     """
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
-    ranks, rule = Ranks(), OPTIMIZERS[optimizer]()
+    if optimizer not in RULES:
+        raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(RULES)}")
+    ranks, rule = Ranks(), RULES[optimizer]()
     seconds = ranks.first(seconds)
     if not math.isfinite(seconds):
         raise ValueError(f"seconds={seconds}: expected a number of seconds")

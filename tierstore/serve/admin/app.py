@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import DiskFullError, TierstoreError
-from ...system.hosts import is_loopback, is_loopback_address
+from ...system.processes import is_loopback, is_loopback_address
 from ..bearer_token import Token
 from ..messages import ServeError
 

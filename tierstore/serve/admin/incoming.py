@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...errors import DiskFullError, TierstoreError
-from ...system.durable import free_bytes, make_directory, write_all
+from ...system.files import free_bytes, make_directory, read_plain_file, write_all
 from ...system.killpoints import reach
 from ...system.oserrors import translate_os_error
 from ...system.output import write_text
-from ...system.plainfile import read_plain_file
 from ...system.sizes import format_size
 from ...updates.client import Kept, parse_url
 from ...updates.header import Origin, UpdateHeader

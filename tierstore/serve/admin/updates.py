@@ -33,11 +33,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ...errors import DamagedError, DiskFullError, TierstoreError
-from ...system.children import child_options
 from ...system.excerpt import excerpt
+from ...system.files import open_plain_file
 from ...system.killpoints import reach
 from ...system.oserrors import translate_os_error
-from ...system.plainfile import open_plain_file
+from ...system.processes import child_options
 from ...system.sizes import format_size
 from ...updates.fetch import Fetch, missing
 from ...updates.header import Origin, UpdateHeader, origin_of

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from grpc import aio
 
-from ...system.hosts import address
+from ...system.processes import address
 from ..base import Engine
 from ..limits import Limits
 from ..tls import Tls

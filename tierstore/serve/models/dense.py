@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DamagedError
-from ...kernels.int8 import quantize_rows, scale_sums
+from ...kernels.quantized import quantize_rows, scale_sums
 
 Dense = Literal["float32", "bfloat16", "int8"]
 """What the linear layers of a model compute in."""

@@ -1,4 +1,4 @@
-"""What a forked process must not keep of its parent's.
+"""Processes of this package: children, what forks must not keep of their parent's, and addresses of hosts.
 
 A lock of an open file lasts until the last copy of its descriptor is closed, and a fork copies all: a DataLoader's
 worker would keep a store locked after its parent has ended. So an object that holds a lock, or a connection, registers
@@ -6,30 +6,63 @@ here, and a child closes its copies before anything else runs in it.
 """
 
 import ctypes
+import ipaddress
 import os
 import random
+import subprocess
+import sys
 import weakref
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Any, Final
 
 from ..errors import ClosedError
 
 _MAX_MARK: Final = 2**31 - 1
 """A position that every file system accepts."""
+_ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_INHERITED: Final[set[weakref.ref[Any]]] = set()  # a WeakSet's callbacks are in Python
 
 
-class Inherited(Protocol):
-    """Something that only the process that made it may use."""
+def child_options(**variables: str) -> dict[str, Any]:
+    """Options of ``subprocess.Popen`` for an interpreter with ``-P``; ``variables``: of its environment.
 
-    def disown(self) -> None:
-        """Called in a forked process: let go without changing what the parent goes on using."""
-        ...
+    It runs the package that was imported here, however that was found, and begins in ``/``: the folder in which this
+    process began may be deleted by then, and in a deleted folder torch does not load. So its arguments are absolute.
+    """
+    found = sys.path[0 if sys.flags.safe_path else 1 :]  # what lies in the folder of the start is no module of ours
+    paths = [str(Path(__file__).parents[2]), *(each for each in found if isinstance(each, str) and os.path.isabs(each))]
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return {"cwd": "/", "stdin": subprocess.DEVNULL, "env": environment}
 
 
-_INHERITED: Final[set[weakref.ref[Inherited]]] = set()  # a WeakSet's callbacks are in Python
+def launched_rank() -> int | None:
+    """Its rank, if torchrun, or what gives torchrun's environment, started it; else None."""
+    return int(os.environ["RANK"]) if all(name in os.environ for name in _ENVIRONMENT) else None
 
 
-def disown_in_forks(inherited: Inherited) -> None:
-    """Have ``inherited.disown()`` called in each process that is forked from this one by Python, while it exists."""
+def address(host: str, port: int) -> str:
+    """As URLs and gRPC have it: "HOST:PORT", an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback_address(text: str) -> bool:
+    """Whether a text is an address of this machine's alone."""
+    try:
+        found = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback
+
+
+def is_loopback(host: str) -> bool:
+    """The same of a host's name, too."""
+    return host.lower() == "localhost" or is_loopback_address(host)
+
+
+def disown_in_forks(inherited: Any) -> None:
+    """Have ``inherited.disown()`` called in each process that is forked from this one by Python, while it exists. It
+    lets go without changing what the parent goes on using."""
     _INHERITED.add(weakref.ref(inherited, _INHERITED.discard))
 
 
@@ -88,5 +121,4 @@ class OwnDescriptor:
         if is_held:
             os.close(number)
 
-    def disown(self) -> None:
-        self.close()
+    disown = close

@@ -1,5 +1,0 @@
-"""Which release this is."""
-
-from typing import Final
-
-__version__: Final = "0.1.0"
