@@ -7,6 +7,7 @@ optimizer runs inside backward, and a commit is atomic over everything.
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from .system import sharded as _sharded
 from .system.release import __version__
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "plain_model", "prefetch", "quantize",
 ]  # fmt: skip
 
+_sharded.open_whole = lambda *source: importlib.import_module(f"{__name__}.dist.whole").open_whole(*source)
 _HOMES: Final = ("config", "nn.prefetch", "nn", "store", "pool.stats", "offline.quantization")
 
 if TYPE_CHECKING:

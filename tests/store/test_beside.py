@@ -92,7 +92,7 @@ def test_a_damaged_copy_opened_before_and_beside(tmp_path: Path, damage: str, mo
 @pytest.mark.parametrize(
     "step",
     [
-        *("tierstore.store.store.Workers", "tierstore.store.opened.unpack", "tierstore.store.catalog.Table"),
+        *("tierstore.store.store.Workers", "tierstore.store.files.unpack", "tierstore.store.catalog.Table"),
         *("tierstore.io.opened.FileMap.of_rows", "tierstore.io.opened.View", "tierstore.io.opened.read_head"),
         *("tierstore.io.opened.check_store", "tierstore.io.snapshot.check_page_use"),
     ],

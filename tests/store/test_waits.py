@@ -22,9 +22,9 @@ from tests.gate import Gate
 from tierstore.errors import TierstoreError
 from tierstore.nn.prefetch import Prefetched
 from tierstore.store.commits import PendingCommit
-from tierstore.store.newer import Newer
 from tierstore.store.optimizer import TieredOptimizer
 from tierstore.store.recording import Recorder
+from tierstore.store.refresh import Newer
 
 SECONDS: Final = 5.0
 ROWS, DIM = 5000, 8

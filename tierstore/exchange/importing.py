@@ -16,7 +16,7 @@ from ..layout import DtypeName
 from ..optim import Optimizer
 from ..pool.transfers import raw_weights
 from ..store import Store, Table, open_store
-from ..store.target import kept_if_committed
+from ..store.files import kept_if_committed
 from ..store.version import TableState
 from .matching import Match, Settings, match_tables, notes_of
 from .rows import chunks, numbered, write_keys

@@ -26,8 +26,8 @@ from ..kernels.arrays import Int64s, Words
 from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
 from ..pool.converting import converted
 from ..store import open_store
+from ..store.files import bytes_on_device, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
-from ..store.target import bytes_on_device, new_store, new_tier, require_outside
 from ..store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from ..system.checks import require_choice
 from ..system.output import write_text

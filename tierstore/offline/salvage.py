@@ -29,9 +29,9 @@ from ..io.sound import LOST, Remains, Runs, choose_rows, choose_tree, read_rows,
 from ..kernels.arrays import Bools
 from ..layout import KEY_ROW_BITS
 from ..store import open_store
+from ..store.files import Steps, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
-from ..store.stored_ids import own_rows
-from ..store.target import Steps, new_store, new_tier, require_outside
+from ..store.table_ids import own_rows
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
 from ..system.excerpt import excerpt
 from ..system.plainfile import read_plain_file

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..offline.quantization import quantize
 from ..serve.models.dense import lowered
+from ..store.files import require_outside
 from ..store.manifest import MANIFEST_NAME
-from ..store.target import require_outside
 from ..system.durable import output_locked
 from ..system.output import output_errors, require_parent
 from .held_out import LAYER, ROWS, HeldOut

@@ -62,21 +62,40 @@ def divide(
         hbm_staging: bytes of the budget that the tier above needs; ids_bytes: those that dynamic ids take.
     """
     least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
+    fewest, others = sum(least.values()), hbm_staging + ids_bytes
     if is_share_of_tables(given):  # of small tables it is less than a store needs, and means as little as it takes
-        budget = max(budget, _enough(sum(least.values()), hbm_staging + ids_bytes))
+        budget = max(budget, _enough(fewest, others))
     transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
-    available = budget - hbm_staging - ids_bytes - STAGING_BYTES - transaction
+    available = budget - others - STAGING_BYTES - transaction
+    if available < fewest:
+        named = f", {format_size(hbm_staging)} to move rows to hbm" * bool(hbm_staging)
+        named += f", {format_size(ids_bytes)} for dynamic ids" * bool(ids_bytes)
+        raise BudgetError(
+            f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
+            f"({format_size(fewest)}) alongside write staging{named}; give at least "
+            f"{_enough(fewest, others) // 1024}KiB"
+        )
     most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
-    full = {layout: _full_bytes(layout, count, num_tables) for layout, count in rows.items()}
-    if available < sum(least.values()):
-        raise _too_little(budget, sum(least.values()), hbm_staging, ids_bytes, given)
-    shares = full if available >= sum(full.values()) else _shares(available, least, most)
-    pools = {
-        layout: PoolSize(count, _outbox_rows(count), is_full=True)
-        if shares[layout] >= full[layout]
-        else _pool_size(layout, count, shares[layout], policy)
+    full = {
+        layout: cache.full_size_bytes(count, **_words(layout))
+        + num_tables * cache.TABLE_BYTES
+        + outbox_bytes(layout, _outbox_rows(count))
         for layout, count in rows.items()
     }
+    shares, pools = full if available >= sum(full.values()) else _shares(available, least, most), {}
+    for layout, count in rows.items():
+        share = shares[layout]
+        if share >= full[layout]:
+            pools[layout] = PoolSize(count, _outbox_rows(count), is_full=True)
+            continue
+        fitting = bisect.bisect_right(
+            range(1, count + 1),
+            share,
+            key=lambda cached, own=layout: _pool_bytes(own, cached, policy),  # type: ignore[misc]
+        )
+        outbox_rows = max(MIN_OUTBOX_ROWS, int(fitting * OUTBOX_SHARE))
+        cached = cache.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
+        pools[layout] = PoolSize(min(cached, count), outbox_rows, is_full=False)
     return Division(transaction, pools)
 
 
@@ -87,7 +106,7 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> 
         for layout, count in rows.items()
     }
     if budget >= sum(full.values()):
-        return {layout: _full_hbm_size(layout, count) for layout, count in rows.items()}
+        return {layout: FullSize(count, _staging_rows(layout, count)) for layout, count in rows.items()}
     wanted = {layout: min(count, _MOST_SLOTS) for layout, count in rows.items()}
     fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
     least = {layout: hbm_bytes_of(layout, count) for layout, count in fewest.items()}
@@ -102,7 +121,7 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> 
     sizes: dict[RowLayout, HbmSize | FullSize] = {}
     for layout, share in _shares(budget, least, most).items():
         if share >= full[layout]:
-            sizes[layout] = _full_hbm_size(layout, rows[layout])
+            sizes[layout] = FullSize(rows[layout], _staging_rows(layout, rows[layout]))
             continue
         places = range(fewest[layout], wanted[layout] + 1)
         fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: hbm_bytes_of(own, count))  # type: ignore[misc]
@@ -122,10 +141,6 @@ def _staging_rows(layout: RowLayout, cached: int) -> int:
 
 def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
     return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), _staging_rows(layout, cached))
-
-
-def _full_hbm_size(layout: RowLayout, count: int) -> FullSize:
-    return FullSize(count, _staging_rows(layout, count))
 
 
 def full_hbm_bytes_of(layout: RowLayout, count: int) -> int:
@@ -149,22 +164,8 @@ def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
     return cache.size_bytes_of(policy, count, **_words(layout)) + outbox_bytes(layout, _outbox_rows(count))
 
 
-def _full_bytes(layout: RowLayout, count: int, num_tables: int) -> int:
-    """What a pool takes in which every row has a slot of its own."""
-    outbox = outbox_bytes(layout, _outbox_rows(count))
-    return cache.full_size_bytes(count, **_words(layout)) + num_tables * cache.TABLE_BYTES + outbox
-
-
 def _words(layout: RowLayout) -> dict[str, int]:
     return {"weight_words": layout.weight_words, "state_words": layout.state_words}
-
-
-def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSize:
-    """What fits into ``share`` bytes, of ``count`` rows."""
-    rows = bisect.bisect_right(range(1, count + 1), share, key=lambda rows: _pool_bytes(layout, rows, policy))
-    outbox_rows = max(MIN_OUTBOX_ROWS, int(rows * OUTBOX_SHARE))
-    fitting = cache.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
-    return PoolSize(min(fitting, count), outbox_rows, is_full=False)
 
 
 def _enough(least: int, others: int) -> int:
@@ -172,13 +173,3 @@ def _enough(least: int, others: int) -> int:
     fixed = least + STAGING_BYTES + others
     whole = max(fixed + MIN_TRANSACTION_BYTES, fixed / (1 - TRANSACTION_SHARE))
     return 1024 * (math.ceil(whole / 1024) + 1)
-
-
-def _too_little(budget: int, least: int, hbm_staging: int, ids_bytes: int, given: object) -> BudgetError:
-    others = "write staging"
-    others += f", {format_size(hbm_staging)} to move rows to hbm" * bool(hbm_staging)
-    others += f", {format_size(ids_bytes)} for dynamic ids" * bool(ids_bytes)
-    return BudgetError(
-        f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
-        f"({format_size(least)}) alongside {others}; give at least {_enough(least, hbm_staging + ids_bytes) // 1024}KiB"
-    )

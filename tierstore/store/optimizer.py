@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,10 +18,7 @@ from ..lookup.lookup import make_lookup
 from ..lookup.tables import Hold, RowGradients, TrainsRows
 from ..system.hints import Unpicklable
 from ..system.signals import shielded
-from .table import Table
-
-if TYPE_CHECKING:
-    from .store import Store
+from .table import Table, TableStore
 
 _LOG: Final = logging.getLogger("tierstore")
 _KEPT: Final = (
@@ -146,7 +143,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         dense: steps with this one, whose groups and state then are those of both, its own first.
     """
 
-    def __init__(self, store: "Store", dense: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, store: TableStore, dense: torch.optim.Optimizer | None = None) -> None:
         if not isinstance(dense, torch.optim.Optimizer | None):
             raise TypeError(f"dense must be a torch.optim.Optimizer, not {type(dense).__name__}")
         self._store = store

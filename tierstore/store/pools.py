@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,7 @@ import torch
 from .. import cache
 from ..errors import TableError
 from ..hbm.base import IN_USE
-from ..hbm.build import DeviceSize, add_hbm, hbm_stats
+from ..hbm.build import add_hbm, hbm_stats
 from ..io import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
@@ -21,10 +21,9 @@ from ..pool.stats import IdStats, Stats, TierStats, of_counters
 from ..system.device import memory_bytes
 from ..system.flag import Flag
 from ..system.sizes import file_memory_bytes, parse_size, require_memory
-from .budget import PoolSize, divide, divide_hbm
+from .budget import divide, divide_hbm
 from .catalog import Catalog
-from .stored_ids import ids_bytes
-from .table import Table
+from .table_ids import ids_bytes
 
 _MANY_BYTES: Final = 2**62  # of which no percentage that is not zero is no byte
 
@@ -48,13 +47,11 @@ class Pools:
 
     Attributes:
         lock: held while pools are made, closed or frozen, and while tables come or go.
-        epoch: the version that rows are written for.
         reserved_bytes: of the memory budget, what is no pool's.
     """
 
     def __init__(self, memory: Memory, cold: ColdTier, workers: Workers, catalog: Catalog, *, readonly: bool) -> None:
         self.lock = threading.RLock()
-        self.epoch = cold.last_version + 1
         self.reserved_bytes = 0
         self._memory = memory
         self._cold = cold
@@ -71,7 +68,7 @@ class Pools:
         machine has free."""
         with self.lock:
             if not self._by_layout:
-                self._by_layout = self._build(list(self._catalog.tables.values()))
+                self._by_layout = self._build()
             return self._by_layout[layout]
 
     def look(self) -> None:
@@ -96,9 +93,9 @@ class Pools:
                 stack.enter_context(pool.writeback.gate)
             for pool in pools:
                 stack.enter_context(pool.arena.lock)
-            self.epoch += 1  # first: what is frozen is of a version before, even if this goes no further
+            self._catalog.epoch += 1  # first: what is frozen is of a version before, even if this goes no further
             for pool in pools:
-                pool.writeback.freeze(self.epoch, wanted)
+                pool.writeback.freeze(self._catalog.epoch, wanted)
         return pools
 
     def retire(self) -> None:
@@ -138,27 +135,35 @@ class Pools:
         for pool in before.values():
             pool.close()
 
-    # Making them
-
-    def _build(self, tables: Sequence[Table]) -> dict[RowLayout, Pool]:
-        memory, rows = self._memory, Counter[RowLayout]()
+    def _build(self) -> dict[RowLayout, Pool]:
+        memory, tables, rows = self._memory, list(self._catalog.tables.values()), Counter[RowLayout]()
         for table in tables:
             rows[table.layout] += len(table.rows)
         table_bytes = sum(table.size_bytes for table in tables)
-        hbm_sizes = _hbm_sizes(rows, table_bytes, memory)
-        staging = sum(size.host_bytes(layout) for layout, size in hbm_sizes.items())
-        budget = parse_size(memory.ddr, name="ddr", table_bytes=table_bytes)
+        hbm_sizes = {}
+        if memory.has_hbm:
+            budget = parse_size(
+                memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device)
+            )
+            if memory.device.type == "cpu":
+                require_memory(budget, f"hbm={memory.hbm!r}")
+            hbm_sizes = divide_hbm(budget, rows, given=memory.hbm)
         division = divide(
-            budget, rows, num_tables=len(tables), policy=memory.policy, given=memory.ddr, hbm_staging=staging,
-            ids_bytes=self._ids_bytes,
+            parse_size(memory.ddr, name="ddr", table_bytes=table_bytes), rows, num_tables=len(tables),
+            policy=memory.policy, given=memory.ddr, ids_bytes=self._ids_bytes,
+            hbm_staging=sum(size.host_bytes(layout) for layout, size in hbm_sizes.items()),
         )  # fmt: skip
-        read = self._catalog.source(self._cold.read)
-        pools = {}
+        read, pools = self._catalog.source(self._cold.read), {}
         for layout, size in division.pools.items():
+            words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
+            own = {table.index: table.rows for table in tables if table.layout == layout}
             pools[layout] = Pool(
-                layout, _make_cache(tables, layout, size, memory.policy), self._cold, self._workers,
-                transaction_bytes=division.transaction_bytes, outbox_rows=size.outbox_rows, epoch=self.epoch,
-                readonly=self._readonly, read=read,
+                layout,
+                cache.FullCache(own, **words)
+                if size.is_full
+                else cache.make_cache(memory.policy, size.cached_rows, **words),
+                self._cold, self._workers, transaction_bytes=division.transaction_bytes, outbox_rows=size.outbox_rows,
+                epoch=self._catalog.epoch, readonly=self._readonly, read=read,
             )  # fmt: skip
         for table in tables:
             pools[table.layout].leases.add_table(table.index, table.config)
@@ -177,59 +182,32 @@ class Pools:
     def _ids_bytes(self) -> int:
         return sum(ids_bytes(table.config) for table in list(self._catalog.tables.values()))
 
-    # Statistics
-
     def stats(self) -> Stats:
         """Running totals of each tier since the store was opened."""
-        pools = list(self)
-        num_rows = sum(len(table.rows) for table in list(self._catalog.tables.values()))
+        pools, cold, counters = list(self), self._cold, self._cold.counters()
         ids = IdStats(*map(sum, zip(*(each.stats() for each in self._catalog.ids), strict=True)))
-        return Stats(hbm_stats(pools), self._ddr_stats(pools), _ssd_stats(self._cold, num_rows), ids)
-
-    def _ddr_stats(self, pools: Sequence[Pool]) -> TierStats:
-        return of_counters([pool.leases.counters() for pool in pools])._replace(
+        ddr = of_counters([pool.leases.counters() for pool in pools])._replace(
             capacity_rows=sum(pool.cache.capacity for pool in pools),
             bytes=sum(pool.size_bytes for pool in pools) + (self.reserved_bytes + self._ids_bytes if pools else 0),
             seconds=sum(pool.leases.seconds for pool in pools),
             split_batches=sum(pool.leases.split_batches for pool in pools),
             waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
         )
-
-
-def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> Mapping[RowLayout, DeviceSize]:
-    """Empty without a device tier."""
-    if not memory.has_hbm:
-        return {}
-    budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))
-    if memory.device.type == "cpu":
-        require_memory(budget, f"hbm={memory.hbm!r}")
-    return divide_hbm(budget, rows, given=memory.hbm)
-
-
-def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, policy: str) -> cache.RowCache:
-    words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
-    if not size.is_full:
-        return cache.make_cache(policy, size.cached_rows, **words)
-    own = {table.index: table.rows for table in tables if table.layout == layout}
-    return cache.FullCache(own, **words)
-
-
-def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:
-    counters = cold.counters()
-    return TierStats(
-        lookups=counters.rows_read,
-        unique=counters.rows_read,
-        hits=counters.rows_read - counters.rows_absent,
-        misses=counters.rows_absent,
-        capacity_rows=num_rows,
-        bytes=cold.map_bytes,
-        held_bytes=cold.held_bytes,
-        seconds=counters.read_seconds + counters.write_seconds,
-        bytes_read=counters.pages_read * cold.page_bytes,
-        bytes_written=counters.bytes_written,
-        rows_written=counters.rows_written,
-        bytes_moved=counters.bytes_moved,
-        rows_moved=counters.rows_moved,
-        pages_moved=counters.pages_moved,
-        page_cache_bytes=file_memory_bytes(),
-    )
+        ssd = TierStats(
+            lookups=counters.rows_read,
+            unique=counters.rows_read,
+            hits=counters.rows_read - counters.rows_absent,
+            misses=counters.rows_absent,
+            capacity_rows=sum(len(table.rows) for table in list(self._catalog.tables.values())),
+            bytes=cold.map_bytes,
+            held_bytes=cold.held_bytes,
+            seconds=counters.read_seconds + counters.write_seconds,
+            bytes_read=counters.pages_read * cold.page_bytes,
+            bytes_written=counters.bytes_written,
+            rows_written=counters.rows_written,
+            bytes_moved=counters.bytes_moved,
+            rows_moved=counters.rows_moved,
+            pages_moved=counters.pages_moved,
+            page_cache_bytes=file_memory_bytes(),
+        )
+        return Stats(hbm_stats(pools), ddr, ssd, ids)

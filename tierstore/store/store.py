@@ -35,17 +35,15 @@ from ..system.signals import shielded
 from ..system.sizes import format_count
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
-from .changing import change, drop, require_changeable
 from .commits import Commits, PendingCommit
+from .files import BackupReport, Opened, back_up, open_files
 from .lifetime import Lifetime, Shown
 from .manifest import Manifest
-from .newer import Follower, Newer
-from .opened import open_files
 from .optimizer import TieredOptimizer
 from .pools import Memory, Pools
 from .recording import Recorder
+from .refresh import Follower, Newer
 from .table import Table
-from .target import BackupReport, back_up
 from .version import unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -88,8 +86,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         threads: int,
         dtype: KeptAs,
     ) -> None:
-        directory = None if directory is None else directory.absolute()
-        self.directory = directory or _IN_MEMORY
+        self.directory = _IN_MEMORY if directory is None else directory.absolute()
         self.readonly = readonly
         self.keep = keep
         self.dropped: Collection[int] = ()
@@ -104,22 +101,19 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.calling = self._lifetime.calling
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
             held.callback(self._lifetime.let_go)
-            self._cold: ColdTier
-            read_manifest: Callable[[], Manifest] | None = None
             if directory is None:
-                self._cold = MemoryColdTier()
-                manifest = Manifest.new(self._cold.page_bytes)
+                tier = MemoryColdTier()
+                manifest = Manifest.new(tier.page_bytes)
+                files = Opened(manifest, tier, lambda: manifest)
             else:
-                manifest, self._cold, read_manifest = open_files(
-                    directory, readonly=readonly, version=version, slack=slack
-                )
+                files = open_files(self.directory, readonly=readonly, version=version, slack=slack)
+            self._cold: ColdTier = files.cold
             held.callback(self._cold.close)
             self.workers = Workers(threads)
             held.callback(self.workers.close)
             self._catalog = Catalog(
-                weakref.ref(self), directory, manifest, self._cold, read_manifest,
-                readonly=readonly, has_hbm=memory.has_hbm, dtype=dtype,
-            )  # fmt: skip
+                weakref.ref(self), self.directory, files, readonly=readonly, has_hbm=memory.has_hbm, dtype=dtype
+            )
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
             held.callback(self._pools.close)
             self._commits = Commits(self.directory, self._cold, self._catalog, self._pools, self.shown)
@@ -206,14 +200,14 @@ class Store(ClosedWhenDropped, Unpicklable):
             if feature_names is None and name is not None and before.feature_names == (before.name,):
                 asked["feature_names"] = ()
             config = replace(before, **{field: value for field, value in asked.items() if value is not None})
-            return known if config == before else change(self._cold, self._catalog, self._pools, known, config)
+            return known if config == before else self._catalog.change(known, config)
 
     @shielded
     def drop_table(self, name: str) -> None:
         """Drop a table with all its rows, in place and durably, from all versions that are kept: ``backup`` first if it
         may be wanted again. Its space on SSD is reused after the next commits. Errors as of ``change_table``."""
         with self._changing(name) as table:
-            drop(self._catalog, table)
+            self._catalog.drop(table)
 
     @shielded
     def use_rows(self, rows: Mapping[str, range]) -> None:
@@ -232,7 +226,7 @@ class Store(ClosedWhenDropped, Unpicklable):
                 "store.optimizer() trains the tables: close the store, open it again, and change them first"
             )
         self._commits.end_pending()
-        require_changeable(self.directory, self._catalog)
+        self._catalog.require_changeable()
         with self._retired():
             yield table
 
@@ -469,8 +463,17 @@ class Store(ClosedWhenDropped, Unpicklable):
             path: the file, NAME.npz; there must be none yet.
             rate: the share of all rows whose lookups are recorded; 1: every row.
             max_bytes: bound on memory and file; the rate is halved whenever it is reached.
+
+        Raises:
+            ValueError: the store has no table, or is recorded already. ClosedError.
         """
-        self.recorder = Recorder(self, path, rate=rate, max_bytes=max_bytes)
+        self.require_open()
+        if self.recorder is not None:
+            raise ValueError(f"the store is being recorded to {self.recorder.path}; stop that first")
+        if not self.tables:
+            raise ValueError(f"{self.directory} has no table yet; make its tables, then record")
+        names = {table.index: name for name, table in self.tables.items()}
+        self.recorder = Recorder(names, path, rate=rate, max_bytes=max_bytes, store=weakref.ref(self))
         return self.recorder
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
@@ -487,7 +490,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         verify: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> BackupReport:
-        """Copy the store and all versions it keeps into another directory, while others train: ``target.back_up``."""
+        """Copy the store and all versions it keeps into another directory, while others train: ``files.back_up``."""
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):
             raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')

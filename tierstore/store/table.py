@@ -1,9 +1,10 @@
 """A table of a store: read, write and pooled lookup by id."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS
 from ..lookup.joined import AnyLookup, DeviceJagged, Jagged
 from ..lookup.lookup import make_lookup, pool_all
-from ..lookup.tables import Found, LookupTable, Use
+from ..lookup.tables import Found, LookupStore, LookupTable, Use
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.bags import Features
@@ -25,15 +26,45 @@ from ..pool.stats import IdStats
 from ..system.checks import require_choice
 from ..system.hints import Unpicklable
 from ..system.signals import shielded
-from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
+from .arguments import (
+    FLOAT_TYPES,
+    OffsetsType,
+    check_ids,
+    check_jagged,
+    may_trace,
+    refuse_traces,
+    refuse_transforms,
+    require_tensor,
+)
+from .lifetime import Shown
+from .recording import Recorder
 from .table_ids import TableIds
 from .version import TableState
 
-if TYPE_CHECKING:
-    from .store import Store
-
 _ADMITS: Final = "forward passes that train admit ids, and Table.admit does"
 _CHUNK_ROWS: Final = 2**16
+
+
+class TableStore(LookupStore, Protocol):
+    """What tables and their optimizer use of ``Store``."""
+
+    directory: Path
+    offsets_type: OffsetsType
+    recorder: Recorder | None
+    shown: Shown
+
+    @property
+    def tables(self) -> "Mapping[str, Table]": ...
+
+    def require_open(self) -> None: ...
+
+    def require_writable(self) -> None: ...
+
+    def calling(self, name: str) -> contextlib.AbstractContextManager[None]: ...
+
+    def written_rows(self, table: "Table") -> Iterator[Int64s]: ...
+
+    def has_rows_of(self, name: str) -> bool: ...
 
 
 class Table(Unpicklable, LookupTable):
@@ -43,7 +74,7 @@ class Table(Unpicklable, LookupTable):
         ids: of a table with dynamic ids, which have rows; else None.
     """
 
-    store: "Store"
+    store: TableStore
     ids: TableIds | None = None
     _one_table: OneTable | None = None
 

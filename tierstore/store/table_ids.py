@@ -1,7 +1,10 @@
 """The ids of a table that has dynamic ones: which have rows, admission, eviction, and how a commit keeps them.
 
-They are rows of a table of their own (``stored_ids``), which the manifest has next to it and ``Store.tables`` has not.
-So what makes rows durable, versioned and whole makes ids so. A commit writes those that changed.
+They are rows of a table of their own, the table of ids, which the manifest has next to it and ``Store.tables`` has not.
+So what makes rows durable, versioned and whole makes ids so. A commit writes those that changed. Its row r + 1 has the
+id and score of row r, but if there are candidates, they and rows come in turn, so that the table may grow. Its row 0
+has the count of batches, the time of the last, and where rows without ids are looked for next. Where ids have several
+owners, there is a section of this form for each.
 
 A row that gets an id is written whole, with first values and state, and is dirty from then on. So the log has a newer
 row for it than that of the id that had it before, in the version that has the new id.
@@ -9,16 +12,27 @@ row for it than that of the id that had it before, in the version that has the n
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ..config import TableConfig
-from ..errors import IdError, TableError
+from ..errors import DamagedError, IdError, TableError
 from ..ids.configs import LFU, TTL, Frequency, Probability
-from ..ids.id_map import MAX_SCORE, IdMap, absent, are_scores, as_words, draws, give_rows, lowest, owners_of
+from ..ids.id_map import (
+    MAX_SCORE,
+    IdMap,
+    absent,
+    are_scores,
+    as_words,
+    draws,
+    give_rows,
+    lowest,
+    map_bytes,
+    owners_of,
+)
 from ..ids.peers import Peers
 from ..io import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
@@ -27,12 +41,13 @@ from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..lookup.tables import Found, Hold, Use
 from ..pool.stats import IdStats
-from .stored_ids import Changed, Section, ids_bytes, section_rows, shares
 
 EVICTED_SHARE: Final = 1 / 16
 """Of rows whose uses are counted, and of candidates, those that lose their ids at once when there are no more: new ones
 have the lowest counts, so to find the lowest is to look at all."""
 _CHUNK_ROWS: Final = 2**16
+_HALF: Final = np.uint64(32)
+_HAS_ID: Final = np.uint64(1)
 _SEEN_BITS: Final = 8
 _SEEN: Final = 2**_SEEN_BITS - 1
 _AGE: Final = 2**22 - 1
@@ -40,6 +55,37 @@ _AGE: Final = 2**22 - 1
 Put = Callable[[Int64s, Int64s], None]
 """Overwrites whole rows with first values and state, given their keys and their ids."""
 _Order = Callable[[Int64s], Sequence[Any]]
+
+
+class Changed(NamedTuple):
+    """Rows of the table of ids, int64 [n], and what they hold, uint64 [n, 2]: id; if the row has it 1 << 32 | score."""
+
+    rows: Int64s
+    words: Words
+
+
+def shares(config: TableConfig) -> tuple[int, int]:
+    """How many rows and candidates an owner has."""
+    rules, most = config.ids, config.num_embeddings
+    return (0, 0) if rules is None else (rules.share(most), rules.share(rules.num_candidates(most)))
+
+
+def ids_bytes(config: TableConfig) -> int:
+    """Memory for a table's ids, once they are looked at; 0 if they are not dynamic."""
+    if config.ids is None:
+        return 0
+    return sum(map_bytes(len(range(*config.ids.owned)) * share) for share in shares(config))
+
+
+def own_rows(config: TableConfig, stored: Int64s, part: int = 0) -> tuple[Bools, Int64s]:
+    """Which rows of the table of ids, int64 [n], have ids of a table's rows (part 0) or candidates (1), and of which of
+    all owners' rows or candidates."""
+    assert config.ids is not None
+    share = shares(config)
+    owners, rest = np.divmod(stored, config.table_of_ids(0).num_embeddings // config.ids.owners)
+    rows, parts = np.divmod(rest - 1, 2 if share[1] else 1)
+    own = (rest > 0) & (parts == part) & (rows < share[part])
+    return own, (owners * share[part] + rows)[own]
 
 
 class TableIds:
@@ -72,7 +118,7 @@ class TableIds:
         self._rules = config.ids
         self._num_candidates = config.ids.num_candidates(config.num_embeddings)
         self._shares = shares(config)
-        self._section_rows = section_rows(config)
+        self._section_rows = config.table_of_ids(0).num_embeddings // config.ids.owners
         self._index = index
         self._cold = cold
         self._workers = workers
@@ -397,11 +443,11 @@ class TableIds:
             self._version = version
             if not self.is_known:
                 return
-            dirty = [(section, section.part.dirty_rows) for section in self._sections(self._known)]
-            parts = [self._of_all, *(Changed.of(*each) for each in dirty)]
+            dirty = [each.dirty_rows for each in self._known]
+            parts = [self._of_all, *(self._stored(part, rows) for part, rows in enumerate(dirty))]
             self._frozen = Changed(*map(np.concatenate, zip(*parts, strict=True)))
-            for section, rows in dirty:
-                section.part.clean(rows)
+            for each, rows in zip(self._known, dirty, strict=True):
+                each.clean(rows)
 
     @property
     def _of_all(self) -> Changed:
@@ -409,6 +455,24 @@ class TableIds:
         starts = np.arange(*self._rules.owned) * self._section_rows
         words = self._step | self._clock << 32, self._rows.cursor
         return Changed(starts, np.full((len(starts), 2), words, np.uint64))
+
+    def _stored(self, part: int, rows: Int64s) -> Changed:
+        """Where the table of ids has these rows (part 0) or candidates (1), and what it has of them."""
+        known, words = self._known[part], np.empty((len(rows), 2), np.uint64)
+        scores = known.scores(rows)
+        words[:, 0] = known.ids_of(rows).view(np.uint64)
+        words[:, 1] = (scores != 0).astype(np.uint64) << _HALF | scores
+        owners, places = np.divmod(rows, max(1, self._shares[part]))
+        sections = (owners + self._rules.owned[0]) * self._section_rows
+        return Changed(sections + 1 + part + places * (2 if self._num_candidates else 1), words)
+
+    def _in_map(self, part: int, stored: Int64s) -> tuple[Bools, Int64s]:
+        """Which rows of the table of ids are of that part here, and of which of its rows."""
+        own, rows = own_rows(self._config, stored, part)
+        rows -= self._rules.owned[0] * self._shares[part]
+        here = (rows >= 0) & (rows < len(range(*self._rules.owned)) * self._shares[part])
+        own[own] = here
+        return own, rows[here]
 
     def write_frozen(self) -> None:
         frozen = self._frozen
@@ -426,8 +490,8 @@ class TableIds:
         with self.lock:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
-                for section in self._sections(self._known):
-                    section.part.soil(frozen.within(section).rows)
+                for part, known in enumerate(self._known):
+                    known.soil(self._in_map(part, frozen.rows)[1])
 
     def check_integrity(self) -> None:
         """AssertionError unless each id leads to its row, and the counts agree."""
@@ -472,15 +536,22 @@ class TableIds:
             self._clock = max(self._clock, score)
             self._step = self._step if self.goes_by_time else max(self._step, score)
 
-    def _sections(self, known: tuple[IdMap, IdMap]) -> Iterator[Section]:
-        step, section_rows = 2 if self._num_candidates else 1, self._section_rows
-        for place, owner in enumerate(range(*self._rules.owned)):
-            for first, (part, share) in enumerate(zip(known, self._shares, strict=True), 1 + owner * section_rows):
-                yield Section(part, range(place * share, (place + 1) * share), first, step)
-
     def _enter(self, changed: Changed, known: tuple[IdMap, IdMap]) -> None:
-        for section in self._sections(known):
-            changed.enter(section)
+        """Have the maps hold what the table of ids has in some rows. DamagedError: nobody wrote this."""
+        for part, each in enumerate(known):
+            own, rows = self._in_map(part, changed.rows)
+            words = changed.words[own]
+            each.remove(rows[each.scores(rows) != 0])
+            used = words[:, 1] >> _HALF & _HAS_ID != 0
+            ids, scores = words[used, 0].view(np.int64), words[used, 1].astype(np.uint32)
+            is_sound = are_scores(scores)
+            if is_sound:
+                each.put(rows[used], ids, scores)
+            if not is_sound or not np.array_equal(each.find(ids), rows[used]):
+                raise DamagedError(
+                    "two rows have one id, or a wrong score: restore the store from a copy, or publish all of it again"
+                )
+            each.clean(rows)
         for words in changed.words[changed.rows % self._section_rows == 0]:
             (self._clock, self._step), known[0].cursor = divmod(int(words[0]), 2**32), int(words[1])
 
@@ -531,7 +602,7 @@ class TableIds:
         """All that the table of ids' rows would hold after a commit, uint64."""
         words = np.zeros(self.shape, np.uint64)
         with self.lock:
-            parts = [Changed.of(each, np.arange(len(each.rows))) for each in self._sections(self._known)]
+            parts = [self._stored(part, np.arange(each.capacity)) for part, each in enumerate(self._known)]
             for each in (self._of_all, *parts):
                 words[each.rows] = each.words
         return words
