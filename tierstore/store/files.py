@@ -27,9 +27,6 @@ from .version import RANK_KEY, unpack
 BACKUP_WORK_NAME: Final = "backup.partial"  # where in the target a backup is made; what is in it may be deleted
 
 
-# Opening
-
-
 class Opened(NamedTuple):
     """A store's files."""
 
@@ -99,7 +96,6 @@ def _require_own_part(directory: Path, section: Any) -> None:
 
 
 def _is_sharded(directory: Path) -> bool:
-    """Whether it holds ranks' stores and no other."""
     return not (directory / MANIFEST_NAME).exists() and bool(parts_in(directory))
 
 
@@ -126,9 +122,6 @@ def _open_manifest(directory: Path, *, readonly: bool) -> Manifest:
     if not rows_file.exists() and (manifest.has_rows or readonly):
         raise TruncatedError(f"{rows_file} is missing; restore it from a copy of the store")
     return manifest
-
-
-# Making
 
 
 def require_outside(target: Path, source: Path) -> None:
@@ -251,9 +244,6 @@ def new_tier(work: Path, manifest: Manifest) -> Iterator[LmdbColdTier]:
 def bytes_on_device(directory: Path) -> int:
     """Bytes that a store's row file takes on the device."""
     return rows_path(directory).stat().st_blocks * 512
-
-
-# Backups
 
 
 class BackupReport(NamedTuple):

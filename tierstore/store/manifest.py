@@ -146,12 +146,8 @@ class Manifest:
         return tuple(_canonical(config.to_dict()) for config in self.tables)
 
     def _text(self) -> str:
-        head = {
-            "format_version": FORMAT_VERSION,
-            "has_rows": self.has_rows,
-            "page_bytes": self.page_bytes,
-            "store_id": self.store_id,
-        }
+        fields = {"has_rows": self.has_rows, "page_bytes": self.page_bytes, "store_id": self.store_id}
+        head = {"format_version": FORMAT_VERSION, **fields}
         digest = hashlib.sha256(f'{_canonical(head)[:-1]},"tables":[{",".join(self._texts)}]}}'.encode()).hexdigest()
         tables = ",\n".join(self._texts)
         text = f'{{"body": {json.dumps(head, indent=1)[:-2]},\n "tables": [\n{tables}\n]}},\n"sha256": "{digest}"}}\n'
@@ -179,10 +175,6 @@ class Manifest:
                 f"no store at {directory}: {path} does not exist; check the path, or make a store: train "
                 'one, import one, or open with mode="w"'
             ) from None
-        return cls._parse(path, text)
-
-    @classmethod
-    def _parse(cls, path: Path, text: bytes) -> "Manifest":
         try:
             envelope = json.loads(text)
             body, digest = envelope["body"], envelope["sha256"]

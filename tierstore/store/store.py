@@ -124,8 +124,6 @@ class Store(ClosedWhenDropped, Unpicklable):
         self._lifetime.is_closed = False
         _STORES.add(weakref.ref(self, _STORES.discard))
 
-    # Tables
-
     @shielded
     def create_table(self, config: TableConfig) -> Table:
         """Add a table, durably; a table of the same configuration is returned as it is, with the learning rate of its
@@ -141,8 +139,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.require_open()
         if not isinstance(config, TableConfig):
             raise TypeError(f"create_table takes a TableConfig, not {type(config).__name__}")
-        known = self.find_or_require(config)
-        if known is not None:
+        if (known := self.find_or_require(config)) is not None:
             return known
         with self._retired():
             return self._catalog.create(config)
@@ -271,14 +268,12 @@ class Store(ClosedWhenDropped, Unpicklable):
         if not self.readonly:
             self._commits.end_pending()
             table.pool.flush()
-        parts = self._cold.stored_rows(table.index)
-        while True:
-            part = next(parts, None)
+        for part in self._cold.stored_rows(table.index):
             if table.is_gone:
-                _ = table.pool  # TableError
-            if part is None:
-                return
+                break
             yield part
+        if table.is_gone:
+            _ = table.pool  # TableError
 
     def optimizer(self, dense: torch.optim.Optimizer | None = None) -> TieredOptimizer:
         """A ``torch.optim.Optimizer`` of all tables; from now on backward collects gradients and ``step`` applies them.
@@ -315,8 +310,6 @@ class Store(ClosedWhenDropped, Unpicklable):
                 f"trained since the last commit, {way} and then repeat those steps. It failed by "
                 f"{type(self._partly_trained).__name__}: {self._partly_trained}"
             ) from self._partly_trained
-
-    # Versions
 
     @shielded
     def commit(self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None) -> int:
@@ -449,8 +442,6 @@ class Store(ClosedWhenDropped, Unpicklable):
             )
         self._catalog.minutes = minutes
 
-    # Looking at it
-
     def stats(self) -> Stats:
         """Running totals of each tier since the store was opened."""
         self.require_open()
@@ -507,8 +498,6 @@ class Store(ClosedWhenDropped, Unpicklable):
         or the store is sharded or in memory."""
         self.require_open()
         return self._cold.describe_old_reader() if isinstance(self._cold, LmdbColdTier) else ""
-
-    # Closing
 
     @shielded
     def close(self) -> None:

@@ -40,6 +40,7 @@ from ..kernels.hashing import SECRET
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..lookup.tables import Found, Hold, Use
+from ..pool.converting import RowSource
 from ..pool.stats import IdStats
 
 EVICTED_SHARE: Final = 1 / 16
@@ -88,6 +89,13 @@ def own_rows(config: TableConfig, stored: Int64s, part: int = 0) -> tuple[Bools,
     return own, (owners * share[part] + rows)[own]
 
 
+def _read(read: RowSource, keys: Int64s) -> Changed:
+    """Rows of the table of ids; zeros of those that are not there."""
+    words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
+    read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
+    return Changed(keys & ROW_MASK, words)
+
+
 class TableIds:
     """See the module's docstring. One thread at a time may admit.
 
@@ -98,6 +106,7 @@ class TableIds:
         first_key: of the table's rows here.
         num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
+        goes_by_time: whether a batch is known by the time that ``set_time`` gave.
 
     Args:
         time: in minutes, of the batches from now on, from 1 on; 0 if it was not set.
@@ -115,10 +124,12 @@ class TableIds:
         self._is_leaving = False
         self.first_key = config.rows.start | (index << KEY_ROW_BITS)
         self._config = config
-        self._rules = config.ids
-        self._num_candidates = config.ids.num_candidates(config.num_embeddings)
-        self._shares = shares(config)
-        self._section_rows = config.table_of_ids(0).num_embeddings // config.ids.owners
+        self._rules = rules = config.ids
+        self._counts_uses = isinstance(rules.eviction, LFU)
+        self.goes_by_time = isinstance(rules.eviction, TTL) and rules.eviction.minutes is not None
+        self._num_candidates = rules.num_candidates(config.num_embeddings)
+        self._shares, self._num_owned = shares(config), len(range(*rules.owned))
+        self._section_rows = config.table_of_ids(0).num_embeddings // rules.owners
         self._index = index
         self._cold = cold
         self._workers = workers
@@ -138,11 +149,6 @@ class TableIds:
             self.num_moves += 1
 
     @property
-    def is_known(self) -> bool:
-        """Whether they were looked at, and so read."""
-        return "_known" in self.__dict__
-
-    @property
     def counts(self) -> tuple[int, int]:
         """How many ids have rows, and how many are candidates."""
         with self.lock:
@@ -153,17 +159,8 @@ class TableIds:
         known = self.__dict__.get("_known")
         if known is None:
             return IdStats()
-        rows, candidates = (part.num_used for part in known)
-        return IdStats(rows, candidates, self.num_admitted, self.num_refused, self.num_evicted, ids_bytes(self._config))
-
-    @property
-    def _counts_uses(self) -> bool:
-        return isinstance(self._rules.eviction, LFU)
-
-    @property
-    def goes_by_time(self) -> bool:
-        """Whether a batch is known by the time that ``set_time`` gave."""
-        return isinstance(self._rules.eviction, TTL) and self._rules.eviction.minutes is not None
+        totals = self.num_admitted, self.num_refused, self.num_evicted
+        return IdStats(known[0].num_used, known[1].num_used, *totals, ids_bytes(self._config))
 
     @property
     def clock(self) -> int:
@@ -171,8 +168,6 @@ class TableIds:
         with self.lock:
             _ = self._known
             return self._clock
-
-    # Looking ids up
 
     def find(self, ids: Int64s, use: Use = Use.READ) -> Found:
         """The keys of ids' rows; not to admit them. IdError for one without a row, if the table asks for it, unless
@@ -293,9 +288,10 @@ class TableIds:
             rows = self._rows.find(np.unique(ids))
             rows = rows[rows >= 0]
             self.num_changes += 1
-            return self._remove(self._not_held(rows))
-
-    # The rules
+            rows = self._not_held(rows)
+            self._note_leaving(rows)
+            self._rows.remove(rows)
+            return self._note_evicted(rows)
 
     def _next_step(self) -> Int64s:
         """Number this batch, and halve counts, as the rules say; returns rows that no id may have any more."""
@@ -371,8 +367,6 @@ class TableIds:
         put(rows + self.first_key, ids)
         self._rows.put(rows, ids, scores)  # not before its row is whole
 
-    # Eviction
-
     @property
     def _held(self) -> list[Int64s]:
         """The rows of in-flight batches."""
@@ -423,17 +417,10 @@ class TableIds:
         if self._is_leaving:
             raise TableError(f"what Table.on_evict calls for table {self._config.name!r} may not use the store")
 
-    def _remove(self, rows: Int64s) -> int:
-        self._note_leaving(rows)
-        self._rows.remove(rows)
-        return self._note_evicted(rows)
-
     def _note_evicted(self, rows: Int64s) -> int:
         self.num_evicted += len(rows)
         self.num_moves += 1
         return len(rows)
-
-    # Commits
 
     def freeze(self, version: int) -> None:
         """What is known now is of that version."""
@@ -441,7 +428,7 @@ class TableIds:
             self._require_idle()
             self.abandon()
             self._version = version
-            if not self.is_known:
+            if "_known" not in self.__dict__:
                 return
             dirty = [each.dirty_rows for each in self._known]
             parts = [self._of_all, *(self._stored(part, rows) for part, rows in enumerate(dirty))]
@@ -470,23 +457,23 @@ class TableIds:
         """Which rows of the table of ids are of that part here, and of which of its rows."""
         own, rows = own_rows(self._config, stored, part)
         rows -= self._rules.owned[0] * self._shares[part]
-        here = (rows >= 0) & (rows < len(range(*self._rules.owned)) * self._shares[part])
+        here = (rows >= 0) & (rows < self._num_owned * self._shares[part])
         own[own] = here
         return own, rows[here]
 
     def write_frozen(self) -> None:
+        """Write what was frozen; errors as of ``ColdTier.write``."""
         frozen = self._frozen
         if frozen is None:
             return
-        keys = self._keys(frozen.rows)
-        state = np.empty((len(keys), 0), np.uint64)
-        for first in range(0, len(keys), _CHUNK_ROWS):
-            part = slice(first, first + _CHUNK_ROWS)
-            slots = np.arange(len(keys[part]), dtype=np.int32)
-            self._cold.write(keys[part], slots, frozen.words[part], state[part], epoch=self._version)
+        for first in range(0, len(frozen.rows), _CHUNK_ROWS):
+            rows, words = (each[first : first + _CHUNK_ROWS] for each in frozen)
+            slots = np.arange(len(rows), dtype=np.int32)
+            self._cold.write(self._keys(rows), slots, words, np.empty((len(rows), 0), np.uint64), epoch=self._version)
         self._frozen = None  # what is written is of the next version if this one fails
 
     def abandon(self) -> None:
+        """Have what was frozen be of the next version. Again is fine."""
         with self.lock:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
@@ -498,8 +485,6 @@ class TableIds:
         with self.lock:
             for part in self._known:
                 part.check_integrity()
-
-    # What is known
 
     @property
     def _rows(self) -> IdMap:
@@ -515,20 +500,15 @@ class TableIds:
         known = self._new_maps()
         for stored in self._cold.stored_rows(self._index + 1):
             for first in range(0, len(stored), _CHUNK_ROWS):
-                rows = stored[first : first + _CHUNK_ROWS]
-                slots = np.arange(len(rows), dtype=np.int32)
-                words, state = np.empty((len(rows), 2), np.uint64), np.empty((len(rows), 0), np.uint64)
-                self._cold.read(self._keys(rows), slots, words, state, np.empty(len(rows), np.bool_))
-                self._enter(Changed(rows, words), known)
-        highest = int(known[0].scores(known[0].used_rows).max(initial=0))
-        self._keep_up(highest)  # a repaired store may have lost the clock
+                self._enter(_read(self._cold.read, self._keys(stored[first : first + _CHUNK_ROWS])), known)
+        self._keep_up(int(known[0].scores(known[0].used_rows).max(initial=0)))  # a repaired store may have lost it
         if self.goes_by_time and self._clock == 1 and not self._step:
             self._clock = 0  # all were imported, when no time was known
         return known
 
     def _new_maps(self) -> tuple[IdMap, IdMap]:
-        owners, (rows, candidates) = len(range(*self._rules.owned)), self._shares
-        return IdMap(owners * rows, self._workers), IdMap(owners * candidates, self._workers)
+        rows, candidates = (IdMap(self._num_owned * share, self._workers) for share in self._shares)
+        return rows, candidates
 
     def _keep_up(self, score: int) -> None:
         """The last batch was not before that which gave this score."""
@@ -572,13 +552,10 @@ class TableIds:
 
     def changed(self, newer: NewerVersion) -> Callable[[], None]:
         """Have ready what a newer version has of them; to call once the store shows that version."""
-        if not self.is_known:
+        if "_known" not in self.__dict__:
             return partial(self._show, None)
         first, stop = (np.searchsorted(newer.changed, (self._index + after) << KEY_ROW_BITS) for after in (1, 2))
-        keys = newer.changed[first:stop]
-        words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
-        newer.read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
-        return partial(self._show, Changed(keys & ROW_MASK, words))
+        return partial(self._show, _read(newer.read, newer.changed[first:stop]))
 
     def rehearse(self) -> None:
         """Compile what ``changed`` and the call that it gives use."""
@@ -596,7 +573,7 @@ class TableIds:
     @property
     def shape(self) -> tuple[int, int]:
         """Of ``words``."""
-        return self._config.table_of_ids(self._index).num_embeddings, 2
+        return self._section_rows * self._rules.owners, 2
 
     def words(self) -> Words:
         """All that the table of ids' rows would hold after a commit, uint64."""

@@ -57,13 +57,10 @@ class Lineage(NamedTuple):
         """The identity of the ancestor with this number; "" if there is none."""
         return next((each.commit_id for each in self.ancestors if each.version == version), "")
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"id": self.commit_id, "ancestors": [list(each) for each in self.ancestors]}
-
     @classmethod
     def from_dict(cls, fields: Any) -> "Lineage":
-        """Inverse of ``to_dict``; None, which earlier releases leave, is ``NO_LINEAGE``. ValueError, TypeError or
-        KeyError for what ``to_dict`` did not give."""
+        """What ``pack`` wrote; None, which earlier releases leave, is ``NO_LINEAGE``. ValueError, TypeError or KeyError
+        for anything else."""
         if fields is None:
             return NO_LINEAGE
         ancestors = tuple(Ancestor(*each) for each in fields["ancestors"])
@@ -78,8 +75,6 @@ class Lineage(NamedTuple):
 
 
 NO_LINEAGE: Final = Lineage()  # of version 0, and of a commit by a release without identities
-
-
 ORIGIN_KEY: Final = "tierstore.update"
 """In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
 RANK_KEY: Final = "tierstore.dist"
@@ -191,9 +186,10 @@ def _stored(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
 
 def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Lineage) -> bytes:
     """The payload's part before the tensors."""
-    fields = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
-    own = {"commit": lineage.to_dict()} if lineage.commit_id else {}
-    header = json.dumps({**fields, **own}).encode()
+    fields: dict[str, Any] = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
+    if lineage.commit_id:
+        fields["commit"] = {"id": lineage.commit_id, "ancestors": [list(each) for each in lineage.ancestors]}
+    header = json.dumps(fields).encode()
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
 
