@@ -226,15 +226,14 @@ class Catalog:
             }
             self._enter(self._entered | shapes)  # rows may be written for places that are empty in the manifest
             counts = [self._copy_rows(gone, each, gone + shift) for gone, each in moved.items()]
-            payload = repack(
-                self.version._replace(tables=self.states), self.version.lineage.following(self.version.number)
-            )
+            version = self.version
+            payload = repack(version._replace(tables=self.states), version.lineage.following(version.number))
             self.epoch, made = number + 1, unpack(number, payload)
             self._cold.commit(payload, number, keep=1)
             self.shown.version = made
             for gone, each in moved.items():
-                empty = manifest.with_place(gone, manifest.tables[gone].dropped(gone))
-                manifest = empty.with_place(gone + shift, each)
+                manifest = manifest.with_place(gone, manifest.tables[gone].dropped(gone))
+                manifest = manifest.with_place(gone + shift, each)
             self._change(manifest)
         finally:
             self._enter(self.manifest.shapes)

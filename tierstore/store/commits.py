@@ -121,7 +121,7 @@ class Commits:
         except BaseException:
             if Future.cancel(pending):  # the thread has not begun
                 self._pending = None
-                _abandon([*(pool.writeback for pool in self._pools), *catalog.ids])
+                _give_up(None, [*(pool.writeback for pool in self._pools), *catalog.ids])
             raise
         return pending
 
@@ -213,15 +213,10 @@ def _finish(
         _give_up(pending, frozen, error)
 
 
-def _give_up(pending: PendingCommit, frozen: _Frozen, error: BaseException | None) -> None:
-    try:
-        _abandon(frozen)
-    finally:
-        pending.set_exception(error)
-
-
-def _abandon(frozen: _Frozen) -> None:
-    """Each, even if that of another fails."""
+def _give_up(pending: PendingCommit | None, frozen: _Frozen, error: BaseException | None = None) -> None:
+    """Have all that was frozen be of the next version, even if a part of it fails to be."""
     with contextlib.ExitStack() as stack:
+        if pending is not None:
+            stack.callback(pending.set_exception, error)
         for each in frozen:
             stack.callback(each.abandon)

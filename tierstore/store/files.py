@@ -301,10 +301,8 @@ def back_up(
 
 
 def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[int, ...], VerifyReport | None]:
-    """Open the backup, which walks its trees: it must be a store with the snapshot's versions, which it returns.
-
-    The source's are not walked before: out of the system's cache, that takes a fifth of the time of the copy.
-    """
+    """Open the backup, which walks its trees (the source's were not walked, a fifth of the time of the copy): it must
+    be a store with the snapshot's versions, which it returns."""
     try:
         manifest, cold, _ = open_files(work, readonly=True)
         with contextlib.closing(cold):
