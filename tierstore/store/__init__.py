@@ -96,19 +96,14 @@ def open_store(
     keep = require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)
     threads = require_int(default_threads() if threads is None else threads, "threads", 1, 1024)
+    place = None if directory is None else Path(directory)
+    memory = Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy)
     make = partial(
-        Store,
-        None if directory is None else Path(directory),
-        Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy),
-        readonly=mode == "r",
-        version=version,
-        keep=keep,
-        slack=slack,
-        threads=threads,
+        Store, place, memory, readonly=mode == "r", version=version, keep=keep, slack=slack, threads=threads,
         dtype=dtype,
-    )
+    )  # fmt: skip
     try:
-        return _make_to_write(make, Path(directory)) if directory is not None and mode == "w" else make()
+        return _make_to_write(make, place) if place is not None and mode == "w" else make()
     except OSError as error:
         raise translate_os_error(error, error.filename or str(directory)) from error
 

@@ -129,11 +129,9 @@ class Catalog:
     def find(self, config: TableConfig) -> Table | None:
         """The table of this configuration, or None. TableError if another table has its name."""
         known = self.tables.get(config.name)
-        if known is None:
-            return None
-        if known.config != config:
+        if known is not None and known.config != config:
             raise TableError(_difference(known, config))
-        if known.learning_rate != config.optimizer.lr:
+        if known is not None and known.learning_rate != config.optimizer.lr:
             _LOG.warning(
                 "table %r goes on with learning rate %s, not %s of its configuration: it was set, or is of the last "
                 "commit; set table.learning_rate to change it. A new store.optimizer() begins at the configured one",

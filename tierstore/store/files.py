@@ -217,17 +217,15 @@ class Steps:
     """One progress bar for copying and verifying, half of it each; both give bytes done, of how many."""
 
     def __init__(self, show: Callable[[int, int], None] | None) -> None:
-        self._show = show
+        self._show = show or (lambda done, total: None)  # noqa: ARG005
         self._total = 0
 
     def copied(self, done: int, total: int) -> None:
         self._total = total
-        if self._show is not None:
-            self._show(done, 2 * total)
+        self._show(done, 2 * total)
 
     def verified(self, done: int, total: int) -> None:
-        if self._show is not None:
-            self._show(self._total + self._total * done // max(1, total), 2 * self._total)
+        self._show(self._total + self._total * done // max(1, total), 2 * self._total)
 
 
 @contextlib.contextmanager
@@ -257,13 +255,9 @@ class BackupReport(NamedTuple):
 
 
 def back_up(
-    tier: LmdbColdTier,
-    directory: Path,
-    target: str | os.PathLike[str],
-    *,
-    verify: bool = False,
+    tier: LmdbColdTier, directory: Path, target: str | os.PathLike[str], *, verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> BackupReport:
+) -> BackupReport:  # fmt: skip
     """Copy a store as it is on SSD, with all versions that it keeps, into another directory.
 
     Any thread may call it while others train and commit. Rows that were not committed are not in the backup: commit

@@ -75,17 +75,9 @@ class Store(ClosedWhenDropped, Unpicklable):
     _lifetime: Lifetime = Lifetime(_IN_MEMORY, readonly=True)  # of one that could not be opened
 
     def __init__(
-        self,
-        directory: Path | None,
-        memory: Memory,
-        *,
-        readonly: bool,
-        version: int | None,
-        keep: int,
-        slack: float,
-        threads: int,
-        dtype: KeptAs,
-    ) -> None:
+        self, directory: Path | None, memory: Memory, *, readonly: bool, version: int | None, keep: int, slack: float,
+        threads: int, dtype: KeptAs,
+    ) -> None:  # fmt: skip
         self.directory = _IN_MEMORY if directory is None else directory.absolute()
         self.readonly = readonly
         self.keep = keep
@@ -158,16 +150,10 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     @shielded
     def change_table(
-        self,
-        table: str,
-        *,
-        name: str | None = None,
-        num_embeddings: int | None = None,
-        feature_names: Sequence[str] | None = None,
-        pooling: Pooling | None = None,
-        optimizer: Optimizer | None = None,
+        self, table: str, *, name: str | None = None, num_embeddings: int | None = None,
+        feature_names: Sequence[str] | None = None, pooling: Pooling | None = None, optimizer: Optimizer | None = None,
         ids: DynamicIds | None = None,
-    ) -> Table:
+    ) -> Table:  # fmt: skip
         """Give a table another name, more rows, other features, pooling, optimizer or rules of ids, durably.
 
         The change is part of no version: all that are kept show the table as it is now, and ``rollback`` does not undo
@@ -188,15 +174,15 @@ class Store(ClosedWhenDropped, Unpicklable):
             ValueError: wrong values. DiskFullError: the table is as it was.
             ReadOnlyError, ClosedError.
         """
-        asked: dict[str, Any] = {
-            "name": name, "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids,
-            "feature_names": None if feature_names is None else tuple(feature_names),
-        }  # fmt: skip
+        features = None if feature_names is None else tuple(feature_names)
+        asked = {"num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids, "name": name}
         with self._changing(table) as known:
             before = known.config
-            if feature_names is None and name is not None and before.feature_names == (before.name,):
-                asked["feature_names"] = ()
-            config = replace(before, **{field: value for field, value in asked.items() if value is not None})
+            if features is None and name is not None and before.feature_names == (before.name,):
+                features = ()
+            asked["feature_names"] = features
+            given: dict[str, Any] = {field: value for field, value in asked.items() if value is not None}
+            config = replace(before, **given)
             return known if config == before else self._catalog.change(known, config)
 
     @shielded
@@ -302,14 +288,14 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     def require_whole_steps(self) -> None:
         """PartlyTrainedError if a step failed after some of its rows were trained, until ``rollback``."""
-        if self._partly_trained is not None:
+        if (error := self._partly_trained) is not None:
             reopen = "close the store and open it again"
             way = f"store.rollback({self.version}), or {reopen}," if self.versions else reopen
             raise PartlyTrainedError(
                 f"{self.directory}: a training step failed when some of its rows were trained; to drop what was "
                 f"trained since the last commit, {way} and then repeat those steps. It failed by "
-                f"{type(self._partly_trained).__name__}: {self._partly_trained}"
-            ) from self._partly_trained
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     @shielded
     def commit(self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None) -> int:
@@ -475,12 +461,9 @@ class Store(ClosedWhenDropped, Unpicklable):
             return self._cold.verify(progress)
 
     def backup(
-        self,
-        target: str | os.PathLike[str],
-        *,
-        verify: bool = False,
+        self, target: str | os.PathLike[str], *, verify: bool = False,
         progress: Callable[[int, int], None] | None = None,
-    ) -> BackupReport:
+    ) -> BackupReport:  # fmt: skip
         """Copy the store and all versions it keeps into another directory, while others train: ``files.back_up``."""
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):

@@ -51,15 +51,12 @@ class TableStore(LookupStore, Protocol):
     offsets_type: OffsetsType
     recorder: Recorder | None
     shown: Shown
+    require_open: Callable[[], None]
+    require_writable: Callable[[], None]
+    calling: Callable[[str], contextlib.AbstractContextManager[None]]
 
     @property
     def tables(self) -> "Mapping[str, Table]": ...
-
-    def require_open(self) -> None: ...
-
-    def require_writable(self) -> None: ...
-
-    def calling(self, name: str) -> contextlib.AbstractContextManager[None]: ...
 
     def written_rows(self, table: "Table") -> Iterator[Int64s]: ...
 
