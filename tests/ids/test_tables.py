@@ -17,7 +17,8 @@ import tierstore
 from tests.hbm.stores import few_slots
 from tierstore.errors import IdError, TableError
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
-from tierstore.store.table_ids import Changed, TableIds
+from tierstore.store.stored_ids import Changed
+from tierstore.store.table_ids import TableIds
 
 BIG = 2**63 - 1
 

@@ -18,7 +18,7 @@ from ..exchange.rows import RowValues
 from ..kernels.arrays import Int64s
 from ..store import Store, open_store
 from ..store.manifest import MANIFEST_NAME, Manifest, Part, parts_in
-from ..store.table_ids import ids_bytes
+from ..store.stored_ids import ids_bytes
 from ..store.version import MAX_ANCESTORS, RANK_KEY
 from .plan import Shard, Sharding
 

@@ -18,7 +18,7 @@ from ..io.files import rows_path
 from ..store import Store, Table, open_store
 from ..store.files import new_store, open_files, require_outside
 from ..store.manifest import MANIFEST_NAME
-from ..store.table_ids import ids_bytes
+from ..store.stored_ids import ids_bytes
 from ..system.output import require_room
 from .parts import Commits, Parts, of_columns, open_parts
 from .plan import Plan, Shard, Sharding

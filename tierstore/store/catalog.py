@@ -78,7 +78,6 @@ class Catalog:
         self._dtype = dtype
         self._converter = Converter()
         self._entered: dict[int, tuple[RowLayout, int]] = {}  # layout and rows of the tables that the cold tier knows
-        self._shown_shapes = self._entered
         self.move(self.manifest, self.version)
 
     @property
@@ -302,7 +301,7 @@ class Catalog:
                 asked. BudgetError: the system refuses memory for the map of its rows.
         """
         manifest, entered = version.manifest_of(self._read_manifest()), self._entered
-        shapes, shown = manifest.shapes, self.manifest.shapes
+        shapes, shown = dict(manifest.shapes), self.manifest.shapes
         # A replica's tables go with the versions that brought them, and others may have come before anybody looked.
         for index, before in enumerate(self.manifest.tables[: len(shapes)]):
             after = manifest.tables[index]
@@ -322,9 +321,7 @@ class Catalog:
 
     def drop_prepared(self) -> None:
         """Forget the tables of a newer version that was not shown."""
-        if self._entered is not self._shown_shapes:
-            self._enter(self.manifest.shapes)
-            self._shown_shapes = self._entered
+        self._enter(self.manifest.shapes)
 
     def move(self, manifest: Manifest, version: Version) -> None:
         """Show a version, of the tables of a manifest: of a newer one, that which ``prepare`` gave."""
@@ -355,7 +352,7 @@ class Catalog:
 
     def _take(self, manifest: Manifest, tables: dict[str, Table]) -> None:
         """Have a manifest and what ``_made`` gave of it; again is fine."""
-        before, self.tables, self.manifest, self._shown_shapes = self.tables, tables, manifest, self._entered
+        before, self.tables, self.manifest = self.tables, tables, manifest
         for table in before.values():
             if tables.get(table.name) is not table:
                 table.leave()

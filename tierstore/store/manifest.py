@@ -76,9 +76,9 @@ class Manifest:
     """A table's index is its place; one that was dropped keeps it (``TableConfig.is_dropped``)."""
     has_rows: bool = False  # the row file was made; from then on its absence is damage
 
-    @property
+    @cached_property
     def shapes(self) -> dict[int, tuple[RowLayout, int]]:
-        """Layout and number of rows of each table, by its index; no rows of one that was dropped."""
+        """Layout and number of rows of each table, by its index; no rows of one that was dropped. To be read only."""
         return {
             index: (each.layout(self.page_bytes), 0 if each.is_dropped else each.num_rows)
             for index, each in enumerate(self.tables)
@@ -175,6 +175,11 @@ class Manifest:
                 f"no store at {directory}: {path} does not exist; check the path, or make a store: train "
                 'one, import one, or open with mode="w"'
             ) from None
+        return cls._parse(path, text)
+
+    @classmethod
+    def _parse(cls, path: Path, text: bytes) -> "Manifest":
+        """The manifest that a file's text says; errors as of ``read``."""
         try:
             envelope = json.loads(text)
             body, digest = envelope["body"], envelope["sha256"]

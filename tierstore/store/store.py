@@ -175,14 +175,15 @@ class Store(ClosedWhenDropped, Unpicklable):
             ReadOnlyError, ClosedError.
         """
         features = None if feature_names is None else tuple(feature_names)
-        asked = {"num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids, "name": name}
+        asked: dict[str, Any] = {
+            "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids, "name": name,
+        }  # fmt: skip
         with self._changing(table) as known:
             before = known.config
             if features is None and name is not None and before.feature_names == (before.name,):
                 features = ()
             asked["feature_names"] = features
-            given: dict[str, Any] = {field: value for field, value in asked.items() if value is not None}
-            config = replace(before, **given)
+            config = replace(before, **{field: value for field, value in asked.items() if value is not None})
             return known if config == before else self._catalog.change(known, config)
 
     @shielded

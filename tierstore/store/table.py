@@ -53,7 +53,8 @@ class TableStore(LookupStore, Protocol):
     shown: Shown
     require_open: Callable[[], None]
     require_writable: Callable[[], None]
-    calling: Callable[[str], contextlib.AbstractContextManager[None]]
+
+    def calling(self, name: str) -> contextlib.AbstractContextManager[None]: ...
 
     @property
     def tables(self) -> "Mapping[str, Table]": ...

@@ -1,10 +1,7 @@
 """The ids of a table that has dynamic ones: which have rows, admission, eviction, and how a commit keeps them.
 
-They are rows of a table of their own, the table of ids, which the manifest has next to it and ``Store.tables`` has not.
-So what makes rows durable, versioned and whole makes ids so. A commit writes those that changed. Its row r + 1 has the
-id and score of row r, but if there are candidates, they and rows come in turn, so that the table may grow. Its row 0
-has the count of batches, the time of the last, and where rows without ids are looked for next. Where ids have several
-owners, there is a section of this form for each.
+They are rows of a table of their own (``stored_ids``), which the manifest has next to it and ``Store.tables`` has not.
+So what makes rows durable, versioned and whole makes ids so. A commit writes those that changed.
 
 A row that gets an id is written whole, with first values and state, and is dirty from then on. So the log has a newer
 row for it than that of the id that had it before, in the version that has the new id.
@@ -14,41 +11,28 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from ..config import TableConfig
-from ..errors import DamagedError, IdError, TableError
+from ..errors import IdError, TableError
 from ..ids.configs import LFU, TTL, Frequency, Probability
-from ..ids.id_map import (
-    MAX_SCORE,
-    IdMap,
-    absent,
-    are_scores,
-    as_words,
-    draws,
-    give_rows,
-    lowest,
-    map_bytes,
-    owners_of,
-)
+from ..ids.id_map import MAX_SCORE, IdMap, absent, are_scores, as_words, draws, give_rows, lowest, owners_of
 from ..ids.peers import Peers
 from ..io import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import SECRET
 from ..kernels.threads import Workers
-from ..layout import KEY_ROW_BITS, ROW_MASK
+from ..layout import KEY_ROW_BITS
 from ..lookup.tables import Found, Hold, Use
-from ..pool.converting import RowSource
 from ..pool.stats import IdStats
+from .stored_ids import Changed, TableOfIds, ids_bytes
 
 EVICTED_SHARE: Final = 1 / 16
 """Of rows whose uses are counted, and of candidates, those that lose their ids at once when there are no more: new ones
 have the lowest counts, so to find the lowest is to look at all."""
 _CHUNK_ROWS: Final = 2**16
-_HALF: Final = np.uint64(32)
-_HAS_ID: Final = np.uint64(1)
 _SEEN_BITS: Final = 8
 _SEEN: Final = 2**_SEEN_BITS - 1
 _AGE: Final = 2**22 - 1
@@ -56,44 +40,6 @@ _AGE: Final = 2**22 - 1
 Put = Callable[[Int64s, Int64s], None]
 """Overwrites whole rows with first values and state, given their keys and their ids."""
 _Order = Callable[[Int64s], Sequence[Any]]
-
-
-class Changed(NamedTuple):
-    """Rows of the table of ids, int64 [n], and what they hold, uint64 [n, 2]: id; if the row has it 1 << 32 | score."""
-
-    rows: Int64s
-    words: Words
-
-
-def shares(config: TableConfig) -> tuple[int, int]:
-    """How many rows and candidates an owner has."""
-    rules, most = config.ids, config.num_embeddings
-    return (0, 0) if rules is None else (rules.share(most), rules.share(rules.num_candidates(most)))
-
-
-def ids_bytes(config: TableConfig) -> int:
-    """Memory for a table's ids, once they are looked at; 0 if they are not dynamic."""
-    if config.ids is None:
-        return 0
-    return sum(map_bytes(len(range(*config.ids.owned)) * share) for share in shares(config))
-
-
-def own_rows(config: TableConfig, stored: Int64s, part: int = 0) -> tuple[Bools, Int64s]:
-    """Which rows of the table of ids, int64 [n], have ids of a table's rows (part 0) or candidates (1), and of which of
-    all owners' rows or candidates."""
-    assert config.ids is not None
-    share = shares(config)
-    owners, rest = np.divmod(stored, config.table_of_ids(0).num_embeddings // config.ids.owners)
-    rows, parts = np.divmod(rest - 1, 2 if share[1] else 1)
-    own = (rest > 0) & (parts == part) & (rows < share[part])
-    return own, (owners * share[part] + rows)[own]
-
-
-def _read(read: RowSource, keys: Int64s) -> Changed:
-    """Rows of the table of ids; zeros of those that are not there."""
-    words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
-    read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
-    return Changed(keys & ROW_MASK, words)
 
 
 class TableIds:
@@ -128,8 +74,7 @@ class TableIds:
         self._counts_uses = isinstance(rules.eviction, LFU)
         self.goes_by_time = isinstance(rules.eviction, TTL) and rules.eviction.minutes is not None
         self._num_candidates = rules.num_candidates(config.num_embeddings)
-        self._shares, self._num_owned = shares(config), len(range(*rules.owned))
-        self._section_rows = config.table_of_ids(0).num_embeddings // rules.owners
+        self._stored = TableOfIds(config)
         self._index = index
         self._cold = cold
         self._workers = workers
@@ -431,7 +376,7 @@ class TableIds:
             if "_known" not in self.__dict__:
                 return
             dirty = [each.dirty_rows for each in self._known]
-            parts = [self._of_all, *(self._stored(part, rows) for part, rows in enumerate(dirty))]
+            parts = [self._of_all, *map(self._stored.of, self._known, (0, 1), dirty)]
             self._frozen = Changed(*map(np.concatenate, zip(*parts, strict=True)))
             for each, rows in zip(self._known, dirty, strict=True):
                 each.clean(rows)
@@ -439,27 +384,9 @@ class TableIds:
     @property
     def _of_all(self) -> Changed:
         """The first row of each section."""
-        starts = np.arange(*self._rules.owned) * self._section_rows
+        starts = np.array(self._stored.owned) * self._stored.section_rows
         words = self._step | self._clock << 32, self._rows.cursor
         return Changed(starts, np.full((len(starts), 2), words, np.uint64))
-
-    def _stored(self, part: int, rows: Int64s) -> Changed:
-        """Where the table of ids has these rows (part 0) or candidates (1), and what it has of them."""
-        known, words = self._known[part], np.empty((len(rows), 2), np.uint64)
-        scores = known.scores(rows)
-        words[:, 0] = known.ids_of(rows).view(np.uint64)
-        words[:, 1] = (scores != 0).astype(np.uint64) << _HALF | scores
-        owners, places = np.divmod(rows, max(1, self._shares[part]))
-        sections = (owners + self._rules.owned[0]) * self._section_rows
-        return Changed(sections + 1 + part + places * (2 if self._num_candidates else 1), words)
-
-    def _in_map(self, part: int, stored: Int64s) -> tuple[Bools, Int64s]:
-        """Which rows of the table of ids are of that part here, and of which of its rows."""
-        own, rows = own_rows(self._config, stored, part)
-        rows -= self._rules.owned[0] * self._shares[part]
-        here = (rows >= 0) & (rows < self._num_owned * self._shares[part])
-        own[own] = here
-        return own, rows[here]
 
     def write_frozen(self) -> None:
         """Write what was frozen; errors as of ``ColdTier.write``."""
@@ -467,7 +394,8 @@ class TableIds:
         if frozen is None:
             return
         for first in range(0, len(frozen.rows), _CHUNK_ROWS):
-            rows, words = (each[first : first + _CHUNK_ROWS] for each in frozen)
+            part = slice(first, first + _CHUNK_ROWS)
+            rows, words = frozen.rows[part], frozen.words[part]
             slots = np.arange(len(rows), dtype=np.int32)
             self._cold.write(self._keys(rows), slots, words, np.empty((len(rows), 0), np.uint64), epoch=self._version)
         self._frozen = None  # what is written is of the next version if this one fails
@@ -478,7 +406,7 @@ class TableIds:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
                 for part, known in enumerate(self._known):
-                    known.soil(self._in_map(part, frozen.rows)[1])
+                    known.soil(self._stored.within(frozen.rows, part)[1])
 
     def check_integrity(self) -> None:
         """AssertionError unless each id leads to its row, and the counts agree."""
@@ -500,14 +428,14 @@ class TableIds:
         known = self._new_maps()
         for stored in self._cold.stored_rows(self._index + 1):
             for first in range(0, len(stored), _CHUNK_ROWS):
-                self._enter(_read(self._cold.read, self._keys(stored[first : first + _CHUNK_ROWS])), known)
+                self._enter(Changed.read(self._cold.read, self._keys(stored[first : first + _CHUNK_ROWS])), known)
         self._keep_up(int(known[0].scores(known[0].used_rows).max(initial=0)))  # a repaired store may have lost it
         if self.goes_by_time and self._clock == 1 and not self._step:
             self._clock = 0  # all were imported, when no time was known
         return known
 
     def _new_maps(self) -> tuple[IdMap, IdMap]:
-        rows, candidates = (IdMap(self._num_owned * share, self._workers) for share in self._shares)
+        rows, candidates = (IdMap(len(self._stored.owned) * share, self._workers) for share in self._stored.shares)
         return rows, candidates
 
     def _keep_up(self, score: int) -> None:
@@ -517,22 +445,9 @@ class TableIds:
             self._step = self._step if self.goes_by_time else max(self._step, score)
 
     def _enter(self, changed: Changed, known: tuple[IdMap, IdMap]) -> None:
-        """Have the maps hold what the table of ids has in some rows. DamagedError: nobody wrote this."""
         for part, each in enumerate(known):
-            own, rows = self._in_map(part, changed.rows)
-            words = changed.words[own]
-            each.remove(rows[each.scores(rows) != 0])
-            used = words[:, 1] >> _HALF & _HAS_ID != 0
-            ids, scores = words[used, 0].view(np.int64), words[used, 1].astype(np.uint32)
-            is_sound = are_scores(scores)
-            if is_sound:
-                each.put(rows[used], ids, scores)
-            if not is_sound or not np.array_equal(each.find(ids), rows[used]):
-                raise DamagedError(
-                    "two rows have one id, or a wrong score: restore the store from a copy, or publish all of it again"
-                )
-            each.clean(rows)
-        for words in changed.words[changed.rows % self._section_rows == 0]:
+            self._stored.enter(changed, each, part)
+        for words in changed.words[changed.rows % self._stored.section_rows == 0]:
             (self._clock, self._step), known[0].cursor = divmod(int(words[0]), 2**32), int(words[1])
 
     def take_over(self, other: "TableIds") -> Int64s:
@@ -555,7 +470,7 @@ class TableIds:
         if "_known" not in self.__dict__:
             return partial(self._show, None)
         first, stop = (np.searchsorted(newer.changed, (self._index + after) << KEY_ROW_BITS) for after in (1, 2))
-        return partial(self._show, _read(newer.read, newer.changed[first:stop]))
+        return partial(self._show, Changed.read(newer.read, newer.changed[first:stop]))
 
     def rehearse(self) -> None:
         """Compile what ``changed`` and the call that it gives use."""
@@ -573,14 +488,14 @@ class TableIds:
     @property
     def shape(self) -> tuple[int, int]:
         """Of ``words``."""
-        return self._section_rows * self._rules.owners, 2
+        return self._stored.num_rows, 2
 
     def words(self) -> Words:
         """All that the table of ids' rows would hold after a commit, uint64."""
         words = np.zeros(self.shape, np.uint64)
         with self.lock:
-            parts = [self._stored(part, np.arange(each.capacity)) for part, each in enumerate(self._known)]
-            for each in (self._of_all, *parts):
+            every = [np.arange(each.capacity) for each in self._known]
+            for each in (self._of_all, *map(self._stored.of, self._known, (0, 1), every)):
                 words[each.rows] = each.words
         return words
 
