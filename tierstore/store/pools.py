@@ -1,6 +1,5 @@
 """The pools of a store: budgets of memory divided among row layouts, for each a cache, and the device tier above."""
 
-
 import bisect
 import contextlib
 import math
@@ -33,7 +32,7 @@ from ..system.sizes import file_memory_bytes, format_size, is_share_of_tables, p
 from .catalog import Catalog
 from .stored_ids import ids_bytes
 
-_MANY_BYTES: Final = 2**62  # of which no percentage that is not zero is no byte
+_MANY_BYTES: Final = 2**62  # a percentage of it is no byte if it is zero; more than a device has
 MIN_CACHED_ROWS: Final = 64  # fewest rows a layout's cache must hold (all its rows, if there are fewer)
 STAGING_BYTES: Final = 256 * 2**10  # a segment under construction
 TRANSACTION_SHARE: Final = 1 / 8
@@ -46,7 +45,6 @@ OVERFLOW_SHARE: Final = 1 / 16
 """Overflow slots of a pool in device memory, of its cached rows: for rows all of whose set is in use."""
 MIN_OVERFLOW_ROWS: Final = 64
 _MOST_SLOTS: Final = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
-_NEVER_BYTES: Final = 2**62  # of a tier whose slots int32 cannot number
 HBM_STAGING_SHARE: Final = 1 / 32
 MIN_STAGING_ROWS: Final = 16
 MAX_STAGING_BYTES: Final = 8 * 2**20  # of each buffer that rows are moved through; below, a share of the cached rows
@@ -179,7 +177,7 @@ class Pools:
         )  # fmt: skip
         read, pools = self._catalog.source(self._cold.read), {}
         for layout, size in division.pools.items():
-            words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
+            words = _words(layout)
             own = {table.index: table.rows for table in tables if table.layout == layout}
             pools[layout] = Pool(
                 layout,
@@ -305,7 +303,9 @@ def divide(
 def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> dict[RowLayout, HbmSize | FullSize]:
     """The same of device memory; arguments and errors as of ``divide``."""
     full = {
-        layout: full_hbm_bytes_of(layout, count) if count <= CAPACITY_MAX else _NEVER_BYTES
+        layout: count * (layout.row_bytes + DIRTY_BYTES)  # what ``FullRows.size_bytes`` says
+        if count <= CAPACITY_MAX  # slots have numbers of int32
+        else _MANY_BYTES
         for layout, count in rows.items()
     }
     if budget >= sum(full.values()):
@@ -344,11 +344,6 @@ def _staging_rows(layout: RowLayout, cached: int) -> int:
 
 def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
     return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), _staging_rows(layout, cached))
-
-
-def full_hbm_bytes_of(layout: RowLayout, count: int) -> int:
-    """Device memory of a pool that has all of its rows there; what ``FullRows.size_bytes`` says."""
-    return count * (layout.row_bytes + DIRTY_BYTES)
 
 
 def hbm_bytes_of(layout: RowLayout, cached: int) -> int:
