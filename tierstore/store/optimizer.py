@@ -42,12 +42,6 @@ class _Waiting:
     lookup: TrainsRows
     grad_out: Tensor  # of the lookup's output
 
-    def release(self) -> None:
-        """Release the rows, which will not be trained."""
-        self.lookup.release()
-        for hold in self.lookup.holds:
-            hold.let_go()
-
     @shielded
     def merge(self) -> None:
         """Merge each row's, and add them to the tables' ``grad``."""
@@ -105,10 +99,10 @@ class _GradAnchor(torch.nn.Parameter):
     def has_grad(self) -> bool:
         return self.waiting is not None or super().grad is not None
 
-    def let_go(self) -> None:
-        """The gradient was applied, or is forgotten."""
-        for hold in self.holds:
-            hold.let_go()
+    @property
+    def all_holds(self) -> list[Hold]:
+        """Those of a pass that is not merged, too."""
+        return self.holds if self.waiting is None else [*self.holds, *self.waiting.lookup.holds]
 
 
 class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
@@ -258,10 +252,11 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         for rows in self._rows:
             rows.is_applied = False
             if set_to_none or rows.table.ids is not None:
+                for hold in rows.all_holds:
+                    hold.let_go()
                 if rows.waiting is not None:
-                    rows.waiting.release()
+                    rows.waiting.lookup.release()  # its rows will not be trained
                 rows.waiting = rows.grad = None
-                rows.let_go()
                 rows.holds.clear()
         super().zero_grad(set_to_none)
 
@@ -294,7 +289,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         if not self.has_grad:
             return  # the rates in force stay those of the last update
         for rows in self._rows:
-            for hold in (*rows.holds, *(() if rows.waiting is None else rows.waiting.lookup.holds)):
+            for hold in rows.all_holds:
                 hold.require(_MOVED)
         self._set_rates()
         passes = dict.fromkeys(rows.waiting for rows in self._rows if rows.waiting is not None)
@@ -307,7 +302,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         train(updates)
         for rows in self._rows:
             rows.is_applied = True
-            rows.let_go()
+            for hold in rows.holds:
+                hold.let_go()
 
     def _set_rates(self) -> None:
         """Of all tables; say once which do not go on at the rate that they were trained at."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TableError
-from ..kernels.arrays import Floats, Ids, Int64s
+from ..kernels.arrays import Floats, Int64s
 from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS
 from ..lookup.joined import AnyLookup, DeviceJagged, Jagged
@@ -114,9 +114,13 @@ class Table(Unpicklable, LookupTable):
             )
 
     def keys_of(self, ids: Int64s, use: Use) -> Found:
-        if self.ids is None:
-            return Found(self._keys_of(ids))
-        return self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
+        if self.ids is not None:
+            return self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
+        keys: Int64s = np.empty(len(ids), np.int64)
+        outside = row_keys(ids, self.rows.start, self.rows.stop, self.index << KEY_ROW_BITS, keys)
+        if outside >= 0:
+            raise self.id_error(int(ids[outside]))
+        return Found(keys)
 
     @shielded
     def _admit(self, ids: Int64s) -> Found:
@@ -137,16 +141,8 @@ class Table(Unpicklable, LookupTable):
 
     def _keys(self, ids: Tensor) -> Int64s:
         refuse_traces((ids,))
-        return self._keys_of(check_ids(ids, device=self.store.device))
-
-    def _keys_of(self, rows: Ids) -> Int64s:
-        if self.ids is not None:
-            return self.keys_of(rows.astype(np.int64, copy=False), Use.READ).keys
-        keys: Int64s = np.empty(len(rows), np.int64)
-        outside = row_keys(rows, self.rows.start, self.rows.stop, self.index << KEY_ROW_BITS, keys)
-        if outside >= 0:
-            raise self.id_error(int(rows[outside]))
-        return keys
+        given: Any = check_ids(ids, device=self.store.device)
+        return self.keys_of(given if self.ids is None else given.astype(np.int64, copy=False), Use.READ).keys
 
     def are_in_memory(self, ids: Tensor) -> bool:
         """Whether to look these rows up reads nothing from SSD and nothing is copied to a device.
