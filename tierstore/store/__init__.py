@@ -79,18 +79,7 @@ def open_store(
         StoreNotFoundError: mode="r" and there is no store, or no such version. StoreLockedError: a writer has it open.
         DamagedError: a file is not what was written.
     """
-    require_choice(mode, ("r", "w"), "mode")
-    if version is not None:
-        require_int(version, "version", 1, 2**40)
-        if mode != "r":
-            raise ValueError(
-                f'version={version} goes with mode="r"; to write from there on: open(..., mode="w").rollback({version})'
-            )
-    if dtype is not None:
-        require_choice(dtype, ("stored", *get_args(FloatName), *get_args(QuantizedName)), "dtype")
-        if mode != "r":
-            raise ValueError(f'dtype={dtype!r} goes with mode="r": rows that are trained are kept as they are stored')
-    _require_place(cold, directory, mode)
+    _require_place(directory, cold, mode, version, dtype)
     require_choice(policy, cache.POLICIES, "policy")
     require_memory(parse_size(ddr, name="ddr"), f"ddr={ddr!r}")
     keep = require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
@@ -124,8 +113,20 @@ def _make_to_write(make: Callable[[], Store], directory: Path) -> Store:
     return make()
 
 
-def _require_place(cold: str, directory: object, mode: str) -> None:
-    """ValueError unless there is a directory for files, and none without."""
+def _require_place(directory: object, cold: str, mode: str, version: int | None, dtype: str | None) -> None:
+    """ValueError, TypeError for a wrong mode, or what goes with the other one; and unless there is a directory for
+    files, and none without."""
+    require_choice(mode, ("r", "w"), "mode")
+    if version is not None:
+        require_int(version, "version", 1, 2**40)
+        if mode != "r":
+            raise ValueError(
+                f'version={version} goes with mode="r"; to write from there on: open(..., mode="w").rollback({version})'
+            )
+    if dtype is not None:
+        require_choice(dtype, ("stored", *get_args(FloatName), *get_args(QuantizedName)), "dtype")
+        if mode != "r":
+            raise ValueError(f'dtype={dtype!r} goes with mode="r": rows that are trained are kept as they are stored')
     require_choice(cold, ("lmdb", "memory"), "cold")
     if cold == "lmdb" and directory is None:
         raise ValueError('a store needs a directory; for one that ends with the process: tierstore.open(cold="memory")')
