@@ -57,10 +57,13 @@ class Lineage(NamedTuple):
         """The identity of the ancestor with this number; "" if there is none."""
         return next((each.commit_id for each in self.ancestors if each.version == version), "")
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"id": self.commit_id, "ancestors": [list(each) for each in self.ancestors]}
+
     @classmethod
     def from_dict(cls, fields: Any) -> "Lineage":
-        """What ``pack`` wrote; None, which earlier releases leave, is ``NO_LINEAGE``. ValueError, TypeError or KeyError
-        for anything else."""
+        """Inverse of ``to_dict``; None, which earlier releases leave, is ``NO_LINEAGE``. ValueError, TypeError or
+        KeyError for what ``to_dict`` did not give."""
         if fields is None:
             return NO_LINEAGE
         ancestors = tuple(Ancestor(*each) for each in fields["ancestors"])
@@ -183,7 +186,7 @@ def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Linea
     """The payload's part before the tensors."""
     fields: dict[str, Any] = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
     if lineage.commit_id:
-        fields["commit"] = {"id": lineage.commit_id, "ancestors": [list(each) for each in lineage.ancestors]}
+        fields["commit"] = lineage.to_dict()
     header = json.dumps(fields).encode()
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
