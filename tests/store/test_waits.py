@@ -180,7 +180,7 @@ BETWEEN_ROOMS: Final = {
     "size_bytes state",
     "Recorder": "add_table note_bags note_lookups note_rows",
     "Newer": "found manifest rows show_ids version",
-    "PendingCommit": "drop end unseen_error",
+    "PendingCommit": "end",
     "Prefetched": "",
     "TieredOptimizer": "add_param_group load_state_dict has_grad collect zero_grad clip_grad_norm_ "
     "of_own_tables param_groups state_dict",
