@@ -132,7 +132,7 @@ class _Life:
         if name in ("train", "prefetch"):
             after -= torch.bincount(torch.cat(batches).flatten(), minlength=len(after))
         if name in ("commit", "commit later"):
-            self._versions[store._pools.epoch] = after
+            self._versions[store._catalog.epoch] = after
         values = after[ids, None].expand(-1, dim)
 
         def look_up() -> None:

@@ -77,7 +77,7 @@ class _Life:
         self._durable = self._store.commit()
 
     def _note_version(self, rows: Rows) -> None:
-        self._versions[self._store._pools.epoch] = {name: values.clone() for name, values in rows.items()}
+        self._versions[self._store._catalog.epoch] = {name: values.clone() for name, values in rows.items()}
 
     def _create(self) -> tuple[Callable[[], Any], Rows]:
         self._made += 1
@@ -141,7 +141,7 @@ class _Life:
 
     def cut_one(self, number: int) -> None:
         kind, call, after = self._draw()
-        before, epoch = self._now, self._store._pools.epoch
+        before, epoch = self._now, self._store._catalog.epoch
         what, is_step = self._random.choice(list(ERRORS)), number % 3 > 0
         where, error = self._at_step(call, what) if is_step else self._at_instant(call, what)
         self._found.tried[kind] += bool(where)

@@ -21,7 +21,7 @@ from tierstore.hbm import build, streams
 from tierstore.hbm.streams import Mark, Streams
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 from tierstore.models import DLRM
-from tierstore.store.budget import hbm_bytes_of
+from tierstore.store.pools import hbm_bytes_of
 
 from .ids import Zipf
 from .rig import Rig

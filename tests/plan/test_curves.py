@@ -23,7 +23,7 @@ from tierstore.plan import Accesses, once_a_batch
 from tierstore.plan.accesses import numbered, read_accesses
 from tierstore.plan.curves import POLICIES, by_table, curve, distances
 from tierstore.plan.json_file import plain
-from tierstore.store.budget import divide
+from tierstore.store.pools import divide
 from tierstore.trace import TableTrace, Trace, write_trace
 
 

@@ -13,7 +13,7 @@ import tierstore
 from tests import children
 from tierstore import errors
 from tierstore.io import files
-from tierstore.store.target import BACKUP_WORK_NAME
+from tierstore.store.files import BACKUP_WORK_NAME
 from tierstore.system import killpoints
 from tierstore.system.killpoints import COPY_POINTS
 

@@ -11,8 +11,8 @@ import pytest
 
 from tierstore.cache.base import Admission, AdmitStatus, Listing
 from tierstore.cache.ddr import DdrCache
-from tierstore.store import newer
-from tierstore.store.newer import resident_keys
+from tierstore.store import refresh
+from tierstore.store.refresh import resident_keys
 
 pytestmark = pytest.mark.kernel
 PIECE = 8
@@ -80,8 +80,8 @@ def test_each_row_is_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             visit(cache, np.arange(5))
         turns.append(None)
 
-    monkeypatch.setattr(newer, "_PIECE_ROWS", PIECE)
-    monkeypatch.setattr(newer.time, "sleep", drive_out)
+    monkeypatch.setattr(refresh, "_PIECE_ROWS", PIECE)
+    monkeypatch.setattr(refresh.time, "sleep", drive_out)
 
     found = resident_keys(pool_over(cache))
     assert len(turns) > 3

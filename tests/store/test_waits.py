@@ -22,9 +22,9 @@ from tests.gate import Gate
 from tierstore.errors import TierstoreError
 from tierstore.nn.prefetch import Prefetched
 from tierstore.store.commits import PendingCommit
-from tierstore.store.newer import Newer
 from tierstore.store.optimizer import TieredOptimizer
 from tierstore.store.recording import Recorder
+from tierstore.store.refresh import Newer
 
 SECONDS: Final = 5.0
 ROWS, DIM = 5000, 8
@@ -180,7 +180,7 @@ BETWEEN_ROOMS: Final = {
     "size_bytes state",
     "Recorder": "add_table note_bags note_lookups note_rows",
     "Newer": "found manifest rows show_ids version",
-    "PendingCommit": "drop end unseen_error",
+    "PendingCommit": "end",
     "Prefetched": "",
     "TieredOptimizer": "add_param_group load_state_dict has_grad collect zero_grad clip_grad_norm_ "
     "of_own_tables param_groups state_dict",

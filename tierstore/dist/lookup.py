@@ -224,7 +224,8 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
     @property
     def _device(self) -> torch.device:
         """Where values are, unless they are on the way between ranks."""
-        return self.tables[0].store.device
+        device: torch.device = self.tables[0].store.device
+        return device
 
     def release(self) -> None:
         if "own" in self.__dict__:

@@ -16,10 +16,9 @@ from ..exchange.rows import chunks, read_keys, read_rows, write_rows
 from ..io.files import ROW_FILE_NAME, rows_path
 from ..io.lmdb import LmdbColdTier
 from ..store import Store, Table, open_store
+from ..store.files import new_store, open_files, require_outside
 from ..store.manifest import MANIFEST_NAME
-from ..store.opened import open_files
 from ..store.stored_ids import ids_bytes
-from ..store.target import new_store, require_outside
 from ..system.output import require_room
 from .parts import Commits, Parts, of_columns, open_parts
 from .plan import Plan, Shard, Sharding

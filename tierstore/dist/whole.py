@@ -19,8 +19,8 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.floats import code_of_dtype
 from ..layout import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
 from ..pool.converting import RowSource
+from ..store.files import Opened
 from ..store.manifest import Manifest
-from ..store.opened import Opened
 from ..store.version import Ancestor, Lineage, Version, repack, unpack
 from .parts import SECTION, Commits, Source, in_common, newest_set, state_columns
 from .plan import Shard, Sharding
@@ -386,7 +386,7 @@ class WholeChanges:
         return keys
 
 
-def open_whole(directory: Path, *, version: int | None = None) -> Opened:
+def open_whole(directory: Path, version: int | None = None) -> Opened:
     """The whole tables of a sharded store for reading, and the cold tier, which knows none yet and is the caller's
     to close. StoreNotFoundError: not all parts are there, or no such version. TierstoreError: they are of different
     runs. Others as of ``LmdbColdTier``."""

@@ -13,7 +13,7 @@ from ..lookup.gradients import NUMBERS, collect, note_pass, require_engine
 from ..lookup.lookup import AnyLookup, DynamicLookup
 from ..lookup.tables import LookupTable
 from ..optim.curvature import OF_THREAD
-from ..store import Store
+from ..store.table import TableStore
 
 _MISSED: Final = 2
 """Batches in turn: one may well have been left out."""
@@ -45,7 +45,7 @@ class Prepared:
 
     def __init__(
         self, lookups: list[AnyLookup], shape: tuple[int, ...], scale: Tensor | None,
-        sources: Sequence[Tensor | None], store: Store, padding: Padding | None = None,
+        sources: Sequence[Tensor | None], store: TableStore, padding: Padding | None = None,
     ) -> None:  # fmt: skip
         self.lookups = lookups
         self.shape = shape

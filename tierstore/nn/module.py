@@ -13,8 +13,9 @@ from torch import Tensor, distributed, nn
 
 from ..lookup.gradients import note_pass
 from ..optim.curvature import OF_THREAD
-from ..store import Store, Table
+from ..store import Table
 from ..store.arguments import NOT_TRACED, refuse_traces
+from ..store.table import TableStore
 from ..system.checks import Unpicklable, require_int
 from .function import Prepared, PreparedLookups, run_lookups
 from .placeholder import Placeholder
@@ -51,7 +52,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     _replicated = "", 1
     """By what, and by how many processes: a reentrant checkpoint trains in backward, where nothing says so."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TableStore) -> None:
         require_store(store)
         super().__init__()
         self.rows = Placeholder.of(self, requires_grad=not store.readonly)

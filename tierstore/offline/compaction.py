@@ -27,8 +27,8 @@ from ..io.snapshot import Snapshot
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
+from ..store.files import Steps, bytes_on_device, new_store, new_tier, require_outside
 from ..store.manifest import Manifest
-from ..store.target import Steps, bytes_on_device, new_store, new_tier, require_outside
 from ..system.excerpt import excerpt
 from ..system.oserrors import RESTORE
 from ..system.output import require_room

@@ -25,8 +25,8 @@ from ..io.reads import by_key, stored_batches
 from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName
 from ..pool.converting import converted
 from ..store import open_store
+from ..store.files import bytes_on_device, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
-from ..store.target import bytes_on_device, new_store, new_tier, require_outside
 from ..store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from ..system.checks import require_choice
 from ..system.output import write_text

@@ -29,9 +29,9 @@ from ..io.verify import LOST, Runs, choose_rows, read_rows, settled, surviving_r
 from ..kernels.arrays import Bools
 from ..layout import KEY_ROW_BITS
 from ..store import open_store
+from ..store.files import Steps, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
-from ..store.stored_ids import own_rows
-from ..store.target import Steps, new_store, new_tier, require_outside
+from ..store.stored_ids import TableOfIds
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
 from ..system.excerpt import excerpt
 from ..system.files import read_plain_file
@@ -211,7 +211,7 @@ def _save(
 def _drop_ids(tier: LmdbColdTier, index: int, config: TableConfig, epoch: int) -> None:
     """Take the ids from rows of a table that were not saved: these would have first values that are not their ids'."""
     saved, ids = (np.concatenate([np.empty(0, np.int64), *tier.stored_rows(place)]) for place in (index, index + 1))
-    own, rows = own_rows(config, ids)
+    own, rows = TableOfIds(config).own_rows(ids)
     lost = ids[own][~np.isin(rows, saved)]
     slots, words = np.arange(len(lost), dtype=np.int32), np.zeros((len(lost), 2), np.uint64)
     tier.write(lost | ((index + 1) << KEY_ROW_BITS), slots, words, words[:, :0], epoch=epoch)

@@ -16,7 +16,7 @@ from ..io.segments import geometry
 from ..layout import BLOCK_HEADER_WORDS, PAIR_WORDS, RowLayout
 from ..pool import HELD_SHARE
 from ..pool.writeback import rows_a_write
-from ..store.budget import Division, divide, divide_hbm
+from ..store.pools import Division, divide, divide_hbm
 from .demand import Demand, PoolDemand
 from .prediction import Setup
 from .workload import Workload

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..offline.quantization import quantize
 from ..serve.models.dense import lowered
+from ..store.files import require_outside
 from ..store.manifest import MANIFEST_NAME
-from ..store.target import require_outside
 from ..system.files import output_locked
 from ..system.output import output_errors, require_parent
 from ..system.sizes import format_size

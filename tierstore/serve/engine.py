@@ -24,7 +24,7 @@ from ..pool.stats import Stats, TierStats
 from ..settings.sections import nearest
 from ..store import Store, open_store
 from ..store.manifest import Manifest
-from ..store.newer import Newer
+from ..store.refresh import Newer
 from ..system.excerpt import excerpt
 from ..train.checkpoint import saved_config
 from ..updates.header import origin_of

@@ -23,7 +23,7 @@ from ..errors import ClosedError, DamagedError, FormatError, TierstoreError
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..pool import Pool
 from ..store import Store, Table
-from ..store.newer import resident_keys
+from ..store.refresh import resident_keys
 from ..system.files import open_plain_file
 from ..trace import read_trace
 

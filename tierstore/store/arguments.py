@@ -75,19 +75,12 @@ def may_trace() -> bool:
 def refuse_traces(given: Sequence[object]) -> None:
     """RuntimeError while torch traces; ``given`` is what would be looked up."""
     if may_trace():
-        _refuse_proxies()
-        if _tracing_state() is not None:
+        proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # without it nothing makes proxies of tensors
+        if _tracing_state() is not None or (proxies is not None and proxies.get_proxy_mode() is not None):
             raise RuntimeError(NOT_TRACED)
     for each in given:
         if type(each) is not Tensor and (isinstance(each, torch.fx.Proxy) or type(each).__name__ in _IN_TRACES):
             raise RuntimeError(NOT_TRACED)
-
-
-def _refuse_proxies() -> None:
-    """RuntimeError under a mode of torch that records what is done with tensors."""
-    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # without it nothing makes proxies of tensors
-    if tracing is not None and tracing.get_proxy_mode() is not None:
-        raise RuntimeError(NOT_TRACED)
 
 
 def refuse_transforms() -> None:
@@ -122,24 +115,21 @@ def check_offsets(
     given = check_ids(offsets, name, device=device)
     whole = given if is_last_given else np.concatenate((given, (num_ids,)))
     array: Any = np.empty(len(whole), dtype if num_ids <= _INT32_MAX else np.int64)
-    if not len(array) or not kernels.copy_offsets(whole, num_ids, array):
-        rule = _offsets_rule(name, num_ids, is_last_given=is_last_given)
-        raise ValueError(f"{rule}; {_first_wrong(given.astype(np.int64), num_ids)}")
-    return array
+    if len(array) and kernels.copy_offsets(whole, num_ids, array):
+        return array
+    found = "there are none"
+    if len(given):
+        starts = given.astype(np.int64)
+        wrong = (np.diff(starts, prepend=starts[:1]) < 0) | (starts > num_ids)
+        wrong[0] |= starts[0] != 0
+        place = int(wrong.argmax()) if wrong.any() else len(starts) - 1
+        found = f"the one at index {place} is {starts[place]} {_OF_LENGTHS}"
+    raise ValueError(f"{_offsets_rule(name, num_ids, is_last_given=is_last_given)}; {found}")
 
 
 def _offsets_rule(name: str, num_ids: int, *, is_last_given: bool) -> str:
     ends = "end at" if is_last_given else "not exceed"
     return f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}"
-
-
-def _first_wrong(offsets: Int64s, num_ids: int) -> str:
-    if not len(offsets):
-        return "there are none"
-    wrong = (np.diff(offsets, prepend=offsets[:1]) < 0) | (offsets > num_ids)
-    wrong[0] |= offsets[0] != 0
-    place = int(wrong.argmax()) if wrong.any() else len(offsets) - 1
-    return f"the one at index {place} is {offsets[place]} {_OF_LENGTHS}"
 
 
 def require_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights") -> Tensor | None:

@@ -1,39 +1,50 @@
-"""The tables of an open store, and the version of them that it shows."""
+"""The tables of an open store, changes of them, and the version of them that it shows.
+
+A table is a place in the manifest, and its rows carry the number of the place. So a change of name, features, size or
+rules of ids is a new manifest, written atomically. A table that is dropped leaves its place empty. A table with another
+optimizer moves to a new place, with the table of its ids if they are dynamic, as its rows get another layout:
+
+1. a manifest with a new place, empty;
+2. the rows with new state, for that place, and a commit with them: no other version is kept, as none has these rows;
+3. a manifest with the table in the new place, and with the old one empty.
+
+A process that ends before the third leaves the table as it was. Rows of an empty place are nobody's, and are deleted.
+"""
 
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
+
+import numpy as np
 
 from ..config import TableConfig
 from ..errors import StoreReplacedError, TableError, TierstoreError
 from ..hbm.build import require_supported
 from ..io.base import ColdTier
 from ..io.lmdb import LmdbColdTier
-from ..layout import MAX_TABLES, DtypeName, RowLayout
+from ..layout import KEY_ROW_BITS, MAX_TABLES, DtypeName, RowLayout
 from ..optim import SGD
 from ..pool.converting import Converter, RowSource
+from ..system.sizes import format_count
+from .files import Opened
 from .manifest import Manifest
-from .table import Table
+from .table import Table, TableStore
 from .table_ids import TableIds
-from .version import TableState, Version, unpack
-
-if TYPE_CHECKING:
-    from .store import Store
+from .version import ORIGIN_KEY, RANK_KEY, TableState, Version, repack, unpack
 
 _LOG: Final = logging.getLogger("tierstore")
-
 _CHANGEABLE: Final = ("num_embeddings", "feature_names", "pooling", "optimizer", "ids")
+_TRANSACTION_BYTES: Final = 4 << 20  # of rows that are moved at a time
 
 KeptAs = DtypeName | Literal["stored"] | None  # what rows are kept in memory as; see ``open_store``
 
 
 @dataclass(slots=True)
 class ShownVersion:
-    """What a store shows besides rows."""
+    """What a store shows besides rows. The commit thread has this and not the catalog, which keeps the store alive."""
 
     version: Version  # the part of it that is not rows
     committed: dict[str, int]  # ``num_changes`` of each table as of that version
@@ -46,38 +57,29 @@ class Catalog:
         tables: by name, in order of creation.
         manifest: of the tables.
         shown: the version that is shown.
+        epoch: the version that rows are written for.
         minutes: the time of batches from now on, for ``TTL(minutes=)``, from 1 on; 0: it was not set.
     """
 
     def __init__(
-        self,
-        store: "weakref.ref[Store]",
-        directory: Path | None,
-        manifest: Manifest,
-        cold: ColdTier,
-        read_manifest: Callable[[], Manifest] | None,
-        *,
-        readonly: bool,
-        has_hbm: bool,
+        self, store: "weakref.ref[TableStore]", directory: Path, files: Opened, *, readonly: bool, has_hbm: bool,
         dtype: KeptAs,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tables: dict[str, Table] = {}
         self.minutes = 0
-        self.shown = ShownVersion(unpack(cold.version, cold.payload), {})
+        self.manifest = files.manifest
+        self._cold: ColdTier = files.cold
+        self._read_manifest = files.read_manifest
+        self.shown = ShownVersion(unpack(self._cold.version, self._cold.payload), {})
+        self.epoch = self._cold.last_version + 1
         self._store = store
         self._directory = directory
-        self.manifest = manifest
-        self._cold = cold
-        self._read_manifest = read_manifest
         self._readonly = readonly
         self._has_hbm = has_hbm
         self._dtype = dtype
         self._converter = Converter()
         self._entered: dict[int, tuple[RowLayout, int]] = {}  # layout and rows of the tables that the cold tier knows
-        self._shown_shapes = self._entered
-        self._enter(manifest.shapes)
-        self._take(manifest, self._made(manifest))
-        self.show(self.version)
+        self.move(self.manifest, self.version)
 
     @property
     def version(self) -> Version:
@@ -122,16 +124,14 @@ class Catalog:
             table.restore(states[table.index] if is_known else TableState(0, table.config.optimizer.lr))
         self.shown.version, self.shown.committed = version, self.num_changes
 
-    # One more table
+    # Making and changing tables. Nothing is cached then.
 
     def find(self, config: TableConfig) -> Table | None:
         """The table of this configuration, or None. TableError if another table has its name."""
         known = self.tables.get(config.name)
-        if known is None:
-            return None
-        if known.config != config:
+        if known is not None and known.config != config:
             raise TableError(_difference(known, config))
-        if known.learning_rate != config.optimizer.lr:
+        if known is not None and known.learning_rate != config.optimizer.lr:
             _LOG.warning(
                 "table %r goes on with learning rate %s, not %s of its configuration: it was set, or is of the last "
                 "commit; set table.learning_rate to change it. A new store.optimizer() begins at the configured one",
@@ -149,6 +149,22 @@ class Catalog:
         if config.is_hidden:
             raise ValueError(f"name={config.name!r} is of tables that the store keeps to itself; choose another name")
 
+    def require_changeable(self) -> None:
+        """TableError if others decide about the tables, or rows were changed since the last commit."""
+        if ORIGIN_KEY in self.version.extra:
+            raise TableError(
+                f"{self._directory} has the tables of the store that is published to it: change them there"
+            )
+        if RANK_KEY in self.version.extra:
+            raise TableError(
+                f"{self._directory} is one rank's part of a sharded store: with tierstore reshard --plain make a store "
+                "of all parts, change its tables, and reshard that"
+            )
+        if names := self.changed_tables:
+            raise TableError(
+                f"rows of table {names[0]!r} were changed since the last commit: commit or roll back before"
+            )
+
     def create(self, config: TableConfig) -> Table:
         """Make a table, durably; errors as of ``_write``."""
         manifest = self.manifest
@@ -157,9 +173,93 @@ class Catalog:
         self._replace(manifest)
         return self.tables[config.name]
 
-    def change(self, manifest: Manifest) -> None:
-        """Have other tables, durably; errors as of ``_write``. Nothing is cached, and no row changed since the last
-        commit. Tables whose configuration changes are others from then on (``Table.leave``)."""
+    def drop(self, table: Table) -> None:
+        """Drop a table, durably; errors as of ``_write``."""
+        manifest = self.manifest
+        for place, each in enumerate(table.config.with_ids(table.index), table.index):
+            manifest = manifest.with_place(place, each.dropped(place))
+        self._change(manifest)
+
+    def change(self, table: Table, config: TableConfig) -> Table:
+        """Give a table another configuration, durably; see ``Store.change_table``."""
+        before, manifest = table.config, self.manifest
+        if any(each.name == config.name for place, each in enumerate(manifest.tables) if place != table.index):
+            raise TableError(f"there is a table {config.name!r}: choose another name")
+        if config.num_embeddings < before.num_embeddings:
+            raise ValueError(
+                f"num_embeddings={config.num_embeddings} of {before.name!r} must be at least {before.num_embeddings}, "
+                "as its rows stay; to leave some out, import what tierstore export writes into a new store"
+            )
+        if not config.keeps_ids_of(before):
+            raise ValueError(
+                f"ids={config.ids!r} cannot follow {before.ids!r} of {before.name!r}: what eviction goes by (uses, "
+                "batches or minutes) and whether ids without a row are counted stay, and candidates do not become "
+                "fewer; import what tierstore export writes into a table made with these rules"
+            )
+        self.require_possible(config)
+        rule, dim = before.optimizer, before.embedding_dim
+        is_other = (rule.kind, rule.state_dim(dim)) != (config.optimizer.kind, config.optimizer.state_dim(dim))
+        if is_other and self.version.number:
+            self._move_rows(table, config)
+        else:
+            for place, each in enumerate(config.with_ids(table.index), table.index):
+                manifest = manifest.with_place(place, replace(each, init=manifest.tables[place].init))
+            self._change(manifest)
+        return self.tables[config.name]
+
+    def _move_rows(self, table: Table, config: TableConfig) -> None:
+        """Move a table, whose optimizer becomes another, to a new place; see the module."""
+        manifest, shift = self.manifest, len(self.manifest.tables) - table.index
+        moved = {
+            gone: each if each.ids else replace(each, init=each.init.of_place(gone))  # first values may go by ids
+            for gone, each in enumerate(config.with_ids(table.index + shift), table.index)
+        }
+        for gone, each in moved.items():
+            manifest = manifest.with_table(each.dropped(gone + shift))
+        self._change(manifest)
+        number = self.epoch
+        try:
+            shapes = {
+                gone + shift: (self._entered[gone + shift][0], each.num_embeddings) for gone, each in moved.items()
+            }
+            self._enter(self._entered | shapes)  # rows may be written for places that are empty in the manifest
+            counts = [self._copy_rows(gone, each, gone + shift) for gone, each in moved.items()]
+            version = self.version
+            payload = repack(version._replace(tables=self.states), version.lineage.following(version.number))
+            self.epoch, made = number + 1, unpack(number, payload)
+            self._cold.commit(payload, number, keep=1)
+            self.shown.version = made
+            for gone, each in moved.items():
+                manifest = manifest.with_place(gone, manifest.tables[gone].dropped(gone))
+                manifest = manifest.with_place(gone + shift, each)
+            self._change(manifest)
+        finally:
+            self._enter(self.manifest.shapes)
+        _LOG.warning(
+            "table %r: the optimizer state of %s begins again, of %s in the place of %s",
+            config.name, format_count(counts[0], "row"), config.optimizer.kind, table.config.optimizer.kind,
+        )  # fmt: skip
+
+    def _copy_rows(self, index: int, config: TableConfig, place: int) -> int:
+        """Write a table's stored rows for another place, with state that begins; how many they are."""
+        before, after = (each.layout(self._cold.page_bytes) for each in (self.manifest.tables[index], config))
+        count, step = 0, after.rows_within(_TRANSACTION_BYTES)
+        for part in self._cold.stored_rows(index):
+            for first in range(0, len(part), step):
+                rows = part[first : first + step]
+                slots, present = np.arange(len(rows), dtype=np.int32), np.empty(len(rows), np.bool_)
+                weights = np.zeros((len(rows), before.weight_words), np.uint64)
+                state = np.zeros((len(rows), before.state_words), np.uint64)
+                self._cold.read(rows | (index << KEY_ROW_BITS), slots, weights, state, present)
+                state = np.zeros((len(rows), after.state_words), np.uint64)
+                state.view(np.float32)[:, : after.state_dim] = config.optimizer.initial_state
+                self._cold.write(rows | (place << KEY_ROW_BITS), slots, weights, state, epoch=self.epoch)
+                count += len(rows)
+        return count
+
+    def _change(self, manifest: Manifest) -> None:
+        """Have other tables, durably; errors as of ``_write``. No row changed since the last commit. Tables whose
+        configuration changes are others from then on (``Table.leave``)."""
         try:
             self._replace(manifest)
         finally:
@@ -179,7 +279,7 @@ class Catalog:
 
     def _write(self, manifest: Manifest) -> None:
         """Returns once it is on disk, whatever is raised then. StoreReplacedError; others as ``Manifest.write``."""
-        if self._directory is None or not isinstance(self._cold, LmdbColdTier):
+        if not isinstance(self._cold, LmdbColdTier):
             return
         self._cold.require_in_place()
         try:
@@ -191,16 +291,6 @@ class Catalog:
                     return
             raise
 
-    @contextlib.contextmanager
-    def written_to(self, places: range) -> Iterator[None]:
-        """Within the block, rows may be written for places that are empty in the manifest."""
-        shapes = {place: (self._entered[place][0], self.manifest.tables[place].num_embeddings) for place in places}
-        self._enter(self._entered | shapes)
-        try:
-            yield
-        finally:
-            self._enter(self.manifest.shapes)
-
     # Following a writer
 
     def prepare(self, version: Version) -> tuple[Manifest, bool]:
@@ -211,19 +301,18 @@ class Catalog:
             StoreReplacedError: a table is in the place of another. TableError: a table cannot be kept in memory as
                 asked. BudgetError: the system refuses memory for the map of its rows.
         """
-        assert self._read_manifest is not None, "nobody else commits to a store in memory"
         manifest, entered = version.manifest_of(self._read_manifest()), self._entered
-        shapes, shown = manifest.shapes, self.manifest.shapes
+        shapes, shown = dict(manifest.shapes), self.manifest.shapes
         # A replica's tables go with the versions that brought them, and others may have come before anybody looked.
         for index, before in enumerate(self.manifest.tables[: len(shapes)]):
             after = manifest.tables[index]
-            if not after.is_dropped and not after.keeps_rows_of(before):
+            if after.is_dropped:  # it is shown for now
+                shapes[index] = shown[index]
+            elif not after.keeps_rows_of(before):
                 raise StoreReplacedError(
                     f"{self._directory}: table {after.name!r} is in the place of {before.name!r}, which is shown; open "
                     "the store again"
                 )
-            if after.is_dropped:  # it is shown for now
-                shapes[index] = shown[index]
         for index, config in enumerate(manifest.tables):
             if index >= len(self.manifest.tables):
                 self._require_supported(config)
@@ -233,12 +322,10 @@ class Catalog:
 
     def drop_prepared(self) -> None:
         """Forget the tables of a newer version that was not shown."""
-        if self._entered is not self._shown_shapes:
-            self._enter(self.manifest.shapes)
-            self._shown_shapes = self._entered
+        self._enter(self.manifest.shapes)
 
     def move(self, manifest: Manifest, version: Version) -> None:
-        """Show a newer version, for which ``prepare`` gave the manifest."""
+        """Show a version, of the tables of a manifest: of a newer one, that which ``prepare`` gave."""
         self._enter(manifest.shapes)
         self._take(manifest, self._made(manifest))
         self.show(version)
@@ -248,13 +335,17 @@ class Catalog:
     def _made(self, manifest: Manifest) -> dict[str, Table]:
         """The tables of a manifest, which the cold tier knows; those that are in it as they are stay."""
         before, tables = {table.index: table for table in self.tables.values()}, dict[str, Table]()
+        store = self._store()
+        assert store is not None, "the caller of a store has it"
         for index, config in enumerate(manifest.tables):
             known = before.get(index)
             if known is not None and known.config == config:
                 tables[config.name] = known
             elif not config.is_hidden:
                 self._require_supported(config)
-                tables[config.name] = made = self._new(config, index)
+                tables[config.name] = made = Table(store, config, index, self._kept(index, config))
+                if config.ids is not None:
+                    made.ids = TableIds(config, index, self._cold, store.workers, lambda: self.minutes)
                 if known is not None:
                     made.restore(known.state)
                     made.follows, made.converted = known.follows, known.converted
@@ -262,7 +353,7 @@ class Catalog:
 
     def _take(self, manifest: Manifest, tables: dict[str, Table]) -> None:
         """Have a manifest and what ``_made`` gave of it; again is fine."""
-        before, self.tables, self.manifest, self._shown_shapes = self.tables, tables, manifest, self._entered
+        before, self.tables, self.manifest = self.tables, tables, manifest
         for table in before.values():
             if tables.get(table.name) is not table:
                 table.leave()
@@ -270,14 +361,6 @@ class Catalog:
         for table in tables.values():
             if store is not None and store.recorder is not None and before.get(table.name) is not table:
                 store.recorder.add_table(table.index, table.name)
-
-    def _new(self, config: TableConfig, index: int) -> Table:
-        store = self._store()
-        assert store is not None, "the caller of a store has it"
-        table = Table(store, config, index, self._kept(index, config))
-        if config.ids is not None:
-            table.ids = TableIds(config, index, self._cold, store.workers, lambda: self.minutes)
-        return table
 
     def _enter(self, shapes: dict[int, tuple[RowLayout, int]]) -> None:
         """Have the cold tier know these tables, and no others."""

@@ -6,23 +6,25 @@ import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 
 from ..errors import TableError, TierstoreError
 from ..io.base import ColdTier
+from ..pool.writeback import WriteBack
 from ..system.killpoints import reach
 from ..system.processes import require_own
 from ..system.signals import Flag, turns
 from .catalog import Catalog, ShownVersion
 from .lifetime import Shown
 from .pools import Pools
+from .table_ids import TableIds
 from .version import pack, unpack
 
-_THREAD: Final = "tierstore-commit"
+_Frozen = Sequence[WriteBack | TableIds]
+"""What is as it was when a commit began, until ``write_frozen``, or ``abandon``, by which it is of the next version."""
 
 
 class PendingCommit(Future[int]):
@@ -36,7 +38,7 @@ class PendingCommit(Future[int]):
         self.version = version
         self._writer = writer  # the name of the thread that writes it
         self.wanted: Final = Flag()
-        self._was_seen = False
+        self.was_seen = False  # what became of it
         self._process_id = os.getpid()
 
     def result(self, timeout: float | None = None) -> int:
@@ -51,7 +53,7 @@ class PendingCommit(Future[int]):
         require_own(self._process_id, f"the commit of version {self.version}", "ask for its result there")
         self.end(timeout)
         error = super().exception(0)
-        self._was_seen = True
+        self.was_seen = True
         return error
 
     def end(self, timeout: float | None = None) -> None:
@@ -63,28 +65,9 @@ class PendingCommit(Future[int]):
             _require_elsewhere(self._writer, f"version {self.version} is waited for")
             wait([self], seconds)
 
-    def unseen_error(self) -> BaseException | None:
-        """Wait for the end; the error, if nobody has seen it: it must not be lost. It has been seen then."""
-        seen, error = self._was_seen, self.exception()
-        return None if seen else error
-
     def cancel(self) -> bool:
         """False: a version that has begun is written."""
         return False
-
-    def drop(self) -> bool:
-        """Have it not begin; whether it had not."""
-        return super().cancel()
-
-
-class Frozen(Protocol):
-    """What is as it was when a commit began, until it is written or given up."""
-
-    def write_frozen(self) -> None:
-        """Write it for the commit's version; errors as of ``ColdTier.write``."""
-
-    def abandon(self) -> None:
-        """It belongs to the next version. Again is fine."""
 
 
 class Commits:
@@ -102,7 +85,7 @@ class Commits:
         self._pools = pools
         self._pending: PendingCommit | None = None
         self._checkpoint = 0
-        name = f"{_THREAD}-{id(self)}"
+        name = f"tierstore-commit-{id(self)}"
         self.thread: Final = ThreadPoolExecutor(1, name)  # begins with the first commit
         self._writer = f"{name}_0"
 
@@ -111,31 +94,33 @@ class Commits:
     ) -> PendingCommit:
         """See ``Store.commit_async``. ``keep`` versions stay, and none of ``dropped``."""
         self.end_pending()
-        version = self._catalog.version
+        catalog, version = self._catalog, self._catalog.version
         if version.has_checkpoint and version.number not in dropped:
             self._checkpoint = version.number
         if tensors is None:
             self._require_droppable(keep, dropped)
         lineage = version.lineage.following(version.number)
-        payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
-        self._pending = pending = PendingCommit(self._pools.epoch, self._writer)
+        payload = pack(catalog.states, extra or {}, dict(tensors or {}), lineage)
+        self._pending = pending = PendingCommit(catalog.epoch, self._writer)
         try:
             with contextlib.ExitStack() as held:  # nothing is admitted between the two
-                for ids in self._catalog.ids:
+                for ids in catalog.ids:
                     held.enter_context(ids.lock)
-                frozen: list[Frozen] = [pool.writeback for pool in self._pools.freeze(pending.wanted)]
-                for ids in self._catalog.ids:
+                frozen: _Frozen = [*(pool.writeback for pool in self._pools.freeze(pending.wanted)), *catalog.ids]
+                for ids in catalog.ids:
                     ids.freeze(pending.version)
-                    frozen.append(ids)
-            num_changes = self._catalog.num_changes
+            num_changes = catalog.num_changes
             reach("commit: rows frozen")
-            shown = self._catalog.shown
-            work = self.thread.submit(_finish, pending, frozen, self._cold, shown, payload, keep, dropped, num_changes)
-            work.add_done_callback(partial(_end, pending, frozen))
+            work = self.thread.submit(
+                _finish, pending, frozen, self._cold, catalog.shown, payload, keep, dropped, num_changes
+            )
+            work.add_done_callback(
+                lambda ended: None if pending.done() else _give_up(pending, frozen, ended.exception())
+            )
         except BaseException:
-            if pending.drop():
+            if Future.cancel(pending):  # the thread has not begun
                 self._pending = None
-                _abandon([*(pool.writeback for pool in self._pools), *self._catalog.ids])
+                _give_up(None, [*(pool.writeback for pool in self._pools), *catalog.ids])
             raise
         return pending
 
@@ -158,7 +143,7 @@ class Commits:
     def end_pending(self) -> None:
         """Wait for the commit in flight; raise its error if nobody has seen it."""
         pending = self._pending
-        error = None if pending is None else pending.unseen_error()
+        error = None if pending is None or pending.was_seen else pending.exception()
         self._pending = None  # not before: the next commit may not begin while one is written
         if self._catalog.version.number != self._cold.version:  # that commit was cut short before it said so
             self._catalog.shown.version = unpack(self._cold.version, self._cold.payload)
@@ -166,6 +151,7 @@ class Commits:
             raise error
 
     def rollback(self, version: int) -> None:
+        """See ``Store.rollback``."""
         self.end_pending()
         if version not in self._cold.versions:
             kept = ", ".join(map(str, self._cold.versions)) or "none"
@@ -192,7 +178,7 @@ class Commits:
     def _show(self) -> None:
         """Go on from the version that the cold tier shows."""
         self._catalog.show(unpack(self._cold.version, self._cold.payload))
-        self._pools.epoch = self._cold.last_version + 1
+        self._catalog.epoch = self._cold.last_version + 1
 
 
 def _require_elsewhere(writer: str, what: str) -> None:
@@ -202,7 +188,7 @@ def _require_elsewhere(writer: str, what: str) -> None:
 
 
 def _finish(
-    pending: PendingCommit, frozen: Sequence[Frozen], cold: ColdTier, shown: ShownVersion, payload: bytes, keep: int,
+    pending: PendingCommit, frozen: _Frozen, cold: ColdTier, shown: ShownVersion, payload: bytes, keep: int,
     dropped: Collection[int], num_changes: dict[str, int],
 ) -> None:  # fmt: skip
     """Write what was frozen and make it the current version; the commit thread's part, which does not keep a store that
@@ -226,21 +212,10 @@ def _finish(
         _give_up(pending, frozen, error)
 
 
-def _end(pending: PendingCommit, frozen: Sequence[Frozen], work: Future[None]) -> None:
-    """The commit thread is done; if it could not say how it went, the version failed."""
-    if not pending.done():
-        _give_up(pending, frozen, work.exception())
-
-
-def _give_up(pending: PendingCommit, frozen: Sequence[Frozen], error: BaseException | None) -> None:
-    try:
-        _abandon(frozen)
-    finally:
-        pending.set_exception(error)
-
-
-def _abandon(frozen: Sequence[Frozen]) -> None:
-    """Each, even if that of another fails."""
+def _give_up(pending: PendingCommit | None, frozen: _Frozen, error: BaseException | None = None) -> None:
+    """Have all that was frozen be of the next version, even if a part of it fails to be."""
     with contextlib.ExitStack() as stack:
+        if pending is not None:
+            stack.callback(pending.set_exception, error)
         for each in frozen:
             stack.callback(each.abandon)

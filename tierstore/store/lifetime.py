@@ -11,9 +11,11 @@ from typing import Final, TypeVar
 from ..errors import ClosedError, ReadOnlyError, TierstoreError
 from ..system.signals import turns
 
+_T = TypeVar("_T")
+
 
 class Lifetime:
-    """Of one store, whose parts so need no reference to it, which would keep a store that nobody closed alive."""
+    """Of one store. Its parts have this in place of the store, which they would keep alive once nobody uses it."""
 
     def __init__(self, directory: Path, *, readonly: bool) -> None:
         self.directory = directory
@@ -53,7 +55,6 @@ class Lifetime:
         _KEPT[self] = parts
 
     def let_go(self) -> None:
-        """Undo ``keep``."""
         _KEPT.pop(self, None)
 
     @property
@@ -90,12 +91,9 @@ def is_open_here(directory: Path) -> bool:
     return any(not each.readonly and each.place == found for each in list(_KEPT))
 
 
-_T = TypeVar("_T")
-
-
 class Shown:
-    """How often a store moved to another version. A lookup that one of them met is made again, so lookups need no lock
-    (a sequence lock: the Linux kernel's documentation, seqlock).
+    """Counts a store's moves to other versions. A lookup that met one is made again, so lookups need no lock (a
+    sequence lock: the Linux kernel's documentation, seqlock).
 
     Attributes:
         changes: twice the number of moves; odd during one.

@@ -75,9 +75,9 @@ class Manifest:
     """A table's index is its place; one that was dropped keeps it (``TableConfig.is_dropped``)."""
     has_rows: bool = False  # the row file was made; from then on its absence is damage
 
-    @property
+    @cached_property
     def shapes(self) -> dict[int, tuple[RowLayout, int]]:
-        """Layout and number of rows of each table, by its index; no rows of one that was dropped."""
+        """Layout and number of rows of each table, by its index; no rows of one that was dropped. To be read only."""
         return {
             index: (each.layout(self.page_bytes), 0 if each.is_dropped else each.num_rows)
             for index, each in enumerate(self.tables)
@@ -145,12 +145,8 @@ class Manifest:
         return tuple(_canonical(config.to_dict()) for config in self.tables)
 
     def _text(self) -> str:
-        head = {
-            "format_version": FORMAT_VERSION,
-            "has_rows": self.has_rows,
-            "page_bytes": self.page_bytes,
-            "store_id": self.store_id,
-        }
+        fields = {"has_rows": self.has_rows, "page_bytes": self.page_bytes, "store_id": self.store_id}
+        head = {"format_version": FORMAT_VERSION, **fields}
         digest = hashlib.sha256(f'{_canonical(head)[:-1]},"tables":[{",".join(self._texts)}]}}'.encode()).hexdigest()
         tables = ",\n".join(self._texts)
         text = f'{{"body": {json.dumps(head, indent=1)[:-2]},\n "tables": [\n{tables}\n]}},\n"sha256": "{digest}"}}\n'
@@ -182,6 +178,7 @@ class Manifest:
 
     @classmethod
     def _parse(cls, path: Path, text: bytes) -> "Manifest":
+        """The manifest that a file's text says; errors as of ``read``."""
         try:
             envelope = json.loads(text)
             body, digest = envelope["body"], envelope["sha256"]

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,14 +14,11 @@ from torch import Tensor
 from ..layout import KEY_ROW_BITS
 from ..lookup.gradients import train
 from ..lookup.lookup import make_lookup
-from ..lookup.tables import Hold, RowGradients, TrainsRows
+from ..lookup.tables import Hold, LookupTable, TrainsRows
 from ..pool.joined import Joined
 from ..system.checks import Unpicklable
 from ..system.signals import shielded
-from .table import Table
-
-if TYPE_CHECKING:
-    from .store import Store
+from .table import Table, TableStore
 
 _LOG: Final = logging.getLogger("tierstore")
 _KEPT: Final = (
@@ -45,12 +42,6 @@ class _Waiting:
     lookup: TrainsRows
     grad_out: Tensor  # of the lookup's output
 
-    def release(self) -> None:
-        """Release the rows, which will not be trained."""
-        self.lookup.release()
-        for hold in self.lookup.holds:
-            hold.let_go()
-
     @shielded
     def merge(self) -> None:
         """Merge each row's, and add them to the tables' ``grad``."""
@@ -60,9 +51,12 @@ class _Waiting:
             if rows.waiting is self:
                 rows.waiting = None
             rows.holds.extend(holds)
-            for gradients in found:
-                if gradients.table is rows.table:
-                    rows.add_gradients(gradients)
+            for each in (each for each in found if each.table is rows.table):
+                added = torch.sparse_coo_tensor(
+                    each.rows[None], each.values, rows.shape, device=rows.device, check_invariants=False
+                )
+                known = rows.grad
+                rows.grad = added if known is None else known + added.coalesce()
 
 
 class _GradAnchor(torch.nn.Parameter):
@@ -75,9 +69,8 @@ class _GradAnchor(torch.nn.Parameter):
 
     @classmethod
     def of(cls, table: Table) -> "_GradAnchor":
-        shape = table.config.num_rows, table.layout.dim
-        content = torch.zeros((), dtype=torch.float32, device=table.store.device).expand(shape)
-        made = cls(content, requires_grad=False)  # what makes gradients of zeros for parameters passes it by
+        content = torch.zeros((), dtype=torch.float32, device=table.store.device)
+        made = cls(content.expand(table.config.num_rows, table.layout.dim), requires_grad=False)  # no gradient of zeros
         made.table, made.waiting, made.is_applied, made.holds = table, None, False, []
         return made
 
@@ -106,23 +99,10 @@ class _GradAnchor(torch.nn.Parameter):
     def has_grad(self) -> bool:
         return self.waiting is not None or super().grad is not None
 
-    def let_go(self) -> None:
-        """The gradient was applied, or is forgotten."""
-        for hold in self.holds:
-            hold.let_go()
-
-    def require_held(self) -> None:
-        """RuntimeError if the gradient was applied, and some ids have lost their rows since."""
-        for hold in (*self.holds, *(() if self.waiting is None else self.waiting.lookup.holds)):
-            hold.require(_MOVED)
-
-    def add_gradients(self, gradients: RowGradients) -> None:
-        """Add merged gradients of rows to those that are there."""
-        added = torch.sparse_coo_tensor(
-            gradients.rows[None], gradients.values, self.shape, device=self.device, check_invariants=False
-        )
-        known = self.grad
-        self.grad = added if known is None else known + added.coalesce()
+    @property
+    def all_holds(self) -> list[Hold]:
+        """Those of a pass that is not merged, too."""
+        return self.holds if self.waiting is None else [*self.holds, *self.waiting.lookup.holds]
 
 
 class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
@@ -146,14 +126,14 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         dense: steps with this one, whose groups and state then are those of both, its own first.
     """
 
-    def __init__(self, store: "Store", dense: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, store: TableStore, dense: torch.optim.Optimizer | None = None) -> None:
         if not isinstance(dense, torch.optim.Optimizer | None):
             raise TypeError(f"dense must be a torch.optim.Optimizer, not {type(dense).__name__}")
         self._store = store
         self._dense = dense
         self._resumed: set[str] = set()  # tables that are trained, or whose rates were loaded
         super().__init__([_group(table) for table in store.tables.values()], {"lr": 0.01})
-        self._by_table = {rows.table: rows for rows in self._rows}
+        self._by_table: dict[LookupTable, _GradAnchor] = {rows.table: rows for rows in self._rows}
         self._join()
 
     def _join(self) -> None:
@@ -240,13 +220,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             own[name].update(kept)
             self._resumed.add(name)
 
-    def _rows_of(self, table: Any) -> _GradAnchor:
-        if table not in self._by_table:
-            made = _group(table)  # of a table made since
-            self.add_param_group(made)
-            self._by_table.update((rows.table, rows) for rows in made["params"])
-        return self._by_table[table]
-
     @property
     def _rows(self) -> Iterator[_GradAnchor]:
         return (rows for group in self._row_groups for rows in group["params"])
@@ -258,11 +231,16 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
         """Add a pass's gradients to those that are there; called at its end."""
-        rows = [self._rows_of(table) for table in lookup.tables]
+        for table in lookup.tables:
+            if table not in self._by_table:  # made since
+                self.add_param_group(group := _group(table))
+                self._by_table[table] = group["params"][0]
+        rows = [self._by_table[table] for table in lookup.tables]
         made = _Waiting(rows, lookup, grad_out.clone())
-        if any(each.has_grad for each in rows):
-            if any(each.has_grad and each.is_applied for each in rows):
-                warnings.warn(_KEPT, RuntimeWarning, stacklevel=2)
+        known = [each for each in rows if each.has_grad]
+        if any(each.is_applied for each in known):
+            warnings.warn(_KEPT, RuntimeWarning, stacklevel=2)
+        if known:
             made.merge()
             return
         for each in rows:
@@ -274,10 +252,11 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         for rows in self._rows:
             rows.is_applied = False
             if set_to_none or rows.table.ids is not None:
+                for hold in rows.all_holds:
+                    hold.let_go()
                 if rows.waiting is not None:
-                    rows.waiting.release()
+                    rows.waiting.lookup.release()  # its rows will not be trained
                 rows.waiting = rows.grad = None
-                rows.let_go()
                 rows.holds.clear()
         super().zero_grad(set_to_none)
 
@@ -310,14 +289,21 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         if not self.has_grad:
             return  # the rates in force stay those of the last update
         for rows in self._rows:
-            rows.require_held()
+            for hold in rows.all_holds:
+                hold.require(_MOVED)
         self._set_rates()
         passes = dict.fromkeys(rows.waiting for rows in self._rows if rows.waiting is not None)
-        merged = [(rows.table, rows.grad) for rows in self._rows if rows.waiting is None and rows.grad is not None]
-        train([*((each.lookup, each.grad_out) for each in passes), *(_update(*each) for each in merged)])
+        updates = [(each.lookup, each.grad_out) for each in passes]
+        for rows in self._rows:
+            if rows.waiting is None and (gradient := rows.grad) is not None:
+                keys = gradient._indices()[0].cpu().numpy() | (rows.table.index << KEY_ROW_BITS)
+                lookup = make_lookup(Joined.of_keys([rows.table], keys), mode="sum")
+                updates.append((lookup, gradient._values().contiguous().view(1, -1)))
+        train(updates)
         for rows in self._rows:
             rows.is_applied = True
-            rows.let_go()
+            for hold in rows.holds:
+                hold.let_go()
 
     def _set_rates(self) -> None:
         """Of all tables; say once which do not go on at the rate that they were trained at."""
@@ -343,12 +329,13 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         Args:
             parameters: others, as of ``model.parameters()``; sparse gradients of theirs are coalesced.
         """
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for each in given:
+        others = []
+        for each in [parameters] if isinstance(parameters, Tensor) else list(parameters):
             if each.grad is not None and each.grad.is_sparse:
                 each.grad = each.grad.coalesce()
-        gradients = [each.grad for each in given if each.grad is not None]
-        others = [each._values() if each.is_sparse else each for each in gradients]
+                others.append(each.grad._values())
+            elif each.grad is not None:
+                others.append(each.grad)
         norm = self._total_norm(others, norm_type, error_if_nonfinite=error_if_nonfinite)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for values in (*others, *self._row_gradients()):
@@ -364,7 +351,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         return torch.nn.utils.get_total_norm([*others, *self._row_gradients()], norm_type, error_if_nonfinite)
 
 
-def _group(table: Table) -> dict[str, Any]:
+def _group(table: Any) -> dict[str, Any]:
+    """The parameter group of a ``Table``."""
     if table.follows is not None:
         table.learning_rate = table.learning_rate  # by its own group from here on
     return {"params": [_GradAnchor.of(table)], "lr": table.first_rate, "name": table.name, "place": table.index}
@@ -373,10 +361,3 @@ def _group(table: Table) -> dict[str, Any]:
 def _is_of_rows(group: dict[str, Any]) -> bool:
     params = group["params"]
     return isinstance(params, list) and bool(params) and isinstance(params[0], _GradAnchor)
-
-
-def _update(table: Table, gradient: Tensor) -> tuple[TrainsRows, Tensor]:
-    """What ``train`` takes, to apply a merged gradient."""
-    rows = gradient._indices()[0].cpu().numpy()
-    lookup = make_lookup(Joined.of_keys([table], rows | (table.index << KEY_ROW_BITS)), mode="sum")
-    return lookup, gradient._values().contiguous().view(1, -1)

@@ -1,34 +1,59 @@
-"""The pools of a store: its budgets divided among row layouts, a cache for each, the tier in device memory above."""
+"""The pools of a store: budgets of memory divided among row layouts, for each a cache, and the device tier above."""
 
+import bisect
 import contextlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
-from ..cache.base import RowCache
+from ..cache import ddr
 from ..cache.ddr import DdrCache
-from ..cache.full import FullCache
-from ..errors import TableError
+from ..cache.full import TABLE_BYTES, FullCache, full_size_bytes
+from ..errors import BudgetError, TableError
 from ..hbm.base import IN_USE
 from ..hbm.build import add_hbm, hbm_stats
-from ..hbm.cache import HbmSize
+from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, OVERFLOW_INDEX_BYTES, SUMMARY_BYTES, HbmSize
+from ..hbm.full import DIRTY_BYTES
+from ..hbm.kernel_types import WAYS
 from ..io.base import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..pool import Pool
 from ..pool.stats import IdStats, Stats, TierStats, of_counters
+from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
 from ..system.signals import Flag
-from ..system.sizes import device_memory_bytes, file_memory_bytes, parse_size, require_memory
-from .budget import PoolSize, divide, divide_hbm
+from ..system.sizes import (
+    device_memory_bytes,
+    file_memory_bytes,
+    format_size,
+    is_share_of_tables,
+    parse_size,
+    require_memory,
+)
 from .catalog import Catalog
 from .stored_ids import ids_bytes
-from .table import Table
 
-_MANY_BYTES: Final = 2**62  # of which no percentage that is not zero is no byte
+_MANY_BYTES: Final = 2**62  # a percentage of it is no byte if it is zero; more than a device has
+MIN_CACHED_ROWS: Final = 64  # fewest rows a layout's cache must hold (all its rows, if there are fewer)
+STAGING_BYTES: Final = 256 * 2**10  # a segment under construction
+TRANSACTION_SHARE: Final = 1 / 8
+MIN_TRANSACTION_BYTES: Final = 128 * 2**10
+MAX_TRANSACTION_BYTES: Final = 2**20
+"""Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds. Larger ones cost as
+much a row, and write more rows that are used once more before they leave."""
+OUTBOX_SHARE: Final = 1 / 16  # rows in a pool's outbox, of the rows in its cache
+OVERFLOW_SHARE: Final = 1 / 16
+"""Overflow slots of a pool in device memory, of its cached rows: for rows all of whose set is in use."""
+MIN_OVERFLOW_ROWS: Final = 64
+_MOST_SLOTS: Final = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
+HBM_STAGING_SHARE: Final = 1 / 32
+MIN_STAGING_ROWS: Final = 16
+MAX_STAGING_BYTES: Final = 8 * 2**20  # of each buffer that rows are moved through; below, a share of the cached rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +75,11 @@ class Pools:
 
     Attributes:
         lock: held while pools are made, closed or frozen, and while tables come or go.
-        epoch: the version that rows are written for.
         reserved_bytes: of the memory budget, what is no pool's.
     """
 
     def __init__(self, memory: Memory, cold: ColdTier, workers: Workers, catalog: Catalog, *, readonly: bool) -> None:
         self.lock = threading.RLock()
-        self.epoch = cold.last_version + 1
         self.reserved_bytes = 0
         self._memory = memory
         self._cold = cold
@@ -73,7 +96,7 @@ class Pools:
         machine has free."""
         with self.lock:
             if not self._by_layout:
-                self._by_layout = self._build(list(self._catalog.tables.values()))
+                self._by_layout = self._build()
             return self._by_layout[layout]
 
     def look(self) -> None:
@@ -98,9 +121,9 @@ class Pools:
                 stack.enter_context(pool.writeback.gate)
             for pool in pools:
                 stack.enter_context(pool.arena.lock)
-            self.epoch += 1  # first: what is frozen is of a version before, even if this goes no further
+            self._catalog.epoch += 1  # first: what is frozen is of a version before, even if this goes no further
             for pool in pools:
-                pool.writeback.freeze(self.epoch, wanted)
+                pool.writeback.freeze(self._catalog.epoch, wanted)
         return pools
 
     def retire(self) -> None:
@@ -140,27 +163,35 @@ class Pools:
         for pool in before.values():
             pool.close()
 
-    # Making them
-
-    def _build(self, tables: Sequence[Table]) -> dict[RowLayout, Pool]:
-        memory, rows = self._memory, Counter[RowLayout]()
+    def _build(self) -> dict[RowLayout, Pool]:
+        memory, tables, rows = self._memory, list(self._catalog.tables.values()), Counter[RowLayout]()
         for table in tables:
             rows[table.layout] += len(table.rows)
         table_bytes = sum(table.size_bytes for table in tables)
-        hbm_sizes = _hbm_sizes(rows, table_bytes, memory)
-        staging = sum(size.host_bytes(layout) for layout, size in hbm_sizes.items())
-        budget = parse_size(memory.ddr, name="ddr", table_bytes=table_bytes)
+        hbm_sizes = {}
+        if memory.has_hbm:
+            budget = parse_size(
+                memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=device_memory_bytes(memory.device)
+            )
+            if memory.device.type == "cpu":
+                require_memory(budget, f"hbm={memory.hbm!r}")
+            hbm_sizes = divide_hbm(budget, rows, given=memory.hbm)
         division = divide(
-            budget, rows, num_tables=len(tables), policy=memory.policy, given=memory.ddr, hbm_staging=staging,
-            ids_bytes=self._ids_bytes,
+            parse_size(memory.ddr, name="ddr", table_bytes=table_bytes), rows, num_tables=len(tables),
+            policy=memory.policy, given=memory.ddr, ids_bytes=self._ids_bytes,
+            hbm_staging=sum(size.host_bytes(layout) for layout, size in hbm_sizes.items()),
         )  # fmt: skip
-        read = self._catalog.source(self._cold.read)
-        pools = {}
+        read, pools = self._catalog.source(self._cold.read), {}
         for layout, size in division.pools.items():
+            words = _words(layout)
+            own = {table.index: table.rows for table in tables if table.layout == layout}
             pools[layout] = Pool(
-                layout, _make_cache(tables, layout, size, memory.policy), self._cold, self._workers,
-                transaction_bytes=division.transaction_bytes, outbox_rows=size.outbox_rows, epoch=self.epoch,
-                readonly=self._readonly, read=read,
+                layout,
+                FullCache(own, **words)
+                if size.is_full
+                else DdrCache(size.cached_rows, policy=memory.policy, **words),
+                self._cold, self._workers, transaction_bytes=division.transaction_bytes, outbox_rows=size.outbox_rows,
+                epoch=self._catalog.epoch, readonly=self._readonly, read=read,
             )  # fmt: skip
         for table in tables:
             pools[table.layout].leases.add_table(table.index, table.config)
@@ -179,61 +210,170 @@ class Pools:
     def _ids_bytes(self) -> int:
         return sum(ids_bytes(table.config) for table in list(self._catalog.tables.values()))
 
-    # Statistics
-
     def stats(self) -> Stats:
         """Running totals of each tier since the store was opened."""
-        pools = list(self)
-        num_rows = sum(len(table.rows) for table in list(self._catalog.tables.values()))
+        pools, cold, counters = list(self), self._cold, self._cold.counters()
         ids = IdStats(*map(sum, zip(*(each.stats() for each in self._catalog.ids), strict=True)))
-        return Stats(hbm_stats(pools), self._ddr_stats(pools), _ssd_stats(self._cold, num_rows), ids)
-
-    def _ddr_stats(self, pools: Sequence[Pool]) -> TierStats:
-        return of_counters([pool.leases.counters() for pool in pools])._replace(
+        ddr = of_counters([pool.leases.counters() for pool in pools])._replace(
             capacity_rows=sum(pool.cache.capacity for pool in pools),
             bytes=sum(pool.size_bytes for pool in pools) + (self.reserved_bytes + self._ids_bytes if pools else 0),
             seconds=sum(pool.leases.seconds for pool in pools),
             split_batches=sum(pool.leases.split_batches for pool in pools),
             waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
         )
+        ssd = TierStats(
+            lookups=counters.rows_read,
+            unique=counters.rows_read,
+            hits=counters.rows_read - counters.rows_absent,
+            misses=counters.rows_absent,
+            capacity_rows=sum(len(table.rows) for table in list(self._catalog.tables.values())),
+            bytes=cold.map_bytes,
+            held_bytes=cold.held_bytes,
+            seconds=counters.read_seconds + counters.write_seconds,
+            bytes_read=counters.pages_read * cold.page_bytes,
+            bytes_written=counters.bytes_written,
+            rows_written=counters.rows_written,
+            bytes_moved=counters.bytes_moved,
+            rows_moved=counters.rows_moved,
+            pages_moved=counters.pages_moved,
+            page_cache_bytes=file_memory_bytes(),
+        )
+        return Stats(hbm_stats(pools), ddr, ssd, ids)
 
 
-def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> Mapping[RowLayout, HbmSize]:
-    """Empty without a device tier."""
-    if not memory.has_hbm:
-        return {}
-    budget = parse_size(
-        memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=device_memory_bytes(memory.device)
-    )
-    if memory.device.type == "cpu":
-        require_memory(budget, f"hbm={memory.hbm!r}")
-    return divide_hbm(budget, rows, given=memory.hbm)
+class PoolSize(NamedTuple):
+    cached_rows: int
+    outbox_rows: int
+    is_full: bool  # every row has a slot of its own (``cache.FullCache``)
 
 
-def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, policy: str) -> RowCache:
-    words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
-    if not size.is_full:
-        return DdrCache(size.cached_rows, policy=policy, **words)
-    own = {table.index: table.rows for table in tables if table.layout == layout}
-    return FullCache(own, **words)
+class Division(NamedTuple):
+    transaction_bytes: int
+    pools: dict[RowLayout, PoolSize]
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes outside the pools."""
+        return STAGING_BYTES + self.transaction_bytes
 
 
-def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:
-    counters = cold.counters()
-    return TierStats(
-        lookups=counters.rows_read,
-        unique=counters.rows_read,
-        hits=counters.rows_read - counters.rows_absent,
-        misses=counters.rows_absent,
-        capacity_rows=num_rows,
-        bytes=cold.map_bytes,
-        held_bytes=cold.held_bytes,
-        seconds=counters.read_seconds + counters.write_seconds,
-        bytes_read=counters.pages_read * cold.page_bytes,
-        bytes_written=counters.bytes_written,
-        rows_written=counters.rows_written,
-        bytes_moved=counters.bytes_moved,
-        rows_moved=counters.rows_moved,
-        pages_moved=counters.pages_moved,
-        page_cache_bytes=file_memory_bytes(),
-    )
+def divide(
+    budget: int, rows: Mapping[RowLayout, int], *, num_tables: int, policy: str, given: object, hbm_staging: int = 0,
+    ids_bytes: int = 0,
+) -> Division:  # fmt: skip
+    """Give each layout its minimum of rows, and a share of the rest in proportion to its full size.
+
+    Args:
+        rows: of all tables of a layout together.
+        given: the budget as its owner wrote it, for the BudgetError that names what is enough.
+        hbm_staging: bytes of the budget that the tier above needs; ids_bytes: those that dynamic ids take.
+    """
+    least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
+    fewest, others = sum(least.values()), hbm_staging + ids_bytes
+    if is_share_of_tables(given):  # of small tables it is less than a store needs, and means as little as it takes
+        budget = max(budget, _enough(fewest, others))
+    transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
+    available = budget - others - STAGING_BYTES - transaction
+    if available < fewest:
+        named = f", {format_size(hbm_staging)} to move rows to hbm" * bool(hbm_staging)
+        named += f", {format_size(ids_bytes)} for dynamic ids" * bool(ids_bytes)
+        raise BudgetError(
+            f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
+            f"({format_size(fewest)}) alongside write staging{named}; give at least "
+            f"{_enough(fewest, others) // 1024}KiB"
+        )
+    most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
+    full = {
+        layout: full_size_bytes(count, **_words(layout))
+        + num_tables * TABLE_BYTES
+        + outbox_bytes(layout, _outbox_rows(count))
+        for layout, count in rows.items()
+    }
+    shares, pools = full if available >= sum(full.values()) else _shares(available, least, most), {}
+    for layout, count in rows.items():
+        share = shares[layout]
+        if share >= full[layout]:
+            pools[layout] = PoolSize(count, _outbox_rows(count), is_full=True)
+            continue
+        fitting = bisect.bisect_right(
+            range(1, count + 1),
+            share,
+            key=lambda cached, own=layout: _pool_bytes(own, cached, policy),  # type: ignore[misc]
+        )
+        outbox_rows = max(MIN_OUTBOX_ROWS, int(fitting * OUTBOX_SHARE))
+        cached = ddr.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
+        pools[layout] = PoolSize(min(cached, count), outbox_rows, is_full=False)
+    return Division(transaction, pools)
+
+
+def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> dict[RowLayout, HbmSize]:
+    """The same of device memory; arguments and errors as of ``divide``."""
+    full = {
+        layout: count * (layout.row_bytes + DIRTY_BYTES)  # what ``FullRows.size_bytes`` says
+        if count <= CAPACITY_MAX  # slots have numbers of int32
+        else _MANY_BYTES
+        for layout, count in rows.items()
+    }
+    if budget >= sum(full.values()):
+        return {layout: HbmSize(count, 0, _staging_rows(layout, count)) for layout, count in rows.items()}
+    wanted = {layout: min(count, _MOST_SLOTS) for layout, count in rows.items()}
+    fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
+    least = {layout: hbm_bytes_of(layout, count) for layout, count in fewest.items()}
+    most = {layout: hbm_bytes_of(layout, count) for layout, count in wanted.items()}
+    if is_share_of_tables(given):
+        budget = max(budget, sum(least.values()))
+    if budget < sum(least.values()):
+        raise BudgetError(
+            f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
+            f"give at least {math.ceil(min(sum(least.values()), sum(full.values())) / 1024)}KiB"
+        )
+    sizes: dict[RowLayout, HbmSize] = {}
+    for layout, share in _shares(budget, least, most).items():
+        if share >= full[layout]:
+            sizes[layout] = HbmSize(rows[layout], 0, _staging_rows(layout, rows[layout]))
+            continue
+        places = range(fewest[layout], wanted[layout] + 1)
+        fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: hbm_bytes_of(own, count))  # type: ignore[misc]
+        sizes[layout] = _hbm_size(layout, places[max(fitting, 1) - 1])
+    return sizes
+
+
+def _shares(budget: int, least: Mapping[RowLayout, int], most: Mapping[RowLayout, int]) -> dict[RowLayout, int]:
+    """Bytes of each layout."""
+    part = min(1.0, (budget - sum(least.values())) / max(1, sum(most.values()) - sum(least.values())))
+    return {layout: fewest + int(part * (most[layout] - fewest)) for layout, fewest in least.items()}
+
+
+def _staging_rows(layout: RowLayout, cached: int) -> int:
+    return max(MIN_STAGING_ROWS, min(int(cached * HBM_STAGING_SHARE), MAX_STAGING_BYTES // layout.row_bytes))
+
+
+def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
+    return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), _staging_rows(layout, cached))
+
+
+def hbm_bytes_of(layout: RowLayout, cached: int) -> int:
+    """Device memory of a pool with so many cached rows; what ``HbmPool.size_bytes`` says."""
+    size = _hbm_size(layout, cached)
+    index = -(-cached // WAYS) * WAYS * INDEX_BYTES + size.overflow_rows * OVERFLOW_INDEX_BYTES + SUMMARY_BYTES
+    return (cached + size.overflow_rows) * layout.row_bytes + index
+
+
+def _outbox_rows(cached: int) -> int:
+    return max(MIN_OUTBOX_ROWS, math.ceil(cached * OUTBOX_SHARE))
+
+
+def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
+    """What a pool with so many rows in its cache takes."""
+    return ddr.size_bytes_of(policy, count, **_words(layout)) + outbox_bytes(layout, _outbox_rows(count))
+
+
+def _words(layout: RowLayout) -> dict[str, int]:
+    return {"weight_words": layout.weight_words, "state_words": layout.state_words}
+
+
+def _enough(least: int, others: int) -> int:
+    """The smallest budget for pools that take so much, in whole KiB."""
+    fixed = least + STAGING_BYTES + others
+    whole = max(fixed + MIN_TRANSACTION_BYTES, fixed / (1 - TRANSACTION_SHARE))
+    return 1024 * (math.ceil(whole / 1024) + 1)

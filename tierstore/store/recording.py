@@ -10,9 +10,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from ..system.sizes import format_size, parse_size
 from ..trace import write_trace
 from ..trace.recorded import Recorded
 from ..trace.sampling import ALL, is_sampled, select
-
-if TYPE_CHECKING:
-    from .store import Store
 
 _LOG: Final = logging.getLogger("tierstore")
 
@@ -70,23 +67,21 @@ class Recorder:
     that is killed loses the lookups since then.
     ``max_bytes`` bounds the file, and memory but while the file is written, which takes as much again.
 
+    Args:
+        tables: names by index. store: whose ``recorder`` this is until it is stopped; it is not kept alive.
+
     Raises:
-        ValueError: the rate is none, the store has no table, or a recorder already. ClosedError.
-        TierstoreError: the file cannot be written. More as ``require_recordable``.
+        ValueError: the rate is none. TierstoreError: the file cannot be written. More as ``require_recordable``.
     """
 
-    def __init__(self, store: "Store", path: str | os.PathLike[str], *, rate: float, max_bytes: int | str) -> None:
-        store.require_open()
-        if store.recorder is not None:
-            raise ValueError(f"the store is being recorded to {store.recorder.path}; stop that first")
-        if not store.tables:
-            raise ValueError(f"{store.directory} has no table yet; make its tables, then record")
+    def __init__(
+        self, tables: Mapping[int, str], path: str | os.PathLike[str], *, rate: float, max_bytes: int | str,
+        store: "weakref.ref[Any]",
+    ) -> None:  # fmt: skip
         self.path: Path = Path(os.path.abspath(path))
-        names = [""] * (1 + max(table.index for table in store.tables.values()))
-        for table in store.tables.values():
-            names[table.index] = table.name
+        names = [tables.get(index, "") for index in range(1 + max(tables))]
         self._recorded = Recorded(names, rate=rate, max_bytes=require_recordable(path, max_bytes))
-        self._store = weakref.ref(store)
+        self._store = store
         self._lock = threading.RLock()
         self._is_over = self._is_written = False
         self._process_id = os.getpid()
@@ -122,8 +117,6 @@ class Recorder:
             elif self._recorded.contents().tables[index] != name:
                 self._is_over = True
 
-    # Being told
-
     @shielded
     def note_lookups(self, lookups: Sequence[Joined]) -> None:
         """One batch of a module."""
@@ -133,9 +126,9 @@ class Recorder:
     @shielded
     def note_bags(self, table_index: int, num_rows: int, ids: Int64s | Int32s, offsets: Int64s) -> None:
         """A batch of bags of one table with so many rows: int64 or int32 [n], int64 [bags + 1]."""
-        first, rows = np.array([table_index << KEY_ROW_BITS]), np.array([num_rows])
         bags, starts = len(offsets) - 1, np.empty_like(offsets)
         if copy_offsets(offsets, len(ids), starts):  # else the caller changed them since the lookup
+            first, rows = np.array([table_index << KEY_ROW_BITS]), np.array([num_rows])
             self._add([(ids, _ZERO, first, rows, bags, starts)], bags)
 
     @shielded
@@ -153,8 +146,6 @@ class Recorder:
             if num_samples and not self._is_over:
                 self._recorded.add(keys, samples, num_samples, last, lookups)
 
-    # Writing
-
     def _write(self, *, force: bool = True) -> None:
         with self._lock:
             contents = self._recorded.contents()
@@ -166,16 +157,16 @@ class Recorder:
             raise translate_os_error(error, self.path) from error
 
     def _write_now_and_then(self) -> None:
-        seconds, said = _WRITE_SECONDS, False
+        seconds, is_logged = _WRITE_SECONDS, False
         while not self._over.wait(seconds):
             started = time.monotonic()
             try:
                 self._write()
-                said = False
+                is_logged = False
             except (TierstoreError, OSError) as error:
-                if not said:
+                if not is_logged:
                     _LOG.warning("the recording goes on, and is not on disk: %s", error)
-                said = True
+                is_logged = True
             seconds = max(_WRITE_SECONDS, _REST * (time.monotonic() - started))
 
     def stop(self) -> None:

@@ -36,17 +36,15 @@ from ..system.signals import shielded
 from ..system.sizes import format_count
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
-from .changing import change, drop, require_changeable
 from .commits import Commits, PendingCommit
+from .files import BackupReport, Opened, back_up, open_files
 from .lifetime import Lifetime, Shown
 from .manifest import Manifest
-from .newer import Follower, Newer
-from .opened import open_files
 from .optimizer import TieredOptimizer
 from .pools import Memory, Pools
 from .recording import Recorder
+from .refresh import Follower, Newer
 from .table import Table
-from .target import BackupReport, back_up
 from .version import unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -78,19 +76,10 @@ class Store(ClosedWhenDropped, Unpicklable):
     _lifetime: Lifetime = Lifetime(_IN_MEMORY, readonly=True)  # of one that could not be opened
 
     def __init__(
-        self,
-        directory: Path | None,
-        memory: Memory,
-        *,
-        readonly: bool,
-        version: int | None,
-        keep: int,
-        slack: float,
-        threads: int,
-        dtype: KeptAs,
-    ) -> None:
-        directory = None if directory is None else directory.absolute()
-        self.directory = directory or _IN_MEMORY
+        self, directory: Path | None, memory: Memory, *, readonly: bool, version: int | None, keep: int, slack: float,
+        threads: int, dtype: KeptAs,
+    ) -> None:  # fmt: skip
+        self.directory = _IN_MEMORY if directory is None else directory.absolute()
         self.readonly = readonly
         self.keep = keep
         self.dropped: Collection[int] = ()
@@ -105,22 +94,19 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.calling = self._lifetime.calling
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
             held.callback(self._lifetime.let_go)
-            self._cold: ColdTier
-            read_manifest: Callable[[], Manifest] | None = None
             if directory is None:
-                self._cold = MemoryColdTier()
-                manifest = Manifest.new(self._cold.page_bytes)
+                tier = MemoryColdTier()
+                manifest = Manifest.new(tier.page_bytes)
+                files = Opened(manifest, tier, lambda: manifest)
             else:
-                manifest, self._cold, read_manifest = open_files(
-                    directory, readonly=readonly, version=version, slack=slack
-                )
+                files = open_files(self.directory, readonly=readonly, version=version, slack=slack)
+            self._cold: ColdTier = files.cold
             held.callback(self._cold.close)
             self.workers = Workers(threads)
             held.callback(self.workers.close)
             self._catalog = Catalog(
-                weakref.ref(self), directory, manifest, self._cold, read_manifest,
-                readonly=readonly, has_hbm=memory.has_hbm, dtype=dtype,
-            )  # fmt: skip
+                weakref.ref(self), self.directory, files, readonly=readonly, has_hbm=memory.has_hbm, dtype=dtype
+            )
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
             held.callback(self._pools.close)
             self._commits = Commits(self.directory, self._cold, self._catalog, self._pools, self.shown)
@@ -130,8 +116,6 @@ class Store(ClosedWhenDropped, Unpicklable):
             self._held = held.pop_all()
         self._lifetime.is_closed = False
         _STORES.add(weakref.ref(self, _STORES.discard))
-
-    # Tables
 
     @shielded
     def create_table(self, config: TableConfig) -> Table:
@@ -148,8 +132,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.require_open()
         if not isinstance(config, TableConfig):
             raise TypeError(f"create_table takes a TableConfig, not {type(config).__name__}")
-        known = self.find_or_require(config)
-        if known is not None:
+        if (known := self.find_or_require(config)) is not None:
             return known
         with self._retired():
             return self._catalog.create(config)
@@ -168,16 +151,10 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     @shielded
     def change_table(
-        self,
-        table: str,
-        *,
-        name: str | None = None,
-        num_embeddings: int | None = None,
-        feature_names: Sequence[str] | None = None,
-        pooling: Pooling | None = None,
-        optimizer: Optimizer | None = None,
+        self, table: str, *, name: str | None = None, num_embeddings: int | None = None,
+        feature_names: Sequence[str] | None = None, pooling: Pooling | None = None, optimizer: Optimizer | None = None,
         ids: DynamicIds | None = None,
-    ) -> Table:
+    ) -> Table:  # fmt: skip
         """Give a table another name, more rows, other features, pooling, optimizer or rules of ids, durably.
 
         The change is part of no version: all that are kept show the table as it is now, and ``rollback`` does not undo
@@ -198,23 +175,24 @@ class Store(ClosedWhenDropped, Unpicklable):
             ValueError: wrong values. DiskFullError: the table is as it was.
             ReadOnlyError, ClosedError.
         """
+        features = None if feature_names is None else tuple(feature_names)
         asked: dict[str, Any] = {
-            "name": name, "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids,
-            "feature_names": None if feature_names is None else tuple(feature_names),
+            "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids, "name": name,
         }  # fmt: skip
         with self._changing(table) as known:
             before = known.config
-            if feature_names is None and name is not None and before.feature_names == (before.name,):
-                asked["feature_names"] = ()
+            if features is None and name is not None and before.feature_names == (before.name,):
+                features = ()
+            asked["feature_names"] = features
             config = replace(before, **{field: value for field, value in asked.items() if value is not None})
-            return known if config == before else change(self._cold, self._catalog, self._pools, known, config)
+            return known if config == before else self._catalog.change(known, config)
 
     @shielded
     def drop_table(self, name: str) -> None:
         """Drop a table with all its rows, in place and durably, from all versions that are kept: ``backup`` first if it
         may be wanted again. Its space on SSD is reused after the next commits. Errors as of ``change_table``."""
         with self._changing(name) as table:
-            drop(self._catalog, table)
+            self._catalog.drop(table)
 
     @shielded
     def use_rows(self, rows: Mapping[str, range]) -> None:
@@ -233,7 +211,7 @@ class Store(ClosedWhenDropped, Unpicklable):
                 "store.optimizer() trains the tables: close the store, open it again, and change them first"
             )
         self._commits.end_pending()
-        require_changeable(self.directory, self._catalog)
+        self._catalog.require_changeable()
         with self._retired():
             yield table
 
@@ -278,14 +256,12 @@ class Store(ClosedWhenDropped, Unpicklable):
         if not self.readonly:
             self._commits.end_pending()
             table.pool.flush()
-        parts = self._cold.stored_rows(table.index)
-        while True:
-            part = next(parts, None)
+        for part in self._cold.stored_rows(table.index):
             if table.is_gone:
-                _ = table.pool  # TableError
-            if part is None:
-                return
+                break
             yield part
+        if table.is_gone:
+            _ = table.pool  # TableError
 
     def optimizer(self, dense: torch.optim.Optimizer | None = None) -> TieredOptimizer:
         """A ``torch.optim.Optimizer`` of all tables; from now on backward collects gradients and ``step`` applies them.
@@ -314,16 +290,14 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     def require_whole_steps(self) -> None:
         """PartlyTrainedError if a step failed after some of its rows were trained, until ``rollback``."""
-        if self._partly_trained is not None:
+        if (error := self._partly_trained) is not None:
             reopen = "close the store and open it again"
             way = f"store.rollback({self.version}), or {reopen}," if self.versions else reopen
             raise PartlyTrainedError(
                 f"{self.directory}: a training step failed when some of its rows were trained; to drop what was "
                 f"trained since the last commit, {way} and then repeat those steps. It failed by "
-                f"{type(self._partly_trained).__name__}: {self._partly_trained}"
-            ) from self._partly_trained
-
-    # Versions
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     @shielded
     def commit(self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None) -> int:
@@ -456,8 +430,6 @@ class Store(ClosedWhenDropped, Unpicklable):
             )
         self._catalog.minutes = minutes
 
-    # Looking at it
-
     def stats(self) -> Stats:
         """Running totals of each tier since the store was opened."""
         self.require_open()
@@ -470,8 +442,17 @@ class Store(ClosedWhenDropped, Unpicklable):
             path: the file, NAME.npz; there must be none yet.
             rate: the share of all rows whose lookups are recorded; 1: every row.
             max_bytes: bound on memory and file; the rate is halved whenever it is reached.
+
+        Raises:
+            ValueError: the store has no table, or is recorded already. ClosedError.
         """
-        self.recorder = Recorder(self, path, rate=rate, max_bytes=max_bytes)
+        self.require_open()
+        if self.recorder is not None:
+            raise ValueError(f"the store is being recorded to {self.recorder.path}; stop that first")
+        if not self.tables:
+            raise ValueError(f"{self.directory} has no table yet; make its tables, then record")
+        names = {table.index: name for name, table in self.tables.items()}
+        self.recorder = Recorder(names, path, rate=rate, max_bytes=max_bytes, store=weakref.ref(self))
         return self.recorder
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
@@ -482,13 +463,10 @@ class Store(ClosedWhenDropped, Unpicklable):
             return self._cold.verify(progress)
 
     def backup(
-        self,
-        target: str | os.PathLike[str],
-        *,
-        verify: bool = False,
+        self, target: str | os.PathLike[str], *, verify: bool = False,
         progress: Callable[[int, int], None] | None = None,
-    ) -> BackupReport:
-        """Copy the store and all versions it keeps into another directory, while others train: ``target.back_up``."""
+    ) -> BackupReport:  # fmt: skip
+        """Copy the store and all versions it keeps into another directory, while others train: ``files.back_up``."""
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):
             raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')
@@ -505,8 +483,6 @@ class Store(ClosedWhenDropped, Unpicklable):
         or the store is sharded or in memory."""
         self.require_open()
         return self._cold.describe_old_reader() if isinstance(self._cold, LmdbColdTier) else ""
-
-    # Closing
 
     @shielded
     def close(self) -> None:

@@ -11,46 +11,11 @@ from ..config import TableConfig
 from ..errors import DamagedError
 from ..ids.id_map import IdMap, are_scores, map_bytes
 from ..kernels.arrays import Bools, Int64s, Words
+from ..layout import ROW_MASK
+from ..pool.converting import RowSource
 
 _HALF: Final = np.uint64(32)
 _HAS_ID: Final = np.uint64(1)
-
-
-def shares(config: TableConfig) -> tuple[int, int]:
-    """How many rows and candidates an owner has."""
-    rules, most = config.ids, config.num_embeddings
-    return (0, 0) if rules is None else (rules.share(most), rules.share(rules.num_candidates(most)))
-
-
-def section_rows(config: TableConfig) -> int:
-    """Of the table of ids, for each owner."""
-    return 1 if config.ids is None else config.table_of_ids(0).num_embeddings // config.ids.owners
-
-
-def ids_bytes(config: TableConfig) -> int:
-    """Memory for a table's ids, once they are looked at; 0 if they are not dynamic."""
-    if config.ids is None:
-        return 0
-    return sum(map_bytes(len(range(*config.ids.owned)) * share) for share in shares(config))
-
-
-class Section(NamedTuple):
-    """Rows of a map, all of one owner; theirs in the table of ids are each ``step``-th from ``start`` on."""
-
-    part: IdMap
-    rows: range
-    start: int
-    step: int
-
-
-def own_rows(config: TableConfig, places: Int64s) -> tuple[Bools, Int64s]:
-    """Which of its table of ids' rows, int64 [n], have ids of the table's own rows, bool [n], and of which."""
-    assert config.ids is not None
-    share, candidates = shares(config)
-    owners, rest = np.divmod(places, section_rows(config))
-    rows, is_candidate = np.divmod(rest - 1, 2 if candidates else 1)
-    own = (rest > 0) & (is_candidate == 0) & (rows < share)
-    return own, (owners * share + rows)[own]
 
 
 class Changed(NamedTuple):
@@ -60,30 +25,72 @@ class Changed(NamedTuple):
     words: Words
 
     @classmethod
-    def of(cls, section: Section, rows: Int64s) -> "Changed":
-        """What these rows of a section, the only one of its map, hold."""
-        words, scores = np.empty((len(rows), 2), np.uint64), section.part.scores(rows)
-        words[:, 0] = section.part.ids_of(rows).view(np.uint64)
+    def read(cls, read: RowSource, keys: Int64s) -> "Changed":
+        """Zeros of rows that are not there."""
+        words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
+        read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
+        return cls(keys & ROW_MASK, words)
+
+
+class TableOfIds:
+    """Of a table, some of whose owners are here. Part 0 are its rows, part 1 the candidates for rows.
+
+    Attributes:
+        shares: how many rows and candidates an owner has. owned: the owners here. section_rows: of each.
+    """
+
+    def __init__(self, config: TableConfig) -> None:
+        assert config.ids is not None
+        rules, most = config.ids, config.num_embeddings
+        self.shares = rules.share(most), rules.share(rules.num_candidates(most))
+        self.owned = range(*rules.owned)
+        self.num_rows = config.table_of_ids(0).num_embeddings
+        self.section_rows = self.num_rows // rules.owners
+        self._step = 2 if self.shares[1] else 1
+
+    def own_rows(self, stored: Int64s, part: int = 0) -> tuple[Bools, Int64s]:
+        """Which rows of the table of ids, int64 [n], are of a part, and of which of all owners' rows of that part."""
+        owners, rest = np.divmod(stored, self.section_rows)
+        rows, parts = np.divmod(rest - 1, self._step)
+        own = (rest > 0) & (parts == part) & (rows < self.shares[part])
+        return own, (owners * self.shares[part] + rows)[own]
+
+    def within(self, stored: Int64s, part: int) -> tuple[Bools, Int64s]:
+        """Which rows of the table of ids are of a part and an owner here, and of which of the part's rows here."""
+        own, rows = self.own_rows(stored, part)
+        rows -= self.owned.start * self.shares[part]
+        here = (rows >= 0) & (rows < len(self.owned) * self.shares[part])
+        own[own] = here
+        return own, rows[here]
+
+    def of(self, known: IdMap, part: int, rows: Int64s) -> Changed:
+        """What the table of ids has of these rows of a part here."""
+        words, scores = np.empty((len(rows), 2), np.uint64), known.scores(rows)
+        words[:, 0] = known.ids_of(rows).view(np.uint64)
         words[:, 1] = (scores != 0).astype(np.uint64) << _HALF | scores
-        return cls(rows * section.step + section.start, words)
+        owners, places = np.divmod(rows, max(1, self.shares[part]))
+        return Changed((owners + self.owned.start) * self.section_rows + 1 + part + places * self._step, words)
 
-    def within(self, section: Section) -> "Changed":
-        """What is of a section, in terms of its map's rows."""
-        rows, rest = np.divmod(self.rows - section.start, section.step)
-        own = (rest == 0) & (rows >= 0) & (rows < len(section.rows))
-        return Changed(rows[own] + section.rows.start, self.words[own])
-
-    def enter(self, section: Section) -> None:
-        """Have its map hold what this says of a section, as it is stored. DamagedError: nobody wrote this."""
-        part, (rows, words) = section.part, self.within(section)
-        part.remove(rows[part.scores(rows) != 0])
+    def enter(self, changed: Changed, known: IdMap, part: int) -> None:
+        """Have a part's map hold what is stored of it. DamagedError: nobody wrote this."""
+        own, rows = self.within(changed.rows, part)
+        words = changed.words[own]
+        known.remove(rows[known.scores(rows) != 0])
         used = words[:, 1] >> _HALF & _HAS_ID != 0
         ids, scores = words[used, 0].view(np.int64), words[used, 1].astype(np.uint32)
         is_sound = are_scores(scores)
         if is_sound:
-            part.put(rows[used], ids, scores)
-        if not is_sound or not np.array_equal(part.find(ids), rows[used]):
+            known.put(rows[used], ids, scores)
+        if not is_sound or not np.array_equal(known.find(ids), rows[used]):
             raise DamagedError(
                 "two rows have one id, or a wrong score: restore the store from a copy, or publish all of it again"
             )
-        part.clean(rows)
+        known.clean(rows)
+
+
+def ids_bytes(config: TableConfig) -> int:
+    """Memory for a table's ids, once they are looked at; 0 if they are not dynamic."""
+    if config.ids is None:
+        return 0
+    stored = TableOfIds(config)
+    return sum(map_bytes(len(stored.owned) * share) for share in stored.shares)

@@ -1,17 +1,19 @@
 """A table of a store: read, write and pooled lookup by id."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import TableError
-from ..kernels.arrays import Floats, Ids, Int64s
+from ..kernels.arrays import Floats, Int64s
 from ..kernels.slots import MODES, row_keys
+from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS
 from ..lookup.jagged import DeviceJagged, Jagged
 from ..lookup.lookup import AnyLookup, make_lookup
@@ -24,15 +26,51 @@ from ..pool.one_table import OneTable
 from ..pool.stats import IdStats
 from ..system.checks import Unpicklable, require_choice
 from ..system.signals import shielded
-from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
+from .arguments import (
+    FLOAT_TYPES,
+    OffsetsType,
+    check_ids,
+    check_jagged,
+    may_trace,
+    refuse_traces,
+    refuse_transforms,
+    require_tensor,
+)
+from .lifetime import Shown
+from .recording import Recorder
 from .table_ids import TableIds
 from .version import TableState
 
-if TYPE_CHECKING:
-    from .store import Store
-
-_ADMITS: Final = "forward passes that train admit ids, and Table.admit does"
 _CHUNK_ROWS: Final = 2**16
+
+
+class TableStore(Protocol):
+    """What tables and their optimizer use of ``Store``."""
+
+    directory: Path
+    device: torch.device
+    readonly: bool
+    workers: Workers
+    offsets_type: OffsetsType
+    recorder: Recorder | None
+    shown: Shown
+    require_open: Callable[[], None]
+    require_writable: Callable[[], None]
+    optimizer_in_use: Any
+
+    def calling(self, name: str) -> contextlib.AbstractContextManager[None]: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def tables(self) -> "Mapping[str, Table]": ...
+
+    def written_rows(self, table: "Table") -> Iterator[Int64s]: ...
+
+    def has_rows_of(self, name: str) -> bool: ...
+
+    def note_partly_trained(self, error: BaseException) -> None: ...
 
 
 class Table(Unpicklable, LookupTable):
@@ -42,7 +80,7 @@ class Table(Unpicklable, LookupTable):
         ids: of a table with dynamic ids, which have rows; else None.
     """
 
-    store: "Store"
+    store: TableStore
     ids: TableIds | None = None
     _one_table: OneTable | None = None
 
@@ -85,9 +123,13 @@ class Table(Unpicklable, LookupTable):
             )
 
     def keys_of(self, ids: Int64s, use: Use) -> Found:
-        if self.ids is None:
-            return Found(self._keys_of(ids))
-        return self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
+        if self.ids is not None:
+            return self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
+        keys: Int64s = np.empty(len(ids), np.int64)
+        outside = row_keys(ids, self.rows.start, self.rows.stop, self.index << KEY_ROW_BITS, keys)
+        if outside >= 0:
+            raise self.id_error(int(ids[outside]))
+        return Found(keys)
 
     @shielded
     def _admit(self, ids: Int64s) -> Found:
@@ -108,16 +150,8 @@ class Table(Unpicklable, LookupTable):
 
     def _keys(self, ids: Tensor) -> Int64s:
         refuse_traces((ids,))
-        return self._keys_of(check_ids(ids, device=self.store.device))
-
-    def _keys_of(self, rows: Ids) -> Int64s:
-        if self.ids is not None:
-            return self.keys_of(rows.astype(np.int64, copy=False), Use.READ).keys
-        keys: Int64s = np.empty(len(rows), np.int64)
-        outside = row_keys(rows, self.rows.start, self.rows.stop, self.index << KEY_ROW_BITS, keys)
-        if outside >= 0:
-            raise self.id_error(int(rows[outside]))
-        return keys
+        given: Any = check_ids(ids, device=self.store.device)
+        return self.keys_of(given if self.ids is None else given.astype(np.int64, copy=False), Use.READ).keys
 
     def are_in_memory(self, ids: Tensor) -> bool:
         """Whether to look these rows up reads nothing from SSD and nothing is copied to a device.
@@ -137,20 +171,20 @@ class Table(Unpicklable, LookupTable):
         Raises:
             ValueError: an id that is no row, unless None is returned. TableError: the table is only a part here.
         """
-        keys, rows = self.store.shown.at_one(lambda: self._rows_in_memory(ids))
+
+        def look_up() -> tuple[Int64s, Floats | None]:
+            if (direct := self._direct()) is not None:
+                return ids | (self.index << KEY_ROW_BITS), direct.rows(ids)
+            keys = self._keys(torch.from_numpy(ids))
+            if (keys < 0).any():
+                return keys, None
+            rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))
+            return keys, None if rows is None else rows.float().numpy()
+
+        keys, rows = self.store.shown.at_one(look_up)
         if rows is not None and self.store.recorder is not None:
             self.store.recorder.note_rows(keys)
         return rows
-
-    def _rows_in_memory(self, ids: Int64s) -> tuple[Int64s, Floats | None]:
-        direct = self._direct()
-        if direct is not None:
-            return ids | (self.index << KEY_ROW_BITS), direct.rows(ids)
-        keys = self._keys(torch.from_numpy(ids))
-        if (keys < 0).any():
-            return keys, None
-        rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))
-        return keys, None if rows is None else rows.float().numpy()
 
     def _direct(self) -> OneTable | None:
         """A short way for small lookups, if there is one."""
@@ -173,26 +207,26 @@ class Table(Unpicklable, LookupTable):
         Raises:
             ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
         """
-        keys, rows = self.store.shown.at_one(lambda: self._read(ids))
+
+        def look_up() -> tuple[Int64s, Tensor]:
+            keys = self._keys(ids)
+            self.store.require_open()
+            has_row = keys >= 0
+            if len(keys) and has_row.all():
+                return keys, self.in_pool(lambda pool: pool.tier.read(keys))
+            known = keys[has_row]
+            out = torch.zeros((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
+            if len(known):
+                out[torch.from_numpy(has_row)] = self.in_pool(lambda pool: pool.tier.read(known))
+            if self.config.counts_unseen:
+                unseen = torch.from_numpy(~has_row)
+                out[unseen] = self.first_values(ids[unseen]).to(out)
+            return keys, out
+
+        keys, rows = self.store.shown.at_one(look_up)
         if self.store.recorder is not None:
             self.store.recorder.note_rows(keys)
         return rows
-
-    def _read(self, ids: Tensor) -> tuple[Int64s, Tensor]:
-        """Keys, -1 of ids without a row, and rows, for those zeros or first values."""
-        keys = self._keys(ids)
-        self.store.require_open()
-        has_row = keys >= 0
-        if len(keys) and has_row.all():
-            return keys, self.in_pool(lambda pool: pool.tier.read(keys))
-        known = keys[has_row]
-        out = torch.zeros((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
-        if len(known):
-            out[torch.from_numpy(has_row)] = self.in_pool(lambda pool: pool.tier.read(known))
-        if self.config.counts_unseen:
-            unseen = torch.from_numpy(~has_row)
-            out[unseen] = self.first_values(ids[unseen]).to(out)
-        return keys, out
 
     def read_state(self, ids: Tensor) -> Tensor:
         """Optimizer state of rows. Arguments and errors as of ``read``.
@@ -202,23 +236,23 @@ class Table(Unpicklable, LookupTable):
             leaves state out; one of row-wise Adagrad, its sum; ``embedding_dim`` of Adagrad; twice as many of Adam, the
             first moments before the second.
         """
-        return self.store.shown.at_one(lambda: self._read_state(self._keys(ids)))
 
-    def _read_state(self, keys: Int64s) -> Tensor:
-        """Zeros for keys -1."""
-        self.store.require_open()
-        has_row = keys >= 0
-        out, known = np.zeros((len(keys), self.layout.state_dim), np.float32), keys[has_row]
-        rows = np.empty((len(known), self.layout.state_dim), np.float32)
-
-        def copy(pool: Pool) -> None:
+        def copy(pool: Pool, keys: Int64s, rows: Floats) -> None:
             pool.tier.flush()
-            pool.host.read_state(known, rows)
+            pool.host.read_state(keys, rows)
 
-        if rows.size:
-            self.in_pool(copy)
-        out[has_row] = rows
-        return torch.from_numpy(out)
+        def look_up() -> Tensor:
+            keys = self._keys(ids)
+            self.store.require_open()
+            has_row = keys >= 0  # else zeros
+            out, known = np.zeros((len(keys), self.layout.state_dim), np.float32), keys[has_row]
+            rows = np.empty((len(known), self.layout.state_dim), np.float32)
+            if rows.size:
+                self.in_pool(lambda pool: copy(pool, known, rows))
+            out[has_row] = rows
+            return torch.from_numpy(out)
+
+        return self.store.shown.at_one(look_up)
 
     def written(self) -> Iterator[Tensor]:
         """Which rows were ever trained or written: int64 [n], ascending, in parts. All others have first values.
@@ -254,21 +288,18 @@ class Table(Unpicklable, LookupTable):
         self.store.require_writable()
         self.require_float()
         with self.store.shown.changing() if self.ids is not None else contextlib.nullcontext():  # ids keep their rows
-            self._write(ids, rows)
-
-    def _write(self, ids: Tensor, rows: Tensor) -> None:
-        keys = self._keys(ids)
-        if self.ids is not None:
-            self.ids.require_rows(check_ids(ids, device=self.store.device), keys, _ADMITS)
-        if require_tensor(rows, "rows").dtype not in FLOAT_TYPES:
-            raise TypeError(f"rows must be float32, float16 or bfloat16, not {rows.dtype}; rows.float() converts")
-        if rows.shape != (len(keys), self.layout.dim):
-            raise ValueError(f"rows must be [{len(keys)}, {self.layout.dim}], not {list(rows.shape)}")
-        if not len(keys):
-            return
-        new = rows.detach().to(self.layout.torch_dtype)
-        self.note_change()
-        self.in_pool(lambda pool: pool.tier.write(keys, new))
+            keys = self._keys(ids)
+            if self.ids is not None:
+                way = "forward passes that train admit ids, and Table.admit does"
+                self.ids.require_rows(check_ids(ids, device=self.store.device), keys, way)
+            if require_tensor(rows, "rows").dtype not in FLOAT_TYPES:
+                raise TypeError(f"rows must be float32, float16 or bfloat16, not {rows.dtype}; rows.float() converts")
+            if rows.shape != (len(keys), self.layout.dim):
+                raise ValueError(f"rows must be [{len(keys)}, {self.layout.dim}], not {list(rows.shape)}")
+            if len(keys):
+                new = rows.detach().to(self.layout.torch_dtype)
+                self.note_change()
+                self.in_pool(lambda pool: pool.tier.write(keys, new))
 
     def admit(self, ids: Tensor) -> int:
         """Use ids as a batch that trains does: they count, and get rows by the rules of ``config.ids``.

@@ -9,7 +9,7 @@ row for it than that of the id that had it before, in the version that has the n
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -24,10 +24,10 @@ from ..io.base import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import SECRET
 from ..kernels.threads import Workers
-from ..layout import KEY_ROW_BITS, ROW_MASK
+from ..layout import KEY_ROW_BITS
 from ..lookup.tables import Found, Hold, Use
 from ..pool.stats import IdStats
-from .stored_ids import Changed, Section, ids_bytes, section_rows, shares
+from .stored_ids import Changed, TableOfIds, ids_bytes
 
 EVICTED_SHARE: Final = 1 / 16
 """Of rows whose uses are counted, and of candidates, those that lose their ids at once when there are no more: new ones
@@ -52,6 +52,7 @@ class TableIds:
         first_key: of the table's rows here.
         num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
+        goes_by_time: whether a batch is known by the time that ``set_time`` gave.
 
     Args:
         time: in minutes, of the batches from now on, from 1 on; 0 if it was not set.
@@ -69,10 +70,11 @@ class TableIds:
         self._is_leaving = False
         self.first_key = config.rows.start | (index << KEY_ROW_BITS)
         self._config = config
-        self._rules = config.ids
-        self._num_candidates = config.ids.num_candidates(config.num_embeddings)
-        self._shares = shares(config)
-        self._section_rows = section_rows(config)
+        self._rules = rules = config.ids
+        self._counts_uses = isinstance(rules.eviction, LFU)
+        self.goes_by_time = isinstance(rules.eviction, TTL) and rules.eviction.minutes is not None
+        self._num_candidates = rules.num_candidates(config.num_embeddings)
+        self._stored = TableOfIds(config)
         self._index = index
         self._cold = cold
         self._workers = workers
@@ -92,11 +94,6 @@ class TableIds:
             self.num_moves += 1
 
     @property
-    def is_known(self) -> bool:
-        """Whether they were looked at, and so read."""
-        return "_known" in self.__dict__
-
-    @property
     def counts(self) -> tuple[int, int]:
         """How many ids have rows, and how many are candidates."""
         with self.lock:
@@ -107,17 +104,8 @@ class TableIds:
         known = self.__dict__.get("_known")
         if known is None:
             return IdStats()
-        rows, candidates = (part.num_used for part in known)
-        return IdStats(rows, candidates, self.num_admitted, self.num_refused, self.num_evicted, ids_bytes(self._config))
-
-    @property
-    def _counts_uses(self) -> bool:
-        return isinstance(self._rules.eviction, LFU)
-
-    @property
-    def goes_by_time(self) -> bool:
-        """Whether a batch is known by the time that ``set_time`` gave."""
-        return isinstance(self._rules.eviction, TTL) and self._rules.eviction.minutes is not None
+        totals = self.num_admitted, self.num_refused, self.num_evicted
+        return IdStats(known[0].num_used, known[1].num_used, *totals, ids_bytes(self._config))
 
     @property
     def clock(self) -> int:
@@ -125,8 +113,6 @@ class TableIds:
         with self.lock:
             _ = self._known
             return self._clock
-
-    # Looking ids up
 
     def find(self, ids: Int64s, use: Use = Use.READ) -> Found:
         """The keys of ids' rows; not to admit them. IdError for one without a row, if the table asks for it, unless
@@ -247,9 +233,10 @@ class TableIds:
             rows = self._rows.find(np.unique(ids))
             rows = rows[rows >= 0]
             self.num_changes += 1
-            return self._remove(self._not_held(rows))
-
-    # The rules
+            rows = self._not_held(rows)
+            self._note_leaving(rows)
+            self._rows.remove(rows)
+            return self._note_evicted(rows)
 
     def _next_step(self) -> Int64s:
         """Number this batch, and halve counts, as the rules say; returns rows that no id may have any more."""
@@ -325,8 +312,6 @@ class TableIds:
         put(rows + self.first_key, ids)
         self._rows.put(rows, ids, scores)  # not before its row is whole
 
-    # Eviction
-
     @property
     def _held(self) -> list[Int64s]:
         """The rows of in-flight batches."""
@@ -377,17 +362,10 @@ class TableIds:
         if self._is_leaving:
             raise TableError(f"what Table.on_evict calls for table {self._config.name!r} may not use the store")
 
-    def _remove(self, rows: Int64s) -> int:
-        self._note_leaving(rows)
-        self._rows.remove(rows)
-        return self._note_evicted(rows)
-
     def _note_evicted(self, rows: Int64s) -> int:
         self.num_evicted += len(rows)
         self.num_moves += 1
         return len(rows)
-
-    # Commits
 
     def freeze(self, version: int) -> None:
         """What is known now is of that version."""
@@ -395,47 +373,46 @@ class TableIds:
             self._require_idle()
             self.abandon()
             self._version = version
-            if not self.is_known:
+            if "_known" not in self.__dict__:
                 return
-            dirty = [(section, section.part.dirty_rows) for section in self._sections(self._known)]
-            parts = [self._of_all, *(Changed.of(*each) for each in dirty)]
+            dirty = [each.dirty_rows for each in self._known]
+            parts = [self._of_all, *map(self._stored.of, self._known, (0, 1), dirty)]
             self._frozen = Changed(*map(np.concatenate, zip(*parts, strict=True)))
-            for section, rows in dirty:
-                section.part.clean(rows)
+            for each, rows in zip(self._known, dirty, strict=True):
+                each.clean(rows)
 
     @property
     def _of_all(self) -> Changed:
         """The first row of each section."""
-        starts = np.arange(*self._rules.owned) * self._section_rows
+        starts = np.array(self._stored.owned) * self._stored.section_rows
         words = self._step | self._clock << 32, self._rows.cursor
         return Changed(starts, np.full((len(starts), 2), words, np.uint64))
 
     def write_frozen(self) -> None:
+        """Write what was frozen; errors as of ``ColdTier.write``."""
         frozen = self._frozen
         if frozen is None:
             return
-        keys = self._keys(frozen.rows)
-        state = np.empty((len(keys), 0), np.uint64)
-        for first in range(0, len(keys), _CHUNK_ROWS):
+        for first in range(0, len(frozen.rows), _CHUNK_ROWS):
             part = slice(first, first + _CHUNK_ROWS)
-            slots = np.arange(len(keys[part]), dtype=np.int32)
-            self._cold.write(keys[part], slots, frozen.words[part], state[part], epoch=self._version)
+            rows, words = frozen.rows[part], frozen.words[part]
+            slots = np.arange(len(rows), dtype=np.int32)
+            self._cold.write(self._keys(rows), slots, words, np.empty((len(rows), 0), np.uint64), epoch=self._version)
         self._frozen = None  # what is written is of the next version if this one fails
 
     def abandon(self) -> None:
+        """Have what was frozen be of the next version. Again is fine."""
         with self.lock:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
-                for section in self._sections(self._known):
-                    section.part.soil(frozen.within(section).rows)
+                for part, known in enumerate(self._known):
+                    known.soil(self._stored.within(frozen.rows, part)[1])
 
     def check_integrity(self) -> None:
         """AssertionError unless each id leads to its row, and the counts agree."""
         with self.lock:
             for part in self._known:
                 part.check_integrity()
-
-    # What is known
 
     @property
     def _rows(self) -> IdMap:
@@ -451,20 +428,15 @@ class TableIds:
         known = self._new_maps()
         for stored in self._cold.stored_rows(self._index + 1):
             for first in range(0, len(stored), _CHUNK_ROWS):
-                rows = stored[first : first + _CHUNK_ROWS]
-                slots = np.arange(len(rows), dtype=np.int32)
-                words, state = np.empty((len(rows), 2), np.uint64), np.empty((len(rows), 0), np.uint64)
-                self._cold.read(self._keys(rows), slots, words, state, np.empty(len(rows), np.bool_))
-                self._enter(Changed(rows, words), known)
-        highest = int(known[0].scores(known[0].used_rows).max(initial=0))
-        self._keep_up(highest)  # a repaired store may have lost the clock
+                self._enter(Changed.read(self._cold.read, self._keys(stored[first : first + _CHUNK_ROWS])), known)
+        self._keep_up(int(known[0].scores(known[0].used_rows).max(initial=0)))  # a repaired store may have lost it
         if self.goes_by_time and self._clock == 1 and not self._step:
             self._clock = 0  # all were imported, when no time was known
         return known
 
     def _new_maps(self) -> tuple[IdMap, IdMap]:
-        owners, (rows, candidates) = len(range(*self._rules.owned)), self._shares
-        return IdMap(owners * rows, self._workers), IdMap(owners * candidates, self._workers)
+        rows, candidates = (IdMap(len(self._stored.owned) * share, self._workers) for share in self._stored.shares)
+        return rows, candidates
 
     def _keep_up(self, score: int) -> None:
         """The last batch was not before that which gave this score."""
@@ -472,16 +444,10 @@ class TableIds:
             self._clock = max(self._clock, score)
             self._step = self._step if self.goes_by_time else max(self._step, score)
 
-    def _sections(self, known: tuple[IdMap, IdMap]) -> Iterator[Section]:
-        step, section_rows = 2 if self._num_candidates else 1, self._section_rows
-        for place, owner in enumerate(range(*self._rules.owned)):
-            for first, (part, share) in enumerate(zip(known, self._shares, strict=True), 1 + owner * section_rows):
-                yield Section(part, range(place * share, (place + 1) * share), first, step)
-
     def _enter(self, changed: Changed, known: tuple[IdMap, IdMap]) -> None:
-        for section in self._sections(known):
-            changed.enter(section)
-        for words in changed.words[changed.rows % self._section_rows == 0]:
+        for part, each in enumerate(known):
+            self._stored.enter(changed, each, part)
+        for words in changed.words[changed.rows % self._stored.section_rows == 0]:
             (self._clock, self._step), known[0].cursor = divmod(int(words[0]), 2**32), int(words[1])
 
     def take_over(self, other: "TableIds") -> Int64s:
@@ -501,13 +467,10 @@ class TableIds:
 
     def changed(self, newer: NewerVersion) -> Callable[[], None]:
         """Have ready what a newer version has of them; to call once the store shows that version."""
-        if not self.is_known:
+        if "_known" not in self.__dict__:
             return partial(self._show, None)
         first, stop = (np.searchsorted(newer.changed, (self._index + after) << KEY_ROW_BITS) for after in (1, 2))
-        keys = newer.changed[first:stop]
-        words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
-        newer.read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
-        return partial(self._show, Changed(keys & ROW_MASK, words))
+        return partial(self._show, Changed.read(newer.read, newer.changed[first:stop]))
 
     def rehearse(self) -> None:
         """Compile what ``changed`` and the call that it gives use."""
@@ -525,14 +488,14 @@ class TableIds:
     @property
     def shape(self) -> tuple[int, int]:
         """Of ``words``."""
-        return self._config.table_of_ids(self._index).num_embeddings, 2
+        return self._stored.num_rows, 2
 
     def words(self) -> Words:
         """All that the table of ids' rows would hold after a commit, uint64."""
         words = np.zeros(self.shape, np.uint64)
         with self.lock:
-            parts = [Changed.of(each, np.arange(len(each.rows))) for each in self._sections(self._known)]
-            for each in (self._of_all, *parts):
+            every = [np.arange(each.capacity) for each in self._known]
+            for each in (self._of_all, *map(self._stored.of, self._known, (0, 1), every)):
                 words[each.rows] = each.words
         return words
 

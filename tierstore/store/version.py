@@ -78,8 +78,6 @@ class Lineage(NamedTuple):
 
 
 NO_LINEAGE: Final = Lineage()  # of version 0, and of a commit by a release without identities
-
-
 ORIGIN_KEY: Final = "tierstore.update"
 """In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
 RANK_KEY: Final = "tierstore.dist"
@@ -165,35 +163,31 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensors[{name!r}] must be a Tensor, not {type(tensor).__name__}")
     try:
-        parts = _stored(tensors)
+        # A file in safetensors format, without a copy of what lies in host memory in one piece. What the format calls
+        # the dtypes, and in which order it has tensors, is in a file of empty ones.
+        own = {name: each.detach().cpu().contiguous().resolve_conj().resolve_neg() for name, each in tensors.items()}
+        empty = safetensors.torch.save({name: tensor.new_empty(0) for name, tensor in own.items()})
+        if (names := safetensors.torch.load(empty).keys()) != own.keys():
+            raise TypeError(f"tensors cannot be stored under the names {sorted(own.keys() - names)}")
+        described: dict[str, dict[str, Any]] = json.loads(empty[_LENGTH_BYTES:])
+        end = 0
+        for name, fields in described.items():
+            start, end = end, end + own[name].nbytes
+            fields["shape"], fields["data_offsets"] = list(own[name].shape), [start, end]
+        text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _LENGTH_BYTES)
+        views = [own[name].reshape(-1).view(torch.uint8).numpy().data for name in described]
     except (RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise TypeError(f"tensors cannot be stored in safetensors format: {error}") from error
-    return b"".join([framed, *parts])
-
-
-def _stored(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
-    """The parts of a file in safetensors format, without a copy of what lies in host memory in one piece."""
-    own = {name: each.detach().cpu().contiguous().resolve_conj().resolve_neg() for name, each in tensors.items()}
-    # What the format calls the dtypes, and in which order it has tensors, is in a file of empty ones.
-    empty = safetensors.torch.save({name: tensor.new_empty(0) for name, tensor in own.items()})
-    if (names := safetensors.torch.load(empty).keys()) != own.keys():
-        raise TypeError(f"tensors cannot be stored under the names {sorted(own.keys() - names)}")
-    header: dict[str, dict[str, Any]] = json.loads(empty[_LENGTH_BYTES:])
-    end = 0
-    for name, fields in header.items():
-        start, end = end, end + own[name].nbytes
-        fields["shape"], fields["data_offsets"] = list(own[name].shape), [start, end]
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    views = [own[name].reshape(-1).view(torch.uint8).numpy().data for name in header]
-    return [len(text).to_bytes(_LENGTH_BYTES, "little"), text, *views]
+    return b"".join([framed, len(text).to_bytes(_LENGTH_BYTES, "little"), text, *views])
 
 
 def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Lineage) -> bytes:
     """The payload's part before the tensors."""
-    fields = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
-    own = {"commit": lineage.to_dict()} if lineage.commit_id else {}
-    header = json.dumps({**fields, **own}).encode()
+    fields: dict[str, Any] = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
+    if lineage.commit_id:
+        fields["commit"] = lineage.to_dict()
+    header = json.dumps(fields).encode()
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...errors import TierstoreError
 from ...nn.collection import TieredEmbeddingBagCollection
 from ...store import Store
-from ...store.newer import Newer
+from ...store.refresh import Newer
 from ...train.checkpoint import saved_config
 from ...train.config import RunConfig
 from ..base import Model

@@ -1,25 +1,136 @@
-"""Making a new store in a directory, whole or not at all; and a backup: a copy from one snapshot, made while others
-train and commit."""
+"""The files of a store: opened, made whole or not at all, and copied as a backup while others train and commit."""
 
 import contextlib
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from ..errors import DamagedError, TierstoreError
+from ..errors import DamagedError, FormatError, StoreNotFoundError, TierstoreError, TruncatedError
 from ..io.base import VerifyReport
-from ..io.files import FILE_NAMES, ROW_FILE_NAME, copied_bytes, copy_rows_file, rows_path
+from ..io.files import (
+    FILE_NAMES,
+    MAX_PAGE_BYTES,
+    ROW_FILE_NAME,
+    copied_bytes,
+    copy_rows_file,
+    require_plain_files,
+    rows_path,
+)
 from ..io.lmdb import LmdbColdTier
+from ..io.log import DEFAULT_SLACK
 from ..io.records import read_head
 from ..io.snapshot import Snapshot
-from ..system.files import names_in, output_locked, sync_directory
+from ..system import sharded
+from ..system.files import make_directory, names_in, output_locked, sync_directory
 from ..system.killpoints import reach
 from ..system.output import output_errors, require_parent, require_room
 from ..system.signals import shielded
-from .manifest import MANIFEST_NAME, Manifest, parts_in
-from .opened import open_files
+from .manifest import MANIFEST_NAME, Manifest, Part, parts_in
+from .version import RANK_KEY, unpack
+
+BACKUP_WORK_NAME: Final = "backup.partial"  # where in the target a backup is made; what is in it may be deleted
+
+
+class Opened(NamedTuple):
+    """A store's files."""
+
+    manifest: Manifest  # of the tables that the version shows
+    cold: Any  # LmdbColdTier, or what reads a sharded store; it knows no table yet, and is the caller's to close
+    read_manifest: Callable[[], Manifest]  # of now; after the tier found a newer version, at least that one's
+
+
+def open_files(directory: Path, *, readonly: bool, version: int | None = None, slack: float = DEFAULT_SLACK) -> Opened:
+    """Open a store's files.
+
+    A directory that holds no store becomes one, unless ``readonly``, which may ask for a kept version. A sharded store
+    can only be read.
+
+    Raises:
+        StoreNotFoundError: there is no store, and it may not be made, or a copy that was cut short; or a sharded one,
+        and not ``readonly``.
+        FormatError, TruncatedError: the files do not belong together, or one is missing.
+        TierstoreError: the folder has the name of one rank's part and holds another's. Others as ``Manifest.read`` and
+        ``LmdbColdTier``.
+    """
+    if readonly and _is_sharded(directory):
+        opened: Opened = sharded.open_whole(directory, version)
+        return opened
+    if not readonly:
+        if directory.exists() and not directory.is_dir():
+            raise StoreNotFoundError(f"{directory} is a file, and a store is a directory; give another path")
+        make_directory(directory)
+    manifest = _open_manifest(directory, readonly=readonly)
+    cold = LmdbColdTier(
+        directory, store_id=bytes.fromhex(manifest.store_id), readonly=readonly, version=version, slack=slack,
+        follow=version is None,
+    )  # fmt: skip
+    try:
+        if cold.page_bytes != manifest.page_bytes:
+            raise FormatError(
+                f"{cold.path} has pages of {cold.page_bytes} bytes and its manifest says {manifest.page_bytes}; "
+                "restore both from one copy of the store"
+            )
+        # Read again: another writer may have made tables before the lock was ours, or before the version was chosen.
+        manifest = Manifest.read(directory)
+        if not readonly and not manifest.has_rows:
+            manifest = replace(manifest, has_rows=True)
+            manifest.write(directory)
+        shown = unpack(cold.version, cold.payload)
+        if readonly:
+            manifest = shown.manifest_of(manifest)
+        shown.require_of(manifest)
+        _require_own_part(directory, shown.extra.get(RANK_KEY))
+    except BaseException:
+        cold.close()
+        raise
+    return Opened(manifest, cold, partial(Manifest.read, directory))
+
+
+def _require_own_part(directory: Path, section: Any) -> None:
+    """TierstoreError if the folder's name is that of another part of a sharded store than the one that it holds."""
+    named = Part.named(directory.absolute())
+    if named is None or not isinstance(section, dict) or "rank" not in section:  # an older release wrote no rank
+        return
+    own, held = f"{named.rank}-of-{named.size}", f"{section['rank']}-of-{section['ranks']}"
+    if own != held:
+        raise TierstoreError(
+            f"{directory} holds the part {held}, not {own}: parts of the sharded store were exchanged or copied over "
+            f"each other. Give it back the name {held}, and restore {own}"
+        )
+
+
+def _is_sharded(directory: Path) -> bool:
+    return not (directory / MANIFEST_NAME).exists() and bool(parts_in(directory))
+
+
+def require_store(directory: Path) -> None:
+    """What ``open_files`` raises where there is no store, or its manifest is damaged."""
+    if not _is_sharded(directory):
+        Manifest.read(directory)
+
+
+def _open_manifest(directory: Path, *, readonly: bool) -> Manifest:
+    """Read a store's manifest. Write the first one where there is no store, unless ``readonly``."""
+    require_plain_files(directory)
+    rows_file = directory / ROW_FILE_NAME
+    if not (directory / MANIFEST_NAME).exists():
+        if work := next(filter(Path.is_dir, directory.glob("*.partial")), None):
+            raise StoreNotFoundError(
+                f"no store at {directory}: it holds {work.name}, of a copy that was cut short; make the copy again"
+            )
+        if rows_file.exists():
+            raise FormatError(f"{directory} holds {ROW_FILE_NAME} but no {MANIFEST_NAME}; restore it from a copy")
+        if not readonly:
+            Manifest.new(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).create(directory)
+    manifest = Manifest.read(directory)
+    if not rows_file.exists() and (manifest.has_rows or readonly):
+        raise TruncatedError(f"{rows_file} is missing; restore it from a copy of the store")
+    return manifest
 
 
 def require_outside(target: Path, source: Path) -> None:
@@ -65,7 +176,16 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
                 _clear(target, work_name, names)
                 work.mkdir()
                 yield work
-                _move(work, target, names)
+                for name in names[:-1]:
+                    os.rename(work / name, target / name)
+                sync_directory(target)
+                reach("copy: rows in place")
+                os.rename(work / names[-1], target / names[-1])
+                sync_directory(target)
+                sync_directory(target.parent)
+                reach("copy: manifest in place")
+                shutil.rmtree(work, ignore_errors=True)
+                reach("copy: done")
             except BaseException:
                 _clear(target, work_name, names)
                 if is_made:
@@ -82,19 +202,6 @@ def _clear(target: Path, work_name: str, names: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _move(work: Path, target: Path, names: Sequence[str]) -> None:
-    for name in names[:-1]:
-        os.rename(work / name, target / name)
-    sync_directory(target)
-    reach("copy: rows in place")
-    os.rename(work / names[-1], target / names[-1])
-    sync_directory(target)
-    sync_directory(target.parent)
-    reach("copy: manifest in place")
-    shutil.rmtree(work, ignore_errors=True)
-    reach("copy: done")
-
-
 @contextlib.contextmanager
 def kept_if_committed(directory: Path) -> Iterator[None]:
     """If the block raises, and made a store in the directory that has no commit yet, the store is removed again."""
@@ -103,39 +210,31 @@ def kept_if_committed(directory: Path) -> Iterator[None]:
         yield
     except BaseException:
         if is_new and (directory / MANIFEST_NAME).exists():
-            with contextlib.suppress(TierstoreError, OSError):
-                _remove_unused(directory)
-                if is_made:
-                    directory.rmdir()
+            with contextlib.suppress(TierstoreError, OSError), contextlib.ExitStack() as files:
+                tier = files.enter_context(contextlib.closing(open_files(directory, readonly=False).cold))
+                if not tier.last_version:
+                    (directory / MANIFEST_NAME).unlink()
+                    files.close()  # first: the tier has them open
+                    for name in FILE_NAMES:
+                        (directory / name).unlink(missing_ok=True)
+                    if is_made:
+                        directory.rmdir()
         raise
-
-
-def _remove_unused(directory: Path) -> None:
-    """Remove a store that nobody uses, unless something was committed."""
-    _, tier, _ = open_files(directory, readonly=False)
-    with contextlib.closing(tier):
-        if tier.last_version:
-            return
-        (directory / MANIFEST_NAME).unlink()
-    for name in FILE_NAMES:
-        (directory / name).unlink(missing_ok=True)
 
 
 class Steps:
     """One progress bar for copying and verifying, half of it each; both give bytes done, of how many."""
 
     def __init__(self, show: Callable[[int, int], None] | None) -> None:
-        self._show = show
+        self._show = show or (lambda done, total: None)  # noqa: ARG005
         self._total = 0
 
     def copied(self, done: int, total: int) -> None:
         self._total = total
-        if self._show is not None:
-            self._show(done, 2 * total)
+        self._show(done, 2 * total)
 
     def verified(self, done: int, total: int) -> None:
-        if self._show is not None:
-            self._show(self._total + self._total * done // max(1, total), 2 * self._total)
+        self._show(self._total + self._total * done // max(1, total), 2 * self._total)
 
 
 @contextlib.contextmanager
@@ -154,11 +253,6 @@ def bytes_on_device(directory: Path) -> int:
     return rows_path(directory).stat().st_blocks * 512
 
 
-# Backups
-
-BACKUP_WORK_NAME: Final = "backup.partial"  # where in the target a backup is made; what is in it may be deleted
-
-
 class BackupReport(NamedTuple):
     """What was copied, to the directory ``target``."""
 
@@ -170,13 +264,9 @@ class BackupReport(NamedTuple):
 
 
 def back_up(
-    tier: LmdbColdTier,
-    directory: Path,
-    target: str | os.PathLike[str],
-    *,
-    verify: bool = False,
+    tier: LmdbColdTier, directory: Path, target: str | os.PathLike[str], *, verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> BackupReport:
+) -> BackupReport:  # fmt: skip
     """Copy a store as it is on SSD, with all versions that it keeps, into another directory.
 
     Any thread may call it while others train and commit. Rows that were not committed are not in the backup: commit
@@ -203,8 +293,7 @@ def back_up(
     with contextlib.ExitStack() as stack:
         snapshot = shielded(stack.enter_context)(tier.lease_tree())
         work = stack.enter_context(new_store(target, BACKUP_WORK_NAME))
-        steps = Steps(progress)
-        path = rows_path(work)
+        steps, path = Steps(progress), rows_path(work)
         require_room(path, copied_bytes(snapshot))
         copy_rows_file(snapshot, path, steps.copied if verify else progress or steps.copied)
         # Read after the snapshot was taken: a writer makes a table before it commits rows of it.
@@ -215,10 +304,8 @@ def back_up(
 
 
 def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[int, ...], VerifyReport | None]:
-    """Open the backup, which walks its trees: it must be a store with the snapshot's versions, which it returns.
-
-    The source's are not walked before: out of the system's cache, that takes a fifth of the time of the copy.
-    """
+    """Open the backup, which walks its trees (the source's were not walked, a fifth of the time of the copy): it must
+    be a store with the snapshot's versions, which it returns."""
     try:
         manifest, cold, _ = open_files(work, readonly=True)
         with contextlib.closing(cold):

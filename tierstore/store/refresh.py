@@ -1,4 +1,4 @@
-"""Following a writer: a newer version is made ready while lookups go on, then shown all at once."""
+"""Refresh of a reader: a newer version is made ready while lookups go on, then shown all at once."""
 
 import contextlib
 import threading
@@ -23,8 +23,9 @@ from .manifest import Manifest
 from .pools import Pools
 from .version import Version, unpack, unpack_tensors
 
-_PIECE_ROWS: Final = 1 << 14  # lookups wait while so many are listed: a millisecond
+_PIECE_ROWS: Final = 1 << 14  # lookups wait while so many are listed, or looked for: a millisecond or two
 _PAUSE_SECONDS: Final = 1e-4  # long enough for a waiting thread to wake up and take the lock, which is not kept for it
+_CHUNK_BYTES: Final = 8 << 20  # of rows that are read at a time
 
 
 def resident_keys(pool: Pool) -> Int64s:
@@ -51,10 +52,6 @@ def resident_keys(pool: Pool) -> Int64s:
     return keys[np.sort(len(keys) - 1 - places)]
 
 
-_FIND_ROWS: Final = 1 << 14  # lookups wait while so many rows are looked for: a millisecond or two
-_CHUNK_BYTES: Final = 8 << 20  # of rows that are read at a time
-
-
 class CachedRows(NamedTuple):
     """What changes in one pool's cache: read apart from the cache, then copied into it.
 
@@ -69,18 +66,17 @@ class CachedRows(NamedTuple):
     state: Words  # uint64 [m, words], as they are in the newer version
 
     @classmethod
-    def read(cls, pool: Pool, changed: Int64s, read: RowSource, room_bytes: int) -> "CachedRows":
-        """``read`` those that are cached, of the newer version, as far as they fit ``room_bytes``."""
+    def read(cls, pool: Pool, changed: Int64s, read: RowSource, free_bytes: int) -> "CachedRows":
+        """``read`` those that are cached, of the newer version, as far as they fit ``free_bytes``."""
         layout, parts = pool.layout, [changed[:0]]
-        for first in range(0, len(changed), _FIND_ROWS):
-            part = changed[first : first + _FIND_ROWS]
+        for first in range(0, len(changed), _PIECE_ROWS):
+            part = changed[first : first + _PIECE_ROWS]
             with pool.arena.lock:
                 parts.append(part[pool.cache.find(part) >= 0])
-        cached = np.concatenate(parts)
-        room = room_bytes // layout.row_bytes
-        if len(cached) > room:
+        cached, most = np.concatenate(parts), free_bytes // layout.row_bytes
+        if len(cached) > most:
             listed = resident_keys(pool)  # likely next victims first
-            cached = listed[np.isin(listed, cached)][-room:] if room else cached[:0]
+            cached = listed[np.isin(listed, cached)][-most:] if most else cached[:0]
         count = len(cached)
         weights = np.zeros((count, layout.weight_words), np.uint64)
         state = np.zeros((count, layout.state_words), np.uint64)
@@ -105,23 +101,6 @@ class CachedRows(NamedTuple):
             cache.state[slots] = self.state[is_here]
             others = cache.find(self.changed)
             cache.evict(np.setdiff1d(others[others >= 0], slots))
-
-
-def changed_rows(
-    pools: Sequence[Pool], changed: Int64s, read: RowSource, room_bytes: int
-) -> Sequence[CachedRows] | None:
-    """``CachedRows.read`` of each pool, as far as there is room for all together.
-
-    None if all that the pools hold is to be dropped: with device memory above them, whose rows are not looked for; and
-    where there are none yet, as others may be made before the version is shown.
-    """
-    if not pools or any(pool.tier.on_device for pool in pools):
-        return None
-    rows = []
-    for pool in pools:
-        rows.append(CachedRows.read(pool, changed, read, room_bytes))
-        room_bytes -= rows[-1].weights.nbytes + rows[-1].state.nbytes
-    return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +149,7 @@ class Follower:
 
     @shielded
     def find(self) -> Newer | None:
+        """See ``Store.find_newer``."""
         with self.lock:
             self._lifetime.require_open()
             self.give_up(self._found)
@@ -180,27 +160,30 @@ class Follower:
                 raise
 
     def _find(self) -> Newer | None:
-        self._catalog.drop_prepared()
+        catalog = self._catalog
+        catalog.drop_prepared()
         while True:
             try:
                 self._found = found = self._cold.find_newer()
             except DamagedError:
-                if not self._catalog.prepare(self._catalog.version)[1]:
+                if not catalog.prepare(catalog.version)[1]:
                     raise
                 continue  # it had rows of a table that has become larger
             if found is None:
                 return None
             version = unpack(found.version, found.payload)
-            manifest, are_new = self._catalog.prepare(version)
+            manifest, are_new = catalog.prepare(version)
             if not are_new:  # else what was found lacks the rows of a new table, or of a larger one
                 break
         version.require_of(manifest)
-        rows = None
-        if manifest.tables == self._catalog.manifest.tables:
-            read = self._catalog.source(found.read)
-            rows = changed_rows(list(self._pools), found.changed, read, self._pools.reserved_bytes)
-        ids = [each.changed(found) for each in self._catalog.ids]
-        return Newer(self, found, version, manifest, rows, ids)
+        pools, rows = list(self._pools), None
+        # With device memory above them, caches are dropped whole; and pools that are not there yet may come meanwhile.
+        if manifest.tables == catalog.manifest.tables and pools and not any(pool.tier.on_device for pool in pools):
+            read, free_bytes, rows = catalog.source(found.read), self._pools.reserved_bytes, list[CachedRows]()
+            for pool in pools:
+                rows.append(CachedRows.read(pool, found.changed, read, free_bytes))
+                free_bytes -= rows[-1].weights.nbytes + rows[-1].state.nbytes
+        return Newer(self, found, version, manifest, rows, [each.changed(found) for each in catalog.ids])
 
     @shielded
     def rehearse(self) -> None:
@@ -218,8 +201,7 @@ class Follower:
                     with pool.arena.lock:
                         pool.cache.list_more(Listing(), 1)
                         keys = pool.cache.keys_of(pool.cache.resident_slots()[-1:])
-                    read = self._catalog.source(self._cold.read)
-                    rows = CachedRows.read(pool, keys, read, pool.layout.row_bytes)
+                    rows = CachedRows.read(pool, keys, self._catalog.source(self._cold.read), pool.layout.row_bytes)
                     rows._replace(changed=keys[:0]).show()  # a row that was never written stays, too
 
     def give_up(self, found: NewerVersion | None) -> None:
@@ -233,6 +215,7 @@ class Follower:
 
     @shielded
     def show(self, newer: Newer) -> int:
+        """See ``Newer.show``."""
         with contextlib.ExitStack() as held:
             locks: list[Any] = [each.lock for each in self._catalog.ids]
             for lock in (self.lock, self._shown.changing(), *locks, self._pools.lock):
