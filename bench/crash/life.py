@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import tierstore
-from tierstore.io import ROW_FILE_NAME, row_file, superblock
+from tierstore.io import row_file, superblock
+from tierstore.io.files import ROW_FILE_NAME
 from tierstore.store.manifest import MANIFEST_NAME
 from tierstore.system import killpoints
 

@@ -25,7 +25,7 @@ from tierstore.hbm.pool import HbmPool
 from tierstore.hbm.streams import Sender, Streams
 from tierstore.io.base import MemoryColdTier
 from tierstore.kernels.threads import Workers
-from tierstore.pool import Pool
+from tierstore.pool.pool import Pool
 
 CACHED, OVERFLOW, STAGED, BELOW, ROWS, DIM = 32, 8, 4, 64, 600, 3
 """One set, so that more than 32 rows at once overflow; and three columns, so that rows have padding."""

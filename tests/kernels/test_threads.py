@@ -10,7 +10,7 @@ import torch
 
 import tierstore
 from tierstore import optim
-from tierstore.pool import Pool
+from tierstore.pool.pool import Pool
 from tierstore.store.pools import Pools
 
 ROWS, DIM, STEPS = 2000, 8, 60

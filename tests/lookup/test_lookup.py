@@ -12,7 +12,7 @@ import torch
 import tierstore
 from tierstore import errors
 from tierstore.io.base import MemoryColdTier
-from tierstore.pool.pins import Pins
+from tierstore.pool.arena import Pins
 from tierstore.store import Store
 
 ROWS, STEPS = 1500, 12

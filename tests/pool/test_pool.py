@@ -18,8 +18,9 @@ from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
 from tierstore.io.base import MemoryColdTier
 from tierstore.kernels.threads import Workers
-from tierstore.pool import Pool, leases
-from tierstore.pool.pins import Lease
+from tierstore.pool import leases
+from tierstore.pool.arena import Lease
+from tierstore.pool.pool import Pool
 
 CAPACITY, ROWS, DIM = 64, 1000, 4
 CONFIG = TableConfig(

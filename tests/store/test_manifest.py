@@ -15,7 +15,7 @@ import tierstore
 from tests.children import run
 from tierstore import errors, optim
 from tierstore.io import lmdb as lmdb_module
-from tierstore.pool import Pool
+from tierstore.pool.pool import Pool
 from tierstore.store import manifest as manifest_module
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, pack, unpack, unpack_tensors

@@ -117,7 +117,8 @@ class Admission(Pinned):
 
     def __init__(self, keys: Int64s, order: Int32s = NO_ORDER) -> None:
         assert len(order) in {0, len(keys)}, f"an order of {len(order)} positions, of {len(keys)} keys"
-        super().__init__(len(keys))
+        self.unique_slots = np.empty(len(keys), np.int32)
+        self.progress = np.array([0, 0, 0, -1], np.int64)
         self.keys: Int64s = checked(keys, "int64")
         self.order = order
         self.inverse: Int32s = np.empty(len(keys), np.int32)

@@ -12,7 +12,7 @@ from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..lookup.tables import id_error
 from ..optim.configs import RowWiseAdagrad, RowWiseAdagradOfColumns
-from ..pool import Pool
+from ..pool.pool import Pool
 from ..store import Table
 from .plan import Shard, Sharding
 from .ranks import Precision, Ranks, Traffic

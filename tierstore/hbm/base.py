@@ -27,8 +27,9 @@ from ..errors import ClosedError, TableError
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import KEY_ROW_BITS
 from ..optim.configs import NUM_HYPER, Hyper, adding
-from ..pool import PIN_POLL_SECONDS, Pool
+from ..pool.arena import PIN_POLL_SECONDS
 from ..pool.joined import Features, Joined, Numbering
+from ..pool.pool import Pool
 from ..system.signals import shielded
 from .cache import Grouping, HbmSize, group_keys, group_slots
 from .kernel_types import Bags, DeviceIds, Groups, IdCheck

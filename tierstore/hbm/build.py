@@ -9,7 +9,7 @@ from ..config import TableConfig
 from ..errors import BudgetError, TableError
 from ..layout import QuantizedName, RowLayout
 from ..optim.configs import RowWiseAdagradOfColumns
-from ..pool import Pool
+from ..pool.pool import Pool
 from ..pool.stats import TierStats, of_counters
 from ..system.sizes import format_size
 from .base import rows_of

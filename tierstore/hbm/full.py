@@ -19,7 +19,7 @@ from torch import Tensor
 from ..cache.base import CacheCounters
 from ..cache.full import RowNumbering
 from ..kernels.arrays import Int64s
-from ..pool import Pool
+from ..pool.pool import Pool
 from ..system.signals import shielded
 from .base import Claim, DeviceBatch, DeviceLease, DeviceRows, Part
 from .cache import HbmSize

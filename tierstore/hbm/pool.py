@@ -31,7 +31,8 @@ from torch import Tensor
 from ..cache.base import DIRTY, LOADING, CacheCounters
 from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s
-from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
+from ..pool.arena import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS
+from ..pool.pool import Pool
 from ..system.signals import shielded
 from .base import Claim, DeviceBatch, DeviceLease, DeviceRows, Part
 from .cache import OVERFLOW_INDEX_BYTES, Grouping, HbmCache, HbmSize, Overflow, PolicyName, group_keys

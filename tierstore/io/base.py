@@ -180,7 +180,10 @@ class Counting:
 
     def add(self, **added: float) -> None:
         with self._lock:
-            self.totals = self.totals._replace(**{name: getattr(self.totals, name) + added[name] for name in added})
+            totals = self.totals._asdict()
+            for name, value in added.items():
+                totals[name] += value
+            self.totals = ColdCounters(**totals)
 
 
 # What the arguments of any tier must be: in range, of the types and shapes that kernels take. Each raises ValueError.

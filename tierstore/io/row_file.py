@@ -117,21 +117,22 @@ class OpenFile:
         lease = object()
         try:
             with self._shown:
-                self.require_open()
+                if self.is_closed or self.has_failed:
+                    self.require_open()
                 self._leased[lease] = leased = self.snapshot, self.rows if with_rows else None
             yield leased
         finally:
             with self._idle:
                 if lease in self._leased:
                     del self._leased[lease]  # no call, before which memory may be short
-                self._close_unused()
+                if self._old:
+                    self._close_unused()
                 if not self._leased:
                     self._idle.notify_all()
 
     @contextmanager
     def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:
         """The current snapshot and map, kept until the end of the block."""
-        self.require_open()
         while True:
             with self._lease(with_rows=True) as (snapshot, rows):
                 if rows is not None:

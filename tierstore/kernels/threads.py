@@ -160,7 +160,9 @@ class Workers:
         if parts > 1:
             # Of whole numbers: for others, numpy would convert all of starts.
             targets = starts[0] + np.arange(1, parts) * total // parts
-            self.run(work, [0, *np.searchsorted(starts, targets).tolist(), items])
+            bounds = [0, *np.searchsorted(starts, targets).tolist(), items]
+            assert self._executor is not None, "several parts, so several threads"
+            self._run_shared(self._executor, work, list(itertools.pairwise(bounds)))
         elif items:
             work(0, items)
 
@@ -169,7 +171,7 @@ class Workers:
         if 0 < count < 2 * MIN_WORK:
             work(0, count)
         elif count:
-            self.run(work, [*range(0, count, -(-count // self.parts(count))), count])
+            self.run(work, [*range(0, count, -(-count // min(self.threads, count // MIN_WORK))), count])
 
     def native_team(self) -> int:
         """The address of ``GOMP_parallel``, if the calling thread may borrow torch's threads with it; else 0."""

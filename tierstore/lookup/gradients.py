@@ -30,6 +30,7 @@ from .tables import TrainsRows
 NUMBERS: Final = itertools.count()
 """Of forward calls, ascending."""
 _LOCK: Final = threading.RLock()
+_STORE_OF: Final = operator.attrgetter("store")
 
 
 def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
@@ -45,11 +46,14 @@ def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
         PartlyTrainedError: some rows were trained, or may have been, by this step or an earlier one.
         DiskFullError, DamagedError, BudgetError, MemoryError: no row was trained.
     """
-    stores = {table.store for lookup, _ in updates for table in lookup.tables}
+    stores, ready = set[Any](), []
+    for lookup, _ in updates:
+        stores.update(map(_STORE_OF, lookup.tables))
     for store in stores:
         store.require_whole_steps()
     try:
-        ready = [lookup.readied(gradient) for lookup, gradient in updates]
+        for lookup, gradient in updates:
+            ready.append(lookup.readied(gradient))
     except BaseException as error:
         for lookup, _ in updates:
             lookup.release()
@@ -201,6 +205,8 @@ def _follow(collected: _Collected) -> Tensor:
 
 def _merged(collected: Sequence[_Collected]) -> tuple[Any, Tensor]:
     """Of lookups of one pool and mode, one lookup and its gradient."""
+    if len(collected) == 1 and collected[0].stream is None:
+        return collected[0].lookup, collected[0].gradient.detach()
     if len(collected) == 1:
         return collected[0].lookup, _follow(collected[0])
     lookups: list[Any] = [each.lookup for each in collected]

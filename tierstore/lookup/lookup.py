@@ -114,7 +114,7 @@ class Lookup(AnyLookup):
         self.joined.tables[0].in_pool(self._forward, out, keep)
 
     def _forward(self, pool: Pool, out: Tensor, keep: bool) -> None:
-        tier = self._enter(pool)
+        tier = pool.tier if pool.tier is self._tier else self._enter(pool)
         self._lease, self._arg_max = tier.look_up(self.joined, self._mode, out, self._lease, keep=keep)
         if not keep and self._lease is not None:
             self.release()
@@ -143,7 +143,8 @@ class Lookup(AnyLookup):
         joined = self.joined
         hyper = joined.next_hyper()
         if len(joined):
-            tier = self._enter(joined.tables[0].pool)
+            held = self._tier if self._lease is not None else None
+            tier = held or self._enter(joined.tables[0].pool)
             tier.update(joined, self._mode, hyper, grad_out, self._arg_max, self._lease)
         self.release()
 

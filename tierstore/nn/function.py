@@ -53,7 +53,7 @@ class Prepared:
         self.store = store
         self.padding = padding
         self.features: object = None
-        self._sources = [source for source in sources if source is not None]
+        self._sources = sources
         self._versions: list[int] = []
 
     @property
@@ -62,14 +62,14 @@ class Prepared:
 
     def note_versions(self) -> None:
         """Note how often its tensors were changed, for ``is_current``."""
-        self._versions = [_changes(source) for source in self._sources]
+        self._versions = [_changes(source) for source in self._sources if source is not None]
 
     def is_current(self, sources: Sequence[Tensor | None]) -> bool:
         """Whether it was made from these very tensors, and none was changed in place since ``note_versions``."""
-        given = [source for source in sources if source is not None]
-        return len(given) == len(self._sources) and all(
+        given, own = ([each for each in some if each is not None] for some in (sources, self._sources))
+        return len(given) == len(own) and all(
             one is other and _changes(one) == version
-            for one, other, version in zip(given, self._sources, self._versions, strict=True)
+            for one, other, version in zip(given, own, self._versions, strict=True)
         )
 
     def parts(self, out: Tensor) -> list[Tensor]:
@@ -115,21 +115,19 @@ class PreparedLookups:
     it was prepared. Several threads may call it: a batch is whose ``_remove`` found it."""
 
     def __init__(self) -> None:
-        self._waiting: list[Prepared] = []
+        self.waiting: list[Prepared] = []
         self._num_others = self._num_missed = 0
 
     def put(self, features: object, prepared: Prepared) -> Prepared:
         """Keep ``prepared`` for ``features``; returns the ticket for ``drop``."""
         prepared.features = features
-        self._waiting.append(prepared)
+        self.waiting.append(prepared)
         return prepared
 
     def take(self, features: object, sources: Sequence[Tensor | None]) -> Prepared | None:
         """What was prepared for this object, once, unless torch changed its tensors since."""
-        if not self._waiting:
-            return None
         was_there = False
-        for prepared in self._waiting.copy():
+        for prepared in self.waiting.copy():
             if prepared.features is features and self._remove(prepared):
                 was_there, self._num_others, self._num_missed = True, 0, 0
                 if prepared.is_current(sources):
@@ -141,7 +139,7 @@ class PreparedLookups:
     def _remove(self, prepared: Prepared) -> bool:
         """Whether it was waiting, and no other thread took it."""
         try:
-            self._waiting.remove(prepared)
+            self.waiting.remove(prepared)
         except ValueError:
             return False
         prepared.features = None

@@ -264,9 +264,10 @@ def _look_up(
     if rows is None:
         rows = module.rows  # as FSDP and nn.DataParallel keep parameters
     trainable = rows.requires_grad and not (module._store.readonly or OF_THREAD.evaluation.are_constant)
-    if trainable:
+    if trainable and distributed.is_available() and distributed.is_initialized():
         module._require_one_process(rows)
-    prepared = module._prepared.take(arguments[0], sources)
+    batches = module._prepared
+    prepared = batches.take(arguments[0], sources) if batches.waiting else None
     if prepared is None and not torch.is_grad_enabled():
         pooled = module._pooled_directly(*arguments)
         if pooled is not None:

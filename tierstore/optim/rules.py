@@ -34,9 +34,12 @@ _RATE, _WEIGHT_DECAY, _EPS, _BETA1, _BETA2, _STEP_SIZE, _ROOT_CORRECTION, _KEPT 
 """Columns of ``configs.Hyper``."""
 
 
+SCRATCH_ROWS: Final = 3
+
+
 def scratch(dim: int) -> Floats:
-    """float32, zeros: what one thread needs to update rows of ``dim`` columns."""
-    return np.zeros((3, padded_width(dim)), np.float32)
+    """float32 [SCRATCH_ROWS, columns], zeros: what one thread needs to update rows of ``dim`` columns."""
+    return np.zeros((SCRATCH_ROWS, padded_width(dim)), np.float32)
 
 
 @template

@@ -1,13 +1,21 @@
-"""The rows of one cache as kernels read and pool them, the locks over them, and the end of their use."""
+"""The rows of one cache as kernels read and pool them, the locks over them, and leases: rows of a batch that stay in
+their slots until they are released, by pins.
+
+Pins are *transient* (released by the call that took them) or *held* (by a prefetched batch, or a forward whose backward
+is to come). Held pins are at most three quarters of the slots, and no thread waits for a lease while it keeps a
+transient one. So a caller that finds every slot pinned waits for others and never deadlocks.
+"""
 
 import contextlib
 import threading
+import weakref
+from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from ..cache.base import RowCache
+from ..cache.base import NUM_UNIQUE, Pinned, RowCache
 from ..errors import ClosedError
 from ..kernels import quantized
 from ..kernels import slots as kernels
@@ -16,7 +24,13 @@ from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..system.processes import disown_in_forks
-from .joined import Bags
+from .joined import NO_INTS, Bags
+
+HELD_SHARE: Final = 0.75
+PIN_WAIT_SECONDS: Final = 60.0
+PIN_POLL_SECONDS: Final = 0.1
+
+_NOTHING: Final = Pinned(0)
 
 
 @dataclass(eq=False)
@@ -71,6 +85,118 @@ class Arena(RowArrays):
         """ClosedError after ``refuse``."""
         if self.is_closed:
             raise ClosedError("the store is closed")
+
+
+class Lease:
+    """The rows of a batch's leading positions, kept in their ``slots``, int32 [n]. ``inverse``, int32 [positions]: each
+    one's place in ``slots``; None if slot i is position i's. ``held``: it outlives the call that took it."""
+
+    __slots__ = ("__weakref__", "claim", "held", "inverse", "num_positions", "pins", "slots")
+
+    def __init__(self, pins: "Pins", slots: Int32s) -> None:
+        self.pins: Pins | None = pins  # None once it is released
+        self.claim: weakref.ref[Lease] | None = None
+        self.slots = slots
+        self.inverse: Int32s | None = None
+        self.num_positions = len(slots)
+        self.held = False
+
+    @property
+    def position_slots(self) -> Int32s:
+        """int32 [num_positions]: the slot of each position."""
+        return self.slots if self.inverse is None else self.slots[self.inverse]
+
+    def release(self) -> None:
+        """Let the rows go; a second call does nothing."""
+        pins, self.pins = self.pins, None
+        if pins is not None and self.claim is not None:
+            pins.release(self.claim)
+            self.claim = None
+
+
+class Pins:
+    """What leases pin. A lease that is dropped leaves its weak reference in a queue, and its slots are unpinned by the
+    next call: nothing of Python runs where it is dropped, as no exception can come then, and the garbage collector
+    may drop it in any thread, under any lock."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._most_held = arena.cache.capacity * HELD_SHARE
+        self._pinned: dict[weakref.ref[Lease], Pinned] = {}
+        self._held: dict[weakref.ref[Lease], int] = {}
+        self._dropped: deque[weakref.ref[Lease]] = deque()
+
+    def lease(self, pinned: Pinned, slots: Int32s = NO_INTS) -> Lease:
+        """A lease of what will be pinned in ``pinned``, without slots yet; however it ends, they are unpinned."""
+        lease = Lease(self, slots)
+        claim = weakref.ref(lease, self._dropped.append)
+        self._pinned[claim] = pinned
+        lease.claim = claim
+        return lease
+
+    def in_place(self, slots: Int32s) -> Lease:
+        """A lease of rows that never leave their slots (int32 [n], one a position): nothing is pinned."""
+        return self.lease(_NOTHING, slots)
+
+    def has_unpinned(self) -> bool:
+        """Whether a slot may be had, or waiting for one is over. The caller holds the lock."""
+        self.release_dropped()
+        return self._arena.is_closed or self._arena.cache.num_pinned < self._arena.cache.capacity
+
+    def has_room(self, num_slots: int) -> bool:
+        """Whether one more lease, of so many slots, could be held."""
+        with self._arena.lock:
+            if self._dropped:
+                self.release_dropped()
+            return sum(self._held.values()) + num_slots <= self._most_held
+
+    def hold(self, lease: Lease) -> bool:
+        """Let a lease outlive its call, if held pins leave room for others; else False."""
+        with self._arena.lock:
+            claim = lease.claim
+            assert claim is not None, "a lease that was released"
+            if self._dropped:
+                self.release_dropped()
+            num_slots = 0 if self._pinned[claim] is _NOTHING else len(lease.slots)
+            lease.held = sum(self._held.values()) + num_slots <= self._most_held
+            if lease.held:
+                self._held[claim] = num_slots
+            return lease.held
+
+    def release(self, claim: weakref.ref[Lease]) -> None:
+        """Unpin; called by ``Lease.release``."""
+        with self._arena.lock:
+            self._release(claim)
+            if self._dropped:
+                self.release_dropped()
+            self._arena.changed.notify_all()
+
+    def release_dropped(self) -> None:
+        """Unpin what leases had that were dropped. The caller holds the lock."""
+        while self._dropped:
+            self._release(self._dropped[0])
+            self._dropped.popleft()
+
+    def _release(self, claim: weakref.ref[Lease]) -> None:
+        pinned = self._pinned.get(claim, _NOTHING)
+        if pinned.progress.item(NUM_UNIQUE) and not self._arena.is_disowned:
+            self._arena.cache.release(pinned)
+        self._held.pop(claim, None)
+        self._pinned.pop(claim, None)
+
+    @property
+    def num_pinned(self) -> int:
+        """Slots that leases pin, or that are being written."""
+        with self._arena.lock:
+            self.release_dropped()
+            return self._arena.cache.num_pinned
+
+    @property
+    def num_held(self) -> int:
+        """Leases held: of batches that were prefetched, or whose backward is to come."""
+        with self._arena.lock:
+            self.release_dropped()
+            return len(self._held)
 
 
 def pool_part(

@@ -1,18 +1,21 @@
 """Backward of a lookup in host memory: positions grouped by row, rows updated, both split over threads."""
 
+import operator
 from typing import Any, Final
 
 import numpy as np
 
 from ..kernels import slots as kernels
 from ..kernels.arrays import Bytes, Floats, Int32s, Int64s, Words
+from ..kernels.slots import padded_width
 from ..kernels.threads import Workers
 from ..optim.configs import Hyper, adding
-from ..optim.rules import merge_and_update, scratch
+from ..optim.rules import SCRATCH_ROWS, merge_and_update
 from .arena import RowArrays
 from .joined import NO_ARG_MAX, NO_FLOATS, NO_INTS, Joined
 
 _NO_FLAGS: Final = np.empty(0, np.uint8)
+_code: Final[Any] = operator.attrgetter("config.optimizer.code")
 
 
 class Groups:
@@ -34,7 +37,7 @@ class Groups:
         self, joined: Joined, rows: Int32s, number: Int32s, arg_max: Int32s | None, num_columns: int,
         workers: Workers, *, is_mean: bool,
     ) -> None:  # fmt: skip
-        bounds, count = joined.bounds, len(rows)
+        bounds, count = joined.features.bounds * joined.batch, len(rows)
         num_tables = len(bounds) - 1
         self._tables = joined.tables
         self._arg_max = arg_max = NO_ARG_MAX if arg_max is None else arg_max  # no maxima were looked up
@@ -60,39 +63,33 @@ class Groups:
         self.rows: Int32s = np.concatenate([own[start : start + size] for start, size in self._pairs])
 
     def update(
-        self, rows: RowArrays, first: int, slots: Int32s, hyper: list[Hyper], grad_out: Floats, *,
+        self, rows: RowArrays, first: int, slots: Int32s, hyper: list[Hyper] | None, grad_out: Floats, *,
         flags: Bytes = _NO_FLAGS, dirty: int = 0, seeds: Words | None = None, keys: Int64s | None = None,
     ) -> None:  # fmt: skip
         """Update the rows whose numbers begin at ``first``. The caller holds the lock.
 
         Args:
             slots: int32, by number from ``first`` on.
-            hyper: of each table.
+            hyper: of each table; None to add the gradients to the rows.
             grad_out: float32 [batch, columns], C-contiguous.
             flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
             seeds: uint64 [tables], what each table rounds with; None if all to nearest: see ``kernels.rounding``.
             keys: int64, by number from ``first`` on; or None without ``seeds``.
         """
-        codes = np.array([table.config.optimizer.code for table in self._tables], np.int64)
-        self._update(rows, first, slots, codes, np.array(hyper, np.float32), grad_out, flags, dirty, seeds, keys)
-
-    def add(self, gradients: Floats, slots: Int32s, grad_out: Floats) -> None:
-        """Add the gradient of each row to ``gradients``, float32 [n, dim], zeros, at its place of ``slots``."""
-        codes, hyper = adding(len(self._counts))
-        self._update(RowArrays.plain(gradients), 0, slots, codes, hyper, grad_out, _NO_FLAGS, 0, None, None)
-
-    def _update(
-        self, rows: RowArrays, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, flags: Bytes,
-        dirty: int, seeds: Words | None, keys: Int64s | None,
-    ) -> None:  # fmt: skip
-        cuts = self._cuts(first, len(slots))
+        if hyper is None:
+            codes, numbers = adding(len(self._counts))
+        else:
+            codes = np.array(list(map(_code, self._tables)), np.int64)
+            numbers = np.array(hyper, np.float32)
+        cuts, width = self._cuts(first, len(slots)), padded_width(rows.layout.dim)
         firsts, gradients, dim = self._firsts - first, grad_out.reshape(1, -1), rows.layout.dim
 
         def work(begin: int, end: int) -> None:
             merge_and_update(
                 *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self._counts, self._starts,
-                self._sources, self._factors, self._positions, self._bag_of, self._arg_max, gradients, codes, hyper,
-                rows.weights, rows.state, dim, rows.dtype_code, flags, dirty, seeds, keys, scratch(dim),
+                self._sources, self._factors, self._positions, self._bag_of, self._arg_max, gradients, codes, numbers,
+                rows.weights, rows.state, dim, rows.dtype_code, flags, dirty, seeds, keys,
+                np.zeros((SCRATCH_ROWS, width), np.float32),
             )  # fmt: skip
 
         self._workers.run(work, range(len(cuts)))
@@ -102,8 +99,10 @@ class Groups:
         worth a thread each, of about as many positions."""
         numbers, parts = np.array([first, first + count]), self._workers.parts(len(self._sources))
         if parts > 1 and count:
-            places = [(start, start + 2 * table + 1, size) for table, (start, size) in enumerate(self._pairs)]
-            own = [start + self._starts[place : place + size] for start, place, size in places]
+            own = []
+            for table, (start, size) in enumerate(self._pairs):
+                place = start + 2 * table + 1
+                own.append(start + self._starts[place : place + size])
             ends = np.concatenate(own)[first : first + count]  # of the positions of each row
             middle = np.searchsorted(ends, ends[0] + np.arange(1, parts) * (ends[-1] - ends[0]) // parts)
             numbers = np.concatenate([numbers[:1], first + middle, numbers[1:]])
@@ -121,5 +120,6 @@ def merged(
     gradients = np.zeros((len(keys), dim), np.float32)
     number = np.empty(len(keys), np.int32)
     groups = Groups(joined, inverse, number, arg_max, grad_out.shape[1], workers, is_mean=is_mean)
-    groups.add(gradients, groups.rows if places is None else places[groups.rows], grad_out)
+    slots = groups.rows if places is None else places[groups.rows]
+    groups.update(RowArrays.plain(gradients), 0, slots, None, grad_out)
     return gradients

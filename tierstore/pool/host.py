@@ -22,13 +22,12 @@ from ..layout import KEY_ROW_BITS
 from ..optim.configs import Hyper
 from ..system.signals import shielded
 from . import direct
-from .arena import Arena, dot_part, pool_part
+from .arena import Arena, Lease, Pins, dot_part, pool_part
 from .backward import Groups, merged
 from .converting import raw_weights
 from .joined import NO_ARG_MAX, NO_INTS, Joined
 from .leases import Leases
 from .one_table import InCache, InPlace, OneTable, has_one_call
-from .pins import Lease, Pins
 from .tier import Tier
 from .writeback import WriteBack
 
@@ -65,12 +64,6 @@ class HostTier(Tier):
             with self._arena.rows_lock:
                 dot_part(self._arena, joined, grad_out.numpy(), first, part.position_slots, own)
         return own
-
-    def _groups(
-        self, joined: Joined, rows: Int32s, number: Int32s, mode: int, grad_out: Tensor, arg_max: Any
-    ) -> Groups:
-        is_mean = mode == kernels.MEAN
-        return Groups(joined, rows, number, arg_max, grad_out.shape[1], self._arena.workers, is_mean=is_mean)
 
     def gradients(self, joined: Joined, mode: int, grad_out: Tensor, arg_max: Any) -> tuple[Tensor, Tensor]:
         dim, workers = self._arena.layout.dim, self._arena.workers
@@ -236,7 +229,8 @@ class EvictingRows(HostTier):
         arg_max = NO_ARG_MAX if mode != kernels.MAX else self._arg_max(joined, mode)
         if not len(keys):
             pool_part(arena, arena.workers, joined, mode, into, arg_max, 0, NO_INTS)
-        for first, part in self._parts(joined, lease):
+        parts = ((0, lease),) if lease is not None else self._leases.parts(keys, joined.order_of_use())
+        for first, part in parts:
             with arena.rows_lock:
                 pool_part(arena, arena.workers, joined, mode, into, arg_max, first, part.position_slots)
             if keep and not part.held and part.num_positions == len(keys) and self._pins.hold(part):
@@ -260,21 +254,20 @@ class EvictingRows(HostTier):
                 keys = np.empty(len(lease.slots), np.int64)
                 keys[inverse] = joined.keys
         number = np.empty(len(lease.slots if keys is None else keys), np.int32)  # type: ignore[union-attr]
-        groups = self._groups(joined, inverse, number, mode, grad_out, arg_max)
+        groups = Groups(
+            joined, inverse, number, arg_max, grad_out.shape[1], self._arena.workers, is_mean=mode == kernels.MEAN
+        )
         keys = None if keys is None else keys[groups.rows]
-        for first, slots in self._row_parts(groups.rows, keys, lease):
+        whole = None if lease is None else ((0, lease.slots[groups.rows]),)
+        for first, slots in self._row_parts(keys) if whole is None else whole:
             with self._arena.lock:
                 self._writeback.begin_update(slots)
                 row_keys = None if seeds is None or keys is None else keys[first:]
                 groups.update(self._arena, first, slots, hyper, grad_out.numpy(), seeds=seeds, keys=row_keys)
 
-    def _row_parts(self, rows: Int32s, keys: Int64s | None, lease: Lease | None) -> Iterable[tuple[int, Int32s]]:
+    def _row_parts(self, keys: Any) -> Iterable[tuple[int, Int32s]]:
         """(first number, int32 slot of each from there on): parts of the rows, pinned. Rows used last come first: they
         are the likeliest to be still resident."""
-        if lease is not None:
-            yield 0, lease.slots[rows]
-            return
-        assert keys is not None
         for passed, part in self._leases.parts(keys[::-1].copy()):
             yield len(keys) - passed - len(part.slots), part.slots[::-1].copy()
 
@@ -364,7 +357,10 @@ class InPlaceRows(HostTier):
         slots = self._bring_in(joined) if lease is None else lease.slots
         with self._arena.lock:
             self._arena.require_open()
-            groups = self._groups(joined, slots, cache.number, mode, grad_out, arg_max)
+            groups = Groups(
+                joined, slots, cache.number, arg_max, grad_out.shape[1], self._arena.workers,
+                is_mean=mode == kernels.MEAN,
+            )  # fmt: skip
             flags = cache.flags
             if cache.num_frozen:
                 self._writeback.begin_update(groups.rows)

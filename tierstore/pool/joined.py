@@ -1,5 +1,6 @@
 """A batch as pools take it: the ids of some features laid end to end, as row keys or as slots, and their bags."""
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
@@ -17,6 +18,7 @@ NO_INTS: Final = np.empty(0, np.int32)
 NO_FLOATS: Final = np.empty(0, np.float32)
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
 _INT32_MAX: Final = 2**31 - 1
+_next_hyper: Final[Any] = operator.methodcaller("next_hyper")
 
 
 class Numbering(Protocol):
@@ -217,7 +219,7 @@ class Joined(Bags):
         memory; empty where that is their own order, or no row will be written."""
         if not 1 < self.batch < len(self.starts) - 1 or self.tables[0].store.readonly:
             return NO_INTS
-        order = np.empty(len(self), np.int32)
+        order = np.empty(int(self.starts[-1]), np.int32)
         kernels.order_by_sample(self.starts, self.batch, order)
         return order
 
@@ -301,7 +303,7 @@ class Joined(Bags):
 
     def next_hyper(self) -> list[Hyper]:
         """Count one more update of each table: its hyper-parameters."""
-        return [table.next_hyper() for table in self.tables]
+        return list(map(_next_hyper, self.tables))
 
     def rounding_seeds(self) -> Words | None:
         """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""

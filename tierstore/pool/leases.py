@@ -12,10 +12,9 @@ from ..errors import BudgetError
 from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import KEY_ROW_BITS
-from .arena import Arena
+from .arena import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Arena, Lease, Pins
 from .converting import RowSource
 from .joined import NO_INTS
-from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
 from .writeback import WriteBack
 
 Fill = Callable[[Admission], None]
@@ -79,8 +78,8 @@ class Leases:
         """
         start = 0
         while start < len(keys):
-            lease = None if start or not len(order) else self.whole(keys, order)
-            if lease is None:
+            lease = None if start or not len(order) else self._admit(keys, order, whole=True)
+            if lease is None or not len(lease.slots):
                 lease = self.leading(keys[start:])
             consumed = lease.num_positions
             self.split_batches += not start and consumed < len(keys)

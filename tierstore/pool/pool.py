@@ -10,7 +10,7 @@ Locks, always taken in this order:
 A call may be cut short between any two lines, by any exception: of a signal's handler, for want of memory. Then the
 cache's contract keeps rows right, ``Pins`` releases what the call had pinned, and the write-back begins again.
 
-Its parts: ``arena`` (rows and locks), ``pins``, ``leases`` (which bring rows in), ``host`` (the tier in host memory:
+Its parts: ``arena`` (rows, locks, pins), ``leases`` (which bring rows in), ``host`` (the tier in host memory:
 lookups and updates of batches, rows in and out by key), and ``writeback``.
 """
 
@@ -23,11 +23,10 @@ from ..io.base import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..system.signals import shielded
-from .arena import Arena
+from .arena import PIN_WAIT_SECONDS, Arena, Pins
 from .converting import RowSource
 from .host import EvictingRows, HostTier, InPlaceRows
 from .leases import Leases
-from .pins import PIN_WAIT_SECONDS, Pins
 from .tier import Tier
 from .writeback import WriteBack
 

@@ -28,8 +28,7 @@ from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.killpoints import reach
 from ..system.signals import Flag
-from .arena import Arena
-from .pins import Pins
+from .arena import Arena, Pins
 
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8

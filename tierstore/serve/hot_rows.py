@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import ClosedError, DamagedError, FormatError, TierstoreError
 from ..layout import KEY_ROW_BITS, ROW_MASK
-from ..pool import Pool
+from ..pool.pool import Pool
 from ..store import Store, Table
 from ..store.refresh import resident_keys
 from ..system.files import open_plain_file

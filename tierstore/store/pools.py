@@ -23,7 +23,7 @@ from ..hbm.kernel_types import WAYS
 from ..io.base import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
-from ..pool import Pool
+from ..pool.pool import Pool
 from ..pool.stats import IdStats, Stats, TierStats, of_counters
 from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
 from ..system.signals import Flag

@@ -14,8 +14,8 @@ from ..cache.base import Listing
 from ..errors import ClosedError, DamagedError
 from ..io.base import ColdTier, NewerVersion
 from ..kernels.arrays import Int64s, Words
-from ..pool import Pool
 from ..pool.converting import RowSource
+from ..pool.pool import Pool
 from ..system.signals import shielded
 from .catalog import Catalog
 from .lifetime import Lifetime, Shown

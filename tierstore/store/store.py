@@ -27,7 +27,7 @@ from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..optim import Optimizer
-from ..pool import Pool
+from ..pool.pool import Pool
 from ..pool.stats import Stats
 from ..settings.sections import nearest
 from ..system.checks import Unpicklable

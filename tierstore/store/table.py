@@ -19,10 +19,10 @@ from ..lookup.jagged import DeviceJagged, Jagged
 from ..lookup.lookup import AnyLookup, make_lookup
 from ..lookup.tables import Found, LookupTable, Use
 from ..optim.configs import RowWiseAdagradOfColumns
-from ..pool import Pool
 from ..pool.converting import floats
 from ..pool.joined import Features
 from ..pool.one_table import OneTable
+from ..pool.pool import Pool
 from ..pool.stats import IdStats
 from ..system.checks import Unpicklable, require_choice
 from ..system.signals import shielded

@@ -20,8 +20,8 @@ from torch.utils.benchmark import set_torch_threads
 
 from ... import optim
 from ...config import TableConfig
-from ...io import ROW_FILE_NAME
 from ...io.btree import parse_meta
+from ...io.files import ROW_FILE_NAME
 from ...io.superblock import read_metas
 from ...kernels.arrays import Float64s
 from ...kernels.least_squares import solve_nonnegative
