@@ -343,7 +343,7 @@ def sync_no_directory(patch: pytest.MonkeyPatch) -> None:
 
 
 def recover_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tierstore.io.row_file.recover", lambda path, store_id, pins: None)
+    patch.setattr("tierstore.io.row_file.recover", lambda path, store_id, locks: None)
 
 
 BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -249,8 +249,8 @@ def _anchored() -> tuple[Path, bytes, bytes, bytes]:
 
 
 def _recover(path: Path, store_id: bytes) -> None:
-    with closing(FileLocks(path, writable=True)) as pins:
-        superblock.recover(path, store_id, pins)
+    with closing(FileLocks(path, writable=True)) as locks:
+        superblock.recover(path, store_id, locks)
 
 
 def _read_anchor(data: bytes) -> None:
@@ -283,7 +283,7 @@ def _read_anchor(data: bytes) -> None:
         file.write(content[:_HEADS])
 
 
-def _anchors() -> list[bytes]:
+def _superblocks() -> list[bytes]:
     edits = [bytes([2, page, offset, 0, 1, 0, 0, 0]) for page in (0, 3) for offset in (0, 8, 24, 40, 48, 56, 72, 144)]
     return [b"\2" + _anchored()[3], *[bytes([mode]) + edit for edit in edits for mode in (0, 1)]]
 
@@ -344,7 +344,7 @@ TARGETS = {
     ),
     "walk": Target(read=_walk, seeds=_edits_of_trees, mutations=30),
     "segments": Target(read=_enter_segments, seeds=_edits_of_indexes, mutations=40),
-    "anchor": Target(read=_read_anchor, seeds=_anchors, mutations=100),
+    "anchor": Target(read=_read_anchor, seeds=_superblocks, mutations=100),
     "update": Target(
         read=_read_update, seeds=_updates, errors=(DamagedError,),
         words=b'"chunk.0"|"chunk.1"|data_offsets|"U8"|[-1,0,|\\"tables\\"|"num_embeddings\\": |99999999999|'

@@ -74,8 +74,8 @@ def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
 
 def recover(path: Path) -> None:
     """Go back to the anchor, as an open for writing does."""
-    with closing(FileLocks(path, writable=True)) as pins:
-        superblock.recover(path, STORE_ID, pins)
+    with closing(FileLocks(path, writable=True)) as locks:
+        superblock.recover(path, STORE_ID, locks)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
     file_map, asking = stack.enter_context(closing(FileMap(rows, 1 << 30))), opened(stack, rows)
     lowest = stack.enter_context(closing(OldestReader(environment, rows, asking)))
     first = environment.info()["last_txnid"]
-    asked, hold = [], file_map.pins.hold
+    asked, hold = [], file_map.locks.hold
 
     def overtaken(txn_id: int) -> None:
         for _ in range(3 if len(asked) < 2 else 0):
@@ -146,7 +146,7 @@ def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
         asked.append(txn_id)
         hold(txn_id)
 
-    monkeypatch.setattr(file_map.pins, "hold", overtaken)
+    monkeypatch.setattr(file_map.locks, "hold", overtaken)
     snapshot = Snapshot(rows, file_map, 4096)
     assert asked == [first, first + 3, first + 6]
     assert asking.oldest(1 << 40) == snapshot.txn_id == first + 6

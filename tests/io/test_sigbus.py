@@ -183,11 +183,11 @@ def test_a_look_at_the_newest_version_that_fails_keeps_no_lock(written: Path, mo
         return newest(*arguments)
 
     assert _child(COMMIT, written).returncode == 0
-    before = dict(reader._file.map.pins._users)
+    before = dict(reader._file.map.locks._users)
     monkeypatch.setattr(snapshot, "_newest", fails)
     with pytest.raises(UnreadableError, match="refused"):
         reader.find_newer()
-    assert dict(reader._file.map.pins._users) == before
+    assert dict(reader._file.map.locks._users) == before
     reader.close()
 
 

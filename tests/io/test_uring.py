@@ -42,7 +42,7 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LmdbColdTi
 
 
 def _rings(tier: LmdbColdTier) -> uring.Rings:
-    return tier._file.map.pins.rings
+    return tier._file.map.locks.rings
 
 
 def _read_cold(tier: LmdbColdTier, table: int = 0) -> int:
@@ -140,7 +140,7 @@ def test_a_ring_that_somebody_closed(tier: LmdbColdTier) -> None:
 
 def test_a_ring_that_goes_closes_nobody_elses_descriptors(tier: LmdbColdTier) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    _rings(tier).idle.append(uring.Ring(tier._file.map.pins.descriptor))
+    _rings(tier).idle.append(uring.Ring(tier._file.map.locks.descriptor))
     own = set(map(int, set(os.listdir("/proc/self/fd")) - before))
     os.closerange(min(own), max(own) + 1)
     others = [os.open(tier.path, os.O_RDONLY) for _ in range(8)]

@@ -98,7 +98,7 @@ def _failing_backward(job: Job, draw: random.Random) -> None:
 
 
 def _anchor_under_way(job: Job, _: random.Random) -> None:
-    job.store._cold._writer._anchors.start()  # type: ignore[union-attr] # as after 16 MiB of rows
+    job.store._cold._writer._superblocks.start()  # type: ignore[union-attr] # as after 16 MiB of rows
 
 
 MOMENTS: list[Callable[[Job, random.Random], None]] = [
@@ -265,7 +265,7 @@ def _fail(_: torch.Tensor) -> None:
 
 def _rings(store: tierstore.Store) -> list[object]:
     """A ring of io_uring, where the system has it."""
-    ring = store._cold._file.map.pins.rings.take()  # type: ignore[union-attr]
+    ring = store._cold._file.map.locks.rings.take()  # type: ignore[union-attr]
     return [] if ring is None else [ring]
 
 

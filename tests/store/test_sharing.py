@@ -199,15 +199,15 @@ def test_a_child_does_not_write_by_what_its_parent_had_open(store: Path) -> None
 @pytest.mark.parametrize("mode", ["r", "w"])
 @pytest.mark.parametrize(("how", "end"), [("python", Forked.kill), ("c", Forked.close)])
 def test_no_child_keeps_what_its_parent_locked(children: ExitStack, store: Path, how: str, end: Any, mode: str) -> None:
-    pins = FileLocks(store / "rows.lmdb")
-    children.callback(pins.close)
+    locks = FileLocks(store / "rows.lmdb")
+    children.callback(locks.close)
     parent = Forked(children, store, mode, how)
-    assert pins.oldest(1 << 40) is not None
+    assert locks.oldest(1 << 40) is not None
     if mode == "w":
         with pytest.raises(errors.StoreLockedError, match=rf"process .*\b{parent.pid}\b.* has the store open for wri"):
             tierstore.open(store)
     end(parent)
-    assert pins.oldest(1 << 40) is None
+    assert locks.oldest(1 << 40) is None
     tierstore.open(store).close()
 
 
@@ -223,15 +223,15 @@ def require_lost(use: Any) -> None:
 @pytest.mark.parametrize("mode", ["r", "w"])
 def test_a_descriptor_that_was_closed_is_noticed(children: ExitStack, store: Path, mode: Any, number: str) -> None:
     opened = tierstore.open(store, mode=mode, ddr="2MiB", threads=1)
-    pins = opened._cold._file.map.pins
-    descriptor = pins.descriptor
+    locks = opened._cold._file.map.locks
+    descriptor = locks.descriptor
     os.close(descriptor)
     if number != "free":
         other = os.open(store / ("rows.lmdb" if number == "the same file's" else "manifest.json"), os.O_RDONLY)
         assert other == descriptor
         children.callback(os.close, other)
     require_lost(lambda: opened["t"].read(torch.arange(10)))
-    own = (opened.refresh, lambda: pins.hold(1 << 20)) if mode == "r" else (opened.commit, opened._cold._writer.sync)
+    own = (opened.refresh, lambda: locks.hold(1 << 20)) if mode == "r" else (opened.commit, opened._cold._writer.sync)
     for use in own:
         require_lost(use)
     opened.close()

@@ -221,10 +221,10 @@ def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int]
         DiskFullError, TierstoreError: the system refused. DamagedError: the source is not what was written.
         StoreReplacedError: it is not at its path any more.
     """
-    snapshot.file_map.pins.require_in_place()
+    snapshot.file_map.locks.require_in_place()
     source = os.open(snapshot.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        snapshot.file_map.pins.require_in_place()  # so it is the very file that the snapshot is of
+        snapshot.file_map.locks.require_in_place()  # so it is the very file that the snapshot is of
         target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             _copy(snapshot, source, target, progress)

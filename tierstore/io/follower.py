@@ -77,7 +77,7 @@ class CommitFollower:
         """
         with self.file.lock:
             self.file.require_open()
-            self.file.map.pins.require_in_place()
+            self.file.map.locks.require_in_place()
             before = self.file.make_map()  # what the newer one is compared with
             snapshot = self.file.new_snapshot()
             self.close()

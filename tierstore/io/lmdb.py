@@ -186,7 +186,7 @@ class LmdbColdTier:
 
     def require_in_place(self) -> None:
         """StoreReplacedError if the store's path names other files by now."""
-        self._file.map.pins.require_in_place()
+        self._file.map.locks.require_in_place()
 
     def sync_names(self) -> None:
         """Have the device hold the directory's names. TierstoreError: it refuses, and the tier is of no more use."""
@@ -238,12 +238,12 @@ class LmdbColdTier:
     def describe_old_reader(self) -> str:
         """What the oldest reader elsewhere keeps from being reused, in words; "" if there is none."""
         with self.lease_tree() as snapshot:
-            pins = snapshot.file_map.pins
-            oldest = pins.oldest_elsewhere(snapshot.txn_id)
+            locks = snapshot.file_map.locks
+            oldest = locks.oldest_elsewhere(snapshot.txn_id)
             if oldest is None:
                 return ""
             held = format_size(snapshot.freed_since(oldest))
-            return f"{pins.describe_holders(oldest)} shows an older version, and keeps {held} from being reused"
+            return f"{locks.describe_holders(oldest)} shows an older version, and keeps {held} from being reused"
 
     @property
     def map_bytes(self) -> int:

@@ -203,7 +203,7 @@ class Log:
         """Begin where no process before has numbered segments, and see that none after will."""
         if self._is_numbered:
             return
-        self._file.snapshot.file_map.pins.require_in_place()  # a superblock is to be set next to it
+        self._file.snapshot.file_map.locks.require_in_place()  # a superblock is to be set next to it
         record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
         with self._transaction(0) as txn:
             txn.put(item_key(LOG_ITEM), pack_words(*record))

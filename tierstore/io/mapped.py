@@ -149,30 +149,30 @@ class FileMap:
         address: of the first byte.
     """
 
-    def __init__(self, path: os.PathLike[str], length_bytes: int, pins: FileLocks | None = None) -> None:
+    def __init__(self, path: os.PathLike[str], length_bytes: int, locks: FileLocks | None = None) -> None:
         self.path = path
-        self._owns_pins = pins is None
-        self.pins = FileLocks(path) if pins is None else pins
+        self._owns_locks = locks is None
+        self.locks = FileLocks(path) if locks is None else locks
         self.length_bytes = -(-length_bytes // 65536) * 65536
         self._longer: FileMap | None = None
         self._growing = threading.RLock()
         with contextlib.ExitStack() as stack:
-            if self._owns_pins:
-                stack.callback(self.pins.close)
+            if self._owns_locks:
+                stack.callback(self.locks.close)
             self.address = address = self._map(None, 0, self.length_bytes)
             stack.callback(unmap, address, self.length_bytes)
             buffer = (ctypes.c_uint8 * self.length_bytes).from_address(address)
             self.words: Words = np.ctypeslib.as_array(buffer).view(np.uint64)
             self.words.flags.writeable = False
             self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
-            self.guard = Guard(path, self.pins.size_bytes, address, self.length_bytes, self._put_back)
+            self.guard = Guard(path, self.locks.size_bytes, address, self.length_bytes, self._put_back)
             stack.pop_all()
 
     @classmethod
-    def of_rows(cls, path: os.PathLike[str], size_bytes: int, pins: FileLocks) -> "FileMap":
+    def of_rows(cls, path: os.PathLike[str], size_bytes: int, locks: FileLocks) -> "FileMap":
         """A map that so many bytes fit, with ``rows``, which several threads may come to ask for at once. OSError: no
         address space is left. ClosedError: somebody closed the descriptor."""
-        made = cls(path, map_length(size_bytes), pins)
+        made = cls(path, map_length(size_bytes), locks)
         try:
             made.rows.file_bytes()  # was it the open file that was mapped?
         except BaseException:
@@ -184,7 +184,7 @@ class FileMap:
     def rows(self) -> "FileMap":
         """Another map of the open file, with a guard of its own, to read rows through: a page of theirs that the
         device refuses does not disturb a thread that walks the tree meanwhile. Closed with this one."""
-        return FileMap(self.path, self.length_bytes, self.pins)
+        return FileMap(self.path, self.length_bytes, self.locks)
 
     def reaching(self, size_bytes: int) -> "FileMap":
         """The map of the open file that so many bytes fit: this one, or a longer one that is closed with it.
@@ -194,7 +194,7 @@ class FileMap:
         with self._growing:
             if self._longer is None:
                 try:
-                    self._longer = FileMap.of_rows(self.path, size_bytes, self.pins)
+                    self._longer = FileMap.of_rows(self.path, size_bytes, self.locks)
                 except OSError as error:
                     raise translate_os_error(error, self.path) from error
                 for old in (self, self.rows):  # their page tables are of no more use
@@ -204,7 +204,7 @@ class FileMap:
     def _map(self, at: int | None, offset: int, length_bytes: int) -> int:
         """Map a part in this process and not in forked ones: a map keeps its file open, with its locks."""
         try:
-            address = map_shared(self.pins.descriptor, length_bytes, mmap.PROT_READ, offset=offset, at=at)
+            address = map_shared(self.locks.descriptor, length_bytes, mmap.PROT_READ, offset=offset, at=at)
         except OSError as error:
             error.filename = str(self.path)
             raise
@@ -217,11 +217,11 @@ class FileMap:
 
     def file_bytes(self) -> int:
         """Length of the file now, as far as it is mapped; ClosedError if somebody closed the descriptor."""
-        return min(self.pins.size_bytes(), self.length_bytes)
+        return min(self.locks.size_bytes(), self.length_bytes)
 
     def tells_residency(self) -> bool:
         """Whether ``is_resident`` says the truth: the kernel tells only who could write to the file or owns it."""
-        stat = os.fstat(self.pins.descriptor)
+        stat = os.fstat(self.locks.descriptor)
         return stat.st_uid == os.geteuid() or os.access(self.path, os.W_OK)
 
     def close(self) -> None:
@@ -234,5 +234,5 @@ class FileMap:
                     other.close()
             self.guard.close()
             unmap(self.address, self.length_bytes)
-            if self._owns_pins:
-                self.pins.close()
+            if self._owns_locks:
+                self.locks.close()

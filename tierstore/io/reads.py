@@ -109,7 +109,7 @@ class RowReader:
             gather(geo, source, places, arrays, keys, positions, target, how, scratch, result)
             if result[0] == _DONE:
                 self.is_cold = result[3] < len(keys) and _read_cold(
-                    geo, file_map.pins.rings, source, keys, target, how, scratch, result
+                    geo, file_map.locks.rings, source, keys, target, how, scratch, result
                 )
                 if result[0] == _FAILED:
                     continue
@@ -124,7 +124,7 @@ class RowReader:
                         result[0], result[1] = status, np.argmax(met)
                 return result
             # A place entered while we read may lie in what the file, or the list of segments, grew by meanwhile.
-            whole_map = whole_map.reaching(whole_map.pins.size_bytes())
+            whole_map = whole_map.reaching(whole_map.locks.size_bytes())
             known, arrays = (limit, len(arrays.numbers)), segments.arrays
             limit = whole_map.file_bytes() // snapshot.page_bytes
             if (limit, len(arrays.numbers)) == known:

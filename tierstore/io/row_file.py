@@ -69,22 +69,22 @@ class OpenFile:
                     if not self.path.exists():
                         files.create_rows_file(self.path, records.first_records(store_id), store_id)
             try:
-                pins = FileLocks(self.path, writable=not readonly)
+                locks = FileLocks(self.path, writable=not readonly)
             except (FileNotFoundError, NotADirectoryError):
                 raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}") from None
             except OSError as error:
                 raise translate_os_error(error, self.path) from error
-            stack.callback(pins.close)
+            stack.callback(locks.close)
             if readonly:
                 require_sound(self.path, store_id)
             else:
-                pins.lock_for_writer()
-                pins.require_in_place()
+                locks.lock_for_writer()
+                locks.require_in_place()
                 files.require_own_files(directory)
                 sync_directory(directory)  # a process that ended may have left names that the device does not hold
-                recover(self.path, store_id, pins)
+                recover(self.path, store_id, locks)
             self.page_bytes: Final = files.check_rows_file(self.path).page_bytes
-            self.map = FileMap.of_rows(self.path, pins.size_bytes(), pins)
+            self.map = FileMap.of_rows(self.path, locks.size_bytes(), locks)
             stack.callback(self.map.close)
             self.snapshot = self.new_snapshot()
             stack.callback(lambda: self.snapshot.close())  # the one of the end
@@ -286,7 +286,7 @@ class SuperblockWriter:
         file = self._file
         self._sync()
         reach("anchor: tree synced")
-        file.map.pins.require_in_place()
+        file.map.locks.require_in_place()
         try:
             save_superblock(file.path, file.store_id, file.page_bytes, metas)
         except OSError as error:

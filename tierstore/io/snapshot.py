@@ -94,13 +94,13 @@ class Snapshot(Tree):
     def __init__(self, path: Path, file_map: FileMap, page_bytes: int) -> None:
         meta = _pin(path, file_map, page_bytes)
         try:
-            super().__init__(path, file_map.reaching(file_map.pins.size_bytes()), meta)
+            super().__init__(path, file_map.reaching(file_map.locks.size_bytes()), meta)
         except BaseException:
-            file_map.pins.release(meta.txn_id)
+            file_map.locks.release(meta.txn_id)
             raise
 
     def close(self) -> None:
-        self.file_map.pins.release(self.txn_id)
+        self.file_map.locks.release(self.txn_id)
 
 
 def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
@@ -109,9 +109,9 @@ def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
         found = _newest(file_map, page_bytes)
         if found is None:
             continue
-        file_map.pins.hold(found.txn_id)
+        file_map.locks.hold(found.txn_id)
         with contextlib.ExitStack() as stack:
-            stack.callback(file_map.pins.release, found.txn_id)
+            stack.callback(file_map.locks.release, found.txn_id)
             meta = _newest(file_map, page_bytes)
             if meta is not None and meta.txn_id == found.txn_id:
                 stack.pop_all()
@@ -137,7 +137,7 @@ def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
 def meta_page(file_map: FileMap, start: int) -> bytes:
     """Read from the file, so that its guard has nothing to tell: others' refused pages would be in the way."""
     try:
-        return os.pread(file_map.pins.descriptor, btree.META_READ_BYTES, start)
+        return os.pread(file_map.locks.descriptor, btree.META_READ_BYTES, start)
     except OSError as error:
         file_map.file_bytes()
         raise UnreadableError(

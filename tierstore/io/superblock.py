@@ -6,7 +6,7 @@ they lead to. Instead:
 1. A superblock is set when the store is opened for writing, at each commit, and in the background whenever much was
    written (``SuperblockWriter``): both meta pages are copied, the file is synced, then the copy goes to
    ``rows.anchor``, synced too.
-2. From before that copy is written until the next superblock stands, the anchored tree is pinned (``pins.py``): LMDB
+2. From before that copy is written until the next superblock stands, the anchored tree is pinned (``reader_locks.py``): LMDB
    reuses no page of it. So whatever of later transactions reached the device, all its pages are as they were.
 3. A process that opens the store for writing and finds other meta pages puts the copy back (``recover``). The anchored
    tree holds the last commit whole; what it holds beyond that is dropped by its epoch.
@@ -190,7 +190,7 @@ def require_sound(path: Path, store_id: bytes) -> None:
         )
 
 
-def recover(path: Path, store_id: bytes, pins: FileLocks) -> None:
+def recover(path: Path, store_id: bytes, locks: FileLocks) -> None:
     """Have the device hold the superblock, and put its meta pages back: before an open for writing.
 
     Done only if the anchored tree is whole, and nobody reads another one: while a reader of the same boot has the file
@@ -210,16 +210,16 @@ def recover(path: Path, store_id: bytes, pins: FileLocks) -> None:
         return
     is_in_place = read_metas(path, superblock.page_bytes) == superblock.metas
     if not is_in_place:
-        _require_whole(path, superblock, pins)
+        _require_whole(path, superblock, locks)
     _put(path.with_name(SUPERBLOCK_NAME), pack_slot(superblock), superblock.number % 2 * SLOT_BYTES)
     if is_in_place:
         return
-    with pins.readers_kept_out() as is_alone:
+    with locks.readers_kept_out() as is_alone:
         if is_alone:
             for number, meta in enumerate(superblock.metas):
-                write_all(pins.descriptor, meta, number * superblock.page_bytes)
+                write_all(locks.descriptor, meta, number * superblock.page_bytes)
             reach("recovery: anchored meta pages put back")
-            os.fdatasync(pins.descriptor)
+            os.fdatasync(locks.descriptor)
         elif not _is_sound(path, superblock):
             raise StoreLockedError(
                 f"{path}: a write failed while the store was open for writing, and others read it; end them, then "
@@ -227,9 +227,9 @@ def recover(path: Path, store_id: bytes, pins: FileLocks) -> None:
             )
 
 
-def _require_whole(path: Path, superblock: Superblock, pins: FileLocks) -> None:
+def _require_whole(path: Path, superblock: Superblock, locks: FileLocks) -> None:
     """DamagedError unless the anchored tree holds all that an open looks at: both trees, records and payload."""
-    file_map = FileMap(path, path.stat().st_size, pins)
+    file_map = FileMap(path, path.stat().st_size, locks)
     try:
         found = [meta for meta in map(btree.parse_meta, superblock.metas) if isinstance(meta, Meta)]
         meta = btree.newer_meta(*found) if len(found) == 2 else None

@@ -58,15 +58,15 @@ class Writer:
             self._mapped_bytes = file.map.length_bytes
             self._environment = open_environment(file.path, self._mapped_bytes)
             stack.callback(self._environment.close)
-            file.map.pins.require_in_place()
-            self._oldest = OldestReader(self._environment, file.path, file.map.pins)
+            file.map.locks.require_in_place()
+            self._oldest = OldestReader(self._environment, file.path, file.map.locks)
             stack.callback(self._oldest.close)
-            self._anchors = SuperblockWriter(file, sync=self.sync, pin=file.new_snapshot)
-            stack.callback(self._anchors.close)
-            self._anchors.set()
+            self._superblocks = SuperblockWriter(file, sync=self.sync, pin=file.new_snapshot)
+            stack.callback(self._superblocks.close)
+            self._superblocks.set()
             self.held_bytes = self._logged_bytes = 0
             self._counted = -1, 0  # the oldest tree read, and bytes of the file, when it was counted last
-            self._log = Log(file, self._anchors, slack, self._transaction, add_counts)
+            self._log = Log(file, self._superblocks, slack, self._transaction, add_counts)
             self._parts = stack.pop_all()
 
     def disown(self) -> None:
@@ -78,8 +78,8 @@ class Writer:
 
     def close(self) -> None:
         """Set a last anchor if one is due, and end LMDB's part."""
-        if not self._file.map.pins.is_held():  # nor need LMDB's descriptors be ours any more
-            self._anchors.stop()
+        if not self._file.map.locks.is_held():  # nor need LMDB's descriptors be ours any more
+            self._superblocks.stop()
             self.disown()
         self._parts.close()
 
@@ -99,7 +99,7 @@ class Writer:
         file = self._file
         self.catch_up()
         file.map.guard.require_whole()
-        now = file.map.pins.size_bytes()
+        now = file.map.locks.size_bytes()
         needed = now + now // _LISTED_PART + 2 * size_bytes + _SPARE_BYTES
         file.map = file.map.reaching(min(needed, MAX_PAGES * file.page_bytes))
         try:
@@ -140,7 +140,7 @@ class Writer:
             record = read_record(snapshot, head.current)
             self._log.catch_up(snapshot)
             if head != file.head:
-                self._anchors.set()
+                self._superblocks.set()
             if snapshot.txn_id != file.snapshot.txn_id:
                 file.rows = None
             stack.pop_all()
@@ -153,7 +153,7 @@ class Writer:
         file = self._file
         with file.lock:
             file.require_open()
-            file.map.pins.require_in_place()
+            file.map.locks.require_in_place()
             self.rows()
             if not file.head.last < version <= records.MAX_VERSION or keep < 1:
                 raise ValueError(
@@ -245,7 +245,7 @@ class Writer:
         """Count what the oldest reader elsewhere keeps from being reused, by which the file grows. Log a warning
         whenever it is more than ``live_bytes``, those of the segments, and has doubled since the last one."""
         with self._file.lease_tree() as snapshot:
-            locks, size_bytes = snapshot.file_map.pins, snapshot.file_map.file_bytes()
+            locks, size_bytes = snapshot.file_map.locks, snapshot.file_map.file_bytes()
             oldest = locks.oldest_elsewhere(snapshot.txn_id)
             if oldest is None:
                 self.held_bytes = 0
@@ -276,10 +276,10 @@ class Writer:
     def _anchor(self) -> None:
         """Set an anchor while other threads go on writing."""
         with self._file.lock:
-            anchored = self._anchors.start()
+            anchored = self._superblocks.start()
         anchored.exception()  # waits
         with self._file.lock:
-            self._anchors.settle()
+            self._superblocks.settle()
         anchored.result()  # another thread may have settled it
 
     def _delete_items(self) -> None:
@@ -306,7 +306,7 @@ class Writer:
                     reach("rollback: head put")
                 reach("rollback: transaction committed")
                 file.follow(file.new_snapshot())
-                self._anchors.set()
+                self._superblocks.set()
                 file.head, file.record = head, record
                 reach("rollback: durable")
                 self.rows()
