@@ -7,7 +7,8 @@ they lead to. Instead:
    written (``SuperblockWriter``): both meta pages are copied, the file is synced, then the copy goes to
    ``rows.anchor``, synced too.
 2. From before that copy is written until the next superblock stands, the anchored tree is pinned
-   (``reader_locks.py``): LMDB reuses no page of it. So whatever of later transactions reached the device, all its pages are as they were.
+   (``reader_locks.py``): LMDB reuses no page of it. So whatever of later transactions reached the device, all its
+   pages are as they were.
 3. A process that opens the store for writing and finds other meta pages puts the copy back (``recover``). The anchored
    tree holds the last commit whole; what it holds beyond that is dropped by its epoch.
 
