@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from typing import NamedTuple, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from .ranks import Precision, Ranks, Traffic
 from .towers import Towers
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 Ranks16 = NDArray[np.uint16]
 
 
@@ -55,8 +56,8 @@ class ShardedTable:
     def pool(self) -> Pool:
         return self.local.pool
 
-    def in_pool(self, work: Callable[[Pool], _T]) -> _T:
-        return self.local.in_pool(work)
+    def in_pool(self, work: Callable[Concatenate[Pool, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self.local.in_pool(work, *args, **kwargs)
 
     @property
     def learning_rate(self) -> float:
