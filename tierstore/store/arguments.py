@@ -159,9 +159,7 @@ def check_jagged(
         own = None if scale is None else require_scale(scale, len(rows), mode, scale_name)
         return Jagged(rows, starts, len(starts) - 1, None if own is None else _to_host(own, scale_name, device))
 
-    if device.type == "cpu" or not (
-        is_there(ids, device) and is_there(offsets, device) and (scale is None or is_there(scale, device))
-    ):
+    if not (is_there(ids, device) and is_there(offsets, device) and (scale is None or is_there(scale, device))):
         return on_host()
     refuse_transforms()
     count, own = len(require_ids(ids, ids_name)), require_scale(scale, len(ids), mode, scale_name)
