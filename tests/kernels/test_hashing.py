@@ -10,7 +10,7 @@ import pytest
 from tierstore.cache import index
 from tierstore.cache.cache_state import new_state
 from tierstore.ids.id_map import IdMap
-from tierstore.io.gather import gather
+from tierstore.io import gather
 from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.hashing import keyed_hash, mix64
 from tierstore.kernels.jit import kernel

@@ -240,7 +240,7 @@ def test_exports_carry_it(tmp_path: Path) -> None:
         import_files(tmp_path / f"{dtype}", [tmp_path / "t.safetensors"], dtype=dtype)  # type: ignore[arg-type]
     import_files(tmp_path / "plain", [tmp_path / "t.safetensors"], rounding="nearest")
     assert Manifest.read(tmp_path / "plain").tables[0].rounding == "nearest"
-    with pytest.raises(errors.TableError, match="rounding='nearest', not 'stochastic'; leave rounding as it is"):
+    with pytest.raises(errors.TableError, match="rounding=nearest, not stochastic; leave the rounding as it is"):
         import_files(tmp_path / "plain", [tmp_path / "t.safetensors"], rounding="stochastic")
 
 

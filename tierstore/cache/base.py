@@ -161,11 +161,11 @@ class Listing:
         return listed
 
 
-def checked(array: Any, dtype: str = "int32") -> Any:
+def checked(array: Any, dtype: str = "int32", name: str = "") -> Any:
     """Slots, or keys, contiguous: another layout would compile the kernels again. TypeError for another type."""
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
         found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-        name = "slots" if dtype == "int32" else "keys"
+        name = name or ("slots" if dtype == "int32" else "keys")
         raise TypeError(f"{name} must be a numpy array, {dtype} [n], not {found}")
     return np.ascontiguousarray(array)
 

@@ -134,6 +134,7 @@ class DdrCache(RowCache):
 
     def use(self, keys: Int64s) -> Int32s | None:
         """See RowCache; by one compiled call."""
+        keys = checked(keys, "int64")
         (found, distinct), before = np.empty((2, len(keys)), np.int32), self._cache_state.tallies.item(_HITS)
         if not kernels.use_keys(self._cache_state, keys, found, distinct):
             return None
@@ -208,7 +209,7 @@ class DdrCache(RowCache):
         require_int(depth, "depth", 0, NUMBER_MAX)
         require_int(held_rows, "held_rows", 0, NUMBER_MAX)
         keys = checked(keys, "int64")
-        starts = np.arange(len(keys) + 1) if starts is None else checked(starts, "int64").copy()
+        starts = np.arange(len(keys) + 1) if starts is None else checked(starts, "int64", "starts").copy()
         if not len(starts) or starts[0] != 0 or starts[-1] != len(keys) or (np.diff(starts) < 0).any():
             raise ValueError(
                 f"starts must ascend from 0 to the number of keys, {len(keys)}; they are {starts[:8].tolist()} ..."

@@ -29,8 +29,8 @@ class DeviceLookups(Tier):
         if joined.tier is not self:
             if joined.tier is not None:
                 joined.note_keys(joined.tier.position_keys(joined.sent))
-            joined.sent = self.send(joined, joined.write, self._known_rows(joined))
-            joined.tier = self
+            sent = self.send(joined, joined.write, self._known_rows(joined))
+            joined.tier, joined.sent = self, sent
         return joined.sent
 
     def _known_rows(self: Any, joined: Joined) -> Tensor | None:
@@ -82,7 +82,12 @@ class DeviceLookups(Tier):
                 is_whole = part.last - part.first == len(batch)
                 if keep and is_whole and not part.lease.held and self.hold(part.lease):
                     lease = part.lease
-            self.note(batch)
+            try:
+                self.note(batch)
+            except BaseException:
+                if lease is not None:
+                    lease.release()
+                raise
         return lease, arg_max
 
     def dot(self: Any, joined: Joined, grad_out: Tensor, lease: Any) -> Floats:
@@ -98,9 +103,9 @@ class DeviceLookups(Tier):
         found: Floats = own.cpu().numpy()
         return found
 
-    def whole(self: Any, joined: Joined) -> Any:
+    def whole(self: Any, joined: Joined, lease: Any) -> Any:
         with self._using(joined) as batch:
-            return self.whole_batch(batch, None)
+            return self.whole_batch(batch, lease)
 
     def update(
         self: Any, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Any

@@ -144,6 +144,7 @@ class HbmPool(DeviceRows):
     @contextlib.contextmanager
     def in_use(self, claim: Claim, *, changes: bool) -> Iterator[None]:
         with self.rows_lock:
+            self.require_open()
             self.streams.follow(claim.ready)
             claim.changed |= changes
             try:

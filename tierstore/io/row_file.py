@@ -154,7 +154,7 @@ class OpenFile:
     def _close_unused(self) -> None:
         """End the snapshots whose last lease ended, with those that a call was to end that was cut short."""
         leased = [snapshot for snapshot, _ in self._leased.values()]
-        for snapshot in [each for each in self._old if each not in leased]:
+        for snapshot in [each for each in self._old if each not in leased and each is not self.snapshot]:
             self._old.remove(snapshot)
             snapshot.close()
 

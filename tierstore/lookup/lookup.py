@@ -132,9 +132,8 @@ class Lookup(AnyLookup):
         joined = self.joined
         if not len(joined):
             return Ready(partial(self.update, grad_out), True)
-        self._enter(joined.tables[0].pool)
-        if self._lease is None:
-            self._lease = joined.tables[0].in_pool(lambda pool: self._enter(pool).whole(joined))
+        if self._enter(joined.tables[0].pool).on_device or self._lease is None:
+            self._lease = joined.tables[0].in_pool(lambda pool: self._enter(pool).whole(joined, self._lease))
         return Ready(partial(self.update, grad_out), self._lease is not None)
 
     @shielded
@@ -143,8 +142,7 @@ class Lookup(AnyLookup):
         joined = self.joined
         hyper = joined.next_hyper()
         if len(joined):
-            held = self._tier if self._lease is not None else None
-            tier = held or self._enter(joined.tables[0].pool)
+            tier = self._enter(joined.tables[0].pool)
             tier.update(joined, self._mode, hyper, grad_out, self._arg_max, self._lease)
         self.release()
 

@@ -114,6 +114,14 @@ class Lease:
             self.claim = None
 
 
+class _Claim(weakref.ref[Lease]):
+    """A key for what a lease has, also once the lease is gone."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 class Pins:
     """What leases pin. A lease that is dropped leaves its weak reference in a queue, and its slots are unpinned by the
     next call: nothing of Python runs where it is dropped, as no exception can come then, and the garbage collector
@@ -129,7 +137,7 @@ class Pins:
     def lease(self, pinned: Pinned, slots: Int32s = NO_INTS) -> Lease:
         """A lease of what will be pinned in ``pinned``, without slots yet; however it ends, they are unpinned."""
         lease = Lease(self, slots)
-        claim = weakref.ref(lease, self._dropped.append)
+        claim = _Claim(lease, self._dropped.append)
         self._pinned[claim] = pinned
         lease.claim = claim
         return lease

@@ -220,24 +220,32 @@ class EvictingRows(HostTier):
         return None
 
     def _parts(self, joined: Joined, lease: Lease | None) -> Iterable[tuple[int, Lease]]:
-        return ((0, lease),) if lease is not None else self._leases.parts(joined.keys, joined.order_of_use())
+        if lease is not None:
+            return ((0, lease),)
+        return self._leases.parts(joined.keys, joined.order_of_use() if self._may_fit(joined) else NO_INTS)
+
+    def _may_fit(self, joined: Joined) -> bool:
+        """Whether there are slots for all rows: an admission that fails has evicted others for nothing."""
+        capacity = self._arena.cache.capacity
+        return len(joined.keys) <= capacity or len(joined.distinct[1]) <= capacity
 
     def look_up(
         self, joined: Joined, mode: int, out: Tensor, lease: Lease | None, *, keep: bool
     ) -> tuple[Lease | None, Int32s]:
         arena, keys, into = self._arena, joined.keys, out.numpy()
-        arg_max = NO_ARG_MAX if mode != kernels.MAX else self._arg_max(joined, mode)
+        arg_max = self._arg_max(joined, mode)
         if not len(keys):
             pool_part(arena, arena.workers, joined, mode, into, arg_max, 0, NO_INTS)
-        parts = ((0, lease),) if lease is not None else self._leases.parts(keys, joined.order_of_use())
-        for first, part in parts:
+        for first, part in self._parts(joined, lease):
             with arena.rows_lock:
                 pool_part(arena, arena.workers, joined, mode, into, arg_max, first, part.position_slots)
             if keep and not part.held and part.num_positions == len(keys) and self._pins.hold(part):
                 lease = part
         return lease, arg_max
 
-    def whole(self, joined: Joined) -> Lease | None:
+    def whole(self, joined: Joined, lease: Lease | None) -> Lease | None:
+        if lease is not None or not self._may_fit(joined):
+            return lease
         # Rows used last first: they are the likeliest to be still resident.
         return self._leases.whole(joined.keys, np.arange(len(joined), dtype=np.int32)[::-1].copy())
 
@@ -261,6 +269,7 @@ class EvictingRows(HostTier):
         whole = None if lease is None else ((0, lease.slots[groups.rows]),)
         for first, slots in self._row_parts(keys) if whole is None else whole:
             with self._arena.lock:
+                self._arena.require_open()
                 self._writeback.begin_update(slots)
                 row_keys = None if seeds is None or keys is None else keys[first:]
                 groups.update(self._arena, first, slots, hyper, grad_out.numpy(), seeds=seeds, keys=row_keys)
@@ -347,8 +356,8 @@ class InPlaceRows(HostTier):
                     cache.note_hits(len(joined))
         return failed
 
-    def whole(self, joined: Joined) -> Lease:
-        return self._pins.in_place(self._bring_in(joined))
+    def whole(self, joined: Joined, lease: Lease | None) -> Lease:
+        return lease or self._pins.in_place(self._bring_in(joined))
 
     def update(
         self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Lease | None

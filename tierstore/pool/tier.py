@@ -66,8 +66,8 @@ class Tier(ABC):
         """float32 [N], on the host: the gradient of each position's weight."""
 
     @abstractmethod
-    def whole(self, joined: Joined) -> Any:
-        """A lease of all rows, of which there are some; None if they do not fit."""
+    def whole(self, joined: Joined, lease: Any) -> Any:
+        """The lease that was given, or one of all rows, of which there are some; None if they do not fit."""
 
     @abstractmethod
     def update(self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Any) -> None:
