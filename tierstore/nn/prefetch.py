@@ -165,8 +165,7 @@ def _pipeline(
     worker = _Worker(batches, module.ahead(), get_features, depth)
     end.callback(worker.stop)
     worker.is_ahead = tuner is None or not module.has_all_rows()
-    end.thread = worker.thread
-    worker.thread.start()
+    end.thread = worker.start()
     while item := worker.take():
         if isinstance(item, BaseException):
             raise item
@@ -271,10 +270,22 @@ class _Worker:
         self._collective = module if module.is_collective else None
         self._has_ended = False
         self._rests = Flag()  # the thread did what it had to
-        known = weakref.ref(self, self._places.put)
-        self.thread = threading.Thread(target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True)
+        self._thread: threading.Thread | None = None
         self._process_id = os.getpid()
         disown_in_forks(self)
+
+    def start(self) -> threading.Thread:
+        """Begin; the thread. Until then there is none: one that never runs is dropped by code in Python."""
+        known = weakref.ref(self, self._places.put)
+        self._thread = threading.Thread(
+            target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True
+        )
+        self._thread.start()
+        return self._thread
+
+    @property
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def disown(self) -> None:
         """In a forked process, where the thread that may have the gate is not."""
@@ -379,7 +390,7 @@ class _Worker:
             try:
                 item = self._ready.get(timeout=_POLL_SECONDS)
             except queue.Empty:
-                if not self.thread.is_alive() and self._ready.empty():
+                if not self._is_alive and self._ready.empty():
                     raise RuntimeError("the prefetch thread died without a word") from None
             else:
                 return item
@@ -418,11 +429,12 @@ class _Worker:
             if is_outside and self._left is None:
                 self._left = _LEFT[id(self._batches)] = Flag()
         self._places.put(None)
-        if not is_outside and self.thread.ident not in (None, threading.get_ident()):
-            self.thread.join(_JOIN_SECONDS)
-            if not (self._has_ended or self.thread.is_alive()):
+        thread = self._thread
+        if not is_outside and thread is not None and thread.ident not in (None, threading.get_ident()):
+            thread.join(_JOIN_SECONDS)
+            if not (self._has_ended or self._is_alive):
                 self._end()
-        if is_outside or not self.thread.is_alive():
+        if is_outside or not self._is_alive:
             self._release()
 
     def _release(self) -> None:
