@@ -84,6 +84,8 @@ class Prefetched(ClosedWhenDropped, Generator[Batch, None, None]):
         return batch
 
     def close(self) -> None:
+        if self._items.gi_running:  # CPython 3.11 looks into the frame before it says so, and may end the process
+            raise ValueError("generator already executing")
         self._items.close()
         self._end.close()
 
