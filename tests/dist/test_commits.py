@@ -16,7 +16,7 @@ from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, op
 from tierstore.dist import lookup as dist_lookup
 from tierstore.dist.parts import Commits, in_common
 from tierstore.errors import DiskFullError, RankError, TableError
-from tierstore.lookup import Lookup
+from tierstore.lookup.lookup import Lookup
 from tierstore.system import killpoints
 
 from .ranks import DIED, run

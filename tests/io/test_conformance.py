@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from tierstore.io.memory import MemoryColdTier
 
 from tests.conformance.cold_tier import TABLES, ColdTierConformance, ColdTierMachine, add_tables
 from tests.io.support import open_tier, widen_places
 from tests.tiers import TroubledTier
-from tierstore.io.base import ColdTier
+from tierstore.io.base import ColdTier, MemoryColdTier
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
 
