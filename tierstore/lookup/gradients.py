@@ -205,8 +205,6 @@ def _follow(collected: _Collected) -> Tensor:
 
 def _merged(collected: Sequence[_Collected]) -> tuple[Any, Tensor]:
     """Of lookups of one pool and mode, one lookup and its gradient."""
-    if len(collected) == 1 and collected[0].stream is None:
-        return collected[0].lookup, collected[0].gradient.detach()
     if len(collected) == 1:
         return collected[0].lookup, _follow(collected[0])
     lookups: list[Any] = [each.lookup for each in collected]

@@ -114,7 +114,7 @@ class Lookup(AnyLookup):
         self.joined.tables[0].in_pool(self._forward, out, keep)
 
     def _forward(self, pool: Pool, out: Tensor, keep: bool) -> None:
-        tier = pool.tier if pool.tier is self._tier else self._enter(pool)
+        tier = self._enter(pool)
         self._lease, self._arg_max = tier.look_up(self.joined, self._mode, out, self._lease, keep=keep)
         if not keep and self._lease is not None:
             self.release()

@@ -221,7 +221,7 @@ class LookupTable(ABC):
 
     @property
     def rounding_seed(self) -> int:
-        """The seed that the last counted update rounds with; see ``rounding``."""
+        """The seed that the last counted update rounds with; see ``kernels.floats``."""
         if self.config.rounding == "nearest":
             return NEAREST
         return update_seed(self.config.init.random_seed, self._step)

@@ -93,8 +93,6 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     def _require_one_process(self, rows: Tensor) -> None:
         """RuntimeError if rows are trained in a module that brings several processes' gradients of parameters together,
         as DDP and FSDP do: each process would train rows of its own, and rows are no parameters."""
-        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-            return
         processes, kind = distributed.get_world_size(), "DTensor" if type(rows).__name__ == "DTensor" else None
         frame = sys._getframe(1)
         while frame is not None and kind is None:
@@ -264,7 +262,7 @@ def _look_up(
     if rows is None:
         rows = module.rows  # as FSDP and nn.DataParallel keep parameters
     trainable = rows.requires_grad and not (module._store.readonly or OF_THREAD.evaluation.are_constant)
-    if trainable and distributed.is_available() and distributed.is_initialized():
+    if trainable and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         module._require_one_process(rows)
     batches = module._prepared
     prepared = batches.take(arguments[0], sources) if batches.waiting else None

@@ -228,10 +228,10 @@ def merge_and_update(
         hyper: float32 [T, NUM_HYPER].
         weights: float32 or uint16 [S, >= dim]; state: float32 [S, >= state_dim]. Both are changed.
         flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
-        seeds: uint64 [T], what each table's update rounds with, see ``rounding``; or None, which compiles to a kernel
-            that rounds to nearest and is the faster one.
+        seeds: uint64 [T], what each table's update rounds with, see ``kernels.floats``; or None, which compiles to a
+            kernel that rounds to nearest and is the faster one.
         keys: int64, of the rows, by place as ``unique_slots``; or None without ``seeds``.
-        work: what ``scratch`` gave, for this thread; allocating it here, counting references would take half the time.
+        work: as of ``scratch``, this thread's own; allocated here, counting references would take half the time.
     """
     for table in range(begin_table, min(end_table + 1, counts.shape[0])):
         first = table_firsts[table]

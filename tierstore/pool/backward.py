@@ -37,7 +37,7 @@ class Groups:
         self, joined: Joined, rows: Int32s, number: Int32s, arg_max: Int32s | None, num_columns: int,
         workers: Workers, *, is_mean: bool,
     ) -> None:  # fmt: skip
-        bounds, count = joined.features.bounds * joined.batch, len(rows)
+        bounds, count = joined.bounds, len(rows)
         num_tables = len(bounds) - 1
         self._tables = joined.tables
         self._arg_max = arg_max = NO_ARG_MAX if arg_max is None else arg_max  # no maxima were looked up
@@ -73,7 +73,7 @@ class Groups:
             hyper: of each table; None to add the gradients to the rows.
             grad_out: float32 [batch, columns], C-contiguous.
             flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
-            seeds: uint64 [tables], what each table rounds with; None if all to nearest: see ``kernels.rounding``.
+            seeds: uint64 [tables], what each table rounds with; None if all to nearest: see ``kernels.floats``.
             keys: int64, by number from ``first`` on; or None without ``seeds``.
         """
         if hyper is None:

@@ -6,7 +6,7 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +33,6 @@ from .writeback import WriteBack
 
 _Fill = Callable[[Int32s, Any], None]
 """Fills slots, given the places of their rows among the keys: int64 [n] or a slice."""
-_IS_IN: Final = RESIDENT | LOADING, RESIDENT
-"""Of a row that is in: flags that are looked at, and what they are."""
 
 
 class HostTier(Tier):
@@ -225,9 +223,10 @@ class EvictingRows(HostTier):
         return self._leases.parts(joined.keys, joined.order_of_use() if self._may_fit(joined) else NO_INTS)
 
     def _may_fit(self, joined: Joined) -> bool:
-        """Whether there are slots for all rows: an admission that fails has evicted others for nothing."""
+        """Whether there may be slots for all rows: an admission that fails has evicted others for nothing. Rows are
+        counted only once batches have been split."""
         capacity = self._arena.cache.capacity
-        return len(joined.keys) <= capacity or len(joined.distinct[1]) <= capacity
+        return not self._leases.split_batches or len(joined.keys) <= capacity or len(joined.distinct[1]) <= capacity
 
     def look_up(
         self, joined: Joined, mode: int, out: Tensor, lease: Lease | None, *, keep: bool
@@ -255,13 +254,14 @@ class EvictingRows(HostTier):
         seeds, keys = joined.rounding_seeds(), None
         if lease is None:
             inverse, keys = joined.distinct
+            count = len(keys)
         else:
             assert lease.inverse is not None, "slots of this cache are not the positions' own"
-            inverse = lease.inverse
+            inverse, count = lease.inverse, len(lease.slots)
             if seeds is not None:
-                keys = np.empty(len(lease.slots), np.int64)
+                keys = np.empty(count, np.int64)
                 keys[inverse] = joined.keys
-        number = np.empty(len(lease.slots if keys is None else keys), np.int32)  # type: ignore[union-attr]
+        number = np.empty(count, np.int32)
         groups = Groups(
             joined, inverse, number, arg_max, grad_out.shape[1], self._arena.workers, is_mean=mode == kernels.MEAN
         )
@@ -348,8 +348,8 @@ class InPlaceRows(HostTier):
             arena.require_open()
             flags = cache.flags[:0] if cache.is_complete else cache.flags
             failed = direct.look_up(
-                arena.workers, arena.layout.dim, ids, plan, flags, *_IS_IN, joined.scale, mode, arena.weights,
-                arena.layout.dim, arena.dtype_code, joined.columns, out, arg_max, slots,
+                arena.workers, arena.layout.dim, ids, plan, flags, RESIDENT | LOADING, RESIDENT, joined.scale, mode,
+                arena.weights, arena.layout.dim, arena.dtype_code, joined.columns, out, arg_max, slots,
             )  # fmt: skip
             if not failed:
                 with arena.lock:

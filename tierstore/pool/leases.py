@@ -172,7 +172,6 @@ class Leases:
     def fill_first_values(self, table_index: int, ids: Int64s, slots: Int32s) -> None:
         """First values and state of rows of a table, by ``ids``, int64 [n]: keys, unless ids are dynamic."""
         arena, layout, config = self._arena, self._arena.layout, self._tables[table_index]
-
         initial_state = config.optimizer.initial_state
 
         def work(begin: int, end: int) -> None:
