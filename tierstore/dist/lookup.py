@@ -255,13 +255,11 @@ class RowsRoute(NamedTuple):
     """The way of a batch's rows.
 
     Attributes:
-        inverse: int32 [N], the number of each position's row, in order of first use.
         order: int64 [U * parts], the rows' parts in order of their owners.
         places: int32 [U], where each row is; in order of the owners, or by number if rows have several parts.
         asked, given: how many this rank asks each for, and each this one. keys: int64, of the latter.
     """
 
-    inverse: Int32s
     order: Int64s
     places: Int32s
     asked: list[int]
@@ -299,7 +297,7 @@ class RowsLookup(RoutedLookup[RowsRoute]):
 
     def _find_route(self, ranks: Ranks) -> RowsRoute:
         with ranks.telling():
-            inverse, keys = self.joined.distinct
+            _, keys = self.joined.distinct
             owners = self._owners.of(keys, self._num_parts).ravel()
             order = np.argsort(owners, kind="stable")  # of 16 bits each: numpy sorts by their digits then
             asked = np.bincount(owners, minlength=ranks.size).tolist()
@@ -309,12 +307,12 @@ class RowsLookup(RoutedLookup[RowsRoute]):
         places = np.arange(len(keys), dtype=np.int32)
         if self._num_parts == 1:
             places[order] = places.copy()
-        return RowsRoute(inverse, order, places, asked, given, wanted.numpy())
+        return RowsRoute(order, places, asked, given, wanted.numpy())
 
     @cached_property
     def _slots(self) -> Int32s:
         """int32 [N], where the row of each position is."""
-        return self._route.places[self._route.inverse]
+        return self._route.places[self.joined.distinct[0]]
 
     def release(self) -> None:
         self._rows = None

@@ -65,13 +65,13 @@ class DeviceLookups(Tier):
         return self.stage_batch(self._batch_of(joined))
 
     def look_up(self: Any, joined: Joined, mode: int, out: Tensor, lease: Any, *, keep: bool) -> tuple[Any, Any]:
-        dim, arg_max = self.layout.dim, None
+        given, dim, arg_max = lease, self.layout.dim, None
         if mode == kernels.MAX:
-            arg_max = torch.full((joined.num_bags, dim), -1, dtype=torch.int32, device=self.device)
+            arg_max = torch.empty((joined.num_bags, dim), dtype=torch.int32, device=self.device)
         if not len(joined):
             for column in joined.columns.tolist():
                 out[:, column : column + dim] = 0
-            return lease, arg_max
+            return lease, None if arg_max is None else arg_max.fill_(-1)
         with self._using(joined, arg_max) as batch:
             for part in self.parts(batch, lease):
                 with part.lease.in_use():
@@ -85,7 +85,7 @@ class DeviceLookups(Tier):
             try:
                 self.note(batch)
             except BaseException:
-                if lease is not None:
+                if lease is not given:
                     lease.release()
                 raise
         return lease, arg_max

@@ -93,7 +93,7 @@ class Collection(TieredModule):
     ) -> tuple[Jagged | DeviceJagged, dict[str, int]]:
         """(ids, the place of each feature there); errors as ``forward`` has them."""
         keys = list(features.keys())
-        place = dict(zip(keys, itertools.count(), strict=False))
+        place = {name: index for index, name in enumerate(keys)}
         if len(place) < len(keys):
             raise ValueError(f"the batch names a feature twice: {keys}")
         for name in self._features:

@@ -182,7 +182,7 @@ def _update_and_round(
     code: int, hyper: Floats, work: Floats, square: np.float32, weights: Weights, slot: int, state: Floats, dim: int,
     dtype_code: int, seed: np.uint64, key: int,
 ) -> None:  # fmt: skip
-    """``_update_row`` of a row of halfs in float32, then rounded as ``rounding.store_row`` does."""
+    """``_update_row`` of a row of halfs in float32, then rounded as ``floats.store_row`` does."""
     for column in range(dim):
         work[_ROW, column] = load(weights, slot, column, dtype_code, 1)
     _update_row(code, hyper, work, square, work, _ROW, state, slot, dim, FLOAT32)

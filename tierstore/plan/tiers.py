@@ -1,4 +1,4 @@
-"""Rows of a budget, by the store's own rule (``budget.divide``), and what each tier has of what it is asked for."""
+"""Rows of a budget, by the store's own rule (``pools.divide``), and what each tier has of what it is asked for."""
 
 import math
 from functools import lru_cache

@@ -306,7 +306,7 @@ class Joined(Bags):
         return list(map(_next_hyper, self.tables))
 
     def rounding_seeds(self) -> Words | None:
-        """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
+        """Seeds of ``kernels.floats`` for the update counted last, uint64 [tables]; None if all round to nearest."""
         if self.features.round_to_nearest:
             return None
         return np.array([table.rounding_seed for table in self.tables], np.uint64)

@@ -107,8 +107,7 @@ class Leases:
                     consumed, num_unique, num_missing, _ = admission.progress.tolist()
                     slots = admission.unique_slots[:num_unique]
                     if read and num_missing:
-                        missing = admission.missing[:num_missing]
-                        self._load(keys[missing], slots[admission.inverse[missing]])
+                        self._load(keys[admission.missing[:num_missing]], admission.missing_slots)
                 finally:
                     if not read:
                         self._note_no_lookup(admission)
