@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from . import machine
 from .data import ROOT
 
 __all__ = [
-    "Counts", "Goal", "Part", "Report", "Run", "Spread", "Table", "Told", "aligned", "fresh_folder", "measure",
+    "Goal", "Part", "Report", "Run", "Spread", "Table", "Told", "aligned", "fresh_folder", "measure",
     "median_of", "per_second", "plain", "program", "run_parts", "spread", "start",
 ]  # fmt: skip
 
@@ -53,11 +52,6 @@ class Table:
     title: str
     columns: list[str]
     rows: list[list[str]]
-
-    @classmethod
-    def of_counts(cls, title: str, counts: Mapping[str, int]) -> "Table":
-        """A line for each."""
-        return cls(title, ["", "count"], [[name, f"{count:,}"] for name, count in counts.items()])
 
 
 @dataclass(frozen=True)
@@ -104,16 +98,6 @@ class Report:
 
 Told = Report
 """A part's share of the report."""
-
-
-class Counts:
-    """Base of dataclasses whose fields are numbers, counters and lists."""
-
-    def add(self, other: "Counts | Mapping[str, Any]") -> None:
-        """Add what another run found, or its fields as JSON has them."""
-        for name, value in (vars(other) if isinstance(other, Counts) else other).items():
-            own = getattr(self, name)
-            setattr(self, name, own + (Counter(value) if isinstance(own, Counter) else value))
 
 
 @dataclass(frozen=True, kw_only=True)

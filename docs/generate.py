@@ -31,8 +31,6 @@ ORDER: Final = (
     "policies",
     "memory",
     "commit",
-    "crashes",
-    "cuts",
     "criteo",
     "towers",
     "reading",

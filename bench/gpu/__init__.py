@@ -8,18 +8,3 @@ make ``rows``, ``slots`` or ``table_sizes`` smaller, and give it with ``--config
 every part. Without a CUDA device it says so and writes nothing; with ``--quick`` every part then runs on the CPU at
 tiny sizes, to see that it works.
 """
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..common import Report, Run
-
-__all__ = ["run"]
-
-
-def run(request: "Run") -> "Report":
-    """Every part in turn: see ``runner.run``."""
-    # Not at the top: the check of what is installed comes before whatever needs it.
-    from . import runner
-
-    return runner.run(request)

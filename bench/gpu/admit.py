@@ -1,7 +1,6 @@
 """Admitting a million ids to a cache of ten million slots: grouping, planning, committing, against bytes that move."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -13,12 +12,10 @@ from tierstore.cache.base import RESIDENT
 from tierstore.hbm.cache import Grouping, HbmCache, group_keys
 from tierstore.hbm.kernel_types import WAYS, Plan, Status, mixed, sets_of
 
-from ..common import Spread, Table
-from .ids import Zipf
-from .part import Part
-from .rig import Action, Rig, rounds_of
+from ..common import Report, Table, spread
+from .rig import Action, Rig, Zipf, rounds_of
 
-__all__ = ["run"]
+__all__ = ["measure", "tell"]
 
 _ELSEWHERE: Final = 1 << 50
 """Added to a key, it makes one that is in no cache here."""
@@ -31,7 +28,7 @@ _KEY_BYTES: Final = 2 * (8 + 4 + 1) + 3 * _SECTOR_BYTES
 writes a sector of keys, of ranks and of flags."""
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     del folder
     limit = rig.copy_bytes_per_s()
     cache = HbmCache(config["slots"], policy="lru", device=rig.device)
@@ -41,7 +38,9 @@ def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
     cases: list[dict[str, Any]] = []
     for exponent, share in shapes:
         cases.append(_measure(rig, cache, resident, exponent, share, config, limit))
-        yield _report(cases, left[len(cases) :], len(resident), limit, config)
+        yield {"copy_bytes_per_s": limit, "resident": len(resident), "cases": cases, "left": left[len(cases) :]} | {
+            name: config[name] for name in ("ids", "slots")
+        }
 
 
 def _fill(rig: Rig, cache: HbmCache, count: int) -> Tensor:
@@ -111,7 +110,7 @@ def _measure(
         "exponent": exponent,
         "hit_share": share,
         "distinct": distinct,
-        "steps": {name: asdict(Spread.of(each)) for name, each in seconds.items()},
+        "steps": {name: spread(each) for name, each in seconds.items()},
         "floor_s": {"plan and commit": (sets * _SET_BYTES + distinct * _KEY_BYTES) / limit},
     }
 
@@ -134,23 +133,16 @@ def _check(cache: HbmCache, steps: _Admitting) -> tuple[int, int]:
     return distinct, len(torch.unique(sets_of(mixed(keys), cache.num_sets)))
 
 
-def _report(cases: list[dict[str, Any]], left: list[str], resident: int, limit: float, config: dict[str, Any]) -> Part:
-    return Part(
-        tables=[
-            Table(
-                title=f"{config['ids']:,} ids in a cache of {config['slots']:,} slots, {resident:,} in use",
-                columns=["ids", "hits", "distinct", "step", "us", "floor us", "of the floor's rate"],
-                rows=[_row(case, step) for case in cases for step in case["steps"]],
-            )
-        ],
-        figures={"copy_bytes_per_s": limit, "resident": resident, "cases": cases},
-        notes=[
-            "Admitting: ids are grouped (a sort and three kernels), the plan looks at each set of the cache that a "
-            f"distinct id falls into, the commit writes it down. Floor: {_SET_BYTES} bytes a set and {_KEY_BYTES} a "
-            "distinct id, at the rate of a device copy."
-        ],
-        left=left,
+def tell(found: dict[str, Any]) -> Report:
+    title = f"{found['ids']:,} ids in a cache of {found['slots']:,} slots, {found['resident']:,} in use"
+    columns = ["ids", "hits", "distinct", "step", "us", "floor us", "of the floor's rate"]
+    note = (
+        "Admitting: ids are grouped (a sort and three kernels), the plan looks at each set of the cache that a "
+        f"distinct id falls into, the commit writes it down. Floor: {_SET_BYTES} bytes a set and {_KEY_BYTES} a "
+        "distinct id, at the rate of a device copy."
     )
+    rows = [_row(case, step) for case in found["cases"] for step in case["steps"]]
+    return Report([Table(title, columns, rows)], notes=[note])
 
 
 def _row(case: dict[str, Any], step: str) -> list[str]:

@@ -1,9 +1,8 @@
 """What the device itself can do: copies, launches; and what it is."""
 
+import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,65 +11,35 @@ import torch
 
 from tierstore.hbm.cache import group_keys
 
-from ..common import Spread, Table
-from .part import Part
+from ..common import Report, Table, spread
 from .rig import Rig
 
-__all__ = ["run"]
+__all__ = ["measure", "tell"]
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     del folder
-    described = _describe(rig)
     rates = _copies(rig, config["copy_bytes"], config["repetitions"])
     rates["device copy, read + written"] = rig.copy_bytes_per_s()
     launches = _launches(rig, config["launches"])
-    yield Part(
-        tables=[
-            Table(
-                title=f"limits of {described['name']}",
-                columns=["", "median"],
-                rows=[
-                    *([name, f"{rate / 1e9:,.1f} GB/s"] for name, rate in rates.items()),
-                    *([name, f"{each.median * 1e6:.2f} us"] for name, each in launches.items()),
-                ],
-            )
-        ],
-        figures={
-            "device": described,
-            "bytes_per_s": rates,
-            "launch_s": {name: asdict(each) for name, each in launches.items()},
-        },
-        notes=[
-            f"On {described['name']}, {described['memory_gib']} GiB, {described['multiprocessors']} multiprocessors, "
-            f"driver and clocks: {described['driver']}; torch {torch.__version__}, CUDA {torch.version.cuda}, "
-            f"Triton {described['triton']}."
-        ],
-    )
+    yield {"device_is": _describe(rig), "bytes_per_s": rates, "launch_s": launches, "left": []}
 
 
 def _describe(rig: Rig) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "name": "the CPU", "memory_gib": 0, "multiprocessors": 0, "capability": "", "driver": "none",
-        "torch": torch.__version__, "cuda": torch.version.cuda, "triton": _triton_version(),
-    }  # fmt: skip
-    if rig.is_cuda:
-        properties = torch.cuda.get_device_properties(rig.device)
-        described |= {
-            "name": properties.name,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "multiprocessors": properties.multi_processor_count,
-            "capability": f"{properties.major}.{properties.minor}",
-            "driver": _driver(),
-        }
-    return described
-
-
-def _triton_version() -> str:
     try:
-        return version("triton")
+        triton = version("triton")
     except PackageNotFoundError:
-        return "not installed"
+        triton = "not installed"
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton}
+    if not rig.is_cuda:
+        return found | {"name": "the CPU", "memory_gib": 0, "multiprocessors": 0, "driver": "none"}
+    properties = torch.cuda.get_device_properties(rig.device)
+    return found | {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "driver": _driver(),
+    }
 
 
 def _driver() -> str:
@@ -95,28 +64,34 @@ def _copies(rig: Rig, size_bytes: int, repetitions: int) -> dict[str, float]:
         },
         repetitions=repetitions,
     )
-    return {name: size_bytes / Spread.of(each).median for name, each in seconds.items()}
+    return {name: size_bytes / statistics.median(each) for name, each in seconds.items()}
 
 
-def _launches(rig: Rig, count: int) -> dict[str, Spread]:
+def _launches(rig: Rig, count: int) -> dict[str, dict[str, Any]]:
     """Host seconds of a launch, many in a row: what a step of many small kernels cannot be faster than."""
-    value = torch.zeros(32, device=rig.device)
-
-    keys = torch.arange(32, device=rig.device)
+    value, keys = torch.zeros(32, device=rig.device), torch.arange(32, device=rig.device)
     actions: dict[str, Callable[[], object]] = {
         "launch of a torch kernel": lambda: value.add_(1),
         "grouping of 32 keys (a sort, 3 Triton kernels)": lambda: group_keys(keys),
     }
+
+    def many(action: Callable[[], object]) -> None:
+        for _ in range(count):
+            action()
+
     found = {}
     for name, action in actions.items():
-        seconds = []
-        for _ in range(5):
-            rig.wait()
-            start = time.perf_counter()
-            for _ in range(count):
-                action()
-            rig.wait()
-            seconds.append((time.perf_counter() - start) / count)
-        # The first compiles.
-        found[name] = Spread.of(seconds[1:])
+        seconds = [rig.seconds(lambda: many(action)) / count for _ in range(5)]  # noqa: B023
+        found[name] = spread(seconds[1:])  # the first compiles
     return found
+
+
+def tell(found: dict[str, Any]) -> Report:
+    own = found["device_is"]
+    rows = [[name, f"{rate / 1e9:,.1f} GB/s"] for name, rate in found["bytes_per_s"].items()]
+    rows += [[name, f"{each['median'] * 1e6:.2f} us"] for name, each in found["launch_s"].items()]
+    note = (
+        f"On {own['name']}, {own['memory_gib']} GiB, {own['multiprocessors']} multiprocessors, driver and clocks: "
+        f"{own['driver']}; torch {own['torch']}, CUDA {own['cuda']}, Triton {own['triton']}."
+    )
+    return Report([Table(f"limits of {own['name']}", ["", "median"], rows)], notes=[note])

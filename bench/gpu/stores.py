@@ -4,9 +4,8 @@ import hashlib
 import math
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -23,21 +22,12 @@ from tierstore.layout import KEY_ROW_BITS, RowLayout
 from tierstore.models import DLRM
 from tierstore.store.pools import hbm_bytes_of
 
-from .ids import Zipf
-from .rig import Rig
+from .rig import Rig, Zipf
 
 __all__ = [
-    "Batch",
-    "Steps",
-    "Trainer",
-    "WaitStreams",
-    "draw_batches",
-    "fill_host_memory",
-    "hbm_bytes",
-    "make_tables",
-    "open_fresh",
-    "table_name",
-]
+    "Batch", "Steps", "Trainer", "draw_batches", "fill_host_memory", "hbm_bytes", "make_tables", "open_fresh",
+    "shape_of", "table_name",
+]  # fmt: skip
 
 _NUM_DENSE: Final = 13
 _LR: Final = 0.01
@@ -68,8 +58,13 @@ def open_fresh(folder: Path, **settings: Any) -> tierstore.Store:
     return tierstore.open(folder, **settings)
 
 
-def make_tables(store: tierstore.Store, sizes: Sequence[int], dim: int, optimizer: tierstore.optim.Optimizer) -> int:
-    """Create the tables; bytes of a row in memory."""
+def shape_of(config: dict[str, Any]) -> str:
+    """Tables, rows and ids, in words."""
+    sizes = config["table_sizes"]
+    return f"{len(sizes)} tables, {sum(sizes):,} rows of {config['dim']}, Zipf {config['exponent']}"
+
+
+def make_tables(store: tierstore.Store, sizes: Sequence[int], dim: int, optimizer: tierstore.optim.Optimizer) -> None:
     for number, rows in enumerate(sizes):
         store.create_table(
             tierstore.TableConfig(
@@ -80,7 +75,6 @@ def make_tables(store: tierstore.Store, sizes: Sequence[int], dim: int, optimize
                 init=tierstore.init.Uniform(-0.05, 0.05, seed=number),
             )
         )
-    return store[table_name(0)].layout.row_bytes
 
 
 def fill_host_memory(store: tierstore.Store) -> None:
@@ -106,7 +100,7 @@ def draw_batches(rig: Rig, sizes: Sequence[int], exponent: float, batch: int, co
     return made
 
 
-class WaitStreams(Streams):
+class _WaitStreams(Streams):
     """Streams that can tell for how long a model's stream stood still for rows that were not there yet."""
 
     def __init__(self, inner: Streams, rig: Rig) -> None:
@@ -118,7 +112,7 @@ class WaitStreams(Streams):
         self._waits: list[tuple[Any, Any]] = []
 
     @contextmanager
-    def _side(self) -> Iterator[None]:
+    def side(self) -> Iterator[None]:
         depth = getattr(self._inside, "depth", 0)
         self._inside.depth = depth + 1
         try:
@@ -126,9 +120,6 @@ class WaitStreams(Streams):
                 yield
         finally:
             self._inside.depth = depth
-
-    def side(self) -> AbstractContextManager[Any]:
-        return self._side()
 
     def mark(self) -> Mark:
         return self._inner.mark()
@@ -177,12 +168,12 @@ class Steps:
 
     def take_steps(self, batches: Sequence[Batch]) -> float:
         """Train on the batches; seconds until the device is done."""
-        self._rig.wait()
-        start = time.perf_counter()
-        for batch in self._ahead(batches):
-            self.step(batch)
-        self._rig.wait()
-        return time.perf_counter() - start
+
+        def steps() -> None:
+            for batch in self._ahead(batches):
+                self.step(batch)
+
+        return self._rig.seconds(steps)
 
     def step(self, batch: Batch) -> None:
         """Train on one batch, without prefetching."""
@@ -198,14 +189,13 @@ class Steps:
         """Seconds of as many steps of the dense part alone. It changes the dense weights."""
         pooled = torch.rand((len(batches[0].labels), self._tables * dim), device=self._rig.device)
         pooled.requires_grad_()
-        for batch in batches[:3]:
-            self._learn(self.model.dense_part(batch.dense, pooled), batch)
-        self._rig.wait()
-        start = time.perf_counter()
-        for batch in batches:
-            self._learn(self.model.dense_part(batch.dense, pooled), batch)
-        self._rig.wait()
-        return time.perf_counter() - start
+
+        def steps(some: Sequence[Batch]) -> None:
+            for batch in some:
+                self._learn(self.model.dense_part(batch.dense, pooled), batch)
+
+        steps(batches[:_WARM_UPS])
+        return self._rig.seconds(lambda: steps(batches))
 
 
 class Trainer(Steps):
@@ -217,7 +207,7 @@ class Trainer(Steps):
 
     def __init__(self, rig: Rig, store: tierstore.Store, config: dict[str, Any], *, depth: int) -> None:
         self.store = store
-        self._watched_streams: list[WaitStreams] = []
+        self._watched_streams: list[_WaitStreams] = []
         self._depth = depth
         self.collection = tierstore.TieredEmbeddingBagCollection(store)
         super().__init__(rig, self.collection, len(store.tables), config)
@@ -227,7 +217,7 @@ class Trainer(Steps):
 
     def _watched(self, open_streams: Callable[[torch.device], Streams]) -> Callable[[torch.device], Streams]:
         def opened(device: torch.device) -> Streams:
-            self._watched_streams.append(WaitStreams(open_streams(device), self._rig))
+            self._watched_streams.append(_WaitStreams(open_streams(device), self._rig))
             return self._watched_streams[-1]
 
         return opened
