@@ -26,8 +26,6 @@ from .peers import rocksdb_rows
 from .peers.rocksdb_rows import RocksdbRows
 from .rowdata import Int64s, Rows, TierReader, build_flat, build_store, open_flat
 
-__all__ = ["run"]
-
 OWN: Final = "tierstore, every row verified"
 MAPPED: Final = "tierstore, through the page cache"
 LIMIT: Final = "fio, the device's limit: direct reads of 4 KiB, queue depth 64"

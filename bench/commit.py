@@ -19,8 +19,6 @@ import tierstore
 from .common import Goal, Report, Run, Table, fresh_folder, start
 from .workload import Batches
 
-__all__ = ["run"]
-
 _BATCHES = 400
 """Then the same again."""
 

@@ -18,11 +18,6 @@ from typing import Any, NamedTuple
 from . import machine
 from .data import ROOT
 
-__all__ = [
-    "Goal", "Part", "Report", "Run", "Spread", "Table", "Told", "aligned", "fresh_folder", "measure",
-    "median_of", "per_second", "plain", "program", "run_parts", "spread", "start",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -184,9 +179,15 @@ def aligned(table: Table) -> str:
 def _load_config(path: Path, quick: bool) -> dict[str, Any]:
     config = tomllib.loads(path.read_text())
     small = config.pop("quick", {})
+    return _overlaid(config, small, path) if quick else config
+
+
+def _overlaid(config: dict[str, Any], small: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Tables within are overlaid, too."""
     if unknown := set(small) - set(config):
         raise ValueError(f"{path}: [quick] sets {sorted(unknown)}, which the file itself does not")
-    return config | small if quick else config
+    parts = {name: _overlaid(config[name], each, path) for name, each in small.items() if isinstance(each, dict)}
+    return config | small | parts
 
 
 def _commit() -> str:

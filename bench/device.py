@@ -9,11 +9,6 @@ from typing import Any, Final, NamedTuple
 
 from .child import fields_of
 
-__all__ = [
-    "DEPTH", "MISSING", "DiskBytes", "Seconds", "bytes_of_process", "is_there", "read_seconds", "reads_per_s",
-    "written_bytes_per_s",
-]  # fmt: skip
-
 MISSING: Final = "fio is missing, so the device's limit was not measured: on Debian and Ubuntu, apt install fio."
 DEPTH: Final = 64
 _PAGE_BYTES: Final = 4096

@@ -23,8 +23,6 @@ from .child import fields_of, in_child
 from .common import Goal, Report, Run, Table, fresh_folder, start
 from .workload import Batches, make_store
 
-__all__ = ["run", "work_in"]
-
 _MIB: Final = 2**20
 _PERIOD_SECONDS: Final = 0.002
 _SLACK_SHARE: Final = 0.05

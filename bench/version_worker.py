@@ -3,7 +3,6 @@
 It is run by its path over the modules of another tree, and so imports nothing beside them at its top.
 """
 
-import gc
 import json
 import shutil
 import statistics
@@ -182,58 +181,13 @@ def _commit(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
     return {f"commit: {rows:,} row{'s' * (rows > 1)} changed": commits(rows) for rows in config["commit_rows"]}
 
 
-def _calls(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
-    """What a lookup of two tables and its gradient run through, a quarter of the rows being in memory; no times."""
-    import torch
-
-    import tierstore
-
-    few = config | {"tables": 2, "batches": 3, "ddr": 2 * config["rows"] * config["dim"]}
-    batches = _batches(few, config["batch"], 2)
-    features = [tierstore.KeyedJaggedTensor(["f0", "f1"], each, offsets=batches.offsets) for each in batches.values]
-    module = tierstore.TieredEmbeddingBagCollection(_store(folder, few, tierstore.optim.SGD(lr=0.05)))
-    for each in features[:2]:
-        module(each).values().sum().backward()
-    lookup, result = _profiled(lambda: module(features[2]).values())
-    gradient, _ = _profiled(lambda: result.backward(torch.ones_like(result)))
-    names = ("calls", "functions", "files")
-    counts = {
-        f"{name} of a {what}": float(count)
-        for what, found in (("lookup", lookup), ("gradient", gradient))
-        for name, count in zip(names, found, strict=True)
-    }
-    return {name: partial(counts.__getitem__, name) for name in counts}
-
-
-def _profiled(action: Callable[[], Any]) -> tuple[tuple[int, int, int], Any]:
-    """(calls, functions, files) of the package that this thread ran through, and the action's result."""
-    import tierstore
-
-    package = str(Path(tierstore.__file__).parent)
-    codes: list[Any] = []
-
-    def note(frame: Any, event: str, _argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            codes.append(frame.f_code)
-
-    gc.disable()  # the package is called at each collection
-    sys.setprofile(note)
-    try:
-        result = action()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return (len(codes), len(set(codes)), len({code.co_filename for code in codes})), result
-
-
 def main(root: str, folder: str, task: str, config: str) -> None:
     sys.path.insert(0, root)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     answers, sys.stdout = sys.stdout, sys.stderr
     makers = {
-        "train": _train, "lookup": _lookup, "partly": _partly, "cold": _cold, "warm": _warm, "commit": _commit,
-        "calls": _calls,
+        "train": _train, "lookup": _lookup, "partly": _partly, "cold": _cold, "warm": _warm, "commit": _commit
     }  # fmt: skip
     actions = makers[task](place, json.loads(config))
     import tierstore

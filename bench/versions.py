@@ -21,12 +21,9 @@ from .child import Child
 from .common import Goal, Report, Run, Spread, Table, program
 from .data import ROOT
 
-__all__ = ["run"]
-
 TASKS: Final = ("train", "lookup", "partly", "cold", "warm", "commit")
 SLOWER_MAX: Final = 1.03
 PARTLY_MAX: Final = 0.85
-CALLS_MAX: Final = {"calls of a lookup": 115, "calls of a gradient": 80, "files of a lookup": 25}
 ONE_ID_MAX: Final = {"hits": 20e-6, "misses": 80e-6}
 _PAUSE_SECONDS: Final = 0.02
 """Before each measurement: threads of the other process spin for a while after their work."""
@@ -90,12 +87,6 @@ def _pair(now: _Worker, earlier: _Worker, part: str, turn: int) -> tuple[float, 
     return now.figure(part), theirs
 
 
-def _counts(request: Run) -> dict[str, tuple[int, int]]:
-    """(This version's, the earlier one's) counts by part."""
-    with _both(request, "calls", 0) as (now, earlier):
-        return {part: (int(now.figure(part)), int(earlier.figure(part))) for part in now.parts}
-
-
 def run(request: Run) -> Report:
     goals, rows = [], []
     figures: dict[str, Any] = {}
@@ -121,11 +112,6 @@ def run(request: Run) -> Report:
                     goals.append(
                         Goal(name=f"{part}: microseconds", value=1e6 * statistics.median(now), at_most=1e6 * seconds)
                     )
-    counts = _counts(request)
-    for part, (ours, theirs) in counts.items():
-        figures[part] = {"count": ours, "earlier_count": theirs}
-        if part in CALLS_MAX:
-            goals.append(Goal(name=part, value=ours, at_most=CALLS_MAX[part]))
     config = request.config
     return Report(
         question=f"Is this version as fast as {config['earlier']}?",
@@ -134,13 +120,6 @@ def run(request: Run) -> Report:
                 title=f"time of one measurement, ms, this version and {config['earlier']}",
                 columns=["what", "this version", "earlier", "ratio of a pair", "its quartiles"],
                 rows=rows,
-            ),
-            Table(
-                title=f"what Python runs through in the package, this version and {config['earlier']}",
-                columns=["what", "this version", "earlier", "ratio"],
-                rows=[
-                    [part, str(ours), str(theirs), f"{ours / theirs:.2f}"] for part, (ours, theirs) in counts.items()
-                ],
             ),
         ],
         figures=figures,
@@ -151,8 +130,7 @@ def run(request: Run) -> Report:
             f"Training: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} "
             f"samples of {config['pooling_factor']} ids. Reads: {config['read_rows']:,} random rows of "
             f"{config['cold_rows']:,}, each version from a store that it wrote itself. "
-            "Commits: rows of one table, written before the clock starts. "
-            "Counts: by sys.setprofile, of the third batch of two tables, a quarter of the rows being in memory."
+            "Commits: rows of one table, written before the clock starts."
         ],
     )
 

@@ -16,8 +16,6 @@ from .rig import Rig, asked_of
 from .stores import Batch, Trainer, draw_batches, fill_host_memory, hbm_bytes, make_tables, open_fresh, shape_of
 from .training import SPARE
 
-__all__ = ["measure", "tell"]
-
 _ALL: Final = 1.0
 _WANTED: Final = 0.9
 

@@ -15,8 +15,6 @@ from ..common import Report, Table
 from .rig import Rig, Zipf
 from .stores import fill_host_memory, hbm_bytes, make_tables, open_fresh, table_name
 
-__all__ = ["measure", "tell"]
-
 _QUANTILES: Final = (50, 95, 99)
 _TOLD: Final = ("tables", "rows", "dim", "hbm_share", "exponent", "published_by", "published_note")
 

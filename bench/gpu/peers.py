@@ -10,8 +10,6 @@ from torch.nn.functional import embedding_bag
 
 from .rig import Action, Rig
 
-__all__ = ["FbgemmPeer", "TorchPeer", "fbgemm_missing"]
-
 
 class TorchPeer:
     """One ``embedding_bag`` call over the rows of all tables; backward gives a sparse gradient, torch's SGD applies it.

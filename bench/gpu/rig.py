@@ -15,8 +15,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Action", "Asked", "Call", "Rig", "Zipf", "asked_of", "rounds_of"]
-
 _HEAD_START_CYCLES: Final = 2_000_000
 _FLUSH_BYTES: Final = 256 * 2**20
 """Several times the L2 cache of any GPU so far."""

@@ -21,9 +21,6 @@ from tierstore.kernels import slots as kernels
 from ..common import Goal, Report, Table, spread
 from .peers import FbgemmPeer, TorchPeer, fbgemm_missing
 from .rig import Action, Rig, Zipf, rounds_of
-from .tables_peer import TablesPeer, tables_missing
-
-__all__ = ["measure", "tell"]
 
 RULES: Final[dict[str, optim.Optimizer]] = {
     "sgd": optim.SGD(lr=1e-3),
@@ -36,7 +33,6 @@ _COUNTED: Final = 4
 """Batches whose distinct rows are counted."""
 _TOLERANCE: Final = 1e-3
 _TOLD: Final = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad"}
-_BASES: Final = {"fbgemm": "FBGEMM", "cuda": "our CUDA C++"}
 _WANTED_OF_COPY: Final = 0.7
 _WANTED_OF_PEER: Final = 0.9
 
@@ -60,7 +56,7 @@ class _Case(NamedTuple):
 def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     del folder
     limit = rig.copy_bytes_per_s()
-    missing = {"fbgemm": fbgemm_missing(rig), "cuda": tables_missing(rig)}
+    missing = fbgemm_missing(rig)
     shapes = list(product(config["exponents"], config["dims"], config["batches"]))
     left = [f"dim {dim}, batch {batch:,}, exponent {exponent}" for exponent, dim, batch in shapes]
     measured: list[dict[str, Any]] = []
@@ -148,7 +144,7 @@ class _Own:
         self.merge(rule, number)
 
 
-def _measure(rig: Rig, case: _Case, config: dict[str, Any], limit: float, missing: dict[str, str]) -> dict[str, Any]:
+def _measure(rig: Rig, case: _Case, config: dict[str, Any], limit: float, missing: str) -> dict[str, Any]:
     tables = config["tables"]
     own = _Own(rig, case, tables)
     peers = _peers(rig, case, config, missing)
@@ -195,44 +191,28 @@ def _compulsory_bytes(positions: int, distinct: int, bags: int, row_bytes: int) 
     return found
 
 
-def _peers(rig: Rig, case: _Case, config: dict[str, Any], missing: dict[str, str]) -> dict[str, Any]:
+def _peers(rig: Rig, case: _Case, config: dict[str, Any], missing: str) -> dict[str, Any]:
     """Each with ``forward``, ``backward`` and ``actions``."""
     found: dict[str, Any] = {"torch": TorchPeer(case.weights, case.slots, case.bags.bag_starts, case.gradient)}
-    for rule in RULES:
-        if not missing["cuda"]:
-            found[f"cuda {rule}"] = TablesPeer(
-                case.weights, case.slots, case.bags.bag_starts, case.gradient, case.batch,
-                is_adagrad=rule == "rowwise_adagrad", lr=RULES[rule].lr,
-            )  # fmt: skip
-        if not missing["fbgemm"]:
-            found[f"fbgemm {rule}"] = FbgemmPeer(
-                rig, config["tables"], config["rows"], case.dim, rule, case.slots, case.bags.bag_starts, case.gradient
-            )
+    for rule in () if missing else RULES:
+        found[f"fbgemm {rule}"] = FbgemmPeer(
+            rig, config["tables"], config["rows"], case.dim, rule, case.slots, case.bags.bag_starts, case.gradient
+        )
     return found
 
 
 def _check(case: _Case, own: _Own, peers: dict[str, Any]) -> None:
-    """RuntimeError unless ours and the CUDA kernels pool as torch does, and SGD changes rows as it should."""
-    slots = case.slots[0].long()
-    pooled = {"own": own.forward(0)} | {name: peers[name].forward(0).detach() for name in peers if name != "torch"}
-    expected = peers["torch"].forward(0).detach()
-    for name, found in pooled.items():
-        # FBGEMM has rows of its own.
-        if not name.startswith("fbgemm"):
-            _require_near(f"{name}: pooled rows", found, expected, expected.abs())
+    """RuntimeError unless ours pool as torch does, and SGD changes rows as it should."""
+    slots, expected = case.slots[0].long(), peers["torch"].forward(0).detach()
+    _require_near("pooled rows", own.forward(0), expected, expected.abs())
     rows, inverse = torch.unique(slots, return_inverse=True)
     sources = case.gradient.view(case.batch, -1, case.dim).transpose(0, 1).reshape(-1, case.dim)
     sources = sources[case.bags.bag_of.long()]
     summed = torch.zeros((len(rows), case.dim), device=slots.device).index_add_(0, inverse, sources)
     sizes = torch.zeros((len(rows), case.dim), device=slots.device).index_add_(0, inverse, sources.abs())
-    actions: dict[str, Action] = {"own": partial(own.update, "sgd")} | {
-        name: peer.backward for name, peer in peers.items() if name == "cuda sgd"
-    }
-    for name, action in actions.items():
-        before = case.weights[rows]
-        action(0)
-        change = (before - case.weights[rows]) / RULES["sgd"].lr
-        _require_near(f"{name}: changes by SGD", change, summed, sizes + 1)
+    before = case.weights[rows]
+    own.update("sgd", 0)
+    _require_near("changes by SGD", (before - case.weights[rows]) / RULES["sgd"].lr, summed, sizes + 1)
 
 
 def _require_near(what: str, found: Tensor, expected: Tensor, scale: Tensor) -> None:
@@ -250,19 +230,16 @@ def tell(found: dict[str, Any]) -> Report:
         least = round(min(case["of_copy"][name] for case in skewed), 3)
         name = f"{what}, Zipf ids, all widths and batches: compulsory bytes a second over a device copy's, lowest"
         goals.append(Goal(name, least, at_least=_WANTED_OF_COPY))
-    for peer, told in _BASES.items():
-        for what in () if missing[peer] else ("forward", *RULES):
-            least = round(min(_over(case, peer, what) for case in skewed), 3)
-            goals.append(Goal(f"{what}: rate over that of {told}, Zipf ids, lowest", least, at_least=_WANTED_OF_PEER))
-    absent = [f"{_BASES[peer]} was not measured: {why}." for peer, why in missing.items() if why]
+    for what in () if missing else ("forward", *RULES):
+        least = round(min(_over(case, "fbgemm", what) for case in skewed), 3)
+        goals.append(Goal(f"{what}: rate over that of FBGEMM, Zipf ids, lowest", least, at_least=_WANTED_OF_PEER))
     note = (
         "Rows: every call has a batch that was never seen before. Of copy rate: the fewest bytes that must move "
         "(each distinct row, id, offset, gradient and result once, an updated row twice: read, written) a second "
         f"over the {found['copy_bytes_per_s'] / 1e9:,.0f} GB/s of a device copy. An update includes the grouping of "
         "its ids, as a peer's does; grouped: without. Device time by events, after the L2 cache was written over; wall "
         "time on an idle device, from the call until the device is done. torch: one embedding_bag, sparse gradients, "
-        "SGD. Our CUDA C++: a plain table-batched kernel family written for this benchmark, one warp a bag and one "
-        "warp a row, updates fused, sums of hot rows in no fixed order. " + " ".join(absent)
+        "SGD." + (f" FBGEMM was not measured: {missing}." if missing else "")
     )
     return Report([_device_table(found), _wall_table(measured)], goals, [note])
 
@@ -299,12 +276,12 @@ def _device_table(found: dict[str, Any]) -> Table:
         for what in ("forward", *RULES):
             alone = what if what == "forward" else f"{what} grouped"
             shares = [f"{case['of_copy'][name]:.2f}" for name in (what, alone)]
-            times = [_shown(_over(case, peer, what)) for peer in ("torch", "cuda", "fbgemm")]
+            times = [_shown(_over(case, peer, what)) for peer in ("torch", "fbgemm")]
             rows.append([_head(case), what, f"{_median(case, what) * 1e6:.1f}", *shares, *times])
-        rows.append([_head(case), "group ids", f"{_median(case, 'group') * 1e6:.1f}", "", "", "", "", ""])
+        rows.append([_head(case), "group ids", f"{_median(case, 'group') * 1e6:.1f}", "", "", "", ""])
     title = f"{found['tables']} tables of {found['rows']:,} rows in device memory, {found['pooling_factor']} ids a bag"
-    columns = ["dim, batch, ids", "kernel", "device us", "of copy rate", "grouped", "x torch", "x our CUDA C++"]
-    return Table(title, [*columns, "x FBGEMM"], rows)
+    columns = ["dim, batch, ids", "kernel", "device us", "of copy rate", "grouped", "x torch", "x FBGEMM"]
+    return Table(title, columns, rows)
 
 
 def _wall_table(measured: list[dict[str, Any]]) -> Table:
@@ -312,8 +289,8 @@ def _wall_table(measured: list[dict[str, Any]]) -> Table:
     rows = []
     for case in measured:
         for what in ("forward", *RULES):
-            names = [what, *(_name_of(peer, what) for peer in ("torch", "cuda", "fbgemm"))]
+            names = [what, *(_name_of(peer, what) for peer in ("torch", "fbgemm"))]
             seconds = [_median(case, what, "host_s"), *(_median(case, name, "wall_s") for name in names)]
             rows.append([_head(case), what, *(_shown(each * 1e6, ".0f") for each in seconds)])
-    columns = ["dim, batch, ids", "kernel", "host", "tierstore", "torch", "our CUDA C++", "FBGEMM"]
+    columns = ["dim, batch, ids", "kernel", "host", "tierstore", "torch", "FBGEMM"]
     return Table("wall time of a call, us", columns, rows)

@@ -21,8 +21,6 @@ from ..common import Part, Report, Run, plain, run_parts
 from ..data import ROOT
 from .rig import Rig
 
-__all__ = ["PARTS", "run"]
-
 _GRACE_SECONDS: Final = 30
 """A part looks at the clock between its cases; so much later it is killed."""
 
@@ -87,7 +85,7 @@ def _tell(name: str, found: dict[str, Any]) -> Report:
 
 PARTS: Final = {
     name: Part(partial(_measure, name), partial(_tell, name))
-    for name in ("rows", "training", "cached", "latency", "ssd", "limits", "admit")
+    for name in ("rows", "training", "cached", "latency", "ssd")
 }
 """In the order of their worth: if time or the machine ends, the first ones were measured."""
 
@@ -102,7 +100,24 @@ def run(request: Run) -> Report:
         print("no CUDA device: nothing measured")
         sys.exit()
     question = "How near does the GPU tier come to its device's limits, in kernels, in training and in lookups?"
-    return run_parts(request, question, PARTS)
+    report = run_parts(request, question, PARTS)
+    report.notes.append(_described())
+    return report
+
+
+def _described() -> str:
+    """The device and what drives it."""
+    if not torch.cuda.is_available():
+        return f"On the CPU, torch {torch.__version__}."
+    found = torch.cuda.get_device_properties(0)
+    query = "--query-gpu=driver_version,clocks.max.sm,clocks.max.memory,power.limit"
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError):
+        driver = "unknown"
+    size = f"{found.name}, {found.total_memory / 2**30:.1f} GiB, {found.multi_processor_count} multiprocessors"
+    return f"On {size}, driver and clocks: {driver}; torch {torch.__version__}, CUDA {torch.version.cuda}."
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ from ..common import Report, Table
 from .rig import Rig
 from .stores import Batch, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh
 
-__all__ = ["measure", "tell"]
-
 _CHUNK_ROWS: Final = 200_000
 _SPARE: Final = 1.6
 

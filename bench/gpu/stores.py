@@ -24,11 +24,6 @@ from tierstore.store.pools import hbm_bytes_of
 
 from .rig import Rig, Zipf
 
-__all__ = [
-    "Batch", "Steps", "Trainer", "draw_batches", "fill_host_memory", "hbm_bytes", "make_tables", "open_fresh",
-    "shape_of", "table_name",
-]  # fmt: skip
-
 _NUM_DENSE: Final = 13
 _LR: Final = 0.01
 _WARM_UPS: Final = 3

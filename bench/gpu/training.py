@@ -17,8 +17,6 @@ from ..common import Goal, Report, Table, spread
 from .rig import Asked, Rig, asked_of
 from .stores import Batch, Steps, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh, shape_of
 
-__all__ = ["measure", "tell"]
-
 SPARE: Final = 1.6
 """Of the rows: device memory for so many has room for all of them, whatever holds them."""
 _WANTED: Final = 1.0

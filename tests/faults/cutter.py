@@ -80,6 +80,7 @@ class Cutter:
         def handle(*_: object) -> None:
             raise RuntimeError("a worker was killed")  # as the handler of torch's DataLoader does
 
+        tierstore.open(cold="memory", ddr="2MiB").close()  # starts the thread that closes dropped stores: it lives on
         before = signal.signal(_NUMBER, handle)
         threading.settrace(self._trace)
         try:
