@@ -110,11 +110,11 @@ def _measure(contenders: list[Contender], rows: int, config: dict[str, Any]) -> 
             for path in own.paths:
                 page_cache.drop(path)
                 resident = max(resident, page_cache.resident_share(path))
-            before = device.bytes_of_process()
+            before = device.bytes_read_of_process()
             begun, processor = time.perf_counter(), time.process_time()
             own.read(ids)
             seconds[own.name].append(device.Seconds(time.perf_counter() - begun, time.process_time() - processor))
-            bytes_read[own.name].append((device.bytes_of_process() - before).read)
+            bytes_read[own.name].append(device.bytes_read_of_process() - before)
     return _Series(limit, seconds, bytes_read, resident)
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gzip
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ Figures = dict[str, Any]
 OURS: Final = "tierstore"
 SORTED: Final = "torch.searchsorted"
 DICT: Final = "dict"
-PANDAS: Final = "pandas.Index"
 MCH: Final = "TorchRec's MCH"
 ENUMERATED: Final = "numbered by first appearance"
 DYNAMIC: Final = "dynamic ids"
@@ -61,7 +59,6 @@ def _random_ids(count: int, seed: int) -> Int64s:
 
 def _measure_map(request: Run, _: Figures) -> Figures:
     missing = [] if torchrec.is_there() else [MCH]
-    missing += [] if importlib.util.find_spec("pandas") else [PANDAS]
     return {"sizes": [_map(request, count, missing) for count in request.config["map_ids"]], "missing": missing}
 
 
@@ -88,8 +85,6 @@ def _map(request: Run, count: int, missing: list[str]) -> Figures:
         if count <= 10**7:  # of more ids these take more memory than the machine has
             known = dict(zip(ids.tolist(), range(count), strict=True))
             actions[DICT] = each(lambda some: [known[one] for one in some.tolist()])
-            if PANDAS not in missing:
-                actions[PANDAS] = each(importlib.import_module("pandas").Index(ids).get_indexer)
             if MCH not in missing:
                 np.save(request.folder / "ids.npy", ids)
                 np.save(request.folder / "wanted.npy", wanted)
@@ -106,7 +101,7 @@ def _map(request: Run, count: int, missing: list[str]) -> Figures:
 
 
 def _tell_map(found: Figures) -> Report:
-    names, rows, goals = [OURS, SORTED, DICT, PANDAS, MCH], [], []
+    names, rows, goals = [OURS, SORTED, DICT, MCH], [], []
     for size in found["sizes"]:
         rates = {name: rate["median"] for name, rate in size["lookups_per_s"].items()}
         cells = [f"{rates[name] / 1e6:.2f} M" if name in rates else "" for name in names]

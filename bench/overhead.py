@@ -3,13 +3,12 @@
 Parts, each for itself with ``--only``: "lookup" (pooled lookups, all rows in memory, beside embedding_bag over a plain
 tensor), "train" (fused steps over rows in memory, beside FBGEMM's and torch's), "small" (small steps and lookups of one
 id, beside one nn.EmbeddingBag), "checks" (checked reads of rows that the page cache has, beside numpy.take), "first"
-(the README's example with and without compiled kernels), "demo", "ahead" (steps by prefetch depth: whether fetching
+(the README's example with and without compiled kernels), "ahead" (steps by prefetch depth: whether fetching
 ahead pays, and depth="auto" finds out).
 """
 
 import contextlib
 import itertools
-import json
 import os
 import resource
 import statistics
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -46,7 +46,6 @@ TAKE: Final = "numpy.take"
 _RULES: Final = {"SGD": "EXACT_SGD", "row-wise Adagrad": "EXACT_ROWWISE_ADAGRAD"}
 _CHECKED: Final = {f"{OURS}, checked": True, f"{OURS}, unchecked": False}
 _FIRST: Final = ("without kernels", "with kernels")
-_DEMO: Final = ("tiered", "in-memory")
 DEPTHS: Final = (0, 2, "auto")
 PLACES: Final = ("in memory", "page cached", "cold")
 Figures = dict[str, Any]
@@ -93,7 +92,7 @@ def _lookup_rates(table: Any, weights: Tensor, theirs: Any, batches: Batches, re
         for step in range(calls):
             lookup((first + step) % batches.count)
 
-    actions: Actions = {name: (lambda lookup=lookup: many(lookup)) for name, lookup in lookups.items()}
+    actions: Actions = {name: partial(many, lookup) for name, lookup in lookups.items()}
     seconds = measure(actions, repetitions=repetitions, warm_up=3)
     return {name: per_second(batches.lookups * calls, each) for name, each in seconds.items()}
 
@@ -130,51 +129,46 @@ def _tell_lookup(found: Figures) -> Report:
 # Fused steps, all rows in memory
 
 
-class _Ours:
-    """tierstore's tables; ``finish`` is given the optimizer of a step that backward deferred, None where none is."""
+class _Contender(NamedTuple):
+    """A way to train the tables: a step on the batch of that number, and the weights of each table as they are."""
 
-    def __init__(
-        self, store: tierstore.Store, batches: Batches, gradient: Tensor, finish: Callable[[Any], object] | None
-    ) -> None:
-        self._store, self._gradient, self._finish = store, gradient, finish
-        self._module = tierstore.TieredEmbeddingBagCollection(store)
-        self._features = [batches.jagged(index) for index in range(batches.count)]
-        self._optimizer = store.optimizer() if finish else None
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return [table.read(torch.arange(table.config.num_embeddings)) for table in self._store.tables.values()]
-
-    def step(self, index: int) -> None:
-        self._module(self._features[index]).values().backward(self._gradient)
-        if self._finish and self._optimizer:
-            self._finish(self._optimizer)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+    step: Callable[[int], object]
+    weights: Callable[[], list[Tensor]]
 
 
-class _Torch:
+def _ours(
+    store: tierstore.Store, batches: Batches, gradient: Tensor, finish: Callable[[Any], object] | None
+) -> _Contender:
+    """``finish`` is given the optimizer of a step that backward deferred, None where none is."""
+    module, optimizer = tierstore.TieredEmbeddingBagCollection(store), store.optimizer() if finish else None
+    features = [batches.jagged(index) for index in range(batches.count)]
+
+    def step(index: int) -> None:
+        module(features[index]).values().backward(gradient)
+        if finish and optimizer:
+            finish(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    tables = store.tables.values()
+    return _Contender(step, lambda: [table.read(torch.arange(table.config.num_embeddings)) for table in tables])
+
+
+def _torchs(weights: list[Tensor], rule: str, config: Figures, batches: Batches, gradient: Tensor) -> _Contender:
     """``torch.nn.EmbeddingBag`` for each table, sparse gradients, one of torch's optimizers that take them."""
+    made, gradients = torch.nn.EmbeddingBag.from_pretrained, torch.split(gradient, config["dim"], dim=1)
+    modules = [made(each.clone(), freeze=False, mode="sum", sparse=True) for each in weights]
+    own, lr = [module.weight for module in modules], config["lr"]
+    sgd, adagrad = torch.optim.SGD, torch.optim.Adagrad
+    optimizer: Any = sgd(own, lr=lr) if rule == "SGD" else adagrad(own, lr=lr, eps=config["eps"])
 
-    def __init__(self, weights: list[Tensor], rule: str, config: Figures, batches: Batches, gradient: Tensor) -> None:
-        made = torch.nn.EmbeddingBag.from_pretrained
-        self._modules = [made(each.clone(), freeze=False, mode="sum", sparse=True) for each in weights]
-        own = [module.weight for module in self._modules]
-        adagrad, sgd = torch.optim.Adagrad, torch.optim.SGD
-        self._optimizer: Any = (
-            sgd(own, config["lr"]) if rule == "SGD" else adagrad(own, config["lr"], eps=config["eps"])
-        )
-        self._batches, self._gradients = batches, torch.split(gradient, config["dim"], dim=1)
+    def step(index: int) -> None:
+        optimizer.zero_grad()
+        for table, (module, each) in enumerate(zip(modules, gradients, strict=True)):
+            module(*batches.of_table(index, table)).backward(each)
+        optimizer.step()
 
-    @property
-    def weights(self) -> list[Tensor]:
-        return [module.weight.detach() for module in self._modules]
-
-    def step(self, index: int) -> None:
-        self._optimizer.zero_grad()
-        for table, (module, gradient) in enumerate(zip(self._modules, self._gradients, strict=True)):
-            module(*self._batches.of_table(index, table)).backward(gradient)
-        self._optimizer.step()
+    return _Contender(step, lambda: [weight.detach() for weight in own])
 
 
 def _measure_train(request: Run, _: Figures) -> Figures:
@@ -201,7 +195,7 @@ def _train_rates(request: Run, rule: str, batches: Batches, distinct: int) -> Fi
         OURS: None, DEFERRED: lambda _: None, CLIPPED: lambda optimizer: optimizer.clip_grad_norm_(max_norm=1e9)
     }  # fmt: skip
     words = distinct * config["dim"] * 3 // 2
-    source, target, contenders = torch.ones(words), torch.empty(words), dict[str, Any]()
+    source, target, contenders = torch.ones(words), torch.empty(words), dict[str, _Contender]()
 
     def advance() -> None:
         nonlocal index
@@ -213,19 +207,21 @@ def _train_rates(request: Run, rule: str, batches: Batches, distinct: int) -> Fi
             path = stack.enter_context(fresh_folder(request.folder / f"train_store{number}"))
             shape = {key: config[key] for key in ("tables", "rows", "dim", "ddr")}
             store = stack.enter_context(make_store(path, optimizer=own_rule, **shape))
-            contenders[way] = _Ours(store, batches, gradient, finish)
-        first = contenders[OURS].weights
-        contenders[TORCH] = _Torch(first, rule, config, batches, gradient)
-        for way, each in contenders.items():
-            actions[way] = lambda each=each: each.step(index)  # type: ignore[misc]
+            contenders[way] = _ours(store, batches, gradient, finish)
+        first = contenders[OURS].weights()
+        contenders[TORCH] = _torchs(first, rule, config, batches, gradient)
         if fbgemm.is_there():
             theirs = fbgemm.Fbgemm(first, optimizer=_RULES[rule], lr=config["lr"], eps=config["eps"])
-            contenders[FBGEMM] = theirs
-            actions[FBGEMM] = lambda: theirs.step(batches.values[index], batches.offsets, gradient)
+            contenders[FBGEMM] = _Contender(
+                lambda number: theirs.step(batches.values[number], batches.offsets, gradient), lambda: theirs.weights
+            )
+        for way, each in contenders.items():
+            actions[way] = lambda each=each: each.step(index)  # type: ignore[misc]
         seconds = measure(actions, repetitions=config["repetitions"], warm_up=batches.count)
         for way, each in contenders.items():
             # Sums differ in their order. torch's Adagrad keeps an accumulator a column, not a row: another rule.
-            pairs = [] if rule != "SGD" and way == TORCH else zip(contenders[OURS].weights, each.weights, strict=True)
+            is_other = rule != "SGD" and way == TORCH
+            pairs = [] if is_other else list(zip(contenders[OURS].weights(), each.weights(), strict=True))
             if not all(float((one - other).abs().max()) < 1e-3 for one, other in pairs):
                 raise RuntimeError(f"after the same steps {way} has other weights")
     return {way: per_second(batches.lookups, seconds[way]) for way in (*contenders, COPY)}
@@ -373,7 +369,7 @@ def _measure_checks(request: Run, _: Figures) -> Figures:
     def draw() -> None:
         ids[:] = generator.integers(0, rows.count, batch)
 
-    actions: Actions = {"draw": draw} | {name: (lambda read=read: read(ids)) for name, read in reads.items()}
+    actions: Actions = {"draw": draw} | {name: partial(read, ids) for name, read in reads.items()}
     seconds = measure(actions, repetitions=config["repetitions"])
     for name, reader in readers.items():
         reader.read(ids)
@@ -393,7 +389,7 @@ def _tell_checks(found: Figures) -> Report:
     return Report([Table("reads of rows that the page cache has", ["", "ns a row", "of numpy.take"], rows)], goals)
 
 
-# First use, and the demonstration
+# First use
 
 
 def _run(command: list[str], work: str, **variables: str) -> float:
@@ -421,26 +417,6 @@ def _tell_first(found: Figures) -> Report:
     compiled = round(found[_FIRST[0]]["median"] - found[_FIRST[1]]["median"], 2)
     goal = Goal("s of a processor that first use compiles", compiled, at_most=4)
     return Report([Table("the README's example", ["", "s of a processor"], rows)], [goal])
-
-
-def _measure_demo(request: Run, _: Figures) -> Figures:
-    """Samples a second of its two trainings, of which the first may keep a tenth of its rows in memory."""
-    config, found = request.config["demo"], dict[str, list[float]]()
-    for _repetition in range(config["repetitions"]):
-        with tempfile.TemporaryDirectory(dir=request.folder) as work:
-            folder = Path(work).absolute() / "demo"
-            _run(["-m", "tierstore", "demo", "--dir", str(folder), "--rows", str(config["rows"])], work)
-            for name in _DEMO:
-                speed = json.loads((folder / f"{name}.json").read_text())["samples_per_second"]
-                found.setdefault(name, []).append(speed)
-    return {name: spread(each) for name, each in found.items()}
-
-
-def _tell_demo(found: Figures) -> Report:
-    tiered, whole = (found[name]["median"] for name in _DEMO)
-    rows = [["a tenth of its rows in memory", f"{tiered:,.0f}"], ["all in memory", f"{whole:,.0f}"]]
-    goal = Goal("the demo's speed over all in memory", round(tiered / whole, 3), at_least=0.9)
-    return Report([Table("`tierstore demo`", ["", "samples/s"], rows)], [goal])
 
 
 # Rows fetched ahead
@@ -497,7 +473,6 @@ PARTS: Final = {
     "small": Part(_measure_small, _tell_small),
     "checks": Part(_measure_checks, _tell_checks),
     "first": Part(_measure_first, _tell_first),
-    "demo": Part(_measure_demo, _tell_demo),
     "ahead": Part(_measure_ahead, _tell_ahead),
 }
 

@@ -50,7 +50,6 @@ _BASELINE: Final = "float32"
 _INT8: Final = "int8 everywhere"
 Figures = dict[str, Any]
 Lookup = Callable[[Tensor, Tensor], Tensor]
-"""Pooled rows of ids and offsets, the last one included."""
 
 
 # Rows: bytes, and pooled lookups
@@ -69,7 +68,7 @@ def _measure_rows(request: Run, _: Figures) -> Figures:
                 table.write(ids, flat[ids])
             store.commit()
         for dtype in DTYPES[1:]:
-            tierstore.quantize(paths["float32"], paths[dtype], dtype=dtype)  # type: ignore[arg-type]
+            tierstore.quantize(paths["float32"], paths[dtype], dtype=dtype)
         layouts = {dtype: _layout(path) for dtype, path in paths.items()}
         rates = {str(threads): _pooled_rates(paths, config, flat, threads) for threads in config["threads"]}
     return {"layouts": layouts, "pooled_ids_per_s": rates, "config": config}
@@ -179,7 +178,7 @@ def _measure_quality(request: Run, _: Figures) -> Figures:
             for dtype in DTYPES:
                 shutil.rmtree(target, ignore_errors=True)
                 if dtype != "float32":
-                    tierstore.quantize(path, target, dtype=dtype)  # type: ignore[arg-type]
+                    tierstore.quantize(path, target, dtype=dtype)
                 own = scored(run, path if dtype == "float32" else target)
                 if dtype == "float32" and own.evaluation != exact:
                     raise RuntimeError(f"evaluated again, the trained store gives {own.evaluation}, not {exact}")
@@ -193,13 +192,13 @@ def _measure_quality(request: Run, _: Figures) -> Figures:
 
 
 def _tell_quality(found: Figures) -> Report:
-    config, rows, lost = found["config"], [], {}
+    config, rows, lost = found["config"], list[list[str]](), dict[str, float]()
     kinds: dict[tuple[str, str], list[Figures]] = {}
     for each in found["runs"]:
         kinds.setdefault((each["dtype"], each["made"]), []).append(each)
 
     def mean(runs: list[Figures], name: str) -> float:
-        return statistics.mean(each["evaluation"][name] for each in runs)
+        return float(statistics.mean(each["evaluation"][name] for each in runs))
 
     first = kinds["float32", _CONVERTED]
     for (dtype, made), own in kinds.items():

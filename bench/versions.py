@@ -13,12 +13,11 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from .child import Child
-from .common import Goal, Report, Run, Spread, Table, program
+from .common import Goal, Report, Run, Table, spread, start
 from .data import ROOT
 
 TASKS: Final = ("train", "lookup", "partly", "cold", "warm", "commit")
@@ -88,52 +87,31 @@ def _pair(now: _Worker, earlier: _Worker, part: str, turn: int) -> tuple[float, 
 
 
 def run(request: Run) -> Report:
-    goals, rows = [], []
-    figures: dict[str, Any] = {}
+    goals, rows, figures, config = [], [], dict[str, Any](), request.config
     for task in TASKS:
         for part, pairs in _measure(request, task).items():
             now, earlier = ([pair[place] for pair in pairs] for place in (0, 1))
             ratios = [one / other for one, other in pairs]
-            ratio = statistics.median(ratios)
-            quartiles = statistics.quantiles(ratios, n=4)
-            figures[part] = {
-                "seconds": asdict(Spread.of(now)),
-                "earlier_seconds": asdict(Spread.of(earlier)),
-                "ratio_p50": ratio,
-                "ratio_p25": quartiles[0],
-                "ratio_p75": quartiles[2],
-            }
+            ratio, (low, _, high) = statistics.median(ratios), statistics.quantiles(ratios, n=4)
+            figures[part] = {"seconds": spread(now), "earlier_seconds": spread(earlier)}
+            figures[part] |= {"ratio_p50": ratio, "ratio_p25": low, "ratio_p75": high}
             times = [f"{1e3 * statistics.median(seconds):.3f}" for seconds in (now, earlier)]
-            rows.append([part, *times, f"{ratio:.3f}", f"{quartiles[0]:.2f} - {quartiles[2]:.2f}"])
+            rows.append([part, *times, f"{ratio:.3f}", f"{low:.2f} - {high:.2f}"])
             at_most = PARTLY_MAX if part.startswith("partly: lookup") else SLOWER_MAX
-            goals.append(Goal(name=f"{part}: time over the earlier version's", value=round(ratio, 3), at_most=at_most))
-            for kind, seconds in ONE_ID_MAX.items():
-                if part == f"one id that {kind}":
-                    goals.append(
-                        Goal(name=f"{part}: microseconds", value=1e6 * statistics.median(now), at_most=1e6 * seconds)
-                    )
-    config = request.config
-    return Report(
-        question=f"Is this version as fast as {config['earlier']}?",
-        tables=[
-            Table(
-                title=f"time of one measurement, ms, this version and {config['earlier']}",
-                columns=["what", "this version", "earlier", "ratio of a pair", "its quartiles"],
-                rows=rows,
-            ),
-        ],
-        figures=figures,
-        goals=goals,
-        notes=[
-            f"Two processes in turns, {config['rounds']} times started, {config['repetitions']} pairs each time; the "
-            "ratio is the median over all pairs. "
-            f"Training: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} "
-            f"samples of {config['pooling_factor']} ids. Reads: {config['read_rows']:,} random rows of "
-            f"{config['cold_rows']:,}, each version from a store that it wrote itself. "
-            "Commits: rows of one table, written before the clock starts."
-        ],
+            goals.append(Goal(f"{part}: time over the earlier version's", round(ratio, 3), at_most=at_most))
+            if most := ONE_ID_MAX.get(part.removeprefix("one id that ")):
+                goals.append(Goal(f"{part}: microseconds", 1e6 * statistics.median(now), at_most=1e6 * most))
+    title = f"time of one measurement, ms, this version and {config['earlier']}"
+    note = (
+        f"Two processes in turns, {config['rounds']} times started, {config['repetitions']} pairs each time; the ratio "
+        f"is the median over all pairs. Training: {config['tables']} tables of {config['rows']:,} rows of "
+        f"{config['dim']}, {config['batch']:,} samples of {config['pooling_factor']} ids. Reads: "
+        f"{config['read_rows']:,} random rows of {config['cold_rows']:,}, each version from a store that it wrote "
+        "itself. Commits: rows of one table, written before the clock starts."
     )
+    table = Table(title, ["what", "this version", "earlier", "ratio of a pair", "its quartiles"], rows)
+    return Report([table], goals, [note], figures, f"Is this version as fast as {config['earlier']}?")
 
 
 if __name__ == "__main__":
-    sys.exit(program("versions", run))
+    start("versions")

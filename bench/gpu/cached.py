@@ -22,8 +22,8 @@ _WANTED: Final = 0.9
 
 def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     steps, repetitions = config["steps"], config["repetitions"]
-    # A first round to warm up, and one to see for how long the model's stream stands still; and one step to count.
-    count = (repetitions + 2) * steps + 1
+    # A first round to warm up, and one step to count.
+    count = (repetitions + 1) * steps + 1
     batches = draw_batches(rig, config["table_sizes"], config["exponent"], config["batch"], count)
     cases: dict[float, dict[str, Any]] = {}
     left = list(config["shares"])
@@ -58,9 +58,8 @@ def _measure(rig: Rig, trainer: Trainer, batches: list[Batch], config: dict[str,
     rounds = [batches[start : start + steps] for start in range(0, len(batches) - 1, steps)]
     trainer.take_steps(rounds[0])
     before = trainer.store.stats().hbm
-    seconds = [trainer.take_steps(part) / steps for part in rounds[1:-1]]
+    seconds = [trainer.take_steps(part) / steps for part in rounds[1:]]
     after = trainer.store.stats().hbm
-    waited = trainer.waited_share(rounds[-1])
     asked = asked_of(rig, lambda: trainer.step(batches[-1]))
     if asked is None:
         trainer.step(batches[-1])
@@ -72,7 +71,6 @@ def _measure(rig: Rig, trainer: Trainer, batches: list[Batch], config: dict[str,
         "hit_rate": (after.hits - before.hits) / found if found else 1.0,
         "conflict_misses": after.conflict_misses,
         "split_batches": after.split_batches,
-        "waited_share": waited,
         "asked": None if asked is None else asked._asdict(),
         "bits": trainer.digest(batches[-steps:]),
     }
@@ -87,14 +85,13 @@ def tell(found: dict[str, Any]) -> Report:
         reached = round(whole / cases[least]["step_s"]["median"], 3)
         name = f"training with {least:.0%} of rows in device memory: steps a second over those with all"
         goals.insert(0, Goal(name, reached, at_least=_WANTED))
-    columns = ["in device memory", "takes", "hits", "steps/s", "ms/step", "of all", "stood still", "launches", "waits"]
+    columns = ["in device memory", "takes", "hits", "steps/s", "ms/step", "of all", "launches", "waits"]
     rows = [_row(share, case, whole) for share, case in cases.items()]
     note = (
         f"Training, some rows in device memory: batches never seen before, {found['depth']} of them prefetched, dense "
-        "features on the device already, ids and all other rows in host memory. Stood still: the share of the time for "
-        "which the model's stream waited for rows (CUDA events), in a further round. Launches and waits: of one more "
-        "step, without prefetching and with the dense part's. Bits: digest of the dense weights and of the rows of the "
-        "last steps."
+        "features on the device already, ids and all other rows in host memory. Launches and waits: of one more step, "
+        "without prefetching and with the dense part's. Bits: digest of the dense weights and of the rows of the last "
+        "steps."
     )
     return Report([Table(f"DLRM, {found['shape']}", [*columns, "bits"], rows)], goals, [note])
 
@@ -108,7 +105,6 @@ def _row(share: float, case: dict[str, Any], whole: float) -> list[str]:
         f"{1 / median:,.0f}",
         f"{median * 1e3:.2f}",
         f"{whole / median:.2f}",
-        f"{case['waited_share']:.1%}",
         *(["", ""] if asked is None else [f"{asked['launches']}", f"{asked['waits']}"]),
         case["bits"][:12],
     ]

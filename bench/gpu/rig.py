@@ -29,16 +29,9 @@ _WAITS: Final = ("cudaStreamSynchronize", "cudaEventSynchronize")
 Action = Callable[[int], object]
 
 
-class Call(NamedTuple):
-    """Seconds of one call on an idle device: until the host was free again, and until the device had done it."""
-
-    returned: float
-    done: float
-
-
 def rounds_of(repetitions: int) -> int:
-    """Numbers that ``Rig.times`` and then ``Rig.calls`` give to actions: as many batches, and none comes twice."""
-    return _WARM_UPS + 2 * repetitions
+    """Numbers that ``Rig.times`` gives to actions: as many batches, and none comes twice."""
+    return _WARM_UPS + repetitions
 
 
 class Rig:
@@ -85,19 +78,6 @@ class Rig:
                 taken[name].append(self._on_cuda(action, number) if self.is_cuda else _on_cpu(action, number))
         self.wait()
         return {name: [seconds() for seconds in each[_WARM_UPS:]] for name, each in taken.items()}
-
-    def calls(self, actions: Mapping[str, Action], *, repetitions: int) -> dict[str, list[Call]]:
-        """Seconds by the host's clock of each action, after ``times``; its numbers go on."""
-        taken: dict[str, list[Call]] = {name: [] for name in actions}
-        for number in range(repetitions):
-            for name, action in actions.items():
-                self.wait()
-                begin = time.perf_counter()
-                action(_WARM_UPS + repetitions + number)
-                returned = time.perf_counter() - begin
-                self.wait()
-                taken[name].append(Call(returned, time.perf_counter() - begin))
-        return taken
 
     def _on_cuda(self, action: Action, number: int) -> Callable[[], float]:
         """Do it; its seconds, to be asked for when the device is done."""

@@ -158,9 +158,6 @@ def _measure(rig: Rig, case: _Case, config: dict[str, Any], limit: float, missin
         # Each peer's forward, then its backward: those of torch and FBGEMM need it.
         actions |= {f"{name} {action}": act for action, act in peer.actions.items()}
     device = rig.times(actions, repetitions=config["repetitions"], before=prepare)
-    calls = rig.calls(
-        {name: action for name, action in actions.items() if name not in prepare}, repetitions=config["repetitions"]
-    )
     distinct = int(statistics.median(len(torch.unique(slots)) for slots in case.slots[:_COUNTED]))
     compulsory = _compulsory_bytes(len(case.slots[0]), distinct, tables * case.batch, 4 * case.dim)
     seconds = {name: spread(each) for name, each in device.items()}
@@ -171,8 +168,6 @@ def _measure(rig: Rig, case: _Case, config: dict[str, Any], limit: float, missin
         "positions": len(case.slots[0]),
         "distinct": distinct,
         "seconds": seconds,
-        "wall_s": {name: spread([call.done for call in each]) for name, each in calls.items()},
-        "host_s": {name: spread([call.returned for call in each]) for name, each in calls.items()},
         "compulsory_bytes": compulsory,
         "of_copy": {name: size / seconds[name]["median"] / limit for name, size in compulsory.items()},
     }
@@ -237,16 +232,16 @@ def tell(found: dict[str, Any]) -> Report:
         "Rows: every call has a batch that was never seen before. Of copy rate: the fewest bytes that must move "
         "(each distinct row, id, offset, gradient and result once, an updated row twice: read, written) a second "
         f"over the {found['copy_bytes_per_s'] / 1e9:,.0f} GB/s of a device copy. An update includes the grouping of "
-        "its ids, as a peer's does; grouped: without. Device time by events, after the L2 cache was written over; wall "
-        "time on an idle device, from the call until the device is done. torch: one embedding_bag, sparse gradients, "
-        "SGD." + (f" FBGEMM was not measured: {missing}." if missing else "")
+        "its ids, as a peer's does; grouped: without. Device time by events, after the L2 cache was written over. "
+        "torch: one embedding_bag, sparse gradients, SGD."
     )
-    return Report([_device_table(found), _wall_table(measured)], goals, [note])
+    note += f" FBGEMM was not measured: {missing}." if missing else ""
+    return Report([_device_table(found)], goals, [note])
 
 
-def _median(case: dict[str, Any], name: str, kind: str = "seconds") -> float:
+def _median(case: dict[str, Any], name: str) -> float:
     """Seconds; not a number where it was not measured."""
-    return float(case[kind][name]["median"]) if name in case[kind] else float("nan")
+    return float(case["seconds"][name]["median"]) if name in case["seconds"] else float("nan")
 
 
 def _name_of(peer: str, what: str) -> str:
@@ -266,8 +261,8 @@ def _head(case: dict[str, Any]) -> str:
     return f"{case['dim']}, {case['batch']:,}, {ids}"
 
 
-def _shown(value: float, form: str = ".2f") -> str:
-    return "" if value != value else format(value, form)
+def _shown(value: float) -> str:
+    return "" if value != value else f"{value:.2f}"
 
 
 def _device_table(found: dict[str, Any]) -> Table:
@@ -282,15 +277,3 @@ def _device_table(found: dict[str, Any]) -> Table:
     title = f"{found['tables']} tables of {found['rows']:,} rows in device memory, {found['pooling_factor']} ids a bag"
     columns = ["dim, batch, ids", "kernel", "device us", "of copy rate", "grouped", "x torch", "x FBGEMM"]
     return Table(title, columns, rows)
-
-
-def _wall_table(measured: list[dict[str, Any]]) -> Table:
-    """Of whole calls, where launching counts."""
-    rows = []
-    for case in measured:
-        for what in ("forward", *RULES):
-            names = [what, *(_name_of(peer, what) for peer in ("torch", "fbgemm"))]
-            seconds = [_median(case, what, "host_s"), *(_median(case, name, "wall_s") for name in names)]
-            rows.append([_head(case), what, *(_shown(each * 1e6, ".0f") for each in seconds)])
-    columns = ["dim, batch, ids", "kernel", "host", "tierstore", "torch", "FBGEMM"]
-    return Table("wall time of a call, us", columns, rows)

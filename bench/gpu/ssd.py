@@ -41,11 +41,9 @@ def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str
         trainer = Trainer(rig, store, config, depth=config["depth"])
         trainer.take_steps(parts[0])
         measured = [_cold_round(trainer, built / ROW_FILE_NAME, part) for part in parts[1:]]
-        _put_out(trainer, built / ROW_FILE_NAME)
-        waited = trainer.waited_share(parts[0])
     reads_per_s = _device_reads(built / ROW_FILE_NAME, config)
     yield {
-        "rounds": measured, "compute_step_s": compute, "reads_per_s": reads_per_s, "waited_share": waited,
+        "rounds": measured, "compute_step_s": compute, "reads_per_s": reads_per_s,
         "rows": sum(sizes), "left": [], **{name: config[name] for name in ("dim", "ddr_share", "hbm_share", "steps")},
     }  # fmt: skip
 
@@ -131,7 +129,6 @@ def tell(found: dict[str, Any]) -> Report:
         f"From SSD: {len(found['rounds'])} rounds of {found['steps']} steps on batches never seen, the row file put "
         f"out of the page cache before each, but for {max(each['stayed_share'] for each in found['rounds']):.0%} of it "
         "(pages read twice in a round come from it the second time); a step also wrote "
-        f"{written / 2**20:.1f} MiB of evicted rows. The model's stream stood still for {found['waited_share']:.0%} of "
-        "the time, in a further round."
+        f"{written / 2**20:.1f} MiB of evicted rows."
     )
     return Report([Table(title, ["", "ms/step"], rows)], notes=[note])

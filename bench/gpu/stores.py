@@ -3,12 +3,9 @@
 import hashlib
 import math
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
@@ -16,8 +13,6 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
-from tierstore.hbm import build, streams
-from tierstore.hbm.streams import Mark, Streams
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 from tierstore.models import DLRM
 from tierstore.store.pools import hbm_bytes_of
@@ -95,46 +90,6 @@ def draw_batches(rig: Rig, sizes: Sequence[int], exponent: float, batch: int, co
     return made
 
 
-class _WaitStreams(Streams):
-    """Streams that can tell for how long a model's stream stood still for rows that were not there yet."""
-
-    def __init__(self, inner: Streams, rig: Rig) -> None:
-        self.pin_memory = inner.pin_memory
-        self.recording = False
-        self._inner = inner
-        self._rig = rig
-        self._inside = threading.local()
-        self._waits: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def side(self) -> Iterator[None]:
-        depth = getattr(self._inside, "depth", 0)
-        self._inside.depth = depth + 1
-        try:
-            with self._inner.side():
-                yield
-        finally:
-            self._inside.depth = depth
-
-    def mark(self) -> Mark:
-        return self._inner.mark()
-
-    def follow(self, mark: Mark) -> None:
-        timed = self.recording and self._rig.is_cuda and not getattr(self._inside, "depth", 0)
-        events = [self._rig.event(), self._rig.event()] if timed else []
-        if timed:
-            events[0].record()
-        self._inner.follow(mark)
-        if timed:
-            events[1].record()
-            self._waits.append((events[0], events[1]))
-
-    def waited_seconds(self) -> float:
-        """Sum of the waits that were recorded, and forget them; the device must be done with them."""
-        waits, self._waits = self._waits, []
-        return sum(float(begin.elapsed_time(end)) for begin, end in waits) / 1e3
-
-
 class Steps:
     """A DLRM around embeddings, and steps of its training.
 
@@ -201,33 +156,12 @@ class Trainer(Steps):
     """
 
     def __init__(self, rig: Rig, store: tierstore.Store, config: dict[str, Any], *, depth: int) -> None:
-        self.store = store
-        self._watched_streams: list[_WaitStreams] = []
-        self._depth = depth
+        self.store, self._depth = store, depth
         self.collection = tierstore.TieredEmbeddingBagCollection(store)
         super().__init__(rig, self.collection, len(store.tables), config)
-        with mock.patch.object(build, "open_streams", self._watched(streams.open_streams)):
-            # Pools are made when they are first asked for.
-            assert store[table_name(0)].pool.tier.on_device, "the store has no rows in device memory"
-
-    def _watched(self, open_streams: Callable[[torch.device], Streams]) -> Callable[[torch.device], Streams]:
-        def opened(device: torch.device) -> Streams:
-            self._watched_streams.append(_WaitStreams(open_streams(device), self._rig))
-            return self._watched_streams[-1]
-
-        return opened
 
     def _ahead(self, batches: Sequence[Batch]) -> Iterable[Batch]:
         return tierstore.prefetch(batches, self.collection, depth=self._depth, features=lambda batch: batch.sparse)
-
-    def waited_share(self, batches: Sequence[Batch]) -> float:
-        """Train on the batches; the share of the time for which the model's stream stood still for rows."""
-        for each in self._watched_streams:
-            each.recording = True
-        seconds = self.take_steps(batches)
-        for each in self._watched_streams:
-            each.recording = False
-        return sum(each.waited_seconds() for each in self._watched_streams) / seconds
 
     def digest(self, batches: Sequence[Batch]) -> str:
         """SHA-256 of the dense weights and of every row that the batches name."""

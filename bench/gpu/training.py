@@ -6,10 +6,11 @@ sparse gradients and SGD; the tier's has row-wise Adagrad.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tierstore
 
@@ -28,16 +29,6 @@ _NAMES: Final = {
 }
 
 
-class _Pooled:
-    """Answers as the tier's collection does."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    def values(self) -> Tensor:
-        return self._values
-
-
 class _TorchTables(nn.Module):
     """Every table an ``nn.EmbeddingBag`` on the device; ids come from the host."""
 
@@ -49,11 +40,11 @@ class _TorchTables(nn.Module):
         )
         self._device = device
 
-    def forward(self, features: tierstore.KeyedJaggedTensor) -> _Pooled:
+    def forward(self, features: tierstore.KeyedJaggedTensor) -> Any:
         ids = features.values().to(self._device, non_blocking=True).chunk(len(self.tables))
         offsets = torch.arange(len(ids[0]) + 1, device=self._device)
-        pooled = [table(own, offsets) for table, own in zip(self.tables, ids, strict=True)]
-        return _Pooled(torch.cat(pooled, dim=1))
+        pooled = torch.cat([table(own, offsets) for table, own in zip(self.tables, ids, strict=True)], dim=1)
+        return SimpleNamespace(values=lambda: pooled)  # as the tier's collection answers
 
 
 def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:

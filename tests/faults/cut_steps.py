@@ -235,6 +235,8 @@ class _Life:
 def live(folder: Path, *, cuts: int, seed: int) -> Counter[str]:
     """Cut about so many calls short: how many were "cut", and how many calls "raised"."""
     tally, cutter, number = Counter[str](), Cutter(), 0
+    gc.collect()
+    gc.freeze()  # what was there before is not looked at again and again
     with cutter.installed():
         while tally["cut"] < cuts:
             place = folder / f"{number}"
