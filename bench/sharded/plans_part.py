@@ -121,8 +121,9 @@ def _mixed(config: Figures, size: int) -> Case:
 def _tables_asked(config: Figures) -> tuple[list[tierstore.TableConfig], dict[str, float]]:
     """Tables whose ids add up to those of Meta's traces, and of each the ids of a sample."""
     generator, count = np.random.default_rng(config["seed"]), config["trace_tables"]
-    rows, dims = 10 ** generator.uniform(3, 6.5, count), generator.choice(config["set_dims"], count)
-    factors = generator.lognormal(sigma=1.5, size=count)
+    rows: Any = 10 ** generator.uniform(3, 6.5, count)
+    dims: Any = generator.choice(config["set_dims"], count)
+    factors: Any = generator.lognormal(sigma=1.5, size=count)
     factors *= config["trace_ids"] / config["trace_samples"] / factors.sum() * count / 856
     tables = [_table(f"t{n}", int(own), int(dim)) for n, (own, dim) in enumerate(zip(rows, dims, strict=True))]
     return tables, {table.name: own for table, own in zip(tables, factors.tolist(), strict=True)}

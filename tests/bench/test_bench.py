@@ -21,7 +21,7 @@ PROGRAMS = sorted(path.stem for path in (ROOT / "bench").glob("*.toml"))
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_configuration_has_its_program(name: str) -> None:
-    module = importlib.import_module(f"bench.{name}")
+    module = importlib.import_module(f"bench.{name}.runner" if name == "gpu" else f"bench.{name}")
     assert hasattr(module, "run") or module.PARTS
     assert module.__doc__
 
