@@ -48,6 +48,7 @@ _WORSE_MAX: Final = {"float16": 0.0001, "bfloat16": 0.0001, "int8": 0.0001, "int
 _CONVERTED: Final = "converted"
 _BASELINE: Final = "float32"
 _INT8: Final = "int8 everywhere"
+_OWN: Final = "int8, tierstore serve --dense int8"
 Figures = dict[str, Any]
 Lookup = Callable[[Tensor, Tensor], Tensor]
 
@@ -375,7 +376,7 @@ WAYS: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "float32, torch.compile": _compiled,
     "bfloat16 linear layers": _in_bfloat16,
     "int8, quantize_dynamic, x86": _dynamic,
-    "int8, tierstore serve --dense int8": _own,
+    _OWN: _own,
 }
 """Given a model in float32, which it may change."""
 
@@ -424,7 +425,12 @@ def _dense_rates(config: Figures, shape: Figures, threads: int) -> Figures:
 
 def _measure_dense(request: Run, _: Figures) -> Figures:
     config, aucs = request.config["dense"], dict[str, dict[Dense, list[float]]]()
-    for name, layers in config["trained"].items():
+    found = {
+        shape["name"]: {str(threads): _dense_rates(config, shape, threads) for threads in config["threads"]}
+        for shape in config["shapes"]
+    }
+    lacks_int8 = any(_OWN in each["missing"] for by_threads in found.values() for each in by_threads.values())
+    for name, layers in () if lacks_int8 else config["trained"].items():
         aucs[name] = {"float32": [], "int8": []}
         with fresh_folder(request.folder / "dense-store") as path:
             for seed in config["train_seeds"]:
@@ -432,10 +438,6 @@ def _measure_dense(request: Run, _: Figures) -> Figures:
                 trained(made)
                 for kind, own in aucs[name].items():
                     own.append(scored(made, path, prepare=partial(pack_linears, dense=kind)).evaluation.auc)
-    found = {
-        shape["name"]: {str(threads): _dense_rates(config, shape, threads) for threads in config["threads"]}
-        for shape in config["shapes"]
-    }
     return {"dense": found, "auc": aucs, "config": config}
 
 
@@ -456,7 +458,7 @@ def _tell_dense(found: Figures) -> Report:
         means = [f"{statistics.mean(each):.6f}" for each in aucs.values()]
         rows.append([name, *means, f"{statistics.mean(lost):+.6f}", f"{min(lost):+.6f} to {max(lost):+.6f}"])
     title = f"Test AUC of {config['run_file']}, trained in float32, mean of {len(config['train_seeds'])} trainings"
-    tables.append(Table(title, ["layers", "float32", "int8", "lost", "lowest to highest"], rows))
+    tables += [Table(title, ["layers", "float32", "int8", "lost", "lowest to highest"], rows)] if rows else []
     notes = [
         f"Medians of {config['repetitions']} repetitions in turns, in one process, of the same samples; with one "
         "thread of processor time. Off by: distance of probabilities from float32's, at the most candidates, with "
