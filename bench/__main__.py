@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .data import ROOT, find_criteo
 
-NEED_CRITEO = ("criteo", "towers", "quantized", "quantize", "dense", "dist", "dist_costs", "policies", "generalisation")
+NEED_CRITEO = ("criteo", "towers", "precision", "dist", "dist_costs", "policies", "generalisation")
 
 
 def main() -> int:

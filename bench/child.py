@@ -15,8 +15,6 @@ import psutil
 
 from .data import ROOT
 
-__all__ = ["HOST", "Child", "fields_of", "in_child"]
-
 HOST: Final = "127.0.0.1"
 _LINE_SECONDS: Final = 300.0
 _STOP_SECONDS: Final = 120.0

@@ -26,8 +26,6 @@ from .peers import rocksdb_rows
 from .peers.rocksdb_rows import RocksdbRows
 from .rowdata import Int64s, Rows, TierReader, build_flat, build_store, open_flat
 
-__all__ = ["run"]
-
 OWN: Final = "tierstore, every row verified"
 MAPPED: Final = "tierstore, through the page cache"
 LIMIT: Final = "fio, the device's limit: direct reads of 4 KiB, queue depth 64"
@@ -112,11 +110,11 @@ def _measure(contenders: list[Contender], rows: int, config: dict[str, Any]) -> 
             for path in own.paths:
                 page_cache.drop(path)
                 resident = max(resident, page_cache.resident_share(path))
-            before = device.bytes_of_process()
+            before = device.bytes_read_of_process()
             begun, processor = time.perf_counter(), time.process_time()
             own.read(ids)
             seconds[own.name].append(device.Seconds(time.perf_counter() - begun, time.process_time() - processor))
-            bytes_read[own.name].append((device.bytes_of_process() - before).read)
+            bytes_read[own.name].append(device.bytes_read_of_process() - before)
     return _Series(limit, seconds, bytes_read, resident)
 
 

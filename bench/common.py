@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -18,11 +17,6 @@ from typing import Any, NamedTuple
 
 from . import machine
 from .data import ROOT
-
-__all__ = [
-    "Counts", "Goal", "Part", "Report", "Run", "Spread", "Table", "Told", "aligned", "fresh_folder", "measure",
-    "median_of", "per_second", "plain", "program", "run_parts", "spread", "start",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +47,6 @@ class Table:
     title: str
     columns: list[str]
     rows: list[list[str]]
-
-    @classmethod
-    def of_counts(cls, title: str, counts: Mapping[str, int]) -> "Table":
-        """A line for each."""
-        return cls(title, ["", "count"], [[name, f"{count:,}"] for name, count in counts.items()])
 
 
 @dataclass(frozen=True)
@@ -104,16 +93,6 @@ class Report:
 
 Told = Report
 """A part's share of the report."""
-
-
-class Counts:
-    """Base of dataclasses whose fields are numbers, counters and lists."""
-
-    def add(self, other: "Counts | Mapping[str, Any]") -> None:
-        """Add what another run found, or its fields as JSON has them."""
-        for name, value in (vars(other) if isinstance(other, Counts) else other).items():
-            own = getattr(self, name)
-            setattr(self, name, own + (Counter(value) if isinstance(own, Counter) else value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +179,15 @@ def aligned(table: Table) -> str:
 def _load_config(path: Path, quick: bool) -> dict[str, Any]:
     config = tomllib.loads(path.read_text())
     small = config.pop("quick", {})
+    return _overlaid(config, small, path) if quick else config
+
+
+def _overlaid(config: dict[str, Any], small: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Tables within are overlaid, too."""
     if unknown := set(small) - set(config):
         raise ValueError(f"{path}: [quick] sets {sorted(unknown)}, which the file itself does not")
-    return config | small if quick else config
+    parts = {name: _overlaid(config[name], each, path) for name, each in small.items() if isinstance(each, dict)}
+    return config | small | parts
 
 
 def _commit() -> str:

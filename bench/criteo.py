@@ -12,8 +12,6 @@ from typing import Any
 from .child import in_child
 from .common import Goal, Report, Run, Table, fresh_folder, start
 
-__all__ = ["run"]
-
 Summary = dict[str, Any]
 _COLUMNS = ["run", "DDR", "DDR hits", "SSD read", "samples/s", "memory for tables", "test AUC", "log loss", "bits"]
 

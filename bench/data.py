@@ -9,8 +9,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CRITEO_NAME", "ROOT", "criteo_keys", "examples", "find_criteo", "require_criteo"]
-
 ROOT: Final = Path(__file__).resolve().parent.parent
 """The checkout."""
 CRITEO_NAME: Final = "criteo_80k.tsv.gz"

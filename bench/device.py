@@ -9,11 +9,6 @@ from typing import Any, Final, NamedTuple
 
 from .child import fields_of
 
-__all__ = [
-    "DEPTH", "MISSING", "DiskBytes", "Seconds", "bytes_of_process", "is_there", "read_seconds", "reads_per_s",
-    "written_bytes_per_s",
-]  # fmt: skip
-
 MISSING: Final = "fio is missing, so the device's limit was not measured: on Debian and Ubuntu, apt install fio."
 DEPTH: Final = 64
 _PAGE_BYTES: Final = 4096
@@ -71,20 +66,6 @@ def written_bytes_per_s(folder: Path) -> float | None:
     return statistics.median(rates)
 
 
-class DiskBytes(NamedTuple):
-    """Running totals of this process; a difference of two tells what happened between them."""
-
-    read: int
-    written: int
-
-    def __sub__(self, before: "DiskBytes") -> "DiskBytes":
-        return DiskBytes(self.read - before.read, self.written - before.written)
-
-
-def bytes_of_process() -> DiskBytes:
-    """What this process fetched from devices and what it made dirty of files (/proc/self/io).
-
-    Pages count as written when they are dirtied, so a page dirtied twice before the system wrote it counts once.
-    """
-    fields = fields_of("self/io")
-    return DiskBytes(int(fields["read_bytes"]), int(fields["write_bytes"]))
+def bytes_read_of_process() -> int:
+    """What this process fetched from devices so far (/proc/self/io)."""
+    return int(fields_of("self/io")["read_bytes"])

@@ -11,8 +11,6 @@ from .common import Part, start
 from .peers import torchrec
 from .sharded import bytes_part, step_part, towers_part
 
-__all__ = ["PARTS"]
-
 PARTS: Final[dict[str, Part]] = {"bytes": bytes_part.PART, "steps": step_part.PART, "towers": towers_part.PART}
 
 if __name__ == "__main__":

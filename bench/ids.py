@@ -2,12 +2,9 @@
 
 import contextlib
 import gzip
-import importlib.util
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -26,14 +23,11 @@ from .data import require_criteo
 from .peers import torchrec
 from .runs import run_config, trained
 
-__all__ = ["PARTS"]
-
 Int64s = NDArray[np.int64]
 Figures = dict[str, Any]
 OURS: Final = "tierstore"
 SORTED: Final = "torch.searchsorted"
 DICT: Final = "dict"
-PANDAS: Final = "pandas.Index"
 MCH: Final = "TorchRec's MCH"
 ENUMERATED: Final = "numbered by first appearance"
 DYNAMIC: Final = "dynamic ids"
@@ -65,7 +59,6 @@ def _random_ids(count: int, seed: int) -> Int64s:
 
 def _measure_map(request: Run, _: Figures) -> Figures:
     missing = [] if torchrec.is_there() else [MCH]
-    missing += [] if importlib.util.find_spec("pandas") else [PANDAS]
     return {"sizes": [_map(request, count, missing) for count in request.config["map_ids"]], "missing": missing}
 
 
@@ -92,8 +85,6 @@ def _map(request: Run, count: int, missing: list[str]) -> Figures:
         if count <= 10**7:  # of more ids these take more memory than the machine has
             known = dict(zip(ids.tolist(), range(count), strict=True))
             actions[DICT] = each(lambda some: [known[one] for one in some.tolist()])
-            if PANDAS not in missing:
-                actions[PANDAS] = each(importlib.import_module("pandas").Index(ids).get_indexer)
             if MCH not in missing:
                 np.save(request.folder / "ids.npy", ids)
                 np.save(request.folder / "wanted.npy", wanted)
@@ -110,7 +101,7 @@ def _map(request: Run, count: int, missing: list[str]) -> Figures:
 
 
 def _tell_map(found: Figures) -> Report:
-    names, rows, goals = [OURS, SORTED, DICT, PANDAS, MCH], [], []
+    names, rows, goals = [OURS, SORTED, DICT, MCH], [], []
     for size in found["sizes"]:
         rates = {name: rate["median"] for name, rate in size["lookups_per_s"].items()}
         cells = [f"{rates[name] / 1e6:.2f} M" if name in rates else "" for name in names]
@@ -272,95 +263,12 @@ def _tell_criteo(found: Figures) -> Report:
     return Report([Table("Criteo, by kinds of ids", columns, rows)], goals)
 
 
-# A reader that follows
-
-
-def write_when_asked(folder: str, rows: int, new: int, dim: int) -> None:
-    """A process that makes a store with dynamic ids for half of the rows. Asked, it admits NEW others, commits, and
-    prints when the commit began and when it was done, by the system's monotonic clock. It yields the processor."""
-    process = psutil.Process()
-    process.nice(19)
-    process.ionice(psutil.IOPRIO_CLASS_IDLE)
-    with tierstore.open(folder, ddr="2GiB") as store:
-        table = _table(store, rows, dim, tierstore.DynamicIds(unseen="error"))
-        table.admit(torch.arange(rows // 2))
-        store.commit()
-        print("ready", flush=True)
-        for number, _ in enumerate(sys.stdin):
-            table.admit(torch.arange(new) + rows // 2 + number * new)
-            began = time.monotonic()
-            store.commit()
-            print(began, time.monotonic(), flush=True)
-
-
-def _measure_follower(request: Run, _: Figures) -> Figures:
-    config, spans = request.config, list[tuple[float, ...]]()
-    new, old = config["follow_new"], config["follow_rows"] // 2
-    with fresh_folder(request.folder / "ids_followed") as folder:
-        command = [sys.executable, "-m", "bench.ids", "write", folder, config["follow_rows"], new, config["stream_dim"]]
-        with Child(command) as writer:
-            writer.line()
-            with tierstore.open(folder, mode="r", ddr="2GiB") as store, ThreadPoolExecutor(1) as threads:
-                table, is_over = store["item"], threading.Event()
-                table.read(torch.arange(old)[:new])
-                store.rehearse_newer()
-                lookups = threads.submit(_look_up, table, old, config["follow_batch"], is_over)
-                try:
-                    for number in range(config["follow_rounds"] + 1):
-                        begun = time.monotonic()
-                        time.sleep(config["follow_seconds"])
-                        version = store.version
-                        began, done = map(float, writer.ask("more").split())
-                        while store.refresh() == version:
-                            time.sleep(0.001)
-                        seen = time.monotonic()
-                        table.read(torch.arange(new) + old + number * new)  # an id without a row is an error
-                        spans.append((begun, begun + config["follow_seconds"], began, done, seen))
-                finally:
-                    is_over.set()
-                times = lookups.result()
-    quiet = [took for at, took in times for begun, end, *_ in spans[1:] if begun <= at < end]
-    busy = [took for at, took in times for *_, began, _, seen in spans[1:] if began <= at + took and at < seen]
-    return {
-        "commits_s": [done - began for *_, began, done, _ in spans[1:]],
-        "delays_s": [seen - done for *_, done, seen in spans[1:]],
-        **{f"{name}_us_p99": 1e6 * float(np.percentile(own, 99)) for name, own in (("quiet", quiet), ("busy", busy))},
-    }
-
-
-def _look_up(table: tierstore.Table, rows: int, batch: int, is_over: threading.Event) -> list[tuple[float, float]]:
-    """Look up random ids until it is over: when each lookup began, and how many seconds it took."""
-    generator, times = torch.Generator().manual_seed(0), []
-    while not is_over.is_set():
-        ids = torch.randint(rows, (batch,), generator=generator)
-        begun = time.monotonic()
-        table.read(ids)
-        times.append((begun, time.monotonic() - begun))
-    return times
-
-
-def _tell_follower(found: Figures) -> Report:
-    slowest, ratio = max(found["delays_s"]), found["busy_us_p99"] / found["quiet_us_p99"]
-    goals = [
-        Goal("seconds from a commit to the reader that shows its ids", round(slowest, 3), at_most=0.5),
-        Goal("p99 of lookups meanwhile over that without", round(ratio, 2), at_most=1.5),
-    ]
-    cells = [f"{found[key]:.0f}" for key in ("quiet_us_p99", "busy_us_p99")]
-    rows = [[f"{1e3 * np.median(found['commits_s']):.0f}", f"{1e3 * np.median(found['delays_s']):.0f}", *cells]]
-    columns = ["commit, ms", "until shown, ms", "p99 without, us", "p99 meanwhile, us"]
-    return Report([Table("a reader that follows new ids", columns, rows)], goals)
-
-
 PARTS: Final = {
     "map": Part(_measure_map, _tell_map),
     "stream": Part(_measure_stream, _tell_stream),
     "commit": Part(_measure_commit, _tell_commit),
     "criteo": Part(_measure_criteo, _tell_criteo),
-    "follower": Part(_measure_follower, _tell_follower),
 }
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["write"]:
-        write_when_asked(sys.argv[2], *map(int, sys.argv[3:]))
-    else:
-        start("ids")
+    start("ids")

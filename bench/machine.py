@@ -8,8 +8,6 @@ from typing import Any, Final
 
 import psutil
 
-__all__ = ["describe", "summary"]
-
 PACKAGES: Final = ("tierstore", "torch", "numpy", "numba", "lmdb", "cachetools")
 
 

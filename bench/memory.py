@@ -23,8 +23,6 @@ from .child import fields_of, in_child
 from .common import Goal, Report, Run, Table, fresh_folder, start
 from .workload import Batches, make_store
 
-__all__ = ["run", "work_in"]
-
 _MIB: Final = 2**20
 _PERIOD_SECONDS: Final = 0.002
 _SLACK_SHARE: Final = 0.05
@@ -32,12 +30,10 @@ _SLACK_BYTES: Final = 64 * _MIB
 
 
 class Growth(NamedTuple):
-    """Bytes by which a process grew at most."""
+    """Bytes by which a process grew at most: its own memory (RssAnon), and page cache that it mapped (RssFile)."""
 
     anonymous: int
-    """Memory of its own (RssAnon)."""
     file: int
-    """Mapped files' pages that were present (RssFile): page cache."""
 
 
 def _resident() -> Growth:
@@ -74,12 +70,7 @@ def _watched() -> Iterator[list[Growth]]:
 
 
 class Found(NamedTuple):
-    """What one piece of work came to.
-
-    Attributes:
-        held_bytes: what ``stats().ddr.bytes`` says.
-        map_bytes: of the map from rows to places, outside the budget.
-    """
+    """What one piece of work came to; ``map_bytes``: of the map from rows to places, outside the budget."""
 
     growth: Growth
     held_bytes: int

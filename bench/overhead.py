@@ -1,13 +1,14 @@
 """What does tierstore take where tiers gain nothing?
 
-Small steps and lookups stand beside one nn.EmbeddingBag, checked reads of rows that the page cache has beside
-numpy.take of the same bytes, the README's example on a machine without compiled kernels beside one with them, and steps
-by prefetch depth beside each other: whether bringing rows in ahead pays, and depth="auto" finds out.
+Parts, each for itself with ``--only``: "lookup" (pooled lookups, all rows in memory, beside embedding_bag over a plain
+tensor), "train" (fused steps over rows in memory, beside FBGEMM's and torch's), "small" (small steps and lookups of one
+id, beside one nn.EmbeddingBag), "checks" (checked reads of rows that the page cache has, beside numpy.take), "first"
+(the README's example with and without compiled kernels), "ahead" (steps by prefetch depth: whether fetching
+ahead pays, and depth="auto" finds out).
 """
 
 import contextlib
 import itertools
-import json
 import os
 import resource
 import statistics
@@ -15,40 +16,250 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import tierstore
 from tierstore.plan.measure import page_cache
 
-from .common import Goal, Part, Report, Run, Table, fresh_folder, measure, spread, start
+from .common import Goal, Part, Report, Run, Table, fresh_folder, measure, per_second, spread, start
 from .data import ROOT, examples
+from .peers import fbgemm
 from .rowdata import Rows, TierReader, build_flat, build_store, open_flat
 from .steps import StepWorkload, fill, step_of, timed, zipf
-from .workload import make_store, read_every_row
-
-__all__ = ["PARTS"]
+from .workload import Batches, make_store, read_every_row
 
 OURS: Final = "tierstore"
+DEFERRED: Final = "tierstore, backward and then store.optimizer().step()"
+CLIPPED: Final = "the same with clip_grad_norm_ between"
+FBGEMM: Final = "FBGEMM, table-batched"
+TENSOR: Final = "embedding_bag over a tensor"
+TORCH: Final = "torch.nn.EmbeddingBag, sparse"
+COPY: Final = "copying the bytes of the distinct rows"
 ONE_BAG: Final = "one torch.nn.EmbeddingBag(sparse=True)"
 TAKE: Final = "numpy.take"
+_RULES: Final = {"SGD": "EXACT_SGD", "row-wise Adagrad": "EXACT_ROWWISE_ADAGRAD"}
 _CHECKED: Final = {f"{OURS}, checked": True, f"{OURS}, unchecked": False}
 _FIRST: Final = ("without kernels", "with kernels")
-_DEMO: Final = ("tiered", "in-memory")
 DEPTHS: Final = (0, 2, "auto")
 PLACES: Final = ("in memory", "page cached", "cold")
 Figures = dict[str, Any]
+Actions = dict[str, Callable[[], object]]
 
 
-def _medians(actions: dict[str, Callable[[], object]], repetitions: int) -> Figures:
-    found = measure(actions, repetitions=repetitions, warm_up=repetitions // 4)
-    return {name: spread(each) for name, each in found.items()}
+# Pooled lookups, all rows in memory
+
+
+def _measure_lookup(request: Run, _: Figures) -> Figures:
+    config, rows, points = request.config["lookup"], request.config["lookup"]["rows"], []
+    shape = {"rows": rows, "ddr": config["ddr"], "optimizer": tierstore.optim.SGD(lr=0.1)}
+    for dim in config["dims"]:
+        with fresh_folder(request.folder / "lookup_store") as path, make_store(path, dim=dim, **shape) as store:
+            table = store["t0"]
+            weights = table.read(torch.arange(rows))
+            theirs = fbgemm.Fbgemm([weights], optimizer="EXACT_SGD", lr=0.1, eps=0.0) if fbgemm.is_there() else None
+            for exponent, batch in itertools.product(config["exponents"], config["batches"]):
+                batches = Batches(
+                    tables=1, rows=rows, batch=batch, pooling_factor=config["pooling_factor"], exponent=exponent,
+                    count=config["distinct_batches"], seed=config["seed"],
+                )  # fmt: skip
+                rates = _lookup_rates(table, weights, theirs, batches, config["repetitions"])
+                points.append({"exponent": exponent, "dim": dim, "batch": batch, "lookups_per_s": rates})
+    return {"points": points, "config": config}
+
+
+def _lookup_rates(table: Any, weights: Tensor, theirs: Any, batches: Batches, repetitions: int) -> Figures:
+    values, offsets, starts = batches.values, batches.offsets, batches.offsets[:-1]
+    lookups: dict[str, Callable[[int], Tensor]] = {
+        OURS: lambda index: table.pooled(values[index], offsets),
+        TENSOR: lambda index: torch.nn.functional.embedding_bag(values[index], weights, starts, mode="sum"),
+    }
+    if theirs is not None:
+        lookups[FBGEMM] = lambda index: theirs.forward(values[index], offsets)
+    for name, lookup in lookups.items():
+        if not torch.allclose(lookup(0), lookups[TENSOR](0), rtol=1e-4, atol=1e-5):
+            raise RuntimeError(f"{name} finds other sums than torch")
+    calls = max(1, 20_000 // batches.lookups)  # of some microseconds: timed by the dozen
+    turns = itertools.count()
+
+    def many(lookup: Callable[[int], Tensor]) -> None:
+        first = next(turns)
+        for step in range(calls):
+            lookup((first + step) % batches.count)
+
+    actions: Actions = {name: partial(many, lookup) for name, lookup in lookups.items()}
+    seconds = measure(actions, repetitions=repetitions, warm_up=3)
+    return {name: per_second(batches.lookups * calls, each) for name, each in seconds.items()}
+
+
+def _tell_lookup(found: Figures) -> Report:
+    config, shares, rates, worst = found["config"], [], [], dict[int, float]()
+    largest, names = max(config["batches"]), list(found["points"][0]["lookups_per_s"])
+    points = {(each["exponent"], each["dim"], each["batch"]): each["lookups_per_s"] for each in found["points"]}
+    for exponent, dim in itertools.product(config["exponents"], config["dims"]):
+        own = {batch: points[exponent, dim, batch] for batch in config["batches"]}
+        ratios = {batch: each[OURS]["median"] / each[TENSOR]["median"] for batch, each in own.items()}
+        worst = {batch: min(ratio, worst.get(batch, ratio)) for batch, ratio in ratios.items()}
+        ids = f"Zipf {exponent}" if exponent else "uniform"
+        shares.append([ids, str(dim), *(f"{ratio:.2f}" for ratio in ratios.values())])
+    for dim, exponent in itertools.product(config["dims"], config["exponents"]):
+        each = points[exponent, dim, largest]
+        ids = f"Zipf {exponent}" if exponent else "uniform"
+        rates.append([ids, str(dim), *(f"{each[name]['median'] / 1e6:.1f} M" for name in names)])
+    name = "lookups a second over embedding_bag's, {:,} bags a call, the worst of dims and ids"
+    goals = [Goal(name.format(batch), round(share, 3), at_least=0.9) for batch, share in worst.items()]
+    by_batch = ["ids", "dim", *(f"{batch:,}" for batch in config["batches"])]
+    tables = [
+        Table("lookups a second over those of embedding_bag, by bags a call", by_batch, shares),
+        Table(f"lookups a second, {largest:,} bags a call", ["ids", "dim", *names], rates),
+    ]
+    note = (
+        f"One table of {config['rows']:,} rows in float32, {config['pooling_factor']} ids a bag, "
+        f"{config['repetitions']} repetitions in turns; all may use all threads. Both check every "
+        "id, the table also whether its row is in memory."
+    )
+    return Report(tables, goals, [note])
+
+
+# Fused steps, all rows in memory
+
+
+class _Contender(NamedTuple):
+    """A way to train the tables: a step on the batch of that number, and the weights of each table as they are."""
+
+    step: Callable[[int], object]
+    weights: Callable[[], list[Tensor]]
+
+
+def _ours(
+    store: tierstore.Store, batches: Batches, gradient: Tensor, finish: Callable[[Any], object] | None
+) -> _Contender:
+    """``finish`` is given the optimizer of a step that backward deferred, None where none is."""
+    module, optimizer = tierstore.TieredEmbeddingBagCollection(store), store.optimizer() if finish else None
+    features = [batches.jagged(index) for index in range(batches.count)]
+
+    def step(index: int) -> None:
+        module(features[index]).values().backward(gradient)
+        if finish and optimizer:
+            finish(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    tables = store.tables.values()
+    return _Contender(step, lambda: [table.read(torch.arange(table.config.num_embeddings)) for table in tables])
+
+
+def _torchs(weights: list[Tensor], rule: str, config: Figures, batches: Batches, gradient: Tensor) -> _Contender:
+    """``torch.nn.EmbeddingBag`` for each table, sparse gradients, one of torch's optimizers that take them."""
+    made, gradients = torch.nn.EmbeddingBag.from_pretrained, torch.split(gradient, config["dim"], dim=1)
+    modules = [made(each.clone(), freeze=False, mode="sum", sparse=True) for each in weights]
+    own, lr = [module.weight for module in modules], config["lr"]
+    sgd, adagrad = torch.optim.SGD, torch.optim.Adagrad
+    optimizer: Any = sgd(own, lr=lr) if rule == "SGD" else adagrad(own, lr=lr, eps=config["eps"])
+
+    def step(index: int) -> None:
+        optimizer.zero_grad()
+        for table, (module, each) in enumerate(zip(modules, gradients, strict=True)):
+            module(*batches.of_table(index, table)).backward(each)
+        optimizer.step()
+
+    return _Contender(step, lambda: [weight.detach() for weight in own])
+
+
+def _measure_train(request: Run, _: Figures) -> Figures:
+    config = request.config["train"]
+    keys = ("tables", "rows", "batch", "pooling_factor", "exponent", "seed")
+    batches = Batches(**{key: config[key] for key in keys}, count=config["batches"])
+    distinct = int(np.mean([batches.unique(index) for index in range(batches.count)]))
+    return {
+        "lookups_per_s": {rule: _train_rates(request, rule, batches, distinct) for rule in _RULES},
+        "distinct_rows_a_batch": distinct,
+        "threads": len(os.sched_getaffinity(0)),
+        "config": config,
+    }
+
+
+def _train_rates(request: Run, rule: str, batches: Batches, distinct: int) -> Figures:
+    """Lookups a second of each contender; the peers' weights must be near ours in the end."""
+    config, index = request.config["train"], 0
+    gradient = torch.randn(config["batch"], config["tables"] * config["dim"], generator=torch.manual_seed(0)) / 100
+    adagrad = tierstore.optim.RowWiseAdagrad(lr=config["lr"], eps=config["eps"])
+    own_rule = tierstore.optim.SGD(lr=config["lr"]) if rule == "SGD" else adagrad
+    # No gradient reaches the bound of what is clipped, as the peers clip none.
+    ways: dict[str, Callable[[Any], object] | None] = {
+        OURS: None, DEFERRED: lambda _: None, CLIPPED: lambda optimizer: optimizer.clip_grad_norm_(max_norm=1e9)
+    }  # fmt: skip
+    words = distinct * config["dim"] * 3 // 2
+    source, target, contenders = torch.ones(words), torch.empty(words), dict[str, _Contender]()
+
+    def advance() -> None:
+        nonlocal index
+        index = (index + 1) % batches.count
+
+    actions: Actions = {"next batch": advance, COPY: lambda: target.copy_(source)}
+    with contextlib.ExitStack() as stack:
+        for number, (way, finish) in enumerate(ways.items()):
+            path = stack.enter_context(fresh_folder(request.folder / f"train_store{number}"))
+            shape = {key: config[key] for key in ("tables", "rows", "dim", "ddr")}
+            store = stack.enter_context(make_store(path, optimizer=own_rule, **shape))
+            contenders[way] = _ours(store, batches, gradient, finish)
+        first = contenders[OURS].weights()
+        contenders[TORCH] = _torchs(first, rule, config, batches, gradient)
+        if fbgemm.is_there():
+            theirs = fbgemm.Fbgemm(first, optimizer=_RULES[rule], lr=config["lr"], eps=config["eps"])
+            contenders[FBGEMM] = _Contender(
+                lambda number: theirs.step(batches.values[number], batches.offsets, gradient), lambda: theirs.weights
+            )
+        for way, each in contenders.items():
+            actions[way] = lambda each=each: each.step(index)  # type: ignore[misc]
+        seconds = measure(actions, repetitions=config["repetitions"], warm_up=batches.count)
+        for way, each in contenders.items():
+            # Sums differ in their order. torch's Adagrad keeps an accumulator a column, not a row: another rule.
+            is_other = rule != "SGD" and way == TORCH
+            pairs = [] if is_other else list(zip(contenders[OURS].weights(), each.weights(), strict=True))
+            if not all(float((one - other).abs().max()) < 1e-3 for one, other in pairs):
+                raise RuntimeError(f"after the same steps {way} has other weights")
+    return {way: per_second(batches.lookups, seconds[way]) for way in (*contenders, COPY)}
+
+
+def _tell_train(found: Figures) -> Report:
+    config, rates, goals, rows = found["config"], found["lookups_per_s"], [], []
+    best_torch = max(by_name[TORCH]["median"] for by_name in rates.values())
+    for rule, by_name in rates.items():
+        own = by_name[OURS]["median"]
+        for contender, rate in by_name.items():
+            spread = f"{rate['lowest'] / 1e6:.1f} - {rate['highest'] / 1e6:.1f}"
+            rows.append([rule, contender, f"{rate['median'] / 1e6:.1f} M", spread, f"{own / rate['median']:.2f}"])
+        value = round(own / by_name[DEFERRED]["median"], 3)
+        goals.append(Goal(f"{rule}: time of a deferred step over a fused one's", value, at_most=1.3))
+        if FBGEMM in by_name:
+            value = round(own / by_name[FBGEMM]["median"], 3)
+            goals.append(Goal(f"{rule}: lookups a second over FBGEMM's", value, at_least=1.0))
+        goals.append(Goal(f"{rule}: over the best of torch.nn.EmbeddingBag", round(own / best_torch, 3), at_least=1.5))
+    title = f"training steps over {config['tables']} tables of {config['rows']:,} rows of {config['dim']}"
+    columns = ["optimizer", "step by", "lookups/s", "lowest - highest", "tierstore is faster by"]
+    lookups = config["tables"] * config["batch"] * config["pooling_factor"]
+    note = (
+        f"Batches of {config['batch']:,} samples, {config['pooling_factor']} ids a bag, Zipf {config['exponent']}: "
+        f"{lookups:,} lookups of {found['distinct_rows_a_batch']:,} distinct rows a step; {config['repetitions']} "
+        f"repetitions in turns. Every contender may use all {found['threads']} threads. torch's Adagrad keeps an "
+        "accumulator for each column, a heavier rule. The copy is of as many bytes as a step must move at least: each "
+        "distinct row read forward, then read and written by the update."
+    )
+    return Report([Table(title, columns, rows)], goals, [note])
 
 
 # Small steps, and lookups of one id
+
+
+def _medians(actions: Actions, repetitions: int) -> Figures:
+    found = measure(actions, repetitions=repetitions, warm_up=repetitions // 4)
+    return {name: spread(each) for name, each in found.items()}
 
 
 class _Lookup(NamedTuple):
@@ -68,31 +279,32 @@ _LOOKUPS: Final = (
 
 
 def _measure_small(request: Run, _: Figures) -> Figures:
-    config = request.config
+    config, steps = request.config["small"], {}
     tables, rows, dim, lr = (config[name] for name in ("tables", "rows", "dim", "lr"))
     shape = {"tables": tables, "rows": rows, "dim": dim, "ddr": tables * rows * dim * 16, "value": 0.01}
-    names, steps = [f"f{table}" for table in range(tables)], {}
+    names = [f"f{table}" for table in range(tables)]
     with fresh_folder(request.folder / "overhead_store") as path:
         with make_store(path, optimizer=tierstore.optim.Adagrad(lr=lr), **shape) as store:
             module = tierstore.TieredEmbeddingBagCollection(store)
             bag = torch.nn.EmbeddingBag(tables * rows, dim, mode="sum", sparse=True)
             optimizer = torch.optim.Adagrad(bag.parameters(), lr=lr)
-            for batch in config["batches"]:
+
+            def step_rates(batch: int) -> Figures:
                 ids, offsets = torch.randint(rows, (tables * batch,)), torch.arange(tables * batch + 1)
                 shift, gradient = torch.arange(tables).repeat_interleave(batch) * rows, torch.ones(batch, tables * dim)
 
-                def ours(ids: Any = ids, offsets: Any = offsets, gradient: Any = gradient) -> None:
+                def ours() -> None:
                     module(tierstore.KeyedJaggedTensor(names, ids, offsets=offsets)).values().backward(gradient)
 
-                def one(
-                    ids: Any = ids, starts: Any = offsets[:-1], own: Any = gradient, to: Any = shift, batch: int = batch
-                ) -> None:
+                def one() -> None:
                     optimizer.zero_grad()
-                    pooled = bag(ids + to, starts).view(tables, batch, dim)
-                    pooled.transpose(0, 1).reshape(batch, tables * dim).backward(own)
+                    pooled = bag(ids + shift, offsets[:-1]).view(tables, batch, dim)
+                    pooled.transpose(0, 1).reshape(batch, tables * dim).backward(gradient)
                     optimizer.step()
 
-                steps[str(batch)] = _medians({OURS: ours, ONE_BAG: one}, config["repetitions"])
+                return _medians({OURS: ours, ONE_BAG: one}, config["repetitions"])
+
+            steps = {str(batch): step_rates(batch) for batch in config["batches"]}
             store.commit()
         lookups = {each.name: _one_id(path, config, each) for each in _LOOKUPS}
     return {"steps": steps, "lookups": lookups}
@@ -102,7 +314,6 @@ def _one_id(path: Path, config: Figures, lookup: _Lookup) -> Figures:
     """Times, and the share of lookups whose row was not in memory."""
     offsets, rows = torch.tensor([0]), torch.arange(config["rows"])
     with tierstore.open(path, ddr=lookup.ddr) as store:
-        module = tierstore.TieredEmbeddingBag(store["t0"])
         bag = torch.nn.EmbeddingBag(config["rows"], config["dim"], mode="sum")
         read_every_row(store["t0"])
         page_cache.warm(path / "rows.lmdb")
@@ -112,8 +323,9 @@ def _one_id(path: Path, config: Figures, lookup: _Lookup) -> Figures:
             turns = itertools.cycle(torch.split(given, 1))
             return lambda: called(next(turns), offsets)
 
+        actions = {OURS: action(tierstore.TieredEmbeddingBag(store["t0"])), ONE_BAG: action(bag)}
         with torch.no_grad():
-            found = _medians({OURS: action(module), ONE_BAG: action(bag)}, 20 * config["repetitions"])
+            found = _medians(actions, 20 * config["repetitions"])
         after = store.stats().ddr
         missed = 1 - (after.hits - before.hits) / (after.unique - before.unique)
     return found | {"missed": missed}
@@ -140,8 +352,8 @@ def _tell_small(found: Figures) -> Report:
 
 
 def _measure_checks(request: Run, _: Figures) -> Figures:
-    config, batch = request.config, request.config["checked_batch"]
-    rows = Rows(count=config["checked_rows"], dim=config["checked_dim"], seed=config["seed"])
+    config, batch = request.config["checks"], request.config["checks"]["batch"]
+    rows, generator = Rows.of(config), np.random.default_rng(config["seed"])
     flat_path, store = build_flat(request.folder, rows), build_store(request.folder, rows)
     flat, out = open_flat(flat_path, rows), np.empty((batch, rows.dim), np.float32)
     for path in (flat_path, store / "rows.lmdb"):
@@ -152,13 +364,13 @@ def _measure_checks(request: Run, _: Figures) -> Figures:
     for each in np.arange(rows.count).reshape(-1, batch):  # maps every page
         for read in reads.values():
             read(each)
-    ids, generator = np.zeros(batch, np.int64), np.random.default_rng(config["seed"])
+    ids = np.zeros(batch, np.int64)
 
     def draw() -> None:
         ids[:] = generator.integers(0, rows.count, batch)
 
-    actions = {"draw": draw} | {name: (lambda read=read: read(ids)) for name, read in reads.items()}
-    seconds = measure(actions, repetitions=config["checked_repetitions"])
+    actions: Actions = {"draw": draw} | {name: partial(read, ids) for name, read in reads.items()}
+    seconds = measure(actions, repetitions=config["repetitions"])
     for name, reader in readers.items():
         reader.read(ids)
         if not np.array_equal(reader.rows(), flat[ids]):
@@ -177,7 +389,7 @@ def _tell_checks(found: Figures) -> Report:
     return Report([Table("reads of rows that the page cache has", ["", "ns a row", "of numpy.take"], rows)], goals)
 
 
-# First use, and the demonstration
+# First use
 
 
 def _run(command: list[str], work: str, **variables: str) -> float:
@@ -191,13 +403,12 @@ def _run(command: list[str], work: str, **variables: str) -> float:
 
 def _measure_first(request: Run, _: Figures) -> Figures:
     example, found = examples("README.md")[0], dict[str, list[float]]()
-    for _repetition in range(request.config["first_repetitions"]):
+    for _repetition in range(request.config["first"]["repetitions"]):
         with tempfile.TemporaryDirectory(dir=request.folder) as kernels:
             for name in _FIRST:  # the second finds the first one's kernels
                 with tempfile.TemporaryDirectory(dir=request.folder) as work:
-                    found.setdefault(name, []).append(
-                        _run(["-c", example], work, NUMBA_CACHE_DIR=os.path.abspath(kernels))
-                    )
+                    taken = _run(["-c", example], work, NUMBA_CACHE_DIR=os.path.abspath(kernels))
+                    found.setdefault(name, []).append(taken)
     return {name: spread(each) for name, each in found.items()}
 
 
@@ -208,39 +419,19 @@ def _tell_first(found: Figures) -> Report:
     return Report([Table("the README's example", ["", "s of a processor"], rows)], [goal])
 
 
-def _measure_demo(request: Run, _: Figures) -> Figures:
-    """Samples a second of its two trainings, of which the first may keep a tenth of its rows in memory."""
-    found, rows = dict[str, list[float]](), str(request.config["demo_rows"])
-    for _repetition in range(request.config["demo_repetitions"]):
-        with tempfile.TemporaryDirectory(dir=request.folder) as work:
-            folder = Path(work).absolute() / "demo"
-            _run(["-m", "tierstore", "demo", "--dir", str(folder), "--rows", rows], work)
-            for name in _DEMO:
-                speed = json.loads((folder / f"{name}.json").read_text())["samples_per_second"]
-                found.setdefault(name, []).append(speed)
-    return {name: spread(each) for name, each in found.items()}
-
-
-def _tell_demo(found: Figures) -> Report:
-    tiered, whole = (found[name]["median"] for name in _DEMO)
-    rows = [["a tenth of its rows in memory", f"{tiered:,.0f}"], ["all in memory", f"{whole:,.0f}"]]
-    goal = Goal("the demo's speed over all in memory", round(tiered / whole, 3), at_least=0.9)
-    return Report([Table("`tierstore demo`", ["", "samples/s"], rows)], [goal])
-
-
-# Rows brought in ahead
+# Rows fetched ahead
 
 
 def _measure_ahead(request: Run, _: Figures) -> Figures:
-    config, points = request.config, list[Figures]()
+    config, points = request.config["ahead"], list[Figures]()
     with fresh_folder(request.folder / "ahead_store") as path:
-        for batch, steps in zip(config["ahead_batches"], config["ahead_steps"], strict=True):
+        for batch, steps in zip(config["batches"], config["steps"], strict=True):
             workload = zipf(config | {"batch": batch}, config["exponent"], steps)._replace(is_model=True)
             fill(path, workload, tierstore.optim.RowWiseAdagrad(lr=config["lr"]))
             for place in PLACES:
                 turns = [
                     [_mean_step(path, workload, place, depth) for depth in DEPTHS]
-                    for _repetition in range(config["ahead_repetitions"])
+                    for _repetition in range(config["repetitions"])
                 ]
                 medians = map(statistics.median, zip(*turns, strict=True))
                 seconds = {f"depth_{depth}_s": each for depth, each in zip(DEPTHS, medians, strict=True)}
@@ -255,9 +446,8 @@ def _mean_step(path: Path, workload: StepWorkload, place: str, depth: Any) -> fl
     with tierstore.open(path, mode="w", ddr=int(ddr)) as store:
         module = tierstore.TieredEmbeddingBagCollection(store)
         step = step_of(module, workload)
-        if place == "in memory":
-            for table in store.tables.values():
-                read_every_row(table)
+        for table in store.tables.values() if place == "in memory" else ():
+            read_every_row(table)
         (page_cache.drop if place == "cold" else page_cache.warm)(path / "rows.lmdb")
         with contextlib.closing(timed(module, step, workload.batches, depth)) as steps:
             seconds = list(steps)
@@ -278,10 +468,11 @@ def _tell_ahead(found: Figures) -> Report:
 
 
 PARTS: Final = {
+    "lookup": Part(_measure_lookup, _tell_lookup),
+    "train": Part(_measure_train, _tell_train),
     "small": Part(_measure_small, _tell_small),
     "checks": Part(_measure_checks, _tell_checks),
     "first": Part(_measure_first, _tell_first),
-    "demo": Part(_measure_demo, _tell_demo),
     "ahead": Part(_measure_ahead, _tell_ahead),
 }
 

@@ -12,8 +12,6 @@ from .common import Goal, Report, Run, Table, start
 from .data import criteo_keys, require_criteo
 from .peers.cachesim import hit_rate, policies, write_trace
 
-__all__ = ["run"]
-
 OWN: Final = ("tinylfu", "lru", "lfu")
 
 

@@ -32,8 +32,6 @@ from .common import Goal, Report, Run, Spread, Table, fresh_folder, measure, per
 from .data import ROOT
 from .workload import ids_of
 
-__all__ = ["run"]
-
 _NUM_DENSE: Final = 13
 _TABLES: Final = preset("mlperf-dlrm-v2").tables
 _BAGS: Final = [int(table.pooling_factor) for table in _TABLES]

@@ -17,8 +17,6 @@ from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.reads import RowReader
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 
-__all__ = ["Rows", "TierReader", "build_flat", "build_once", "build_rows", "build_store", "open_flat", "take_as_large"]
-
 _STORE_ID = bytes(16)
 _CHUNK_ROWS = 200_000
 

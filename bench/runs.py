@@ -17,8 +17,6 @@ from tierstore.train.steps import feed
 
 from .data import ROOT, require_criteo
 
-__all__ = ["DDR", "Scored", "run_config", "scored", "trained"]
-
 DDR: Final = "200% of tables"
 
 

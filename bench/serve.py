@@ -10,8 +10,6 @@ from typing import Final
 from .common import Part, start
 from .serving import fresh, latency, peers
 
-__all__ = ["PARTS"]
-
 PARTS: Final[dict[str, Part]] = {"load": latency.PART, "peers": peers.PART, "fresh": fresh.PART}
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from tierstore.plan.presets import KAGGLE_ROWS
 from .data import criteo_keys
 from .workload import Batches, ids_of, make_store
 
-__all__ = ["StepWorkload", "criteo", "fill", "jagged", "kaggle", "step_of", "timed", "zipf"]
-
 
 class StepWorkload(NamedTuple):
     """Tables, and batches of ids for them: one bag a sample and table."""

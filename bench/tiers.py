@@ -27,8 +27,6 @@ from .rowdata import take_as_large
 from .steps import StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
 from .workload import read_every_row
 
-__all__ = ["run"]
-
 ROWS_FILE: Final = "rows.lmdb"
 PAGE_BYTES: Final = 4096
 _CRITEO: Final = "Criteo's lookups"

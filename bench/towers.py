@@ -19,8 +19,6 @@ from tierstore.train.partition import partition_run
 from .common import Goal, Report, Run, Table, fresh_folder, start
 from .runs import run_config, trained
 
-__all__ = ["run"]
-
 _INTERACTIONS: Final = {"dot": "DLRM", "dcn": "DCN-v2"}
 _FLAT, _SIMILAR, _RANDOM = _KINDS = ("without towers", "towers by similarity", "towers at random")
 Found = dict[str, dict[str, list[float]]]

@@ -13,15 +13,12 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from .child import Child
-from .common import Goal, Report, Run, Spread, Table, program
+from .common import Goal, Report, Run, Table, spread, start
 from .data import ROOT
-
-__all__ = ["run"]
 
 TASKS: Final = ("train", "lookup", "partly", "cold", "warm", "commit")
 SLOWER_MAX: Final = 1.03
@@ -90,72 +87,43 @@ def _pair(now: _Worker, earlier: _Worker, part: str, turn: int) -> tuple[float, 
     return now.figure(part), theirs
 
 
-def _counts(request: Run) -> dict[str, tuple[int, int]]:
-    """(This version's, the earlier one's) counts by part."""
-    with _both(request, "calls", 0) as (now, earlier):
-        return {part: (int(now.figure(part)), int(earlier.figure(part))) for part in now.parts}
-
-
 def run(request: Run) -> Report:
-    goals, rows = [], []
-    figures: dict[str, Any] = {}
+    goals, rows, figures, config = [], [], dict[str, Any](), request.config
     for task in TASKS:
         for part, pairs in _measure(request, task).items():
             now, earlier = ([pair[place] for pair in pairs] for place in (0, 1))
             ratios = [one / other for one, other in pairs]
-            ratio = statistics.median(ratios)
-            quartiles = statistics.quantiles(ratios, n=4)
-            figures[part] = {
-                "seconds": asdict(Spread.of(now)),
-                "earlier_seconds": asdict(Spread.of(earlier)),
-                "ratio_p50": ratio,
-                "ratio_p25": quartiles[0],
-                "ratio_p75": quartiles[2],
-            }
+            ratio, (low, _, high) = statistics.median(ratios), statistics.quantiles(ratios, n=4)
+            figures[part] = {"seconds": spread(now), "earlier_seconds": spread(earlier)}
+            figures[part] |= {"ratio_p50": ratio, "ratio_p25": low, "ratio_p75": high}
             times = [f"{1e3 * statistics.median(seconds):.3f}" for seconds in (now, earlier)]
-            rows.append([part, *times, f"{ratio:.3f}", f"{quartiles[0]:.2f} - {quartiles[2]:.2f}"])
+            rows.append([part, *times, f"{ratio:.3f}", f"{low:.2f} - {high:.2f}"])
             at_most = PARTLY_MAX if part.startswith("partly: lookup") else SLOWER_MAX
-            goals.append(Goal(name=f"{part}: time over the earlier version's", value=round(ratio, 3), at_most=at_most))
-            for kind, seconds in ONE_ID_MAX.items():
-                if part == f"one id that {kind}":
-                    goals.append(
-                        Goal(name=f"{part}: microseconds", value=1e6 * statistics.median(now), at_most=1e6 * seconds)
-                    )
-    counts = _counts(request)
-    for part, (ours, theirs) in counts.items():
-        figures[part] = {"count": ours, "earlier_count": theirs}
-        if part in CALLS_MAX:
-            goals.append(Goal(name=part, value=ours, at_most=CALLS_MAX[part]))
-    config = request.config
-    return Report(
-        question=f"Is this version as fast as {config['earlier']}?",
-        tables=[
-            Table(
-                title=f"time of one measurement, ms, this version and {config['earlier']}",
-                columns=["what", "this version", "earlier", "ratio of a pair", "its quartiles"],
-                rows=rows,
-            ),
-            Table(
-                title=f"what Python runs through in the package, this version and {config['earlier']}",
-                columns=["what", "this version", "earlier", "ratio"],
-                rows=[
-                    [part, str(ours), str(theirs), f"{ours / theirs:.2f}"] for part, (ours, theirs) in counts.items()
-                ],
-            ),
-        ],
-        figures=figures,
-        goals=goals,
-        notes=[
-            f"Two processes in turns, {config['rounds']} times started, {config['repetitions']} pairs each time; the "
-            "ratio is the median over all pairs. "
-            f"Training: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} "
-            f"samples of {config['pooling_factor']} ids. Reads: {config['read_rows']:,} random rows of "
-            f"{config['cold_rows']:,}, each version from a store that it wrote itself. "
-            "Commits: rows of one table, written before the clock starts. "
-            "Counts: by sys.setprofile, of the third batch of two tables, a quarter of the rows being in memory."
-        ],
+            goals.append(Goal(f"{part}: time over the earlier version's", round(ratio, 3), at_most=at_most))
+            if most := ONE_ID_MAX.get(part.removeprefix("one id that ")):
+                goals.append(Goal(f"{part}: microseconds", 1e6 * statistics.median(now), at_most=1e6 * most))
+    counts = []
+    with _both(request, "calls", 0) as (ours, theirs):
+        for part in ours.parts:
+            count, other = int(ours.figure(part)), int(theirs.figure(part))
+            figures[part] = {"count": count, "earlier_count": other}
+            counts.append([part, str(count), str(other), f"{count / other:.2f}"])
+            if part in CALLS_MAX:
+                goals.append(Goal(part, count, at_most=CALLS_MAX[part]))
+    title = f"time of one measurement, ms, this version and {config['earlier']}"
+    note = (
+        f"Two processes in turns, {config['rounds']} times started, {config['repetitions']} pairs each time; the ratio "
+        f"is the median over all pairs. Training: {config['tables']} tables of {config['rows']:,} rows of "
+        f"{config['dim']}, {config['batch']:,} samples of {config['pooling_factor']} ids. Reads: "
+        f"{config['read_rows']:,} random rows of {config['cold_rows']:,}, each version from a store that it wrote "
+        "itself. Commits: rows of one table, written before the clock starts. Counts: by sys.setprofile, of the third "
+        "batch of two tables, a quarter of the rows being in memory."
     )
+    table = Table(title, ["what", "this version", "earlier", "ratio of a pair", "its quartiles"], rows)
+    what = f"what Python runs through in the package, this version and {config['earlier']}"
+    ran = Table(what, ["what", "this version", "earlier", "ratio"], counts)
+    return Report([table, ran], goals, [note], figures, f"Is this version as fast as {config['earlier']}?")
 
 
 if __name__ == "__main__":
-    sys.exit(program("versions", run))
+    start("versions")

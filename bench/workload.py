@@ -11,8 +11,6 @@ from torch import Tensor
 
 import tierstore
 
-__all__ = ["CHUNK", "Batches", "ids_of", "make_store", "read_every_row"]
-
 CHUNK: Final = 200_000
 """Rows read or written at a time."""
 

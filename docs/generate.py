@@ -25,23 +25,18 @@ __all__ = ["benchmarks_page", "load_results", "main", "pages", "renewed", "stale
 RESULTS: Final = ROOT / "bench" / "results"
 ORDER: Final = (
     "cold",
-    "lookup",
-    "train",
+    "overhead",
     "tiers",
     "policies",
     "memory",
     "commit",
-    "crashes",
-    "cuts",
     "criteo",
     "towers",
     "reading",
-    "quantized",
-    "quantize",
+    "precision",
     "versions",
     "serve",
     "rmc",
-    "dense",
     "plan",
     "dist",
     "dist_costs",
@@ -58,13 +53,13 @@ _HEAD: Final = """\
 # Benchmarks
 
 ```sh
-python -m bench.lookup --quick --dir . --json lookup.json    # in a checkout of the project
+python -m bench.overhead --only lookup --quick --dir . --json overhead.json    # in a checkout of the project
 ```
 
 This prints pooled lookups a second beside torch's, at small size.
 
 - Each section ends with the command that measured it and the machine. A program takes `--json PATH` and `--quick`, and
-  reads its sizes from the TOML file of its name in `bench/`.
+  reads its sizes from the TOML file of its name in `bench/`. Most have parts, which `--only` measures alone.
 - The physical limit and the peers are measured in the same run, in turns with tierstore. Figures are medians over the
   repetitions. A missed goal is marked **missed**.
 - `python -m docs.generate` writes this page from the JSON in `bench/results`; edit neither by hand.

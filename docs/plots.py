@@ -47,7 +47,7 @@ def _training(axes: Any, figures: dict[str, Any]) -> None:
         "torch.nn.EmbeddingBag, sparse": "torch.nn.EmbeddingBag, sparse",
         "FBGEMM, table-batched": "FBGEMM, table-batched",
     }
-    rates = figures["lookups_per_s"]["row-wise Adagrad"]
+    rates = figures["train"]["lookups_per_s"]["row-wise Adagrad"]
     _bars(axes, {label: rates[name] for name, label in labels.items()}, 1e-6)
     axes.set(xlabel="million lookups/s, row-wise Adagrad")
 
@@ -102,7 +102,7 @@ def _served(axes: Any, figures: dict[str, Any]) -> None:
 
 def _by_batch(axes: Any, figures: dict[str, Any]) -> None:
     """A line for each optimizer and set of bench.generalisation; bands from the least to the most of any seed."""
-    cells, styles = figures["sets"]["cells"], {"criteo": "-", "items": "--"}
+    cells, styles = figures["cells"], {"criteo": "-", "items": "--"}
     colors = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(cell["optimizer"] for cell in cells))}
     for name, style in styles.items():
         for optimizer, color in colors.items():
@@ -116,29 +116,14 @@ def _by_batch(axes: Any, figures: dict[str, Any]) -> None:
     axes.legend(loc="lower left")
 
 
-def _digits(axes: Any, figures: dict[str, Any]) -> None:
-    found = figures["digits"]
-    for number, (kind, own) in enumerate(found["optimizers"].items()):
-        for batch, style in zip(found["batches"], ("--", "-"), strict=True):
-            losses = [
-                statistics.fmean(each) for each in zip(*(run["losses"] for run in own[str(batch)]["runs"]), strict=True)
-            ]
-            steps = [found["steps"] * place / (len(losses) - 1) for place in range(len(losses))]
-            axes.plot(steps, losses, style, color=f"C{number}", label=f"{kind}, {batch:,}")
-    axes.set_yscale("log")
-    axes.set(xlabel="steps", ylabel="loss of all training digits")
-    axes.legend(fontsize=7)
-
-
 PLOTS: Final[dict[str, tuple[str, Plot]]] = {
     "commit_growth.svg": ("commit", _growth),
-    "train.svg": ("train", _training),
+    "train.svg": ("overhead", _training),
     "cold.svg": ("cold", _cold_reads),
     "tiers_step.svg": ("tiers", _step_time),
     "tiers_hits.svg": ("tiers", _hit_rate),
     "serve_load.svg": ("serve", _served),
     "batches.svg": ("generalisation", _by_batch),
-    "digits.svg": ("generalisation", _digits),
 }
 """By file: the result it is drawn from, and how."""
 

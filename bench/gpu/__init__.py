@@ -4,22 +4,7 @@
 at once what is missing. It needs torch built for CUDA (which brings Triton), some 40 GiB of GPU memory, 32 GiB of host
 memory and a C compiler for Triton's launchers, and no network. ``--only rows,training`` runs some parts only, ``--dir``
 says where stores are built. Sizes and each part's time are those of ``bench/gpu.toml``: for a smaller GPU, copy it,
-make ``rows``, ``slots`` or ``table_sizes`` smaller, and give it with ``--config``. The report is written again after
+make ``rows`` or ``table_sizes`` smaller, and give it with ``--config``. The report is written again after
 every part. Without a CUDA device it says so and writes nothing; with ``--quick`` every part then runs on the CPU at
 tiny sizes, to see that it works.
 """
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..common import Report, Run
-
-__all__ = ["run"]
-
-
-def run(request: "Run") -> "Report":
-    """Every part in turn: see ``runner.run``."""
-    # Not at the top: the check of what is installed comes before whatever needs it.
-    from . import runner
-
-    return runner.run(request)

@@ -6,29 +6,24 @@ must end in the same bits.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 import tierstore
 
-from ..common import Goal, Spread, Table
-from .counting import asked_of
-from .part import Part
-from .rig import Rig
-from .stores import Batch, Trainer, draw_batches, fill_host_memory, hbm_bytes, make_tables, open_fresh
+from ..common import Goal, Report, Table, spread
+from .rig import Rig, asked_of
+from .stores import Batch, Trainer, draw_batches, fill_host_memory, hbm_bytes, make_tables, open_fresh, shape_of
 from .training import SPARE
-
-__all__ = ["run"]
 
 _ALL: Final = 1.0
 _WANTED: Final = 0.9
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     steps, repetitions = config["steps"], config["repetitions"]
-    # A first round to warm up, and one to see for how long the model's stream stands still; and one step to count.
-    count = (repetitions + 2) * steps + 1
+    # A first round to warm up, and one step to count.
+    count = (repetitions + 1) * steps + 1
     batches = draw_batches(rig, config["table_sizes"], config["exponent"], config["batch"], count)
     cases: dict[float, dict[str, Any]] = {}
     left = list(config["shares"])
@@ -37,7 +32,12 @@ def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
             trainer = _open(rig, config, folder, share, stack)
             cases[share] = _measure(rig, trainer, batches, config)
         left.remove(share)
-        yield _report(cases, left, config)
+        yield {
+            "cases": {str(share): case for share, case in cases.items()},
+            "left": [f"{share:.0%} of rows" for share in left],
+            "shape": shape_of(config),
+            "depth": config["depth"],
+        }
 
 
 def _open(rig: Rig, config: dict[str, Any], folder: Path, share: float, stack: contextlib.ExitStack) -> Trainer:
@@ -58,63 +58,42 @@ def _measure(rig: Rig, trainer: Trainer, batches: list[Batch], config: dict[str,
     rounds = [batches[start : start + steps] for start in range(0, len(batches) - 1, steps)]
     trainer.take_steps(rounds[0])
     before = trainer.store.stats().hbm
-    seconds = [trainer.take_steps(part) / steps for part in rounds[1:-1]]
+    seconds = [trainer.take_steps(part) / steps for part in rounds[1:]]
     after = trainer.store.stats().hbm
-    waited = trainer.waited_share(rounds[-1])
     asked = asked_of(rig, lambda: trainer.step(batches[-1]))
     if asked is None:
         trainer.step(batches[-1])
     found = after.unique - before.unique
     return {
-        "step_s": asdict(Spread.of(seconds)),
+        "step_s": spread(seconds),
         "capacity_rows": after.capacity_rows,
         "hbm_bytes": after.bytes,
         "hit_rate": (after.hits - before.hits) / found if found else 1.0,
         "conflict_misses": after.conflict_misses,
         "split_batches": after.split_batches,
-        "waited_share": waited,
         "asked": None if asked is None else asked._asdict(),
         "bits": trainer.digest(batches[-steps:]),
     }
 
 
-def _report(cases: dict[float, dict[str, Any]], left: list[float], config: dict[str, Any]) -> Part:
-    whole = cases[_ALL]["step_s"]["median"]
-    least = min(cases)
-    goals = [
-        Goal(
-            name="training: different ends, over all sizes of device memory",
-            value=len({case["bits"] for case in cases.values()}),
-            exactly=1,
-        )
-    ]
+def tell(found: dict[str, Any]) -> Report:
+    cases = {float(share): case for share, case in found["cases"].items()}
+    whole, least = cases[_ALL]["step_s"]["median"], min(cases)
+    name, ends = "training: different ends, over all sizes of device memory", {case["bits"] for case in cases.values()}
+    goals = [Goal(name, len(ends), exactly=1)]
     if least < _ALL:
         reached = round(whole / cases[least]["step_s"]["median"], 3)
         name = f"training with {least:.0%} of rows in device memory: steps a second over those with all"
-        goals.insert(0, Goal(name=name, value=reached, at_least=_WANTED))
-    return Part(
-        tables=[
-            Table(
-                title=f"DLRM, {len(config['table_sizes'])} tables, {sum(config['table_sizes']):,} rows of "
-                f"{config['dim']}, batch {config['batch']:,}, Zipf {config['exponent']}",
-                columns=[
-                    "in device memory", "takes", "hits", "steps/s", "ms/step", "of all", "stood still", "launches",
-                    "waits", "bits",
-                ],
-                rows=[_row(share, case, whole) for share, case in cases.items()],
-            )
-        ],
-        figures={"cases": {str(share): case for share, case in cases.items()}},
-        goals=goals,
-        notes=[
-            f"Training, some rows in device memory: batches never seen before, {config['depth']} of them prefetched, "
-            "dense features on the device already, ids and all other rows in host memory. Stood still: the share of "
-            "the time for which the model's stream waited for rows (CUDA events), in a further round. Launches and "
-            "waits: of one more step, without prefetching and with the dense part's. Bits: digest of the dense weights "
-            "and of the rows of the last steps."
-        ],
-        left=[f"{share:.0%} of rows" for share in left],
-    )  # fmt: skip
+        goals.insert(0, Goal(name, reached, at_least=_WANTED))
+    columns = ["in device memory", "takes", "hits", "steps/s", "ms/step", "of all", "launches", "waits"]
+    rows = [_row(share, case, whole) for share, case in cases.items()]
+    note = (
+        f"Training, some rows in device memory: batches never seen before, {found['depth']} of them prefetched, dense "
+        "features on the device already, ids and all other rows in host memory. Launches and waits: of one more step, "
+        "without prefetching and with the dense part's. Bits: digest of the dense weights and of the rows of the last "
+        "steps."
+    )
+    return Report([Table(f"DLRM, {found['shape']}", [*columns, "bits"], rows)], goals, [note])
 
 
 def _row(share: float, case: dict[str, Any], whole: float) -> list[str]:
@@ -126,8 +105,6 @@ def _row(share: float, case: dict[str, Any], whole: float) -> list[str]:
         f"{1 / median:,.0f}",
         f"{median * 1e3:.2f}",
         f"{whole / median:.2f}",
-        f"{case['waited_share']:.1%}",
-        "" if asked is None else f"{asked['launches']}",
-        "" if asked is None else f"{asked['waits']}",
+        *(["", ""] if asked is None else [f"{asked['launches']}", f"{asked['waits']}"]),
         case["bits"][:12],
     ]

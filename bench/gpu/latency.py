@@ -1,6 +1,5 @@
 """Latency of lookups: a tenth of the rows in device memory, the rest in host memory, nothing prefetched."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -12,18 +11,15 @@ from torch.nn.functional import embedding_bag
 
 import tierstore
 
-from ..common import Table
-from .ids import Zipf
-from .part import Part
-from .rig import Rig
+from ..common import Report, Table
+from .rig import Rig, Zipf
 from .stores import fill_host_memory, hbm_bytes, make_tables, open_fresh, table_name
 
-__all__ = ["run"]
-
 _QUANTILES: Final = (50, 95, 99)
+_TOLD: Final = ("tables", "rows", "dim", "hbm_share", "exponent", "published_by", "published_note")
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     sizes = [config["rows"]] * config["tables"]
     zipf = Zipf(rig, config["rows"], config["exponent"])
     budget = hbm_bytes(config["hbm_share"] * sum(sizes), 4 * config["dim"])
@@ -36,7 +32,7 @@ def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
         left = [f"{case['batch']:,} samples" for case in config["cases"]]
         for case in config["cases"]:
             cases.append(_measure(rig, collection, weights, zipf, case, config))
-            yield _report(cases, left[len(cases) :], config)
+            yield {"cases": cases, "left": left[len(cases) :]} | {name: config[name] for name in _TOLD}
 
 
 def _requests(zipf: Zipf, batch: int, count: int, tables: int) -> list[tierstore.KeyedJaggedTensor]:
@@ -69,8 +65,8 @@ def _measure(
         requests = _requests(zipf, batch, case["requests"], config["tables"])
         taken: dict[str, list[float]] = {"tierstore": [], "torch": []}
         for request in requests:
-            taken["tierstore"].append(_seconds(rig, lambda: own(request)))  # noqa: B023
-            taken["torch"].append(_seconds(rig, lambda: in_device_memory(request)))  # noqa: B023
+            taken["tierstore"].append(rig.seconds(lambda: own(request)))  # noqa: B023
+            taken["torch"].append(rig.seconds(lambda: in_device_memory(request)))  # noqa: B023
     after = store.stats().hbm
     return {
         "batch": batch,
@@ -85,41 +81,23 @@ def _measure(
     }
 
 
-def _seconds(rig: Rig, action: Any) -> float:
-    """From ids on the host to pooled rows on the device."""
-    rig.wait()
-    start = time.perf_counter()
-    action()
-    rig.wait()
-    return time.perf_counter() - start
-
-
-def _report(cases: list[dict[str, Any]], left: list[str], config: dict[str, Any]) -> Part:
+def tell(found: dict[str, Any]) -> Report:
     names = {"tierstore": "tierstore", "torch": "torch EmbeddingBag, all rows in device memory"}
     rows = []
-    for case in cases:
+    for case in found["cases"]:
         for name, shown in names.items():
-            latency = case["latency_us"][name]
             hits = f"{case['hit_rate']:.1%}" if name == "tierstore" else ""
-            cells = [f"{latency[f'p{quantile}']:,.0f}" for quantile in _QUANTILES]
+            cells = [f"{case['latency_us'][name][f'p{quantile}']:,.0f}" for quantile in _QUANTILES]
             rows.append([f"{case['batch']:,} samples: {shown}", hits, *cells])
-        published = f"{case['batch']:,} samples: {config['published_by']}"
+        published = f"{case['batch']:,} samples: {found['published_by']}"
         rows.append([published, "", f"{case['published_us']:,.0f}", "", ""])
-    total = config["tables"] * config["rows"]
-    return Part(
-        tables=[
-            Table(
-                title=f"lookups of {config['tables']} features of dim {config['dim']}, {total:,} rows, "
-                f"{config['hbm_share']:.0%} of them in device memory, the rest in host memory",
-                columns=["", "hits", "p50 us", "p95 us", "p99 us"],
-                rows=rows,
-            )
-        ],
-        figures={"cases": cases, "published_by": config["published_by"]},
-        left=left,
-        notes=[
-            f"Lookups: from ids on the host to pooled rows on the device, one id a feature, Zipf {config['exponent']}, "
-            f"one request at a time, none seen before ({', '.join(str(case['requests']) for case in cases)} of them); "
-            f"hits: of distinct ids. {config['published_note']}"
-        ],
+    title = (
+        f"lookups of {found['tables']} features of dim {found['dim']}, {found['tables'] * found['rows']:,} rows, "
+        f"{found['hbm_share']:.0%} of them in device memory, the rest in host memory"
     )
+    note = (
+        f"Lookups: from ids on the host to pooled rows on the device, one id a feature, Zipf {found['exponent']}, one "
+        f"request at a time, none seen before ({', '.join(str(case['requests']) for case in found['cases'])} of "
+        f"them); hits: of distinct ids. {found['published_note']}"
+    )
+    return Report([Table(title, ["", "hits", "p50 us", "p95 us", "p99 us"], rows)], notes=[note])

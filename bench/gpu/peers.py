@@ -1,8 +1,6 @@
 """Peers of the kernels over rows, on the same ids: torch's EmbeddingBag, and FBGEMM's table-batched embeddings."""
 
 import importlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +8,31 @@ from torch.nn.functional import embedding_bag
 
 from .rig import Action, Rig
 
-__all__ = ["FbgemmPeer", "TorchPeer", "fbgemm_missing"]
+
+class _Peer:
+    """``forward(number)`` looks a batch up; ``backward`` follows it, with an update."""
+
+    def __init__(self) -> None:
+        self._out: Tensor | None = None
+
+    def forward(self, number: int) -> Tensor:
+        """float32 [B, tables * D]."""
+        raise NotImplementedError
+
+    def backward(self, number: int) -> None:
+        raise NotImplementedError
+
+    def _backward(self, gradient: Tensor) -> None:
+        out, self._out = self._out, None
+        assert out is not None
+        out.backward(gradient)  # type: ignore[no-untyped-call]
+
+    @property
+    def actions(self) -> dict[str, Action]:
+        return {"forward": self.forward, "backward": self.backward}
 
 
-class TorchPeer:
+class TorchPeer(_Peer):
     """One ``embedding_bag`` call over the rows of all tables; backward gives a sparse gradient, torch's SGD applies it.
 
     Args:
@@ -24,6 +43,7 @@ class TorchPeer:
     """
 
     def __init__(self, weights: Tensor, rows: list[Tensor], starts: Tensor, gradient: Tensor) -> None:
+        super().__init__()
         self._leaf = weights.detach().requires_grad_()
         # Torch's sparse gradients have ids of 64 bits.
         self._rows, self._starts = [own.long() for own in rows], starts.long()
@@ -31,10 +51,8 @@ class TorchPeer:
         self._gradient = gradient.view(samples, -1, dim).transpose(0, 1).reshape(-1, dim)
         self._samples = samples
         self._optimizer = torch.optim.SGD([self._leaf], lr=1e-6)
-        self._out: Tensor | None = None
 
     def forward(self, number: int) -> Tensor:
-        """float32 [B, tables * D], a view."""
         out = embedding_bag(
             self._rows[number], self._leaf, self._starts, mode="sum", sparse=True, include_last_offset=True
         )
@@ -42,17 +60,10 @@ class TorchPeer:
         return out.view(-1, self._samples, out.shape[1]).transpose(0, 1).flatten(1)
 
     def backward(self, number: int) -> None:
-        """Backward of the forward before it, and an SGD step."""
         del number
-        out, self._out = self._out, None
-        assert out is not None
-        out.backward(self._gradient)  # type: ignore[no-untyped-call]
+        self._backward(self._gradient)
         self._optimizer.step()
         self._leaf.grad = None
-
-    @property
-    def actions(self) -> dict[str, Action]:
-        return {"forward": self.forward, "backward": self.backward}
 
 
 def fbgemm_missing(rig: Rig) -> str:
@@ -74,15 +85,7 @@ def fbgemm_missing(rig: Rig) -> str:
     return ""
 
 
-def _fbgemm() -> tuple[Any, Any]:
-    common, training = (
-        importlib.import_module(f"fbgemm_gpu.split_table_batched_embeddings_ops_{name}")
-        for name in ("common", "training")
-    )
-    return common, training
-
-
-class FbgemmPeer:
+class FbgemmPeer(_Peer):
     """``SplitTableBatchedEmbeddingBagsCodegen``, all rows in device memory, optimizer fused.
 
     Args:
@@ -95,7 +98,11 @@ class FbgemmPeer:
         self, rig: Rig, tables: int, rows: int, dim: int, optimizer: str, slots: list[Tensor], starts: Tensor,
         gradient: Tensor,
     ) -> None:  # fmt: skip
-        common, training = _fbgemm()
+        super().__init__()
+        common, training = (
+            importlib.import_module(f"fbgemm_gpu.split_table_batched_embeddings_ops_{name}")
+            for name in ("common", "training")
+        )
         spec = (rows, dim, common.EmbeddingLocation.DEVICE, training.ComputeDevice.CUDA)
         self._module = training.SplitTableBatchedEmbeddingBagsCodegen(
             [spec] * tables,
@@ -112,21 +119,12 @@ class FbgemmPeer:
         self._module.init_embedding_weights_uniform(-1.0, 1.0)
         self._ids = [own.long() % rows for own in slots]
         self._starts, self._gradient = starts.long(), gradient
-        self._out: Tensor | None = None
 
     def forward(self, number: int) -> Tensor:
-        """float32 [B, tables * D]."""
         out: Tensor = self._module(self._ids[number], self._starts)
         self._out = out
         return out
 
     def backward(self, number: int) -> None:
-        """Backward of the forward before it, with its update."""
         del number
-        out, self._out = self._out, None
-        assert out is not None
-        out.backward(self._gradient)  # type: ignore[no-untyped-call]
-
-    @property
-    def actions(self) -> dict[str, Callable[[int], object]]:
-        return {"forward": self.forward, "backward": self.backward}
+        self._backward(self._gradient)

@@ -1,47 +1,37 @@
-"""A device and how time on it is measured.
+"""A device, ids for it, and how time on it is measured.
 
 On CUDA, work is timed by events on the stream it is given to. Before each measurement the device is kept busy for
 about a millisecond, while the host enqueues what is measured, and its L2 cache is written over; so neither launches
 nor what an earlier repetition left in the cache count, unless the work itself waits for the host.
 """
 
+import math
+import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
-
-from ..common import Spread
-
-__all__ = ["Action", "Call", "Rig", "rounds_of"]
+from torch import Tensor
 
 _HEAD_START_CYCLES: Final = 2_000_000
 _FLUSH_BYTES: Final = 256 * 2**20
 """Several times the L2 cache of any GPU so far."""
 _WARM_UPS: Final = 4
 """Triton compiles a kernel when it is first used, torch loads one."""
-_COPY_BYTES: Final = 2**30
-_COPY_BYTES_ON_CPU: Final = 2**22
+_COPY_BYTES: Final = {True: 2**30, False: 2**22}
+"""Of a copy on the device, or on the CPU."""
 _COPY_REPETITIONS: Final = 11
+_WAITS: Final = ("cudaStreamSynchronize", "cudaEventSynchronize")
+"""Not cudaDeviceSynchronize: the profiler's own."""
 
 Action = Callable[[int], object]
 
 
-class Call(NamedTuple):
-    """Seconds of one call on an idle device.
-
-    Attributes:
-        returned: until the host was free again.
-        done: until the device had done it.
-    """
-
-    returned: float
-    done: float
-
-
 def rounds_of(repetitions: int) -> int:
-    """Numbers that ``Rig.times`` and then ``Rig.calls`` give to actions: as many batches, and none comes twice."""
-    return _WARM_UPS + 2 * repetitions
+    """Numbers that ``Rig.times`` gives to actions: as many batches, and none comes twice."""
+    return _WARM_UPS + repetitions
 
 
 class Rig:
@@ -64,6 +54,14 @@ class Rig:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
+    def seconds(self, action: Callable[[], object]) -> float:
+        """From an idle device until it is done."""
+        self.wait()
+        start = time.perf_counter()
+        action()
+        self.wait()
+        return time.perf_counter() - start
+
     def times(
         self, actions: Mapping[str, Action], *, repetitions: int, before: Mapping[str, Action] | None = None
     ) -> dict[str, list[float]]:
@@ -72,38 +70,17 @@ class Rig:
         Args:
             before: what must happen before an action each time, not timed.
         """
-        prepare = before or {}
-        for number in range(_WARM_UPS):
-            self._turn(actions, prepare, number)
-        rounds = [self._turn(actions, prepare, _WARM_UPS + number) for number in range(repetitions)]
-        self.wait()
-        return {name: [seconds() for seconds in (each[name] for each in rounds)] for name in actions}
-
-    def calls(self, actions: Mapping[str, Action], *, repetitions: int) -> dict[str, list[Call]]:
-        """Seconds by the host's clock of each action, after ``times``; its numbers go on."""
-        taken: dict[str, list[Call]] = {name: [] for name in actions}
-        for number in range(repetitions):
+        taken: dict[str, list[Callable[[], float]]] = {name: [] for name in actions}
+        for number in range(_WARM_UPS + repetitions):
             for name, action in actions.items():
-                self.wait()
-                begin = time.perf_counter()
-                action(_WARM_UPS + repetitions + number)
-                returned = time.perf_counter() - begin
-                self.wait()
-                taken[name].append(Call(returned, time.perf_counter() - begin))
-        return taken
-
-    def _turn(
-        self, actions: Mapping[str, Action], before: Mapping[str, Action], number: int
-    ) -> dict[str, Callable[[], float]]:
-        """Each action once; its seconds, to be asked for when the device is done."""
-        taken = {}
-        for name, action in actions.items():
-            if name in before:
-                before[name](number)
-            taken[name] = self._on_cuda(action, number) if self.is_cuda else _on_cpu(action, number)
-        return taken
+                if before and name in before:
+                    before[name](number)
+                taken[name].append(self._on_cuda(action, number) if self.is_cuda else _on_cpu(action, number))
+        self.wait()
+        return {name: [seconds() for seconds in each[_WARM_UPS:]] for name, each in taken.items()}
 
     def _on_cuda(self, action: Action, number: int) -> Callable[[], float]:
+        """Do it; its seconds, to be asked for when the device is done."""
         begin, end = self.event(), self.event()
         if self._flush is None:
             self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
@@ -120,10 +97,10 @@ class Rig:
 
     def copy_bytes_per_s(self) -> float:
         """Bytes read plus bytes written a second by a large copy within the device's memory, median."""
-        size = _COPY_BYTES if self.is_cuda else _COPY_BYTES_ON_CPU
+        size = _COPY_BYTES[self.is_cuda]
         source, target = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
         seconds = self.times({"copy": lambda _: target.copy_(source)}, repetitions=_COPY_REPETITIONS)["copy"]
-        return 2 * size / Spread.of(seconds).median
+        return 2 * size / statistics.median(seconds)
 
 
 def _on_cpu(action: Action, number: int) -> Callable[[], float]:
@@ -131,3 +108,58 @@ def _on_cpu(action: Action, number: int) -> Callable[[], float]:
     action(number)
     seconds = time.perf_counter() - begin
     return lambda: seconds
+
+
+class Asked(NamedTuple):
+    """What a call asks of the device: kernels, copies and fills, and times that a thread of the host waited for it."""
+
+    launches: int
+    waits: int
+
+
+def asked_of(rig: Rig, action: Callable[[], object]) -> Asked | None:
+    """As the profiler sees it in all threads; None where it sees nothing: on the CPU, or without CUPTI."""
+    if not rig.is_cuda:
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    rig.wait()
+    try:
+        with torch.profiler.profile(activities=activities) as profile:
+            action()
+            rig.wait()
+        events: Any = profile.events()
+    except RuntimeError:  # what was timed before stands
+        traceback.print_exc()
+        return None
+    on_device: Any = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    # Spans that a program names are on the device's timeline, too.
+    launches = sum(event.device_type == on_device and not event.is_user_annotation for event in events)
+    return Asked(launches, sum(event.name in _WAITS for event in events)) if launches else None
+
+
+class Zipf:
+    """Rows of a table: rank ``r`` (from 0) as likely as ``(r + 1) ** -exponent``, ranks scattered over the table.
+
+    Args:
+        exponent: 0 for rows that are all as likely.
+    """
+
+    def __init__(self, rig: Rig, rows: int, exponent: float) -> None:
+        self._generator, self._device, self._rows = rig.generator, rig.device, rows
+        ranks = torch.arange(1, rows + 1, dtype=torch.float64, device=rig.device)
+        self._sums = torch.cumsum(ranks**-exponent, 0) if exponent else None
+        # A step that visits every row, about the golden section of the table.
+        self._step = max(1, int(rows * 0.618))
+        while math.gcd(self._step, rows) > 1:
+            self._step += 1
+
+    def ranks(self, count: int) -> Tensor:
+        """int64 [count], on the device."""
+        if self._sums is None:
+            return torch.randint(self._rows, (count,), generator=self._generator, device=self._device)
+        uniform = torch.rand(count, dtype=torch.float64, generator=self._generator, device=self._device)
+        return torch.searchsorted(self._sums, uniform * self._sums[-1]).clamp_(max=self._rows - 1)
+
+    def draw(self, count: int) -> Tensor:
+        """int64 [count], on the device."""
+        return self.ranks(count) * self._step % self._rows

@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,16 +18,9 @@ from tierstore.hbm.cache import Grouping, group_slots
 from tierstore.hbm.kernel_types import Bags
 from tierstore.kernels import slots as kernels
 
-from ..common import Spread
-from .compulsory import Work, pooled_bytes, updated_bytes
-from .ids import Zipf
-from .part import Part
+from ..common import Goal, Report, Table, spread
 from .peers import FbgemmPeer, TorchPeer, fbgemm_missing
-from .rig import Action, Rig, rounds_of
-from .rows_report import report
-from .tables_peer import TablesPeer, tables_missing
-
-__all__ = ["run"]
+from .rig import Action, Rig, Zipf, rounds_of
 
 RULES: Final[dict[str, optim.Optimizer]] = {
     "sgd": optim.SGD(lr=1e-3),
@@ -39,6 +32,9 @@ _STATE_BYTES: Final = {"sgd": 0, "rowwise_adagrad": 4}
 _COUNTED: Final = 4
 """Batches whose distinct rows are counted."""
 _TOLERANCE: Final = 1e-3
+_TOLD: Final = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad"}
+_WANTED_OF_COPY: Final = 0.7
+_WANTED_OF_PEER: Final = 0.9
 
 
 class _Case(NamedTuple):
@@ -57,10 +53,10 @@ class _Case(NamedTuple):
     """float32 [B, T * D], of every batch."""
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     del folder
     limit = rig.copy_bytes_per_s()
-    missing = {"fbgemm": fbgemm_missing(rig), "cuda": tables_missing(rig)}
+    missing = fbgemm_missing(rig)
     shapes = list(product(config["exponents"], config["dims"], config["batches"]))
     left = [f"dim {dim}, batch {batch:,}, exponent {exponent}" for exponent, dim, batch in shapes]
     measured: list[dict[str, Any]] = []
@@ -68,7 +64,10 @@ def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
         case = _draw(rig, exponent, dim, batch, config)
         measured.append(_measure(rig, case, config, limit, missing))
         del case  # before the next one is drawn
-        yield report(measured, left[len(measured) :], config, limit, missing)
+        yield {
+            "copy_bytes_per_s": limit, "cases": measured, "missing": missing, "left": left[len(measured) :],
+            **{name: config[name] for name in ("tables", "rows", "pooling_factor")},
+        }  # fmt: skip
 
 
 def _draw(rig: Rig, exponent: float, dim: int, batch: int, config: dict[str, Any]) -> _Case:
@@ -129,34 +128,23 @@ class _Own:
     def group(self, number: int) -> None:
         self._grouped = group_slots(self._case.slots[number])
 
-    def merge(self, rule: str) -> Callable[[int], None]:
+    def merge(self, rule: str, _number: int) -> None:
         """The update of rows that ``group`` grouped."""
-        codes = (RULES[rule].code,) * self._tables
+        case, grouped = self._case, self._grouped
+        assert grouped is not None
+        self._kernels.update_rows(
+            case.bags, grouped.groups, grouped.distinct, 0, grad_out=case.gradient, arg_max=None, mean=False,
+            codes=(RULES[rule].code,) * self._tables, code_of=self._code_of[rule], hyper=self._hyper[rule],
+            weights=case.weights, state=case.state, dim=case.dim, dirty=None,
+        )  # fmt: skip
 
-        def act(number: int) -> None:
-            del number
-            case, grouped = self._case, self._grouped
-            assert grouped is not None
-            self._kernels.update_rows(
-                case.bags, grouped.groups, grouped.distinct, 0, grad_out=case.gradient, arg_max=None, mean=False,
-                codes=codes, code_of=self._code_of[rule], hyper=self._hyper[rule], weights=case.weights,
-                state=case.state, dim=case.dim, dirty=None,
-            )  # fmt: skip
-
-        return act
-
-    def update(self, rule: str) -> Callable[[int], None]:
+    def update(self, rule: str, number: int) -> None:
         """The whole backward."""
-        merge = self.merge(rule)
-
-        def act(number: int) -> None:
-            self.group(number)
-            merge(number)
-
-        return act
+        self.group(number)
+        self.merge(rule, number)
 
 
-def _measure(rig: Rig, case: _Case, config: dict[str, Any], limit: float, missing: dict[str, str]) -> dict[str, Any]:
+def _measure(rig: Rig, case: _Case, config: dict[str, Any], limit: float, missing: str) -> dict[str, Any]:
     tables = config["tables"]
     own = _Own(rig, case, tables)
     peers = _peers(rig, case, config, missing)
@@ -164,74 +152,128 @@ def _measure(rig: Rig, case: _Case, config: dict[str, Any], limit: float, missin
     actions: dict[str, Action] = {"forward": own.forward, "group": own.group}
     prepare: dict[str, Action] = {}
     for rule in RULES:
-        actions |= {rule: own.update(rule), f"{rule} grouped": own.merge(rule)}
+        actions |= {rule: partial(own.update, rule), f"{rule} grouped": partial(own.merge, rule)}
         prepare[f"{rule} grouped"] = own.group
     for name, peer in peers.items():
         # Each peer's forward, then its backward: those of torch and FBGEMM need it.
         actions |= {f"{name} {action}": act for action, act in peer.actions.items()}
     device = rig.times(actions, repetitions=config["repetitions"], before=prepare)
-    calls = rig.calls(
-        {name: action for name, action in actions.items() if name not in prepare}, repetitions=config["repetitions"]
-    )
     distinct = int(statistics.median(len(torch.unique(slots)) for slots in case.slots[:_COUNTED]))
-    work = Work(len(case.slots[0]), distinct, tables * case.batch, 4 * case.dim, 4 * case.dim)
-    compulsory = {"forward": pooled_bytes(work)}
-    for rule in RULES:
-        compulsory[rule] = compulsory[f"{rule} grouped"] = updated_bytes(work, _STATE_BYTES[rule])
-    seconds = {name: Spread.of(each) for name, each in device.items()}
+    compulsory = _compulsory_bytes(len(case.slots[0]), distinct, tables * case.batch, 4 * case.dim)
+    seconds = {name: spread(each) for name, each in device.items()}
     return {
         "dim": case.dim,
         "batch": case.batch,
         "exponent": case.exponent,
-        "positions": work.positions,
+        "positions": len(case.slots[0]),
         "distinct": distinct,
-        "seconds": {name: asdict(each) for name, each in seconds.items()},
-        "wall_s": {name: asdict(Spread.of([call.done for call in each])) for name, each in calls.items()},
-        "host_s": {name: asdict(Spread.of([call.returned for call in each])) for name, each in calls.items()},
+        "seconds": seconds,
         "compulsory_bytes": compulsory,
-        "of_copy": {name: size / seconds[name].median / limit for name, size in compulsory.items()},
+        "of_copy": {name: size / seconds[name]["median"] / limit for name, size in compulsory.items()},
     }
 
 
-def _peers(rig: Rig, case: _Case, config: dict[str, Any], missing: dict[str, str]) -> dict[str, Any]:
+def _compulsory_bytes(positions: int, distinct: int, bags: int, row_bytes: int) -> dict[str, int]:
+    """The fewest bytes that pooling and updates must move through device memory: the limit.
+
+    Counted once: each distinct row (read, and in an update also written, with its state), each id and offset (of four
+    bytes), each gradient, each result. What a kernel reads a second time, it should find in a cache.
+    """
+    around = bags * row_bytes + 4 * (positions + bags + 1)
+    found = {"forward": distinct * row_bytes + around}
+    for rule, state_bytes in _STATE_BYTES.items():
+        found[rule] = found[f"{rule} grouped"] = 2 * distinct * (row_bytes + state_bytes) + around
+    return found
+
+
+def _peers(rig: Rig, case: _Case, config: dict[str, Any], missing: str) -> dict[str, Any]:
     """Each with ``forward``, ``backward`` and ``actions``."""
     found: dict[str, Any] = {"torch": TorchPeer(case.weights, case.slots, case.bags.bag_starts, case.gradient)}
-    for rule in RULES:
-        if not missing["cuda"]:
-            found[f"cuda {rule}"] = TablesPeer(
-                case.weights, case.slots, case.bags.bag_starts, case.gradient, case.batch,
-                is_adagrad=rule == "rowwise_adagrad", lr=RULES[rule].lr,
-            )  # fmt: skip
-        if not missing["fbgemm"]:
-            found[f"fbgemm {rule}"] = FbgemmPeer(
-                rig, config["tables"], config["rows"], case.dim, rule, case.slots, case.bags.bag_starts, case.gradient
-            )
+    for rule in () if missing else RULES:
+        found[f"fbgemm {rule}"] = FbgemmPeer(
+            rig, config["tables"], config["rows"], case.dim, rule, case.slots, case.bags.bag_starts, case.gradient
+        )
     return found
 
 
 def _check(case: _Case, own: _Own, peers: dict[str, Any]) -> None:
-    """RuntimeError unless ours and the CUDA kernels pool as torch does, and SGD changes rows as it should."""
-    slots = case.slots[0].long()
-    pooled = {"own": own.forward(0)} | {name: peers[name].forward(0).detach() for name in peers if name != "torch"}
-    expected = peers["torch"].forward(0).detach()
-    for name, found in pooled.items():
-        # FBGEMM has rows of its own.
-        if not name.startswith("fbgemm"):
-            _require_near(f"{name}: pooled rows", found, expected, expected.abs())
+    """RuntimeError unless ours pool as torch does, and SGD changes rows as it should."""
+    slots, expected = case.slots[0].long(), peers["torch"].forward(0).detach()
+    _require_near("pooled rows", own.forward(0), expected, expected.abs())
     rows, inverse = torch.unique(slots, return_inverse=True)
     sources = case.gradient.view(case.batch, -1, case.dim).transpose(0, 1).reshape(-1, case.dim)
     sources = sources[case.bags.bag_of.long()]
     summed = torch.zeros((len(rows), case.dim), device=slots.device).index_add_(0, inverse, sources)
     sizes = torch.zeros((len(rows), case.dim), device=slots.device).index_add_(0, inverse, sources.abs())
-    actions = {"own": own.update("sgd")} | {name: peer.backward for name, peer in peers.items() if name == "cuda sgd"}
-    for name, action in actions.items():
-        before = case.weights[rows]
-        action(0)
-        change = (before - case.weights[rows]) / RULES["sgd"].lr
-        _require_near(f"{name}: changes by SGD", change, summed, sizes + 1)
+    before = case.weights[rows]
+    own.update("sgd", 0)
+    _require_near("changes by SGD", (before - case.weights[rows]) / RULES["sgd"].lr, summed, sizes + 1)
 
 
 def _require_near(what: str, found: Tensor, expected: Tensor, scale: Tensor) -> None:
     error = float(((found - expected).abs() / (scale + 1)).max())
     if not error < _TOLERANCE:
         raise RuntimeError(f"{what} are wrong by {error}")
+
+
+def tell(found: dict[str, Any]) -> Report:
+    measured, missing = found["cases"], found["missing"]
+    skewed = [case for case in measured if case["exponent"]] or measured
+    kernels_told = {"forward": "pooled forward"} | {f"{rule} grouped": told for rule, told in _TOLD.items()}
+    goals = []
+    for name, what in kernels_told.items():
+        least = round(min(case["of_copy"][name] for case in skewed), 3)
+        name = f"{what}, Zipf ids, all widths and batches: compulsory bytes a second over a device copy's, lowest"
+        goals.append(Goal(name, least, at_least=_WANTED_OF_COPY))
+    for what in () if missing else ("forward", *RULES):
+        least = round(min(_over(case, "fbgemm", what) for case in skewed), 3)
+        goals.append(Goal(f"{what}: rate over that of FBGEMM, Zipf ids, lowest", least, at_least=_WANTED_OF_PEER))
+    note = (
+        "Rows: every call has a batch that was never seen before. Of copy rate: the fewest bytes that must move "
+        "(each distinct row, id, offset, gradient and result once, an updated row twice: read, written) a second "
+        f"over the {found['copy_bytes_per_s'] / 1e9:,.0f} GB/s of a device copy. An update includes the grouping of "
+        "its ids, as a peer's does; grouped: without. Device time by events, after the L2 cache was written over. "
+        "torch: one embedding_bag, sparse gradients, SGD."
+    )
+    note += f" FBGEMM was not measured: {missing}." if missing else ""
+    return Report([_device_table(found)], goals, [note])
+
+
+def _median(case: dict[str, Any], name: str) -> float:
+    """Seconds; not a number where it was not measured."""
+    return float(case["seconds"][name]["median"]) if name in case["seconds"] else float("nan")
+
+
+def _name_of(peer: str, what: str) -> str:
+    """A peer's action that does the same."""
+    if peer == "torch":
+        return {"forward": "torch forward", "sgd": "torch backward"}.get(what, "")
+    return f"{peer} sgd forward" if what == "forward" else f"{peer} {what} backward"
+
+
+def _over(case: dict[str, Any], peer: str, what: str) -> float:
+    """How many times as fast as the peer."""
+    return _median(case, _name_of(peer, what)) / _median(case, what)
+
+
+def _head(case: dict[str, Any]) -> str:
+    ids = f"Zipf {case['exponent']}" if case["exponent"] else "uniform"
+    return f"{case['dim']}, {case['batch']:,}, {ids}"
+
+
+def _shown(value: float) -> str:
+    return "" if value != value else f"{value:.2f}"
+
+
+def _device_table(found: dict[str, Any]) -> Table:
+    rows = []
+    for case in found["cases"]:
+        for what in ("forward", *RULES):
+            alone = what if what == "forward" else f"{what} grouped"
+            shares = [f"{case['of_copy'][name]:.2f}" for name in (what, alone)]
+            times = [_shown(_over(case, peer, what)) for peer in ("torch", "fbgemm")]
+            rows.append([_head(case), what, f"{_median(case, what) * 1e6:.1f}", *shares, *times])
+        rows.append([_head(case), "group ids", f"{_median(case, 'group') * 1e6:.1f}", "", "", "", ""])
+    title = f"{found['tables']} tables of {found['rows']:,} rows in device memory, {found['pooling_factor']} ids a bag"
+    columns = ["dim, batch, ids", "kernel", "device us", "of copy rate", "grouped", "x torch", "x FBGEMM"]
+    return Table(title, columns, rows)

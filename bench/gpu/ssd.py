@@ -5,6 +5,7 @@ device's own random reads.
 """
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,18 +18,15 @@ import tierstore
 from tierstore.io.files import ROW_FILE_NAME
 from tierstore.plan.measure import READ_BYTES, direct_reader, page_cache
 
-from ..common import Spread, Table
-from .part import Part
+from ..common import Report, Table
 from .rig import Rig
 from .stores import Batch, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh
-
-__all__ = ["run"]
 
 _CHUNK_ROWS: Final = 200_000
 _SPARE: Final = 1.6
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     sizes = [max(3, int(rows * config["scale"])) for rows in config["table_sizes"]]
     row_bytes = 4 * config["dim"] + 8
     built = folder / "gpu-ssd"
@@ -43,10 +41,11 @@ def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
         trainer = Trainer(rig, store, config, depth=config["depth"])
         trainer.take_steps(parts[0])
         measured = [_cold_round(trainer, built / ROW_FILE_NAME, part) for part in parts[1:]]
-        _put_out(trainer, built / ROW_FILE_NAME)
-        waited = trainer.waited_share(parts[0])
     reads_per_s = _device_reads(built / ROW_FILE_NAME, config)
-    yield _report(measured, compute, waited, reads_per_s, sum(sizes), config)
+    yield {
+        "rounds": measured, "compute_step_s": compute, "reads_per_s": reads_per_s,
+        "rows": sum(sizes), "left": [], **{name: config[name] for name in ("dim", "ddr_share", "hbm_share", "steps")},
+    }  # fmt: skip
 
 
 def _build(folder: Path, sizes: list[int], config: dict[str, Any]) -> None:
@@ -71,7 +70,7 @@ def _compute_seconds(
         trainer = Trainer(rig, store, config, depth=config["depth"])
         for part in parts:
             trainer.take_steps(part)
-        return Spread.of([trainer.take_steps(part) / len(part) for part in parts[1:]]).median
+        return statistics.median(trainer.take_steps(part) / len(part) for part in parts[1:])
 
 
 def _cold_round(trainer: Trainer, path: Path, batches: list[Batch]) -> dict[str, float]:
@@ -105,51 +104,31 @@ def _device_reads(path: Path, config: dict[str, Any]) -> float:
             start = time.perf_counter()
             reader.read(offsets)
             seconds.append(time.perf_counter() - start)
-        return float(config["limit_reads"] / Spread.of(seconds).median)
+        return float(config["limit_reads"] / statistics.median(seconds))
     return 0.0
 
 
-def _report(
-    measured: list[dict[str, float]],
-    compute: float,
-    waited: float,
-    reads_per_s: float,
-    rows: int,
-    config: dict[str, Any],
-) -> Part:
+def tell(found: dict[str, Any]) -> Report:
     step, read, written = (
-        Spread.of([each[name] for each in measured]).median for name in ("step_s", "read_bytes", "written_bytes")
+        statistics.median(each[name] for each in found["rounds"]) for name in ("step_s", "read_bytes", "written_bytes")
     )
-    reading = read / READ_BYTES / reads_per_s if reads_per_s else 0.0
-    roofline = max(compute, reading)
-    limit = f"{reads_per_s:,.0f} reads/s" if reads_per_s else "the file system has no direct reads"
-    return Part(
-        tables=[
-            Table(
-                title=f"DLRM, {rows:,} rows of {config['dim']}, all on SSD; {config['ddr_share']:.0%} of them in host "
-                f"memory, {config['hbm_share']:.0%} in device memory",
-                columns=["", "ms/step"],
-                rows=[
-                    ["a step", f"{step * 1e3:.2f}"],
-                    ["limit: with all rows in device memory", f"{compute * 1e3:.2f}"],
-                    [f"limit: {read / READ_BYTES:,.0f} page reads, {limit}", f"{reading * 1e3:.2f}"],
-                    ["a step over the longer of the two", f"{step / roofline:.2f}"],
-                ],
-            )
-        ],
-        figures={
-            "rounds": measured,
-            "compute_step_s": compute,
-            "reads_per_s": reads_per_s,
-            "over_roofline": step / roofline,
-            "waited_share": waited,
-            "written_bytes_a_step": written,
-        },
-        notes=[
-            f"From SSD: {len(measured)} rounds of {config['steps']} steps on batches never seen, the row file put out "
-            f"of the page cache before each, but for {max(each['stayed_share'] for each in measured):.0%} of it (pages "
-            f"read twice in a round come from it the second time); a step also wrote "
-            f"{written / 2**20:.1f} MiB of evicted rows. The model's stream stood still for {waited:.0%} of the time, "
-            "in a further round."
-        ],
+    compute, rate = found["compute_step_s"], found["reads_per_s"]
+    reading = read / READ_BYTES / rate if rate else 0.0
+    limit = f"{rate:,.0f} reads/s" if rate else "the file system has no direct reads"
+    rows = [
+        ["a step", f"{step * 1e3:.2f}"],
+        ["limit: with all rows in device memory", f"{compute * 1e3:.2f}"],
+        [f"limit: {read / READ_BYTES:,.0f} page reads, {limit}", f"{reading * 1e3:.2f}"],
+        ["a step over the longer of the two", f"{step / max(compute, reading):.2f}"],
+    ]
+    title = (
+        f"DLRM, {found['rows']:,} rows of {found['dim']}, all on SSD; {found['ddr_share']:.0%} of them in host memory, "
+        f"{found['hbm_share']:.0%} in device memory"
     )
+    note = (
+        f"From SSD: {len(found['rounds'])} rounds of {found['steps']} steps on batches never seen, the row file put "
+        f"out of the page cache before each, but for {max(each['stayed_share'] for each in found['rounds']):.0%} of it "
+        "(pages read twice in a round come from it the second time); a step also wrote "
+        f"{written / 2**20:.1f} MiB of evicted rows."
+    )
+    return Report([Table(title, ["", "ms/step"], rows)], notes=[note])

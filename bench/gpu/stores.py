@@ -3,13 +3,9 @@
 import hashlib
 import math
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
@@ -17,27 +13,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
-from tierstore.hbm import build, streams
-from tierstore.hbm.streams import Mark, Streams
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 from tierstore.models import DLRM
 from tierstore.store.pools import hbm_bytes_of
 
-from .ids import Zipf
-from .rig import Rig
-
-__all__ = [
-    "Batch",
-    "Steps",
-    "Trainer",
-    "WaitStreams",
-    "draw_batches",
-    "fill_host_memory",
-    "hbm_bytes",
-    "make_tables",
-    "open_fresh",
-    "table_name",
-]
+from .rig import Rig, Zipf
 
 _NUM_DENSE: Final = 13
 _LR: Final = 0.01
@@ -68,8 +48,13 @@ def open_fresh(folder: Path, **settings: Any) -> tierstore.Store:
     return tierstore.open(folder, **settings)
 
 
-def make_tables(store: tierstore.Store, sizes: Sequence[int], dim: int, optimizer: tierstore.optim.Optimizer) -> int:
-    """Create the tables; bytes of a row in memory."""
+def shape_of(config: dict[str, Any]) -> str:
+    """Tables, rows and ids, in words."""
+    sizes = config["table_sizes"]
+    return f"{len(sizes)} tables, {sum(sizes):,} rows of {config['dim']}, Zipf {config['exponent']}"
+
+
+def make_tables(store: tierstore.Store, sizes: Sequence[int], dim: int, optimizer: tierstore.optim.Optimizer) -> None:
     for number, rows in enumerate(sizes):
         store.create_table(
             tierstore.TableConfig(
@@ -80,7 +65,6 @@ def make_tables(store: tierstore.Store, sizes: Sequence[int], dim: int, optimize
                 init=tierstore.init.Uniform(-0.05, 0.05, seed=number),
             )
         )
-    return store[table_name(0)].layout.row_bytes
 
 
 def fill_host_memory(store: tierstore.Store) -> None:
@@ -104,49 +88,6 @@ def draw_batches(rig: Rig, sizes: Sequence[int], exponent: float, batch: int, co
         labels = torch.randint(2, (batch,), generator=rig.generator, device=rig.device).float()
         made.append(Batch(dense, labels, tierstore.KeyedJaggedTensor(names, ids, offsets=offsets)))
     return made
-
-
-class WaitStreams(Streams):
-    """Streams that can tell for how long a model's stream stood still for rows that were not there yet."""
-
-    def __init__(self, inner: Streams, rig: Rig) -> None:
-        self.pin_memory = inner.pin_memory
-        self.recording = False
-        self._inner = inner
-        self._rig = rig
-        self._inside = threading.local()
-        self._waits: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def _side(self) -> Iterator[None]:
-        depth = getattr(self._inside, "depth", 0)
-        self._inside.depth = depth + 1
-        try:
-            with self._inner.side():
-                yield
-        finally:
-            self._inside.depth = depth
-
-    def side(self) -> AbstractContextManager[Any]:
-        return self._side()
-
-    def mark(self) -> Mark:
-        return self._inner.mark()
-
-    def follow(self, mark: Mark) -> None:
-        timed = self.recording and self._rig.is_cuda and not getattr(self._inside, "depth", 0)
-        events = [self._rig.event(), self._rig.event()] if timed else []
-        if timed:
-            events[0].record()
-        self._inner.follow(mark)
-        if timed:
-            events[1].record()
-            self._waits.append((events[0], events[1]))
-
-    def waited_seconds(self) -> float:
-        """Sum of the waits that were recorded, and forget them; the device must be done with them."""
-        waits, self._waits = self._waits, []
-        return sum(float(begin.elapsed_time(end)) for begin, end in waits) / 1e3
 
 
 class Steps:
@@ -177,12 +118,12 @@ class Steps:
 
     def take_steps(self, batches: Sequence[Batch]) -> float:
         """Train on the batches; seconds until the device is done."""
-        self._rig.wait()
-        start = time.perf_counter()
-        for batch in self._ahead(batches):
-            self.step(batch)
-        self._rig.wait()
-        return time.perf_counter() - start
+
+        def steps() -> None:
+            for batch in self._ahead(batches):
+                self.step(batch)
+
+        return self._rig.seconds(steps)
 
     def step(self, batch: Batch) -> None:
         """Train on one batch, without prefetching."""
@@ -198,14 +139,13 @@ class Steps:
         """Seconds of as many steps of the dense part alone. It changes the dense weights."""
         pooled = torch.rand((len(batches[0].labels), self._tables * dim), device=self._rig.device)
         pooled.requires_grad_()
-        for batch in batches[:3]:
-            self._learn(self.model.dense_part(batch.dense, pooled), batch)
-        self._rig.wait()
-        start = time.perf_counter()
-        for batch in batches:
-            self._learn(self.model.dense_part(batch.dense, pooled), batch)
-        self._rig.wait()
-        return time.perf_counter() - start
+
+        def steps(some: Sequence[Batch]) -> None:
+            for batch in some:
+                self._learn(self.model.dense_part(batch.dense, pooled), batch)
+
+        steps(batches[:_WARM_UPS])
+        return self._rig.seconds(lambda: steps(batches))
 
 
 class Trainer(Steps):
@@ -216,33 +156,12 @@ class Trainer(Steps):
     """
 
     def __init__(self, rig: Rig, store: tierstore.Store, config: dict[str, Any], *, depth: int) -> None:
-        self.store = store
-        self._watched_streams: list[WaitStreams] = []
-        self._depth = depth
+        self.store, self._depth = store, depth
         self.collection = tierstore.TieredEmbeddingBagCollection(store)
         super().__init__(rig, self.collection, len(store.tables), config)
-        with mock.patch.object(build, "open_streams", self._watched(streams.open_streams)):
-            # Pools are made when they are first asked for.
-            assert store[table_name(0)].pool.tier.on_device, "the store has no rows in device memory"
-
-    def _watched(self, open_streams: Callable[[torch.device], Streams]) -> Callable[[torch.device], Streams]:
-        def opened(device: torch.device) -> Streams:
-            self._watched_streams.append(WaitStreams(open_streams(device), self._rig))
-            return self._watched_streams[-1]
-
-        return opened
 
     def _ahead(self, batches: Sequence[Batch]) -> Iterable[Batch]:
         return tierstore.prefetch(batches, self.collection, depth=self._depth, features=lambda batch: batch.sparse)
-
-    def waited_share(self, batches: Sequence[Batch]) -> float:
-        """Train on the batches; the share of the time for which the model's stream stood still for rows."""
-        for each in self._watched_streams:
-            each.recording = True
-        seconds = self.take_steps(batches)
-        for each in self._watched_streams:
-            each.recording = False
-        return sum(each.waited_seconds() for each in self._watched_streams) / seconds
 
     def digest(self, batches: Sequence[Batch]) -> str:
         """SHA-256 of the dense weights and of every row that the batches name."""

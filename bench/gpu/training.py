@@ -5,22 +5,18 @@ sparse gradients and SGD; the tier's has row-wise Adagrad.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tierstore
 
-from ..common import Goal, Spread, Table
-from .counting import Asked, asked_of
-from .part import Part
-from .rig import Rig
-from .stores import Batch, Steps, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh
-
-__all__ = ["run"]
+from ..common import Goal, Report, Table, spread
+from .rig import Asked, Rig, asked_of
+from .stores import Batch, Steps, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh, shape_of
 
 SPARE: Final = 1.6
 """Of the rows: device memory for so many has room for all of them, whatever holds them."""
@@ -31,16 +27,6 @@ _NAMES: Final = {
     "torch": "torch's DLRM, nn.EmbeddingBag",
     "dense part": "dense part alone",
 }
-
-
-class _Pooled:
-    """Answers as the tier's collection does."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    def values(self) -> Tensor:
-        return self._values
 
 
 class _TorchTables(nn.Module):
@@ -54,14 +40,14 @@ class _TorchTables(nn.Module):
         )
         self._device = device
 
-    def forward(self, features: tierstore.KeyedJaggedTensor) -> _Pooled:
+    def forward(self, features: tierstore.KeyedJaggedTensor) -> Any:
         ids = features.values().to(self._device, non_blocking=True).chunk(len(self.tables))
         offsets = torch.arange(len(ids[0]) + 1, device=self._device)
-        pooled = [table(own, offsets) for table, own in zip(self.tables, ids, strict=True)]
-        return _Pooled(torch.cat(pooled, dim=1))
+        pooled = torch.cat([table(own, offsets) for table, own in zip(self.tables, ids, strict=True)], dim=1)
+        return SimpleNamespace(values=lambda: pooled)  # as the tier's collection answers
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     sizes = config["table_sizes"]
     budget = hbm_bytes(SPARE * sum(sizes), 4 * config["dim"] + 8)
     cases: list[dict[str, Any]] = []
@@ -72,7 +58,8 @@ def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
         theirs = Steps(rig, _TorchTables(sizes, config["dim"], rig.device), len(sizes), config)
         for case in config["cases"]:
             cases.append(_measure(rig, own, theirs, case, config))
-            yield _report(cases, left[len(cases) :], store.stats().hbm.bytes, config)
+            size = store.stats().hbm.bytes
+            yield {"cases": cases, "left": left[len(cases) :], "hbm_bytes": size, "shape": shape_of(config)}
 
 
 def _measure(rig: Rig, own: Trainer, theirs: Steps, case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +79,7 @@ def _measure(rig: Rig, own: Trainer, theirs: Steps, case: dict[str, Any], config
     return {
         "batch": case["batch"],
         "steps": steps,
-        "step_s": {name: asdict(Spread.of(each)) for name, each in seconds.items()},
+        "step_s": {name: spread(each) for name, each in seconds.items()},
         "asked": {name: None if found is None else found._asdict() for name, found in asked.items()},
     }
 
@@ -104,46 +91,23 @@ def _asked(rig: Rig, steps: Steps, batches: list[Batch]) -> Asked | None:
     return asked_of(rig, lambda: steps.step(batches[-1]))
 
 
-def _report(cases: list[dict[str, Any]], left: list[str], size: int, config: dict[str, Any]) -> Part:
-    rows = []
-    for case in cases:
+def tell(found: dict[str, Any]) -> Report:
+    rows, goals = [], []
+    for case in found["cases"]:
         own = case["step_s"]["tierstore"]["median"]
-        for name, found in case["step_s"].items():
-            median = found["median"]
-            asked = case["asked"].get(name)
+        for name, seconds in case["step_s"].items():
+            median, asked = seconds["median"], case["asked"].get(name)
             counts = ["", ""] if asked is None else [f"{asked['launches']}", f"{asked['waits']}"]
-            rows.append(
-                [
-                    f"{case['batch']:,}: {_NAMES[name]}",
-                    f"{1 / median:,.0f}",
-                    f"{median * 1e3:.2f}",
-                    f"{median / own:.2f}",
-                    *counts,
-                ]
-            )
-    return Part(
-        tables=[
-            Table(
-                title=f"DLRM, {len(config['table_sizes'])} tables, {sum(config['table_sizes']):,} rows of "
-                f"{config['dim']}, all in device memory ({size / 2**20:,.0f} MiB), Zipf {config['exponent']}",
-                columns=["batch", "steps/s", "ms/step", "x tierstore", "launches a step", "waits"],
-                rows=rows,
-            )
-        ],
-        figures={"cases": cases, "hbm_bytes": size},
-        goals=[
-            Goal(
-                name=f"training, all rows in device memory, batch {case['batch']:,}: steps a second over torch's DLRM",
-                value=round(case["step_s"]["torch"]["median"] / case["step_s"]["tierstore"]["median"], 3),
-                at_least=_WANTED,
-            )
-            for case in cases
-        ],
-        notes=[
-            "Training, all rows in device memory: batches never seen before, dense features and labels on the device, "
-            f"ids on the host, {config['depth']} batches prefetched by the tier. Torch: nn.EmbeddingBag with sparse "
-            "gradients and SGD, where the tier has row-wise Adagrad. Launches and waits: of one step without "
-            "prefetching, those of the dense part included, as the profiler sees them."
-        ],
-        left=left,
+            times = [f"{1 / median:,.0f}", f"{median * 1e3:.2f}", f"{median / own:.2f}"]
+            rows.append([f"{case['batch']:,}: {_NAMES[name]}", *times, *counts])
+        name = f"training, all rows in device memory, batch {case['batch']:,}: steps a second over torch's DLRM"
+        goals.append(Goal(name, round(case["step_s"]["torch"]["median"] / own, 3), at_least=_WANTED))
+    title = f"DLRM, {found['shape']}, all in device memory ({found['hbm_bytes'] / 2**20:,.0f} MiB)"
+    columns = ["batch", "steps/s", "ms/step", "x tierstore", "launches a step", "waits"]
+    note = (
+        "Training, all rows in device memory: batches never seen before, dense features and labels on the device, ids "
+        "on the host, prefetched by the tier. Torch: nn.EmbeddingBag with sparse gradients and SGD, where the tier has "
+        "row-wise Adagrad. Launches and waits: of one step without prefetching, those of the dense part included, as "
+        "the profiler sees them."
     )
+    return Report([Table(title, columns, rows)], goals, [note])

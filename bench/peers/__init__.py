@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from ..data import ROOT
 
-__all__ = ["PEERS", "has", "load"]
-
 PEERS: Final = ROOT / ".peers"
 
 

@@ -7,8 +7,6 @@ import numpy as np
 
 from . import has, load
 
-__all__ = ["hit_rate", "policies", "write_trace"]
-
 _MODULE: Final = "libcachesim"
 _ACCESS: Final = np.dtype([("time", "<u4"), ("row", "<u8"), ("size", "<u4"), ("next", "<i8")])
 

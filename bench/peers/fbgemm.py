@@ -7,8 +7,6 @@ from torch import Tensor
 
 from . import has, load
 
-__all__ = ["Fbgemm", "is_there"]
-
 _MODULE: Final = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 

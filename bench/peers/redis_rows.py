@@ -12,8 +12,6 @@ import numpy as np
 from ..child import HOST, Child
 from ..serving.clients import Answer, SocketClient
 
-__all__ = ["RedisClient", "RedisServer", "encoded_mget", "is_there", "rows_of"]
-
 _PROGRAM: Final = "redis-server"
 _START_SECONDS: Final = 30.0
 _CHUNK_ROWS: Final = 20_000

@@ -10,8 +10,6 @@ import numpy as np
 from ..rowdata import Floats, Int64s, Rows, build_rows
 from . import has, load
 
-__all__ = ["RocksdbRows", "is_there"]
-
 _MODULE: Final = "rocksdict"
 _BATCH_ROWS: Final = 50_000
 _BLOCK_CACHE_BYTES: Final = 8 << 20

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from . import PEERS, load
 
-__all__ = ["TorchRecBags", "distribute", "is_there", "module", "set_weights"]
-
 _RULES: Final = {"SGD": "EXACT_SGD", "row-wise Adagrad": "EXACT_ROWWISE_ADAGRAD"}
 
 

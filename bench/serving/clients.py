@@ -5,8 +5,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Answer", "Connection", "Done", "RestClient", "SocketClient"]
-
 _HEAD_END: Final = b"\r\n\r\n"
 _LENGTH: Final = b"\r\ncontent-length:"
 

@@ -17,8 +17,6 @@ from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 
 from .clients import Answer, Connection, Done, SocketClient
 
-__all__ = ["Calls", "GrpcClient", "begun", "headers_of", "send_part"]
-
 _WINDOW, _WINDOW_MAX = (1 << 16) - 1, (1 << 31) - 1
 _CONFIG: Final = H2Configuration(
     header_encoding="utf-8", validate_outbound_headers=False, normalize_outbound_headers=False,

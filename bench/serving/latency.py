@@ -15,8 +15,6 @@ from .clients import RestClient
 from .load import Load, Quantiles, closed_loop, open_loop
 from .rig import Rig, ServerProcess
 
-__all__ = ["NUM_FIRST", "PART", "around_highest"]
-
 Step = dict[str, Any]
 Rates = Mapping[str, float]
 _BOTH: Final = ("rest", "grpc")

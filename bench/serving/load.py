@@ -13,8 +13,6 @@ import numpy as np
 
 from .clients import Answer, SocketClient
 
-__all__ = ["Load", "Quantiles", "closed_loop", "open_loop", "poisson"]
-
 _LAST_ANSWER_SECONDS: Final = 30.0
 
 

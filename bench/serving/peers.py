@@ -19,8 +19,6 @@ from .load import Quantiles, closed_loop, open_loop
 from .rig import ServerProcess
 from .shape import ROWS_TABLE, chunks, rows_store
 
-__all__ = ["PART"]
-
 _REDIS: Final = "Redis, pipelined MGET"
 _NUM_REQUESTS: Final = 600
 # In lookups of rows each id counts as a sample.

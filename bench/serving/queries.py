@@ -10,8 +10,6 @@ from tierstore.serve.client import encode_request
 from tierstore.serve.grpc.messages import message_class
 from tierstore.serve.tensors import JSON_LENGTH_HEADER
 
-__all__ = ["DATATYPES", "QUERY_SIZES", "Query", "Ranking", "Rows", "drawn", "encoded_grpc", "encoded_rest"]
-
 QUERY_SIZES: Final = (100,) * 2 + (200,) * 12 + (300,) * 2 + (400, 500, 600, 700)
 """Samples of a query, each a twentieth of all: the distribution of MLPerf Inference's DLRM."""
 _NUM_DENSE: Final = 13

@@ -23,8 +23,6 @@ from .load import closed_loop, poisson
 from .shape import kaggle_rows, kaggle_store, table_bytes
 from .trainer import TrainerProcess
 
-__all__ = ["Rig", "ServerProcess"]
-
 _READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), status http://[^:]+:(\d+)/")
 
 

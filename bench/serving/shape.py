@@ -16,11 +16,6 @@ from tierstore.train.config import load, parse_override
 from ..data import ROOT
 from ..rowdata import build_once
 
-__all__ = [
-    "CANARY", "CANARY_ROWS", "ROWS_TABLE", "built", "chunks", "fill_tables", "kaggle_rows", "kaggle_store",
-    "rows_store", "table_bytes", "write_canary",
-]  # fmt: skip
-
 CANARY: Final = "canary"
 """A small table whose every element is the number of the version that wrote it."""
 CANARY_ROWS: Final = 256

@@ -23,8 +23,6 @@ from ..child import Child
 from .queries import drawn
 from .shape import CANARY, write_canary
 
-__all__ = ["Commit", "TrainerProcess"]
-
 _DDR: Final = "128MiB"
 _EXPONENT: Final = 1.05
 

@@ -25,12 +25,10 @@ from tierstore.serve.models import Models, load_program
 
 from ..common import Part, Report, Run, Table, median_of
 from ..data import ROOT
-from ..dense import DensePart, model_of
+from ..precision import DensePart, model_of
 from .queries import DATATYPES, Query
 from .rig import ServerProcess
 from .shape import built, fill_tables
-
-__all__ = ["IN_MEMORY", "MODELS", "OPERATORS", "PART", "PLACEMENTS", "ZooModel", "by_operator"]
 
 MODELS: Final = ("rmc1", "rmc2", "rmc3", "mlperf-dlrm-v2")
 """Presets of ``tierstore plan``, which has their sources."""
@@ -58,7 +56,7 @@ class ZooModel:
         cut = [replace(each, num_embeddings=self.tables[each.name]) for each in preset(name).tables]
         self._workload = replace(preset(name), tables=tuple(cut))
         self.sample_ids = sum(int(each.pooling_factor) for each in cut)
-        known = tomllib.loads((ROOT / "bench" / "dense.toml").read_text())["shapes"]
+        known = tomllib.loads((ROOT / "bench" / "precision.toml").read_text())["dense"]["shapes"]
         self.shape: Any = next(each for each in [*self.config["shapes"], *known] if each["name"] == name)
         torch.manual_seed(1)
         self.part = model_of(self.shape)  # all but the tables

@@ -19,8 +19,6 @@ from ..steps import StepWorkload, criteo
 from .ranks import run_ranks
 from .systems import Ours, Setup, System, Theirs
 
-__all__ = ["PART"]
-
 _GOAL: Final = 0.35
 _STEPS: Final = 3
 _SETTLE_SECONDS: Final = 0.05

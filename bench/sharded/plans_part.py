@@ -1,13 +1,15 @@
-"""Parts "plans" and "measured": what is predicted of plans of tables over real ranks, and what their steps take.
+"""Parts of ``bench.dist_costs``: "errors", how far costs of ranks are off on sets that they were not fitted to;
+"plans" and "measured", what is predicted of plans of tables over real ranks, and what their steps take.
 
 "plans" has Criteo's and mixed tables, by the beam search and by hand; "measured" drawn sets of tables, by the beam
 search and by greedy rules.
 """
 
+import contextlib
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -17,30 +19,61 @@ import torch.distributed as dist
 
 import tierstore
 from tierstore.dist import Plan, ShardedStore, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
-from tierstore.dist.placement import Demand, RankCosts, Search, demand_of, predict
+from tierstore.dist.placement import Demand, RankCosts, Search, demand_of, greedy, predict
 from tierstore.dist.placement.baselines import RULES
+from tierstore.dist.placement.costs import KINDS
+from tierstore.dist.placement.measure import measure_ranks
 from tierstore.plan.traces import draw_zipf
 from tierstore.plan.workload import TableSpec
+from tierstore.settings.sections import described
 from tierstore.trace import TableTrace, Trace
 
 from ..common import Goal, Part, Report, Run, Table
 from ..data import require_criteo
 from ..steps import criteo
-from .costs_part import costs_of
 from .ranks import run_ranks
-from .sets_part import BEAM, rank_limit, searched, tables_asked
 from .step_part import joined
 from .systems import System
 from .turns import contender, spreads, take_turns
 
-__all__ = ["MEASURED", "PART"]
-
 _GOAL: Final = 0.15
+BEAM: Final = "beam"
 _BEAM_SEARCH: Final = "beam search"
 COPIED: Final = "data_parallel"
 _LIMIT: Final = 0.75
 """Of all tables' bytes, on a rank."""
 Figures = dict[str, Any]
+
+
+def costs_of(figures: Figures) -> dict[int, RankCosts]:
+    """By the number of ranks, as the part "errors" found them."""
+    if "errors" not in figures:
+        raise SystemExit("This part needs the costs of --only errors, or the file of --json that has them.")
+    found = (described(RankCosts, each, "costs") for each in figures["errors"]["costs"])
+    return {costs.world_size: costs for costs in found}
+
+
+def _costs_in_rank(seconds: float) -> RankCosts:
+    return measure_ranks(seconds=seconds)
+
+
+def _measure_errors(request: Run, _figures: Figures) -> Figures:
+    sizes = request.config["ranks"]
+    return {"costs": [asdict(run_ranks(_costs_in_rank, size, request.config["measure_s"])[0]) for size in sizes]}
+
+
+def _tell_errors(figures: Figures) -> Report:
+    pairs = [(costs, kind, costs["errors"][kind]) for costs in figures["costs"] for kind in KINDS]
+    goals = [
+        Goal(f"error of the costs, {costs['world_size']} ranks, {kind}", round(error, 3), at_most=_GOAL)
+        for costs, kind, error in pairs
+    ]
+    title = "mean error of what is predicted of a step, sets of tables that were not fitted"
+    rows = [[str(costs["world_size"]), kind, f"{error:.1%}"] for costs, kind, error in pairs]
+    note = "; ".join(costs["source"].partition("measure, ")[2] for costs in figures["costs"])
+    return Report(
+        [Table(title, ["ranks", "exchange", "error"], rows)], goals, [f"Costs: {note}; each fifth set is held out."]
+    )
 
 
 class Case(NamedTuple):
@@ -85,10 +118,21 @@ def _mixed(config: Figures, size: int) -> Case:
     return Case("mixed tables", tables, [[batch(first + n) for n in range(config["batches"])] for first in firsts])
 
 
+def _tables_asked(config: Figures) -> tuple[list[tierstore.TableConfig], dict[str, float]]:
+    """Tables whose ids add up to those of Meta's traces, and of each the ids of a sample."""
+    generator, count = np.random.default_rng(config["seed"]), config["trace_tables"]
+    rows: Any = 10 ** generator.uniform(3, 6.5, count)
+    dims: Any = generator.choice(config["set_dims"], count)
+    factors: Any = generator.lognormal(sigma=1.5, size=count)
+    factors *= config["trace_ids"] / config["trace_samples"] / factors.sum() * count / 856
+    tables = [_table(f"t{n}", int(own), int(dim)) for n, (own, dim) in enumerate(zip(rows, dims, strict=True))]
+    return tables, {table.name: own for table, own in zip(tables, factors.tolist(), strict=True)}
+
+
 def _drawn(config: Figures, number: int, count: int, size: int) -> Case:
-    """Tables as those of the simulated plans with fewer rows, and ids by Zipf's law."""
+    """Tables of the traces with fewer rows, and ids by Zipf's law."""
     generator = np.random.default_rng((config["seed"], number))
-    every, asked = tables_asked(config)
+    every, asked = _tables_asked(config)
     chosen = [
         replace(table, num_embeddings=max(16, int(table.num_embeddings * config["measured_rows"])))
         for table in (every[place] for place in generator.choice(len(every), count, replace=False))
@@ -97,7 +141,7 @@ def _drawn(config: Figures, number: int, count: int, size: int) -> Case:
     exponents = generator.uniform(low, high, count)
 
     def batch() -> tierstore.KeyedJaggedTensor:
-        lengths: list[Any] = [generator.poisson(asked[table.name][0], samples) for table in chosen]
+        lengths: list[Any] = [generator.poisson(asked[table.name], samples) for table in chosen]
         ids = [
             draw_zipf(table.num_embeddings, exponent, int(own.sum()), seed=int(generator.integers(1 << 31)))
             for table, exponent, own in zip(chosen, exponents, lengths, strict=True)
@@ -172,8 +216,12 @@ def _drawn_in_rank(config: Figures, costs: RankCosts) -> list[Figures]:
     for number, count in enumerate(config["set_tables"] * config["measured_sets"]):
         case = _drawn(config, number, count, size)
         demand = _demand(case)
-        searches = searched(case.tables, demand, costs, rank_limit(config, case.tables, size), number)
-        plans = {rule: own.plan for rule, own in searches.items() if own is not None}
+        sizes = [table.size_bytes(4096) for table in case.tables]
+        limit, plans = float(config["set_limit"] * max(sum(sizes) / size, *sizes)), dict[str, Plan]()
+        for rule in RULES:
+            with contextlib.suppress(ValueError):  # it finds none
+                plans[rule] = greedy(case.tables, demand, costs, rule, rank_bytes=limit, seed=number).plan
+        plans[BEAM] = Search(case.tables, demand, costs, rank_bytes=limit).best().plan
         found.append({"tables": count, "plans": _taken(case, plans, demand, costs, config["measured_turns"])})
     return found
 
@@ -269,15 +317,17 @@ def _tell_measured(figures: Figures) -> Report:
     columns = ["search", "valid", "mean ms", "over the beam's of the same sets", "off by prediction, median", "worst"]
     name = f"time of a step by the best greedy rule over the beam's, {figures['ranks']} real ranks"
     note = (
-        f"Measured sets: tables drawn as for the simulated plans, with {figures['rows']:.0%} of the rows; "
-        f"{figures['batch']} samples a rank, ids by Zipf's law with an exponent drawn for each table, row-wise "
-        "Adagrad, all rows in memory, no prefetch. Ranks share cores, and so did those that gave the costs."
+        "Measured sets: drawn from tables whose ids in a batch add up to those of the 856 tables of Meta's traces of "
+        f"2021, with {figures['rows']:.0%} of rows that are drawn, too; {figures['batch']} samples a rank, ids by "
+        "Zipf's law with an exponent drawn for each table, row-wise Adagrad, all rows in memory, no prefetch. Ranks "
+        "share cores, and so did those that gave the costs."
     )
     goal = Goal(name, round(min(ratios, default=1), 3), at_least=1.0)
     return Report([Table(title, columns, rows)], [goal], [note])
 
 
-PART: Final = Part(partial(_measure, _planned_in_rank, {"batch": "batch", "turns": "plan_turns"}, False), _tell)
+ERRORS: Final = Part(_measure_errors, _tell_errors)
+PLANS: Final = Part(partial(_measure, _planned_in_rank, {"batch": "batch", "turns": "plan_turns"}, False), _tell)
 MEASURED: Final = Part(
     partial(_measure, _drawn_in_rank, {"batch": "measured_batch", "rows": "measured_rows"}, True), _tell_measured
 )

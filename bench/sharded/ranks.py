@@ -10,8 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["run_ranks", "whole_machine"]
-
 _TIMEOUT: Final = timedelta(minutes=2)
 
 

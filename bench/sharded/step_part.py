@@ -17,8 +17,6 @@ from .ranks import run_ranks, whole_machine
 from .systems import Alone, Ours, Setup, System, Theirs
 from .turns import contender, spreads, take_turns
 
-__all__ = ["PART"]
-
 OURS: Final = "tierstore"
 AHEAD: Final = "prefetched"
 THEIRS: Final = "TorchRec"

@@ -18,10 +18,6 @@ from tierstore.models import DLRM
 
 from ..peers import torchrec
 
-__all__ = [
-    "Alone", "Ours", "Setup", "System", "Theirs", "dense_part", "first_weights", "shardings", "train_step",
-]  # fmt: skip
-
 Shardings = dict[str, tuple[ShardingType, Sequence[int]]]
 
 

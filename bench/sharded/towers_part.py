@@ -25,8 +25,6 @@ from ..hosts import address, joined_hosts, python_on
 from .systems import Ours, Setup, System, Theirs
 from .turns import contender, spreads, take_turns
 
-__all__ = ["PART"]
-
 _HOSTS: Final = 2
 _ON_HOST: Final = 2
 _PORT: Final = 29_571

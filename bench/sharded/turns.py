@@ -16,8 +16,6 @@ from ..common import spread
 from .ranks import whole_machine
 from .systems import System, dense_part, train_step
 
-__all__ = ["Contender", "contender", "spreads", "take_turns"]
-
 _PAUSE_SECONDS: Final = 0.02
 """Before each turn: threads of the process that is alone spin for a while after their work."""
 _DENSE_LR: Final = 0.1

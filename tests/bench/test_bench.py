@@ -21,7 +21,7 @@ PROGRAMS = sorted(path.stem for path in (ROOT / "bench").glob("*.toml"))
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_configuration_has_its_program(name: str) -> None:
-    module = importlib.import_module(f"bench.{name}")
+    module = importlib.import_module(f"bench.{name}.runner" if name == "gpu" else f"bench.{name}")
     assert hasattr(module, "run") or module.PARTS
     assert module.__doc__
 
@@ -53,13 +53,9 @@ def test_bytes_of_the_disk_are_counted(tmp_path: Path) -> None:
     page_cache.drop(path)
     if page_cache.resident_share(path):
         pytest.skip(f"{path} is on a file system that lives in memory")
-    before = device.bytes_of_process()
+    before = device.bytes_read_of_process()
     path.read_bytes()
-    page_cache.drop(path)
-    path.write_bytes(bytes(50 * READ_BYTES))
-    found = device.bytes_of_process() - before
-    assert 40 * READ_BYTES <= found.read < 60 * READ_BYTES
-    assert 50 * READ_BYTES <= found.written < 70 * READ_BYTES
+    assert 40 * READ_BYTES <= device.bytes_read_of_process() - before < 60 * READ_BYTES
 
 
 def test_page_cache_is_dropped_and_warmed(tmp_path: Path) -> None:

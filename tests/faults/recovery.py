@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 import tierstore
-from bench.crash.life import other_boot
 from tierstore.errors import DamagedError, StoreNotFoundError
 
 from .powerloss import Loss, losses, materialise, pending, state
 from .syscalls import Recorder, Tree
+from .training_run import other_boot
 from .workload import DDR, Snapshot, Workload, copied, differences
 
 __all__ = ["Counts", "check", "crash_points", "explore", "promised"]

@@ -3,18 +3,17 @@
 import importlib
 import json
 import tomllib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.common import Report, Run
+from bench.common import Report, Run, plain
 from bench.data import ROOT
-from bench.gpu import run, runner
-from bench.gpu.part import PARTS, Part
+from bench.gpu import runner
 from bench.gpu.rig import Rig
+from bench.gpu.runner import PARTS, run
 
 from .support import DEVICES
 
@@ -24,34 +23,35 @@ TOTAL_SECONDS_MAX = 480
 
 
 def test_quick_sizes_have_the_keys_of_the_whole_ones() -> None:
-    assert set(QUICK) == {*PARTS, "total_s"}
-    assert set(CONFIG) == {*PARTS, "total_s", "seed"}
+    assert set(QUICK) == {*PARTS}
+    assert set(CONFIG) == {*PARTS, "seed"}
     for name in PARTS:
         assert set(QUICK[name]) == set(CONFIG[name]), name
 
 
 def test_all_parts_have_time_within_the_whole() -> None:
-    assert sum(CONFIG[name]["limit_s"] for name in PARTS) <= CONFIG["total_s"] < TOTAL_SECONDS_MAX
+    assert sum(CONFIG[name]["limit_s"] for name in PARTS) < TOTAL_SECONDS_MAX
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", PARTS)
 def test_each_part_works(tmp_path: Path, name: str, device: str) -> None:
-    found: list[Part] = list(importlib.import_module(f"bench.gpu.{name}").run(Rig(device), QUICK[name], tmp_path))
-    part = found[-1]
-    assert [len(each.left) for each in found] == list(reversed(range(len(found))))
-    assert part.tables
-    for table in part.tables:
+    part = importlib.import_module(f"bench.gpu.{name}")
+    found = list(part.measure(Rig(device), QUICK[name], tmp_path))
+    assert [len(each["left"]) for each in found] == list(reversed(range(len(found))))
+    figures = json.loads(json.dumps(plain(found[-1]), allow_nan=False))
+    report: Report = part.tell(figures)
+    assert report.tables
+    for table in report.tables:
         assert all(len(row) == len(table.columns) for row in table.rows)
-    assert Part.of_json(json.loads(json.dumps(asdict(part), allow_nan=False))) == part
     if name == "cached":
-        bits = {case["bits"] for case in part.figures["cases"].values()}
-        assert [goal.met for goal in part.goals if goal.exactly is not None] == [True]
+        bits = {case["bits"] for case in figures["cases"].values()}
+        assert [goal.met for goal in report.goals if goal.exactly is not None] == [True]
         assert len(bits) == 1
     if name == "rows":
-        assert len(part.goals) == 3
+        assert len(report.goals) == 3
     if name == "ssd":
-        assert all(found["read_bytes"] > 0 for found in part.figures["rounds"])
+        assert all(found["read_bytes"] > 0 for found in figures["rounds"])
 
 
 @pytest.mark.gpu
@@ -68,28 +68,27 @@ def test_events_time_the_work_and_not_its_launch() -> None:
 
 def make_request(folder: Path, saved: list[Report], *, quick: bool = True, **config: Any) -> Run:
     """Of the two parts that take least."""
-    told = {"seed": 1, "total_s": 300} | config
-    return Run(config=told, quick=quick, folder=folder, parts=("admit", "limits"), save=saved.append)
+    told = {"seed": 1} | config
+    return Run(config=told, quick=quick, folder=folder, parts=("cached", "latency"), save=saved.append)
 
 
 def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     saved: list[Report] = []
-    report = run(make_request(tmp_path, saved, limits=QUICK["limits"], admit={"limit_s": 100}))
-    assert report.figures["failed"] == {"admit": "KeyError: 'slots'"}
-    assert report.figures["limits"]["bytes_per_s"]
-    assert any("admit failed" in note for note in report.notes)
-    assert "NO RESULTS" in report.notes[-1]
+    report = run(make_request(tmp_path, saved, latency=QUICK["latency"], cached={"limit_s": 100}))
+    assert report.figures["cached"]["failed"] == "KeyError: 'steps'"
+    assert report.figures["latency"]["cases"]
+    assert any("cached failed" in note for note in report.notes)
+    assert any("NO RESULTS" in note for note in report.notes)
     assert "KeyError" in capfd.readouterr().err
     # After each part, what there was.
-    assert [set(each.figures) & set(PARTS) for each in saved] == [set(), {"limits"}]
+    assert [[*each.figures] for each in saved] == [["cached"], ["cached", "latency"]]
 
 
 def test_a_part_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_GRACE_SECONDS", 0.1)
-    config = {"admit": QUICK["admit"] | {"limit_s": 0.1}, "limits": QUICK["limits"] | {"limit_s": 0.1}}
+    config = {"latency": QUICK["latency"] | {"limit_s": 0.1}, "cached": QUICK["cached"] | {"limit_s": 0.1}}
     report = run(make_request(tmp_path, [], **config))
-    assert set(report.figures["failed"]) == {"admit", "limits"}
-    assert "killed after" in report.figures["failed"]["admit"]
+    assert all("killed after" in report.figures[name]["failed"] for name in ("cached", "latency"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

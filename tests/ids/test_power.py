@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import tierstore
-from bench.crash.life import other_boot
 from tests.faults.powerloss import losses, materialise, pending, state
 from tests.faults.recovery import crash_points, promised
 from tests.faults.syscalls import Recorder
+from tests.faults.training_run import other_boot
 from tierstore.ids import LFU, LRU, DynamicIds, Eviction, Frequency
 
 CONFIG = tierstore.TableConfig(

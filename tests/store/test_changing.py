@@ -230,7 +230,7 @@ CHANGES = {
 }
 KILLED = """
     import json, shutil
-    from bench.crash.life import watch_names
+    from tests.faults.training_run import watch_names
     from tierstore.system import killpoints
 
     def change(directory, code, last):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.cut.instants import Cutter
 from tests.children import run
+from tests.faults.cutter import Cutter
 from tierstore.system import signals
 from tierstore.system.signals import Flag, shielded
 

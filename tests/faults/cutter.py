@@ -30,10 +30,6 @@ _CHECKS: Final = (*_CALLS, "RESUME", "JUMP_BACKWARD")
 _NUMBER: Final = signal.SIGUSR1
 
 
-class _Cut(RuntimeError):
-    """What the signal's handler raises, as that of torch's DataLoader does."""
-
-
 def _leaves_with(before: list[dis.Instruction]) -> bool:
     """Whether a call has the arguments of ``__exit__`` where nothing was raised."""
     return [each.opname for each in before[-3:]] == ["LOAD_CONST"] * 3 and not any(
@@ -62,14 +58,17 @@ def _instants(code: CodeType) -> dict[int, bool]:
 
 
 class Cutter:
-    """Cuts calls short; made in the main thread, before the threads in which it is to."""
+    """Cuts calls short; made in the main thread, before the threads in which it is to.
+
+    Attributes:
+        place: where the last call was cut.
+    """
 
     def __init__(self) -> None:
         self._left = self._seen = 0
-        self._kind = ""
+        self._kind = self.place = ""
         self._is_main = True
         self._is_armed = False
-        self.place = ""
         self._trace: Any = self._enter
         self._kept: Final = [self._trace] * 100_000
         """CPython 3.11 now and then calls a trace function that it let go of once too often."""
@@ -79,8 +78,9 @@ class Cutter:
         """Within it, threads that begin are traced while a call is to be cut short."""
 
         def handle(*_: object) -> None:
-            raise _Cut("a worker was killed")
+            raise RuntimeError("a worker was killed")  # as the handler of torch's DataLoader does
 
+        tierstore.open(cold="memory", ddr="2MiB").close()  # starts the thread that closes dropped stores: it lives on
         before = signal.signal(_NUMBER, handle)
         threading.settrace(self._trace)
         try:
@@ -98,18 +98,17 @@ class Cutter:
             how many instants were met; and what the call raised.
         """
         self._left, self._seen, self._kind, self._is_main, self.place = instant, 0, kind, in_main, ""
-        error: BaseException | None = None
         if in_main:
             sys.settrace(self._trace)
         self._is_armed = True
         try:
             call()
-        except Exception as raised:
-            error = raised
+        except Exception as error:
+            return self._seen, error
         finally:
             self._is_armed = False
             sys.settrace(None)
-        return self._seen, error
+        return self._seen, None
 
     def _enter(self, frame: FrameType, _event: str, _arg: object) -> Any:
         if not self._is_armed or not frame.f_code.co_filename.startswith(_PACKAGE):
@@ -130,12 +129,9 @@ class Cutter:
         if self._left == 0:
             file = Path(frame.f_code.co_filename).relative_to(_PACKAGE)
             self.place = f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
-            self._raise()
+            if self._kind == "memory":
+                raise MemoryError("no memory")
+            if self._kind == "disk":
+                raise OSError(28, "No space left on device")
+            signal.raise_signal(_NUMBER)
         return self._step
-
-    def _raise(self) -> None:
-        if self._kind == "memory":
-            raise MemoryError("no memory")
-        if self._kind == "disk":
-            raise OSError(28, "No space left on device")
-        signal.raise_signal(_NUMBER)

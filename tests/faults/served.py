@@ -1,5 +1,5 @@
 """Kill servers, the processes that apply updates for them, and publishers with a canary:
-``python -m bench.crash.served --seed 1 --kills 20`` prints one line of JSON, what came of it.
+``python -m tests.faults.served --seed 1 --kills 20`` prints one line of JSON, what came of it.
 
 Two servers as ``tierstore serve --updates`` runs them, one of them the canary, take version after version; the canary's
 figures are made up, so that some versions are worse. Everything is forked from a process that has imported it all. The
@@ -40,8 +40,7 @@ from tierstore.updates import canary as canaries
 from tierstore.updates.canary import Canary
 from tierstore.updates.publish import publish as publish_store
 
-from ..common import Counts
-from .processes import Kill, fork
+from .forked import Kill, fork
 
 __all__ = ["Tally", "kill_servers"]
 
@@ -57,7 +56,7 @@ _BAD_SHARE: Final = 0.35
 
 
 @dataclass(kw_only=True)
-class Tally(Counts):
+class Tally:
     """``kills``: by who was killed, and where; ``shown``: versions read from a server and compared, row by row;
     ``rounds``: versions that all servers then had, or that the canary had gone back from."""
 
@@ -416,7 +415,7 @@ def _folder(parent: Path | None) -> Iterator[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.crash.served", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.served", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--dir", type=Path, help="where stores are made [a temporary folder]")

@@ -19,10 +19,7 @@ from tierstore.kernels.jit import FIRST_USE
 
 __all__ = ["Ending", "Kill", "fork"]
 
-TIME_LIMIT_S: Final = 60.0
-"""For one process; what takes longer hangs."""
-_READ_BYTES: Final = 1 << 16
-Body = Callable[[Callable[..., None]], None]
+_HANGS_SECONDS: Final = 60.0
 
 # A process that helps to compile kernels is waited for by a thread, and there may be none where processes are forked.
 FIRST_USE.is_alone = True
@@ -37,24 +34,18 @@ class Kill(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What came of a process.
-
-    Attributes:
-        how: "killed" by SIGKILL, "ended" by itself, or "failed": an error, another signal, or a hang.
-        reports: what it reported, in order, each with the time it did ("at", in seconds).
-        words: of a failure.
-    """
+    """How a process ended, and what it reported, in order, each with its time ("at", in seconds)."""
 
     how: Literal["killed", "ended", "failed"]
     reports: list[dict[str, Any]]
     words: str = ""
+    """Of a failure: an error, another signal, or a hang."""
 
     def last(self, label: str) -> dict[str, Any] | None:
-        """The last report of that name."""
         return next((report for report in reversed(self.reports) if report["label"] == label), None)
 
 
-def fork(body: Body, stacks: Path, kill: Kill | None = None) -> Ending:
+def fork(body: Callable[[Callable[..., None]], None], stacks: Path, kill: Kill | None = None) -> Ending:
     """Run ``body(report)`` in a process, kill it when its time comes, and wait for its end.
 
     Args:
@@ -79,17 +70,21 @@ def fork(body: Body, stacks: Path, kill: Kill | None = None) -> Ending:
             deadline = (started if kill.label == "start" else time.monotonic()) + kill.seconds
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         if select.select([reader], [], [], left)[0]:
-            part = os.read(reader, _READ_BYTES)
+            part = os.read(reader, 1 << 16)
             *lines, rest = (rest + part).split(b"\n")
             reports += map(json.loads, lines)
         else:
             os.kill(child, signal.SIGKILL)
             kill, deadline = None, math.inf
     os.close(reader)
-    return _ending(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), reports, stacks)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    failed = next((report["words"] for report in reports if report["label"] == "failed"), "")
+    if not failed and status in (0, -signal.SIGKILL):
+        return Ending("ended" if status == 0 else "killed", reports)
+    return Ending("failed", reports, failed or f"ended with status {status}: {stacks.read_text()}")
 
 
-def _run(body: Body, writer: int, stacks: Path) -> None:
+def _run(body: Callable[[Callable[..., None]], None], writer: int, stacks: Path) -> None:
     """The child's part; does not return."""
 
     def report(label: str, **values: Any) -> None:
@@ -98,7 +93,7 @@ def _run(body: Body, writer: int, stacks: Path) -> None:
     status = 1
     try:
         file = open(stacks, "w")  # noqa: SIM115 - open until the end of the process
-        faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True, file=file)
+        faulthandler.dump_traceback_later(_HANGS_SECONDS, exit=True, file=file)
         report("start")
         body(report)
         status = 0
@@ -106,16 +101,3 @@ def _run(body: Body, writer: int, stacks: Path) -> None:
         report("failed", words=traceback.format_exc())
     finally:
         os._exit(status)
-
-
-def _ending(status: int, reports: list[dict[str, Any]], stacks: Path) -> Ending:
-    if failed := [report for report in reports if report["label"] == "failed"]:
-        return Ending("failed", reports, failed[-1]["words"])
-    if status == -signal.SIGKILL:
-        return Ending("killed", reports)
-    if status == 0:
-        return Ending("ended", reports)
-    words = f"ended with status {status}"
-    if hung := stacks.read_text():
-        words = f"hung for {TIME_LIMIT_S} s: see {stacks}\n{hung}"
-    return Ending("failed", reports, words)
