@@ -20,9 +20,9 @@ from tierstore.plan import Host, MissRatioCurve, Prediction, Setup, TableShape, 
 from tierstore.plan.accesses import Accesses
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
+from tierstore.plan.loads import in_words
 from tierstore.plan.measure import measure
 from tierstore.plan.model import predict
-from tierstore.plan.prediction import in_words
 from tierstore.plan.tiers import pool_loads
 
 from .common import Goal, Part, Report, Run, Table, Told, program, run_parts

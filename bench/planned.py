@@ -18,8 +18,8 @@ from tierstore.dist.placement import RankCosts
 from tierstore.dist.placement.measure import measure_ranks
 from tierstore.models import DLRM
 from tierstore.optim.configs import RULES
-from tierstore.plan.dense import DenseWork, dlrm_work
 from tierstore.plan.measure import page_cache
+from tierstore.plan.workload import DenseWork, dlrm_work
 from tierstore.trace import TableTrace, Trace
 
 from .sharded.ranks import run_ranks

@@ -15,7 +15,7 @@ from tierstore.cache.full import FullCache
 from tierstore.plan import Setup, TableShape, Workload
 from tierstore.plan.accesses import Accesses
 from tierstore.plan.demand import Demand
-from tierstore.plan.measure.loops import transactions_in
+from tierstore.plan.measure import transactions_in
 from tierstore.plan.tiers import pool_loads
 
 TABLES = (

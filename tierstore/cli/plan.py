@@ -65,7 +65,7 @@ def _curve(options: argparse.Namespace) -> int:
     policies = dict.fromkeys(resolve_policy(name.strip()) for name in options.policy.split(","))
     accesses = read_accesses(options.trace)
     accesses = once_a_batch(accesses) if options.once_a_batch else accesses
-    sizes = _sizes(options.sizes, accesses)
+    sizes = None if options.sizes is None else _sizes(options.sizes, accesses)
     found: dict[str, dict[str, MissRatioCurve]] = {}
     named: dict[str, MissRatioCurve] = {}
     for policy in policies:
@@ -85,9 +85,7 @@ def _curve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
-    if text is None:
-        return None
+def _sizes(text: str, accesses: "Accesses") -> list[int]:
     from ..layout import MAX_ROWS
     from ..plan.accesses import numbered
 
@@ -106,27 +104,28 @@ def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
 
 
 def _measure(options: argparse.Namespace) -> int:
+    from ..plan.host import require_writable, write_host
     from ..plan.measure import describe, measure
-    from ..plan.parts.catalog import require_writable, write_host
 
     path = Path(options.out)
     require_writable(path, force=options.force)  # better now than in a minute
     with progress_bar("measuring", bar_format="{desc} {bar} {percentage:.0f}%") as show:
-
-        def show_step(step: str, share: float) -> None:
-            show(round(100 * share), 100, f"measuring {step}")
-
-        found = measure(options.dir, seconds=options.seconds, progress=show_step)
+        found = measure(
+            options.dir,
+            seconds=options.seconds,
+            progress=lambda step, share: show(round(100 * share), 100, f"measuring {step}"),
+        )
     write_host(found, path, force=options.force)
     print(describe(found))
     print(f"\nSaved as {path}. Fill in what it could not know: watts, prices, the network, drive writes a day.")
     return 0
 
 
-def _parts(options: argparse.Namespace) -> int:
-    from ..plan.parts import describe_parts
+def _hosts(options: argparse.Namespace) -> int:
+    from ..plan.host import describe_hosts, load_host
+    from ..plan.json_file import json_text
 
-    print(describe_parts(sources=options.sources))
+    print(describe_hosts() if options.name is None else json_text(load_host(options.name)))
     return 0
 
 
@@ -204,12 +203,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "Measure this machine's memory, drive and cores, and tierstore's own work on it, in about a minute.",
         "example:\n  tierstore plan measure --dir . --out host.json",
     ),
-    "parts": _part(
-        _parts,
-        (_arg("--sources", help="say with each figure where it comes from"),),
-        "list the parts and hosts that plans know",
-        "List processors, memory, GPUs, drives, links and hosts, each figure with its source.",
-        "",
+    "hosts": _part(
+        _hosts,
+        (_arg("name", metavar="NAME", nargs="?", help="print this one as a host file, to be changed"),),
+        "list the example hosts that plans know",
+        "List the example hosts with their parts, price and power, or print one as a host file.",
+        "examples:\n  tierstore plan hosts\n  tierstore plan hosts node-1xh100 > mine.json",
     ),
     "presets": _part(
         _presets,

@@ -38,10 +38,6 @@ class Popularity(NamedTuple):
     chances: Float64s
 
     @property
-    def num_rows(self) -> float:
-        return float(self.rows.sum())
-
-    @property
     def unique(self) -> float:
         """Distinct rows of a batch, on average."""
         return float(self.rows @ self.chances)
@@ -76,18 +72,12 @@ def popularity(tables: Sequence[tuple[int, float, float]]) -> Popularity:
     kinds: dict[tuple[int, float, float], int] = {}
     for table in tables:
         kinds[table] = kinds.get(table, 0) + 1
-    rows, chances = [], []
-    for (num_rows, exponent, lookups), count in kinds.items():
-        own, shares = zipf_bins(num_rows, exponent)
-        rows.append(own * count)
-        chances.append(_in_batch(shares, lookups))
-    return _merged(np.concatenate(rows), np.concatenate(chances))
-
-
-def _merged(rows: Float64s, chances: Float64s) -> Popularity:
-    """Bins of nearly equal chance as one, of their mean, where there are many."""
+    bins = [(count, *zipf_bins(num_rows, exponent), ids) for (num_rows, exponent, ids), count in kinds.items()]
+    rows = np.concatenate([count * own for count, own, _, _ in bins])
+    chances = np.concatenate([_in_batch(shares, lookups) for _, _, shares, lookups in bins])
     if len(rows) <= _MANY_BINS:
         return Popularity(rows, chances)
+    # Bins of nearly equal chance as one, of their mean.
     steps = np.round(np.log(np.maximum(chances, _LEAST_CHANCE)) / math.log(_BIN_GROWTH))
     _, places = np.unique(steps, return_inverse=True)
     merged = np.bincount(places, weights=rows).astype(np.float64)
@@ -143,7 +133,7 @@ def frequency_curve(found: Popularity, policy: str = "tinylfu") -> MissRatioCurv
 
 def _sizes(found: Popularity) -> Float64s:
     """Whole, log-spaced, up to all rows."""
-    return np.unique(np.round(np.geomspace(1, max(round(found.num_rows), 1), _SIZES)))
+    return np.unique(np.round(np.geomspace(1, max(round(found.rows.sum()), 1), _SIZES)))
 
 
 def _curve(policy: str, sizes: Float64s, miss_ratios: Float64s, found: Popularity) -> MissRatioCurve:
@@ -152,5 +142,5 @@ def _curve(policy: str, sizes: Float64s, miss_ratios: Float64s, found: Popularit
         sizes=sizes.astype(np.int64),
         miss_ratios=np.minimum.accumulate(np.clip(miss_ratios, 0.0, 1.0)),
         num_accesses=round(found.unique * _BATCHES),
-        num_rows=round(found.num_rows),
+        num_rows=round(found.rows.sum()),
     )

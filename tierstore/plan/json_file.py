@@ -28,6 +28,10 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def json_text(content: Any, indent: int | None = 2) -> str:
+    return json.dumps(plain(content), indent=indent, allow_nan=False)
+
+
 def write_json(content: Any, path: str | os.PathLike[str], *, force: bool = False, indent: int | None = 2) -> None:
     """Write what ``plain`` makes of it. FileExistsError without ``force``; others as of ``partial_file``."""
-    write_text(Path(path), json.dumps(plain(content), indent=indent, allow_nan=False) + "\n", force=force)
+    write_text(Path(path), json_text(content, indent) + "\n", force=force)

@@ -12,8 +12,7 @@ from ..layout import DtypeName
 from ..settings.sections import described, nearest, read_toml, toml_value
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
-from .dense import dlrm_work
-from .workload import Assumed, OptimizerName, TableShape, TableSpec, Workload, specified
+from .workload import Assumed, OptimizerName, TableShape, TableSpec, Workload, dlrm_work, specified
 
 KAGGLE_ROWS: Final = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,

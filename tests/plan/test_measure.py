@@ -16,9 +16,9 @@ import torch
 from tests.plan.asking import run
 from tests.plan.hosts import SHOP_HOST
 from tierstore.plan import SoftwareCosts
-from tierstore.plan.measure import READ_BYTES, direct_reader, measure, measurement
-from tierstore.plan.measure.loops import Lab
-from tierstore.plan.parts import load_host
+from tierstore.plan import measure as measurement
+from tierstore.plan.host import load_host
+from tierstore.plan.measure import READ_BYTES, Lab, direct_reader, measure
 
 
 @contextlib.contextmanager
