@@ -40,7 +40,6 @@ ORDER: Final = (
     "quantize",
     "versions",
     "serve",
-    "rmc",
     "dense",
     "plan",
     "dist",

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,17 +14,16 @@ from tests.dist.placement.support import costs_of
 from tests.plan.asking import shop_plan
 from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
 from tierstore.plan import plan_file
-from tierstore.plan.accesses import accesses_of, once_a_batch
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.host import write_host
 from tierstore.plan.json_file import plain
 from tierstore.plan.model import predict
-from tierstore.plan.plan_file import PlanFile, TargetSection, query_sizes_of, setup_of, workload_of
+from tierstore.plan.plan_file import PlanFile, query_sizes_of, setup_of, workload_of
 from tierstore.plan.planning import PlanResult, plan
 from tierstore.plan.presets import PRESETS, describe_workload, load_workload, workload_toml
 from tierstore.plan.report import describe
-from tierstore.plan.traces import generate
+from tierstore.plan.traces import accesses_of, generate, once_a_batch
 from tierstore.settings.sections import ConfigError, to_toml
 from tierstore.trace import write_trace
 
@@ -137,20 +136,14 @@ def test_the_workload_may_be_changed_scaled_or_written_in_the_file(asked: Asked,
 
 def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
     path = tmp_path / "sizes.txt"
-    path.write_text("100, 200, 200\n")
+    path.write_text("100, 200\n200")
     assert query_sizes_of(asked(f"target.query_sizes={path}")) == (100.0, 200.0, 200.0)
-    path.write_text("100, many")
-    with pytest.raises(ConfigError, match="many"):
-        query_sizes_of(asked(f"target.query_sizes={path}"))
     with pytest.raises(ConfigError, match="No such file"):
         query_sizes_of(asked(f"target.query_sizes={tmp_path}/nosuch"))
-    for text in ("", "0", "-1", "nan", "1e999"):
+    for text in ("", "0", "-1", "nan", "1e999", "100, many"):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="expected numbers of samples"):
+        with pytest.raises(ConfigError, match=r"expected numbers of samples|many"):
             query_sizes_of(asked(f"target.query_sizes={path}"))
-    (help_text,) = (each.metadata["help"] for each in fields(TargetSection) if each.name == "query_sizes")
-    path.write_text(re.findall(r"as (\d.*);", help_text)[0])
-    assert query_sizes_of(asked(f"target.query_sizes={path}")) == (100.0, 200.0)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from ..system.terminal import arg as _arg
 from ..system.terminal import command as _part
 
 if TYPE_CHECKING:
-    from ..plan.accesses import Accesses
     from ..plan.curves import MissRatioCurve
+    from ..plan.traces import Accesses
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
@@ -57,9 +57,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _curve(options: argparse.Namespace) -> int:
     from ..cache.ddr import resolve_policy
-    from ..plan.accesses import once_a_batch, read_accesses
     from ..plan.curves import by_table, curve, describe_curves
     from ..plan.json_file import write_json
+    from ..plan.traces import once_a_batch, read_accesses
 
     _require_writable(options.json, [options.trace], force=options.force)
     policies = dict.fromkeys(resolve_policy(name.strip()) for name in options.policy.split(","))
@@ -87,7 +87,7 @@ def _curve(options: argparse.Namespace) -> int:
 
 def _sizes(text: str, accesses: "Accesses") -> list[int]:
     from ..layout import MAX_ROWS
-    from ..plan.accesses import numbered
+    from ..plan.traces import numbered
 
     num_rows = numbered(accesses.keys).num_rows / accesses.sampling_rate if "%" in text else 0.0
     found = []

@@ -233,9 +233,16 @@ def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage
             "free some space, or use --dir on another file system"
         )
     path, each = folder / "blocks", seconds / (len(_DEPTHS) + 1)
+    written, generator = list[float](), np.random.default_rng(0)
     with output_errors(path), needing("direct reads"):
         try:
-            written = _write_file(path, size_bytes // _LARGE_BYTES)
+            with path.open("xb", buffering=0) as file:
+                for part in np.array_split(np.arange(size_bytes // _LARGE_BYTES), _FILE_PARTS):
+                    content = generator.bytes(len(part) * _LARGE_BYTES)
+                    began = time.perf_counter()
+                    file.write(content)
+                    os.fsync(file.fileno())
+                    written.append(len(content) / (time.perf_counter() - began))
             rates = [_reads_per_s(path, READ_BYTES, depth, each) for depth in _DEPTHS]
             largest = _reads_per_s(path, _LARGE_BYTES, _LARGE_DEPTH, each) * _LARGE_BYTES
         finally:
@@ -245,21 +252,8 @@ def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage
         read_latency_us=1e6 * _DEPTHS[0] / rates[0],
         reads_per_s=max(rates),
         read_bytes_per_s=largest,
-        write_bytes_per_s=written,
+        write_bytes_per_s=statistics.median(written),
     )
-
-
-def _write_file(path: Path, blocks: int) -> float:
-    """Make a file of random blocks of 1 MiB; bytes written a second, synced: the median over its parts."""
-    rates, generator = [], np.random.default_rng(0)
-    with path.open("xb", buffering=0) as file:
-        for part in np.array_split(np.arange(blocks), _FILE_PARTS):
-            content = generator.bytes(len(part) * _LARGE_BYTES)
-            began = time.perf_counter()
-            file.write(content)
-            os.fsync(file.fileno())
-            rates.append(len(content) / (time.perf_counter() - began))
-    return statistics.median(rates)
 
 
 def _reads_per_s(path: Path, block_bytes: int, depth: int, seconds: float) -> float:
@@ -329,12 +323,6 @@ class _Subject(NamedTuple):
         if is_training:
             pooled.backward(torch.full_like(pooled, 1e-3))  # type: ignore[no-untyped-call]
 
-    def done(self) -> Float64s:
-        """Rows read from SSD, pages read for them, rows written, and transactions."""
-        ssd, page_bytes = self.store.stats().ssd, self.layout.page_bytes
-        transactions = transactions_in(self.file, page_bytes)
-        return np.array([ssd.lookups, ssd.bytes_read / page_bytes, ssd.rows_written, transactions], np.float64)
-
     def timed(
         self,
         batches: list[KeyedJaggedTensor],
@@ -344,14 +332,21 @@ class _Subject(NamedTuple):
         middle: Callable[[Sequence[float]], float] = statistics.median,
     ) -> _Loop:
         """``is_cold``: pages come from the device, else from the system's page cache."""
-        taken, before = list[float](), self.done()
+
+        def done() -> Float64s:
+            """Rows read from SSD, pages read for them, rows written, and transactions."""
+            ssd, page_bytes = self.store.stats().ssd, self.layout.page_bytes
+            transactions = transactions_in(self.file, page_bytes)
+            return np.array([ssd.lookups, ssd.bytes_read / page_bytes, ssd.rows_written, transactions], np.float64)
+
+        taken, before = list[float](), done()
         for batch in batches:
             if is_cold:
                 page_cache.drop(self.file)
             began = time.process_time()
             self.run(batch, is_training=is_training)
             taken.append(time.process_time() - began)
-        read, pages, written, transactions = ((self.done() - before) / len(batches)).tolist()
+        read, pages, written, transactions = ((done() - before) / len(batches)).tolist()
         rows = statistics.fmean(len(np.unique(batch.values().numpy())) for batch in batches)
         ids = float(batches[0].values().numel())
         amounts: dict[str, Any] = {"ids": ids, "rows": rows, "bags": ids, "layout": self.layout}

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from ..settings import sections
 from ..settings.sections import Checked, ConfigError, Override, option
@@ -17,9 +17,7 @@ from .search import SearchSpace, Target
 from .setup import Choices, Setup, with_accelerators, with_memory
 from .workload import TableSpec, Workload, specified
 
-_MAX_SCALE: Final = 1e6
-_MAX_HOSTS: Final = 1 << 16
-_MAX_PARTS: Final = 1 << 10
+_MAX_SCALE, _MAX_HOSTS, _MAX_PARTS = 1e6, 1 << 16, 1 << 10
 
 
 def _require_size(section: str, key: str, value: int | str) -> None:
@@ -151,22 +149,17 @@ def load(path: str | Path, overrides: Iterable[Override] = ()) -> PlanFile:
 def workload_of(asked: PlanFile) -> Workload:
     """ValueError: it names none, or one that there is not, or a value that cannot be."""
     section = asked.workload
-    if section.preset:
-        found = preset(section.preset)
-    elif section.file:
-        found = load_workload(Path(section.file))
-    elif section.tables:
-        found = specified(section.tables, name=section.name or "workload")
-    else:
+    if not (section.preset or section.file or section.tables):
         raise ConfigError(
             f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
         )
+    if section.tables:
+        found = specified(section.tables, name=section.name or "workload")
+    else:
+        found = preset(section.preset) if section.preset else load_workload(Path(section.file))
     found = scaled(found, section.scale) if section.scale != 1 else found
-    given = {
-        name: getattr(section, name)
-        for name in ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
-        if getattr(section, name)
-    }
+    keys = ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
+    given = {name: getattr(section, name) for name in keys if getattr(section, name)}
     if section.dense_flops:  # the layers are not those of the file then
         found = replace(found, dense_products=0.0, dense_values=0.0)
         given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")

@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple
 from ..cache.ddr import resolve_policy
 from ..settings.sections import ConfigError
 from ..system.sizes import format_size
-from .accesses import Accesses, read_accesses
 from .curves import MissRatioCurve, curve
 from .demand import Demand
 from .host import Host, first_worn, years_of_life
@@ -18,6 +17,7 @@ from .plan_file import PlanFile, SetupSection, hosts_of, query_sizes_of, setup_o
 from .search import Attempt, SearchResult, lacks, search
 from .setup import Setup, describe_setup
 from .tiers import pool_loads
+from .traces import Accesses, read_accesses
 from .workload import Workload, assumptions
 
 _SEARCHED: Final = ("ddr", "hosts", "policy")  # keys of [setup] that a search heeds: hosts as the only count
