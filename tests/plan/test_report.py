@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from playwright.sync_api import Browser
@@ -111,11 +112,6 @@ def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
         assert shown.locator("p").all_text_contents() == list(each.lines)
         cells = [cell for row in each.table for cell in row]
         assert shown.locator("th, td").all_text_contents() == cells
-    found = result.prediction
-    bars = page.locator("svg.bars rect")
-    assert bars.count() == sum(load.seconds > 0 for load in found.loads)
-    drawn = [float(bars.nth(number).get_attribute("width") or 0) for number in range(bars.count())]
-    assert sum(drawn) == pytest.approx(310 * sum(lane.seconds for lane in found.lanes) / found.step_s, abs=1)
     assert page.locator("svg polyline").count() == 2
     assert page.locator("img, script").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
@@ -124,9 +120,9 @@ def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
     watched.context.close()
 
 
-def test_the_picture_has_the_curve_and_where_the_plan_is() -> None:
+def test_the_pictures_have_the_curve_and_where_the_plan_is_and_a_bar_for_each_load() -> None:
     result = planned()
-    (shown,), drawn = result.curves, page_of(result)
+    (shown,), drawn, found = result.curves, page_of(result), result.prediction
     strips = re.findall(r"rows [0-9,]+ - ([0-9,]+)\nmissed: (\S+) %", drawn)
     told = [(int(last.replace(",", "")), float(value)) for last, value in strips]
     assert len(told) == 120
@@ -134,6 +130,10 @@ def test_the_picture_has_the_curve_and_where_the_plan_is() -> None:
     for (before, _), (end, value) in pairwise(told):
         assert value == pytest.approx(100 * shown.curve.miss_ratio((before + end) / 2), abs=0.01)
     assert f"row {round(shown.chosen_rows):,}\nthis plan: 0 %" in drawn
+    (bars,) = re.findall(r'<svg class="bars".*?</svg>', drawn, re.DOTALL)
+    widths = [float(each.get("width", 0)) for each in ElementTree.fromstring(bars).iter("rect")]
+    assert len(widths) == sum(load.seconds > 0 for load in found.loads)
+    assert sum(widths) == pytest.approx(310 * sum(lane.seconds for lane in found.lanes) / found.step_s, abs=1)
 
 
 WORDS: dict[str, list[tuple[float, str]]] = {

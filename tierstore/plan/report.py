@@ -100,16 +100,20 @@ class Section(NamedTuple):
 
 def sections_of(result: PlanResult) -> list[Section]:
     prediction = result.prediction
-    step = "step" if prediction.setup.workload.is_training else "query"
+    step, terms = "step" if prediction.setup.workload.is_training else "query", result.asked.pricing
+    money_terms = (
+        f"money: hosts are bought over {terms.years:g} years and used {terms.hours_a_day:g} hours a day, with power at "
+        f"${terms.usd_per_kwh:g} a kWh, {terms.pue:g} W of the building for each of theirs"
+    )
     found = [
         Section("Answer", [_answer(result)]),
         Section("Warnings", [f"! {text}" for text in result.warnings]),
         Section("Asked", list(_asked(result, step))),
-        Section("Assumed", [f"- {text}" for text in (*result.assumptions, _pricing(result))]),
+        Section("Assumed", [f"- {text}" for text in (*result.assumptions, money_terms)]),
         Section("Setups compared", *_compared(result), is_text_last=True),
         Section(f"Time of a {step}", [_RULE], _loads(prediction), is_text_last=True, picture=_bars(prediction)),
         Section("What more of one resource would bring", *_marginals(result)),
-        Section(f"Tiers of a host, in one {step}", _wear(prediction), _tiers(prediction)),
+        Section(f"Tiers of a host, in one {step}", *_tiers(prediction)),
         Section("Figures come from", [f"- {text}" for text in result.sources]),
     ]
     return [
@@ -149,14 +153,6 @@ def _asked(result: PlanResult, step: str) -> Iterator[str]:
     wanted = {key: value for key, value in vars(target).items() if value and not isinstance(value, str)}
     if wanted:
         yield f"target: {', '.join(f'{key} = {value:,g}' for key, value in wanted.items())}"
-
-
-def _pricing(result: PlanResult) -> str:
-    terms = result.asked.pricing
-    return (
-        f"money: hosts are bought over {terms.years:g} years and used {terms.hours_a_day:g} hours a day, with power at "
-        f"${terms.usd_per_kwh:g} a kWh, {terms.pue:g} W of the building for each of theirs"
-    )
 
 
 def _compared(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -245,7 +241,7 @@ def _marginals(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
     return [f"nothing: {', '.join(rest)}"] if rest else [], [*head, *rows]
 
 
-def _tiers(prediction: Prediction) -> list[tuple[str, ...]]:
+def _tiers(prediction: Prediction) -> tuple[list[str], list[tuple[str, ...]]]:
     """SSD has every row, so it has no hit rate; the page cache is a line of its own where it has some."""
     rows: list[tuple[str, ...]] = [("tier", "capacity", "rows", "lookups", "hit rate")]
     for tier in prediction.tiers:
@@ -258,14 +254,10 @@ def _tiers(prediction: Prediction) -> list[tuple[str, ...]]:
             rows.append(("page cache", cache, "-", count(lookups), share(tier.hit_rate, 2)))
             lookups *= 1 - tier.hit_rate
         rows.append(("SSD", size, count(tier.rows), count(lookups), "-"))
-    return rows
-
-
-def _wear(found: Prediction) -> list[str]:
-    if not (written := found.drive_writes_a_day):
-        return []
-    rated = significant(first_worn(found.setup.host).drive_writes_a_day)
-    return [f"the SSD that wears out first is written {significant(written)} times a day, rated for {rated}"]
+    if not (written := prediction.drive_writes_a_day):
+        return [], rows
+    rated = significant(first_worn(prediction.setup.host).drive_writes_a_day)
+    return [f"the SSD that wears out first is written {significant(written)} times a day, rated for {rated}"], rows
 
 
 def describe(result: PlanResult, *, colours: bool = False) -> str:

@@ -1,7 +1,7 @@
 """The cheapest setup of a bounded grid that meets a target."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final, NamedTuple
@@ -92,7 +92,7 @@ class SearchSpace(Checked):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Of hosts; of serving they count replicas too."""
+        """Of hosts that train."""
         return self.hosts or _HOSTS
 
 
@@ -152,7 +152,7 @@ def search(
         raise ValueError(f"the grid has {size:,} setups; at most {_MAX_SETUPS:,} are looked at. Let less vary")
     met: list[Prediction] = []
     failed: list[Attempt] = []
-    for setup, least_usd in finder.by_least_price(grid):
+    for least_usd, setup in sorted(((finder.least_usd(each), each) for each in grid), key=lambda pair: pair[0]):
         if len(met) > _RUNNERS_UP and least_usd > met[-1].price.usd_a_month:
             break
         tried = finder.best_count(setup)
@@ -205,20 +205,16 @@ class _Finder(NamedTuple):
                     workers=count,
                 )
 
-    def by_least_price(self, grid: Sequence[Setup]) -> list[tuple[Setup, float]]:
-        """Setups, and dollars a month below which none of them can be, cheapest first; only of serving at a rate, where
-        looking at a setup takes simulations, else in their order at no price."""
-        if grid[0].workload.is_training or not self.target.has_rate:
-            return [(setup, 0.0) for setup in grid]
-
-        def least_usd(setup: Setup) -> float:
-            try:
-                one = self._predicted(setup)
-            except ValueError:
-                return 0.0
-            return self._fewest(one) * one.price.usd_a_month
-
-        return sorted(((setup, least_usd(setup)) for setup in grid), key=lambda each: each[1])
+    def least_usd(self, setup: Setup) -> float:
+        """Dollars a month below which it cannot be; only of serving at a rate, where looking at a setup takes
+        simulations."""
+        if setup.workload.is_training or not self.target.has_rate:
+            return 0.0
+        try:
+            one = self._predicted(setup)
+        except ValueError:
+            return 0.0
+        return self._fewest(one) * one.price.usd_a_month
 
     def rank(self, found: Prediction) -> tuple[float, ...]:
         """Cheaper first; of equal price less of everything, and then faster."""
@@ -228,28 +224,20 @@ class _Finder(NamedTuple):
         return (*cost, -found.samples_per_s) if self.target.has_rate else (-found.samples_per_s, *cost)
 
     def best_count(self, setup: Setup) -> Attempt:
-        """With the fewest hosts that meet the target, or what is nearest; without a rate, as fast as limits allow."""
-        counts: Sequence[int] = self.space.counts
-        if setup.workload.is_training:
-            return self._best(replace(setup, hosts=count) for count in ((1,) if setup.hbm_bytes else counts))
-        try:
-            fewest = self._fewest(self._predicted(setup))
-        except ValueError as error:
-            return _unfit(setup, error)
-        counts = self.space.hosts or range(1, _HOSTS[-1] + 1)
-        enough = [count for count in counts if count >= fewest] or counts[-1:]
-        return self._best(replace(setup, replicas=count) for count in enough)
-
-    def _best(self, setups: Iterable[Setup]) -> Attempt:
-        """The first that meets a target with a rate, as more hosts cost more; else the best, or what is nearest."""
+        """With the fewest hosts that meet the target, or without a rate as fast as limits allow; or what is nearest."""
+        counts: Sequence[int] = (1,) if setup.hbm_bytes else self.space.counts
+        if not setup.workload.is_training:
+            try:
+                fewest = self._fewest(self._predicted(setup))
+            except ValueError as error:
+                return _unfit(setup, error)
+            counts = self.space.hosts or range(1, _HOSTS[-1] + 1)
+            counts = [count for count in counts if count >= fewest] or counts[-1:]
         tried = []
-        for setup in setups:
-            tried.append(self._try(setup))
+        for count in counts:
+            tried.append(self._try(replace(setup, **{"hosts" if setup.workload.is_training else "replicas": count})))
             if self.target.has_rate and not (tried[-1].reason and tried[-1].is_rate):
                 break
-        return self._nearest(tried)
-
-    def _nearest(self, tried: Sequence[Attempt]) -> Attempt:
         met = [(self.rank(each.prediction), each) for each in tried if each.prediction is not None and not each.reason]
         return min(met, key=lambda each: each[0])[1] if met else min(tried, key=lambda each: each.shortfall)
 
@@ -342,13 +330,8 @@ def _undominated(ranked: Sequence[Prediction]) -> list[Prediction]:
     seen: list[tuple[Any, tuple[float, ...]]] = []  # parts, of which the first is the dtype; and merits, less is better
     for each in ranked:
         host, price, latency = each.setup.host, each.price, each.latency
-        parts = (
-            each.setup.workload.dtype,
-            host.name,
-            host.ddr.capacity_bytes,
-            len(host.storage),
-            len(host.accelerators),
-        )
+        counts = (host.ddr.capacity_bytes, len(host.storage), len(host.accelerators))
+        parts = (each.setup.workload.dtype, host.name, counts)
         slowness = -each.samples_per_s if latency is None else latency.p99_s
         merits = (price.usd_a_month, price.usd, price.watts, slowness)
         is_worse = any(
