@@ -21,7 +21,7 @@ from tierstore.errors import BudgetError
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan import Accesses, once_a_batch
 from tierstore.plan.curves import POLICIES, by_table, curve, distances
-from tierstore.plan.json_file import plain
+from tierstore.plan.planning import plain
 from tierstore.plan.traces import numbered, read_accesses
 from tierstore.store.pools import divide
 from tierstore.trace import TableTrace, Trace, write_trace

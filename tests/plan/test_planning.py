@@ -17,10 +17,9 @@ from tierstore.plan import plan_file
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.host import write_host
-from tierstore.plan.json_file import plain
 from tierstore.plan.model import predict
 from tierstore.plan.plan_file import PlanFile, query_sizes_of, setup_of, workload_of
-from tierstore.plan.planning import PlanResult, plan
+from tierstore.plan.planning import PlanResult, plain, plan
 from tierstore.plan.presets import PRESETS, describe_workload, load_workload, workload_toml
 from tierstore.plan.report import describe
 from tierstore.plan.traces import accesses_of, generate, once_a_batch

@@ -40,8 +40,7 @@ def _run(options: argparse.Namespace) -> int:
         _require_writable(path, [*read, *asked.host.others], force=options.force)
     if options.html and options.json and Path(options.html).resolve() == Path(options.json).resolve():
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
-    from ..plan.json_file import write_json
-    from ..plan.planning import plan
+    from ..plan.planning import plan, write_json
     from ..plan.report import describe, page_of
     from ..system.output import write_text
 
@@ -51,14 +50,14 @@ def _run(options: argparse.Namespace) -> int:
         write_text(Path(options.html), page_of(result), force=options.force)
         print(f"\nthe report: {options.html}")
     if options.json:
-        write_json(result.to_dict(), options.json, force=options.force)
+        write_json(result.to_dict(), Path(options.json), force=options.force)
     return 0
 
 
 def _curve(options: argparse.Namespace) -> int:
     from ..cache.ddr import resolve_policy
     from ..plan.curves import by_table, curve, describe_curves
-    from ..plan.json_file import write_json
+    from ..plan.planning import write_json
     from ..plan.traces import once_a_batch, read_accesses
 
     _require_writable(options.json, [options.trace], force=options.force)
@@ -80,7 +79,7 @@ def _curve(options: argparse.Namespace) -> int:
     for warning in dict.fromkeys(each.warning for each in named.values() if each.warning):
         print(f"\n! {warning}")
     if options.json is not None:
-        write_json(found, options.json, force=options.force, indent=None)
+        write_json(found, Path(options.json), force=options.force, indent=None)
         print(f"\nWritten: {options.json}")
     return 0
 
@@ -122,10 +121,9 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _hosts(options: argparse.Namespace) -> int:
-    from ..plan.host import describe_hosts, load_host
-    from ..plan.json_file import json_text
+    from ..plan.host import describe_hosts, host_text, load_host
 
-    print(describe_hosts() if options.name is None else json_text(load_host(options.name)))
+    print(describe_hosts() if options.name is None else host_text(load_host(options.name)))
     return 0
 
 

@@ -10,15 +10,14 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..layout import RowLayout
 from ..settings.sections import Checked, ConfigError, converted, nearest, option
-from ..system.output import require_new
+from ..system.output import require_new, write_text
 from ..system.sizes import format_size
-from .json_file import write_json
 from .workload import DenseWork
 
 _MOST: Final = 1e18
@@ -277,11 +276,16 @@ def _document(path: Path) -> Any:
         raise ValueError(f"is not valid {path.suffix[1:].upper()}: {str(error)[:_MAX_REASON]}") from None
 
 
+def host_text(host: Host) -> str:
+    """All figures of a host as JSON."""
+    return json.dumps(asdict(host), indent=2, allow_nan=False)
+
+
 def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Write all figures of a host as JSON, whole or not at all. ValueError: the name does not end in .json.
     FileExistsError: there is such a file, and ``force`` is not given."""
     require_writable(Path(path), force=force)
-    write_json(host, path, force=force)
+    write_text(Path(path), host_text(host) + "\n", force=force)
 
 
 def require_writable(path: Path, *, force: bool) -> None:

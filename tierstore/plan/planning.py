@@ -1,17 +1,23 @@
 """``plan``: from a plan file to its answer, and to all that a report shows of it."""
 
-from collections.abc import Iterator
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from ..cache.ddr import resolve_policy
 from ..settings.sections import ConfigError
+from ..system.output import write_text
 from ..system.sizes import format_size
 from .curves import MissRatioCurve, curve
 from .demand import Demand
 from .host import Host, first_worn, years_of_life
-from .json_file import plain
 from .model import Marginal, Prediction, marginal_values, predict
 from .plan_file import PlanFile, SetupSection, hosts_of, query_sizes_of, setup_of, workload_of
 from .search import Attempt, SearchResult, lacks, search
@@ -203,3 +209,23 @@ def _sources(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> Iterat
         if accesses.all_batches < _LONG_TRACE:
             yield f"the trace has {accesses.all_batches} batches only: most rows in it are used for the first time"
     yield f"host: {setup.host.source or setup.host.name}"
+
+
+def plain(value: Any) -> Any:
+    """Dicts, lists, texts, numbers and None in place of dataclasses, named tuples and arrays; None for infinities."""
+    if dataclasses.is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: plain(item) for name, item in zip(value._fields, value, strict=True)}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(content: Any, path: Path, *, force: bool, indent: int | None = 2) -> None:
+    """Write what ``plain`` makes of it. Errors as of ``partial_file``."""
+    write_text(path, json.dumps(plain(content), indent=indent, allow_nan=False) + "\n", force=force)

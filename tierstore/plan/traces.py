@@ -18,7 +18,6 @@ from ..system.checks import require_int
 from ..system.excerpt import excerpt
 from ..system.terminal import columns_of
 from ..trace import TableTrace, Trace, read_trace
-from .json_file import plain
 from .workload import TableShape, Workload
 
 _TOP_SHARE: Final = 100
@@ -169,7 +168,8 @@ class TraceSummary(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return dict(plain(self))
+        tables = [each._asdict() for each in self.tables]
+        return self._asdict() | {"total": self.total._asdict(), "tables": tables}
 
     def text(self) -> str:
         """Lines for a terminal; the tables with the most accesses."""
