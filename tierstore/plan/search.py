@@ -235,7 +235,8 @@ class _Finder(NamedTuple):
             counts = [count for count in counts if count >= fewest] or counts[-1:]
         tried = []
         for count in counts:
-            tried.append(self._try(replace(setup, **{"hosts" if setup.workload.is_training else "replicas": count})))
+            is_training = setup.workload.is_training
+            tried.append(self._try(replace(setup, hosts=count) if is_training else replace(setup, replicas=count)))
             if self.target.has_rate and not (tried[-1].reason and tried[-1].is_rate):
                 break
         met = [(self.rank(each.prediction), each) for each in tried if each.prediction is not None and not each.reason]
