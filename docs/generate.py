@@ -36,7 +36,6 @@ ORDER: Final = (
     "precision",
     "versions",
     "serve",
-    "rmc",
     "plan",
     "dist",
     "dist_costs",

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from tierstore.plan import TableShape, Workload
 from tierstore.plan.demand import Demand
+from tierstore.plan.host import load_host
+from tierstore.plan.loads import in_words
 from tierstore.plan.model import predict
-from tierstore.plan.parts import load_host
-from tierstore.plan.prediction import in_words
 from tierstore.plan.search import SearchSpace, Target, search
 
 GIB = 2**30

@@ -1,1 +1,1 @@
-"""Parts of ``bench.serve`` and ``bench.rmc``: processes of servers and trainers, requests made beforehand, load."""
+"""Parts of ``bench.serve`` and ``bench.plan``: processes of servers and trainers, requests made beforehand, load."""

@@ -95,7 +95,7 @@ def test_calls_over_sockets_are_grpcs() -> None:
 
 
 def test_every_operator_takes_time_and_torch_agrees(tmp_path: Path) -> None:
-    config = tomllib.loads((ROOT / "bench" / "rmc.toml").read_text())
+    config = tomllib.loads((ROOT / "bench" / "plan.toml").read_text())
     request = Run(config=config | config["quick"], quick=True, folder=tmp_path)
     for seconds in by_operator(ZooModel(request, "rmc1"))["sizes"].values():
         assert min(seconds.values()) > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.cli.plan import COMMANDS
 from tierstore.plan import Host, TableShape, Workload
-from tierstore.plan.parts import write_host
+from tierstore.plan.host import write_host
 from tierstore.plan.plan_file import PlanFile, load, parse_override
 from tierstore.plan.planning import PlanResult, plan
 from tierstore.plan.presets import workload_toml

@@ -23,35 +23,18 @@ from tierstore.plan.demand import Demand, PoolDemand
 MIB, GIB = float(2**20), float(2**30)
 
 COSTS = SoftwareCosts(
-    batch_us=100.0,
-    id_ns=40.0,
-    byte_ns=0.1,
-    miss_ns=200.0,
-    read_ns=300.0,
-    append_ns=800.0,
-    append_ns_per_byte=1.0,
-    transaction_us=400.0,
-    wake_us=25.0,
-    value_ns=0.6,
-)
+    batch_us=100.0, id_ns=40.0, byte_ns=0.1, miss_ns=200.0, read_ns=300.0, append_ns=800.0, append_ns_per_byte=1.0,
+    transaction_us=400.0, wake_us=25.0, value_ns=0.6,
+)  # fmt: skip
 DRIVE = Storage(
-    capacity_bytes=1e12,
-    read_latency_us=100.0,
-    reads_per_s=1e5,
-    read_bytes_per_s=2e9,
-    write_bytes_per_s=1e9,
-    drive_writes_a_day=1.0,
-    watts=10.0,
-    usd=100.0,
-)
+    capacity_bytes=1e12, read_latency_us=100.0, reads_per_s=1e5, read_bytes_per_s=2e9, write_bytes_per_s=1e9,
+    drive_writes_a_day=1.0, watts=10.0, usd=100.0,
+)  # fmt: skip
 DDR = Memory(capacity_bytes=64 * GIB, bytes_per_s=1e11, row_bytes_per_s=1e10, watts=20.0, usd=640.0)
 GPU = Accelerator(
     hbm=Memory(capacity_bytes=8 * GIB, bytes_per_s=2e12, row_bytes_per_s=1e12),
-    pcie=Link(bytes_per_s=1e10, latency_us=10.0),
-    flops=1e13,
-    watts=300.0,
-    usd=10_000.0,
-)
+    pcie=Link(bytes_per_s=1e10, latency_us=10.0), flops=1e13, watts=300.0, usd=10_000.0,
+)  # fmt: skip
 
 
 def make_host(*, drives: int = 1, gpus: int = 0, cores: int = 4, **changes: Any) -> Host:
@@ -97,13 +80,8 @@ def shop_workload(**changes: Any) -> Workload:
 
 
 def make_setup(workload: Workload | None = None, **changes: Any) -> Setup:
-    fields: dict[str, Any] = {
-        "workload": workload or make_workload(),
-        "host": make_host(),
-        "ddr_bytes": 64 * MIB,
-        "threads": 2,
-    }
-    return Setup(**(fields | changes))
+    fields: dict[str, Any] = {"host": make_host(), "ddr_bytes": 64 * MIB, "threads": 2}
+    return Setup(**({"workload": workload or make_workload()} | fields | changes))
 
 
 def flat_demand(workload: Workload, *, unique: float, miss_ratio: float) -> Demand:

@@ -23,7 +23,7 @@ def plan_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plan_is_printed_and_written(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "plan.toml", "--html", "plan.html", "--json", "plan.json"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("Asked\n  shop: 2 tables")
+    assert said.startswith("Answer\n  1 x box (")
     assert said.endswith("the report: plan.html\n")
     assert "\x1b" not in said
     page = plan_path.with_suffix(".html").read_text(encoding="utf-8")

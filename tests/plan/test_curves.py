@@ -20,9 +20,9 @@ from tests.plan import asking
 from tierstore.errors import BudgetError
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan import Accesses, once_a_batch
-from tierstore.plan.accesses import numbered, read_accesses
 from tierstore.plan.curves import POLICIES, by_table, curve, distances
-from tierstore.plan.json_file import plain
+from tierstore.plan.planning import plain
+from tierstore.plan.traces import numbered, read_accesses
 from tierstore.store.pools import divide
 from tierstore.trace import TableTrace, Trace, write_trace
 
@@ -199,12 +199,15 @@ def test_mistakes_are_named_with_the_way_out(path: Path, tmp_path: Path, words: 
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_is_said() -> None:
-    accesses = random_accesses(9)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(({"sizes": sizes}, r"sizes=\[.*whole numbers of rows") for sizes in ([0, 3], [], [1.5])),
+        ({"skip": 4000}, "skip=4000"),
+    ],
+)
+def test_what_cannot_be_is_said(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        curve(random_accesses(9), "lru", **options)
     with pytest.raises(ValueError, match="there is no access"):
-        curve(accesses._replace(keys=accesses.keys[:0]), "lru")
-    for sizes in ([0, 3], [], [1.5]):
-        with pytest.raises(ValueError, match=r"sizes=\[.*whole numbers of rows"):
-            curve(accesses, "lru", sizes=sizes)
-    with pytest.raises(ValueError, match=r"skip=4000"):
-        curve(accesses, "lru", skip=4000)
+        curve(of_batches([]), "lru")

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from tests.plan.hosts import COSTS, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
 from tierstore.plan import Host, Prediction, Setup, SoftwareCosts
 from tierstore.plan.demand import Demand
-from tierstore.plan.host import times
+from tierstore.plan.host import Pricing, drive_writes_a_day, first_worn, price_of, years_of_life
 from tierstore.plan.loads import lanes_of
-from tierstore.plan.model import misfit, predict
-from tierstore.plan.prediction import Pricing, drive_writes_a_day, first_worn, price_of, years_of_life
+from tierstore.plan.model import marginal_values, misfit, predict
 from tierstore.plan.queueing import latency_at
-from tierstore.plan.what_if import marginal_values
+from tierstore.plan.setup import times
 
 TRAINED = make_workload(rows=300_000, tables=2)
 SERVED = make_workload(rows=300_000, tables=2, training=False)
@@ -56,11 +55,12 @@ def test_a_query_waits_for_everything_and_shares_the_host() -> None:
         ({"ddr_bytes": math.nan}, "ddr_bytes=nan"),
         ({"policy": "lfu"}, "curves are of lru, the setup's policy is lfu"),
         ({"replicas": 2}, "for serving; training has hosts"),
+        ({"workload": SERVED, "hosts": 2}, "hosts are for training; serving has replicas"),
     ],
 )  # fmt: skip
 def test_setups_that_cannot_be(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        plan(make_setup(TRAINED, **changes))
+        plan(make_setup(**({"workload": TRAINED} | changes)))
 
 
 def test_hosts_with_figures_of_zero() -> None:
@@ -117,8 +117,8 @@ hosts = st.builds(
 )
 setups = st.builds(
     lambda workload, host, ddr, page_cache, count, depth, threads: Setup(
-        workload=workload, host=host, ddr_bytes=ddr * MIB, page_cache_bytes=page_cache * MIB, hosts=count,
-        prefetch_depth=depth, threads=threads,
+        workload=workload, host=host, ddr_bytes=ddr * MIB, page_cache_bytes=page_cache * MIB,
+        hosts=count if workload.is_training else 1, prefetch_depth=depth, threads=threads,
     ),
     st.sampled_from([TRAINED, SERVED]),
     hosts,
@@ -179,15 +179,15 @@ def test_each_is_what_that_much_more_brings() -> None:
     assert list(more.values()) == sorted(more.values(), reverse=True)
     assert len(more) == len(found), "one line a resource"
     assert {"network", "page cache"} < set(more)
-    assert "pcie" not in more
+    assert "PCIe" not in more
     host = setup.host
-    for name, by, part in (("ssd reads", 1.1, "reads"), ("ssd writes", 1.1, "writes"), ("flops", 1.1, "flops")):
+    for name, by, part in (("SSD reads", 1.1, "reads"), ("SSD writes", 1.1, "writes"), ("flops", 1.1, "flops")):
         grown_host = grown(host, by)[part]
         assert more[name] == pytest.approx(plan(replace(setup, host=grown_host)).samples_per_s - before), name
     processor = replace(host.processor, cores=5, flops=host.processor.flops * 5 / 4)
     cores = plan(replace(setup, host=replace(host, processor=processor))).samples_per_s
     larger = plan(replace(setup, ddr_bytes=1.1 * setup.ddr_bytes)).samples_per_s
-    assert (more["cores"], more["ddr"]) == pytest.approx((cores - before, larger - before))
+    assert (more["cores"], more["DDR"]) == pytest.approx((cores - before, larger - before))
     assert max(more.values()) > 0 <= min(more.values())
 
 
@@ -224,8 +224,8 @@ def test_years_of_life_are_the_warranty_over_the_wear() -> None:
     written = next(load for load in found.loads if load.resource == "ssd writes").amount
     a_day = written / found.step_s * 43_200 / 1e12
     assert found.drive_writes_a_day == pytest.approx(a_day)
-    assert years_of_life(found, PRICING) == pytest.approx(5 / a_day)
+    assert years_of_life(setup.host, found.drive_writes_a_day, PRICING) == pytest.approx(5 / a_day)
     served = make_workload(training=False)
     reading = predict(make_setup(served, ddr_bytes=GIB), flat_demand(served, unique=2000, miss_ratio=0.25))
     assert reading.drive_writes_a_day == 0
-    assert years_of_life(reading, PRICING) == math.inf
+    assert years_of_life(setup.host, 0.0, PRICING) == math.inf

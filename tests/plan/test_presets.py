@@ -12,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.data import ROOT
 from tierstore.models import DLRM
 from tierstore.plan import TableShape, Workload
-from tierstore.plan.dense import MLPERF_LAYERS
 from tierstore.plan.presets import KAGGLE_ROWS, PRESETS, load_workload, preset, scaled
-from tierstore.plan.workload import Assumed
+from tierstore.plan.workload import MLPERF_LAYERS, Assumed
 from tierstore.train.build import build_model
 from tierstore.train.config import load as load_run
 

@@ -13,10 +13,10 @@ import tierstore
 from tests.plan.hosts import GIB, MIB, flat_demand, make_host, make_setup, make_workload
 from tierstore.cache.full import FullCache
 from tierstore.plan import Setup, TableShape, Workload
-from tierstore.plan.accesses import Accesses
 from tierstore.plan.demand import Demand
-from tierstore.plan.measure.loops import transactions_in
+from tierstore.plan.measure import transactions_in
 from tierstore.plan.tiers import pool_loads
+from tierstore.plan.traces import Accesses
 
 TABLES = (
     TableShape(name="a", num_embeddings=30_000, embedding_dim=64, pooling_factor=2.0, exponent=1.05),

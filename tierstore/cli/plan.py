@@ -10,8 +10,8 @@ from ..system.terminal import arg as _arg
 from ..system.terminal import command as _part
 
 if TYPE_CHECKING:
-    from ..plan.accesses import Accesses
     from ..plan.curves import MissRatioCurve
+    from ..plan.traces import Accesses
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
@@ -40,8 +40,7 @@ def _run(options: argparse.Namespace) -> int:
         _require_writable(path, [*read, *asked.host.others], force=options.force)
     if options.html and options.json and Path(options.html).resolve() == Path(options.json).resolve():
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
-    from ..plan.json_file import write_json
-    from ..plan.planning import plan
+    from ..plan.planning import plan, write_json
     from ..plan.report import describe, page_of
     from ..system.output import write_text
 
@@ -51,21 +50,21 @@ def _run(options: argparse.Namespace) -> int:
         write_text(Path(options.html), page_of(result), force=options.force)
         print(f"\nthe report: {options.html}")
     if options.json:
-        write_json(result.to_dict(), options.json, force=options.force)
+        write_json(result.to_dict(), Path(options.json), force=options.force)
     return 0
 
 
 def _curve(options: argparse.Namespace) -> int:
     from ..cache.ddr import resolve_policy
-    from ..plan.accesses import once_a_batch, read_accesses
     from ..plan.curves import by_table, curve, describe_curves
-    from ..plan.json_file import write_json
+    from ..plan.planning import write_json
+    from ..plan.traces import once_a_batch, read_accesses
 
     _require_writable(options.json, [options.trace], force=options.force)
     policies = dict.fromkeys(resolve_policy(name.strip()) for name in options.policy.split(","))
     accesses = read_accesses(options.trace)
     accesses = once_a_batch(accesses) if options.once_a_batch else accesses
-    sizes = _sizes(options.sizes, accesses)
+    sizes = None if options.sizes is None else _sizes(options.sizes, accesses)
     found: dict[str, dict[str, MissRatioCurve]] = {}
     named: dict[str, MissRatioCurve] = {}
     for policy in policies:
@@ -80,16 +79,14 @@ def _curve(options: argparse.Namespace) -> int:
     for warning in dict.fromkeys(each.warning for each in named.values() if each.warning):
         print(f"\n! {warning}")
     if options.json is not None:
-        write_json(found, options.json, force=options.force, indent=None)
+        write_json(found, Path(options.json), force=options.force, indent=None)
         print(f"\nWritten: {options.json}")
     return 0
 
 
-def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
-    if text is None:
-        return None
+def _sizes(text: str, accesses: "Accesses") -> list[int]:
     from ..layout import MAX_ROWS
-    from ..plan.accesses import numbered
+    from ..plan.traces import numbered
 
     num_rows = numbered(accesses.keys).num_rows / accesses.sampling_rate if "%" in text else 0.0
     found = []
@@ -106,27 +103,27 @@ def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
 
 
 def _measure(options: argparse.Namespace) -> int:
+    from ..plan.host import require_writable, write_host
     from ..plan.measure import describe, measure
-    from ..plan.parts.catalog import require_writable, write_host
 
     path = Path(options.out)
     require_writable(path, force=options.force)  # better now than in a minute
     with progress_bar("measuring", bar_format="{desc} {bar} {percentage:.0f}%") as show:
-
-        def show_step(step: str, share: float) -> None:
-            show(round(100 * share), 100, f"measuring {step}")
-
-        found = measure(options.dir, seconds=options.seconds, progress=show_step)
+        found = measure(
+            options.dir,
+            seconds=options.seconds,
+            progress=lambda step, share: show(round(100 * share), 100, f"measuring {step}"),
+        )
     write_host(found, path, force=options.force)
     print(describe(found))
     print(f"\nSaved as {path}. Fill in what it could not know: watts, prices, the network, drive writes a day.")
     return 0
 
 
-def _parts(options: argparse.Namespace) -> int:
-    from ..plan.parts import describe_parts
+def _hosts(options: argparse.Namespace) -> int:
+    from ..plan.host import describe_hosts, host_text, load_host
 
-    print(describe_parts(sources=options.sources))
+    print(describe_hosts() if options.name is None else host_text(load_host(options.name)))
     return 0
 
 
@@ -204,12 +201,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "Measure this machine's memory, drive and cores, and tierstore's own work on it, in about a minute.",
         "example:\n  tierstore plan measure --dir . --out host.json",
     ),
-    "parts": _part(
-        _parts,
-        (_arg("--sources", help="say with each figure where it comes from"),),
-        "list the parts and hosts that plans know",
-        "List processors, memory, GPUs, drives, links and hosts, each figure with its source.",
-        "",
+    "hosts": _part(
+        _hosts,
+        (_arg("name", metavar="NAME", nargs="?", help="print this one as a host file, to be changed"),),
+        "list the example hosts that plans know",
+        "List the example hosts with their parts, price and power, or print one as a host file.",
+        "examples:\n  tierstore plan hosts\n  tierstore plan hosts node-1xh100 > mine.json",
     ),
     "presets": _part(
         _presets,

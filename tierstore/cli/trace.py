@@ -1,11 +1,12 @@
 """``tierstore trace``: which rows are looked up, written down from a run's data, drawn by a law, described."""
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..system.output import require_new, require_other
+from ..system.output import require_new, require_other, write_text
 from ..system.terminal import Command, arg, command
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _describe(options: argparse.Namespace) -> int:
-    from ..plan.json_file import write_json
     from ..plan.traces import describe
     from ..trace import read_trace
 
@@ -59,7 +59,7 @@ def _describe(options: argparse.Namespace) -> int:
     summary = describe(read_trace(options.source))
     print(summary.text())
     if options.json is not None:
-        write_json(summary.to_dict(), options.json, force=options.force)
+        write_text(Path(options.json), json.dumps(summary.to_dict(), indent=2) + "\n", force=options.force)
     return 0
 
 

@@ -1,9 +1,10 @@
-"""Capacity planning: from accesses and a host's parts to hit rates, speed, wear, power and money."""
+"""Capacity planning: from accesses and a host to hit rates, speed, wear, power and money."""
 
-from .accesses import Accesses, accesses_of, of_tables, once_a_batch
 from .curves import MissRatioCurve
 from .host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
-from .prediction import Prediction, Setup
+from .model import Prediction
+from .setup import Setup
+from .traces import Accesses, accesses_of, of_tables, once_a_batch
 from .workload import TableShape, Workload
 
 __all__ = [

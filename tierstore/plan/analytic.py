@@ -15,10 +15,8 @@ import numpy as np
 
 from ..kernels.arrays import Float64s
 from .curves import MissRatioCurve
+from .traces import BIN_GROWTH, zipf_bins
 
-_SINGLE_RANKS: Final = 256  # the hottest rows have a bin each
-_BIN_GROWTH: Final = 1.02
-"""Of the ranks behind them, from bin to bin: a row's share is off by 1 % times the exponent at most."""
 _MANY_BINS: Final = 2048
 _LEAST_CHANCE: Final = 1e-300
 _TIMES: Final = 160
@@ -38,37 +36,9 @@ class Popularity(NamedTuple):
     chances: Float64s
 
     @property
-    def num_rows(self) -> float:
-        return float(self.rows.sum())
-
-    @property
     def unique(self) -> float:
         """Distinct rows of a batch, on average."""
         return float(self.rows @ self.chances)
-
-
-def zipf_bins(num_rows: int, exponent: float) -> tuple[Float64s, Float64s]:
-    """(rows of each bin, share of all ids of one row in it): row k is looked up in proportion to ``k ** -exponent``.
-
-    A bin's weight is the integral over it, from half a rank before to half a rank behind.
-    """
-    single = min(num_rows, _SINGLE_RANKS)
-    growing = single * _BIN_GROWTH ** np.arange(1, 2 + np.log(num_rows / single) / np.log(_BIN_GROWTH))
-    ends = np.unique(np.minimum(np.append(np.arange(1, single + 1), np.ceil(growing)), num_rows))
-    starts = np.append(0.0, ends[:-1])
-    rows = ends - starts
-    weights = np.where(rows == 1, ends**-exponent, _integral(starts + 0.5, ends + 0.5, exponent) / rows)
-    return rows, weights / (rows @ weights)
-
-
-def _integral(low: Float64s, high: Float64s, exponent: float) -> Float64s:
-    """Of ``x ** -exponent``; exact where the exponent is near 1, too."""
-    power = 1 - exponent
-    logs = np.log(high / low)
-    scaled = power * logs
-    growth = np.where(np.abs(scaled) < 1e-12, 1.0, np.expm1(scaled) / np.where(scaled == 0, 1.0, scaled))
-    integral: Float64s = low**power * logs * growth
-    return integral
 
 
 def popularity(tables: Sequence[tuple[int, float, float]]) -> Popularity:
@@ -76,19 +46,13 @@ def popularity(tables: Sequence[tuple[int, float, float]]) -> Popularity:
     kinds: dict[tuple[int, float, float], int] = {}
     for table in tables:
         kinds[table] = kinds.get(table, 0) + 1
-    rows, chances = [], []
-    for (num_rows, exponent, lookups), count in kinds.items():
-        own, shares = zipf_bins(num_rows, exponent)
-        rows.append(own * count)
-        chances.append(_in_batch(shares, lookups))
-    return _merged(np.concatenate(rows), np.concatenate(chances))
-
-
-def _merged(rows: Float64s, chances: Float64s) -> Popularity:
-    """Bins of nearly equal chance as one, of their mean, where there are many."""
+    bins = [(count, *zipf_bins(num_rows, exponent), ids) for (num_rows, exponent, ids), count in kinds.items()]
+    rows = np.concatenate([count * own for count, own, _, _ in bins])
+    chances = np.concatenate([_in_batch(shares, lookups) for _, _, shares, lookups in bins])
     if len(rows) <= _MANY_BINS:
         return Popularity(rows, chances)
-    steps = np.round(np.log(np.maximum(chances, _LEAST_CHANCE)) / math.log(_BIN_GROWTH))
+    # Bins of nearly equal chance as one, of their mean.
+    steps = np.round(np.log(np.maximum(chances, _LEAST_CHANCE)) / math.log(BIN_GROWTH))
     _, places = np.unique(steps, return_inverse=True)
     merged = np.bincount(places, weights=rows).astype(np.float64)
     return Popularity(merged, np.bincount(places, weights=rows * chances) / merged)
@@ -143,7 +107,7 @@ def frequency_curve(found: Popularity, policy: str = "tinylfu") -> MissRatioCurv
 
 def _sizes(found: Popularity) -> Float64s:
     """Whole, log-spaced, up to all rows."""
-    return np.unique(np.round(np.geomspace(1, max(round(found.num_rows), 1), _SIZES)))
+    return np.unique(np.round(np.geomspace(1, max(round(found.rows.sum()), 1), _SIZES)))
 
 
 def _curve(policy: str, sizes: Float64s, miss_ratios: Float64s, found: Popularity) -> MissRatioCurve:
@@ -152,5 +116,5 @@ def _curve(policy: str, sizes: Float64s, miss_ratios: Float64s, found: Popularit
         sizes=sizes.astype(np.int64),
         miss_ratios=np.minimum.accumulate(np.clip(miss_ratios, 0.0, 1.0)),
         num_accesses=round(found.unique * _BATCHES),
-        num_rows=round(found.num_rows),
+        num_rows=round(found.rows.sum()),
     )

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cache.ddr import DdrCache, resolve_policy
 from ..kernels.arrays import Float64s, Int64s
@@ -28,7 +27,7 @@ from ..settings.sections import nearest
 from ..system.checks import require_int
 from ..system.excerpt import excerpt
 from ..system.terminal import columns_of
-from .accesses import Accesses, Numbered, first_uses, numbered, of_tables
+from .traces import Accesses, Numbered, first_uses, numbered, of_tables
 
 __all__ = ["POLICIES", "MissRatioCurve", "by_table", "curve", "describe_curves"]
 
@@ -57,8 +56,8 @@ class MissRatioCurve:
     """
 
     policy: str
-    sizes: NDArray[np.int64]
-    miss_ratios: NDArray[np.float64]
+    sizes: Int64s
+    miss_ratios: Float64s
     num_accesses: int
     num_rows: int
     sampling_rate: float = 1.0
@@ -77,21 +76,18 @@ class MissRatioCurve:
 
 def describe_curves(curves: Mapping[str, MissRatioCurve], sizes: Sequence[int] | None = None) -> str:
     """Hit rates by name at some sizes in rows, lines of text; default: some up to the largest of all curves."""
-    largest = max(int(curve.sizes[-1]) for curve in curves.values())
-    chosen = _round_sizes(largest) if sizes is None else sorted(set(sizes))
+    if sizes is None:  # of two figures, evenly apart on a scale of logarithms, and the largest
+        largest = max(int(curve.sizes[-1]) for curve in curves.values())
+        exact = np.geomspace(max(1.0, largest / 1000), largest, _NUM_SIZES)[:-1]
+        units = 10.0 ** np.maximum(0, np.floor(np.log10(exact)) - 1)
+        sizes = [*(np.rint(exact / units) * units).astype(int).tolist(), largest]
+    chosen = sorted(set(sizes))
     rows = [["hit rate with rows cached", *(f"{size:,}" for size in chosen), "of rows", "accesses"]]
     for name, curve in curves.items():
         rates = [f"{curve.hit_rate(size):.4f}" for size in chosen]
         rows.append([name, *rates, f"{curve.num_rows:,}", f"{curve.num_accesses:,}"])
     columns = rows if len(rows) > len(rows[0]) else list(zip(*rows, strict=True))  # the longer way down
     return "\n".join(columns_of(columns, is_last_text=False))
-
-
-def _round_sizes(largest: int) -> list[int]:
-    """Of two figures, evenly apart on a scale of logarithms, and the largest."""
-    exact = np.geomspace(max(1.0, largest / 1000), largest, _NUM_SIZES)[:-1]
-    units = 10.0 ** np.maximum(0, np.floor(np.log10(exact)) - 1)
-    return sorted({*(np.rint(exact / units) * units).astype(int).tolist(), largest})
 
 
 @inline
@@ -175,8 +171,11 @@ def curve(
     require_int(prefetch_depth, "prefetch_depth", 0, _DEEPEST)
     require_int(skip, "skip", 0, accesses.num_batches - 1)
     rows, rate = numbered(accesses.keys), accesses.sampling_rate
-    asked = _sizes(sizes, policy, accesses, rows.num_rows)
-    counted, first = _counted(accesses, skip), int(accesses.starts[skip])
+    asked, first = _sizes(sizes, policy, accesses, rows.num_rows), int(accesses.starts[skip])
+    # The rate's share of the accesses to all rows; each batch is taken to have as many as another.
+    counted = float(len(accesses.keys) - first)
+    if accesses.all_lookups is not None:
+        counted = sum(accesses.all_lookups) * rate * (1 - skip / accesses.num_batches)
     own = np.minimum(_sampled_sizes(policy, asked, rate), rows.num_rows)
     # Between two whole sizes misses lie on a straight line.
     low, high = np.floor(own).astype(np.int64), np.ceil(own).astype(np.int64)
@@ -219,14 +218,6 @@ def by_table(accesses: Accesses, policy: str, **options: Any) -> dict[str, MissR
     """As ``curve``, of each table in a cache of its own; a table without accesses has none."""
     used = np.unique(accesses.keys >> KEY_ROW_BITS).tolist()
     return {accesses.tables[index]: curve(of_tables(accesses, [index]), policy, **options) for index in used}
-
-
-def _counted(accesses: Accesses, skip: int) -> float:
-    """The sampling rate's share of the accesses to all rows behind the skipped batches, each batch being taken to have
-    as many as another; those that the sample has where only they are known."""
-    if accesses.all_lookups is None:
-        return float(len(accesses.keys) - accesses.starts[skip])
-    return sum(accesses.all_lookups) * accesses.sampling_rate * (1 - skip / accesses.num_batches)
 
 
 def _sizes(sizes: Sequence[int] | Int64s | None, policy: str, accesses: Accesses, num_rows: int) -> Int64s:

@@ -11,9 +11,9 @@ from ..cache.ddr import resolve_policy
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..settings.sections import nearest
 from ..system.excerpt import excerpt
-from .accesses import Accesses, of_tables, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
 from .curves import POLICIES, MissRatioCurve, curve
+from .traces import Accesses, of_tables, once_a_batch
 from .workload import TableShape, Workload
 
 RowsOf = Callable[[int], float]
@@ -96,9 +96,10 @@ class Demand:
             ValueError: it has no access, or a table that the workload has not, or a row beyond its table.
         """
         _check(workload, accesses)
-        # Of tables that nobody looks anything up in.
-        size, never, unlooked = np.ones(1, np.int64), np.zeros(1), resolve_policy(policy)
-        unused = MissRatioCurve(policy=unlooked, sizes=size, miss_ratios=never, num_accesses=0, num_rows=0)
+        size, never = np.ones(1, np.int64), np.zeros(1)
+        unused = MissRatioCurve(  # of tables that nobody looks anything up in
+            policy=resolve_policy(policy), sizes=size, miss_ratios=never, num_accesses=0, num_rows=0
+        )
 
         def found(tables: list[TableShape]) -> dict[str, Any]:
             names = {table.name for table in tables}
@@ -177,12 +178,12 @@ def _check(workload: Workload, accesses: Accesses) -> None:
 
 def _lookups_a_batch(accesses: Accesses) -> float:
     """Of all rows, on average. If they were counted, the sample says only how much of them is of the last batch."""
-    if accesses.all_lookups is None:
+    counted, sampled = accesses.all_lookups, len(accesses.keys)
+    if counted is None:
         return _a_batch(accesses)
-    counted = sum(accesses.all_lookups)
-    if not len(accesses.keys):
-        return counted / max(accesses.all_batches, 1)
-    return _a_batch(accesses) * counted * accesses.sampling_rate / len(accesses.keys)
+    if not sampled:
+        return sum(counted) / max(accesses.all_batches, 1)
+    return _a_batch(accesses) * sum(counted) * accesses.sampling_rate / sampled
 
 
 def _a_batch(accesses: Accesses) -> float:

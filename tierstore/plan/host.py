@@ -1,13 +1,30 @@
-"""A host: what its parts can do, take and cost, and what tierstore's own work takes on it."""
+"""A host: what its parts can do, take and cost, and what tierstore's own work takes on it; hosts from files, and what
+they cost a month.
 
-from dataclasses import dataclass, replace
-from typing import Any, Final
+The hosts that ship are in ``hosts.toml``, with the documents that their figures come from.
+"""
+
+import functools
+import json
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from ..layout import RowLayout
-from ..settings.sections import Checked, option
-from .dense import DenseWork
+from ..settings.sections import Checked, ConfigError, converted, nearest, option
+from ..system.output import require_new, write_text
+from ..system.sizes import format_size
+from .workload import DenseWork
 
 _MOST: Final = 1e18
+_SECONDS_A_DAY: Final = 86_400.0
+_DAYS_A_MONTH: Final = 365.25 / 12
+_MAX_BYTES: Final = 1 << 20  # of a host's file
+_MAX_REASON: Final = 200
 ID_BYTES: Final = 8
 TRAINING_FLOPS: Final = 3
 """Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own. Other
@@ -20,7 +37,7 @@ AHEAD_BATCHES, HANDED_OVER_BATCHES = 7, 5
 class Memory(Checked):
     """Memory of one kind, all of a host's (DDR) or of one accelerator (HBM)."""
 
-    part: str = ""  # here and below: its name among the parts
+    part: str = ""  # here and below: what it is
     capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
     bytes_per_s: float = option(0.0, "read in order, by all cores", low=0, high=_MOST)
     row_bytes_per_s: float = option(0.0, "read by rows of 256 bytes at random, by all cores", low=0, high=_MOST)
@@ -144,23 +161,135 @@ class Host(Checked):
     source: str = ""
 
 
-def times(value: Any, factor: float, *paths: str) -> Any:
-    """With some numbers multiplied; "ddr.usd" is a field of a field, of several parts that of each."""
-    for path in paths:
-        name, _, rest = path.partition(".")
-        part = getattr(value, name)
-        if isinstance(part, tuple):
-            changed: Any = tuple(times(each, factor, rest) for each in part)
-        else:
-            changed = times(part, factor, rest) if rest else part * factor
-        value = replace(value, **{name: changed})
-    return value
+@dataclass(frozen=True, kw_only=True)
+class Pricing(Checked):
+    """Assumptions of money and time."""
+
+    usd_per_kwh: float = option(0.12, "dollars a kilowatt-hour", low=0)
+    pue: float = option(1.3, "watts of the building for each watt of a host (power usage effectiveness)", low=1)
+    years: float = option(4.0, "for which hosts are used, and over which their price is spread", low=0.01, high=100)
+    hours_a_day: float = option(24.0, "of use", low=0.01, high=24)
+    warranty_years: float = option(5.0, "of drives: those over which their writes a day are rated", low=0.01, high=100)
 
 
-def with_accelerators(host: Host, accelerators: tuple[Accelerator, ...]) -> Host:
-    """With these; its name says so where they are fewer than before."""
-    most, left = len(host.accelerators), len(accelerators)
-    name = host.name
-    if left < most:
-        name += f" with {left} of {most} GPUs" if left else f" without {'its GPU' if most == 1 else 'GPUs'}"
-    return replace(host, name=name, accelerators=accelerators)
+class Price(NamedTuple):
+    """Of all hosts: ``usd`` to buy them; a month over the years of their life, with power."""
+
+    watts: float
+    usd: float
+    usd_a_month: float
+
+
+def price_of(host: Host, count: int, pricing: Pricing) -> Price:
+    """Of so many hosts: what they draw, what they cost, and both a month. An accelerator's include its memory's.
+
+    ``usd / months + watts / 1000 * PUE * hours a month * usd per kWh``.
+    """
+    parts: tuple[Any, ...] = (host, host.processor, host.ddr, *host.storage, *host.accelerators)
+    watts, usd = count * sum(part.watts for part in parts), count * sum(part.usd for part in parts)
+    power = watts / 1000 * pricing.pue * pricing.hours_a_day * _DAYS_A_MONTH * pricing.usd_per_kwh
+    return Price(watts, usd, usd / (12 * pricing.years) + power)
+
+
+def first_worn(host: Host) -> Storage:
+    """The drive that is soonest written as often as it is rated for."""
+    return min(host.storage, key=lambda drive: drive.drive_writes_a_day / _wear(drive))
+
+
+def _wear(drive: Storage) -> float:
+    """How fast it is written over, compared with other drives of its host."""
+    return drive.write_bytes_per_s / drive.capacity_bytes
+
+
+def drive_writes_a_day(host: Host, bytes_per_s: float, pricing: Pricing) -> float:
+    """Of the drive that wears out first; drives share what is written as they are fast."""
+    if not bytes_per_s:
+        return 0.0
+    speed = sum(drive.write_bytes_per_s for drive in host.storage)
+    a_day = bytes_per_s * _SECONDS_A_DAY * pricing.hours_a_day / 24
+    return a_day / speed * _wear(first_worn(host))
+
+
+def years_of_life(host: Host, writes_a_day: float, pricing: Pricing) -> float:
+    """Until the first drive has been written as often as it is rated for; infinite if nothing is written."""
+    return pricing.warranty_years * first_worn(host).drive_writes_a_day / writes_a_day if writes_a_day else math.inf
+
+
+@functools.cache
+def example_hosts() -> Mapping[str, Host]:
+    """The hosts that ship, by name. Their prices are assumptions."""
+    tables = tomllib.loads(Path(__file__).with_name("hosts.toml").read_text(encoding="utf-8"))
+    costs = tables.pop("costs")
+    return {name: converted({**own, "name": name, "costs": costs}, Host, name) for name, own in tables.items()}
+
+
+def describe_hosts() -> str:
+    """The hosts that ship, for people."""
+    lines = []
+    for name, host in example_hosts().items():
+        devices: list[Storage | Accelerator] = [*host.storage, *host.accelerators]
+        parts = [host.processor.part, f"{format_size(host.ddr.capacity_bytes)} {host.ddr.part}", host.network.part]
+        parts += [each.part for each in devices]
+        price = price_of(host, 1, Pricing())
+        lines.append(f"{name:16} {host.source.removeprefix('an example: ')}")
+        lines += [f"{'':16} {', '.join(parts)}", f"{'':16} ${price.usd:,.0f}, {price.watts:,.0f} W", ""]
+    return "\n".join(lines) + "All prices are assumptions: put yours in a file of your own."
+
+
+def load_host(source: str | os.PathLike[str]) -> Host:
+    """A host that ships, by its name, or that of a file: what has a slash in it or ends in .toml or .json. The file has
+    every figure of a ``Host`` under its field's name, as ``tierstore plan measure`` writes it.
+
+    Raises:
+        ValueError: there is no such host or file, it is not JSON or TOML, or a key is unknown, missing or out of range;
+            names the file, the key and the nearest.
+    """
+    name = os.fspath(source)
+    if isinstance(source, str) and os.sep not in name and Path(name).suffix not in (".toml", ".json"):
+        if name not in example_hosts():
+            raise ValueError(f"there is no host named {name[:100]!r}; {nearest(name, example_hosts())}")
+        return example_hosts()[name]
+    try:
+        found: Host = converted(_document(Path(name)), Host, "a host", is_whole=True)  # a figure left out would be 0
+    except ConfigError as error:
+        reason = str(error).removeprefix("a host: ").removeprefix("a host.")
+        hint = "; a host's file has all that tierstore plan measure writes: run it again" if "key " in reason else ""
+        raise ValueError(f"{name}: {reason}{hint}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return found
+
+
+def _document(path: Path) -> Any:
+    if path.suffix not in (".json", ".toml"):
+        raise ValueError("the name of a host's file ends in .json or .toml")
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror or error}") from None
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"has more than {_MAX_BYTES:,} bytes, which no host's file has")
+    try:
+        return json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid {path.suffix[1:].upper()}: {str(error)[:_MAX_REASON]}") from None
+
+
+def host_text(host: Host) -> str:
+    """All figures of a host as JSON."""
+    return json.dumps(asdict(host), indent=2, allow_nan=False)
+
+
+def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Write all figures of a host as JSON, whole or not at all. ValueError: the name does not end in .json.
+    FileExistsError: there is such a file, and ``force`` is not given."""
+    require_writable(Path(path), force=force)
+    write_text(Path(path), host_text(host) + "\n", force=force)
+
+
+def require_writable(path: Path, *, force: bool) -> None:
+    """Raise what ``write_host`` would, before there is anything to write."""
+    if path.suffix != ".json":
+        raise ValueError(f"{path}: the name of a host's file that is written ends in .json")
+    require_new(path, force=force)

@@ -6,13 +6,13 @@ batches meanwhile, and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit wha
 for a core that another thread has.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..dist.ranks import Precision
 from ..kernels.threads import MIN_WORK
 from .host import AHEAD_BATCHES, HANDED_OVER_BATCHES, ID_BYTES, TRAINING_FLOPS
-from .prediction import FLOAT_BYTES, Lane, ResourceLoad, Setup
+from .setup import Setup
 from .tiers import PoolLoad, segment_bytes
 
 SERIAL: Final = ("batch", "lookups", "hbm", "model", "network", "wait for a core")
@@ -22,6 +22,26 @@ DRIVES: Final = ("ssd reads", "ssd writes")
 SHARED: Final = ("cores", "ddr")
 WAITS: Final = ("wait for a core", "wait ahead")
 
+_IN_WORDS: Final = {
+    "batch": "fixed work of a batch",
+    "lookups": "work on cached rows",
+    "hbm": "HBM bandwidth",
+    "model": "dense model",
+    "cold rows": "bringing rows in",
+    "id exchange": "exchanging ids",
+    "write-back": "writing rows back",
+    "wait for a core": "waiting for a core",
+    "wait ahead": "waiting for a core",
+    "ddr": "DDR bandwidth",
+    "ssd reads": "SSD reads",
+    "ssd writes": "SSD writes",
+    "pcie": "PCIe",
+    "computing": "computing the batch",
+    "in turn": "everything in turn",
+    "fetching": "fetching later batches",
+    "drives": "SSDs",
+}
+_FLOAT_BYTES: Final = 4
 _WIRE_BYTES: Final[dict[Precision, int]] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 _WIRE_SCALE_BYTES: Final = 4  # of a row or bag as int8
 _TOGETHER: Final = 3  # exchanges of a pool with every batch, and as many before them, of ids
@@ -32,24 +52,204 @@ _WAKES: Final = 1.7
 _FLOPS_PER_WEIGHT: Final = 2  # of a dense layer, forward, a sample
 
 
+class ResourceLoad(NamedTuple):
+    """What keeps a resource busy, were all else infinitely fast; ``amount``: of work, in ``unit``."""
+
+    resource: str
+    seconds: float
+    amount: float
+    unit: str
+
+
+class Lane(NamedTuple):
+    """Work that goes on one after another, alongside that of other lanes; ``resources``: names of loads."""
+
+    name: str
+    seconds: float
+    resources: tuple[str, ...]
+
+
+def in_words(name: str) -> str:
+    """A load's or lane's name as people read it."""
+    return _IN_WORDS.get(name, name)
+
+
 def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tuple[ResourceLoad, ...]:
     """Of all resources, idle ones too, in the order in which a batch meets them."""
-    work = _Work(setup, pools, is_ahead)
-    own = [work.batch(), work.lookups(), work.hbm(), work.model(), work.network(), work.id_exchange()]
-    own += [work.cold_rows(), work.write_back(), work.pcie(), *work.drives(), work.ddr()]
+    own = [*_computing(setup, pools, is_ahead), *_fetching(setup, pools, is_ahead), *_devices(setup, pools)]
     seconds = {load.resource: load.seconds for load in own}
     if setup.rank_costs is not None:
         seconds |= _of_ranks(setup, pools, seconds, is_ahead=is_ahead)
         own = [load._replace(seconds=seconds[load.resource]) for load in own]
-    return (*own, *work.cores(seconds))
+    return (*own, *_cores(setup, pools, seconds, is_ahead))
+
+
+def _sum(pools: Sequence[PoolLoad], of: Callable[[PoolLoad], float]) -> float:
+    return float(sum(map(of, pools)))
+
+
+def _computing(setup: Setup, pools: Sequence[PoolLoad], is_ahead: bool) -> Iterator[ResourceLoad]:
+    """What is done for the batch that is computed. Lookups are pooling, and in training backward and optimizer, by the
+    main thread and those it has. On a GPU rows are read to be pooled, each id's; distinct ones are read and written
+    again; and the dense part is computed there."""
+    workload, host, costs = setup.workload, setup.host, setup.host.costs
+    steps = TRAINING_FLOPS if workload.is_training else 1
+    # Of ranks a step is in what was measured, but for taking over what was prefetched.
+    times = (0 if setup.rank_costs else steps) + (HANDED_OVER_BATCHES if is_ahead else 0)
+    yield ResourceLoad("batch", 1e-6 * times * costs.batch_us, 1.0, "batches")
+    nanoseconds, in_hbm = 0.0, bool(setup.hbm_bytes)
+    for amounts in (each for pool in pools for each in _amounts(setup, pool)):
+        nanoseconds += costs.lookup_ns(**amounts) + (costs.update_ns(**amounts) if workload.is_training else 0.0)
+    threads, sharing_s = _sharing(setup, pools)
+    lookups_s = 0.0 if in_hbm else nanoseconds * 1e-9 / threads + sharing_s
+    yield ResourceLoad("lookups", lookups_s, _sum(pools, lambda pool: pool.lookups), "ids")
+    flops = workload.dense_flops * workload.batch_samples / setup.hosts * steps
+    if in_hbm:
+        moved = _sum(pools, lambda pool: (pool.lookups + 2 * pool.unique) * pool.layout.row_bytes)
+        memory = setup.gpu.hbm
+        yield ResourceLoad("hbm", moved / (memory.row_bytes_per_s or memory.bytes_per_s), moved, "bytes")
+        yield ResourceLoad("model", flops / setup.gpu.flops, flops, "flops")
+    else:
+        yield ResourceLoad("hbm", 0.0, 0.0, "bytes")
+        yield ResourceLoad("model", flops / host.processor.flops + 1e-9 * sum(_dense_ns(setup)), flops, "flops")
+    yield _network(setup, pools)
+
+
+def _amounts(setup: Setup, pool: PoolLoad) -> Iterator[dict[str, Any]]:
+    """Ids, rows and bags that a host works on. Where rows cross, it pools what owners send; as an owner it looks up and
+    updates each that it is asked for, as a bag of one id."""
+    if setup.hosts > 1:
+        yield {"ids": pool.lookups, "rows": pool.sent_rows, "bags": pool.bags, "layout": pool.layout}
+        yield {"ids": pool.sent_rows, "rows": pool.unique, "bags": pool.sent_rows, "layout": pool.layout}
+    else:
+        yield {"ids": pool.lookups, "rows": pool.unique, "bags": pool.bags, "layout": pool.layout}
+
+
+def _sharing(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[int, float]:
+    """Threads that share lookups and updates, one for few ids; and seconds of sharing, in which one of them is busy."""
+    enough = max(1, int(_sum(pools, lambda pool: pool.lookups)) // MIN_WORK)
+    threads = min(setup.threads, setup.host.processor.cores, enough)
+    if threads == 1 or setup.hbm_bytes:
+        return threads, 0.0
+    passes = 2 if setup.workload.is_training else 1
+    return threads, 1e-6 * _WAKES * setup.host.costs.wake_us * passes * len(pools)
+
+
+def _dense_ns(setup: Setup) -> tuple[float, float]:
+    workload, host = setup.workload, setup.host
+    samples, cores = workload.batch_samples / setup.hosts, host.processor.cores
+    return host.costs.dense_ns(workload.dense, samples=samples, threads=cores, is_training=workload.is_training)
+
+
+def _network(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """Of a host that trains among others, while it computes: each distinct row of its batch once, its gradient back,
+    and the dense weights' in a ring."""
+    hosts, wire, flops = setup.hosts, setup.wire, setup.workload.dense_flops
+    if hosts == 1:
+        return ResourceLoad("network", 0.0, 0.0, "bytes")
+    scale_bytes = _WIRE_SCALE_BYTES if wire == "int8" else 0
+    values = _sum(pools, lambda pool: pool.sent_rows * (pool.layout.dim * _WIRE_BYTES[wire] + scale_bytes))
+    others = (hosts - 1) / hosts
+    sent = others * 2 * values + 2 * others * (flops / _FLOPS_PER_WEIGHT) * _FLOAT_BYTES
+    return _sent(setup, "network", sent, _TOGETHER * len(pools) + (2 * (hosts - 1) if flops else 0))
+
+
+def _sent(setup: Setup, name: str, sent_bytes: float, exchanges: int) -> ResourceLoad:
+    network = setup.host.network
+    seconds = sent_bytes / network.bytes_per_s + exchanges * network.latency_us * 1e-6
+    return ResourceLoad(name, seconds, sent_bytes, "bytes")
+
+
+def _fetching(setup: Setup, pools: Sequence[PoolLoad], is_ahead: bool) -> Iterator[ResourceLoad]:
+    """What brings rows in. Over hosts ids are sent first. One thread looks ids up in the cache, fetches rows, hands
+    them to the tier above, if any; one writes back, as LMDB has one writer."""
+    costs, hosts = setup.host.costs, setup.hosts
+    if hosts == 1:
+        yield ResourceLoad("id exchange", 0.0, 0.0, "bytes")
+    else:
+        sent = (hosts - 1) / hosts * _sum(pools, lambda pool: ID_BYTES * pool.sent_rows)
+        yield _sent(setup, "id exchange", sent, _TOGETHER * len(pools))
+    nanoseconds = _sum(pools, lambda pool: _admitting_ns(setup, pool) + pool.misses * costs.miss_row_ns(pool.layout))
+    nanoseconds += _sum(pools, lambda pool: pool.pages_read * costs.read_ns)
+    nanoseconds += 1e3 * AHEAD_BATCHES * costs.batch_us if is_ahead else 0.0
+    yield ResourceLoad("cold rows", nanoseconds * 1e-9, _sum(pools, lambda pool: pool.misses), "rows")
+    nanoseconds = 1e3 * costs.transaction_us * _sum(pools, lambda pool: pool.transactions)
+    for pool in pools:
+        nanoseconds += (pool.rows_written + _MOVED_AS * pool.rows_moved) * costs.append_row_ns(pool.layout)
+    yield ResourceLoad("write-back", nanoseconds * 1e-9, _sum(pools, lambda pool: pool.rows_written), "rows")
+
+
+def _admitting_ns(setup: Setup, pool: PoolLoad) -> float:
+    costs, is_sharded = setup.host.costs, setup.hosts > 1
+    if setup.hbm_bytes:  # a row that comes up, and in training one that goes down
+        copying = costs.admission_ns(ids=1, rows=1) + 2 * costs.byte_ns * pool.layout.row_bytes
+        return pool.hbm_misses * 2 * copying
+    # The distinct rows of a batch are found before they are sent for; ranks were measured with it.
+    sends_for = is_sharded and setup.rank_costs is None
+    sent_for = costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows) if sends_for else 0.0
+    asked = pool.sent_rows if is_sharded else pool.lookups
+    if pool.is_full or not asked:
+        return sent_for
+    return sent_for + pool.asked / pool.unique * costs.admission_ns(ids=asked, rows=pool.unique)
+
+
+def _devices(setup: Setup, pools: Sequence[PoolLoad]) -> Iterator[ResourceLoad]:
+    """PCIe in its fuller direction: rows and ids up. All drives together: reads of pages and segments, by count or
+    their bytes, whichever take longer, and writes of segments. DDR: rows that the cores read and write, at random."""
+    moved, in_hbm, passes = 0.0, bool(setup.hbm_bytes), 2 * setup.workload.is_training
+    if in_hbm:
+        moved = _sum(pools, lambda pool: pool.hbm_misses * pool.layout.row_bytes + pool.lookups * ID_BYTES)
+    link = setup.gpu.pcie if in_hbm else None
+    yield ResourceLoad("pcie", moved / link.bytes_per_s + 1e-6 * link.latency_us if link else 0.0, moved, "bytes")
+    drives, written = setup.host.storage, written_bytes(pools)
+    pages, segments = _sum(pools, lambda pool: pool.pages_read), _sum(pools, lambda pool: pool.segments_cleaned)
+    seconds = 0.0
+    if pages + segments:
+        size = _sum(pools, lambda pool: pool.pages_read * pool.layout.page_bytes)
+        size += _sum(pools, lambda pool: pool.segments_cleaned * segment_bytes(pool.layout))
+        by_count = (pages + segments) / sum(drive.reads_per_s for drive in drives)
+        seconds = max(by_count, size / sum(drive.read_bytes_per_s for drive in drives)) + read_latency_s(setup, pools)
+    yield ResourceLoad("ssd reads", seconds, pages + segments, "reads")
+    writes_s = written / sum(drive.write_bytes_per_s for drive in drives) if written else 0.0
+    yield ResourceLoad("ssd writes", writes_s, written, "bytes")
+    memory, moved = setup.host.ddr, 0.0
+    for pool in pools:
+        own = 2 * pool.hbm_misses if in_hbm else pool.lookups + passes * pool.unique
+        moved += (own + pool.misses) * pool.layout.row_bytes
+    speed = memory.row_bytes_per_s or memory.bytes_per_s
+    yield ResourceLoad("ddr", moved / speed if speed else 0.0, moved, "bytes")
+
+
+def read_latency_s(setup: Setup, pools: Sequence[PoolLoad]) -> float:
+    """Of the last page that a batch reads, which nothing hides, if there is one."""
+    pages = min(1.0, _sum(pools, lambda pool: pool.pages_read))
+    return pages * max((drive.read_latency_us for drive in setup.host.storage), default=0.0) * 1e-6
+
+
+def _cores(
+    setup: Setup, pools: Sequence[PoolLoad], seconds: Mapping[str, float], is_ahead: bool
+) -> tuple[ResourceLoad, ...]:
+    """The work of all threads, over the cores, and how long threads wait for one: as long as an equal share of the
+    others' work takes. A dense part on the cores takes all of them, but for starting its products."""
+    cores, (threads, sharing_s) = setup.host.processor.cores, _sharing(setup, pools)
+    computing = seconds["batch"] + (seconds["lookups"] - sharing_s) * threads + sharing_s
+    if not setup.hbm_bytes:
+        starts = 1e-9 * _dense_ns(setup)[0]
+        computing += starts + (seconds["model"] - starts) * cores
+    ahead = seconds["cold rows"] + seconds["write-back"]
+    waiting, waiting_ahead = (ahead / cores, computing / cores) if is_ahead else (0.0, 0.0)
+    return (
+        ResourceLoad("wait for a core", waiting, waiting, "seconds"),
+        ResourceLoad("wait ahead", waiting_ahead, waiting_ahead, "seconds"),
+        ResourceLoad("cores", (computing + ahead) / cores, computing + ahead, "core-seconds"),
+    )
 
 
 def _of_ranks(
     setup: Setup, pools: Sequence[PoolLoad], seconds: Mapping[str, float], *, is_ahead: bool
 ) -> dict[str, float]:
-    """Of one of several ranks that share a host: fixed work, lookups, updates and exchanges as they were measured
-    together. Dense gradients are averaged by a thread that, when woken, finds its core taken as often as rows are
-    fetched there."""
+    """Of one of several ranks that share a host: lookups, updates and exchanges as they were measured together. Dense
+    gradients are averaged by a thread that, when woken, finds its core taken as often as rows are fetched there."""
     from ..dist.placement import TableDemand
     from ..dist.placement.costs import amounts_of, group_of
     from ..dist.plan import Sharding
@@ -80,233 +280,12 @@ def lanes_of(seconds: Mapping[str, float], *, is_ahead: bool) -> tuple[Lane, ...
     return tuple(sorted(lanes, key=lambda lane: -lane.seconds))
 
 
-def bottleneck_of(seconds: Mapping[str, float], *, is_ahead: bool) -> str:
+def bottleneck_of(lanes: Sequence[Lane], seconds: Mapping[str, float]) -> str:
     """The resource that takes longest in the longest lane. Waits for a core are the cores'."""
-    longest = max(lanes_of(seconds, is_ahead=is_ahead)[0].resources, key=lambda name: seconds[name])
+    longest = max(lanes[0].resources, key=lambda name: seconds[name])
     return "cores" if longest in WAITS else longest
-
-
-def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
-    """Of a query, whatever its samples."""
-    work = _Work(setup, pools, is_ahead=False)
-    return work.batch().seconds + work.read_latency_s() + work.latency_s(work.exchanges)
 
 
 def written_bytes(pools: Sequence[PoolLoad]) -> float:
     """To the drives of a host."""
     return sum(pool.pages_written * pool.layout.page_bytes for pool in pools)
-
-
-class _Work(NamedTuple):
-    """A step or query of one host."""
-
-    setup: Setup
-    pools: Sequence[PoolLoad]
-    is_ahead: bool
-
-    def _sum(self, of: Any) -> float:
-        return float(sum(map(of, self.pools)))
-
-    @property
-    def is_training(self) -> bool:
-        return self.setup.workload.is_training
-
-    @property
-    def directions(self) -> int:
-        """In training each row or bag that arrives makes one go back: an evicted row, a gradient."""
-        return 2 if self.is_training else 1
-
-    @property
-    def crosses_by_row(self) -> bool:
-        """Over hosts that train, each distinct row of a host's batch crosses once; where they serve, bags and ids."""
-        return self.setup.hosts > 1 and self.is_training
-
-    def batch(self) -> ResourceLoad:
-        """Fixed work of the computing thread; of ranks only taking over what was prefetched."""
-        costs = self.setup.host.costs
-        times = 0 if self.setup.rank_costs else TRAINING_FLOPS if self.is_training else 1
-        times += HANDED_OVER_BATCHES if self.is_ahead else 0
-        return ResourceLoad("batch", 1e-6 * times * costs.batch_us, 1.0, "batches")
-
-    def lookups(self) -> ResourceLoad:
-        """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""
-        costs, nanoseconds = self.setup.host.costs, 0.0
-        for share in (share for pool in self.pools for share in self._shares_of(pool)):
-            nanoseconds += costs.lookup_ns(**share) + (costs.update_ns(**share) if self.is_training else 0.0)
-        seconds = 0.0 if self.setup.hbm_bytes else nanoseconds * 1e-9 / self.threads + self._sharing_s
-        return ResourceLoad("lookups", seconds, self._sum(lambda pool: pool.lookups), "ids")
-
-    @property
-    def _sharing_s(self) -> float:
-        """Of lookups, and of updates, between threads; one of them is busy then."""
-        is_shared = self.threads > 1 and not self.setup.hbm_bytes
-        return 1e-6 * _WAKES * self.setup.host.costs.wake_us * self.directions * len(self.pools) if is_shared else 0.0
-
-    def _shares_of(self, pool: PoolLoad) -> Iterator[dict[str, Any]]:
-        """Ids, rows and bags that a host works on. Where rows cross, it pools what owners send; as an owner it looks up
-        and updates each that it is asked for, as a bag of one id."""
-        if self.crosses_by_row:
-            yield {"ids": pool.lookups, "rows": pool.sent_rows, "bags": pool.bags, "layout": pool.layout}
-            yield {"ids": pool.sent_rows, "rows": pool.unique, "bags": pool.sent_rows, "layout": pool.layout}
-        else:
-            yield {"ids": pool.lookups, "rows": pool.unique, "bags": pool.bags, "layout": pool.layout}
-
-    @property
-    def threads(self) -> int:
-        """That share lookups and updates: one for few ids."""
-        enough = max(1, int(self._sum(lambda pool: pool.lookups)) // MIN_WORK)
-        return min(self.setup.threads, self.setup.host.processor.cores, enough)
-
-    def hbm(self) -> ResourceLoad:
-        """Rows that are read to be pooled, each id's; distinct ones are read and written again."""
-        if not self.setup.hbm_bytes:
-            return ResourceLoad("hbm", 0.0, 0.0, "bytes")
-        moved = self._sum(lambda pool: (pool.lookups + 2 * pool.unique) * pool.layout.row_bytes)
-        memory = self.setup.gpu.hbm
-        return ResourceLoad("hbm", moved / (memory.row_bytes_per_s or memory.bytes_per_s), moved, "bytes")
-
-    def model(self) -> ResourceLoad:
-        """The dense part: on the GPU where rows are there, else on the cores, with what its products and values take
-        beyond their flops."""
-        workload, host = self.setup.workload, self.setup.host
-        flops = workload.dense_flops * workload.batch_samples / self.setup.hosts
-        flops *= TRAINING_FLOPS if self.is_training else 1
-        if self.setup.hbm_bytes:
-            return ResourceLoad("model", flops / self.setup.gpu.flops, flops, "flops")
-        return ResourceLoad("model", flops / host.processor.flops + 1e-9 * sum(self._dense_ns()), flops, "flops")
-
-    def _dense_ns(self) -> tuple[float, float]:
-        workload, host = self.setup.workload, self.setup.host
-        samples, threads = workload.batch_samples / self.setup.hosts, host.processor.cores
-        return host.costs.dense_ns(workload.dense, samples=samples, threads=threads, is_training=self.is_training)
-
-    def network(self) -> ResourceLoad:
-        """What a host sends while it computes: rows and gradients, and the dense weights' in a ring; in serving ids and
-        bags."""
-        hosts = self.setup.hosts
-        others = (hosts - 1) / hosts
-        sent = others * self.directions * self._sum(self._values_bytes)
-        if self.is_training:
-            sent += 2 * others * (self.setup.workload.dense_flops / _FLOPS_PER_WEIGHT) * FLOAT_BYTES
-        else:
-            sent += others * self._sum(self._id_bytes)
-        return ResourceLoad("network", self._sent_s(sent, self.exchanges), sent, "bytes")
-
-    def id_exchange(self) -> ResourceLoad:
-        """What a host sends before it computes, in training."""
-        if not self.crosses_by_row:
-            return ResourceLoad("id exchange", 0.0, 0.0, "bytes")
-        sent = (self.setup.hosts - 1) / self.setup.hosts * self._sum(self._id_bytes)
-        return ResourceLoad("id exchange", self._sent_s(sent, _TOGETHER * len(self.pools)), sent, "bytes")
-
-    def _values_bytes(self, pool: PoolLoad) -> float:
-        wire = self.setup.wire
-        each = pool.layout.dim * _WIRE_BYTES[wire] + (_WIRE_SCALE_BYTES if wire == "int8" else 0)
-        return (pool.sent_rows if self.crosses_by_row else pool.bags) * each
-
-    def _id_bytes(self, pool: PoolLoad) -> float:
-        """Where bags cross, their sizes too."""
-        return ID_BYTES * (pool.sent_rows if self.crosses_by_row else pool.lookups + pool.bags)
-
-    def _sent_s(self, sent_bytes: float, exchanges: int) -> float:
-        return sent_bytes / self.setup.host.network.bytes_per_s + self.latency_s(exchanges)
-
-    @property
-    def exchanges(self) -> int:
-        """Of a batch that is computed: those of each pool, and of training two for each other host of the ring."""
-        hosts = self.setup.hosts
-        if hosts == 1:
-            return 0
-        if not self.is_training:
-            return 2 * len(self.pools)
-        return _TOGETHER * len(self.pools) + (2 * (hosts - 1) if self.setup.workload.dense_flops else 0)
-
-    def latency_s(self, exchanges: int) -> float:
-        return exchanges * self.setup.host.network.latency_us * 1e-6
-
-    def cold_rows(self) -> ResourceLoad:
-        """One thread: ids are looked for in the cache, rows fetched, and handed to the tier above, if any."""
-        costs = self.setup.host.costs
-        nanoseconds = self._sum(lambda pool: self._admitting_ns(pool) + pool.misses * costs.miss_row_ns(pool.layout))
-        nanoseconds += self._sum(lambda pool: pool.pages_read * costs.read_ns)
-        nanoseconds += 1e3 * AHEAD_BATCHES * costs.batch_us if self.is_ahead else 0.0
-        return ResourceLoad("cold rows", nanoseconds * 1e-9, self._sum(lambda pool: pool.misses), "rows")
-
-    def _admitting_ns(self, pool: PoolLoad) -> float:
-        costs = self.setup.host.costs
-        if self.setup.hbm_bytes:
-            copying = costs.admission_ns(ids=1, rows=1) + 2 * costs.byte_ns * pool.layout.row_bytes
-            return pool.hbm_misses * self.directions * copying
-        # The distinct rows of a batch are found before they are sent for; ranks were measured with it.
-        sends_for = self.crosses_by_row and self.setup.rank_costs is None
-        sent_for = costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows) if sends_for else 0.0
-        asked = pool.sent_rows if self.crosses_by_row else pool.lookups
-        if pool.is_full or not asked:
-            return sent_for
-        return sent_for + pool.asked / pool.unique * costs.admission_ns(ids=asked, rows=pool.unique)
-
-    def write_back(self) -> ResourceLoad:
-        """One thread, as LMDB has one writer."""
-        costs = self.setup.host.costs
-        nanoseconds = 1e3 * costs.transaction_us * self._sum(lambda pool: pool.transactions)
-        for pool in self.pools:
-            nanoseconds += (pool.rows_written + _MOVED_AS * pool.rows_moved) * costs.append_row_ns(pool.layout)
-        return ResourceLoad("write-back", nanoseconds * 1e-9, self._sum(lambda pool: pool.rows_written), "rows")
-
-    def pcie(self) -> ResourceLoad:
-        """The fuller direction: rows and ids up; as many rows down, in training."""
-        if not self.setup.hbm_bytes:
-            return ResourceLoad("pcie", 0.0, 0.0, "bytes")
-        moved = self._sum(lambda pool: pool.hbm_misses * pool.layout.row_bytes + pool.lookups * ID_BYTES)
-        link = self.setup.gpu.pcie
-        return ResourceLoad("pcie", moved / link.bytes_per_s + 1e-6 * link.latency_us, moved, "bytes")
-
-    def drives(self) -> tuple[ResourceLoad, ResourceLoad]:
-        """Reads of pages and segments, by their count or their bytes, whichever take longer; and writes of segments.
-        All drives together."""
-        drives, written = self.setup.host.storage, written_bytes(self.pools)
-        writes_s = written / sum(drive.write_bytes_per_s for drive in drives) if written else 0.0
-        writes = ResourceLoad("ssd writes", writes_s, written, "bytes")
-        pages, segments = self._sum(lambda pool: pool.pages_read), self._sum(lambda pool: pool.segments_cleaned)
-        if not pages + segments:
-            return ResourceLoad("ssd reads", 0.0, 0.0, "reads"), writes
-        size = self._sum(
-            lambda pool: pool.pages_read * pool.layout.page_bytes + pool.segments_cleaned * segment_bytes(pool.layout)
-        )
-        by_count = (pages + segments) / sum(drive.reads_per_s for drive in drives)
-        by_bytes = size / sum(drive.read_bytes_per_s for drive in drives)
-        seconds = max(by_count, by_bytes) + self.read_latency_s()
-        return ResourceLoad("ssd reads", seconds, pages + segments, "reads"), writes
-
-    def read_latency_s(self) -> float:
-        """Of the last page, which nothing hides, if there is one."""
-        pages = min(1.0, self._sum(lambda pool: pool.pages_read))
-        return pages * max((drive.read_latency_us for drive in self.setup.host.storage), default=0.0) * 1e-6
-
-    def ddr(self) -> ResourceLoad:
-        """Rows that the cores read and write, at random."""
-        memory = self.setup.host.ddr
-        moved = self._sum(lambda pool: self._ddr_rows(pool) * pool.layout.row_bytes)
-        speed = memory.row_bytes_per_s or memory.bytes_per_s
-        return ResourceLoad("ddr", moved / speed if speed else 0.0, moved, "bytes")
-
-    def _ddr_rows(self, pool: PoolLoad) -> float:
-        if self.setup.hbm_bytes:
-            return pool.hbm_misses * self.directions + pool.misses
-        return pool.lookups + pool.misses + (2 * pool.unique if self.is_training else 0.0)
-
-    def cores(self, seconds: Mapping[str, float]) -> tuple[ResourceLoad, ...]:
-        """The work of all threads, over the cores, and how long threads wait for one: as long as an equal share of the
-        others' work takes. A dense part on the cores takes all of them, but for starting its products."""
-        cores = self.setup.host.processor.cores
-        computing = seconds["batch"] + (seconds["lookups"] - self._sharing_s) * self.threads + self._sharing_s
-        if not self.setup.hbm_bytes:
-            starts = 1e-9 * self._dense_ns()[0]
-            computing += starts + (seconds["model"] - starts) * cores
-        ahead = seconds["cold rows"] + seconds["write-back"]
-        waiting, waiting_ahead = (ahead / cores, computing / cores) if self.is_ahead else (0.0, 0.0)
-        return (
-            ResourceLoad("wait for a core", waiting, waiting, "seconds"),
-            ResourceLoad("wait ahead", waiting_ahead, waiting_ahead, "seconds"),
-            ResourceLoad("cores", (computing + ahead) / cores, computing + ahead, "core-seconds"),
-        )

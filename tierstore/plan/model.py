@@ -1,19 +1,73 @@
-"""The prediction: what a setup would do with a demand. docs/planning/model.md has the formulas."""
+"""The prediction: what a setup would do with a demand, and with a tenth more of each resource. docs/planning/model.md
+has the formulas."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
 
 from ..cache.ddr import POLICIES, resolve_policy
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .demand import Demand
-from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, lanes_of, loads_of, written_bytes
-from .prediction import Prediction, Pricing, Setup, TierLoad, drive_writes_a_day, price_of
-from .queueing import Queue, latency_at
+from .host import Price, Pricing, drive_writes_a_day, price_of
+from .loads import (
+    DRIVES,
+    SHARED,
+    Lane,
+    ResourceLoad,
+    bottleneck_of,
+    lanes_of,
+    loads_of,
+    read_latency_s,
+    written_bytes,
+)
+from .queueing import Latency, Queue, latency_at
+from .setup import Setup, times
 from .tiers import ID_LAYOUT, PoolLoad, file_of, pool_loads
 
 SEGMENT_BYTES: Final = 50
 """Of the map of rows, for each segment."""
+_STEP: Final = 0.1
+TierName = Literal["hbm", "ddr", "ssd"]
+
+
+class TierLoad(NamedTuple):
+    """One tier of one host, of all of its workers or drives together. ``lookups``: rows asked of it, each once a batch;
+    ``hit_rate``: of the ssd, the share whose page the system had in memory."""
+
+    tier: TierName
+    capacity_bytes: float
+    rows: float
+    lookups: float
+    hit_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of a setup.
+
+    Attributes:
+        step_s: seconds of a training step, or of a query served alone.
+        samples_per_s: of all hosts.
+        lanes: the longest first; a step takes as long as that.
+        is_in_memory: every row has a place in DDR or HBM, and the drives are not read.
+        latency: None for training, and where no rate is asked for.
+        queue: of one replica that serves; None for training.
+        drive_writes_a_day: of the most worn drive.
+    """
+
+    setup: Setup
+    step_s: float
+    samples_per_s: float
+    tiers: tuple[TierLoad, ...]
+    loads: tuple[ResourceLoad, ...]
+    lanes: tuple[Lane, ...]
+    bottleneck: str
+    drive_writes_a_day: float
+    price: Price
+    is_in_memory: bool = False
+    latency: Latency | None = None
+    queue: Queue | None = None
 
 
 def predict(
@@ -50,11 +104,11 @@ def predict(
     step_s, samples = lanes[0].seconds, setup.workload.batch_samples
     if not step_s:
         raise ValueError(f"nothing takes time on host {excerpt(setup.host.name)}: its costs are 0; measure them")
-    queue, batches_per_s = None, 1 / step_s
+    queue, latency, batches_per_s = None, None, 1 / step_s
     if not is_training:
         # A query keeps its worker busy while all workers are, and wait for drives and cores that they share.
         shared = (sum(seconds[name] for name in DRIVES), *(seconds[name] for name in SHARED))
-        busy_s, fixed = max(step_s, setup.workers * max(shared)), fixed_seconds(setup, pools)
+        busy_s, fixed = max(step_s, setup.workers * max(shared)), seconds["batch"] + read_latency_s(setup, pools)
         queue = Queue(
             base_s=fixed,
             sample_s=(busy_s - fixed) / samples,
@@ -63,9 +117,8 @@ def predict(
             batch_samples=float(setup.batch_samples_max),
         )
         batches_per_s = setup.replicas * setup.workers / busy_s
-    latency = None
-    if queue is not None and queries_per_s is not None:
-        latency = latency_at(queue, queries_per_s / setup.replicas)._replace(queries_per_s=queries_per_s)
+        if queries_per_s is not None:
+            latency = latency_at(queue, queries_per_s / setup.replicas)._replace(queries_per_s=queries_per_s)
     prices = pricing or Pricing()
     return Prediction(
         setup=setup,
@@ -74,7 +127,7 @@ def predict(
         tiers=_tiers(rank, pools),
         loads=loads,
         lanes=lanes,
-        bottleneck=bottleneck_of(seconds, is_ahead=is_ahead),
+        bottleneck=bottleneck_of(lanes, seconds),
         drive_writes_a_day=drive_writes_a_day(rank.host, written_bytes(pools) / step_s, prices),
         price=price_of(setup.host, setup.num_hosts, prices),
         is_in_memory=all(pool.is_in_memory for pool in pools),
@@ -87,8 +140,7 @@ def misfit(setup: Setup, demand: Demand) -> str:
     """Why the setup does not fit its host, or "". ``pool_loads`` says what a budget cannot hold."""
     host = setup.host
     if setup.hbm_bytes:
-        reason = _unsupported(setup)
-        if reason:
+        if reason := _unsupported(setup):
             return f"rows in device memory (setup.hbm): {reason}"
         if setup.hbm_bytes > setup.gpu.hbm.capacity_bytes:
             return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)
@@ -132,14 +184,66 @@ def _tiers(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[TierLoad, ...]:
     missed, from_device = sum(pool.misses for pool in pools), sum(pool.device_misses for pool in pools)
     hbm_rows, ddr_rows = sum(pool.hbm_rows for pool in pools), sum(pool.ddr_rows for pool in pools)
     stored = sum(drive.capacity_bytes for drive in setup.host.storage)
-    hbm = TierLoad("hbm", setup.hbm_bytes, hbm_rows, asked, _hit_rate(asked, hbm_missed))
     ddr_lookups = hbm_missed if setup.hbm_bytes else asked
+
+    def hit_rate(lookups: float, missed: float) -> float:
+        return 1 - missed / lookups if lookups else 1.0
+
+    hbm = TierLoad("hbm", setup.hbm_bytes, hbm_rows, asked, hit_rate(asked, hbm_missed))
     return (
         *((hbm,) if setup.hbm_bytes else ()),
-        TierLoad("ddr", setup.ddr_bytes, ddr_rows * setup.workers, ddr_lookups, _hit_rate(ddr_lookups, missed)),
-        TierLoad("ssd", stored, sum(pool.num_rows for pool in pools), missed, _hit_rate(missed, from_device)),
+        TierLoad("ddr", setup.ddr_bytes, ddr_rows * setup.workers, ddr_lookups, hit_rate(ddr_lookups, missed)),
+        TierLoad("ssd", stored, sum(pool.num_rows for pool in pools), missed, hit_rate(missed, from_device)),
     )
 
 
-def _hit_rate(lookups: float, missed: float) -> float:
-    return 1 - missed / lookups if lookups else 1.0
+class Marginal(NamedTuple):
+    """``samples_per_s``: more than without, of all hosts; ``usd``: price of the change at all hosts, None where parts
+    have no price."""
+
+    resource: str
+    change: str
+    samples_per_s: float
+    usd: float | None
+
+
+def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
+    """Of a tenth more of each resource, and of a core more, all else staying; the best first. More memory is used, by
+    rows or as page cache; a tenth of the drives' reads or writes costs a tenth of them. Raises: as ``predict``."""
+    before = predict(setup, demand).samples_per_s
+    found = []
+    for resource, changed, usd in _changes(setup):
+        more = predict(changed, demand).samples_per_s - before
+        found.append(Marginal(resource, "+1" if resource == "cores" else "+10 %", more, usd * setup.num_hosts or None))
+    return tuple(sorted(found, key=lambda each: -each.samples_per_s))
+
+
+def _changes(setup: Setup) -> Iterator[tuple[str, Setup, float]]:
+    """(resource, setup with more of it, US dollars a host or 0)."""
+    host, ddr, processor = setup.host, setup.host.ddr, setup.host.processor
+    drives_usd = _STEP * sum(drive.usd for drive in host.storage)
+
+    def more(*paths: str) -> Setup:
+        found: Setup = times(setup, 1 + _STEP, *paths)
+        return found
+
+    for resource, field in (("DDR", "ddr_bytes"), ("page cache", "page_cache_bytes")):
+        if size := _STEP * getattr(setup, field):
+            larger = replace(host, ddr=replace(ddr, capacity_bytes=ddr.capacity_bytes + size))
+            yield resource, replace(more(field), host=larger), ddr.usd * size / ddr.capacity_bytes
+    yield "SSD reads", more("host.storage.reads_per_s", "host.storage.read_bytes_per_s"), drives_usd
+    yield "SSD writes", more("host.storage.write_bytes_per_s"), drives_usd
+    yield "DDR bandwidth", more("host.ddr.bytes_per_s", "host.ddr.row_bytes_per_s"), 0.0
+    if setup.hosts > 1:
+        yield "network", more("host.network.bytes_per_s"), 0.0
+    if setup.hbm_bytes:
+        hbm = "host.accelerators.hbm"
+        yield "HBM", more("hbm_bytes", f"{hbm}.capacity_bytes"), 0.0
+        yield "HBM bandwidth", more(f"{hbm}.bytes_per_s", f"{hbm}.row_bytes_per_s"), 0.0
+        yield "PCIe", more("host.accelerators.pcie.bytes_per_s"), 0.0
+    yield "flops", more("host.accelerators.flops" if setup.hbm_bytes else "host.processor.flops"), 0.0
+    # A core, with its share of the flops; lookups use it if they used all there were.
+    cores = processor.cores
+    grown = replace(processor, cores=cores + 1, flops=processor.flops * (cores + 1) / cores)
+    threads = setup.threads + (setup.threads >= cores)
+    yield "cores", replace(setup, host=replace(host, processor=grown), threads=threads), processor.usd / cores

@@ -5,22 +5,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Literal
 
 from ..settings import sections
 from ..settings.sections import Checked, ConfigError, Override, option
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
-from .host import Host, with_accelerators
-from .parts import host_names, load_host
-from .prediction import Choices, Pricing, Setup
+from .host import Host, Pricing, example_hosts, load_host
 from .presets import PRESETS, load_workload, preset, scaled
-from .search import SearchSpace, Target, with_memory
+from .search import SearchSpace, Target
+from .setup import Choices, Setup, with_accelerators, with_memory
 from .workload import TableSpec, Workload, specified
 
-_MAX_SCALE: Final = 1e6
-_MAX_HOSTS: Final = 1 << 16
-_MAX_PARTS: Final = 1 << 10
+_MAX_SCALE, _MAX_HOSTS, _MAX_PARTS = 1e6, 1 << 16, 1 << 10
 
 
 def _require_size(section: str, key: str, value: int | str) -> None:
@@ -73,7 +70,7 @@ class TraceSection(Checked):
 class HostSection(Checked):
     """[host]: the machine."""
 
-    name: str = option("", "one of tierstore plan parts")
+    name: str = option("", "one of tierstore plan hosts")
     file: str = option("", "a host in TOML or JSON, as tierstore plan measure writes one")
     ssds: int = option(-1, "drives of the host's kind; -1: as many as it has", low=-1, high=_MAX_PARTS)
     accelerators: int = option(-1, "GPUs of the host's kind; -1: as many as it has", low=-1, high=_MAX_PARTS)
@@ -97,7 +94,10 @@ class SetupSection(Choices):
     )
     page_cache: int | str = option(0, "memory that the system has left for pages of the stores' files")
     hosts: int = option(
-        0, "each holds an equal part of the rows; 0: one, or what the search finds", low=0, high=_MAX_HOSTS
+        0,
+        "in training each holds an equal part of the rows, in serving all; 0: one, or what the search finds",
+        low=0,
+        high=_MAX_HOSTS,
     )
     policy: Literal["auto", "lru", "lfu", "tinylfu"] = option(
         "auto", "which rows leave memory first: auto, lru, lfu or tinylfu"
@@ -106,7 +106,6 @@ class SetupSection(Choices):
     rank_costs: str = option(
         "", 'of training: file of tierstore shard measure, if ranks share a host; "": each has a host of its own'
     )
-    replicas: int = option(0, "of serving: groups of hosts that share the queries; 0: as hosts", low=0, high=_MAX_HOSTS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,22 +149,17 @@ def load(path: str | Path, overrides: Iterable[Override] = ()) -> PlanFile:
 def workload_of(asked: PlanFile) -> Workload:
     """ValueError: it names none, or one that there is not, or a value that cannot be."""
     section = asked.workload
-    if section.preset:
-        found = preset(section.preset)
-    elif section.file:
-        found = load_workload(Path(section.file))
-    elif section.tables:
-        found = specified(section.tables, name=section.name or "workload")
-    else:
+    if not (section.preset or section.file or section.tables):
         raise ConfigError(
             f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
         )
+    if section.tables:
+        found = specified(section.tables, name=section.name or "workload")
+    else:
+        found = preset(section.preset) if section.preset else load_workload(Path(section.file))
     found = scaled(found, section.scale) if section.scale != 1 else found
-    given = {
-        name: getattr(section, name)
-        for name in ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
-        if getattr(section, name)
-    }
+    keys = ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
+    given = {name: getattr(section, name) for name in keys if getattr(section, name)}
     if section.dense_flops:  # the layers are not those of the file then
         found = replace(found, dense_products=0.0, dense_values=0.0)
         given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")
@@ -180,7 +174,7 @@ def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
     or none of a part that is counted."""
     section = asked.host
     if not section.name and not section.file:
-        raise ConfigError(f"host.name = '': give one of {', '.join(host_names())}; or host.file")
+        raise ConfigError(f"host.name = '': give one of {', '.join(example_hosts())}; or host.file")
     own = load_host(section.name) if section.name else load_host(Path(section.file))
     for key, parts in (("ssds", own.storage), ("accelerators", own.accelerators)):
         if getattr(section, key) > 0 and not parts:
@@ -213,18 +207,17 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
         given = getattr(section, key) or 0
         return parse_size(given, name=f"setup.{key}", table_bytes=workload.table_bytes, memory_bytes=of_bytes)
 
+    counts: dict[str, Any] = {"hosts" if workload.is_training else "replicas": max(1, section.hosts)}
     return Setup(
         workload=workload,
         host=host,
         ddr_bytes=size("ddr", memory),
         hbm_bytes=size("hbm", hbm),
         page_cache_bytes=size("page_cache", memory),
-        hosts=max(1, section.hosts),
         policy=section.policy,
         threads=section.threads or host.processor.cores,
-        replicas=max(1, section.replicas),
         rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
-        **{each.name: getattr(section, each.name) for each in fields(Choices)},
+        **counts | {each.name: getattr(section, each.name) for each in fields(Choices)},
     )
 
 

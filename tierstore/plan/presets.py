@@ -12,8 +12,7 @@ from ..layout import DtypeName
 from ..settings.sections import described, nearest, read_toml, toml_value
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
-from .dense import dlrm_work
-from .workload import Assumed, OptimizerName, TableShape, TableSpec, Workload, specified
+from .workload import Assumed, OptimizerName, TableShape, TableSpec, Workload, dlrm_work, specified
 
 KAGGLE_ROWS: Final = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
@@ -65,7 +64,6 @@ PRESETS: Final[Mapping[str, Workload]] = {workload.name: workload for workload i
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
     name: str = ""
-    """The file's, if none is given."""
     batch_samples: int = 2048
     optimizer: OptimizerName = "none"
     dtype: DtypeName = "float32"
@@ -91,14 +89,23 @@ def preset(name: str) -> Workload:
 def load_workload(source: str | os.PathLike[str]) -> Workload:
     """A preset by its name, or a workload file or a run file by its path. ValueError: it is neither, or the file has an
     unknown key or a value that cannot be; names the file, the key and what is accepted."""
-    text = os.fspath(source)
+    text, path = os.fspath(source), Path(source)
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
-    path = Path(text)
-    if path.suffix == ".toml" or path.exists():
-        return _read(path)
-    known = nearest(text.lower(), PRESETS, all_are="presets are")
-    raise ValueError(f"{excerpt(text)} is neither a preset nor a workload file; {known}")
+    if path.suffix != ".toml" and not path.exists():
+        known = nearest(text.lower(), PRESETS, all_are="presets are")
+        raise ValueError(f"{excerpt(text)} is neither a preset nor a workload file; {known}")
+    document = read_toml(path, "workload file")
+    if _OF_RUNS & set(document):
+        return _of_run(path)
+    try:
+        found = described(_File, document)
+        for number, table in enumerate(document.get("table", ())):
+            if missing := [key for key in _REQUIRED if key not in table]:
+                raise ValueError(f'table[{number}]: key "{missing[0]}" is missing')
+        return specified(found.table, **{**vars(found.workload), "name": found.workload.name or path.stem})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
@@ -112,21 +119,6 @@ def scaled(workload: Workload, factor: float) -> Workload:
         for each in workload.tables
     )
     return replace(workload, name=f"{workload.name} x {factor:g}", tables=tables)
-
-
-def _read(path: Path) -> Workload:
-    document = read_toml(path, "workload file")
-    if _OF_RUNS & set(document):
-        return _of_run(path)
-    try:
-        found = described(_File, document)
-        for number, table in enumerate(document.get("table", ())):
-            missing = next((key for key in _REQUIRED if key not in table), None)
-            if missing is not None:
-                raise ValueError(f'table[{number}]: key "{missing}" is missing')
-        return specified(found.table, **{**vars(found.workload), "name": found.workload.name or path.stem})
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _of_run(path: Path) -> Workload:

@@ -58,19 +58,15 @@ def _queries_a_batch(sizes: tuple[float, ...], batch_samples: float) -> float:
     return float(NUM_QUERIES / num_batches[0])
 
 
-def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES, seed: int = 0) -> Float64s:
-    """Seconds from arrival to answer of simulated queries, float64 [num_queries], in order of arrival.
-
-    The same seed draws the same queries, and the same gaps between them but for their scale, at every rate.
-    ValueError: the rate is not more than 0.
-    """
+def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES) -> Float64s:
+    """Seconds from arrival to answer of simulated queries, float64 [num_queries], in order of arrival: the same queries
+    at every rate, and the same gaps but for their scale. ValueError: the rate is not more than 0."""
     if not queries_per_s > 0 or not math.isfinite(queries_per_s):
         raise ValueError(f"queries_per_s={queries_per_s!r}: expected more than 0")
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     arrivals = np.cumsum(generator.standard_exponential(num_queries)) / queries_per_s
     sizes = np.array(queue.sizes, np.float64)[generator.integers(0, len(queue.sizes), num_queries)]
-    waited = np.empty(num_queries)
-    free = np.zeros(queue.executors)
+    waited, free = np.empty(num_queries), np.zeros(queue.executors)
     _serve(arrivals, sizes, queue.base_s, queue.sample_s, float(queue.batch_samples), free, waited)
     return waited
 
@@ -95,18 +91,18 @@ def _serve(
         first = stop
 
 
-def latency_at(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES, seed: int = 0) -> Latency:
+def latency_at(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES) -> Latency:
     """Percentiles, without the first tenth of the queries; all infinite at a rate that no queue can carry."""
     if queries_per_s >= queue.rate_max:
         return Latency(queries_per_s, math.inf, math.inf, math.inf)
-    found = latencies(queue, queries_per_s, num_queries=num_queries, seed=seed)
-    settled = found[int(len(found) * _WARM_SHARE) :]
-    p50, p95, p99 = np.quantile(settled, (0.5, 0.95, 0.99), method="higher").tolist()
-    return Latency(queries_per_s, p50, p95, p99)
+    found = latencies(queue, queries_per_s, num_queries=num_queries)
+    return _percentiles(queries_per_s, found[int(len(found) * _WARM_SHARE) :])
 
 
 def latency_alone(queue: Queue) -> Latency:
     """Of queries so rare that none waits."""
-    seconds = queue.base_s + queue.sample_s * np.array(queue.sizes)
-    p50, p95, p99 = np.quantile(seconds, (0.5, 0.95, 0.99), method="higher").tolist()
-    return Latency(0.0, p50, p95, p99)
+    return _percentiles(0.0, queue.base_s + queue.sample_s * np.array(queue.sizes))
+
+
+def _percentiles(queries_per_s: float, seconds: Float64s) -> Latency:
+    return Latency(queries_per_s, *np.quantile(seconds, (0.5, 0.95, 0.99), method="higher").tolist())

@@ -1,22 +1,21 @@
 """The cheapest setup of a bounded grid that meets a target."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final, NamedTuple
-
-import numpy as np
 
 from ..cache.ddr import POLICIES as STORE_POLICIES
 from ..layout import DtypeName
 from ..settings.sections import Checked, option
 from ..system.sizes import format_size
 from .demand import Demand
-from .host import Host, times, with_accelerators
-from .model import predict
-from .prediction import Prediction, Pricing, Setup, describe_setup, in_words, rate, years_of_life
+from .host import Host, Pricing, years_of_life
+from .loads import in_words
+from .model import Prediction, predict
 from .queueing import Latency, latency_alone
+from .setup import Setup, describe_setup, with_accelerators, with_memory
 from .workload import Workload
 
 _MAX_RATE: Final = 1e12
@@ -93,17 +92,13 @@ class SearchSpace(Checked):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Of hosts; of serving they count replicas too."""
+        """Of hosts that train."""
         return self.hosts or _HOSTS
 
 
 class Attempt(NamedTuple):
-    """Attributes:
-    prediction: None if it does not fit.
-    reason: what it fails by; "" if it meets the target.
-    shortfall: how many times what it has would do; infinite if it does not fit at all.
-    is_rate: more hosts would help.
-    """
+    """A setup that was looked at: ``prediction`` is None if it does not fit, ``reason`` "" if it meets the target. It
+    would take ``shortfall`` times what it has, infinite if it does not fit; ``is_rate``: more hosts would help."""
 
     setup: Setup
     prediction: Prediction | None
@@ -115,8 +110,7 @@ class Attempt(NamedTuple):
 class SearchResult(NamedTuple):
     """Attributes:
     best: the cheapest that meets the target; the fastest if it names no rate.
-    runners_up: the next ones, each of another host, memory, drives, accelerators or dtype: all that are cheaper,
-        faster or take less power than every one before.
+    runners_up: the next ones, each of other parts, and cheaper, faster or of less power than every one before.
     failures: nearest to the target first.
     num_setups: of the grid; those that must cost more than all runners-up were passed over.
     """
@@ -158,7 +152,7 @@ def search(
         raise ValueError(f"the grid has {size:,} setups; at most {_MAX_SETUPS:,} are looked at. Let less vary")
     met: list[Prediction] = []
     failed: list[Attempt] = []
-    for setup, least_usd in finder.by_least_price(grid):
+    for least_usd, setup in sorted(((finder.least_usd(each), each) for each in grid), key=lambda pair: pair[0]):
         if len(met) > _RUNNERS_UP and least_usd > met[-1].price.usd_a_month:
             break
         tried = finder.best_count(setup)
@@ -176,13 +170,6 @@ def search(
     return SearchResult(met[0], tuple(met[1:]), tuple(failed[:_MAX_FAILURES]), len(grid))
 
 
-def with_memory(host: Host, memory_bytes: float) -> Host:
-    """With so much memory, whose watts and price follow."""
-    share = memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
-    found: Host = times(host, share, "ddr.watts", "ddr.usd")
-    return replace(found, ddr=replace(found.ddr, capacity_bytes=memory_bytes))
-
-
 class _Finder(NamedTuple):
     """A search: what stays the same over all setups."""
 
@@ -198,7 +185,9 @@ class _Finder(NamedTuple):
         may_use_gpu = host.accelerators and workload.is_training and space.counts[0] == 1
         gpus = [count for count in space.accelerators or (0, 1) if count <= bool(may_use_gpu)]
         workers = (1,) if workload.is_training else [each for each in space.workers or _WORKERS if each <= cores]
-        drives = [count for count in space.drives or _counts(len(host.storage)) if count <= len(host.storage)]
+        most = len(host.storage)
+        drives = space.drives or sorted({*(1 << power for power in range(most.bit_length())), most} - {0})
+        drives = [count for count in drives if count <= most]
         dtypes = space.dtypes or (_TRAINED_DTYPES if workload.is_training else _SERVED_DTYPES)
         for dtype, ssds, accelerators, share in product(dtypes, drives, gpus, space.memory_shares or _MEMORY_SHARES):
             memory = share * host.ddr.capacity_bytes
@@ -216,17 +205,16 @@ class _Finder(NamedTuple):
                     workers=count,
                 )
 
-    def by_least_price(self, grid: Sequence[Setup]) -> list[tuple[Setup, float]]:
-        """Setups, and dollars a month below which none of them can be, cheapest first; only of serving at a rate, where
-        looking at a setup takes simulations, else in their order at no price."""
-        if grid[0].workload.is_training or not self.target.has_rate:
-            return [(setup, 0.0) for setup in grid]
-
-        def least_usd(setup: Setup) -> float:
-            groups = [each.prediction for each in self._groups(setup) if each.prediction is not None]
-            return min((self._fewest(each) * each.price.usd_a_month for each in groups), default=0.0)
-
-        return sorted(((setup, least_usd(setup)) for setup in grid), key=lambda each: each[1])
+    def least_usd(self, setup: Setup) -> float:
+        """Dollars a month below which it cannot be; only of serving at a rate, where looking at a setup takes
+        simulations."""
+        if setup.workload.is_training or not self.target.has_rate:
+            return 0.0
+        try:
+            one = self._predicted(setup)
+        except ValueError:
+            return 0.0
+        return self._fewest(one) * one.price.usd_a_month
 
     def rank(self, found: Prediction) -> tuple[float, ...]:
         """Cheaper first; of equal price less of everything, and then faster."""
@@ -236,55 +224,29 @@ class _Finder(NamedTuple):
         return (*cost, -found.samples_per_s) if self.target.has_rate else (-found.samples_per_s, *cost)
 
     def best_count(self, setup: Setup) -> Attempt:
-        """With the fewest hosts that meet the target, or what is nearest; without a rate, as fast as limits allow."""
-        if setup.workload.is_training:
-            return self._best(replace(setup, hosts=count) for count in ((1,) if setup.hbm_bytes else self.space.counts))
-        return self._nearest([self._replicated(group) for group in self._groups(setup)])
-
-    def _replicated(self, group: Attempt) -> Attempt:
-        """Replicas that can carry the rate, as few as meet the target."""
-        if group.prediction is None:
-            return group
-        hosts, counts = group.setup.hosts, self.space.hosts or range(1, _HOSTS[-1] + 1)
-        replicas = [count // hosts for count in counts if count % hosts == 0]
-        enough = [count for count in replicas if count >= self._fewest(group.prediction)]
-        return self._best(replace(group.setup, replicas=count) for count in enough or replicas[-1:])
-
-    def _best(self, setups: Iterable[Setup]) -> Attempt:
-        """The first that meets a target with a rate, as more hosts cost more; else the best, or what is nearest."""
+        """With the fewest hosts that meet the target, or without a rate as fast as limits allow; or what is nearest."""
+        counts: Sequence[int] = (1,) if setup.hbm_bytes else self.space.counts
+        if not setup.workload.is_training:
+            try:
+                fewest = self._fewest(self._predicted(setup))
+            except ValueError as error:
+                return _unfit(setup, error)
+            counts = self.space.hosts or range(1, _HOSTS[-1] + 1)
+            counts = [count for count in counts if count >= fewest] or counts[-1:]
         tried = []
-        for setup in setups:
-            tried.append(self._try(setup))
+        for count in counts:
+            is_training = setup.workload.is_training
+            tried.append(self._try(replace(setup, hosts=count) if is_training else replace(setup, replicas=count)))
             if self.target.has_rate and not (tried[-1].reason and tried[-1].is_rate):
                 break
-        return self._nearest(tried)
-
-    def _nearest(self, tried: Sequence[Attempt]) -> Attempt:
         met = [(self.rank(each.prediction), each) for each in tried if each.prediction is not None and not each.reason]
         return min(met, key=lambda each: each[0])[1] if met else min(tried, key=lambda each: each.shortfall)
 
-    def _groups(self, setup: Setup) -> list[Attempt]:
-        """The fewest hosts that can hold the rows, whatever the target, and the fewest that can in memory; or why the
-        most cannot."""
-        found: list[Attempt] = []
-        for hosts in self.space.counts:
-            own = replace(setup, hosts=hosts)
-            try:
-                group = self._predicted(own)
-            except ValueError as error:
-                unfit = _unfit(own, error)
-                continue
-            if group.is_in_memory or not found:
-                found.append(Attempt(own, group))
-            if group.is_in_memory:
-                break
-        return found or [unfit]
-
-    def _fewest(self, group: Prediction) -> int:
+    def _fewest(self, one: Prediction) -> int:
         """Replicas that the rate takes at least, however long queries may wait."""
-        if group.queue is not None and self.target.queries_per_s:
-            return max(1, math.ceil(self.target.queries_per_s / group.queue.rate_max))
-        return max(1, math.ceil(self.target.samples_per_s / group.samples_per_s))
+        if one.queue is not None and self.target.queries_per_s:
+            return max(1, math.ceil(self.target.queries_per_s / one.queue.rate_max))
+        return max(1, math.ceil(self.target.samples_per_s / one.samples_per_s))
 
     def _predicted(self, setup: Setup, queries_per_s: float | None = None) -> Prediction:
         found = predict(
@@ -308,8 +270,7 @@ class _Finder(NamedTuple):
                 found = found if lacking else self._predicted(setup, self.target.queries_per_s)
         except ValueError as error:
             return _unfit(setup, error)
-        life = years_of_life(found, self.pricing)
-        # More hosts write less each.
+        life = years_of_life(setup.host, found.drive_writes_a_day, self.pricing)
         worn = Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months", is_rate=True)
         lacking = lacking or [lack for lack in (*lacks(self.target, found), worn) if not lack.factor <= 1]
         if not lacking:
@@ -319,14 +280,16 @@ class _Finder(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """Attributes:
-    factor: how many times what there is would do.
-    is_rate: more hosts may help.
-    """
+    """``factor`` times what there is would do; ``is_rate``: more hosts may help."""
 
     factor: float
     text: str
     is_rate: bool = False
+
+
+def rate(value: float) -> str:
+    """33,740 a second, or 4.25."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:,.4g}"
 
 
 def lacks(target: Target, found: Prediction) -> Iterator[Lack]:
@@ -361,33 +324,22 @@ def _unfit(setup: Setup, error: ValueError) -> Attempt:
     return Attempt(setup, None, f"does not fit: {error}", math.inf, is_rate=True)
 
 
-def _counts(most: int) -> list[int]:
-    """1, 2, 4, ... and all."""
-    return sorted({*(1 << power for power in range(most.bit_length())), most} - {0})
-
-
 def _undominated(ranked: Sequence[Prediction]) -> list[Prediction]:
     """Of those built of the same parts the first, without those that one before of their dtype is no worse than in
     price, power and speed; as many as are shown."""
     chosen: list[Prediction] = []
+    seen: list[tuple[Any, tuple[float, ...]]] = []  # parts, of which the first is the dtype; and merits, less is better
     for each in ranked:
+        host, price, latency = each.setup.host, each.price, each.latency
+        counts = (host.ddr.capacity_bytes, len(host.storage), len(host.accelerators))
+        parts = (each.setup.workload.dtype, host.name, counts)
+        slowness = -each.samples_per_s if latency is None else latency.p99_s
+        merits = (price.usd_a_month, price.usd, price.watts, slowness)
         is_worse = any(
-            _parts(other) == _parts(each)
-            or (other.setup.workload.dtype == each.setup.workload.dtype and (_merits(other) <= _merits(each)).all())
-            for other in chosen
+            before == parts or (before[0] == parts[0] and all(a <= b for a, b in zip(better, merits, strict=True)))
+            for before, better in seen
         )
         if not is_worse:
             chosen.append(each)
+            seen.append((parts, merits))
     return chosen[: _RUNNERS_UP + 1]
-
-
-def _merits(found: Prediction) -> Any:
-    """Less of each is better."""
-    price, latency = found.price, found.latency
-    slowness = -found.samples_per_s if latency is None else latency.p99_s
-    return np.array([price.usd_a_month, price.usd, price.watts, slowness])
-
-
-def _parts(found: Prediction) -> tuple[object, ...]:
-    host = found.setup.host
-    return host.name, host.ddr.capacity_bytes, len(host.storage), len(host.accelerators), found.setup.workload.dtype

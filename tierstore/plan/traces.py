@@ -1,31 +1,141 @@
-"""Traces: what is in one, and drawing one by Zipf's law."""
+"""Traces as a cache sees them: rows in the order in which they are asked for; what is in one, and drawing one."""
 
+import os
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..kernels.arrays import Int64s
-from ..kernels.hashing import mix64
+from ..kernels.arrays import Float64s, Int64s
+from ..kernels.hashing import SECRET, mix64
+from ..kernels.jit import kernel
+from ..kernels.slots import unique_in_order
 from ..layout import KEY_ROW_BITS, MAX_ROWS
 from ..system.checks import require_int
 from ..system.excerpt import excerpt
 from ..system.terminal import columns_of
-from ..trace import TableTrace, Trace
-from .accesses import accesses_of, read_accesses
-from .analytic import zipf_bins
-from .json_file import plain
+from ..trace import TableTrace, Trace, read_trace
 from .workload import TableShape, Workload
-
-__all__ = ["TableSummary", "TraceSummary", "describe", "draw_zipf", "generate", "read_accesses"]
 
 _TOP_SHARE: Final = 100
 _MAX_SHOWN, _MAX_NAME = 40, 24
 _WORD: Final = (1 << 64) - 1
 _ROUNDS: Final = 3
-_MAX_DRAWS: Final = 1 << 40
-_MAX_SAMPLES: Final = 1 << 36
-_MAX_EXPONENT: Final = 100.0
+_MAX_DRAWS, _MAX_SAMPLES, _MAX_EXPONENT = 1 << 40, 1 << 36, 100.0
+_SINGLE_RANKS: Final = 256  # the hottest rows have a bin each
+BIN_GROWTH: Final = 1.02
+"""Of the ranks behind them, from bin to bin: a row's share is off by 1 % times the exponent at most."""
+
+
+class Accesses(NamedTuple):
+    """Rows in the order in which they are asked for.
+
+    Attributes:
+        keys: int64 [n], ``table index << 40 | row``.
+        starts: int64 [batches + 1], ascending from 0 to n: where each batch begins.
+        tables: names, by table index.
+        sampling_rate: the share of all rows that are in it, each with every access (``sampling.is_sampled``).
+        unlisted: further batches, in which none of the sampled rows was.
+        all_lookups: accesses to all rows, sampled or not, by table index; None where they are not known.
+    """
+
+    keys: Int64s
+    starts: Int64s
+    tables: tuple[str, ...]
+    sampling_rate: float = 1.0
+    unlisted: int = 0
+    all_lookups: tuple[int, ...] | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """Those that ``starts`` lists."""
+        return len(self.starts) - 1
+
+    @property
+    def all_batches(self) -> int:
+        """By which means over the batches are divided."""
+        return self.num_batches + self.unlisted
+
+
+class Numbered(NamedTuple):
+    """int32 [n]: rows numbered from 0 in order of first use; and how many are distinct."""
+
+    numbers: NDArray[np.int32]
+    num_rows: int
+
+
+def numbered(keys: Int64s) -> Numbered:
+    """Number the distinct keys. 8 to 16 bytes a key of memory, besides the result's 4."""
+    scratch = np.full(1 << max(2, (2 * len(keys) - 1).bit_length()), -1, np.int32)
+    numbers = np.empty(len(keys), np.int32)
+    return Numbered(numbers, unique_in_order(keys, scratch, np.empty(len(keys), np.int64), numbers, SECRET))
+
+
+def accesses_of(trace: Trace) -> Accesses:
+    """Entry by entry, and table by table within an entry, in batches as the trace was made in."""
+    lengths = np.stack([np.diff(table.offsets) for table in trace.tables.values()], axis=1)
+    begins = (np.cumsum(lengths) - lengths.ravel()).reshape(lengths.shape)
+    keys = np.empty(trace.num_lookups, np.int64)
+    for index, table in enumerate(trace.tables.values()):
+        places = np.repeat(begins[:, index] - table.offsets[:-1], lengths[:, index]) + np.arange(len(table.ids))
+        keys[places] = table.ids | (index << KEY_ROW_BITS)
+    starts = np.append(0, np.cumsum(lengths.sum(1)))[trace.batch_bounds]
+    # A sampled recording joins a batch of which it has no row to the next one. If it did not count batches, it had as
+    # many as its samples fill, about.
+    unlisted = 0
+    if trace.all_batches is not None:
+        unlisted = trace.all_batches - (len(trace.batch_bounds) - 1)
+    elif trace.num_entries != trace.num_samples:
+        unlisted = max(0, round(trace.num_samples / trace.batch_samples) - trace.num_entries)
+    return Accesses(keys, starts, tuple(trace.tables), trace.sampling_rate, unlisted, trace.all_lookups)
+
+
+def read_accesses(path: str | os.PathLike[str]) -> Accesses:
+    """Those of a file of ``tierstore trace`` or a recording. ValueError: it is no trace, or has no access.
+    FileNotFoundError."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path}: there is no such trace; a run or a server with --record writes one")
+    found = accesses_of(read_trace(path))
+    if not len(found.keys):
+        raise ValueError(f"{path} has no access")
+    return found
+
+
+def once_a_batch(accesses: Accesses) -> Accesses:
+    """Each row of a batch once, as the tiers of a store count (``TierStats.unique``), in order of first use. How many
+    these would be of all rows, no recording of a sample knows."""
+    is_first = first_uses(numbered(accesses.keys), accesses.starts)
+    starts = np.append(0, np.cumsum(is_first))[accesses.starts]
+    return accesses._replace(keys=accesses.keys[is_first], starts=starts, all_lookups=None)
+
+
+def first_uses(accesses: Numbered, starts: Int64s) -> NDArray[np.bool_]:
+    """bool [n]: whether no access before it in its batch is to the same row; ``starts`` as of ``Accesses``."""
+    is_first = np.empty(len(accesses.numbers), np.bool_)
+    _first_in_batch(accesses.numbers, starts, np.full(accesses.num_rows, -1, np.int64), is_first)
+    return is_first
+
+
+@kernel
+def _first_in_batch(numbers: NDArray[np.int32], starts: Int64s, newest: Int64s, is_first: NDArray[np.bool_]) -> None:
+    """``newest``: the last batch that each row was in, -1 before."""
+    for batch in range(starts.size - 1):
+        for position in range(starts[batch], starts[batch + 1]):
+            is_first[position] = newest[numbers[position]] != batch
+            newest[numbers[position]] = batch
+
+
+def of_tables(accesses: Accesses, indexes: Sequence[int]) -> Accesses:
+    """Those of some tables, as one sequence."""
+    is_chosen = np.isin(np.arange(len(accesses.tables)), indexes)
+    chosen = is_chosen[accesses.keys >> KEY_ROW_BITS]
+    starts = np.append(0, np.cumsum(chosen))[accesses.starts]
+    counted = accesses.all_lookups
+    lookups = None if counted is None else tuple(np.where(is_chosen, counted, 0).tolist())
+    return accesses._replace(keys=accesses.keys[chosen], starts=starts, all_lookups=lookups)
 
 
 class TableSummary(NamedTuple):
@@ -58,7 +168,8 @@ class TraceSummary(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return dict(plain(self))
+        tables = [each._asdict() for each in self.tables]
+        return self._asdict() | {"total": self.total._asdict(), "tables": tables}
 
     def text(self) -> str:
         """Lines for a terminal; the tables with the most accesses."""
@@ -132,9 +243,33 @@ def scattered(numbers: Int64s, rows: int, seed: int) -> Int64s:
     return places.astype(np.int64)
 
 
+def zipf_bins(num_rows: int, exponent: float) -> tuple[Float64s, Float64s]:
+    """(rows of each bin, share of all ids of one row in it): row k is looked up in proportion to ``k ** -exponent``.
+
+    A bin's weight is the integral over it, from half a rank before to half a rank behind.
+    """
+    single = min(num_rows, _SINGLE_RANKS)
+    growing = single * BIN_GROWTH ** np.arange(1, 2 + np.log(num_rows / single) / np.log(BIN_GROWTH))
+    ends = np.unique(np.minimum(np.append(np.arange(1, single + 1), np.ceil(growing)), num_rows))
+    starts = np.append(0.0, ends[:-1])
+    rows = ends - starts
+    weights = np.where(rows == 1, ends**-exponent, _integral(starts + 0.5, ends + 0.5, exponent) / rows)
+    return rows, weights / (rows @ weights)
+
+
+def _integral(low: Float64s, high: Float64s, exponent: float) -> Float64s:
+    """Of ``x ** -exponent``; exact where the exponent is near 1, too."""
+    power = 1 - exponent
+    logs = np.log(high / low)
+    scaled = power * logs
+    growth = np.where(np.abs(scaled) < 1e-12, 1.0, np.expm1(scaled) / np.where(scaled == 0, 1.0, scaled))
+    integral: Float64s = low**power * logs * growth
+    return integral
+
+
 def draw_zipf(rows: int, exponent: float, count: int, *, seed: int, scatter_seed: int = 0) -> Int64s:
     """Rows of a table, independent of each other: the r-th most frequent with a chance as r to the power -exponent, of
-    the rows that ``analytic.zipf_bins`` takes together the mean of theirs.
+    the rows that ``zipf_bins`` takes together the mean of theirs.
 
     Args:
         rows: up to 2^40.

@@ -1,8 +1,9 @@
-"""A workload: the tables of a model, what a sample looks up in them, and what is computed beside."""
+"""A workload: the tables of a model, what a sample looks up, and what a DLRM's dense part computes."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from ..ids.id_map import map_bytes
@@ -11,13 +12,59 @@ from ..optim.configs import RULES, RuleName
 from ..settings.sections import Checked, option
 from ..system.checks import require_choice
 from ..system.excerpt import excerpt
-from .dense import MLPERF_LAYERS, DenseWork, dlrm_work
 
 OptimizerName = Literal["none", RuleName]
 Figure = Literal["dense_flops", "pooling_factor", "exponent"]
 POOLING_FACTOR: Final = 1.0
 EXPONENT: Final = 1.05
 _UNKNOWN: Final = -1.0
+MLPERF_LAYERS: Final[dict[str, Any]] = {
+    "num_dense": 13,
+    "bottom_mlp": (512, 256),
+    "top_mlp": (1024, 1024, 512, 256),
+    "interaction": "dcn",
+    "cross_layers": 3,
+    "cross_rank": 512,
+}
+"""Of MLPerf's DLRM-DCNv2 (mlcommons/training, recommendation_v2/torchrec_dlrm), as ``models.DLRM`` takes them."""
+
+
+class DenseWork(NamedTuple):
+    """Forward: flops of a sample, products of matrices of a batch, values that are read and written, of a sample."""
+
+    dense_flops: float
+    dense_products: float
+    dense_values: float
+
+
+def dlrm_work(
+    dims: Sequence[int],
+    *,
+    num_dense: int,
+    bottom_mlp: Sequence[int],
+    top_mlp: Sequence[int],
+    interaction: str,
+    cross_layers: int,
+    cross_rank: int,
+) -> DenseWork:
+    """As ``models.DLRM`` computes it; flops are 2 a b for a layer of a inputs and b outputs."""
+    dim, vectors = max(dims), len(dims) + 1
+    if interaction == "dot":
+        pairs = vectors * (vectors - 1) // 2
+        crossing, width, products = 2 * vectors**2 * dim, dim + pairs, 1
+        values = 4 * vectors * dim + 2 * vectors**2 + pairs + 2 * width
+    else:
+        width = dim + sum(dims)
+        linears = [(width, cross_rank), (cross_rank, width)] if cross_rank else [(width, width)]
+        crossing = cross_layers * sum(2 * inputs * outputs for inputs, outputs in linears)
+        products = cross_layers * len(linears)
+        values = 2 * width + cross_layers * (sum(map(sum, linears)) + 6 * width)
+    layers = [*pairwise([num_dense, *bottom_mlp, dim]), *pairwise([width, *top_mlp, 1])]
+    return DenseWork(
+        float(sum(2 * inputs * outputs for inputs, outputs in layers) + crossing),
+        float(len(layers) + products),
+        float(sum(inputs + 3 * outputs for inputs, outputs in layers) + values),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +201,16 @@ def specified(specs: Sequence[TableSpec], **figures: Any) -> Workload:
     return replace(found, assumed=tuple(each for each in assumed if each.tables or each.figure == "dense_flops"))
 
 
-def times(workload: Workload, assumed: Assumed, factor: float) -> Workload:
-    """The same with ``factor`` times what was assumed."""
-    if assumed.figure == "dense_flops":
-        return replace(workload, dense_flops=factor * workload.dense_flops)
-    own = set(assumed.tables)
-    tables = tuple(
-        replace(each, **{assumed.figure: factor * getattr(each, assumed.figure)}) if each.name in own else each
-        for each in workload.tables
-    )
-    return replace(workload, tables=tables)
+def assumptions(workload: Workload) -> list[str]:
+    """What nobody said, each with its value; of tables of different values the first's."""
+    found, every = [], len(workload.tables)
+    for figure, names in workload.assumed:
+        if figure == "dense_flops":
+            layers = "the layers of MLPerf's DLRM-DCNv2 over these tables"
+            found.append(f"dense model: {workload.dense_flops / 1e6:.3g} Mflop a sample, forward: {layers}")
+            continue
+        value = next(float(getattr(each, figure)) for each in workload.tables if each.name == names[0])
+        tables = f"{len(names):,} of " * (len(names) < every) + f"{every:,} table{'s' * (every != 1)}"
+        text = {"pooling_factor": "pooling factor: {:g} id a sample", "exponent": "skew: Zipf's law of exponent {:g}"}
+        found.append(f"{text[figure].format(value)}, in {tables}")
+    return found

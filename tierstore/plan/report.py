@@ -1,0 +1,312 @@
+"""A plan as text of 100 columns, and as one page of HTML that has no script and loads nothing: the same sections, the
+answer first, and on the page pictures."""
+
+import html
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..settings.sections import to_toml
+from ..system.sizes import format_size
+from ..system.terminal import columns_of
+from ..train.page import Line, Step, draw
+from .host import first_worn
+from .loads import in_words
+from .model import Prediction
+from .planning import PlanResult, ShownCurve
+from .setup import describe_setup, some
+
+__all__ = ["describe", "page_of"]
+
+_WIDTH: Final = 100
+_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
+_SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
+_DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_MAX_NAME: Final = 60
+_RULE: Final = "Lines work side by side, indented parts one after another: the longest line is the time."
+_NEGLIGIBLE: Final = 1e-4  # of the samples a second: a gain of less is nothing
+_POINTS: Final = 120
+_ROWS: Final = ((1_000_000, "million row"), (1000, "thousand row"), (1, "row"))
+_LEAST: Final = 1000  # of rows in what they are counted in
+_BARS: Final = (440, 16, 130)  # of a picture: its width, the height of a bar, and where bars begin
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number with so many digits that count: 1234.5 -> "1,230", 0.012345 -> "0.0123"."""
+    if not math.isfinite(value):
+        return "unbounded" if value > 0 else "unknown"
+    if value == 0:
+        return "0"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, places):,.{max(0, places)}f}"
+
+
+def count(value: float) -> str:
+    """Whole below ten thousand or so, then scaled: 12345678 -> "12.3 M"."""
+    for scale, unit in _SCALES:
+        if abs(value) >= scale and math.isfinite(value):
+            return significant(value / scale) + unit
+    return f"{value:,.0f}" if abs(value) >= 100 and math.isfinite(value) else significant(value)
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which there is one: 0.00123 -> "1.23 ms"."""
+    for scale, unit in _DURATIONS:
+        if abs(seconds) >= scale and math.isfinite(seconds):
+            return f"{significant(seconds / scale)} {unit}"
+    if not math.isfinite(seconds):
+        return significant(seconds)
+    return f"{significant(seconds * 1e9)} ns" if seconds else "0 s"
+
+
+def share(part: float, digits: int = 1) -> str:
+    """0.1234 -> "12.3 %"."""
+    return f"{100 * part:.{digits}f} %"
+
+
+def money(usd: float) -> str:
+    return f"${usd:,.0f}" if abs(usd) >= 100 else f"${usd:,.2f}"
+
+
+def watts(value: float) -> str:
+    return f"{value:,.0f} W" if value < 10_000 else f"{significant(value / 1000)} kW"
+
+
+def named(text: str) -> str:
+    """A sentence whose words may be of a file: bounded, and without characters that a terminal would obey."""
+
+    def word(each: str) -> str:
+        shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in each[:_MAX_NAME])
+        return shown + ("..." if len(each) > _MAX_NAME else "")
+
+    return " ".join(map(word, text.split(" ")))
+
+
+class Section(NamedTuple):
+    """A table of texts, its columns first, and sentences below it; not escaped. ``is_text_last``: its last column.
+    ``picture``: SVG, of the page."""
+
+    title: str
+    lines: Sequence[str] = ()
+    table: Sequence[Sequence[str]] = ()
+    is_text_last: bool = False
+    picture: str = ""
+
+
+def sections_of(result: PlanResult) -> list[Section]:
+    prediction = result.prediction
+    step, terms = "step" if prediction.setup.workload.is_training else "query", result.asked.pricing
+    money_terms = (
+        f"money: hosts are bought over {terms.years:g} years and used {terms.hours_a_day:g} hours a day, with power at "
+        f"${terms.usd_per_kwh:g} a kWh, {terms.pue:g} W of the building for each of theirs"
+    )
+    found = [
+        Section("Answer", [_answer(result)]),
+        Section("Warnings", [f"! {text}" for text in result.warnings]),
+        Section("Asked", list(_asked(result, step))),
+        Section("Assumed", [f"- {text}" for text in (*result.assumptions, money_terms)]),
+        Section("Setups compared", *_compared(result), is_text_last=True),
+        Section(f"Time of a {step}", [_RULE], _loads(prediction), is_text_last=True, picture=_bars(prediction)),
+        Section("What more of one resource would bring", *_marginals(result)),
+        Section(f"Tiers of a host, in one {step}", *_tiers(prediction)),
+        Section("Figures come from", [f"- {text}" for text in result.sources]),
+    ]
+    return [
+        each._replace(lines=list(map(named, each.lines)), table=[list(map(named, row)) for row in each.table])
+        for each in found
+        if each.lines or each.table
+    ]
+
+
+def _answer(result: PlanResult) -> str:
+    found, price = result.prediction, result.prediction.price
+    parts = [f"{describe_setup(found.setup)}: {_speed(found)}", f"bound by {in_words(found.bottleneck)}"]
+    parts += [f"{money(price.usd)} to buy, {money(price.usd_a_month)} a month, {watts(price.watts)}", *result.marks]
+    return "; ".join(parts)
+
+
+def _speed(prediction: Prediction) -> str:
+    """Samples a second; of serving what its queries wait."""
+    latency = prediction.latency
+    if latency is None:
+        return f"{count(prediction.samples_per_s)} samples/s, {duration(prediction.step_s)} a step"
+    queries = f"{count(latency.queries_per_s)} queries/s"
+    if math.isinf(latency.p99_s):
+        return f"{queries} come faster than they are answered"
+    return f"{queries}, half of them within {duration(latency.p50_s)}, 99 % within {duration(latency.p99_s)}"
+
+
+def _asked(result: PlanResult, step: str) -> Iterator[str]:
+    workload, target = result.prediction.setup.workload, result.asked.target
+    rows = sum(table.num_embeddings for table in workload.tables)
+    use = f"training with {workload.optimizer}" if workload.is_training else "serving"
+    tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
+    yield (
+        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {step}; on "
+        f"{', '.join(result.hosts)}"
+    )
+    wanted = {key: value for key, value in vars(target).items() if value and not isinstance(value, str)}
+    if wanted:
+        yield f"target: {', '.join(f'{key} = {value:,g}' for key, value in wanted.items())}"
+
+
+def _compared(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The answer, the next best, those that fail, and the cheapest with every row in memory; and what binds each."""
+    memory, found = result.in_memory, result.prediction
+    others = [
+        (each.setup, each.prediction, f"fails: {each.reason}" * bool(each.reason)) for each in result.alternatives
+    ]
+    lines = [f"all rows in DDR or HBM: {memory}"] if isinstance(memory, str) else []
+    if isinstance(memory, Prediction):
+        others.append((memory.setup, memory, "all rows in memory"))
+        own, whole = found.price, memory.price
+        month, power = whole.usd_a_month - own.usd_a_month, whole.watts - own.watts
+        shares = share(month / (whole.usd_a_month or 1.0), 0), share(power / (whole.watts or 1.0), 0)
+        lines.append(
+            f"with all rows in memory it costs {money(month)} more a month ({shares[0]} of that) and takes "
+            f"{watts(power)} more ({shares[1]})"
+        )
+    speed = "samples/s" if found.latency is None else "99 % within"
+    rows: list[tuple[str, ...]] = [("hosts", "DDR", "for rows", "SSDs", speed, "a month", "power", "bound by")]
+    for setup, other, note in [(found.setup, found, ""), *others]:
+        dtype = "" if setup.workload.dtype == found.setup.workload.dtype else f", {setup.workload.dtype}"
+        parts = (format_size(setup.host.ddr.capacity_bytes), format_size(setup.ddr_bytes), str(len(setup.host.storage)))
+        figures, bound = ("-", "-", "-"), note
+        if other is not None:
+            speed = count(other.samples_per_s) if other.latency is None else duration(other.latency.p99_s)
+            figures = (speed, money(other.price.usd_a_month), watts(other.price.watts))
+            bound = "; ".join(filter(None, (in_words(other.bottleneck), note)))
+        rows.append((f"{setup.num_hosts} x {setup.host.name}{dtype}", *parts, *figures, bound))
+    return lines, rows if others else []
+
+
+def _loads(found: Prediction) -> list[tuple[str, ...]]:
+    """Lanes that take time, the longest first, each with its resources, the longest first."""
+    rows: list[tuple[str, ...]] = [("resource", "time", "of all", "work")]
+    for index, (name, seconds, parts) in enumerate(_lanes(found)):
+        if len(parts) > 1:
+            rows.append((name, duration(seconds), share(seconds / found.step_s, 0), ""))
+        for rank, load in enumerate(parts):
+            work = format_size(load.amount) if load.unit == "bytes" else f"{count(load.amount)} {load.unit}"
+            work = "" if load.unit == "seconds" else work  # of waits there is none
+            mark = " <- bottleneck" if index == rank == 0 else ""
+            label = "  " * (len(parts) > 1) + in_words(load.resource)
+            rows.append((label, duration(load.seconds), share(load.seconds / found.step_s, 0), work + mark))
+    return rows
+
+
+def _lanes(found: Prediction) -> Iterator[tuple[str, float, list[Any]]]:
+    """(name, seconds, loads), both the longest first, without those that take no time."""
+    loads = {load.resource: load for load in found.loads if load.seconds}
+    for lane in found.lanes:
+        busy = sorted((loads[name] for name in lane.resources if name in loads), key=lambda load: -load.seconds)
+        if busy:
+            yield in_words(lane.name if len(busy) > 1 else busy[0].resource), lane.seconds, busy
+
+
+def _bars(found: Prediction) -> str:
+    """SVG: a bar for each lane, of its resources end to end."""
+    width, height, left = _BARS
+    lanes, scale = list(_lanes(found)), (width - left) / found.lanes[0].seconds
+    parts = [
+        f'<svg class="bars" viewBox="0 0 {width} {len(lanes) * 2 * height}" role="img" aria-label="time by resource">'
+    ]
+    for number, (name, _, loads) in enumerate(lanes):
+        top, begin = (2 * number + 0.5) * height, float(left)
+        parts.append(f'<text class="y" x="{left - 6}" y="{top + 0.75 * height:g}">{html.escape(name)}</text>')
+        for load in loads:
+            title = f"{in_words(load.resource)}: {duration(load.seconds)}"
+            size = f'x="{begin:.1f}" y="{top:g}" width="{scale * load.seconds:.1f}" height="{height}"'
+            parts.append(f"<rect {size}><title>{html.escape(title)}</title></rect>")
+            begin += scale * load.seconds
+    return "\n".join([*parts, "</svg>"])
+
+
+def _marginals(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Those that bring something, the most first; of the others the names."""
+    before, rows, rest = result.prediction.samples_per_s, [], []
+    for gain in result.marginals:
+        more = gain.samples_per_s
+        if more <= _NEGLIGIBLE * before:
+            rest.append(gain.resource)
+            continue
+        usd = "-" if gain.usd is None else money(gain.usd)
+        rows.append((gain.resource, gain.change, f"+{count(more)}", f"+{share(more / before, 2)}", usd))
+    head = [("resource", "change", "samples/s", "of now", "USD")] if rows else []
+    return [f"nothing: {', '.join(rest)}"] if rest else [], [*head, *rows]
+
+
+def _tiers(prediction: Prediction) -> tuple[list[str], list[tuple[str, ...]]]:
+    """SSD has every row, so it has no hit rate; the page cache is a line of its own where it has some."""
+    rows: list[tuple[str, ...]] = [("tier", "capacity", "rows", "lookups", "hit rate")]
+    for tier in prediction.tiers:
+        size, lookups = format_size(tier.capacity_bytes), tier.lookups
+        if tier.tier != "ssd":
+            rows.append((tier.tier.upper(), size, count(tier.rows), count(lookups), share(tier.hit_rate, 2)))
+            continue
+        if lookups and tier.hit_rate:
+            cache = format_size(prediction.setup.page_cache_bytes)
+            rows.append(("page cache", cache, "-", count(lookups), share(tier.hit_rate, 2)))
+            lookups *= 1 - tier.hit_rate
+        rows.append(("SSD", size, count(tier.rows), count(lookups), "-"))
+    if not (written := prediction.drive_writes_a_day):
+        return [], rows
+    rated = significant(first_worn(prediction.setup.host).drive_writes_a_day)
+    return [f"the SSD that wears out first is written {significant(written)} times a day, rated for {rated}"], rows
+
+
+def describe(result: PlanResult, *, colours: bool = False) -> str:
+    """The answer, and what supports it."""
+    lines: list[str] = []
+    for each in sections_of(result):
+        table = columns_of(each.table, is_last_text=each.is_text_last) if each.table else []
+        lines.append(f"{_BOLD}{each.title}{_PLAIN}" if colours else each.title)
+        lines += [shown for line in (*table, *each.lines) for shown in _wrapped(line)]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _wrapped(line: str) -> list[str]:
+    if len(line) <= _WIDTH - 2:
+        return [f"  {line}".rstrip()]
+    begins = len(line) - len(line.lstrip())
+    indent = " " * (begins + (4 if line.lstrip().startswith(("- ", "! ")) else 2))
+    return textwrap.wrap(line.lstrip(), _WIDTH, initial_indent=" " * (begins + 2), subsequent_indent=indent)
+
+
+def page_of(result: PlanResult) -> str:
+    """The page, in UTF-8 some 40 KB."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    title = "How often memory misses a row, by how many it has"
+    note = "Each row counts once a batch. The upright line is this plan."
+    curves = [Section(f"{title}: {named(each.name)}", [note], picture=_picture(each)) for each in result.curves]
+    return page.get_template("plan.html").render(
+        title=f"{named(result.prediction.setup.workload.name)}: a plan",
+        sections=[*sections_of(result), *curves],
+        plan_file=to_toml(result.asked),
+    )
+
+
+def _picture(shown: ShownCurve) -> str:
+    """The curve, and a line up to it where the plan is."""
+    curve = shown.curve
+    top = max(int(curve.sizes[-1]), _POINTS)
+    scale, over = next((each for each in _ROWS if top >= _LEAST * each[0]), _ROWS[-1])
+
+    def percent(rows: float) -> float:
+        return 100 * curve.miss_ratio(max(1.0, scale * rows))
+
+    ends = np.linspace(0, top // scale, _POINTS + 1).astype(int).tolist()
+    steps = [Step(before + 1, end, percent((before + end) / 2)) for before, end in pairwise(ends)]
+    rows = round(min(max(shown.chosen_rows / scale, 1), ends[-1]))
+    plan = [Step(rows, rows, value) for value in (0.0, percent(rows))]
+    lines = [Line("missed", "c1", steps), Line("this plan", "mark", plan)]
+    return draw(lines, title="missed, %", unit="%", low=0, over=over)
