@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tierstore.cache.base import RESIDENT
-from tierstore.hbm.cache import Grouping, HbmCache, group_keys
-from tierstore.hbm.kernel_types import WAYS, Plan, Status, mixed, sets_of
+from tierstore.hbm.cache import HbmCache, group
+from tierstore.hbm.kernel_types import WAYS, Groups, Plan, Status, mixed, sets_of
 
 from ..common import Spread, Table
 from .ids import Zipf
@@ -73,11 +73,11 @@ class _Admitting:
         self._cache = cache
         self._batches = batches
         self._saved = [own.clone() for own in cache._cache_state]
-        self.grouping: Grouping | None = None
+        self.groups: Groups | None = None
         self.plan: Plan | None = None
 
     def group(self, number: int) -> None:
-        self.grouping = group_keys(self._batches[number])
+        self.groups = group(self._batches[number])
 
     def restore(self, number: int) -> None:
         """The cache as it was, and the batch grouped."""
@@ -87,8 +87,8 @@ class _Admitting:
 
     def admit(self, number: int) -> None:
         del number
-        assert self.grouping is not None
-        self.plan = self._cache.plan(self.grouping.distinct, self.grouping.groups.num_unique)
+        assert self.groups is not None
+        self.plan = self._cache.plan(self.groups.distinct, self.groups.num_unique)
         self._cache.commit(self.plan, forced=True)
 
     def release(self, number: int) -> None:
@@ -123,10 +123,10 @@ def _check(cache: HbmCache, steps: _Admitting) -> tuple[int, int]:
     """
     steps.restore(0)
     steps.admit(0)
-    assert steps.grouping is not None
+    assert steps.groups is not None
     assert steps.plan is not None
-    distinct = int(steps.grouping.groups.num_unique)
-    keys = steps.grouping.distinct[:distinct]
+    distinct = int(steps.groups.num_unique)
+    keys = steps.groups.distinct[:distinct]
     wanted, hits = int((keys < _ELSEWHERE).sum()), int((steps.plan.statuses[:distinct] == Status.HIT).sum())
     if hits > wanted or (wanted == distinct and hits < wanted):
         raise RuntimeError(f"{hits} keys were found, of {wanted} that are resident")

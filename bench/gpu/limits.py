@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tierstore.hbm.cache import group_keys
+from tierstore.hbm.cache import group
 
 from ..common import Spread, Table
 from .part import Part
@@ -105,7 +105,7 @@ def _launches(rig: Rig, count: int) -> dict[str, Spread]:
     keys = torch.arange(32, device=rig.device)
     actions: dict[str, Callable[[], object]] = {
         "launch of a torch kernel": lambda: value.add_(1),
-        "grouping of 32 keys (a sort, 3 Triton kernels)": lambda: group_keys(keys),
+        "grouping of 32 keys (a sort, 3 Triton kernels)": lambda: group(keys),
     }
     found = {}
     for name, action in actions.items():

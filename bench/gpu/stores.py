@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
-from tierstore.hbm import build, streams
+from tierstore.hbm import pool, streams
 from tierstore.hbm.streams import Mark, Streams
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 from tierstore.models import DLRM
@@ -221,7 +221,7 @@ class Trainer(Steps):
         self._depth = depth
         self.collection = tierstore.TieredEmbeddingBagCollection(store)
         super().__init__(rig, self.collection, len(store.tables), config)
-        with mock.patch.object(build, "open_streams", self._watched(streams.open_streams)):
+        with mock.patch.object(pool, "open_streams", self._watched(streams.open_streams)):
             # Pools are made when they are first asked for.
             assert store[table_name(0)].pool.tier.on_device, "the store has no rows in device memory"
 
