@@ -84,6 +84,7 @@ class LookupTable(ABC):
 
     @property
     def name(self) -> str:
+        """Of its configuration."""
         return self.config.name
 
     @abstractmethod
@@ -141,6 +142,7 @@ class LookupTable(ABC):
         self._learning_rate = float(rate)
 
     def note_change(self) -> None:
+        """Count one more change of its rows."""
         self.num_changes += 1
 
     def next_hyper(self) -> Hyper:
@@ -158,6 +160,7 @@ class LookupTable(ABC):
         return update_seed(self.config.init.random_seed, self._step)
 
     def id_error(self, row: int) -> ValueError:
+        """The error for an id that is no row of the table."""
         return id_error(self.name, row, self.rows, "" if self.is_whole else " here, as the others are other ranks'")
 
     @property
@@ -325,10 +328,10 @@ class Lookup(AnyLookup):
             self._enter(pool)
         if self._lease is None or pool.tier.on_device:
             self._lease = joined.tables[0].in_pool(lambda pool: self._enter(pool).whole(joined, self._lease))
-        return Ready(partial(self._update, grad_out), self._lease is not None)
+        return Ready(partial(self.update, grad_out), self._lease is not None)
 
     @shielded
-    def _update(self, grad_out: Tensor) -> None:
+    def update(self, grad_out: Tensor) -> None:
         """Backward and optimizer in one, by the gradient of the output, float32 [batch, columns], C-contiguous."""
         joined, hyper = self.joined, self.joined.next_hyper()
         pool = joined.tables[0].pool
