@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from tierstore import optim
-from tierstore.hbm import rows_twin
-from tierstore.hbm.cache import Grouping, group_slots
-from tierstore.hbm.kernel_types import Bags
+from tierstore.hbm.cache import group, kernels_of
+from tierstore.hbm.kernel_types import Bags, Groups
 from tierstore.kernels import slots as kernels
 
 from ..common import Goal, Report, Table, spread
@@ -84,19 +83,11 @@ def _draw(rig: Rig, exponent: float, dim: int, batch: int, config: dict[str, Any
         batch=batch,
         column_step=math.gcd(4, dim),
     )
-    _kernels(rig).number_bags(bags.bag_starts, bags.bag_of)
+    kernels_of(rig.device).number_bags(bags.bag_starts, bags.bag_of)
     weights = torch.rand((tables * rows, dim), generator=rig.generator, device=rig.device)
     state = torch.zeros((len(weights), _STATE_COLUMNS), device=rig.device)
     gradient = torch.randn((batch, tables * dim), generator=rig.generator, device=rig.device)
     return _Case(dim, batch, exponent, weights, state, slots, bags, gradient)
-
-
-def _kernels(rig: Rig) -> Any:
-    if not rig.is_cuda:
-        return rows_twin
-    from tierstore.hbm import rows_triton
-
-    return rows_triton
 
 
 class _Own:
@@ -104,9 +95,9 @@ class _Own:
 
     def __init__(self, rig: Rig, case: _Case, tables: int) -> None:
         self._case = case
-        self._kernels = _kernels(rig)
+        self._kernels = kernels_of(rig.device)
         self._tables = tables
-        self._grouped: Grouping | None = None
+        self._grouped: Groups | None = None
         self._hyper = {
             name: torch.from_numpy(np.array([rule.hyper(rule.lr, 1)] * tables, np.float32)).to(rig.device)
             for name, rule in RULES.items()
@@ -126,14 +117,14 @@ class _Own:
         return out
 
     def group(self, number: int) -> None:
-        self._grouped = group_slots(self._case.slots[number])
+        self._grouped = group(self._case.slots[number])
 
     def merge(self, rule: str, _number: int) -> None:
         """The update of rows that ``group`` grouped."""
         case, grouped = self._case, self._grouped
         assert grouped is not None
         self._kernels.update_rows(
-            case.bags, grouped.groups, grouped.distinct, 0, grad_out=case.gradient, arg_max=None, mean=False,
+            case.bags, grouped, grouped.distinct, 0, grad_out=case.gradient, arg_max=None, mean=False,
             codes=(RULES[rule].code,) * self._tables, code_of=self._code_of[rule], hyper=self._hyper[rule],
             weights=case.weights, state=case.state, dim=case.dim, dirty=None,
         )  # fmt: skip

@@ -163,5 +163,5 @@ def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays, *, waits: bool = 
 
     monkeypatch.setattr(HostTier, "take", late_take)
     monkeypatch.setattr(
-        "tierstore.hbm.build.open_streams", lambda device: LateStreams(open_streams(device), delays, waits=waits)
+        "tierstore.hbm.pool.open_streams", lambda device: LateStreams(open_streams(device), delays, waits=waits)
     )

@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, Final
 
 import pytest
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tierstore.hbm import cache_triton, cache_twin, rows_triton, rows_twin
+from tierstore.hbm import launches, twin
 from tierstore.hbm.streams import Streams
 
-TWINS: Final = (cache_twin, rows_twin)
 KERNELS_OF: Final = {"place_starts": 2, "update_rows": 3}
 """Kernels of a function that launches more than one."""
 FREE: Final = ("empty", "new_empty", "lift_fresh", "is_pinned", "set_", "resize_")
@@ -111,11 +109,10 @@ def counting(monkeypatch: pytest.MonkeyPatch, *copies: tuple[Any, str]) -> Itera
     """
     count = Count()
     with monkeypatch.context() as patch:
-        for module in TWINS:
-            for name, function in _functions(module):
-                patch.setattr(module, name, count.counted(function, name, KERNELS_OF.get(name, 1)))
-        for module in (cache_triton, rows_triton):
-            patch.setattr(module, "launch", count.counted(module.launch, "triton", 1))
+        for name, function in inspect.getmembers(twin, inspect.isfunction):
+            if function.__module__ == twin.__name__ and name[0] != "_":
+                patch.setattr(twin, name, count.counted(function, name, KERNELS_OF.get(name, 1)))
+        patch.setattr(launches, "launch", count.counted(launches.launch, "triton", 1))
         for owner, name in copies:
             patch.setattr(owner, name, count.counted(getattr(owner, name), name, 1))
         for name in ("cpu", "tolist"):
@@ -124,11 +121,6 @@ def counting(monkeypatch: pytest.MonkeyPatch, *copies: tuple[Any, str]) -> Itera
         patch.setattr(Streams, "follow", lambda _, mark: None)
         with count:
             yield count
-
-
-def _functions(module: ModuleType) -> list[tuple[str, Any]]:
-    own = inspect.getmembers(module, inspect.isfunction)
-    return [(name, each) for name, each in own if each.__module__ == module.__name__ and name[0] != "_"]
 
 
 def _indices(args: Any) -> list[Any]:

@@ -17,12 +17,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
 
-MODULES: Final = tuple(f"tierstore.hbm.{name}_triton" for name in ("cache", "pooling", "rows"))
+MODULES: Final = tuple(f"tierstore.hbm.{name}_triton" for name in ("cache", "rows"))
 """Every module with Triton kernels."""
 
 # Of a multiprocessor of compute capability 9.0.
@@ -66,7 +65,7 @@ def kernels_of(name: str) -> dict[str, Any]:
 def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Tables of 16, 64 and 100 columns, by all modes and rules."""
     from tierstore import optim
-    from tierstore.hbm import rows_triton
+    from tierstore.hbm import launches
     from tierstore.hbm.kernel_types import Bags, Groups
     from tierstore.kernels import slots as kernels
     from tierstore.optim.configs import NUM_HYPER
@@ -75,7 +74,7 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     length = SUPER_RUN + 1
     numbers = torch.zeros(length, dtype=torch.int32)
     order = torch.zeros(length, dtype=torch.int64)
-    groups = Groups(order, numbers, numbers[:1])
+    groups = Groups(order, numbers, numbers[:1], numbers)
 
     def bags(dim: int, *, scaled: bool) -> Bags:
         scale = torch.zeros(length) if scaled else None
@@ -85,7 +84,7 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         dim: int, weights: torch.Tensor, mode: int, *, scaled: bool = False, by_row: bool = True, first: int = 0
     ) -> None:
         out, arg_max = torch.zeros(2, 2 * dim), torch.zeros((4, dim), dtype=torch.int32)
-        rows_triton.pool_rows(
+        launches.pool_rows(
             bags(dim, scaled=scaled), numbers, numbers if by_row else None, first, length, mode=mode, weights=weights,
             dim=dim, out=out, arg_max=arg_max if mode == kernels.MAX else None,
         )  # fmt: skip
@@ -95,7 +94,7 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     ) -> None:
         codes = tuple(rule.code for rule in rules)
         state = torch.zeros(4, max(rule().state_dim(dim) for rule in rules) + 2)
-        rows_triton.update_rows(
+        launches.update_rows(
             bags(dim, scaled=scaled), groups, numbers, 0, grad_out=torch.zeros(2, 2 * dim),
             arg_max=torch.zeros((4, dim), dtype=torch.int32) if maxima else None, mean=mean, codes=codes,
             code_of=numbers, hyper=torch.zeros(len(codes), NUM_HYPER), weights=weights, state=state, dim=dim,
@@ -103,17 +102,17 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         )  # fmt: skip
 
     def dot(dim: int, weights: torch.Tensor) -> None:
-        rows_triton.dot_rows(
+        launches.dot_rows(
             bags(dim, scaled=True), numbers, numbers, 0, length, weights=weights, dim=dim,
             grad_out=torch.zeros(2, 2 * dim), grad_scale=torch.zeros(length),
         )  # fmt: skip
 
     def move(*words: int, up: bool) -> None:
         buffers = tuple(torch.zeros((64, width), dtype=torch.int64) for width in words)
-        rows_triton.move_rows(buffers, buffers, numbers[:64], up=up)
+        launches.move_rows(buffers, buffers, numbers[:64], up=up)
 
     narrow, middle, wide = torch.zeros(4, 16), torch.zeros(4, 64), torch.zeros(4, 104, dtype=torch.bfloat16)
-    yield "number", lambda: rows_triton.number_bags(numbers[:5], numbers)
+    yield "number", lambda: launches.number_bags(numbers[:5], numbers)
     yield "pool sum of 16", lambda: pool(16, narrow, kernels.SUM, by_row=False)
     yield "pool mean of 100", lambda: pool(100, wide, kernels.MEAN, scaled=True)
     yield "pool max of 16", lambda: pool(16, narrow.half(), kernels.MAX, first=1)
@@ -129,19 +128,19 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """To slots, and to keys with per-sample weights."""
-    from tierstore.hbm import rows_triton
+    from tierstore.hbm import launches
     from tierstore.hbm.kernel_types import Bags, DeviceIds
 
     long, numbers = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     for name, rows, scale in (("slots", numbers, None), ("keys", long, torch.zeros(64))):
         bags = Bags(numbers[:5], numbers, numbers[:2], numbers[:2], 2, scale)
         given = DeviceIds(long, long[:5], scale)
-        join = partial(rows_triton.join_ids, given, long[:2], long[:2], bags, rows, numbers[:1], long[:3])
+        join = partial(launches.join_ids, given, long[:2], long[:2], bags, rows, numbers[:1], long[:3])
         yield f"join to {name}", join
 
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    from tierstore.hbm import cache_triton
+    from tierstore.hbm import launches
     from tierstore.hbm.kernel_types import NUM_STATUSES, SUMMARY_ROWS, WAYS, CacheState, Plan
 
     keys, slots = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
@@ -149,15 +148,15 @@ def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     summary = torch.zeros((SUMMARY_ROWS, NUM_STATUSES), dtype=torch.int32)
     for name, lying, lfu in (("lru", None, False), ("lfu", slots, True)):
         plan = Plan(keys, slots, slots.to(torch.int8), summary)
-        yield f"plan {name}", partial(cache_triton.plan, cache_state, keys, slots[:1], lying, summary)
-        yield f"commit {name}", partial(cache_triton.commit, cache_state, plan, summary, 1, lfu, lfu)
-        yield f"list {name}", partial(cache_triton.list_keys, cache_state, plan, keys, 64, torch.stack([keys, keys]))
-    yield "find", lambda: cache_triton.find_sorted(keys, keys, keys, 64)
-    yield "age", lambda: cache_triton.age(cache_state.ranks)
-    yield "edit", partial(cache_triton.edit_flags, cache_state.flags, slots, 64, unpin=True, keep=-1, add=0)
-    yield "mix", lambda: cache_triton.mix_keys(keys)
-    yield "place starts of keys", lambda: cache_triton.place_starts(keys, keys, keys)
-    yield "place starts of slots", lambda: cache_triton.place_starts(slots, keys, None)
+        yield f"plan {name}", partial(launches.plan, cache_state, keys, slots[:1], lying, summary)
+        yield f"commit {name}", partial(launches.commit, cache_state, plan, summary, 1, lfu, lfu)
+        yield f"list {name}", partial(launches.list_keys, cache_state, plan, keys, 64, torch.stack([keys, keys]))
+    yield "find", lambda: launches.find_sorted(keys, keys, keys, 64)
+    yield "age", lambda: launches.age(cache_state.ranks)
+    yield "edit", partial(launches.edit_flags, cache_state.flags, slots, 64, unpin=True, keep=-1, add=0)
+    yield "mix", lambda: launches.mix_keys(keys)
+    yield "place starts of keys", lambda: launches.place_starts(keys, keys, keys)
+    yield "place starts of slots", lambda: launches.place_starts(slots, keys, None)
 
 
 def launches() -> dict[str, Launch]:
@@ -165,17 +164,15 @@ def launches() -> dict[str, Launch]:
     noted: dict[str, Launch] = {}
     case = ""
 
-    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        assert all(grid), case
-        name = kernel.fn.__name__
+    def note(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+        assert programs, case
+        name, given = kernel.fn.__name__, tuple(arguments[0] if each is None else each for each in arguments)
         count = sum(each.startswith(f"{case}: {name}") for each in noted)
-        noted[f"{case}: {name}" + f" {count + 1}" * bool(count)] = Launch(kernel, arguments, options)
+        noted[f"{case}: {name}" + f" {count + 1}" * bool(count)] = Launch(kernel, given, options)
 
-    from tierstore.hbm import cache_triton, rows_triton
+    from tierstore.hbm import launches as module
 
-    module: ModuleType
-    for module in (cache_triton, rows_triton):
-        module.launch = note  # type: ignore[attr-defined]
+    module.launch = note  # type: ignore[assignment]
     for cases in (_row_cases, _join_cases, _cache_cases):
         for name, act in cases():
             case = name
@@ -189,7 +186,7 @@ def _compiled(launch: Launch) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tierstore.hbm.kernel_types import LAUNCH
+    from tierstore.hbm.launches import OPTIONS
 
     kernel, types, constants, attributes = launch.kernel, {}, {}, {}
     options = {key: value for key, value in launch.options.items() if key not in kernel.arg_names}
@@ -207,7 +204,7 @@ def _compiled(launch: Launch) -> Any:
             if value % 16 == 0 and not param.do_not_specialize:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH | options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS | options)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -283,7 +280,7 @@ def found() -> dict[str, Any]:
     launched = {f"{each.kernel.__module__}.{each.kernel.fn.__name__}" for each in _NOTED.values()}
     with multiprocessing.get_context("fork").Pool(2) as processes:
         made = processes.map(_found, _NOTED, chunksize=1)
-    twins = [name for name in sys.modules if name.endswith("_twin")]
+    twins = [name for name in sys.modules if name.endswith(".twin")]
     launches_made = dict(zip(_NOTED, made, strict=True))
     return {"missing": sorted(set(names) - launched), "twins": twins, "launches": launches_made}
 

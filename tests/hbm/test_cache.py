@@ -1,24 +1,26 @@
 """The device cache against a model of its sets in dictionaries, through any history of batches."""
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tierstore.cache.base import DIRTY, LOADING, RESIDENT
-from tierstore.hbm import cache_triton, cache_twin
+from tierstore.hbm import launches, twin
 from tierstore.hbm.cache import PERIOD, HbmCache, PolicyName
-from tierstore.hbm.kernel_types import NUM_STATUSES, PIN, SUMMARY_ROWS, WAYS, CacheState, Plan, Status, mixed, sets_of
+from tierstore.hbm.kernel_types import NUM_STATUSES, PIN, Status, mixed, sets_of
 
 CAPACITY = 40
 """Two sets, the second one of 8 slots."""
 KEYS = torch.arange(130)
 KEYS = KEYS[mixed(KEYS).argsort()]
 SETS = sets_of(mixed(KEYS), 2)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 STALE = 3
 """Keys behind those of a batch, which are nobody's."""
 
@@ -82,7 +84,6 @@ class Model:
         return self.sets[0] | self.sets[1]
 
 
-devices = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 steps = st.tuples(
     st.sets(st.integers(0, len(KEYS) - 1), min_size=1, max_size=50).map(sorted),
     st.sampled_from(["fill", "fill and change", "keep", "age", "clear"]),
@@ -90,11 +91,26 @@ steps = st.tuples(
 )
 
 
-@pytest.mark.parametrize("device", devices)
+Script = list[tuple[list[int], str, object]]
+
+
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @given(script=st.lists(steps, max_size=12))
-def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[int], str, object]]) -> None:
-    cache = HbmCache(CAPACITY, policy=policy, device=torch.device(device))
+def test_any_history(policy: PolicyName, script: Script) -> None:
+    check_history(twin, policy, script)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@settings(max_examples=settings.default.max_examples // 10)  # of Triton's interpreter each takes seconds
+@given(script=st.lists(steps, min_size=2, max_size=4))
+def test_any_history_in_triton(policy: PolicyName, script: Script) -> None:
+    check_history(launches, policy, script)
+
+
+def check_history(kernels: ModuleType, policy: PolicyName, script: Script) -> None:
+    device = DEVICE
+    cache = HbmCache(CAPACITY, policy=policy, device=device)
+    cache._kernels = kernels
     model, kept = Model(policy), []
     for places, action, random in script:
         keys, sets = KEYS[places], SETS[places]
@@ -157,95 +173,11 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
         assert len(cache.slots_with(RESIDENT)) == len(model.rows)
 
 
-pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def some_state(generator: torch.Generator, capacity: int, share_pinned: float) -> CacheState:
-    """CacheState after a while: most slots resident in their sets, some pinned, some dirty."""
-    cache_state = CacheState.empty(capacity, torch.device("cpu"))
-    num_sets = len(cache_state.flags) // WAYS
-    keys = torch.randperm(4 * capacity, generator=generator)
-    for key, own in zip(keys.tolist(), sets_of(mixed(keys), num_sets).tolist(), strict=True):
-        free = torch.nonzero(cache_state.flags[own * WAYS : (own + 1) * WAYS] == 0)
-        if len(free) > 1:
-            slot = own * WAYS + int(free[0])
-            cache_state.keys[slot] = key
-            cache_state.flags[slot] = RESIDENT
-    resident = cache_state.flags == RESIDENT
-    draw = torch.rand(len(resident), generator=generator)
-    cache_state.flags[resident & (draw < 0.3)] |= DIRTY
-    draw = torch.rand(len(resident), generator=generator)
-    cache_state.flags[resident & (draw < share_pinned)] += 2 * PIN
-    counts = torch.randint(1, 4, (len(resident),), generator=generator)
-    cache_state.ranks.copy_((counts << 40) | torch.randperm(len(resident), generator=generator))
-    return CacheState(*(tensor.to(DEVICE) for tensor in cache_state))
-
-
-def copied(cache_state: CacheState) -> CacheState:
-    return CacheState(*(tensor.clone() for tensor in cache_state))
-
-
-def summary() -> Tensor:
-    return torch.zeros((SUMMARY_ROWS, NUM_STATUSES), dtype=torch.int32, device=DEVICE)
-
-
-def number(value: int) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=DEVICE)
-
-
-@pytest.mark.parametrize(("capacity", "share_pinned", "lfu"), [(32, 0.95, True), (70, 0.1, True), (70, 0.95, False)])
-def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) -> None:
-    generator = torch.Generator().manual_seed(capacity)
-    cache_state = some_state(generator, capacity, share_pinned)
-    keys = torch.randperm(4 * capacity, generator=generator)[: 2 * capacity]
-    keys = torch.cat([keys, torch.tensor([-1, 2**63 - 1, -(2**63)])]).to(DEVICE)
-    keys = keys[mixed(keys).argsort()]
-    some = torch.where(torch.rand(len(keys), generator=generator) < 0.2, capacity + torch.arange(len(keys)), -1)
-    some = some.to(DEVICE, torch.int32)
-    for lying in (None, some):
-        for num_unique in map(number, (len(keys), len(keys) - 7) if lying is None else (len(keys) // 2,)):
-            plans = []
-            for kernels in (cache_twin, cache_triton):
-                own = summary()
-                slots, statuses = kernels.plan(cache_state, keys, num_unique, lying, own)
-                plans.append(Plan(keys, slots, statuses, own))
-            expected, planned = plans
-            assert torch.equal(planned.statuses, expected.statuses)
-            assert torch.equal(planned.slots, expected.slots)
-            assert torch.equal(planned.summary.sum(0), expected.summary.sum(0))
-            assert int(planned.summary.sum()) == int(num_unique)
-            check_commits(cache_state, plans, lfu)
-            seen = set(expected.statuses.tolist())
-            assert {Status.HIT, Status.DIRTY_VICTIM} <= seen
-            assert (Status.NO_KEY in seen) == (int(num_unique) < len(keys))
-            assert Status.CONFLICT in seen or share_pinned < 0.5
-            assert (Status.TAKEN in seen) == (lying is not None)
-
-
-def check_commits(cache_state: CacheState, plans: list[Plan], lfu: bool) -> None:
-    """With a summary that hinders, unless forced, and with one that does not."""
-    for forced, blocked in ((True, True), (False, True), (False, False)):
-        ended = []
-        for kernels, plan in zip((cache_twin, cache_triton), plans, strict=True):
-            given = plan if blocked else plan._replace(summary=summary())
-            if blocked:
-                given.summary[-1, Status.CONFLICT] = 1
-            changed, following = copied(cache_state), summary() + 1
-            kernels.commit(changed, given, following, 2**33 + 5, lfu, forced)
-            assert not following.any()
-            ended.append(changed)
-        for one, other, before in zip(*ended, cache_state, strict=True):
-            assert torch.equal(one, other)
-            goes = (forced or not blocked) and bool((plans[0].slots >= 0).any())
-            assert torch.equal(one, before) != goes
-
-
 @given(st.lists(st.integers(0, 80), unique=True, min_size=1), st.lists(st.integers(0, 80), min_size=1))
 def test_keys_are_found_among_sorted_ones(known: list[int], asked: list[int]) -> None:
     ordered, order = torch.sort(torch.tensor([*known, -1, -1], device=DEVICE))
     expected = [known.index(key) + 9 if key in known else -1 for key in asked]
-    for kernels in (cache_twin, cache_triton):
+    for kernels in (twin, launches):
         found = kernels.find_sorted(ordered, order, torch.tensor(asked, device=DEVICE), 9)
         assert found.dtype == torch.int32
         assert found.tolist() == expected
@@ -270,7 +202,7 @@ def test_flags(edit: Any, size: int) -> None:
         if 0 <= slot < 290:
             left = before.tolist()[slot] - (PIN if edit["unpin"] else 0)
             expected[slot] = (left & edit["keep"]) | edit["add"]
-    for kernels in (cache_twin, cache_triton):
+    for kernels in (twin, launches):
         flags = before.to(DEVICE, copy=True)
         kernels.edit_flags(flags, slots.to(DEVICE), 290, **edit)
         assert flags.tolist() == expected
@@ -281,7 +213,7 @@ def test_counts_are_halved_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HbmCache, "age", lambda own: halved.append(own._clock))
     cache = HbmCache(2, policy="lfu", device=DEVICE)
     for _ in range(3 * PERIOD):
-        plan = cache.plan(KEYS[:1].to(DEVICE), number(1))
+        plan = cache.plan(KEYS[:1].to(DEVICE), torch.ones(1, dtype=torch.int32, device=DEVICE))
         cache.commit(plan)
         cache.settle(plan.slots)
         cache.release(plan.slots, changed=False)

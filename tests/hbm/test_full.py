@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
         arrays[0][:] = number
 
     for number in range(8):
-        (values,), _ = sender.send([(torch.int64, 1 + number * 20_000)], fill)
+        (values,), _ = sender.send([(np.int64, 1 + number * 20_000)], fill)
         assert (values == number).all()
     assert waited == [1, 2, 3, 4, 5, 6]
 

@@ -11,26 +11,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.hbm import cache, cache_triton, cache_twin
-from tierstore.hbm.cache import Grouping
-from tierstore.hbm.kernel_types import mixed, sets_of
+from tierstore.hbm import cache, launches, twin
+from tierstore.hbm.kernel_types import Groups, mixed, sets_of
 from tierstore.layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)
 MASK = 2**64 - 1
-TILE = cache_triton.TILE
+TILE = launches.SORTED_TILE
 HAS_CUDA = torch.cuda.is_available()
-KERNELS = [cache_twin]
+KERNELS = [twin]
 if HAS_CUDA or os.environ.get("TRITON_INTERPRET") == "1":
-    KERNELS.append(cache_triton)
+    KERNELS.append(launches)
 
 
-@pytest.fixture(scope="module", params=KERNELS, ids=lambda module: module.__name__.rsplit("_")[-1])
+@pytest.fixture(scope="module", params=KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
 def device(request: Any) -> Iterator[str]:
     """The device, with one of the two modules of kernels installed."""
     with pytest.MonkeyPatch.context() as patch:
         module: ModuleType = request.param
-        patch.setattr(cache, "cache_kernels", lambda _: module)
+        patch.setattr(cache, "kernels_of", lambda _: module)
         yield "cuda" if HAS_CUDA else "cpu"
 
 
@@ -41,9 +40,9 @@ def mix_of(key: int) -> int:
     return ((mix ^ mix >> 27) * 0x94D049BB133111EB) & MASK
 
 
-def check_groups(values: list[int], made: Grouping, expected: list[int]) -> None:
+def check_groups(values: list[int], made: Groups, expected: list[int]) -> None:
     """``expected`` are the distinct values, in order."""
-    distinct, groups, _ = made
+    distinct, groups = made.distinct, made
     positions: dict[int, list[int]] = {}
     for position, value in enumerate(values):
         positions.setdefault(value, []).append(position)
@@ -60,7 +59,7 @@ def check_groups(values: list[int], made: Grouping, expected: list[int]) -> None
 
 
 def check_keys(keys: list[int], device: str) -> None:
-    made = cache.group_keys(torch.tensor(keys, device=device))
+    made = cache.group(torch.tensor(keys, device=device))
     expected = sorted(set(keys), key=mix_of)
     check_groups(keys, made, expected)
     assert made.inverse is not None
@@ -69,7 +68,7 @@ def check_keys(keys: list[int], device: str) -> None:
 
 
 def check_slots(slots: list[int], device: str) -> None:
-    made = cache.group_slots(torch.tensor(slots, dtype=torch.int32, device=device))
+    made = cache.group(torch.tensor(slots, dtype=torch.int32, device=device))
     check_groups(slots, made, sorted(set(slots)))
     assert made.distinct.dtype == torch.int32
 
@@ -104,10 +103,10 @@ def test_groups_that_begin_about_the_edges_of_tiles(device: str, edges: list[int
 
 def test_more_tiles_than_one_step_of_the_sum_over_them_takes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tiles that are small, as the interpreter is slow."""
-    monkeypatch.setattr(cache_triton, "TILE", 64)
+    monkeypatch.setattr(launches, "SORTED_TILE", 64)
     slots = torch.arange(64 * 64 + 64 + 1, dtype=torch.int32, device=device) // 70
-    distinct, groups, _ = cache.group_slots(slots)
-    count = int(groups.num_unique)
+    groups = cache.group(slots)
+    distinct, count = groups.distinct, int(groups.num_unique)
     assert torch.equal(distinct[:count], torch.arange(count, dtype=torch.int32, device=device))
     assert torch.equal(groups.starts[:count], distinct[:count] * 70)
 

@@ -12,7 +12,7 @@ import tierstore
 from tests.hbm import tracing
 from tests.hbm.stores import few_slots
 from tierstore import optim
-from tierstore.hbm import base, cache, cache_triton, rows_triton
+from tierstore.hbm import base, cache, launches
 from tierstore.hbm.base import DeviceLease
 from tierstore.hbm.full import FullRows
 from tierstore.hbm.pool import HbmPool
@@ -78,8 +78,8 @@ def test_training_with_triton_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, budget: str, is_there: bool
 ) -> None:
     expected = train(tmp_path / "plain", depth=0, rows=200, steps=2)
-    monkeypatch.setattr(cache, "cache_kernels", lambda _: cache_triton)
-    monkeypatch.setattr(base, "row_kernels", lambda _: rows_triton)
+    for module in (base, cache):
+        monkeypatch.setattr(module, "kernels_of", lambda _: launches)
     monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)
     ended = train(tmp_path / policy, depth=0, rows=200, steps=2, hbm=budget, policy=policy)
     assert torch.equal(ended, expected)

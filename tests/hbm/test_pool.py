@@ -20,7 +20,7 @@ from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError
 from tierstore.hbm import pool as hbm_pool
 from tierstore.hbm.base import DeviceLease
-from tierstore.hbm.cache import HbmCache, HbmSize, group_keys
+from tierstore.hbm.cache import HbmCache, HbmSize, group
 from tierstore.hbm.pool import HbmPool
 from tierstore.hbm.streams import Sender, Streams
 from tierstore.io.base import MemoryColdTier
@@ -101,7 +101,7 @@ def write(hot: HbmPool, rows: Any, value: float) -> None:
 
 
 def acquire(hot: HbmPool, rows: Any) -> DeviceLease:
-    lease = hot.acquire(group_keys(torch.from_numpy(keys(rows))), len(keys(rows)))
+    lease = hot.acquire(group(torch.from_numpy(keys(rows))), len(keys(rows)))
     assert lease is not None
     return lease
 
@@ -288,7 +288,7 @@ class Chaos:
     def train(self) -> None:
         """Change rows under a lease."""
         rows, value = sorted(set(self.rows())), float(next(self.values))
-        grouping = group_keys(torch.from_numpy(keys(rows)))
+        grouping = group(torch.from_numpy(keys(rows)))
         lease = self.hot.acquire(grouping, len(rows))
         if lease is not None:
             self.hot.weights[lease.claim.slots.long()] = value
@@ -296,7 +296,7 @@ class Chaos:
             self.shown |= dict.fromkeys(rows, value)
 
     def hold(self) -> None:
-        lease = self.hot.acquire(group_keys(torch.from_numpy(keys(self.rows()[:10]))), 10)
+        lease = self.hot.acquire(group(torch.from_numpy(keys(self.rows()[:10]))), 10)
         if lease is not None and self.hot.hold(lease):
             self.leases.append(lease)
 
@@ -333,7 +333,7 @@ def test_launches_and_waits(below: Below, monkeypatch: pytest.MonkeyPatch, polic
     resident, new = torch.arange(20).repeat(3), torch.arange(10, 20 + 2 * STAGED)
 
     def step(keys: torch.Tensor) -> None:
-        lease = hot.acquire(group_keys(keys), len(keys))
+        lease = hot.acquire(group(keys), len(keys))
         assert lease is not None
         change(lease)
         count.catch_up()

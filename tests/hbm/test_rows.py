@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tierstore import optim
-from tierstore.hbm import rows_twin
+from tierstore.hbm import twin
 from tierstore.hbm.kernel_types import Bags, DeviceIds, Groups
 from tierstore.kernels import slots as kernels
 from tierstore.optim.configs import NUM_HYPER
 from tierstore.optim.rules import RUN, SUPER_RUN
 
-rows_triton = pytest.importorskip("tierstore.hbm.rows_triton", reason="Triton is for Linux")
+launches = pytest.importorskip("tierstore.hbm.launches", reason="Triton is for Linux")
 
 UNTOUCHED = 7.0
 """In the gaps of results."""
@@ -72,7 +72,7 @@ class Batch:
 
     def groups(self, device: str) -> Groups:
         order, starts = torch.from_numpy(self.order).to(device), torch.from_numpy(self.starts).to(device)
-        return Groups(order, starts, torch.tensor([len(self.slots)], dtype=torch.int32, device=device))
+        return Groups(order, starts, torch.tensor([len(self.slots)], dtype=torch.int32, device=device), starts)
 
 
 def make_batch(
@@ -139,15 +139,15 @@ class Rows(NamedTuple):
     device: str
 
 
-TWIN = Rows(rows_twin, "cpu")
+TWIN = Rows(twin, "cpu")
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((rows_twin, "cpu"), id="twin", marks=pytest.mark.kernel),
-        pytest.param((rows_triton, "cpu"), id="interpreted", marks=needs_interpreter),
-        pytest.param((rows_triton, "cuda"), id="cuda", marks=pytest.mark.gpu),
+        pytest.param((twin, "cpu"), id="twin", marks=pytest.mark.kernel),
+        pytest.param((launches, "cpu"), id="interpreted", marks=needs_interpreter),
+        pytest.param((launches, "cuda"), id="cuda", marks=pytest.mark.gpu),
     ],
 )
 def rows(request: pytest.FixtureRequest) -> Rows:

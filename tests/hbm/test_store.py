@@ -12,7 +12,7 @@ from torch import Tensor
 import tierstore
 from tests.hbm.stores import ALL, hot, open_store, simple, step
 from tierstore.errors import PartlyTrainedError
-from tierstore.hbm import rows_twin
+from tierstore.hbm import twin
 from tierstore.hbm.cache import HbmCache, Overflow
 
 # Threads
@@ -21,7 +21,7 @@ from tierstore.hbm.cache import HbmCache, Overflow
 def test_no_reader_sees_half_an_update(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update stops in the middle of the rows; who reads, pools or flushes them then waits."""
     inside, go_on = threading.Event(), threading.Event()
-    real = rows_twin.update_rows
+    real = twin.update_rows
 
     def halting(*arguments: Any, weights: Tensor, **named: Any) -> None:
         before = weights.clone()
@@ -35,7 +35,7 @@ def test_no_reader_sees_half_an_update(store_dir: Path, monkeypatch: pytest.Monk
     with open_store(store_dir, hbm=2**20) as store:
         table = store["t"]
         table.read(ALL)
-        monkeypatch.setattr(rows_twin, "update_rows", halting)
+        monkeypatch.setattr(twin, "update_rows", halting)
         trainer = threading.Thread(target=step, args=(tierstore.TieredEmbeddingBag(table, mode="sum"), ALL[:60]))
         trainer.start()
         assert inside.wait(30)
@@ -109,7 +109,7 @@ def test_what_changed_is_not_forgotten_where_unpinning_fails(store: tierstore.St
 def test_rows_of_a_failed_update_are_newer_than_those_below(store: tierstore.Store, broken: Any) -> None:
     bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
     out = bag(ALL[:20].view(4, 5))
-    broken(rows_twin, "update_rows", after=True)
+    broken(twin, "update_rows", after=True)
     with pytest.raises(PartlyTrainedError, match="OutOfMemory") as failed:
         out.sum().backward()
     assert isinstance(failed.value.__cause__, OutOfMemory)

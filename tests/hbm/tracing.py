@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from tierstore.hbm import build, rows_twin
+from tierstore.hbm import pool, twin
 from tierstore.hbm.kernel_types import Groups
 from tierstore.hbm.streams import Staging, Streams
 
@@ -117,7 +117,7 @@ class TracingStreams(Streams):
 def install(monkeypatch: pytest.MonkeyPatch, seed: int) -> Trace:
     """Have stores opened from here on use tracing streams, and rows be watched."""
     trace = Trace(seed)
-    monkeypatch.setattr(build, "open_streams", lambda _: TracingStreams(trace))
+    monkeypatch.setattr(pool, "open_streams", lambda _: TracingStreams(trace))
 
     def watch(owner: Any, name: str, slots_of: Callable[..., Tensor], *, writes: bool) -> None:
         real = getattr(owner, name)
@@ -138,9 +138,9 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int) -> Trace:
     def updated(_: Any, groups: Groups, slots: Tensor, first: int) -> Tensor:
         return slots[: max(int(groups.num_unique) - first, 0)]  # what is behind is undefined
 
-    watch(rows_twin, "pool_rows", second, writes=False)
-    watch(rows_twin, "dot_rows", second, writes=False)
-    watch(rows_twin, "update_rows", updated, writes=True)
+    watch(twin, "pool_rows", second, writes=False)
+    watch(twin, "dot_rows", second, writes=False)
+    watch(twin, "update_rows", updated, writes=True)
     watch(Staging, "bring", third, writes=True)
     watch(Staging, "take", third, writes=False)
     return trace

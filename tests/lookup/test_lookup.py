@@ -12,7 +12,7 @@ import torch
 import tierstore
 from tierstore import errors
 from tierstore.io.base import MemoryColdTier
-from tierstore.pool.arena import Pins
+from tierstore.pool.leases import Pins
 from tierstore.store import Store
 
 ROWS, STEPS = 1500, 12
@@ -178,7 +178,7 @@ def test_what_was_staged_in_a_pool_that_a_new_table_replaced_is_staged_anew(
         out = torch.empty(2, DIM)
         lookup.forward(out, keep=True)
         assert torch.equal(out, expected)
-        lookup.update(torch.ones(2, DIM))
+        lookup.readied(torch.ones(2, DIM)).train()
         table.pool.cache.check_integrity()
         assert torch.equal(table.pooled(IDS, OFFSETS), expected - torch.tensor([[3.0], [2.0]]))
         assert not table.pool.in_use

@@ -19,7 +19,7 @@ from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullEr
 from tierstore.io.base import MemoryColdTier
 from tierstore.kernels.threads import Workers
 from tierstore.pool import leases
-from tierstore.pool.arena import Lease
+from tierstore.pool.leases import Lease
 from tierstore.pool.pool import Pool
 
 CAPACITY, ROWS, DIM = 64, 1000, 4
@@ -151,16 +151,25 @@ def test_held_leases_leave_room_for_others_and_give_it_back(made: Pool) -> None:
         assert made.pins.num_held == 0
 
 
-def test_whoever_waits_for_pins_goes_on_when_they_are_released(made: Pool) -> None:
+@pytest.mark.parametrize("end", ["release", "close"])
+def test_whoever_waits_for_pins_goes_on(made: Pool, end: str) -> None:
     lease = made.leases.leading(keys(*range(CAPACITY)))
-    seen: list[float] = []
-    waiter = threading.Thread(target=lambda: seen.append(float(read(made, 900)[0])))
+    seen: list[Any] = []
+
+    def wait() -> None:
+        try:
+            seen.append(read(made, 900)[0])
+        except ClosedError as error:
+            seen.append(type(error))
+
+    waiter = threading.Thread(target=wait)
     waiter.start()
     waiter.join(0.2)
     assert waiter.is_alive()
-    lease.release()
+    (lease.release if end == "release" else made.close)()
     waiter.join(30)
-    assert seen == [1.0]
+    assert seen == [1.0 if end == "release" else ClosedError]
+    lease.release()
 
 
 def test_waiting_for_pins_ends_in_an_error(made: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,25 +177,6 @@ def test_waiting_for_pins_ends_in_an_error(made: Pool, monkeypatch: pytest.Monke
     lease = made.leases.leading(keys(*range(CAPACITY)))
     with pytest.raises(BudgetError, match="open the store with a larger ddr="):
         read(made, 900)
-    lease.release()
-
-
-def test_closing_wakes_who_waits(made: Pool) -> None:
-    lease = made.leases.leading(keys(*range(CAPACITY)))
-    failures: list[type[BaseException]] = []
-
-    def wait() -> None:
-        try:
-            read(made, 900)
-        except ClosedError as error:
-            failures.append(type(error))
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    waiter.join(0.2)
-    made.close()
-    waiter.join(30)
-    assert failures == [ClosedError]
     lease.release()
 
 

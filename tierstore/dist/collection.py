@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Pooling
-from ..lookup.jagged import Jagged
 from ..lookup.lookup import AnyLookup
-from ..lookup.unseen import Unjoined
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.function import Prepared
 from ..nn.module import TieredModule, arguments_of
-from ..pool.joined import Features, Joined
+from ..pool.joined import Features, Jagged, Joined
 from ..store import Table
 from .even import Even
 from .ids import DynamicLookupOverRanks
@@ -144,7 +142,7 @@ class ShardedCollection(ShardedModule, Collection):
         jagged, place = super()._checked(*arguments)
         return jagged.on_host, place
 
-    def _make_lookup(self, joined: Joined | Unjoined, mode: str) -> AnyLookup:
+    def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
         tables: list[Any] = joined.features.tables
         return _lookup(self._kind_of(tables[0]), joined, mode=mode, owners=self._owners)
 
@@ -155,8 +153,8 @@ class ShardedCollection(ShardedModule, Collection):
         return (*super()._alike(table), self._kind_of(table), table.num_parts, table.config.ids is None)
 
 
-def _lookup(kind: type[ShardedLookup], joined: Joined | Unjoined, *, mode: str, owners: Owners) -> AnyLookup:
-    if isinstance(joined, Unjoined):
+def _lookup(kind: type[ShardedLookup], joined: Joined, *, mode: str, owners: Owners) -> AnyLookup:
+    if joined.has_dynamic_ids:
         return DynamicLookupOverRanks(joined, mode=mode, make=partial(kind, mode=mode, owners=owners), owners=owners)
     return kind(joined, mode=mode, owners=owners)
 

@@ -16,8 +16,8 @@ import torch
 from ..ids.id_map import owners_of
 from ..ids.peers import Peers
 from ..kernels.arrays import Bools, Int64s, Words
+from ..lookup.dynamic import Found, Sought, Use, with_rows
 from ..lookup.lookup import AnyLookup, DynamicLookup
-from ..lookup.tables import Found, Sought, Use
 from .ranks import Ranks
 from .table import Owners, ShardedTable
 
@@ -160,7 +160,7 @@ class DynamicLookupOverRanks(DynamicLookup):
 
     def _joined_by(self, ranks: Ranks, use: Use) -> AnyLookup:
         with ranks.telling():
-            return self._make(self._batch.join(partial(find_over_ranks, ranks, use)))
+            return self._make(with_rows(self._batch, partial(find_over_ranks, ranks, use)))
 
     def route(self, ranks: Ranks) -> None:
         """See ``ShardedLookup.route``."""

@@ -18,19 +18,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..hbm.base import DeviceBatch, DeviceRows, rows_of
-from ..hbm.cache import group_slots
+from ..hbm.base import DeviceRows, rows_of
+from ..hbm.cache import group
+from ..hbm.kernel_types import DeviceBatch
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Int64s
 from ..kernels.slots import MODES
 from ..layout import KEY_ROW_BITS
-from ..lookup.lookup import AnyLookup, make_lookup
-from ..lookup.tables import Hold, Ready, RowGradients, by_table
+from ..lookup.dynamic import Hold
+from ..lookup.lookup import AnyLookup, Ready, RowGradients, by_table, make_lookup
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..optim.rules import mean_squares
-from ..pool.arena import RowArrays, dot_part, pool_part
 from ..pool.backward import merged
 from ..pool.joined import NO_ARG_MAX, Joined, Numbering
+from ..pool.leases import RowArrays
 from ..store import Table
 from .ranks import Ranks
 from .table import Owners, ShardedTable
@@ -342,12 +343,12 @@ class RowsLookup(RoutedLookup[RowsRoute]):
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((joined.num_bags, self._dim), np.int32)
         own, workers = RowArrays.plain(rows.numpy()), joined.tables[0].store.workers
-        pool_part(own, workers, joined, self._mode, out.numpy(), self._arg_max, 0, self._slots)
+        own.pool(workers, joined, self._mode, out.numpy(), self._arg_max, 0, self._slots)
 
     def _dot(self, rows: Tensor, grad_out: Tensor) -> Floats:
         """float32 [N]: the gradient of the weight of each position."""
         own = np.zeros(len(self.joined), np.float32)
-        dot_part(RowArrays.plain(rows.numpy()), self.joined, grad_out.numpy(), 0, self._slots, own)
+        RowArrays.plain(rows.numpy()).dot(self.joined, grad_out.numpy(), 0, self._slots, own)
         return own
 
     def _merged(self, grad_out: Tensor) -> Tensor:
@@ -444,7 +445,7 @@ class DeviceRowsLookup(RowsLookup):
             return torch.empty((0, self._dim), device=self._device)
         with self._on_device() as (device, batch, slots):
             return device.merged(
-                batch.bags, group_slots(slots)[1], len(self._route.places), num_tables=len(self.tables), dim=self._dim,
+                batch.bags, group(slots), len(self._route.places), num_tables=len(self.tables), dim=self._dim,
                 grad_out=grad_out, arg_max=self._arg_max, is_mean=self._mode == kernels.MEAN,
             )  # fmt: skip
 

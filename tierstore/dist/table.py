@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..config import TableConfig
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
-from ..lookup.tables import id_error
+from ..lookup.lookup import id_error
 from ..optim.configs import RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool.pool import Pool
 from ..store import Table

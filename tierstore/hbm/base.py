@@ -1,6 +1,9 @@
-"""The contract of rows in device memory, as lookups use them, and what its implementations share.
+"""Rows of one layout in device memory: what its two implementations share, and pooled lookups over them.
 
-Implementations: ``full`` (every row has a slot) and ``pool`` (some rows do, and may be evicted).
+``full``: every row has a slot; ``pool``: some rows do, and may be evicted. Results are those of host memory. The host
+joins and checks ids while it writes them to page-locked memory, and sends them with the bags' starts by one copy on the
+side stream; ids that are on the device are joined there (``lookup.jagged.DeviceJagged``). Forward and backward run on
+the caller's current stream.
 """
 
 import contextlib
@@ -8,12 +11,10 @@ import math
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,16 +25,16 @@ from torch import Tensor
 from ..cache.base import CacheCounters
 from ..cache.full import RowNumbering
 from ..errors import ClosedError, TableError
-from ..kernels.arrays import Int32s, Int64s
-from ..layout import KEY_ROW_BITS
+from ..kernels import slots as kernels
+from ..kernels.arrays import Floats, Int32s, Int64s
 from ..optim.configs import NUM_HYPER, Hyper, adding
-from ..pool.arena import PIN_POLL_SECONDS
 from ..pool.joined import Features, Joined, Numbering
+from ..pool.leases import PIN_POLL_SECONDS
 from ..pool.pool import Pool
+from ..pool.tier import Tier
 from ..system.signals import shielded
-from .cache import Grouping, HbmSize, group_keys, group_slots
-from .kernel_types import Bags, DeviceIds, Groups, IdCheck
-from .lookups import DeviceLookups
+from .cache import HbmSize, group, kernels_of
+from .kernel_types import Bags, DeviceBatch, DeviceIds, Groups, IdCheck
 from .streams import Field, Mark, Sender, Staging, Streams, host_buffer
 
 POSITIONS_MAX: Final = 2**30  # of a batch: kernels number them by int32, and add two such numbers
@@ -48,37 +49,8 @@ _LATE: Final = (
 )
 
 
-@dataclass(slots=True, eq=False)
-class DeviceBatch:
-    """A batch on the device.
-
-    Attributes:
-        bags: where its positions lie.
-        rows: int32 [N], the slot of each position, or int64 [N], its key.
-        ready: when bags are there; rows_ready: when rows are.
-        check: of ids that the device joined; None if the host did, which found nothing wrong.
-        grouping: its positions by row, when ``grouped``; None until somebody asked for it.
-    """
-
-    bags: Bags
-    rows: Tensor
-    ready: Mark
-    rows_ready: Mark
-    check: IdCheck | None = None
-    grouping: Grouping | None = None
-    grouped: Mark | None = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
 class DeviceLease:
-    """Rows of a batch that stay in their slots until ``release``.
-
-    Attributes:
-        held: it outlives the call that took it.
-        claim: what is known of it also when it is gone.
-    """
+    """Rows of a batch that stay in their slots until ``release``; held leases outlive the call that took them."""
 
     __slots__ = ("__weakref__", "_rows", "claim", "held")
 
@@ -86,17 +58,16 @@ class DeviceLease:
         self._rows: DeviceRows | None = rows
         self.held = False
         self.claim = Claim(self, rows.let_go)
-        self.claim.slots = slots
+        self.claim.slots, self.claim.changed = slots, False
         self.claim.ready = self.claim.last_use = ready
-        self.claim.changed = False
 
     def in_use(self, *, changes: bool = False) -> AbstractContextManager[None]:
-        """What the calling thread's current stream is given within uses the rows, and may change them."""
+        """Around what the current stream is given that uses the rows, or changes them."""
         assert self._rows is not None, "rows are used after their release"
         return self._rows.in_use(self.claim, changes=changes)
 
     def release(self) -> None:
-        """Only work that was given to the device by now uses the rows any more; a second call does nothing."""
+        """Only work given to the device by now uses the rows any more; a second call does nothing."""
         rows, self._rows = self._rows, None
         if rows is not None:
             rows.let_go(self.claim)
@@ -118,51 +89,33 @@ class Claim(weakref.ref[DeviceLease]):
 
 
 class Part(NamedTuple):
-    """Positions, or distinct rows, from number ``first`` up to ``last`` of a batch, in pinned slots.
-
-    Attributes:
-        slots: int32, the slot of each; with ``inverse``, of each distinct row of the part's positions.
-        inverse: int32 [last - first], the distinct row of each position, or None.
-    """
+    """Positions, or distinct rows, from number ``first`` up to ``last`` of a batch, in pinned slots."""
 
     first: int
     last: int
-    slots: Tensor
-    inverse: Tensor | None
+    slots: Tensor  # int32, of each; with ``inverse``, of each distinct row of the part's positions
+    inverse: Tensor | None  # int32 [last - first], the distinct row of each position
     lease: DeviceLease
 
-
-class Rules(NamedTuple):
-    codes: tuple[int, ...]
-    code_of: Tensor
-    hyper: Tensor
+    @property
+    def position_slots(self) -> Tensor:
+        return self.slots if self.inverse is None else self.slots[self.inverse]
 
 
-def row_kernels(device: torch.device) -> ModuleType:
-    """Kernels over rows."""
-    if device.type == "cuda":
-        from . import rows_triton
-
-        return rows_triton
-    from . import rows_twin
-
-    return rows_twin
-
-
-class DeviceRows(DeviceLookups, ABC):
+class DeviceRows(Tier):
     """Rows of one layout in device memory.
 
     Attributes:
         weights: of the table's dtype, [slots, >= dim]; state: float32 [slots, >= state_dim]. The arenas.
         dirty: uint8 [slots], which ``update_rows`` marks; None where leases do.
-        streams: the device's streams.
-        kernels: ``rows_triton`` or ``rows_twin``.
+        kernels: ``launches`` or ``twin``.
         lock: serialises threads that bring rows in or write them down; taken before the locks of the pool below.
         let_go: takes the claim of a lease that is released or dropped; nothing of Python.
         split_batches: batches whose rows did not fit at once; conflict_misses: rows that found their set pinned.
         fill_seconds: time spent bringing rows in and writing them down.
     """
 
+    on_device = True
     row_dtype: torch.dtype  # of ``DeviceBatch.rows``
     numbering: RowNumbering | None = None  # of slots, if these are what ``DeviceBatch.rows`` are; else they are keys
     dirty: Tensor | None = None
@@ -173,7 +126,7 @@ class DeviceRows(DeviceLookups, ABC):
         self.layout = below.layout
         self.streams: Streams = sender.streams
         self.device = sender.device
-        self.kernels = row_kernels(self.device)
+        self.kernels = kernels_of(self.device)
         self.counters = CacheCounters(0, 0, 0, 0)
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
@@ -181,7 +134,7 @@ class DeviceRows(DeviceLookups, ABC):
         self._size = size
         self._below = below.host
         self._sender = sender
-        self._sent_once: dict[Any, tuple[Any, Any, Mark]] = {}
+        self._sent_once: dict[Any, tuple[Any, list[Tensor], Mark]] = {}
         self._check_lock = threading.RLock()
         self._words: list[Tensor] = []
         self._unseen: deque[IdCheck] = deque()
@@ -192,6 +145,7 @@ class DeviceRows(DeviceLookups, ABC):
         # Not inference tensors, even if inference comes first: they will be written to outside inference mode too.
         with torch.inference_mode(False), self.streams.side():
             arenas = tuple(torch.empty((count, width), dtype=torch.int64, device=self.device) for width in widths)
+            self.capacity_rows = count
             self.weights, self.state = arenas[0].view(self.layout.torch_dtype), arenas[1].view(torch.float32)
             self._staging = Staging(self.layout, size.staging_rows, arenas, self.streams, self.kernels)
 
@@ -208,30 +162,27 @@ class DeviceRows(DeviceLookups, ABC):
         if count > POSITIONS_MAX:
             raise ValueError(f"a batch of {count} ids is too large for device memory; give at most {POSITIONS_MAX}")
         fields: list[Field] = [
-            (torch.int32, len(given.starts)),
-            (torch.int64 if columns.dtype == np.int64 else torch.int32, len(columns)),
-            (torch.int32, len(columns)),
-            (self.row_dtype, count if known is None else 0),
+            (np.int32, len(given.starts)),
+            (columns.dtype, len(columns)),
+            (np.int32, len(columns)),
+            (np.float32, len(given.scale)),
+            (np.int64 if self.numbering is None else np.int32, count if known is None else 0),
         ]
-        if len(given.scale):
-            fields.append((torch.float32, count))
 
         def fill(arrays: list[NDArray[Any]]) -> None:
-            arrays[0][:], arrays[1][:], arrays[2][:] = given.starts, columns, given.table_of
+            arrays[0][:], arrays[1][:], arrays[2][:], arrays[3][:] = given.starts, columns, given.table_of, given.scale
             if known is None:
-                write(self.numbering, arrays[3])
-            for scale in arrays[4:]:
-                scale[:] = given.scale
+                write(self.numbering, arrays[4])
 
         made = None if known is None else self.streams.mark()
-        (starts, sent_columns, table_of, own_rows, *scale), _ = self._sender.send(fields, fill)
+        (starts, sent_columns, table_of, scale, rows), _ = self._sender.send(fields, fill)
         with self.streams.side():
             bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
             self.kernels.number_bags(starts, bag_of)
             ready = self.streams.mark()
-        step = math.gcd(_WIDE, *columns.tolist())
-        bags = Bags(starts, bag_of, sent_columns, table_of, given.batch, scale[0] if scale else None, step)
-        return DeviceBatch(bags, own_rows if known is None else known, ready, ready if made is None else made)
+        own_scale = scale if len(given.scale) else None
+        bags = Bags(starts, bag_of, sent_columns, table_of, given.batch, own_scale, _step_of(columns))
+        return DeviceBatch(bags, rows if known is None else known, ready, made or ready)
 
     def join(
         self, features: Features, batch: int, given: DeviceIds, explain: Callable[[Int64s], ValueError]
@@ -239,59 +190,77 @@ class DeviceRows(DeviceLookups, ABC):
         """A batch of ids that the calling thread's current stream has made, joined on the side stream. Nothing waits.
         ``explain``: the error for an ``IdCheck.record`` that is not all 0."""
         self.require_open()
-        num_features, count = len(features.columns), len(given.ids)
+        count = len(given.ids)
 
-        def send() -> tuple[list[Tensor], Mark]:
-            firsts = features.indices << KEY_ROW_BITS
+        def arrays() -> Sequence[NDArray[Any]]:
+            firsts = features.first_keys
             if self.numbering is not None:
                 firsts = self.numbering.first_slots(features.indices)
-            return self._sender.copy(firsts, features.num_rows, features.columns, features.table_of)
+            return firsts, features.num_rows, features.columns, features.table_of
+
+        def empty(length: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(length, dtype=dtype, device=self.device)
 
         made = self.streams.mark()
         with self.streams.side():
             self.streams.follow(made)
-            sent = self._once(features.indices.tobytes() + features.columns.tobytes(), None, send)
+            sent, _ = self._once(features.indices.tobytes() + features.columns.tobytes(), None, arrays)
             firsts, num_rows, columns, table_of = sent
-            starts = torch.empty(num_features * batch + 1, dtype=torch.int32, device=self.device)
-            bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
-            rows = torch.empty(count, dtype=self.row_dtype, device=self.device)
-            scale = None if given.scale is None else torch.empty(count, dtype=torch.float32, device=self.device)
-            step = math.gcd(_WIDE, *features.columns.tolist())
-            bags = Bags(starts, bag_of, columns, table_of, batch, scale, step)
+            starts, bag_of, rows = empty(len(firsts) * batch + 1), empty(count), empty(count, self.row_dtype)
+            scale = None if given.scale is None else empty(count, torch.float32)
+            bags = Bags(starts, bag_of, columns, table_of, batch, scale, _step_of(features.columns))
             with self._check_lock, torch.inference_mode(False):
                 if not self._words:
                     ones = torch.ones(_WORDS_AT_ONCE, dtype=torch.int32, device=self.device)
                     self._words += [ones[place : place + 1] for place in range(_WORDS_AT_ONCE)]
                 is_right = self._words.pop()
-            record = host_buffer(self.streams, num_features + 1, torch.int64)
+            record = host_buffer(self.streams, len(firsts) + 1, torch.int64)
             record.numpy()[:] = 0
             self.kernels.join_ids(given, firsts, num_rows, bags, rows, is_right, record)
             ready = self.streams.mark()
             self.retain(given, is_right, record, sent)
         return DeviceBatch(bags, rows, ready, ready, IdCheck(is_right, record, ready, explain))
 
-    def _once(self, name: Any, content: Any, send: Callable[[], tuple[Any, Mark]]) -> Any:
-        """What ``send`` made for a name when its content was last another, for the calling thread's current stream."""
+    def _once(self, name: Any, content: Any, arrays: Callable[[], Sequence[NDArray[Any]]]) -> tuple[list[Tensor], Mark]:
+        """The arrays on the device, and when; sent again only if the content of that name was last another."""
         known = self._sent_once.get(name)
         if known is None or known[0] != content:
             if len(self._sent_once) >= _KEPT:
                 self._sent_once.clear()
-            known = self._sent_once[name] = (content, *send())
-        self.streams.follow(known[2])
-        return known[1]
+            known = self._sent_once[name] = (content, *self._sender.copy(*arrays()))
+        return known[1:]
 
-    def rules(self, tables: tuple[Any, ...], hyper: list[Hyper]) -> Rules:
-        """Rules on the device, sent again only when they changed, for the calling thread's current stream. The caller
-        retains them."""
+    def batch_of(self, joined: Joined) -> DeviceBatch:
+        """The batch on the device; of merged ones, joined there from those of the parts. To be called before a lookup
+        gives the device more work; errors as ``begin``."""
+        self.begin()
+        if joined.tier is not self:
+            if joined.tier is not None:
+                joined.note_keys(joined.tier.position_keys(joined.sent))
+            joined.tier, joined.sent = self, self.send(joined, joined.write, self._known_rows(joined))
+        batch: DeviceBatch = joined.sent
+        return batch
 
-        def send() -> tuple[Rules, Mark]:
-            codes = tuple(table.config.optimizer.code for table in tables)
-            numbers = np.array(hyper, np.float32).ravel(), np.array(codes, np.int32)
-            (sent, sent_codes), ready = self._sender.copy(*numbers)
-            return Rules(codes, sent_codes, sent.view(-1, NUM_HYPER)), ready
+    def _known_rows(self, joined: Joined) -> Tensor | None:
+        if joined.parts is None:
+            return None
+        none: Any = torch.empty(0, dtype=self.row_dtype, device=self.device)
+        pieces = [self.batch_of(each) for each in joined.parts.joined if len(each)]
+        for piece in pieces:
+            self.streams.follow(piece.rows_ready)
+        rows = [each.sent.rows if len(each) else none for each in joined.parts.joined]
+        known = torch.cat(joined.parts.over_positions(rows))
+        self.retain(*pieces)
+        return known
 
-        made: Rules = self._once(tables, hyper, send)
-        return made
+    @contextlib.contextmanager
+    def _using(self, joined: Joined, *others: Any) -> Iterator[DeviceBatch]:
+        """The batch; what kernels read is kept until the work given within is done."""
+        batch = self.batch_of(joined)
+        try:
+            yield batch
+        finally:
+            self.retain(batch, *others)
 
     def retain(self, *objects: Any) -> None:
         """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
@@ -303,24 +272,21 @@ class DeviceRows(DeviceLookups, ABC):
     # Ids that the device joined
 
     def begin(self) -> None:
-        """To be called before a lookup gives the device more work. ValueError for an earlier batch's wrong id, as far
-        as that is known; RuntimeError under capture into a CUDA graph."""
+        """ValueError for an earlier batch's wrong id, as far as that is known; RuntimeError under capture into a CUDA
+        graph."""
         self.streams.refuse_capture()
         self.look(wait=False)
 
-    def note(self, batch: DeviceBatch) -> None:
+    def _note(self, check: IdCheck) -> None:
         """A batch was used. ValueError for what is known to be wrong by now, with it or with an earlier one."""
-        if batch.check is None:
-            return
-        if batch.check.made.query():
-            batch.check.require_right()
+        if check.made.query():
+            check.require_right()
         else:
             with self._check_lock:
-                self._unseen.append(batch.check)
+                self._unseen.append(check)
         self.look(wait=False)
 
     def look(self, *, wait: bool = True) -> None:
-        """As of ``Tier``; without ``wait``, for what is known by now."""
         while self._unseen:
             with self._check_lock:
                 if not self._unseen or not (wait or self._unseen[0].made.query()):
@@ -343,12 +309,8 @@ class DeviceRows(DeviceLookups, ABC):
     # Leases
 
     @abstractmethod
-    def batch_has_room(self, batch: DeviceBatch) -> bool:
-        """Whether the rows could be held as well as those that are. May wait for the device."""
-
-    @abstractmethod
-    def stage_batch(self, batch: DeviceBatch) -> DeviceLease | None:
-        """Bring the rows in and hold them; None if there is no room."""
+    def lease_of(self, batch: DeviceBatch) -> DeviceLease | None:
+        """A lease of all rows of the batch; None if they do not fit."""
 
     @abstractmethod
     def parts(self, batch: DeviceBatch, lease: DeviceLease | None, *, by_row: bool = False) -> Iterator[Part]:
@@ -357,46 +319,34 @@ class DeviceRows(DeviceLookups, ABC):
         the caller holds it. BudgetError: every slot stayed pinned by others for a minute."""
 
     @abstractmethod
-    def whole_batch(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease | None:
-        """The lease that was given, or one of all rows of the batch; None if they do not fit."""
-
-    @abstractmethod
     def hold(self, lease: DeviceLease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
 
     @abstractmethod
-    def in_use(self, claim: Claim, *, changes: bool) -> AbstractContextManager[None]:
-        """See ``DeviceLease.in_use``."""
+    def in_use(self, claim: Claim, *, changes: bool) -> AbstractContextManager[None]: ...
 
     # Distinct rows
 
-    def _grouped(self, batch: DeviceBatch) -> Grouping:
-        """The batch's ``grouping``, made if need be: of slots on the calling thread's current stream."""
-        if batch.grouping is None:
+    def groups(self, batch: DeviceBatch) -> Groups:
+        """The batch's positions by row, grouped if they were not: of slots on the calling thread's current stream, of
+        keys on the side stream."""
+        if batch.groups is None:
             with self.streams.side() if self.numbering is None else contextlib.nullcontext():
                 self.streams.follow(batch.rows_ready)
-                made = group_keys(batch.rows) if self.numbering is None else group_slots(batch.rows)
+                made = group(batch.rows)
                 if batch.check is not None and self.numbering is not None:
                     # A wrong batch has no rows that an update could change.
-                    num_unique = made.groups.num_unique * batch.check.is_right
-                    made = made._replace(groups=made.groups._replace(num_unique=num_unique))
+                    made = made._replace(num_unique=made.num_unique * batch.check.is_right)
                 batch.grouped = self.streams.mark()
-            batch.grouping = made  # last: another thread may look
-        return batch.grouping
+            batch.groups = made  # last: another thread may look
+        return batch.groups
 
-    def groups(self, batch: DeviceBatch) -> Groups:
-        """The batch's positions by row, for the calling thread's current stream."""
-        groups = self._grouped(batch).groups
+    def _groups_here(self, batch: DeviceBatch) -> Groups:
+        """``groups``, for the calling thread's current stream."""
+        groups = self.groups(batch)
         assert batch.grouped is not None
         self.streams.follow(batch.grouped)
         return groups
-
-    def keys(self, batch: DeviceBatch) -> Tensor:
-        """int64 [U], on the device: the keys of the distinct rows of a batch. Waits for the device."""
-        found = self._grouped(batch).distinct[: int(self.groups(batch).num_unique)]
-        if self.numbering is None:
-            return found
-        return torch.from_numpy(self.numbering.keys_at(found.cpu().numpy())).to(self.device)
 
     def position_keys(self, batch: DeviceBatch) -> Int64s:
         """Numpy int64 [N]: the key of each position. Waits for the device; also after ``close``."""
@@ -411,27 +361,98 @@ class DeviceRows(DeviceLookups, ABC):
         """float32 [count, dim]: the gradient of each of so many distinct rows, in the order of the groups."""
         values = torch.zeros((count, dim), dtype=torch.float32, device=self.device)
         codes, hyper = adding(num_tables)
+        slots, code_of = torch.arange(count, dtype=torch.int32), torch.from_numpy(codes.astype(np.int32))
         self.kernels.update_rows(
-            bags, groups, torch.arange(count, dtype=torch.int32, device=self.device), 0, grad_out=grad_out,
-            arg_max=arg_max, mean=is_mean, codes=tuple(codes.tolist()),
-            code_of=torch.from_numpy(codes.astype(np.int32)).to(self.device),
-            hyper=torch.from_numpy(hyper).to(self.device), weights=values, state=values.new_zeros((count, 1)), dim=dim,
-            dirty=None,
+            bags, groups, slots.to(self.device), 0, grad_out=grad_out, arg_max=arg_max, mean=is_mean,
+            codes=tuple(codes.tolist()), code_of=code_of.to(self.device), hyper=torch.from_numpy(hyper).to(self.device),
+            weights=values, state=values.new_zeros((count, 1)), dim=dim, dirty=None,
         )  # fmt: skip
         return values
 
-    # As a ``pool.tier.Tier``
+    # Lookups
 
-    on_device = True
+    def look_up(self, joined: Joined, mode: int, out: Tensor, lease: Any, *, keep: bool) -> tuple[Any, Any]:
+        given, dim, arg_max = lease, self.layout.dim, None
+        if mode == kernels.MAX:
+            arg_max = torch.empty((joined.num_bags, dim), dtype=torch.int32, device=self.device)
+        if not len(joined):
+            for column in joined.columns.tolist():
+                out[:, column : column + dim] = 0
+            return lease, None if arg_max is None else arg_max.fill_(-1)
+        with self._using(joined, arg_max) as batch:
+            for part in self.parts(batch, lease):
+                with part.lease.in_use():
+                    self.kernels.pool_rows(
+                        batch.bags, part.slots, part.inverse, part.first, part.last, mode=mode, weights=self.weights,
+                        dim=dim, out=out, arg_max=arg_max,
+                    )  # fmt: skip
+                is_whole = part.last - part.first == len(batch)
+                if keep and is_whole and not part.lease.held and self.hold(part.lease):
+                    lease = part.lease
+            try:
+                if batch.check is not None:
+                    self._note(batch.check)
+            except BaseException:
+                if lease is not given:
+                    lease.release()
+                raise
+        return lease, arg_max
 
-    def are_in_memory(self, keys: Int64s) -> bool:  # noqa: ARG002 - ids and results are copied
-        return False
+    def dot(self, joined: Joined, grad_out: Tensor, lease: Any) -> Floats:
+        """Waits for the device."""
+        with self._using(joined) as batch:
+            own = torch.zeros(len(batch), dtype=torch.float32, device=self.device)
+            for part in self.parts(batch, lease):
+                with part.lease.in_use():
+                    self.kernels.dot_rows(
+                        batch.bags, part.slots, part.inverse, part.first, part.last, weights=self.weights,
+                        dim=self.layout.dim, grad_out=grad_out, grad_scale=own,
+                    )  # fmt: skip
+        found: Floats = own.cpu().numpy()
+        return found
 
-    def read_in_memory(self, keys: Int64s) -> None:  # noqa: ARG002
-        return None
+    def whole(self, joined: Joined, lease: Any) -> Any:
+        with self._using(joined) as batch:
+            return lease or self.lease_of(batch)
 
-    def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002
-        return None
+    def update(self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Any) -> None:
+        codes = tuple(table.config.optimizer.code for table in joined.tables)
+        rules, sent = self._once(
+            tuple(joined.tables), hyper, lambda: (np.array(hyper, np.float32).ravel(), np.array(codes, np.int32))
+        )
+        self.streams.follow(sent)
+        with self._using(joined, arg_max, rules) as batch:
+            groups = self._groups_here(batch)
+            for part in self.parts(batch, lease, by_row=True):
+                try:
+                    with part.lease.in_use(changes=True):
+                        self.kernels.update_rows(
+                            batch.bags, groups, part.slots, part.first, grad_out=grad_out, arg_max=arg_max,
+                            mean=mode == kernels.MEAN, codes=codes, code_of=rules[1],
+                            hyper=rules[0].view(-1, NUM_HYPER), weights=self.weights, state=self.state,
+                            dim=self.layout.dim, dirty=self.dirty,
+                        )  # fmt: skip
+                finally:
+                    part.lease.release()
+
+    def gradients(self, joined: Joined, mode: int, grad_out: Tensor, arg_max: Any) -> tuple[Tensor, Tensor]:
+        """Waits for the device."""
+        dim = self.layout.dim
+        if not len(joined):
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dim)
+        with self._using(joined, arg_max) as batch:
+            self.require_right(batch)
+            groups = self._groups_here(batch)
+            keys = groups.distinct[: int(groups.num_unique)]
+            if self.numbering is not None:
+                keys = torch.from_numpy(self.numbering.keys_at(keys.cpu().numpy())).to(self.device)
+            values = self.merged(
+                batch.bags, groups, len(keys), num_tables=len(joined.tables), dim=dim, grad_out=grad_out,
+                arg_max=arg_max, is_mean=mode == kernels.MEAN,
+            )  # fmt: skip
+        return keys, values
+
+    # Rows by key
 
     def _of_keys(self, keys: Int64s) -> DeviceBatch:
         """Only rows, in no bags."""
@@ -445,8 +466,7 @@ class DeviceRows(DeviceLookups, ABC):
         batch, found = self._of_keys(keys), []
         for part in self.parts(batch, None):
             with part.lease.in_use():
-                slots = part.slots if part.inverse is None else part.slots[part.inverse]
-                found.append(torch.index_select(self.weights, 0, slots)[:, : self.layout.dim])
+                found.append(torch.index_select(self.weights, 0, part.position_slots)[:, : self.layout.dim])
         self.retain(batch)
         return found[0].contiguous() if len(found) == 1 else torch.cat(found)
 
@@ -457,7 +477,7 @@ class DeviceRows(DeviceLookups, ABC):
         chosen = rows[last.to(rows.device)].to(self.device)
         for part in self.parts(batch, None):
             with part.lease.in_use(changes=True):
-                slots = (part.slots if part.inverse is None else part.slots[part.inverse]).long()
+                slots = part.position_slots.long()
                 if self.dirty is not None:
                     self.dirty[slots] = 1  # first, as the next line may fail half done
                 self.weights[slots, : self.layout.dim] = chosen[part.first : part.last]
@@ -494,19 +514,12 @@ class DeviceRows(DeviceLookups, ABC):
         self._forget()
 
     @abstractmethod
-    def _forget(self) -> None:
-        """Forget all rows; none is in use, or newer than below."""
+    def _forget(self) -> None: ...
 
     # State
 
     @property
-    def capacity_rows(self) -> int:
-        """Rows that there is room for."""
-        return len(self.weights)
-
-    @property
     def size_bytes(self) -> int:
-        """Bytes of device memory."""
         return self.weights.nbytes + self.state.nbytes + self._index_bytes
 
     @property
@@ -514,7 +527,6 @@ class DeviceRows(DeviceLookups, ABC):
         return self._size.host_bytes(self.layout)
 
     def refuse(self) -> None:
-        """Refuse further use, by ClosedError."""
         self._closed = True
 
     def close(self) -> None:
@@ -528,17 +540,20 @@ class DeviceRows(DeviceLookups, ABC):
                 arena.untyped_storage().resize_(0)
 
     def _follow_users(self) -> None:
-        """The current stream waits for all work that uses the rows."""
         for mark, _ in list(self._retained):
             self.streams.follow(mark)
 
     def require_open(self) -> None:
-        """ClosedError after ``close``."""
         if self._closed:
             raise ClosedError("the store is closed")
 
 
+def _step_of(columns: Any) -> int:
+    """``Bags.column_step``."""
+    return math.gcd(_WIDE, *columns.tolist())
+
+
 def rows_of(pool: Pool) -> DeviceRows:
-    """A pool's rows in device memory, where its ``tier`` is that."""
+    """A pool's ``tier``, where that is in device memory."""
     assert isinstance(pool.tier, DeviceRows), "a lookup in device memory over a pool without"
     return pool.tier

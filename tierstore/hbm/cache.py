@@ -25,19 +25,8 @@ from ..cache.cache_state import Tally
 from ..cache.ddr import DdrCache, size_bytes_of
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import RowLayout
-from .kernel_types import (
-    NO_SUCH_SLOT,
-    NUM_STATUSES,
-    PIN,
-    STAMP_MASK,
-    SUMMARY_ROWS,
-    WAYS,
-    CacheState,
-    Groups,
-    Plan,
-    mixed,
-    sets_of,
-)
+from . import kernel_types as types
+from .kernel_types import NUM_STATUSES, PIN, SUMMARY_ROWS, WAYS, CacheState, Groups, Plan, mixed, sets_of
 from .streams import Sender, staging_bytes
 
 PolicyName = Literal["lru", "lfu"]
@@ -62,31 +51,27 @@ class HbmSize(NamedTuple):
         return staging_bytes(layout, self.staging_rows) + overflow
 
 
-def cache_kernels(device: torch.device) -> ModuleType:
-    """Kernels of the cache, and those that group keys."""
+def kernels_of(device: torch.device) -> ModuleType:
+    """``launches``, or for the CPU ``twin``."""
     if device.type == "cuda":
-        from . import cache_triton
+        from . import launches
 
-        return cache_triton
-    from . import cache_twin
+        return launches
+    from . import twin
 
-    return cache_twin
+    return twin
 
 
 class HbmCache:
-    """Tensors in and out; only where it is said the host waits.
-
-    Args:
-        capacity: slots, from 1 to ``CAPACITY_MAX``; sets have 32, the last one what is left.
-        policy: "lru" or "lfu".
-        device: where its tensors lie.
-    """
+    """Tensors in and out; only where it is said the host waits. ``capacity``: slots, from 1 to ``CAPACITY_MAX``; sets
+    have 32, the last one what is left. Methods that take slots, int32 [n], distinct, leave those below 0 and from the
+    capacity on as they are."""
 
     def __init__(self, capacity: int, *, policy: PolicyName, device: torch.device) -> None:
         self.capacity: Final = capacity
         self._is_lfu = policy == "lfu"
         self._cache_state = CacheState.empty(capacity, device)
-        self._kernels = cache_kernels(device)
+        self._kernels = kernels_of(device)
         self._clock = 0
         # The summaries of one plan and the next, which the commit in between sets to 0.
         self._summaries = torch.zeros((2, SUMMARY_ROWS, NUM_STATUSES), dtype=torch.int32, device=device)
@@ -98,7 +83,7 @@ class HbmCache:
         return len(self._cache_state.flags) // WAYS
 
     def locate(self, keys: Tensor) -> Tensor:
-        """int32 [n]: each key's slot, or -1. Changes nothing; for checks, and slow."""
+        """int32 [n]: each key's slot, or -1; slow."""
         slots = sets_of(mixed(keys), self.num_sets).long()[:, None] * WAYS + torch.arange(WAYS, device=keys.device)
         same = (self._cache_state.flags[slots] & RESIDENT != 0) & (self._cache_state.keys[slots] == keys[:, None])
         return torch.where(same.any(1), slots[:, 0] + same.to(torch.int8).argmax(1), -1).to(torch.int32)
@@ -137,8 +122,6 @@ class HbmCache:
         slots: Tensor = self._kernels.list_keys(self._cache_state, plan, places, self.capacity, listed)
         return slots
 
-    # Slots: int32 [n], distinct but for those below 0 and from the capacity on, which stay as they are
-
     def settle(self, slots: Tensor) -> None:
         """The rows of those of these slots that are loading are in place, as far as later work on this stream sees."""
         self._edit(slots, keep=~LOADING)
@@ -149,7 +132,7 @@ class HbmCache:
 
     def repin(self, leased: Sequence[Tensor]) -> None:
         """Have the slots of these leases pinned, each as often as it is in one, and no others; and forget what is
-        loading. For slots as for ``release``."""
+        loading."""
         flags = self._cache_state.flags[: self.capacity]
         flags &= PIN - 1
         flags[flags & LOADING != 0] = 0
@@ -158,7 +141,6 @@ class HbmCache:
             flags.index_add_(0, own, torch.full_like(own, PIN, dtype=flags.dtype))
 
     def clean(self, slots: Tensor) -> None:
-        """The rows of these slots were written to the tier below."""
         self._edit(slots, keep=~DIRTY)
 
     def _edit(self, slots: Tensor, *, unpin: bool = False, keep: int = -1, add: int = 0) -> None:
@@ -190,9 +172,7 @@ class HbmCache:
         return sum(tensor.nbytes for tensor in (self._summaries, *self._cache_state))
 
     def check_integrity(self) -> None:
-        """AssertionError, with every term, unless the conservation laws hold: each resident key lies in its own set,
-        and once; a slot that is not resident has no flag and no pin; a loading slot is pinned and clean; ranks are of
-        accesses that happened, and distinct. Waits for the device."""
+        """AssertionError, with every term, unless the conservation laws hold. Waits for the device."""
         flags = self._cache_state.flags.cpu()
         flags, beyond = flags[: self.capacity], flags[self.capacity :]
         resident = flags & RESIDENT != 0
@@ -205,8 +185,8 @@ class HbmCache:
             "ranks twice": torch.ones(len(ranks) - len(set(ranks.tolist()))),
             "free slots with flags or pins": flags[~resident] != 0,
             "loading unpinned or dirty": (loading < PIN) | (loading & DIRTY != 0),
-            f"used later than the clock {self._clock}": ranks & STAMP_MASK > self._clock,
-            "changed beyond the capacity": beyond != NO_SUCH_SLOT,
+            f"used later than the clock {self._clock}": ranks & types.STAMP_MASK > self._clock,
+            "changed beyond the capacity": beyond != types.NO_SUCH_SLOT,
         }
         counts = {name: int(wrong.sum()) for name, wrong in faults.items()}
         assert not any(counts.values()), f"of {self.capacity} slots {len(slots)} are resident: {counts}"
@@ -221,7 +201,7 @@ class Overflow(DdrCache):
         super().__init__(capacity, weight_words=0, state_words=0, policy="lru")
         self.behind = behind
         self._sender = sender
-        self._kernels = cache_kernels(sender.device)
+        self._kernels = kernels_of(sender.device)
         self._keys = torch.full((capacity,), _NOBODY, dtype=torch.int64, device=sender.device)
         self._ordered: tuple[Tensor, Tensor] | None = None  # keys sorted, and their slots; None after a change
 
@@ -240,9 +220,8 @@ class Overflow(DdrCache):
         return places
 
     def enter(self, keys: Int64s, make_room: Callable[[Int32s], None]) -> Admission | None:
-        """Give each of the keys (numpy int64 [n], distinct, none with a slot) one, pinned and loading. None, and
-        nothing changed but what ``make_room`` wrote down (it is given dirty slots that nobody uses), if there are
-        too few."""
+        """Give each of the keys (int64 [n], distinct, none with a slot) one, pinned and loading. None if there are too
+        few: nothing changed but what ``make_room`` wrote down, of dirty slots that nobody uses."""
         admission = Admission(keys)
         if not len(keys):
             return admission
@@ -260,13 +239,13 @@ class Overflow(DdrCache):
         return admission
 
     def _note(self, slots: Int32s, keys: Int64s | int) -> None:
-        """Have the device know whose slots these are."""
+        """Tell the device whose slots these are."""
         (places, owners), _ = self._sender.copy(slots.astype(np.int64), np.full(len(slots), keys, np.int64))
         self._keys.index_copy_(0, places, owners)
         self._ordered = None
 
     def repin(self, leased: Sequence[Int32s]) -> None:
-        """As ``HbmCache.repin``. The device gets all again."""
+        """As of ``HbmCache``. The device gets all again."""
         self.pins[:] = 0
         self.tallies[Tally.PINNED] = 0
         for slots in leased:
@@ -284,7 +263,6 @@ class Overflow(DdrCache):
         self._note(slots, _NOBODY)
 
     def check_integrity(self) -> None:
-        """AssertionError unless its counters are right and nothing is loading."""
         super().check_integrity()
         slots, keys = self.resident_slots(), self._keys.cpu().numpy()
         assert not self.is_loading(slots), "an overflow slot is loading with nobody at it"
@@ -293,36 +271,9 @@ class Overflow(DdrCache):
         assert np.array_equal(keys[slots], self.keys_of(slots)), "the device's keys are not those of the host"
 
 
-class Grouping(NamedTuple):
-    """N keys or slots, U distinct.
-
-    Attributes:
-        distinct: int64 or int32 [N]; the first U are the distinct ones: keys in order of their cache sets, slots
-            ascending.
-        groups: the positions of each.
-        inverse: of keys, int32 [N], which of the distinct ones each position has.
-    """
-
-    distinct: Tensor
-    groups: Groups
-    inverse: Tensor | None = None
-
-    def part(self, first: int, last: int) -> "Grouping":
-        """Some of the distinct ones, in groups by number as before; U is how many of them there are."""
-        count = (self.groups.num_unique - first).clamp(0, last - first)
-        return Grouping(self.distinct[first:last], self.groups._replace(num_unique=count))
-
-
-def group_keys(keys: Tensor) -> Grouping:
-    """Group int64 [N] by key, N > 0. Keys are sorted by ``mixed``, so keys of a set are neighbours."""
-    kernels = cache_kernels(keys.device)
-    ordered, order = torch.sort(kernels.mix_keys(keys), stable=True)
-    distinct, starts, num_unique, inverse = kernels.place_starts(ordered, order, keys)
-    return Grouping(distinct, Groups(order, starts, num_unique), inverse)
-
-
-def group_slots(slots: Tensor) -> Grouping:
-    """Group int32 [N] by slot, N > 0."""
-    ordered, order = torch.sort(slots, stable=True)
-    distinct, starts, num_unique, _ = cache_kernels(slots.device).place_starts(ordered, order, None)
-    return Grouping(distinct, Groups(order, starts, num_unique))
+def group(rows: Tensor) -> Groups:
+    """Group keys, int64 [N], or slots, int32 [N], N > 0. Keys are sorted mixed, so keys of a set are neighbours."""
+    kernels, are_keys = kernels_of(rows.device), rows.dtype == torch.int64
+    ordered, order = torch.sort(kernels.mix_keys(rows) if are_keys else rows, stable=True)
+    made: Groups = kernels.place_starts(ordered, order, rows if are_keys else None)
+    return made

@@ -1,4 +1,4 @@
-"""The device cache's kernels in Triton. Their twins in ``cache_twin`` say and check what they compute.
+"""The device cache's kernels in Triton. ``launches`` launches them, ``twin`` says and checks what they compute.
 
 Bytes a key: a plan reads 8 of the key, and the set's keys, ranks and flags (640 bytes) once for all keys of the set.
 Only a plan's own first U keys cost anything; programs beyond U end at once.
@@ -9,28 +9,14 @@ Only a plan's own first U keys cost anything; programs beyond U end at once.
 
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..cache.base import DIRTY, LOADING, RESIDENT
-from .kernel_types import (
-    MAX_COUNT,
-    MIX_A,
-    MIX_B,
-    NUM_STATUSES,
-    PIN,
-    STAMP_BITS,
-    STAMP_MASK,
-    SUMMARY_ROWS,
-    WAYS,
-    CacheState,
-    Plan,
-    Status,
-    launch,
-)
+from . import kernel_types as types
+from .kernel_types import PIN, STAMP_BITS, STAMP_MASK, WAYS, Status
 
+CLOCK_BITS: Final = tl.constexpr(30)  # a clock is passed in two halves: above 2**31 kernels would be compiled again
 _WAYS: Final = tl.constexpr(WAYS)
 _RESIDENT: Final = tl.constexpr(RESIDENT)
 _DIRTY: Final = tl.constexpr(DIRTY)
@@ -38,15 +24,13 @@ _PIN: Final = tl.constexpr(PIN)
 _ENTERED: Final = tl.constexpr(RESIDENT | LOADING | PIN)
 _STAMP_BITS: Final = tl.constexpr(STAMP_BITS)
 _STAMP_MASK: Final = tl.constexpr(STAMP_MASK)
-_MAX_COUNT: Final = tl.constexpr(MAX_COUNT)
-_MIX_A: Final = tl.constexpr(MIX_A)
-_MIX_B: Final = tl.constexpr(MIX_B)
+_MAX_COUNT: Final = tl.constexpr(types.MAX_COUNT)
+_MIX_A: Final = tl.constexpr(types.MIX_A)
+_MIX_B: Final = tl.constexpr(types.MIX_B)
 _NEVER: Final = tl.constexpr(2**63 - 1)
 _HIT, _TAKEN, _FREE_SLOT, _CLEAN_VICTIM, _DIRTY_VICTIM, _CONFLICT, _NO_KEY = (tl.constexpr(int(s)) for s in Status)
-_STATUSES: Final = tl.constexpr(NUM_STATUSES)
-_SUMMARY_ROWS: Final = tl.constexpr(SUMMARY_ROWS)
-_CLOCK_BITS: Final = tl.constexpr(30)  # a clock is passed in two halves: above 2**31 kernels would be compiled again
-_BLOCK: Final = 256
+_STATUSES: Final = tl.constexpr(types.NUM_STATUSES)
+_SUMMARY_ROWS: Final = tl.constexpr(types.SUMMARY_ROWS)
 
 
 @triton.jit
@@ -130,7 +114,7 @@ def commit_slots(
     status = tl.load(statuses + number, mask=slot >= 0, other=_CONFLICT)
     fits = (slot >= 0) & (status != _TAKEN)
     is_hit = fits & (status == _HIT)
-    rank = (clock_high.to(tl.int64) << _CLOCK_BITS) + clock_low + number + 1
+    rank = (clock_high.to(tl.int64) << CLOCK_BITS) + clock_low + number + 1
     if LFU:
         accesses = tl.minimum((tl.load(ranks + slot, mask=is_hit, other=0) >> _STAMP_BITS) + 1, _MAX_COUNT)
         rank = (accesses << _STAMP_BITS) | rank
@@ -189,59 +173,6 @@ def edit_tile(flags, slots, count, capacity, unpin, keep, add, BLOCK: tl.constex
     tl.store(flags + slot, (left & keep) | add, mask=inside)
 
 
-def plan(
-    cache_state: CacheState, keys: Tensor, num_unique: Tensor, lying: Tensor | None, summary: Tensor
-) -> tuple[Tensor, Tensor]:
-    slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
-    statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
-    launch(
-        plan_sets, (len(keys),), *cache_state, keys, num_unique, slots if lying is None else lying, slots, statuses,
-        summary, len(cache_state.flags) // WAYS, HAS_LYING=lying is not None, num_warps=1,
-    )  # fmt: skip
-    return slots, statuses
-
-
-def commit(cache_state: CacheState, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
-    high, low = divmod(clock, 1 << _CLOCK_BITS.value)
-    launch(
-        commit_slots, (triton.cdiv(len(plan.keys), _BLOCK),), *cache_state, plan.keys, plan.slots, plan.statuses,
-        plan.summary, following, len(plan.keys), high, low, int(forced), LFU=lfu, BLOCK=_BLOCK,
-    )  # fmt: skip
-
-
-def list_keys(cache_state: CacheState, plan: Plan, places: Tensor, capacity: int, listed: Tensor) -> Tensor:
-    slots = torch.empty(len(places), dtype=torch.int32, device=places.device)
-    launch(
-        list_tile, (triton.cdiv(len(places), _BLOCK),), cache_state.keys, plan.keys, plan.slots, places, *listed, slots,
-        len(places), capacity, BLOCK=_BLOCK,
-    )  # fmt: skip
-    return slots
-
-
-def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Tensor:
-    found = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
-    launch(
-        find_tile, (triton.cdiv(len(keys), _BLOCK),), ordered, order, keys, found, len(ordered), len(keys), behind,
-        STEPS=len(ordered).bit_length(), BLOCK=_BLOCK,
-    )  # fmt: skip
-    return found
-
-
-def age(ranks: Tensor) -> None:
-    launch(age_tile, (triton.cdiv(len(ranks), _BLOCK),), ranks, len(ranks), BLOCK=_BLOCK)
-
-
-def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int) -> None:
-    if len(slots):
-        launch(
-            edit_tile, (triton.cdiv(len(slots), _BLOCK),), flags, slots, len(slots), capacity, PIN if unpin else 0,
-            keep, add, BLOCK=_BLOCK,
-        )  # fmt: skip
-
-
-TILE: Final = 1024  # places of a sorted batch that one program looks at
-
-
 @triton.jit(do_not_specialize=["count"])
 def mix_tile(keys, mixed, count, BLOCK: tl.constexpr) -> None:
     """BLOCK keys, such that the order of the signed results is that of the unsigned mixes."""
@@ -293,28 +224,3 @@ def place_tile(
     is_last = place == count - 1
     tl.store(starts + number + 1, place + 1, mask=is_last)
     tl.store(num_unique + lane * 0, number + 1, mask=is_last)
-
-
-def mix_keys(keys: Tensor) -> Tensor:
-    mixed = torch.empty_like(keys)
-    launch(mix_tile, _tiles(keys), keys, mixed, len(keys), BLOCK=TILE)
-    return mixed
-
-
-def place_starts(ordered: Tensor, order: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    count, device, grid = len(ordered), ordered.device, _tiles(ordered)
-    counts = torch.empty(grid, dtype=torch.int32, device=device)
-    launch(count_tile, grid, ordered, counts, count, BLOCK=TILE)
-    distinct = torch.empty_like(ordered)
-    starts = torch.empty(count + 1, dtype=torch.int32, device=device)
-    num_unique = torch.empty(1, dtype=torch.int32, device=device)
-    inverse = None if keys is None else torch.empty(count, dtype=torch.int32, device=device)
-    launch(
-        place_tile, grid, ordered, order, counts, ordered if keys is None else keys, distinct, starts, num_unique,
-        starts if inverse is None else inverse, count, HAS_KEYS=keys is not None, BLOCK=TILE,
-    )  # fmt: skip
-    return distinct, starts, num_unique, inverse
-
-
-def _tiles(values: Tensor) -> tuple[int]:
-    return (triton.cdiv(len(values), TILE),)

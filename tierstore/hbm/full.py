@@ -19,10 +19,12 @@ from torch import Tensor
 from ..cache.base import CacheCounters
 from ..cache.full import RowNumbering
 from ..kernels.arrays import Int64s
+from ..pool.joined import Joined
 from ..pool.pool import Pool
 from ..system.signals import shielded
-from .base import Claim, DeviceBatch, DeviceLease, DeviceRows, Part
+from .base import Claim, DeviceLease, DeviceRows, Part
 from .cache import HbmSize
+from .kernel_types import DeviceBatch
 from .streams import Mark, Sender
 
 DIRTY_BYTES: Final = 1  # of each row
@@ -30,7 +32,7 @@ _BUFFERS_AT_ONCE: Final = 64  # staging buffers by which rows are moved at a tim
 
 
 class FullRows(DeviceRows):
-    """See the module's docstring. ``tables``: the range of each one's rows, by its index."""
+    """``tables``: the range of each one's rows, by its index."""
 
     row_dtype = torch.int32
     numbering: RowNumbering
@@ -51,31 +53,32 @@ class FullRows(DeviceRows):
 
     # Leases: the rows stay where they are anyway; those held are counted
 
-    def batch_has_room(self, batch: DeviceBatch) -> bool:  # noqa: ARG002 - each row has its slot
+    def has_room(self, joined: Joined) -> bool:  # noqa: ARG002 - each row has its slot
         return True
 
-    def stage_batch(self, batch: DeviceBatch) -> DeviceLease:
+    def stage(self, joined: Joined) -> DeviceLease:
         """A batch that may be trained is grouped ahead, on the side stream."""
+        batch = self.batch_of(joined)
         with self.lock:
             self.require_open()
             self._load()
         if self._is_trained:
             with self.streams.side():
-                self._grouped(batch)
-        lease = self.whole_batch(batch, None)
+                self.groups(batch)
+        lease = self.lease_of(batch)
         self.hold(lease)
         return lease
 
+    def lease_of(self, batch: DeviceBatch) -> DeviceLease:
+        return DeviceLease(self, batch.rows, batch.ready)
+
     def parts(self, batch: DeviceBatch, lease: DeviceLease | None, *, by_row: bool = False) -> Iterator[Part]:
-        count, slots = len(batch), self._grouped(batch).distinct if by_row else batch.rows
+        count, slots = len(batch), self.groups(batch).distinct if by_row else batch.rows
         if not by_row:
             with self.lock:
                 lookups, hits, *others = self.counters
                 self.counters = CacheCounters(lookups + count, hits + count, *others)
-        return iter((Part(0, count, slots, None, lease or DeviceLease(self, batch.rows, batch.ready)),))
-
-    def whole_batch(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease:
-        return lease or DeviceLease(self, batch.rows, batch.ready)
+        return iter((Part(0, count, slots, None, lease or self.lease_of(batch)),))
 
     def hold(self, lease: DeviceLease) -> bool:
         self._held.add(lease.claim)
@@ -137,10 +140,7 @@ class FullRows(DeviceRows):
             self._loaded = self.streams.mark()
 
     def _forget(self) -> None:
-        """The next use brings all rows in again."""
-        self._loaded = None
-
-    # State
+        self._loaded = None  # the next use brings all rows in again
 
     @property
     def num_leased(self) -> int:
@@ -153,6 +153,5 @@ class FullRows(DeviceRows):
             return int(torch.count_nonzero(self.dirty))
 
     def check_integrity(self) -> None:
-        """AssertionError if a row is dirty that is not in."""
         with self.lock:
             assert self._loaded is not None or not self.num_dirty, "rows are dirty before they were loaded"

@@ -7,10 +7,10 @@ So one sort of a batch's mixed keys brings equal keys together and the keys of a
 Shape legend: N positions (ids of the batch), U unique rows, F features, B samples, K = F * B bags.
 """
 
-import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +28,6 @@ NUM_STATUSES: Final = 8  # a power of two, as Triton's ranges are
 SUMMARY_ROWS: Final = 32  # of a plan's summary: so that not all programs add to the same few bytes
 MIX_A: Final = 0xBF58476D1CE4E5B9  # the mixer's factors
 MIX_B: Final = 0x94D049BB133111EB
-# A product and a sum contracted to one instruction round once instead of twice: other bits than the CPU's.
-LAUNCH: Final = {"enable_fp_fusion": False}
-
-_lock: Final = threading.RLock()
 
 
 class Bags(NamedTuple):
@@ -58,17 +54,11 @@ class Bags(NamedTuple):
 
 
 class DeviceIds(NamedTuple):
-    """Ids of a batch that are on the device already, not checked, the features in their order in ``Bags``.
+    """Ids of a batch that are on the device already, not checked, the features in their order in ``Bags``."""
 
-    Attributes:
-        ids: int64 or int32 [N], N > 0.
-        offsets: int64 or int32 [K + 1], or [K] without the last, which is then N.
-        scale: float32 [N], per-sample weights, or None.
-    """
-
-    ids: Tensor
-    offsets: Tensor
-    scale: Tensor | None
+    ids: Tensor  # int64 or int32 [N], N > 0
+    offsets: Tensor  # int64 or int32 [K + 1], or [K] without the last, which is then N
+    scale: Tensor | None  # float32 [N], per-sample weights
 
 
 class IdCheck(NamedTuple):
@@ -77,18 +67,14 @@ class IdCheck(NamedTuple):
     The kernel writes it to page-locked memory, and clears a word on the device, by which the batch then changes no row.
     The host asks whether the kernel is done when it gives the device more work, and waits only where it waits anyway.
 
-    Attributes:
-        is_right: int32 [1], on the device: 1, or 0 if something is wrong.
-        record: int64 [F + 1], page-locked: a wrong id of each feature, 0 if it has none; and one more than the index of
-            a wrong offset, 0 if there is none.
-        made: when both are written.
-        explain: the error for a record that is not all 0.
+    ``record``, int64 [F + 1], page-locked, has a wrong id of each feature, 0 if it has none; and one more than the
+    index of a wrong offset, 0 if there is none.
     """
 
-    is_right: Tensor
+    is_right: Tensor  # int32 [1], on the device: 1, or 0 if something is wrong
     record: Tensor
-    made: Mark
-    explain: Callable[[Int64s], ValueError]
+    made: Mark  # when both are written
+    explain: Callable[[Int64s], ValueError]  # the error for a record that is not all 0
 
     def require_right(self) -> None:
         """ValueError for what is wrong. Waits until that is known."""
@@ -100,18 +86,42 @@ class IdCheck(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Positions grouped by unique row, each group in id-list order. The host does not know U.
+    """N keys or slots, grouped: U distinct ones, each with its positions in id-list order. The host does not know U.
 
     Attributes:
         order: int64 [N], positions.
         starts: int32 [N + 1]; the positions of unique row ``u < U`` are ``order[starts[u]:starts[u + 1]]``;
             ``starts[U]`` is N, what follows is undefined.
         num_unique: int32 [1], U.
+        distinct: int64 or int32 [N]; the first U are the distinct ones: keys in order of their cache sets, slots
+            ascending.
+        inverse: of keys, int32 [N], which of the distinct ones each position has.
     """
 
     order: Tensor
     starts: Tensor
     num_unique: Tensor
+    distinct: Tensor
+    inverse: Tensor | None = None
+
+    def part(self, first: int, last: int) -> "Groups":
+        """Some of the distinct ones; groups are numbered as before, and U is how many of those there are."""
+        count = (self.num_unique - first).clamp(0, last - first)
+        return self._replace(num_unique=count, distinct=self.distinct[first:last])
+
+
+@dataclass(slots=True, eq=False)
+class DeviceBatch:
+    bags: Bags
+    rows: Tensor  # int32 [N], the slot of each position, or int64 [N], its key
+    ready: Mark  # when the bags are there
+    rows_ready: Mark
+    check: IdCheck | None = None  # of ids that the device joined
+    groups: Groups | None = None  # None until somebody asked for them
+    grouped: Mark | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 class Status(IntEnum):
@@ -148,19 +158,12 @@ class CacheState(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where the first U of N distinct keys would lie.
+    """Where the first U of N distinct keys would lie. ``summary``, int32 [SUMMARY_ROWS, NUM_STATUSES]: the column sums
+    are how many keys have each status. It is overwritten after the next plan's commit."""
 
-    Attributes:
-        keys: int64 [N].
-        slots: int32 [N]; where a key lies if that is elsewhere; -1 for a conflict miss, and from U on.
-        statuses: int8 [N]: Status; from U on NO_KEY.
-        summary: int32 [SUMMARY_ROWS, NUM_STATUSES]: the column sums are how many keys have each status. Overwritten
-            after the next plan's commit.
-    """
-
-    keys: Tensor
-    slots: Tensor
-    statuses: Tensor
+    keys: Tensor  # int64 [N]
+    slots: Tensor  # int32 [N]; where a key lies if that is elsewhere; -1 for a conflict miss, and from U on
+    statuses: Tensor  # int8 [N]: Status; from U on NO_KEY
     summary: Tensor
 
 
@@ -179,13 +182,3 @@ def sets_of(mixed_keys: Tensor, num_sets: int) -> Tensor:
     """int32 [n]: the set of each mixed key."""
     upper = (mixed_keys >> 32) + (1 << 31)
     return ((upper * num_sets) >> 32).to(torch.int32)
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Triton's ``kernel[grid](*arguments, **options)`` on the current stream of its first argument's device, a tensor;
-    returns before it has run. Does nothing where the grid is empty. One thread at a time: a kernel compiles when it is
-    first launched with new constants, and Triton's interpreter runs one at all."""
-    if 0 in grid:
-        return
-    with _lock, torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
-        kernel[grid](*arguments, **(LAUNCH | options))

@@ -1,4 +1,5 @@
-"""Rows of one layout in device memory, above the pool that holds them in host memory.
+"""Some rows of one layout in device memory, above the pool that holds them in host memory; and the tier over all pools
+of a store.
 
 A row's newest value is in its slot here if it has one, else in the pool below. Most slots are the set-associative
 cache's. A row all of whose set is in use (a *conflict miss*) takes an *overflow* slot, behind the cache's in the same
@@ -21,23 +22,30 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..cache.base import DIRTY, LOADING, CacheCounters
-from ..errors import BudgetError
+from ..config import TableConfig
+from ..errors import BudgetError, TableError
 from ..kernels.arrays import Int32s, Int64s
-from ..pool.arena import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS
+from ..layout import QuantizedName, RowLayout
+from ..optim.configs import RowWiseAdagradOfColumns
+from ..pool.joined import Joined
+from ..pool.leases import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS
 from ..pool.pool import Pool
+from ..pool.stats import TierStats, of_counters
 from ..system.signals import shielded
-from .base import Claim, DeviceBatch, DeviceLease, DeviceRows, Part
-from .cache import OVERFLOW_INDEX_BYTES, Grouping, HbmCache, HbmSize, Overflow, PolicyName, group_keys
-from .kernel_types import NUM_STATUSES, SUMMARY_ROWS, Plan, Status
-from .streams import Sender, host_buffer
+from ..system.sizes import format_size
+from .base import Claim, DeviceLease, DeviceRows, Part, rows_of
+from .cache import OVERFLOW_INDEX_BYTES, HbmCache, HbmSize, Overflow, PolicyName, group
+from .full import FullRows
+from .kernel_types import NUM_STATUSES, SUMMARY_ROWS, DeviceBatch, Groups, Plan, Status
+from .streams import Sender, host_buffer, open_streams
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
 
@@ -66,12 +74,15 @@ class HbmPool(DeviceRows):
 
     # Leases
 
-    def batch_has_room(self, batch: DeviceBatch) -> bool:
-        """Of overflow slots a batch is taken to need as many as the last one."""
-        # The rows are counted only where it depends on them.
-        return self._can_hold(len(batch)) or self._can_hold(int(self.groups(batch).num_unique))
+    def has_room(self, joined: Joined) -> bool:
+        """May wait for the device: rows are counted only where it depends on them."""
+        if not len(joined):
+            return True
+        batch = self.batch_of(joined)
+        return self._can_hold(len(batch)) or self._can_hold(int(self._groups_here(batch).num_unique))
 
     def _can_hold(self, num_rows: int) -> bool:
+        """Of overflow slots a batch is taken to need as many as the last one."""
         with self._held_lock:
             rows = sum(claim.num_rows for claim in self._held)
             overflow = sum(len(claim.overflow) for claim in self._held)
@@ -88,40 +99,40 @@ class HbmPool(DeviceRows):
                 lease.held = True
             return lease.held
 
-    def stage_batch(self, batch: DeviceBatch) -> DeviceLease | None:
-        lease = self.acquire(self._grouped(batch), len(batch)) if self.batch_has_room(batch) else None
+    def stage(self, joined: Joined) -> DeviceLease | None:
+        batch = self.batch_of(joined)
+        lease = self.acquire(self.groups(batch), len(batch)) if self.has_room(joined) else None
         if lease is not None and not self.hold(lease):
             lease.release()
             return None
         return lease
 
-    def whole_batch(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease | None:
-        return self.acquire(self._grouped(batch), 0) if lease is None else lease
+    def lease_of(self, batch: DeviceBatch) -> DeviceLease | None:
+        return self.acquire(self.groups(batch), 0)
 
     def parts(self, batch: DeviceBatch, lease: DeviceLease | None, *, by_row: bool = False) -> Iterator[Part]:
-        whole = self._grouped(batch)
+        whole = self.groups(batch)
         if lease is not None:
             return iter((Part(0, len(batch), lease.claim.slots, None if by_row else whole.inverse, lease),))
         return self._in_parts(batch.rows, whole, by_row=by_row)
 
-    def _in_parts(self, keys: Tensor, whole: Grouping, *, by_row: bool) -> Iterator[Part]:
-        """Of everything at once, else of ever smaller ranges."""
+    def _in_parts(self, keys: Tensor, whole: Groups, *, by_row: bool) -> Iterator[Part]:
         count = size = len(keys)
         first, deadline = 0, time.monotonic() + PIN_WAIT_SECONDS
         while first < count:
             last = min(first + size, count)
-            grouping = whole
+            groups = whole
             if last - first < count:
                 with self.streams.side():
-                    grouping = whole.part(first, last) if by_row else group_keys(keys[first:last])
-            lease = self.acquire(grouping, 0 if by_row else last - first)
+                    groups = whole.part(first, last) if by_row else group(keys[first:last])
+            lease = self.acquire(groups, 0 if by_row else last - first)
             if lease is not None:
                 try:
-                    yield Part(first, last, lease.claim.slots, None if by_row else grouping.inverse, lease)
+                    yield Part(first, last, lease.claim.slots, None if by_row else groups.inverse, lease)
                 finally:
                     if not lease.held:
                         lease.release()
-                        self.retain(grouping)
+                        self.retain(groups)
                 if by_row and lease.claim.num_rows < last - first:
                     return
                 first, deadline = last, time.monotonic() + PIN_WAIT_SECONDS
@@ -152,17 +163,16 @@ class HbmPool(DeviceRows):
             finally:
                 claim.last_use = self.streams.mark()
 
-    def acquire(self, grouping: Grouping, lookups: int) -> DeviceLease | None:
-        """Pin the rows of these keys, which stand for so many lookups; None if they need more overflow slots than there
-        are."""
+    def acquire(self, groups: Groups, lookups: int) -> DeviceLease | None:
+        """Pin the rows of these keys, which stand for so many lookups; None if there are too few overflow slots."""
         with self._changing():
             self.require_open()
             started = time.perf_counter()
             self._reclaim(wait=False)
-            lease = self._admit(grouping, lookups)
+            lease = self._admit(groups, lookups)
             if lease is None and self.released:
                 self._reclaim(wait=True)
-                lease = self._admit(grouping, lookups)
+                lease = self._admit(groups, lookups)
             self.fill_seconds += time.perf_counter() - started
             return lease
 
@@ -179,8 +189,8 @@ class HbmPool(DeviceRows):
             self._is_whole = True
 
     def _reclaim(self, *, wait: bool) -> None:
-        """Unpin what was released and is no longer used; with ``wait``, all that was released: the side stream waits
-        then, this thread does not. The caller is in ``_changing``."""
+        """Unpin what was released and is no longer used; with ``wait``, all that was released, for which the side
+        stream waits. The caller is in ``_changing``."""
         for _ in range(len(self.released)):
             claim = self.released[0]
             if claim in self._claims:
@@ -207,11 +217,11 @@ class HbmPool(DeviceRows):
 
     # Bringing rows in; the caller is in ``_changing``
 
-    def _admit(self, grouping: Grouping, lookups: int) -> DeviceLease | None:
+    def _admit(self, groups: Groups, lookups: int) -> DeviceLease | None:
         """Launch all that a batch needs whose rows are there, or enter over clean ones; then bring in what is missing.
         None, and nothing is pinned, if there are too few overflow slots."""
-        lying = self.overflow.locate(grouping.distinct)
-        plan = self.cache.plan(grouping.distinct, grouping.groups.num_unique, lying=lying)
+        lying = self.overflow.locate(groups.distinct)
+        plan = self.cache.plan(groups.distinct, groups.num_unique, lying=lying)
         self._summary.copy_(plan.summary, non_blocking=True)
         is_there = self.streams.mark()
         self.cache.commit(plan)
@@ -321,8 +331,6 @@ class HbmPool(DeviceRows):
             return len(self.cache.slots_with(DIRTY)) + self.overflow.num_dirty
 
     def check_integrity(self) -> None:
-        """AssertionError unless cache and overflow are whole, no row lies in both, and no slot is pinned without a
-        lease, or loading with nobody at it."""
         with self._changing():
             self._reclaim(wait=True)
             self.cache.check_integrity()
@@ -336,3 +344,56 @@ class HbmPool(DeviceRows):
                 f"{both} rows in cache and overflow, {loading} loading; {pinned[0]} + {pinned[1]} slots pinned "
                 f"by {len(self._claims)} leases"
             )
+
+
+def add_hbm(
+    pools: Iterable[Pool], sizes: Mapping[RowLayout, HbmSize], tables: Sequence[Any], *, device: torch.device,
+    policy: str, readonly: bool, given: object,
+) -> None:  # fmt: skip
+    """Give each pool its part of device memory. BudgetError, which names the budget as ``given``: the device has less
+    memory free."""
+    sender = Sender(open_streams(device), device)
+    own: PolicyName = "lfu" if policy.endswith("lfu") else "lru"
+    try:
+        for pool in pools:
+            ranges = {table.index: table.rows for table in tables if table.layout == pool.layout}
+            size = sizes[pool.layout]
+            if size.overflow_rows:
+                pool.tier = HbmPool(pool, size, sender, own)
+            else:
+                pool.tier = FullRows(pool, ranges, size, sender, readonly=readonly)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise BudgetError(
+            f"hbm={given!r}: {device} has {format_size(free)} free of {format_size(total)}; give less"
+        ) from error
+
+
+def require_supported(config: TableConfig, *, readonly: bool) -> None:
+    """TableError for a table that the device tier has no kernels for. ``readonly``: nothing will be trained."""
+    if config.dtype in get_args(QuantizedName):
+        raise TableError(
+            f"table {config.name!r} has {config.dtype} rows, which are not supported with hbm; open the store "
+            'with hbm=0 and device="cpu", or quantize to float16 or bfloat16'
+        )
+    if config.rounding != "nearest" and not readonly:
+        raise TableError(
+            f"table {config.name!r} has rounding={config.rounding!r}, which is not supported with hbm; open the store "
+            'with hbm=0 and device="cpu", or with mode="r" for lookups alone, or make a table with rounding="nearest"'
+        )
+    if isinstance(config.optimizer, RowWiseAdagradOfColumns):
+        raise TableError(
+            f"table {config.name!r} is sharded by columns with row-wise Adagrad, which is not supported with hbm: "
+            'shard it "row_wise", or open the store with hbm=0'
+        )
+
+
+def hbm_stats(pools: Iterable[Pool]) -> TierStats:
+    hot = [rows_of(pool) for pool in pools if pool.tier.on_device]
+    return of_counters([rows.counters for rows in hot])._replace(
+        capacity_rows=sum(rows.capacity_rows for rows in hot),
+        bytes=sum(rows.size_bytes for rows in hot),
+        seconds=sum(rows.fill_seconds for rows in hot),
+        split_batches=sum(rows.split_batches for rows in hot),
+        conflict_misses=sum(rows.conflict_misses for rows in hot),
+    )

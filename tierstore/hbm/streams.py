@@ -22,15 +22,11 @@ from torch import Tensor
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
 
-_SEND_BUFFERS: Final = 2
-_WORD_BYTES: Final = 4
-_ALIGNMENT_WORDS: Final = 4
+_ALIGNMENT_WORDS: Final = 4  # of 4 bytes
 _TORCH: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
-_NUMPY: Final[dict[torch.dtype, Any]] = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
-_UP_BUFFERS: Final = 2
-_ROW_BUFFERS: Final = _UP_BUFFERS + 1
+_ROW_BUFFERS: Final = 3  # two up and one down
 
-Field = tuple[torch.dtype, int]  # an array's type and length
+Field = tuple[Any, int]  # an array's numpy type, of 4 or 8 bytes, and its length
 
 
 class Mark(Protocol):
@@ -52,12 +48,12 @@ class _Done:
 
 
 class Streams:
-    """A device's two streams; here the CPU's, where everything happens at once."""
+    """A device's two streams; here the CPU's, where everything happens at once and nothing is captured."""
 
     pin_memory = False
 
     def refuse_capture(self) -> None:
-        """RuntimeError while the calling thread's current stream is captured into a CUDA graph: rows come and go."""
+        """RuntimeError while the current stream is captured into a CUDA graph: rows come and go."""
 
     def side(self) -> AbstractContextManager[Any]:
         """Within it, the calling thread's work goes to the side stream."""
@@ -88,18 +84,15 @@ class CudaStreams(Streams):
             )
 
     def side(self) -> AbstractContextManager[Any]:
-        # Its device is current then, too: Triton launches on that one.
         return torch.cuda.stream(self._side)
 
     def mark(self) -> Mark:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
-        made: Mark = event
-        return made
+        return event  # type: ignore[no-any-return]
 
-    def follow(self, mark: Mark) -> None:
-        stream: Any = torch.cuda.current_stream(self._device)
-        stream.wait_event(mark)
+    def follow(self, mark: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 def open_streams(device: torch.device) -> Streams:
@@ -120,19 +113,19 @@ class Sender:
         self.streams = streams
         self.device = device
         self._lock = threading.RLock()
-        self._buffers = [host_buffer(streams, 0, torch.int32) for _ in range(_SEND_BUFFERS)]
-        self._free: list[Mark] = [_Done()] * _SEND_BUFFERS
+        self._buffers = [host_buffer(streams, 0, torch.int32) for _ in range(2)]
+        self._free: list[Mark] = [_Done(), _Done()]
         self._number = 0
 
     def send(self, fields: Sequence[Field], fill: Callable[[list[NDArray[Any]]], None]) -> tuple[list[Tensor], Mark]:
         """Have ``fill(arrays)`` write numpy arrays of these types and lengths, and copy them to the device: tensors
         there, and when."""
         # A torch operation costs the host as much as five of numpy's: one cuts all that was sent.
-        lengths = [length * dtype.itemsize // _WORD_BYTES for dtype, length in fields]
+        lengths = [length * np.dtype(dtype).itemsize // 4 for dtype, length in fields]
         cuts = [cut for length in lengths for cut in (length, -length % _ALIGNMENT_WORDS)]
         total = sum(cuts)
         with self._lock:
-            place = self._number % _SEND_BUFFERS
+            place = self._number % 2
             self._number += 1
             if not self._free[place].query():
                 self._free[place].synchronize()
@@ -142,25 +135,23 @@ class Sender:
             words: Int32s = buffer.numpy()
             arrays, start = [], 0
             for (dtype, _), length in zip(fields, lengths, strict=True):
-                arrays.append(words[start : start + length].view(_NUMPY[dtype]))
+                arrays.append(words[start : start + length].view(dtype))
                 start += length + -length % _ALIGNMENT_WORDS
             fill(arrays)
             with self.streams.side():
                 sent = torch.empty(total, dtype=torch.int32, device=self.device)
                 sent.copy_(buffer[:total], non_blocking=True)
                 self._free[place] = mark = self.streams.mark()
-        pieces = sent.split_with_sizes(cuts)[::2]
-        return [
-            piece if dtype == torch.int32 else piece.view(dtype)
-            for piece, (dtype, _) in zip(pieces, fields, strict=True)
-        ], mark
+        types = [_TORCH[np.dtype(dtype).name] for dtype, _ in fields]
+        pieces = zip(sent.split_with_sizes(cuts)[::2], types, strict=True)
+        return [piece if dtype == torch.int32 else piece.view(dtype) for piece, dtype in pieces], mark
 
     def copy(self, *given: NDArray[Any]) -> tuple[list[Tensor], Mark]:
         def fill(arrays: list[NDArray[Any]]) -> None:
             for array, each in zip(arrays, given, strict=True):
                 array[:] = each
 
-        return self.send([(_TORCH[each.dtype.name], len(each)) for each in given], fill)
+        return self.send([(each.dtype, len(each)) for each in given], fill)
 
 
 class Staging:
@@ -180,13 +171,13 @@ class Staging:
             for _ in range(_ROW_BUFFERS)
         ]
         self._arrays = [[part.numpy().view("uint64") for part in buffer] for buffer in self._buffers]
-        self._free: list[Mark] = [_Done()] * _UP_BUFFERS
+        self._free: list[Mark] = [_Done(), _Done()]
 
     def bring(self, keys: Int64s, slots: Tensor, read: Callable[[Int64s, Words, Words], None]) -> None:
         """Have ``read(keys, weights, state)`` fill buffers with the rows of ``keys``, numpy int64 [n], and copy them
         into ``slots``, int32 [n] on the device."""
         for number, first in enumerate(range(0, len(keys), self.rows)):
-            part, place = slice(first, first + self.rows), number % _UP_BUFFERS
+            part, place = slice(first, first + self.rows), number % 2
             self._free[place].synchronize()
             weights, state = self._arrays[place]
             count = len(keys[part])

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ..system.signals import shielded
 from .lookup import AnyLookup
-from .tables import TrainsRows
 
 NUMBERS: Final = itertools.count()
 """Of forward calls, ascending."""
@@ -33,7 +32,7 @@ _LOCK: Final = threading.RLock()
 _STORE_OF: Final = operator.attrgetter("store")
 
 
-def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
+def train(updates: Sequence[tuple[AnyLookup, Tensor]]) -> None:
     """Make some updates, of distinct tables; the lookups are released.
 
     First all rows are fetched and pinned: what can fail, fails before a row changes. Only a lookup whose rows do not
@@ -85,31 +84,24 @@ def note_pass() -> int:
 
 
 class _Collected(NamedTuple):
-    """A gradient, float32 [batch, columns], C-contiguous, of the forward call with that number; and the CUDA stream it
-    was made on, or None."""
-
-    number: int
+    number: int  # of the forward call
     lookup: AnyLookup
-    gradient: Tensor
-    stream: Any
+    gradient: Tensor  # float32 [batch, columns], C-contiguous
+    stream: Any  # of CUDA, that it was made on, or None
 
 
 class _Pass:
     def __init__(self, number: int, outer: "_Pass | None") -> None:
-        self._number = number
+        self.number = number
         self.outer = outer  # that it is part of, if that is known
         self.collected: list[_Collected] = []
-
-    @property
-    def is_running(self) -> bool:
-        return self._number in _PASSES
 
     @shielded
     def end(self) -> None:
         """Called by autograd when every node has run; the streams that its caller had as current are so again."""
-        _PASSES.pop(self._number, None)
+        _PASSES.pop(self.number, None)
         collected, self.collected = sorted(self.collected, key=_BY_NUMBER), []
-        if self.outer is not None and self.outer.is_running:
+        if self.outer is not None and self.outer.number in _PASSES:
             self.outer.collected.extend(collected)
             return
         try:
@@ -149,7 +141,7 @@ def _current_pass(number: int) -> _Pass:
         found = None if known is None else known()
         if found is None:
             noted = None if _INNERMOST.noted is None else _INNERMOST.noted()
-            outer = noted if noted is not None and noted.is_running else None
+            outer = noted if noted is not None and noted.number in _PASSES else None
             found = _Pass(number, outer)
             _PASSES[number] = weakref.ref(found, partial(_PASSES.pop, number))  # which is in C, where one is dropped
             torch.autograd.Variable._execution_engine.queue_callback(found.end)
@@ -193,21 +185,18 @@ def _update_all(collected: Sequence[_Collected]) -> None:
                 each.lookup.release()
 
 
-def _follow(collected: _Collected) -> Tensor:
-    gradient = collected.gradient.detach()
-    if collected.stream is not None:
-        current = torch.cuda.current_stream(gradient.device)
-        if current != collected.stream:
-            current.wait_stream(collected.stream)
-            gradient.record_stream(current)
-    return gradient
-
-
 def _merged(collected: Sequence[_Collected]) -> tuple[Any, Tensor]:
     """Of lookups of one pool and mode, one lookup and its gradient."""
+    gradients = []
+    for each in collected:
+        gradient = each.gradient.detach()
+        current = None if each.stream is None else torch.cuda.current_stream(gradient.device)
+        if current is not None and current != each.stream:
+            current.wait_stream(each.stream)
+            gradient.record_stream(current)
+        gradients.append(gradient)
     if len(collected) == 1:
-        return collected[0].lookup, _follow(collected[0])
+        return collected[0].lookup, gradients[0]
     lookups: list[Any] = [each.lookup for each in collected]
-    gradients = [_follow(each) for each in collected]
     merged = lookups[0].merged(lookups, [gradient.shape[1] for gradient in gradients])
     return merged, torch.cat([gradient.reshape(1, -1) for gradient in gradients], dim=1)

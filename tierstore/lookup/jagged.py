@@ -1,65 +1,16 @@
-"""The ids of a batch as modules have checked them, on the host or on a device; ``join`` makes what pools take."""
+"""The ids of a batch that are on a device, as modules have checked them; ``join`` makes what pools take."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..hbm.base import POSITIONS_MAX, DeviceRows, rows_of
 from ..hbm.kernel_types import DeviceIds
-from ..kernels.arrays import Floats, Ids, Int64s
+from ..kernels.arrays import Int64s
 from ..layout import ROW_MASK
-from ..pool.joined import NO_FLOATS, Features, Joined
-from .unseen import Unjoined, with_rows
-
-
-class Jagged(NamedTuple):
-    """Ids of many features, key-major: all bags of feature 0, then all of feature 1, ..."""
-
-    ids: Ids  # int64 or int32 [N]
-    offsets: Ids  # int64 or int32 [features * batch + 1]
-    batch: int  # bags of each feature
-    scale: Floats | None = None  # float32 [N], per-sample weights
-
-    def of(self, batch: int) -> "Jagged":
-        return self._replace(batch=batch)
-
-    def padded(self, strides: Sequence[int]) -> "Jagged":
-        """Of features with so many bags each: with empty ones behind, as many of each."""
-        batch, own = max(strides, default=0), np.array(strides, np.int64)
-        firsts = np.cumsum(own) - own
-        starts = self.offsets[firsts[:, None] + np.minimum(np.arange(batch), own[:, None])]
-        return self._replace(offsets=np.append(starts.ravel(), self.offsets[-1:]), batch=batch)
-
-    @property
-    def on_host(self) -> "Jagged":
-        """Itself; ``DeviceJagged`` copies."""
-        return self
-
-    def join(self, features: Features, places: Sequence[int]) -> Joined | Unjoined:
-        """The ids of some features; ``places``: which of these each of them is."""
-        if features.has_dynamic_ids:
-            return Unjoined(features, lambda find: with_rows(self._join(features, places), find))
-        return self._join(features, places)
-
-    def _join(self, features: Features, places: Sequence[int]) -> Joined:
-        batch = self.batch
-        starts: Any = self.offsets
-        if places == list(range((len(starts) - 1) // max(batch, 1))):
-            ends = starts[np.arange(len(places) + 1) * batch].astype(np.int64)
-            begins, stops = ends[:-1], ends[1:]
-        else:  # the chosen ones, laid end to end
-            lists = starts[np.add.outer(np.asarray(places) * batch, np.arange(batch + 1))]
-            begins, stops = lists[:, 0].astype(np.int64), lists[:, -1].astype(np.int64)
-            sizes = stops - begins
-            shifts = np.cumsum(sizes) - sizes - begins
-            starts = np.append((lists[:, :-1] + shifts[:, None]).ravel(), sizes.sum()).astype(starts.dtype, copy=False)
-        scale = NO_FLOATS
-        if self.scale is not None:
-            pairs = zip(begins.tolist(), stops.tolist(), strict=True)
-            scale = np.concatenate([NO_FLOATS, *(self.scale[begin:stop] for begin, stop in pairs)])
-        return Joined(features, batch, starts, scale, ids=(self.ids, begins, stops))
+from ..pool.joined import NO_FLOATS, Features, Jagged, Joined
 
 
 class DeviceJagged:
@@ -83,7 +34,7 @@ class DeviceJagged:
         """A copy; waits for the device."""
         return self._to_host()._replace(batch=self.batch)
 
-    def join(self, features: Features, places: Sequence[int]) -> Joined | Unjoined:
+    def join(self, features: Features, places: Sequence[int]) -> Joined:
         """As ``Jagged.join``: on the device, if these are all features, in order, of tables without dynamic ids."""
         is_all = self.batch > 0 and list(places) == list(range(self._num_bags // self.batch))
         if features.has_dynamic_ids or not (is_all and 0 < len(self.given.ids) <= POSITIONS_MAX):

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..lookup.jagged import DeviceJagged, Jagged
+from ..lookup.jagged import DeviceJagged
 from ..lookup.lookup import AnyLookup, make_lookup
-from ..lookup.unseen import Unjoined
-from ..pool.joined import Features, Joined
+from ..pool.joined import Features, Jagged, Joined
 from ..store import Store, Table
 from ..store.arguments import check_jagged
 from ..system.excerpt import excerpt
@@ -85,7 +84,7 @@ class Collection(TieredModule):
         """Equal of tables that one lookup can serve."""
         return table.layout, table.config.pooling
 
-    def _make_lookup(self, joined: Joined | Unjoined, mode: str) -> AnyLookup:
+    def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
         return make_lookup(joined, mode=mode)
 
     def _checked(

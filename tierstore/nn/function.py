@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..lookup.gradients import NUMBERS, collect, note_pass, require_engine
-from ..lookup.lookup import AnyLookup, DynamicLookup
-from ..lookup.tables import LookupTable
+from ..lookup.lookup import AnyLookup, DynamicLookup, LookupTable
 from ..optim.curvature import OF_THREAD
 from ..store.table import TableStore
 

@@ -22,7 +22,7 @@ from ..kernels.arrays import Float64s, Int64s
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS
-from ..pool.arena import HELD_SHARE
+from ..pool.leases import HELD_SHARE
 from ..settings.sections import nearest
 from ..system.checks import require_int
 from ..system.excerpt import excerpt

@@ -14,7 +14,7 @@ from ..io.log import DEFAULT_SLACK
 from ..io.places import NARROW, place_type
 from ..io.segments import geometry
 from ..layout import BLOCK_HEADER_WORDS, PAIR_WORDS, RowLayout
-from ..pool.arena import HELD_SHARE
+from ..pool.leases import HELD_SHARE
 from ..pool.writeback import rows_a_write
 from ..store.pools import Division, divide, divide_hbm
 from .demand import Demand, PoolDemand

@@ -11,8 +11,8 @@ from ..kernels.slots import padded_width
 from ..kernels.threads import Workers
 from ..optim.configs import Hyper, adding
 from ..optim.rules import SCRATCH_ROWS, merge_and_update
-from .arena import RowArrays
 from .joined import NO_ARG_MAX, NO_FLOATS, NO_INTS, Joined
+from .leases import RowArrays
 
 _NO_FLAGS: Final = np.empty(0, np.uint8)
 _code: Final[Any] = operator.attrgetter("config.optimizer.code")
@@ -37,7 +37,7 @@ class Groups:
         self, joined: Joined, rows: Int32s, number: Int32s, arg_max: Int32s | None, num_columns: int,
         workers: Workers, *, is_mean: bool,
     ) -> None:  # fmt: skip
-        bounds, count = joined.bounds, len(rows)
+        bounds, count = joined.features.bounds * joined.batch, len(rows)
         num_tables = len(bounds) - 1
         self._tables = joined.tables
         self._arg_max = arg_max = NO_ARG_MAX if arg_max is None else arg_max  # no maxima were looked up
@@ -81,7 +81,12 @@ class Groups:
         else:
             codes = np.array(list(map(_code, self._tables)), np.int64)
             numbers = np.array(hyper, np.float32)
-        cuts, width = self._cuts(first, len(slots)), padded_width(rows.layout.dim)
+        cuts_at, parts = np.array([first, first + len(slots)]), self._workers.parts(len(self._sources))
+        if parts > 1 and len(slots):
+            cuts_at = self._cuts(cuts_at, parts)
+        tables_at = np.searchsorted(self._firsts, cuts_at, side="right") - 1
+        cuts = list(zip(tables_at.tolist(), (cuts_at - self._firsts[tables_at]).tolist(), strict=True))
+        width = padded_width(rows.layout.dim)
         firsts, gradients, dim = self._firsts - first, grad_out.reshape(1, -1), rows.layout.dim
 
         def work(begin: int, end: int) -> None:
@@ -94,20 +99,15 @@ class Groups:
 
         self._workers.run(work, range(len(cuts)))
 
-    def _cuts(self, first: int, count: int) -> list[tuple[int, int]]:
-        """(table, row in it): where the ranges of ``count`` rows from ``first`` on begin, and the last ends, that are
-        worth a thread each, of about as many positions."""
-        numbers, parts = np.array([first, first + count]), self._workers.parts(len(self._sources))
-        if parts > 1 and count:
-            own = []
-            for table, (start, size) in enumerate(self._pairs):
-                place = start + 2 * table + 1
-                own.append(start + self._starts[place : place + size])
-            ends = np.concatenate(own)[first : first + count]  # of the positions of each row
-            middle = np.searchsorted(ends, ends[0] + np.arange(1, parts) * (ends[-1] - ends[0]) // parts)
-            numbers = np.concatenate([numbers[:1], first + middle, numbers[1:]])
-        tables = np.searchsorted(self._firsts, numbers, side="right") - 1
-        return list(zip(tables.tolist(), (numbers - self._firsts[tables]).tolist(), strict=True))
+    def _cuts(self, ends: Int64s, parts: int) -> Int64s:
+        """The numbers of rows where ranges begin, and the last ends, that have about as many positions each."""
+        own = []
+        for table, (start, size) in enumerate(self._pairs):
+            place = start + 2 * table + 1
+            own.append(start + self._starts[place : place + size])
+        stops = np.concatenate(own)[ends[0] : ends[1]]  # of the positions of each row
+        middle = np.searchsorted(stops, stops[0] + np.arange(1, parts) * (stops[-1] - stops[0]) // parts)
+        return np.concatenate([ends[:1], ends[0] + middle, ends[1:]])
 
 
 def merged(

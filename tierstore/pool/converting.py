@@ -4,7 +4,8 @@ A store opened for reading may keep rows in fewer bytes in memory than on SSD. A
 the caches converts them.
 """
 
-from typing import Any, Final, Literal, Protocol
+from collections.abc import Callable
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ _NARROWER: Final[dict[DtypeName, tuple[DtypeName, ...]]] = {
     "int4": ("int4",),
 }
 """What rows stored in a dtype can be kept in memory as."""
+RowSource = Callable[[Int64s, Int32s, Words, Words, Bools], None]
+"""``ColdTier.read``, whatever version it is of."""
 
 
 def layout_as(stored: RowLayout, dtype: DtypeName | None) -> RowLayout:
@@ -75,19 +78,19 @@ def converted(weights: Words, before: RowLayout, after: RowLayout) -> tuple[Word
     return words, int(unfit[0]) if len(unfit) else -1
 
 
-class RowSource(Protocol):
-    """``ColdTier.read``, whatever version it is of."""
+class _Layouts(NamedTuple):
+    """Of a table's rows."""
 
-    def __call__(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None: ...
+    name: str
+    stored: RowLayout
+    kept: RowLayout
 
 
 class Converter:
     """Reads stored rows and gives them as they are kept in memory."""
 
     def __init__(self) -> None:
-        self._stored: dict[int, RowLayout] = {}
-        self._kept: dict[int, RowLayout] = {}
-        self._names: dict[int, str] = {}
+        self._tables: dict[int, _Layouts] = {}
 
     def keep(self, table_index: int, name: str, stored: RowLayout, dtype: DtypeName | Literal["stored"]) -> RowLayout:
         """Make a table known: how its rows lie in memory. TableError: they cannot be kept as ``dtype``."""
@@ -95,7 +98,7 @@ class Converter:
             kept = layout_as(stored, None if dtype == "stored" else dtype)
         except ValueError as error:
             raise TableError(f"table {name!r}: {error}") from None
-        self._stored[table_index], self._kept[table_index], self._names[table_index] = stored, kept, name
+        self._tables[table_index] = _Layouts(name, stored, kept)
         return kept
 
     def read(self, source: RowSource, keys: Int64s, slots: Int32s, weights: Words, present: Bools) -> None:
@@ -104,19 +107,17 @@ class Converter:
         tables = keys >> KEY_ROW_BITS
         layouts: dict[RowLayout, list[int]] = {}
         for table in np.unique(tables).tolist():
-            layouts.setdefault(self._stored[table], []).append(table)
+            layouts.setdefault(self._tables[table].stored, []).append(table)
         for stored, own in layouts.items():
             chosen = np.flatnonzero(np.isin(tables, own)) if len(layouts) > 1 else np.arange(len(keys))
-            kept = self._kept[own[0]]
             step = max(1, _CHUNK_BYTES // stored.row_bytes)
             for first in range(0, len(chosen), step):
                 part = chosen[first : first + step]
-                present[part] = self._read_chunk(source, stored, kept, keys[part], slots[part], weights)
+                present[part] = self._read_chunk(source, self._tables[own[0]], keys[part], slots[part], weights)
 
-    def _read_chunk(
-        self, source: RowSource, stored: RowLayout, kept: RowLayout, keys: Int64s, slots: Int32s, weights: Words
-    ) -> Bools:
+    def _read_chunk(self, source: RowSource, layouts: _Layouts, keys: Int64s, slots: Int32s, weights: Words) -> Bools:
         """Read some rows of one stored layout into ``weights[slots]``; bool [n], whether they were ever written."""
+        _, stored, kept = layouts
         count = len(keys)
         rows = np.empty((count, stored.weight_words), np.uint64)
         state = np.empty((count, stored.state_words), np.uint64)
@@ -126,8 +127,8 @@ class Converter:
         if bad >= 0:
             key = int(keys[present][bad])
             raise DamagedError(
-                f"row {key & ROW_MASK} of table {self._names[key >> KEY_ROW_BITS]!r} holds NaN, infinity or numbers "
-                f"too large for {kept.dtype}; open the store with another dtype"
+                f"row {key & ROW_MASK} of table {self._tables[key >> KEY_ROW_BITS].name!r} holds NaN, infinity or "
+                f"numbers too large for {kept.dtype}; open the store with another dtype"
             )
         weights[slots[present]] = words
         return present

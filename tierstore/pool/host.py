@@ -1,6 +1,5 @@
-"""The tier in host memory: rows in and out by key, whole ones for a tier above, some for tables; and pooled lookups of
-batches and their updates, of rows that may be evicted, and of rows that each have a slot of their own, so that ids give
-slots directly and nothing is pinned."""
+"""The tier in host memory: rows in and out by key, and pooled lookups of batches and their updates; of rows that may be
+evicted, and of rows that each have a slot of their own, so that ids give slots directly and nothing is pinned."""
 
 import contextlib
 from abc import abstractmethod
@@ -18,16 +17,16 @@ from ..cache.full import FullCache
 from ..kernels import quantized
 from ..kernels import slots as kernels
 from ..kernels.arrays import Bools, Floats, Int32s, Int64s, Words
+from ..kernels.jit import JIT_ENABLED
 from ..layout import KEY_ROW_BITS
 from ..optim.configs import Hyper
 from ..system.signals import shielded
 from . import direct
-from .arena import Arena, Lease, Pins, dot_part, pool_part
 from .backward import Groups, merged
 from .converting import raw_weights
 from .joined import NO_ARG_MAX, NO_INTS, Joined
-from .leases import Leases
-from .one_table import InCache, InPlace, OneTable, has_one_call
+from .leases import Arena, Lease, Leases, Pins
+from .one_table import OneTable
 from .tier import Tier
 from .writeback import WriteBack
 
@@ -50,17 +49,14 @@ class HostTier(Tier):
     # Lookups
 
     @abstractmethod
-    def _parts(self, joined: Joined, lease: Lease | None) -> Iterable[tuple[int, Lease]]:
+    def _parts(self, joined: Joined) -> Iterable[tuple[int, Lease]]:
         """(first position, lease): parts of the batch, in order. A lease is over when the next is asked for."""
-
-    def _arg_max(self, joined: Joined, mode: int) -> Int32s:
-        return np.empty((joined.num_bags, self._arena.layout.dim), np.int32) if mode == kernels.MAX else NO_ARG_MAX
 
     def dot(self, joined: Joined, grad_out: Tensor, lease: Lease | None) -> Floats:
         own = np.zeros(len(joined), np.float32)
-        for first, part in self._parts(joined, lease):
+        for first, part in self._parts(joined) if lease is None else ((0, lease),):
             with self._arena.rows_lock:
-                dot_part(self._arena, joined, grad_out.numpy(), first, part.position_slots, own)
+                self._arena.dot(joined, grad_out.numpy(), first, part.position_slots, own)
         return own
 
     def gradients(self, joined: Joined, mode: int, grad_out: Tensor, arg_max: Any) -> tuple[Tensor, Tensor]:
@@ -69,6 +65,11 @@ class HostTier(Tier):
         return torch.from_numpy(joined.distinct[1]), torch.from_numpy(values)
 
     # Rows by key
+
+    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+        arena = self._arena
+        has_one = JIT_ENABLED and not arena.layout.is_quantized and isinstance(arena.cache, DdrCache | FullCache)
+        return OneTable(arena, self._leases, table_index, num_rows) if has_one else None
 
     def are_in_memory(self, keys: Int64s) -> bool:
         with self._arena.lock:
@@ -203,10 +204,6 @@ class EvictingRows(HostTier):
 
     reads_keys = True
 
-    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
-        is_ours = isinstance(self._arena.cache, DdrCache) and has_one_call(self._arena)
-        return InCache(self._arena, self._leases, table_index, num_rows) if is_ours else None
-
     def has_room(self, joined: Joined) -> bool:
         return self._pins.has_room(len(joined)) or self._pins.has_room(len(joined.distinct[1]))
 
@@ -217,33 +214,39 @@ class EvictingRows(HostTier):
         lease.release()
         return None
 
-    def _parts(self, joined: Joined, lease: Lease | None) -> Iterable[tuple[int, Lease]]:
-        if lease is not None:
-            return ((0, lease),)
-        return self._leases.parts(joined.keys, joined.order_of_use() if self._may_fit(joined) else NO_INTS)
+    def _parts(self, joined: Joined) -> Iterable[tuple[int, Lease]]:
+        return self._leases.parts(joined.keys)
 
     def _may_fit(self, joined: Joined) -> bool:
         """Whether there may be slots for all rows: an admission that fails has evicted others for nothing. Rows are
         counted only once batches have been split."""
         capacity = self._arena.cache.capacity
-        return not self._leases.split_batches or len(joined.keys) <= capacity or len(joined.distinct[1]) <= capacity
+        return len(joined.keys) <= capacity or len(joined.distinct[1]) <= capacity
 
     def look_up(
         self, joined: Joined, mode: int, out: Tensor, lease: Lease | None, *, keep: bool
     ) -> tuple[Lease | None, Int32s]:
-        arena, keys, into = self._arena, joined.keys, out.numpy()
-        arg_max = self._arg_max(joined, mode)
-        if not len(keys):
-            pool_part(arena, arena.workers, joined, mode, into, arg_max, 0, NO_INTS)
-        for first, part in self._parts(joined, lease):
+        arena, leases, keys, into = self._arena, self._leases, joined.keys, out.numpy()
+        count = len(keys)
+        arg_max = np.empty((joined.num_bags, arena.layout.dim), np.int32) if mode == kernels.MAX else NO_ARG_MAX
+        if not count:
+            arena.pool(arena.workers, joined, mode, into, arg_max, 0, NO_INTS)
+        parts: Iterable[tuple[int, Lease]]
+        if lease is not None:
+            parts = ((0, lease),)
+        else:
+            fits = not leases.split_batches or self._may_fit(joined)
+            parts = leases.parts(keys, joined.order_of_use() if fits else NO_INTS)
+        for first, part in parts:
+            slots = part.slots if part.inverse is None else part.slots[part.inverse]
             with arena.rows_lock:
-                pool_part(arena, arena.workers, joined, mode, into, arg_max, first, part.position_slots)
-            if keep and not part.held and part.num_positions == len(keys) and self._pins.hold(part):
+                arena.pool(arena.workers, joined, mode, into, arg_max, first, slots)
+            if keep and not part.held and part.num_positions == count and self._pins.hold(part):
                 lease = part
         return lease, arg_max
 
     def whole(self, joined: Joined, lease: Lease | None) -> Lease | None:
-        if lease is not None or not self._may_fit(joined):
+        if lease is not None or (self._leases.split_batches and not self._may_fit(joined)):
             return lease
         # Rows used last first: they are the likeliest to be still resident.
         return self._leases.whole(joined.keys, np.arange(len(joined), dtype=np.int32)[::-1].copy())
@@ -251,7 +254,7 @@ class EvictingRows(HostTier):
     def update(
         self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Lease | None
     ) -> None:
-        seeds, keys = joined.rounding_seeds(), None
+        seeds, keys = None if joined.features.round_to_nearest else joined.rounding_seeds(), None
         if lease is None:
             inverse, keys = joined.distinct
             count = len(keys)
@@ -269,7 +272,8 @@ class EvictingRows(HostTier):
         whole = None if lease is None else ((0, lease.slots[groups.rows]),)
         for first, slots in self._row_parts(keys) if whole is None else whole:
             with self._arena.lock:
-                self._arena.require_open()
+                if self._arena.is_closed:
+                    self._arena.require_open()
                 self._writeback.begin_update(slots)
                 row_keys = None if seeds is None or keys is None else keys[first:]
                 groups.update(self._arena, first, slots, hyper, grad_out.numpy(), seeds=seeds, keys=row_keys)
@@ -292,9 +296,6 @@ class InPlaceRows(HostTier):
     def are_all_in(self) -> bool:
         return self._cache.is_complete
 
-    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
-        return InPlace(self._arena, self._cache, table_index, num_rows) if has_one_call(self._arena) else None
-
     def has_room(self, joined: Joined) -> bool:  # noqa: ARG002 - each row has its slot
         return True
 
@@ -303,7 +304,7 @@ class InPlaceRows(HostTier):
 
     def _held(self, slots: Int32s) -> Lease:
         """A lease that marks an in-flight batch; no pin does."""
-        lease = self._pins.in_place(slots)
+        lease = self._pins.lease(slots=slots)
         self._pins.hold(lease)
         return lease
 
@@ -319,13 +320,14 @@ class InPlaceRows(HostTier):
             cache.note_hits(len(slots) - len(absent))
         return slots
 
-    def _parts(self, joined: Joined, lease: Lease | None) -> Iterable[tuple[int, Lease]]:
-        return ((0, lease or self._pins.in_place(self._bring_in(joined))),)
+    def _parts(self, joined: Joined) -> Iterable[tuple[int, Lease]]:
+        return ((0, self.whole(joined, None)),)
 
     def look_up(
         self, joined: Joined, mode: int, out: Tensor, lease: Lease | None, *, keep: bool
     ) -> tuple[Lease | None, Int32s]:
-        arena, arg_max = self._arena, self._arg_max(joined, mode)
+        arena = self._arena
+        arg_max = np.empty((joined.num_bags, arena.layout.dim), np.int32) if mode == kernels.MAX else NO_ARG_MAX
         if lease is None and not joined.is_read and not arena.layout.is_quantized:
             slots = np.empty(len(joined), np.int32) if keep else NO_INTS
             failed = self._pool_ids(joined, mode, out.numpy(), arg_max, slots)
@@ -336,7 +338,7 @@ class InPlaceRows(HostTier):
             joined.check(failed)
         slots = self._bring_in(joined) if lease is None else lease.slots
         with arena.rows_lock:
-            pool_part(arena, arena.workers, joined, mode, out.numpy(), arg_max, 0, slots)
+            arena.pool(arena.workers, joined, mode, out.numpy(), arg_max, 0, slots)
         return self._held(slots) if keep and lease is None else lease, arg_max
 
     def _pool_ids(self, joined: Joined, mode: int, out: Floats, arg_max: Int32s, slots: Int32s) -> list[int]:
@@ -357,12 +359,12 @@ class InPlaceRows(HostTier):
         return failed
 
     def whole(self, joined: Joined, lease: Lease | None) -> Lease:
-        return lease or self._pins.in_place(self._bring_in(joined))
+        return lease or self._pins.lease(slots=self._bring_in(joined))
 
     def update(
         self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Lease | None
     ) -> None:
-        cache, seeds = self._cache, joined.rounding_seeds()
+        cache, seeds = self._cache, None if joined.features.round_to_nearest else joined.rounding_seeds()
         slots = self._bring_in(joined) if lease is None else lease.slots
         with self._arena.lock:
             self._arena.require_open()

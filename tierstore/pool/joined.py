@@ -73,20 +73,13 @@ class Features:
 
 
 class Bags:
-    """The bags of a batch, feature by feature.
-
-    Attributes:
-        starts: int64 or int32 [K + 1], where each begins in what is laid end to end.
-        columns: int32 or int64 [F], where the results of each feature begin in a row of the output.
-        batch: bags of a feature.
-        scale: float32 [N], per-sample weights, or empty.
-    """
+    """The bags of a batch, feature by feature."""
 
     def __init__(self, starts: Any, columns: Ids, batch: int, scale: Floats = NO_FLOATS) -> None:
-        self.starts = starts
-        self.columns = columns
-        self.batch = batch
-        self.scale = scale
+        self.starts = starts  # int64 or int32 [K + 1], where each begins in what is laid end to end
+        self.columns = columns  # int32 or int64 [F], where the results of each feature begin in a row of the output
+        self.batch = batch  # bags of a feature
+        self.scale = scale  # float32 [N], per-sample weights, or empty
 
 
 class Joined(Bags):
@@ -95,9 +88,7 @@ class Joined(Bags):
     The caller's ids are read once: later changes of their memory reach neither keys nor slots.
 
     Args:
-        starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end; kept, so nobody
-            may change it.
-        scale: float32 [N], per-sample weights, or empty.
+        starts: kept, so nobody may change it.
         ids: of the batch, and where those of each feature begin and end there, int64 [features].
         keys: int64 [N], if they are known.
         places: int64 [N], where the value of each position belongs in ``scatter``; None: where ``ids`` have it.
@@ -107,6 +98,7 @@ class Joined(Bags):
     tier: Any = None  # in device memory, which has sent it there
     sent: Any = None  # what it has there
     parts: "Parts | None" = None  # what it was merged from
+    has_dynamic_ids = False  # which are no rows yet; ``lookup.dynamic`` finds these
     holds: Sequence[Any] = ()  # what keeps the ids of its rows, if they are dynamic
     unseen: Any = None  # ids that have none, and count
 
@@ -118,6 +110,7 @@ class Joined(Bags):
         self.starts, self.columns, self.batch, self.scale = starts, features.columns, batch, scale
         self.features = features
         self.tables = features.tables
+        self.has_dynamic_ids = ids is not None and keys is None and features.has_dynamic_ids
         self._ids: Any = ids
         self._keys = keys
         self._places = places
@@ -182,7 +175,7 @@ class Joined(Bags):
 
     @property
     def is_read(self) -> bool:
-        """Whether the caller's ids were read: they may have changed since."""
+        """The caller's ids were read, and may have changed since."""
         return self._keys is not None or self._numbering is not None
 
     @property
@@ -305,11 +298,53 @@ class Joined(Bags):
         """Count one more update of each table: its hyper-parameters."""
         return list(map(_next_hyper, self.tables))
 
-    def rounding_seeds(self) -> Words | None:
-        """Seeds of ``kernels.floats`` for the update counted last, uint64 [tables]; None if all round to nearest."""
-        if self.features.round_to_nearest:
-            return None
+    def rounding_seeds(self) -> Words:
+        """Seeds of ``kernels.floats`` for the update counted last, uint64 [tables]; of tables that do not all round to
+        nearest."""
         return np.array([table.rounding_seed for table in self.tables], np.uint64)
+
+
+class Jagged(NamedTuple):
+    """Checked ids of many features, key-major: all bags of feature 0, then all of feature 1, ..."""
+
+    ids: Ids  # int64 or int32 [N]
+    offsets: Ids  # int64 or int32 [features * batch + 1]
+    batch: int  # bags of each feature
+    scale: Floats | None = None  # float32 [N], per-sample weights
+
+    def of(self, batch: int) -> "Jagged":
+        return self._replace(batch=batch)
+
+    def padded(self, strides: Sequence[int]) -> "Jagged":
+        """Of features with so many bags each: with empty ones behind, as many of each."""
+        batch, own = max(strides, default=0), np.array(strides, np.int64)
+        firsts = np.cumsum(own) - own
+        starts = self.offsets[firsts[:, None] + np.minimum(np.arange(batch), own[:, None])]
+        return self._replace(offsets=np.append(starts.ravel(), self.offsets[-1:]), batch=batch)
+
+    @property
+    def on_host(self) -> "Jagged":
+        """Itself; ``lookup.jagged.DeviceJagged`` copies."""
+        return self
+
+    def join(self, features: Features, places: Sequence[int]) -> Joined:
+        """The ids of some features; ``places``: which of these each of them is."""
+        batch = self.batch
+        starts: Any = self.offsets
+        if places == list(range((len(starts) - 1) // max(batch, 1))):
+            ends = starts[np.arange(len(places) + 1) * batch].astype(np.int64)
+            begins, stops = ends[:-1], ends[1:]
+        else:  # the chosen ones, laid end to end
+            lists = starts[np.add.outer(np.asarray(places) * batch, np.arange(batch + 1))]
+            begins, stops = lists[:, 0].astype(np.int64), lists[:, -1].astype(np.int64)
+            sizes = stops - begins
+            shifts = np.cumsum(sizes) - sizes - begins
+            starts = np.append((lists[:, :-1] + shifts[:, None]).ravel(), sizes.sum()).astype(starts.dtype, copy=False)
+        scale = NO_FLOATS
+        if self.scale is not None:
+            pairs = zip(begins.tolist(), stops.tolist(), strict=True)
+            scale = np.concatenate([NO_FLOATS, *(self.scale[begin:stop] for begin, stop in pairs)])
+        return Joined(features, batch, starts, scale, ids=(self.ids, begins, stops))
 
 
 class _Piece(NamedTuple):

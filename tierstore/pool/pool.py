@@ -10,8 +10,8 @@ Locks, always taken in this order:
 A call may be cut short between any two lines, by any exception: of a signal's handler, for want of memory. Then the
 cache's contract keeps rows right, ``Pins`` releases what the call had pinned, and the write-back begins again.
 
-Its parts: ``arena`` (rows, locks, pins), ``leases`` (which bring rows in), ``host`` (the tier in host memory:
-lookups and updates of batches, rows in and out by key), and ``writeback``.
+Its parts: ``leases`` (rows, locks, pins, and what brings rows in), ``host`` (the tier in host memory: lookups and
+updates of batches, rows in and out by key), and ``writeback``.
 """
 
 import logging
@@ -23,10 +23,9 @@ from ..io.base import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..system.signals import shielded
-from .arena import PIN_WAIT_SECONDS, Arena, Pins
 from .converting import RowSource
 from .host import EvictingRows, HostTier, InPlaceRows
-from .leases import Leases
+from .leases import PIN_WAIT_SECONDS, Arena, Leases, Pins
 from .tier import Tier
 from .writeback import WriteBack
 
@@ -54,7 +53,7 @@ class Pool:
         self.writeback = WriteBack(
             self.arena, self.pins, cold, transaction_bytes=transaction_bytes, outbox_rows=outbox_rows, epoch=epoch
         )
-        self.leases = Leases(self.arena, self.pins, self.writeback, read or cold.read)
+        self.leases = Leases(self.arena, self.pins, self.writeback.make_room, read or cold.read)
         parts = self.arena, self.pins, self.leases, self.writeback
         self.host: HostTier = InPlaceRows(cache, *parts) if isinstance(cache, FullCache) else EvictingRows(*parts)
         self.tier: Tier = self.host
@@ -89,7 +88,8 @@ class Pool:
     @property
     def size_bytes(self) -> int:
         """Bytes of the cache and of the buffers for write-back and for moving rows to the tier above."""
-        return self.cache.size_bytes + self.writeback.size_bytes + self.tier.host_bytes
+        size: int = self.cache.size_bytes + self.writeback.size_bytes + self.tier.host_bytes
+        return size
 
     def close(self) -> None:
         self.arena.refuse()

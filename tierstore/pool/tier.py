@@ -17,34 +17,24 @@ class Tier(ABC):
     """Rows of one layout. A lease that is given is of the whole batch, or None. ``arg_max``: [bags, dim], of each
     maximum the position that gave it, an array of the tier's. ``mode``: as of ``kernels.slots``. Methods raise
     ClosedError if the pool was closed, DamagedError if a row on SSD failed its check, and ValueError for an id outside
-    its table, unless ids were read before; on a device that may be a later call (see
-    ``hbm.kernel_types.IdCheck``)."""
+    its table, unless ids were read before; on a device that may be a later call (see ``hbm.kernel_types.IdCheck``).
+
+    Attributes:
+        reads_keys: lookups find rows by key, so that ids are checked and read when they are prepared.
+        lock: held while rows come into device memory or go down; taken before the locks of the pool.
+        num_leased: leases that use rows in device memory.
+        num_dirty: rows that are newer than those in host memory.
+        host_bytes: bytes of host memory that device memory takes.
+        are_all_in: every row is in host memory, to stay, and lookups go there.
+    """
 
     on_device: bool = False
     reads_keys: bool = False
-    """Whether lookups find rows by key, so that ids are checked and read when they are prepared."""
     lock: AbstractContextManager[Any]
-    """Held while rows come into device memory or go down; taken before the locks of the pool."""
-
-    @property
-    def num_leased(self) -> int:
-        """Leases that use rows in device memory."""
-        return 0
-
-    @property
-    def num_dirty(self) -> int:
-        """Rows that are newer than those in host memory."""
-        return 0
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that device memory takes."""
-        return 0
-
-    @property
-    def are_all_in(self) -> bool:
-        """Whether every row is in host memory, to stay, and lookups go there."""
-        return False
+    num_leased: Any = 0
+    num_dirty: Any = 0
+    host_bytes: Any = 0
+    are_all_in: Any = False
 
     # Lookups
 
@@ -80,17 +70,17 @@ class Tier(ABC):
 
     # Rows by key
 
-    @abstractmethod
-    def are_in_memory(self, keys: Int64s) -> bool:
+    def are_in_memory(self, keys: Int64s) -> bool:  # noqa: ARG002 - device memory copies ids and results
         """Whether a lookup of ``keys`` (int64 [n]) reads nothing from SSD and copies nothing to a device."""
+        return False
 
     @abstractmethod
     def read(self, keys: Int64s) -> Tensor:
         """Rows of ``keys`` (int64 [n], n > 0), [n, dim], on its device: bits unchanged, quantized ones as float32."""
 
-    @abstractmethod
-    def read_in_memory(self, keys: Int64s) -> Tensor | None:
+    def read_in_memory(self, keys: Int64s) -> Tensor | None:  # noqa: ARG002
         """``read`` if ``are_in_memory``, else None."""
+        return None
 
     @abstractmethod
     def write(self, keys: Int64s, rows: Tensor) -> None:
@@ -102,9 +92,9 @@ class Tier(ABC):
         """Overwrite whole rows with first values and state: those that rows ``ids`` of the table would have. Keys are
         of one table; no row of them is in use, but by batches that were prepared."""
 
-    @abstractmethod
-    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:  # noqa: ARG002
         """A short way for small lookups of a table, if there is one."""
+        return None
 
     # State
 

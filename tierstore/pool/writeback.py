@@ -28,7 +28,7 @@ from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.killpoints import reach
 from ..system.signals import Flag
-from .arena import Arena, Pins
+from .leases import Arena, Pins
 
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8
@@ -84,21 +84,17 @@ class _Outbox:
 
 
 class WriteBack:
-    """See the module's docstring. ``transaction_bytes``: of segments that a transaction may hold; ``epoch``: the
-    version that rows are written for. ``rows_a_write``: the most that a transaction of the cold tier holds, and that a
-    commit writes before it yields to others; ``waited_seconds``: how long others have waited for the writer of a
-    commit."""
+    """``transaction_bytes``: of segments that a transaction may hold; ``epoch``: the version that rows are written for.
+    ``rows_a_write``: the most that a transaction of the cold tier holds, and that a commit writes before it yields to
+    others; ``waited_seconds``: how long others have waited for the writer of a commit."""
 
     def __init__(
         self, arena: Arena, pins: Pins, cold: ColdTier, *, transaction_bytes: int, outbox_rows: int, epoch: int
     ) -> None:
         self.gate = threading.RLock()
-        self._layout = arena.layout
-        self._cache = arena.cache
-        self._pins = pins
-        self._cold = cold
-        self._lock = arena.lock
-        self._changed = arena.changed
+        self._layout, self._cache = arena.layout, arena.cache
+        self._lock, self._changed = arena.lock, arena.changed
+        self._pins, self._cold = pins, cold
         self.rows_a_write = rows_a_write(arena.layout, transaction_bytes, arena.cache.capacity)
         self._epoch = epoch
         self._outbox = _Outbox(arena.layout, max(outbox_rows, MIN_OUTBOX_ROWS))
@@ -155,7 +151,7 @@ class WriteBack:
             self._write_dirty(keys)
 
     def write_all(self) -> None:
-        """Write every dirty row; no commit is in progress. The caller admits no rows meanwhile."""
+        """Write every dirty row; no commit is in flight, and the caller admits no rows."""
         with self.gate:
             with self._lock:
                 keys = self._cache.keys_of(self._cache.by_admission(self._cache.dirty_slots()))

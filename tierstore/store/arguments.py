@@ -13,13 +13,13 @@ from torch import Tensor
 from ..hbm.kernel_types import DeviceIds
 from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
-from ..lookup.jagged import DeviceJagged, Jagged
+from ..lookup.jagged import DeviceJagged
+from ..pool.joined import Jagged
 
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)
 _INT32_MAX: Final = 2**31 - 1
-FLOAT_TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-"""Of per-sample weights and of rows that are written."""
+FLOAT_TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)  # of per-sample weights, and of rows written
 OffsetsType = type[np.int64] | type[np.int32]  # of the offsets that a lookup keeps
 _OF_LENGTHS: Final = "(where lengths were given, the sum of those before)"
 

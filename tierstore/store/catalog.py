@@ -22,7 +22,7 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import StoreReplacedError, TableError, TierstoreError
-from ..hbm.build import require_supported
+from ..hbm.pool import require_supported
 from ..io.base import ColdTier
 from ..io.lmdb import LmdbColdTier
 from ..layout import KEY_ROW_BITS, MAX_TABLES, DtypeName, RowLayout

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..layout import KEY_ROW_BITS
+from ..lookup.dynamic import Hold
 from ..lookup.gradients import train
-from ..lookup.lookup import make_lookup
-from ..lookup.tables import Hold, LookupTable, TrainsRows
+from ..lookup.lookup import AnyLookup, LookupTable, make_lookup
 from ..pool.joined import Joined
 from ..system.checks import Unpicklable
 from ..system.signals import shielded
@@ -39,7 +39,7 @@ class _Waiting:
     merged: ``step`` runs the update that fuses merging and the optimizer's rule."""
 
     rows: "Sequence[_GradAnchor]"  # of each table of the lookup, in order
-    lookup: TrainsRows
+    lookup: AnyLookup
     grad_out: Tensor  # of the lookup's output
 
     @shielded
@@ -229,7 +229,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         """Whether rows have gradients, applied or not."""
         return any(rows.has_grad for rows in self._rows)
 
-    def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
+    def collect(self, lookup: AnyLookup, grad_out: Tensor) -> None:
         """Add a pass's gradients to those that are there; called at its end."""
         for table in lookup.tables:
             if table not in self._by_table:  # made since

@@ -16,10 +16,10 @@ from ..cache.ddr import DdrCache
 from ..cache.full import TABLE_BYTES, FullCache, full_size_bytes
 from ..errors import BudgetError, TableError
 from ..hbm.base import IN_USE
-from ..hbm.build import add_hbm, hbm_stats
 from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, OVERFLOW_INDEX_BYTES, SUMMARY_BYTES, HbmSize
 from ..hbm.full import DIRTY_BYTES
 from ..hbm.kernel_types import WAYS
+from ..hbm.pool import add_hbm, hbm_stats
 from ..io.base import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout

@@ -15,12 +15,12 @@ from ..kernels.arrays import Floats, Int64s
 from ..kernels.slots import MODES, row_keys
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS
-from ..lookup.jagged import DeviceJagged, Jagged
-from ..lookup.lookup import AnyLookup, make_lookup
-from ..lookup.tables import Found, LookupTable, Use
+from ..lookup.dynamic import Found, Use
+from ..lookup.jagged import DeviceJagged
+from ..lookup.lookup import AnyLookup, LookupTable, make_lookup
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool.converting import floats
-from ..pool.joined import Features
+from ..pool.joined import Features, Jagged
 from ..pool.one_table import OneTable
 from ..pool.pool import Pool
 from ..pool.stats import IdStats

@@ -1,10 +1,11 @@
 """Batches of tables with dynamic ids: their ids that have rows, and those without a row that count as rows of their
 first values, ``DynamicIds(unseen="init")``."""
 
+import enum
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -13,16 +14,59 @@ from torch import Tensor
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.floats import code_of_dtype
 from ..kernels.slots import MODES
-from ..pool.arena import RowArrays, dot_part, pool_part
-from ..pool.joined import Bags, Features, Joined
-from .tables import Find, LookupTable, Sought
+from ..pool.joined import Bags, Joined
+from ..pool.leases import RowArrays
+
+_TWICE: Final = (
+    "a batch is trained a second time (retain_graph=True), and some ids have lost their rows since the first: run the "
+    "backward passes of a batch before the next batch's forward"
+)
 
 
-class Unjoined(NamedTuple):
-    """A batch of some features, of tables with dynamic ids, before its ids are rows."""
+class Use(enum.Enum):
+    """Why rows of dynamic ids are looked up."""
 
-    features: Features
-    join: Callable[[Find], Joined]
+    PREPARE = enum.auto()  # to bring them in; ids without a row are no error
+    READ = enum.auto()
+    KEEP = enum.auto()  # a backward follows: they keep their ids until then
+    ADMIT = enum.auto()  # so too, and they will be trained: ids count, and get rows by the table's rules
+
+
+class Hold:
+    """Keeps the ids of a batch's ``rows``, int64 [n] and -1, as long as somebody refers to it. ``num_moves``: how often
+    rows of the table have lost their ids."""
+
+    def __init__(self, rows: Int64s, num_moves: Callable[[], int]) -> None:
+        self.rows = rows
+        self._num_moves = num_moves
+        self._moves_when_let_go: int | None = None
+
+    def let_go(self) -> None:
+        """Keep them no longer: the batch has been trained."""
+        self.rows, self._moves_when_let_go = self.rows[:0], self._num_moves()
+
+    def require(self, why: str = _TWICE) -> None:
+        """RuntimeError if they were let go of, and some ids have lost their rows since."""
+        if self._moves_when_let_go is not None and self._moves_when_let_go < self._num_moves():
+            raise RuntimeError(why)
+
+
+class Found(NamedTuple):
+    """int64 [n]: keys of the rows of some ids, -1 of one that has none."""
+
+    keys: Int64s
+    hold: Hold | None = None
+
+
+class Sought(NamedTuple):
+    """Ids of a batch in one table with dynamic ids, feature after feature."""
+
+    table: Any  # a ``LookupTable``
+    ids: Int64s  # int64 [n]
+    ends: Int64s  # int64 [features], where each feature's end
+
+
+Find = Callable[[Sequence[Sought]], Sequence[Found]]  # finds the rows of each table's ids
 
 
 def with_rows(joined: Joined, find: Find) -> Joined:
@@ -58,7 +102,7 @@ class Unseen:
     """
 
     def __init__(self, joined: Joined, positions: Int64s, ids: Int64s, places: Int64s, num_known: Any) -> None:
-        tables: Sequence[LookupTable] = joined.tables
+        tables: Sequence[Any] = joined.tables
         bag_of = np.searchsorted(joined.starts, positions, side="right") - 1
         own, firsts, counts = np.unique(bag_of, return_index=True, return_counts=True)
         features, samples = np.divmod(own, joined.batch)
@@ -83,7 +127,7 @@ class Unseen:
         shape = self._where[1].shape
         pooled, arg_max = np.empty(shape, np.float32), np.empty(shape, np.int32)
         workers = self._tables[0].store.workers
-        pool_part(self._values, workers, self._bags, MODES[mode], pooled, arg_max, 0, self._slots)
+        self._values.pool(workers, self._bags, MODES[mode], pooled, arg_max, 0, self._slots)
         values, share = (torch.from_numpy(each).to(out.device) for each in (pooled, self._known_share))
         known = out[self._where]
         if mode == "sum":
@@ -103,5 +147,5 @@ class Unseen:
     def scale_gradient(self, gradient: Tensor, grad_scale: Floats) -> None:
         """Add the gradient of their weights to ``grad_scale``, float32 [ids of the batch]."""
         own = np.zeros(len(self._slots), np.float32)
-        dot_part(self._values, self._bags, gradient[self._where].cpu().numpy(), 0, self._slots, own)
+        self._values.dot(self._bags, gradient[self._where].cpu().numpy(), 0, self._slots, own)
         grad_scale[self._places] += own

@@ -1,4 +1,5 @@
-"""Kernels over rows on the CPU: those of host memory, called as ``rows_triton`` is. Docstrings are of both.
+"""The kernels on the CPU, the oracle of ``launches`` and called alike: over rows those of host memory, of the cache
+plain torch. Docstrings are of both.
 
 The bits are those of ``kernels`` and ``optim.rules`` (but for the sign and payload of a NaN, which devices choose).
 
@@ -6,19 +7,25 @@ Shape legend: N positions (ids of the batch), U unique rows, K = F * B bags, C o
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..cache.base import DIRTY, LOADING, RESIDENT
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s
 from ..kernels.floats import code_of_dtype
 from ..optim.rules import merge_and_update, scratch
 from ..pool.joined import NO_ARG_MAX, NO_FLOATS
-from .kernel_types import Bags, DeviceIds, Groups
+from . import kernel_types as types
+from .kernel_types import PIN, STAMP_BITS, WAYS, Bags, CacheState, DeviceIds, Groups, Plan, Status, mixed, sets_of
+
+_NEVER: Final = torch.iinfo(torch.int64).max
+
+# Rows
 
 
 def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
@@ -28,19 +35,19 @@ def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
 
 
 def join_ids(
-    given: DeviceIds, firsts: Tensor, num_rows: Tensor, bags: Bags, rows: Tensor, is_right: Tensor, record: Tensor
+    given: DeviceIds, firsts: Tensor, num_rows: Tensor, bags: Bags, joined: Tensor, is_right: Tensor, record: Tensor
 ) -> None:
-    """Check ids and offsets, and join them: fill ``bag_starts``, ``bag_of`` and ``scale`` of ``bags``, and ``rows``.
+    """Check ids and offsets, and join them: fill ``bag_starts``, ``bag_of`` and ``scale`` of ``bags``, and ``joined``.
 
     A wrong id is taken for row 0 of its table, and offsets are cut to [0, N], so that any may be used.
 
     Args:
         firsts: int64 [F], the slot or key of row 0 of each feature's table; num_rows: int64 [F].
-        rows: int32 (slots) or int64 (keys) [N].
+        joined: int32 (slots) or int64 (keys) [N].
         is_right, record: of an ``IdCheck``; changed where something is wrong. Of several wrong ids of a feature, or
             wrong offsets, any is recorded. An offset is wrong outside [0, N], or if less than the one before.
     """
-    count, num_bags = len(rows), len(bags.bag_starts) - 1
+    count, num_bags = len(joined), len(bags.bag_starts) - 1
     starts = given.offsets.long()
     starts = torch.cat([starts, starts.new_full((num_bags + 1 - len(starts),), count)])
     is_off = (starts < torch.cat([starts.new_zeros(1), starts[:-1]])) | (starts > count)
@@ -51,7 +58,7 @@ def join_ids(
     bags.bag_of.copy_(bag)
     feature, ids = bag // bags.batch, given.ids.long()
     is_no_row = (ids < 0) | (ids >= num_rows[feature])
-    rows.copy_(firsts[feature] + torch.where(is_no_row, torch.zeros_like(ids), ids))
+    joined.copy_(firsts[feature] + torch.where(is_no_row, torch.zeros_like(ids), ids))
     record[feature[is_no_row]] = ids[is_no_row]
     if is_off.any():
         record[len(firsts)] = is_off.int().argmax() + 1
@@ -175,3 +182,118 @@ def _scale_of(bags: Bags) -> Floats:
 
 def _code_of(weights: Tensor) -> int:
     return code_of_dtype(str(weights.dtype).removeprefix("torch."))
+
+
+# The cache
+
+
+def plan(
+    cache_state: CacheState, keys: Tensor, num_unique: Tensor, lying: Tensor | None, summary: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(slots, statuses), see ``HbmCache.plan``: the first key of every set, then the second of every set, and so on.
+    The number of keys of each status is added to the column sums of ``summary``, int32 [SUMMARY_ROWS, NUM_STATUSES]."""
+    device = keys.device
+    slots = torch.full((len(keys),), -1, dtype=torch.int32, device=device)
+    statuses = torch.full((len(keys),), int(Status.NO_KEY), dtype=torch.int8, device=device)
+    keys = keys[: int(num_unique)]
+    statuses[: len(keys)] = int(Status.TAKEN)
+    sets = sets_of(mixed(keys), len(cache_state.flags) // WAYS)
+    distinct, run, length = torch.unique_consecutive(sets, return_inverse=True, return_counts=True)
+    place_in_run = torch.arange(len(sets), device=device) - (length.cumsum(0) - length)[run]
+    ways = distinct.long()[:, None] * WAYS + torch.arange(WAYS, device=device)
+    set_keys, set_flags = cache_state.keys[ways], cache_state.flags[ways].clone()
+    set_ranks = torch.where(set_flags & RESIDENT != 0, cache_state.ranks[ways], -1)
+    if lying is not None:
+        slots[: len(keys)] = lying[: len(keys)]
+    for place in range(int(length.max()) if len(length) else 0):
+        number = torch.nonzero((place_in_run == place) & (slots[: len(keys)] < 0)).flatten()
+        row, key = run[number], keys[number]
+        same = (set_flags[row] & RESIDENT != 0) & (set_keys[row] == key[:, None])
+        is_hit = same.any(1)
+        cost = torch.where(set_flags[row] >= PIN, _NEVER, set_ranks[row])
+        least = cost.min(1).values
+        way = torch.where(is_hit, same.to(torch.int8).argmax(1), (cost == least[:, None]).to(torch.int8).argmax(1))
+        flags = set_flags[row, way]
+        status = torch.full_like(way, int(Status.CLEAN_VICTIM))
+        status[flags & DIRTY != 0] = int(Status.DIRTY_VICTIM)
+        status[flags == 0] = int(Status.FREE_SLOT)
+        status[least == _NEVER] = int(Status.CONFLICT)
+        status[is_hit] = int(Status.HIT)
+        fits = status < int(Status.CONFLICT)
+        statuses[number] = status.to(torch.int8)
+        slots[number[fits]] = (distinct.long()[row] * WAYS + way)[fits].to(torch.int32)
+        set_keys[row[fits], way[fits]] = key[fits]
+        set_flags[row[fits], way[fits]] = RESIDENT | PIN
+    summary[0] += torch.bincount(statuses[: len(keys)].long(), minlength=types.NUM_STATUSES).to(torch.int32)
+    return slots, statuses
+
+
+def commit(cache_state: CacheState, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
+    """See ``HbmCache.commit``; key ``i`` is access number ``clock + 1 + i``. ``following``: the summary that the next
+    plan will add to; set to 0."""
+    following.zero_()
+    if not forced and plan.summary[:, Status.DIRTY_VICTIM : Status.NO_KEY].any():
+        return
+    chosen = torch.nonzero((plan.slots >= 0) & (plan.statuses != int(Status.TAKEN))).flatten()
+    slots = plan.slots[chosen].long()
+    stamps = clock + 1 + chosen
+    is_hit = plan.statuses[chosen] == int(Status.HIT)
+    ranks = stamps
+    if lfu:
+        old = torch.where(is_hit, cache_state.ranks[slots], 0)
+        ranks = ((old >> STAMP_BITS) + 1).clamp(max=types.MAX_COUNT) << STAMP_BITS | stamps
+    cache_state.flags[slots[~is_hit]] = 0  # first: a key is never seen at another's row, even if this is cut short
+    cache_state.keys[slots] = plan.keys[chosen]
+    cache_state.ranks[slots] = ranks
+    cache_state.flags[slots] = torch.where(is_hit, cache_state.flags[slots] + PIN, RESIDENT | LOADING | PIN)
+
+
+def list_keys(cache_state: CacheState, plan: Plan, places: Tensor, capacity: int, listed: Tensor) -> Tensor:
+    slots = plan.slots[places]
+    listed[0] = plan.keys[places]
+    listed[1] = torch.where((slots >= 0) & (slots < capacity), cache_state.keys[slots.clamp(0, capacity - 1)], slots)
+    return slots
+
+
+def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Tensor:
+    """int32 [n]: where each key (int64 [n]) was before the sort, plus ``behind``, or -1. ``ordered``: int64 [m],
+    sorted, those that a key may equal once; ``order``: int64 [m], where each was before."""
+    place = torch.searchsorted(ordered, keys).clamp(max=len(ordered) - 1)
+    return torch.where(ordered[place] == keys, order[place] + behind, -1).to(torch.int32)
+
+
+def age(ranks: Tensor) -> None:
+    counts = (ranks >> (STAMP_BITS + 1)).clamp(min=1)
+    ranks.copy_((counts << STAMP_BITS) | (ranks & types.STAMP_MASK))
+
+
+def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int) -> None:
+    """Change the flags of slots (int32 [n], distinct), but of none below 0 or from ``capacity`` on: undo one pin if
+    ``unpin``, keep the bits in ``keep``, and set those in ``add``."""
+    slots = slots[(slots >= 0) & (slots < capacity)]
+    flags[slots] = (flags[slots] - (PIN if unpin else 0)) & keep | add
+
+
+def mix_keys(keys: Tensor) -> Tensor:
+    return mixed(keys)
+
+
+def place_starts(ordered: Tensor, order: Tensor, keys: Tensor | None) -> Groups:
+    """Groups of equal values, which may be mixed keys.
+
+    Args:
+        ordered: int64 or int32 [N], sorted, N > 0; order: int64 [N], where each value was before.
+        keys: int64 [N], of which ``distinct`` are then some, in their order before the sort; None for the sorted
+            values themselves, and no inverse.
+    """
+    begins = ordered.new_ones(len(ordered), dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
+    places, inverse = torch.nonzero(begins).flatten(), None
+    distinct, starts = torch.empty_like(ordered), ordered.new_empty(len(ordered) + 1, dtype=torch.int32)
+    distinct[: len(places)] = ordered[places] if keys is None else keys[order[places]]
+    starts[: len(places)] = places.to(torch.int32)
+    starts[len(places)] = len(ordered)
+    if keys is not None:
+        inverse = starts.new_empty(len(ordered))
+        inverse[order] = torch.cumsum(begins, 0, dtype=torch.int32) - 1
+    return Groups(order, starts, begins.sum(dtype=torch.int32).view(1), distinct, inverse)
