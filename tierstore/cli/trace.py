@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..system.output import require_new, require_other
+from ..system.files import require_new, require_other
 from ..system.terminal import Command, arg, command
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ..lookup.unseen import Unjoined
 from ..pool.joined import Features, Joined
 from ..store import Store, Table
 from ..store.arguments import check_jagged
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from .function import Prepared
 from .jagged import JaggedLike, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from .module import TieredModule

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..system.output import write_text
+from ..system.files import write_text
 
 
 def plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..cache.ddr import POLICIES, resolve_policy
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.sizes import format_size
 from .demand import Demand
 from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, lanes_of, loads_of, written_bytes

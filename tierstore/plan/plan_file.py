@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from ..settings import sections
 from ..settings.sections import Checked, ConfigError, Override, option
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.sizes import format_size, parse_size
 from .host import Host, with_accelerators
 from .parts import host_names, load_host

@@ -8,8 +8,7 @@ import numpy as np
 from ..kernels.arrays import Int64s
 from ..kernels.hashing import mix64
 from ..layout import KEY_ROW_BITS, MAX_ROWS
-from ..system.checks import require_int
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt, require_int
 from ..system.terminal import columns_of
 from ..trace import TableTrace, Trace
 from .accesses import accesses_of, read_accesses

@@ -9,8 +9,7 @@ from ..ids.id_map import map_bytes
 from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..optim.configs import RULES, RuleName
 from ..settings.sections import Checked, option
-from ..system.checks import require_choice
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt, require_choice
 from .dense import MLPERF_LAYERS, DenseWork, dlrm_work
 
 OptimizerName = Literal["none", RuleName]

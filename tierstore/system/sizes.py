@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..errors import BudgetError
-from .excerpt import excerpt
+from .checks import excerpt
 
 if TYPE_CHECKING:
     import torch

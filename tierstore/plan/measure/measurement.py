@@ -25,9 +25,7 @@ from torch.utils.benchmark import Timer
 from ...kernels.arrays import Int64s
 from ...kernels.jit import kernel
 from ...kernels.threads import default_threads
-from ...system.files import free_bytes
-from ...system.oserrors import needing
-from ...system.output import output_errors
+from ...system.files import free_bytes, needing, output_errors
 from ...system.sizes import format_size, machine_memory_bytes
 from ..host import Host, Link, Memory, Processor, Storage
 from ..parts.catalog import shown

@@ -16,7 +16,7 @@ from types import GenericAlias
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from ...settings.sections import ConfigError, check_ranges, converted, nearest, option
-from ...system.output import require_new
+from ...system.files import require_new
 from ...system.sizes import format_size
 from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
 from ..json_file import write_json
