@@ -53,8 +53,7 @@ class _Deferred:
 
 class _Main:
     """Of the main thread. ``arrived``: handlers that wait, each as an iterator that runs it, once; ``handlers``: of
-    each signal in ``_NUMBERS``, as last seen; ``deferred``: of those in Python number, what waits in its place, the
-    handler."""
+    each signal in ``_NUMBERS``, as last seen; ``deferred``: of those in Python number, deferred handler, handler."""
 
     def __init__(self) -> None:
         self.handlers: tuple[Any, ...] = ()

@@ -172,13 +172,14 @@ def warm_up(*, progress: Callable[[int, int], None]) -> WarmedUp:
     code in, or kernels are not compiled at all."""
     from ..errors import TierstoreError
     from ..kernels import jit
+    from ..kernels.threads import default_threads
 
     if not jit.JIT_ENABLED:
         raise TierstoreError("NUMBA_DISABLE_JIT is set: kernels run as plain Python; unset it to compile them")
     if jit.FOLDER is None:
         raise TierstoreError("nothing compiled; set NUMBA_CACHE_DIR to a folder that this user can write to")
     began, done = time.monotonic(), 0
-    with jit.start("everything", min(jit.default_threads(), _PROCESSES_MAX), stdout=subprocess.PIPE) as process:
+    with jit.start("everything", min(default_threads(), _PROCESSES_MAX), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
             total = int(process.stdout.readline() or 0)
