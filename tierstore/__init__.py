@@ -7,8 +7,8 @@ optimizer runs inside backward, and a commit is atomic over everything.
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from . import system as _system
 from .system import __version__
-from .system import sharded as _sharded
 
 __all__ = [
     "DynamicIds", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "QuantizeReport", "QuantizedTable", "Stats",
@@ -18,7 +18,7 @@ __all__ = [
     "plain_model", "prefetch", "quantize",
 ]  # fmt: skip
 
-_sharded.open_whole = lambda *source: importlib.import_module(f"{__name__}.dist.whole").open_whole(*source)
+_system.open_whole = lambda *source: importlib.import_module(f"{__name__}.dist.whole").open_whole(*source)
 _HOMES: Final = (
     "config", "nn.prefetch", "nn.jagged", "nn.embedding", "nn.collection", "nn.convert", "store", "pool.stats",
     "offline.quantization",

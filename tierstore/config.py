@@ -8,8 +8,7 @@ from . import optim
 from .errors import TableError
 from .ids import DynamicIds
 from .layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
-from .system.checks import hinting, require_choice, require_int
-from .system.excerpt import excerpt
+from .system.checks import excerpt, hinting, require_choice, require_int
 
 __all__ = ["MAX_KEPT_VERSIONS", "MAX_SLACK", "Pooling", "Rounding", "TableConfig", "require_names", "require_slack"]
 

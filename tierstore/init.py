@@ -51,8 +51,10 @@ class Initializer:
             if not math.isfinite(value):
                 raise ValueError(f"{name}={value} must be finite")
             object.__setattr__(self, name, np.asarray(value).tolist())  # Python's number, of numpy's
+        self._parameters()
 
     def _parameters(self) -> tuple[float, float, int]:
+        """Two of the distribution, and the seed. ValueError: there is no such distribution."""
         raise NotImplementedError
 
     def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int) -> None:
@@ -79,10 +81,8 @@ class Initializer:
         first, second, seed = self._parameters()
         if self.place is not None:
             keys = keys & ROW_MASK | (self.place << KEY_ROW_BITS)
-        fill_rows(
-            self._code, first, second, np.uint64(seed % 2**64), self.first_column, keys, slots, weights, dim,
-            dtype_code,
-        )  # fmt: skip
+        bits, column = np.uint64(seed % 2**64), self.first_column
+        fill_rows(self._code, first, second, bits, column, keys, slots, weights, dim, dtype_code)
 
     def rows(self, keys: Int64s, layout: RowLayout) -> Words:
         """Weights of whole rows before anything is written to them, uint64 [n, weight words of the layout]."""
@@ -143,12 +143,9 @@ class Uniform(_Random):
     kind: ClassVar[str] = "uniform"
     _code: ClassVar[int] = _UNIFORM
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _parameters(self) -> tuple[float, float, int]:
         if not self.low <= self.high:
             raise ValueError(f"Uniform: low={self.low} is above high={self.high}")
-
-    def _parameters(self) -> tuple[float, float, int]:
         return self.low, self.high, self.seed
 
 
@@ -162,12 +159,9 @@ class Normal(_Random):
     kind: ClassVar[str] = "normal"
     _code: ClassVar[int] = _NORMAL
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _parameters(self) -> tuple[float, float, int]:
         if self.std < 0:
             raise ValueError(f"Normal: std={self.std} is negative")
-
-    def _parameters(self) -> tuple[float, float, int]:
         return self.mean, self.std, self.seed
 
 

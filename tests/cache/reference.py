@@ -31,25 +31,9 @@ def _aligned(capacity: int, words: int) -> Words:
 
 
 class ReferenceCache:
-    """A ``RowCache`` made of dictionaries.
-
-    Args:
-        capacity: slots, at least 1.
-        weight_words: 64-bit words of weights a row.
-        state_words: 64-bit words of optimizer state a row.
-        policy: "lru", "lfu" or "tinylfu".
-
-    Raises:
-        ValueError: for any of them out of range.
-    """
+    """A ``RowCache`` made of dictionaries, for arguments in range."""
 
     def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: str) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity={capacity} must be at least 1")
-        if weight_words < 0 or state_words < 0:
-            raise ValueError(f"weight_words={weight_words}, state_words={state_words}: neither may be negative")
-        if policy not in CLASSES:
-            raise ValueError(f"policy={policy!r} is none of {', '.join(CLASSES)}")
         self.policy: Final = policy
         self.weights = _aligned(capacity, weight_words)
         self.state = _aligned(capacity, state_words)
@@ -103,13 +87,17 @@ class ReferenceCache:
     def is_loading(self, slots: Int32s) -> bool:
         return not self._loading.isdisjoint(slots.tolist())
 
-    def touch(self, slots: Int32s) -> None:
-        keys = [self._key_of(slot) for slot in dict.fromkeys(slots.tolist())]
-        self._rows.begin(len(slots))
-        for key in keys:
+    def use(self, keys: Int64s) -> Int32s | None:
+        slots = self.find(keys)
+        if slots.min(initial=0) < 0 or self.is_loading(slots):
+            return None
+        distinct = list(dict.fromkeys(keys.tolist()))
+        self._rows.begin(len(keys))
+        for key in distinct:
             self._rows[key]
-        self._counted.update(lookups=len(slots), hits=len(keys))
-        self._rows.settle(keys)
+        self._counted.update(lookups=len(keys), hits=len(distinct))
+        self._rows.settle(distinct)
+        return slots
 
     def admit(self, admission: Admission) -> AdmitStatus:
         if admission.progress[STAMP] < 0:
@@ -243,20 +231,11 @@ class ReferenceCache:
     def by_admission(self, slots: Int32s) -> Int32s:
         return np.array(sorted(slots.tolist(), key=self._admitted.__getitem__), np.int32)
 
-    def clean(self, slots: Int32s) -> Int32s:
-        return self._remove(slots, self._dirty)
-
     def frozen_of(self, slots: Int32s) -> Int32s:
         return np.array([slot for slot in slots.tolist() if slot in self._frozen], np.int32)
 
-    def thaw(self, slots: Int32s) -> Int32s:
-        return self._remove(slots, self._frozen)
-
-    @staticmethod
-    def _remove(slots: Int32s, members: set[int]) -> Int32s:
-        removed = [slot for slot in slots.tolist() if slot in members]
-        members.difference_update(removed)
-        return np.array(removed, np.int32)
+    def thaw(self, slots: Int32s) -> None:
+        self._frozen.difference_update(slots.tolist())
 
     def freeze(self) -> None:
         assert not self._frozen, f"{len(self._frozen)} slots are frozen already"
@@ -292,26 +271,9 @@ class ReferenceCache:
             self._counted.update(evictions=1)
 
     def check_integrity(self) -> None:
-        rows, pins = self._rows, self._rows.pins
-        listed = list(rows.eviction_order())
-        laws = {
-            "free + resident == capacity": len(self._free) + len(rows) == self.capacity,
-            "free slots are distinct": len(set(self._free)) == len(self._free),
-            "free slots hold no row": self._keys.keys().isdisjoint(self._free),
-            "each key leads to its slot": {slot: key for key in listed for slot in [self._rows.slots[key]]}
-            == self._keys,
-            "each row is listed once": len(listed) == len(rows) == len(self._keys),
-            "pins are of rows and positive": all(key in rows and pins[key] > 0 for key in pins),
-            "dirty slots hold rows": self._dirty <= self._keys.keys(),
-            "frozen slots hold rows": self._frozen <= self._keys.keys(),
-            "frozen slots are not dirty": self._frozen.isdisjoint(self._dirty),
-            "loading slots hold rows": self._loading <= self._keys.keys(),
-            "loading slots are clean": self._loading.isdisjoint(self._dirty | self._frozen),
-        }
-        broken = [law for law, holds in laws.items() if not holds]
-        if broken:
-            raise AssertionError(
-                f"reference cache: broken: {'; '.join(broken)}. Terms: capacity={self.capacity}, free={self._free}, "
-                f"listed={listed}, slots={self._keys}, pins={pins}, dirty={self._dirty}, "
-                f"frozen={self._frozen}, loading={self._loading}"
-            )
+        assert {slot: key for key, slot in self._rows.slots.items()} == self._keys
+        assert sorted([*self._free, *self._keys]) == list(range(self.capacity))
+        assert sorted(self._rows.eviction_order()) == sorted(self._keys.values())
+        assert self._loading | self._dirty | self._frozen <= self._keys.keys()
+        assert not self._loading & (self._dirty | self._frozen) | self._dirty & self._frozen
+        assert all(key in self._rows and pins > 0 for key, pins in self._rows.pins.items())

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.cache.reference import ReferenceCache
-from tests.cache.test_index import key_with
 from tests.conformance.row_cache import order_of, take
-from tierstore.cache.base import Admission, AdmitStatus
+from tests.kernels.test_hash_table import key_of_hash
+from tierstore.cache.base import Admission, AdmitStatus, Pinned
 from tierstore.cache.ddr import DdrCache
 from tierstore.kernels.arrays import Int32s, Int64s
+from tierstore.kernels.hashing import SECRET
 
-# Twelve ordinary keys, and four that share one fingerprint.
-KEYS = [*range(12), *(key_with(2**32 - 1, rest) for rest in range(4))]
+# Twelve ordinary keys, and four whose home is the last place of any index.
+KEYS = [*range(12), *(key_of_hash(2**64 - 1 - rest, SECRET) for rest in range(4))]
 batches = st.lists(st.sampled_from(KEYS), max_size=12).map(lambda keys: np.array(keys, np.int64))
 
 
@@ -76,15 +77,15 @@ class TwinMachine(RuleBasedStateMachine):
         assert self.fast.keys_of(fast.slots).tolist() == self.slow.keys_of(slow.slots).tolist()
         assert self.fast.keys_of(fast.slots)[fast.inverse[used]].tolist() == fast.keys[used].tolist()
 
-    def take(self, limit: int) -> tuple[Int32s, Int32s]:
+    def take(self, limit: int) -> tuple[Pinned, Pinned]:
         """The next victims, written back as far as they were dirty; frozen ones are only thawed."""
         for gap in (1, 2, limit):
             victims = self.fast.dirty_victims(limit, gap), self.slow.dirty_victims(limit, gap)
             assert self.fast.keys_of(victims[0]).tolist() == self.slow.keys_of(victims[1]).tolist()
-        thawed = self.fast.thaw(victims[0]), self.slow.thaw(victims[1])
-        assert self.fast.keys_of(thawed[0]).tolist() == self.slow.keys_of(thawed[1]).tolist()
-        fast, slow = take(self.fast, limit), take(self.slow, limit)
-        assert self.fast.keys_of(fast).tolist() == self.slow.keys_of(slow).tolist()
+        self.fast.thaw(victims[0])
+        self.slow.thaw(victims[1])
+        fast, slow = take(self.fast, victims[0]), take(self.slow, victims[1])
+        assert self.fast.keys_of(fast.slots).tolist() == self.slow.keys_of(slow.slots).tolist()
         return fast, slow
 
     def mark(self, fast: Int32s, slow: Int32s) -> None:
@@ -114,9 +115,9 @@ class TwinMachine(RuleBasedStateMachine):
                 break
             fast, slow = self.take(limit)
             if not is_lucky:
-                self.mark(fast, slow)
-            self.fast.unpin(fast)
-            self.slow.unpin(slow)
+                self.mark(fast.slots, slow.slots)
+            self.fast.release(fast)
+            self.slow.release(slow)
             if not is_lucky:
                 self.give_up(-1)
                 break
@@ -136,7 +137,9 @@ class TwinMachine(RuleBasedStateMachine):
         self.fill(flight)
         self.mark(flight.fast.slots, flight.slow.slots)
         for cache, slots in ((self.fast, flight.fast.slots), (self.slow, flight.slow.slots)):
-            assert cache.clean(slots[:limit]).tolist() == slots[:limit].tolist()
+            taken = take(cache, slots[:limit])
+            assert taken.slots.tolist() == slots[:limit].tolist()
+            cache.release(taken)
 
     @precondition(lambda self: self.flights)
     @rule(place=places, dirty=st.integers(0, 2**12 - 1))
@@ -146,8 +149,8 @@ class TwinMachine(RuleBasedStateMachine):
         self.same(flight)
         is_written = np.array([dirty >> i & 1 for i in range(flight.fast.num_unique)], np.bool_)
         self.mark(flight.fast.slots[is_written], flight.slow.slots[is_written])
-        self.fast.unpin(flight.fast.slots)
-        self.slow.unpin(flight.slow.slots)
+        self.fast.release(flight.fast)
+        self.slow.release(flight.slow)
 
     @precondition(lambda self: self.flights)
     @rule(place=places)
@@ -157,17 +160,18 @@ class TwinMachine(RuleBasedStateMachine):
             self.fast.release(flight.fast)
             self.slow.release(flight.slow)
 
-    @rule(keys=batches)
-    def touch(self, keys: Int64s) -> None:
-        fast, slow = self.both(self.resident(keys))
-        self.fast.touch(fast)
-        self.slow.touch(slow)
+    @rule(keys=batches, are_resident=st.booleans())
+    def use(self, keys: Int64s, are_resident: bool) -> None:
+        keys = self.resident(keys) if are_resident else keys
+        fast, slow = self.fast.use(keys), self.slow.use(keys)
+        assert (fast is None) == (slow is None)
+        assert fast is None or self.fast.keys_of(fast).tolist() == keys.tolist()
 
     @rule(limit=st.integers(0, 9))
     def write_back(self, limit: int) -> None:
         fast, slow = self.take(limit)
-        self.fast.unpin(fast)
-        self.slow.unpin(slow)
+        self.fast.release(fast)
+        self.slow.release(slow)
 
     @rule(key=st.sampled_from(KEYS))
     def evict(self, key: int) -> None:
@@ -191,7 +195,7 @@ class TwinMachine(RuleBasedStateMachine):
             self.slow.admit(admission)
             hits.append(not admission.num_missing)
             self.slow.filled(admission.missing_slots)
-            self.slow.unpin(admission.slots)
+            self.slow.release(admission)
         assert self.fast.access(keys).tolist() == hits
         for cache in (self.fast, self.slow):
             resident = cache.resident_slots()

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.reference import ReferenceCache
+from tests.conformance.row_cache import take
 from tierstore.cache.base import Admission, AdmitStatus, RowCache
 from tierstore.cache.full import FullCache
 from tierstore.layout import KEY_ROW_BITS
@@ -15,7 +16,7 @@ from tierstore.layout import KEY_ROW_BITS
 pytestmark = pytest.mark.kernel
 TABLES = {4: range(5), 1: range(10, 13), 7: range(1, 5)}
 KEYS = np.array([table << KEY_ROW_BITS | row for table, rows in TABLES.items() for row in rows], np.int64)
-CHANGES = ["pin", "unpin", "mark_dirty", "touch", "evict", "filled", "clean", "thaw"]
+CHANGES = ["mark_dirty", "use", "evict", "filled", "settle", "take", "thaw"]
 
 
 def full_cache() -> FullCache:
@@ -26,13 +27,16 @@ def admit(cache: RowCache, keys: Any) -> None:
     admission = Admission(keys)
     cache.admit(admission)
     cache.filled(admission.missing_slots)
-    cache.unpin(admission.slots)
+    cache.release(admission)
 
 
 def outcome(cache: RowCache, action: str, keys: Any) -> Any:
     """Keys that a call gives back, or that it was refused."""
     try:
-        given = getattr(cache, action)(*([] if keys is None else [cache.find(keys)]))
+        if action == "take":
+            cache.release(take(cache, cache.find(keys)))
+            return None
+        given = getattr(cache, action)(*([] if keys is None else [keys if action == "use" else cache.find(keys)]))
     except AssertionError:
         return "refused"
     return None if given is None else sorted(cache.keys_of(given).tolist())
@@ -73,7 +77,9 @@ def test_it_does_as_the_reference_cache_does(script: list[tuple[str, Any]], agai
                 assert cache.admit(admission) == AdmitStatus.COMPLETE
                 if action == "admit":
                     cache.filled(admission.missing_slots)
-                    cache.unpin(admission.slots)
+                    unique = admission.progress.tolist()
+                    cache.release(admission)
+                    admission.progress[:] = unique
                 elif action == "abandon":
                     cache.release(admission)
             one, other = admissions

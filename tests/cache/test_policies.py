@@ -16,15 +16,10 @@ from tierstore.kernels.jit import JIT_ENABLED
 
 NUM_REAL_LOOKUPS = 1_852_505
 REAL_HIT_RATES: dict[tuple[str, int], float] = {
-    ("lru", 2_000): 0.6033,
-    ("lru", 10_000): 0.7468,
     ("lru", 20_000): 0.8033,
-    ("lfu", 2_000): 0.6666,
     ("lfu", 10_000): 0.7909,
-    ("lfu", 20_000): 0.8349,
     ("tinylfu", 2_000): 0.6898,
     ("tinylfu", 10_000): 0.8049,
-    ("tinylfu", 20_000): 0.8430,
 }
 
 

@@ -12,7 +12,7 @@ import tierstore
 from tierstore import errors
 from tierstore.exchange import export_store, exporting
 from tierstore.exchange.rows import chunks
-from tierstore.system import output as output_module
+from tierstore.system import files as system_files
 
 from .support import DTYPES, OPTIMIZERS, STATES, bits, config, make_store, weights
 
@@ -118,7 +118,7 @@ def test_a_device_that_refuses_leaves_nothing(store, tmp_path, monkeypatch, code
     def refuse(*arguments):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(output_module.os, call, refuse)
+    monkeypatch.setattr(system_files.os, call, refuse)
     with pytest.raises((errors.DiskFullError, OSError)) as caught:
         export_store(store, tmp_path / "out")
     monkeypatch.undo()
@@ -132,8 +132,8 @@ def test_a_disk_too_small_is_told_before_anything_is_written(store, tmp_path, mo
     class Full:
         f_bavail, f_frsize, f_blocks = 1, 4096, 2**20
 
-    monkeypatch.setattr(output_module.os, "statvfs", lambda path: Full)
-    monkeypatch.setattr(output_module.os, "pwrite", None)
+    monkeypatch.setattr(system_files.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr(system_files.os, "pwrite", None)
     with pytest.raises(errors.DiskFullError, match=r"out: .* are needed and 4\.0 KiB are free"):
         export_store(store, tmp_path / "out")
     assert names(tmp_path) == ["store"]

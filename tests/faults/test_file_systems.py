@@ -21,7 +21,7 @@ from tests.children import run
 from tierstore import errors
 from tierstore.cli.entry import main
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.system.output import write_text
+from tierstore.system.files import write_text
 from tierstore.updates.delta import write_update
 
 from .test_real_devices import mounted

@@ -81,8 +81,10 @@ def test_any_minute_is_a_time(minute: int, is_given: bool, tmp_path: Path) -> No
     """Also the first; rows that are given when it is known are of it. It lasts, whatever becomes of the tables."""
     rules = DynamicIds(eviction=TTL(minutes=16))
     with tierstore.open(tmp_path, ddr="2MiB") as store:
-        store.set_time(60 * minute)
         table = store.create_table(replace(config(), ids=rules))
+        with pytest.raises(RuntimeError, match="set_time"):
+            table.admit(torch.tensor([1]))
+        store.set_time(60 * minute)
         if is_given:
             table.give_rows(np.array([1]))
         else:

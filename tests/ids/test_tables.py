@@ -153,22 +153,6 @@ def test_a_collection_gives_the_same_bits_prefetched_and_deferred(
     assert torch.equal(*outputs)
 
 
-def test_embeddings_weights_and_empty_bags(tiers: dict[str, Any]) -> None:
-    with tierstore.open(cold="memory", **tiers) as store:
-        table = store.create_table(config(admission=Frequency(2)))
-        rows = tierstore.TieredEmbedding(table)(torch.tensor([[5, 6], [5, 7]]))
-        assert rows.any(dim=2).tolist() == [[True, False], [True, False]]
-        rows.sum().backward()
-        weights = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-        bag = tierstore.TieredEmbeddingBag(table)
-        out = bag(torch.tensor([8, 5, 9]), torch.tensor([0, 2]), weights)
-        value = table.read(torch.tensor([5]))[0]
-        assert torch.equal(out.detach(), torch.stack([2 * value, torch.zeros(8)]))
-        out.sum().backward()
-        assert weights.grad is not None
-        assert torch.allclose(weights.grad, torch.tensor([0.0, float(value.sum()), 0.0]))
-
-
 @pytest.mark.parametrize("padding", [0, -1, -(2**63), BIG, 2**32 + 5])
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 def test_a_padding_index_is_any_id_and_never_has_a_row(padding: int, pooling: Any, tiers: dict[str, Any]) -> None:
@@ -201,17 +185,6 @@ def test_unseen_error_and_writes() -> None:
         assert table.pooled(torch.tensor([-4, -4]), torch.tensor([0, 2])).tolist() == [[4.0] * 8]
         with pytest.raises(IdError, match="admit"):
             store.create_table(config("other")).write(torch.tensor([1]), torch.ones(1, 8))
-
-
-def test_probability_is_a_function_of_seed_id_and_batch() -> None:
-    found = []
-    for _ in range(2):
-        with tierstore.open(cold="memory", ddr="2MiB") as store:
-            table = store.create_table(config(rows=5000, admission=Probability(0.25, seed=4)))
-            table.admit(torch.arange(4000))
-            found.append(listed(table))
-    assert found[0] == found[1]
-    assert 850 < len(found[0]) < 1150
 
 
 @pytest.mark.parametrize(
@@ -417,17 +390,6 @@ def test_a_call_that_refuses_what_goes_keeps_it_and_may_not_use_the_store() -> N
         table.admit(torch.tensor([6]))
         assert table.id_stats().evicted == 1
         assert not table.read(torch.tensor([7])).any()
-
-
-def test_time_goes_forward_and_is_needed() -> None:
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
-        table = store.create_table(replace(config(), ids=DynamicIds(eviction=TTL(minutes=5))))
-        with pytest.raises(RuntimeError, match="set_time"):
-            table.admit(torch.tensor([1]))
-        store.set_time(600)
-        table.admit(torch.tensor([1]))
-        with pytest.raises(ValueError, match="seconds"):
-            store.set_time(500)
 
 
 def test_rows_that_were_imported_before_any_time_is_known_are_of_the_first_batch() -> None:

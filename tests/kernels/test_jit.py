@@ -88,13 +88,12 @@ def _twice(x: int) -> int:
     return 2 * x
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(30, "Read-only file system")])
 @pytest.mark.parametrize("step", ["_save_index", "_save_data", "_load_index", "_open_for_write"])
 def test_a_kernel_that_cannot_be_kept_is_used(
-    step: str, error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
-        raise error
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     jit._tell_once.cache_clear()
@@ -104,20 +103,13 @@ def test_a_kernel_that_cannot_be_kept_is_used(
         assert compiled(21) == 42
     assert [record.message for record in caplog.records if str(tmp_path) in record.message]
     assert caplog.text.count("machine code cannot be kept there") == 1
-    assert str(error.strerror) in caplog.text
+    assert "No space left on device" in caplog.text
 
 
-OF_A_MODULE_THAT_WENT = b"ctierstore.gone\nkernel\n."
+OF_A_MODULE_THAT_WENT = pickle.dumps(numba.__version__) + b"ctierstore.gone\nkernel\n."
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\x80\x04no pickle",
-        *(pickle.dumps(numba.__version__) + end for end in (b"\x80\x04cut", OF_A_MODULE_THAT_WENT)),
-    ],
-)
+@pytest.mark.parametrize("content", [b"", b"\x80\x04no pickle", OF_A_MODULE_THAT_WENT])
 def test_an_index_of_kernels_that_cannot_be_read_is_written_again(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,7 +219,6 @@ def test_compiling_needs_no_terminal(stderr: object, monkeypatch: pytest.MonkeyP
     assert gc.isenabled()
 
 
-@pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
 @pytest.mark.parametrize("how", [[], ["killed"]])
 def test_the_process_that_compiles_ahead_ends_with_its_parent(tmp_path: Path, how: list[str]) -> None:
     done = subprocess.run(

@@ -23,7 +23,7 @@ import torch
 
 import tierstore
 from tierstore.system import killpoints
-from tierstore.system.dropped import ClosedWhenDropped, settle
+from tierstore.system.signals import ClosedWhenDropped, settle
 
 ROWS, DIM = 20_000, 16
 CONFIG = tierstore.TableConfig(

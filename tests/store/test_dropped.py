@@ -14,7 +14,7 @@ import torch
 
 import tierstore
 from tierstore import errors, optim
-from tierstore.system.dropped import settle
+from tierstore.system.signals import settle
 
 CONFIG = tierstore.TableConfig(name="item", num_embeddings=40, embedding_dim=8, optimizer=optim.SGD(lr=0.1))
 SAID = "{}: changes of 1 table since the last commit are dropped (item); call store.commit() before close"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.errors import FormatError, TierstoreError, TruncatedError
-from tierstore.system.excerpt import excerpt, excerpt_names
+from tierstore.system.checks import excerpt, excerpt_names
 from tierstore.system.files import read_plain_file, require_plain_file
 
 

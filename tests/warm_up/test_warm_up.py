@@ -11,7 +11,7 @@ import pytest
 from tierstore import cli
 from tierstore.kernels import jit
 from tierstore.kernels.jit import JIT_ENABLED
-from tierstore.warm_up import compiling
+from tierstore.warm_up import ahead
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
 FOUND = """
@@ -36,17 +36,10 @@ jit._Kernel.compile = note
 ahead._do("first_run")
 print(list(used))
 """
-NOWHERE = """
-import sys
-from numba.core import caching
-caching._CacheLocator.ensure_cache_path = lambda _: open("/dev/null/no")
-from tierstore import cli
-sys.exit(cli.main(["compile"]))
-"""
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(Path(compiling.__file__).parent), *sys.path])
+    path = os.pathsep.join([str(Path(ahead.__file__).parent), *sys.path])
     return subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
@@ -67,22 +60,24 @@ def test_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     told = f"3\n{{}}\n{tmp_path / 'kernels'}\n"
     for ticks, said in (("+++", "compiled 3 kernels in 0 s"), ("", "nothing to do")):
         script = [sys.executable, "-c", f"print({told.format(ticks)!r}, end='')"]
-        monkeypatch.setattr(compiling, "start", lambda *_, s=script, **options: subprocess.Popen(s, **options))
+        monkeypatch.setattr(jit, "start", lambda *_, s=script, **options: subprocess.Popen(s, **options))
         assert cli.main(["compile"]) == 0
         assert capsys.readouterr().out == f"{said}; {tmp_path / 'kernels'} holds 2.0 KiB of machine code\n"
 
 
 def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     script = [sys.executable, "-c", "import sys; sys.exit(3)"]
-    monkeypatch.setattr(compiling, "start", lambda *_, **options: subprocess.Popen(script, **options))
+    monkeypatch.setattr(jit, "start", lambda *_, **options: subprocess.Popen(script, **options))
     assert cli.main(["compile"]) == 1
     assert "ended with status 3" in capsys.readouterr().err
 
 
-def test_without_a_folder_to_keep_kernels_in() -> None:
-    done = run(NOWHERE)
-    assert done.returncode == 1
-    assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in done.stderr
+def test_without_a_folder_to_keep_kernels_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jit, "FOLDER", None)
+    assert cli.main(["compile"]) == 1
+    assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in capsys.readouterr().err
 
 
 def test_once_a_first_run_is_compiled_no_process_looks_for_its_kernels(

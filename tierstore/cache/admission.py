@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..kernels.arrays import Bools, Int32s, Int64s, Words
+from ..kernels import hash_table
+from ..kernels.arrays import Bools, Int32s, Int64s
+from ..kernels.hash_table import Uint32s
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from .base import (
@@ -26,12 +28,11 @@ from .base import (
     restart,
     unpin_slot,
 )
-from .cache_state import CacheState, Tally
-from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch, place_in
+from .cache_state import CacheState, SlotRecords, Tally, fetch_slot, place_in
 from .policies import policy_insert, policy_remove, policy_touch
 from .tinylfu import HIT, KEPT, NUM_SPEEDS, HalfLife, choose_rate, policy_begin, policy_settle, sample_key
 
-_TOUCHED: Final = 32  # set only within ``touch_slots``
+_TOUCHED: Final = 32  # set only within ``use_keys``
 
 _COMPLETE, _DIRTY_VICTIM, _ALL_PINNED = (int(status) for status in AdmitStatus)
 
@@ -39,8 +40,8 @@ _COMPLETE, _DIRTY_VICTIM, _ALL_PINNED = (int(status) for status in AdmitStatus)
 @inline
 def _drop(state: CacheState, slot: Any) -> None:
     """Take a clean, unpinned row out of index and policy; its slot is then in no list."""
-    slots = state.slots
-    index_erase(state.entries, slots[slot]["key"], slot)
+    slots, secret, bits = state.slots, state.tallies[Tally.SECRET], state.tallies[Tally.SLOT_BITS]
+    hash_table.erase(state.entries, slots, slots[slot]["key"], slot, secret, bits)
     policy_remove(state, state.bucket, slot)
     state.tallies[Tally.FILLED] -= slots[slot]["flags"] & LOADING == 0
     slots[slot]["flags"] = 0
@@ -63,10 +64,10 @@ def _free_slot(state: CacheState) -> Any:
 @inline
 def _enter(state: CacheState, key: Any, slot: Any, flags: Any) -> None:
     """Make the key resident in a slot that is in no list."""
-    slots = state.slots
+    slots, secret, bits = state.slots, state.tallies[Tally.SECRET], state.tallies[Tally.SLOT_BITS]
     slots[slot]["key"] = key
     slots[slot]["flags"] = flags
-    index_insert(state.entries, key, slot)
+    hash_table.insert(state.entries, key, slot, secret, bits, 0, 2 * state.entries.size)
     policy_insert(state, state.bucket, slot)
     state.tallies[Tally.RESIDENT] += 1
     state.tallies[Tally.FILLED] += flags & LOADING == 0
@@ -83,6 +84,7 @@ def admit_keys(
     the call, so a call walks past each pinned slot once. A slot leaves the cursor before it moves.
     """
     slots, tallies = state.slots, state.tallies
+    secret, bits = tallies[Tally.SECRET], tallies[Tally.SLOT_BITS]
     root = np.int64(slots.size - 1)
     consumed, num_unique, num_missing = progress[CONSUMED], progress[NUM_UNIQUE], progress[NUM_MISSING]
     policy_begin(state, keys.size - consumed)
@@ -92,8 +94,8 @@ def admit_keys(
     while consumed < keys.size:
         position = place_in(order, consumed)
         key = keys[position]
-        index_prefetch(state.entries, slots, keys, order, consumed)
-        slot = index_find(state.entries, slots, key)
+        fetch_slot(state.entries, slots, keys, order, consumed, secret, bits)
+        slot = hash_table.find(state.entries, slots, key, secret, bits)
         if slot >= 0:
             if slots[slot]["stamp"] == stamp:
                 inverse[position] = slots[slot]["number"]
@@ -141,11 +143,11 @@ def admit_keys(
 @inline
 def _replay(state: CacheState, keys: Int64s) -> Any:
     """Single accesses; nothing is pinned or dirty. Returns how many hit."""
-    slots = state.slots
+    slots, secret, bits = state.slots, state.tallies[Tally.SECRET], state.tallies[Tally.SLOT_BITS]
     hits = 0
     for key in keys:
         policy_begin(state, 1)
-        slot = index_find(state.entries, slots, key)
+        slot = hash_table.find(state.entries, slots, key, secret, bits)
         if slot >= 0:
             hits += 1
             policy_touch(state, state.bucket, slot)
@@ -231,25 +233,30 @@ def replay_batches(
 
 
 @kernel
-def find_keys(entries: Words, records: SlotRecords, keys: Int64s, found: Int32s) -> None:
-    """The place of each key's record that an index leads to, or -1."""
+def find_keys(entries: Uint32s, slots: SlotRecords, tallies: Int64s, keys: Int64s, found: Int32s) -> None:
+    """The slot of each key, or -1."""
+    secret, bits = tallies[Tally.SECRET], tallies[Tally.SLOT_BITS]
     for i in range(keys.size):
-        index_prefetch(entries, records, keys, found[:0], i)
-        found[i] = index_find(entries, records, keys[i])
+        fetch_slot(entries, slots, keys, found[:0], i, secret, bits)
+        found[i] = hash_table.find(entries, slots, keys[i], secret, bits)
 
 
 @kernel
-def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
-    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
+def use_keys(state: CacheState, keys: Int64s, found: Int32s, distinct: Int32s) -> bool:
+    """``RowCache.use``: whether all rows are in; ``found`` receives their slots, ``distinct`` each slot once, in order
+    of first use; ``Tally.HITS`` counts them."""
     slots, tallies = state.slots, state.tallies
-    bad, count = NOTHING_WRONG, 0
-    policy_begin(state, chosen.size)
-    for i in range(chosen.size):
-        slot = np.int64(chosen[i])
-        if not is_resident(slots["flags"][:-1], slot):
-            bad = i
-            break
-        tallies[Tally.LOOKUPS] += 1
+    secret, bits = tallies[Tally.SECRET], tallies[Tally.SLOT_BITS]
+    for i in range(keys.size):
+        fetch_slot(state.entries, slots, keys, found[:0], i, secret, bits)
+        slot = hash_table.find(state.entries, slots, keys[i], secret, bits)
+        if slot < 0 or slots[slot]["flags"] & LOADING:
+            return False
+        found[i] = slot
+    count = 0
+    policy_begin(state, keys.size)
+    for i in range(keys.size):
+        slot = np.int64(found[i])
         if not slots[slot]["flags"] & _TOUCHED:
             slots[slot]["flags"] |= _TOUCHED
             distinct[count] = slot
@@ -257,21 +264,9 @@ def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
             policy_touch(state, state.bucket, slot)
     for i in range(count):
         slots[distinct[i]]["flags"] &= ~_TOUCHED
+    tallies[Tally.LOOKUPS] += keys.size
     tallies[Tally.HITS] += count
     policy_settle(state, count)
-    return bad
-
-
-@kernel
-def use_keys(state: CacheState, keys: Int64s, found: Int32s, distinct: Int32s) -> bool:
-    """``DdrCache.use``: whether all rows are in; ``found`` receives their slots, ``distinct`` as of ``touch_slots``."""
-    for i in range(keys.size):
-        index_prefetch(state.entries, state.slots, keys, found[:0], i)
-        slot = index_find(state.entries, state.slots, keys[i])
-        if slot < 0 or state.slots[slot]["flags"] & LOADING:
-            return False
-        found[i] = slot
-    touch_slots(state, found, distinct)
     return True
 
 

@@ -58,10 +58,10 @@ class AdmitStatus(IntEnum):
 
 
 class CacheCounters(NamedTuple):
-    """Running totals since the cache was made; ``hits + misses`` counts unique rows of each ``admit`` or ``touch``."""
+    """Running totals since the cache was made; ``hits + misses`` counts unique rows of each ``admit`` or ``use``."""
 
     lookups: int
-    """Keys given to ``admit`` or ``touch`` or ``access``, duplicates counted."""
+    """Keys given to ``admit`` or ``use`` or ``access``, duplicates counted."""
     hits: int
     misses: int
     evictions: int
@@ -176,7 +176,7 @@ def indexes(slots: Int32s) -> Any:
 
 
 class RowCache(ABC):
-    """The base class of row caches. Slots are int32, keys int64 (``layout.KEY_ROW_BITS``).
+    """The base class. Slots are int32, keys int64 (``layout.KEY_ROW_BITS``).
 
     Attributes:
         weights, state: uint64 [capacity, words], 64-byte aligned: the arenas.
@@ -238,16 +238,9 @@ class RowCache(ABC):
         """int32 [n]: each key's slot, or -1. Changes nothing, not even the policy's order."""
 
     @abstractmethod
-    def touch(self, slots: Int32s) -> None:
-        """Count hits without an admission: one access of each distinct slot, in order of first use."""
-
     def use(self, keys: Int64s) -> Int32s | None:
-        """``find`` and ``touch``: int32 [n]. None, and nothing changes, if a row is not in, or awaited."""
-        slots = self.find(keys)
-        if slots.min(initial=0) < 0 or self.is_loading(slots):
-            return None
-        self.touch(slots)
-        return slots
+        """``find``, and count hits without an admission: one access of each distinct slot, in order of first use. None,
+        and nothing changes, if a row is not in, or awaited."""
 
     @abstractmethod
     def admit(self, admission: Admission) -> AdmitStatus:
@@ -268,8 +261,7 @@ class RowCache(ABC):
         return self._keys_in(slots)
 
     @abstractmethod
-    def _keys_in(self, slots: Int32s) -> Int64s:
-        """``keys_of`` resident slots."""
+    def _keys_in(self, slots: Int32s) -> Int64s: ...
 
     @abstractmethod
     def resident_slots(self) -> Int32s:
@@ -330,18 +322,15 @@ class RowCache(ABC):
         self._require(_pin_slots(self.flags, self.pins, self.tallies, slots), slots, "pin", "resident")
 
     def unpin(self, slots: Int32s) -> None:
-        """Undo one pin of each slot; rows that are loading and not pinned any more are dropped.
-        AssertionError if one is not pinned."""
-        slots = checked(slots)
-        self._unpin(slots, np.array([0, len(slots), 0, -1]))
+        """Undo one pin of each slot; rows that are loading and not pinned any more are dropped: a caller cut short
+        before leaves them loading, which is a miss for the next admission. AssertionError if one is not pinned."""
+        self._unpin(checked(slots), np.array([0, len(slots), 0, -1]))
 
     def release(self, pinned: Pinned) -> None:
         """``unpin`` these slots; then ``pinned``, or an admission, is as it was before its first use. Again is fine."""
-        self._unpin(pinned.unique_slots, pinned.progress)
+        self._unpin(pinned.slots, pinned.progress)
 
     def _unpin(self, slots: Int32s, progress: Int64s) -> None:
-        """A caller cut short before rows are dropped leaves them loading, which is a miss for the next admission."""
-        slots = slots[: progress.item(NUM_UNIQUE)]
         bad, loading = _unpin_slots(self.flags, self.pins, self.tallies, slots, progress)
         self._require(bad, slots, "unpin", "pinned")
         if loading:
@@ -363,20 +352,15 @@ class RowCache(ABC):
 
     def settle(self, slots: Int32s) -> None:
         """Make those of these slots clean that are dirty and were not marked so again since ``take``."""
-        self._clear(slots, DIRTY, DIRTY | CHANGED, Tally.DIRTY)
+        _clear_slots(self.flags, self.tallies, checked(slots), DIRTY, DIRTY | CHANGED, int(Tally.DIRTY))
 
-    def clean(self, slots: Int32s) -> Int32s:
-        """Make dirty slots clean; returns those of ``slots`` that were dirty, in order. Their rows were written."""
-        return self._clear(slots, DIRTY, DIRTY, Tally.DIRTY)
+    def clean(self, slots: Int32s) -> None:
+        """Make those of these slots clean that are dirty: their rows were written."""
+        _clear_slots(self.flags, self.tallies, checked(slots), DIRTY, DIRTY, int(Tally.DIRTY))
 
-    def thaw(self, slots: Int32s) -> Int32s:
-        """Make frozen slots clean; returns those of ``slots`` that were frozen, in order. Their rows were written."""
-        return self._clear(slots, FROZEN, FROZEN, Tally.FROZEN)
-
-    def _clear(self, slots: Int32s, flag: int, among: int, tally: Tally) -> Int32s:
-        slots = checked(slots)
-        cleared: Int32s = np.empty(len(slots), np.int32)
-        return cleared[: _clear_slots(self.flags, self.tallies, slots, flag, among, int(tally), cleared)]
+    def thaw(self, slots: Int32s) -> None:
+        """Make those of these slots clean that are frozen: their rows were written."""
+        _clear_slots(self.flags, self.tallies, checked(slots), FROZEN, FROZEN, int(Tally.FROZEN))
 
     def frozen_of(self, slots: Int32s) -> Int32s:
         """Those of ``slots`` that are frozen, in order. Changes nothing."""
@@ -527,19 +511,13 @@ def _take_slots(
 
 
 @kernel
-def _clear_slots(
-    flags: Any, tallies: Int64s, chosen: Int32s, flag: int, among: int, tally: int, cleared: Int32s
-) -> int:  # fmt: skip
-    """Clear a flag of slots that have it, and no other ``among`` these. ``cleared`` lists them; returns how many."""
-    count = 0
+def _clear_slots(flags: Any, tallies: Int64s, chosen: Int32s, flag: int, among: int, tally: int) -> None:
+    """Clear a flag of slots that have it, and no other ``among`` these."""
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
         if is_resident(flags, slot) and flags[slot] & among == flag:
             flags[slot] = (flags[slot] | (flag | CHANGED)) ^ (flag | CHANGED)
-            cleared[count] = slot
-            count += 1
-    tallies[tally] -= count
-    return count
+            tallies[tally] -= 1
 
 
 @kernel

@@ -8,11 +8,23 @@ from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..kernels import hash_table
 from ..kernels.arrays import Bytes, Int32s, Int64s, Words
 from ..kernels.hashing import SECRET
 from ..kernels.jit import uncounted_inline as inline
-from .index import SLOT_DTYPE, SlotRecords, index_places
+
+SlotRecords = NDArray[Any]
+
+SLOT_DTYPE: Final = np.dtype(
+    [
+        ("key", np.int64), ("previous", np.int32), ("next", np.int32), ("stamp", np.int32), ("number", np.int32),
+        ("pins", np.int32), ("flags", np.int16), ("rank", np.int16),
+    ]
+)  # fmt: skip
+"""All a hit needs to know of a slot, in half a cache line. ``previous``, ``next`` and ``rank`` are the policy's;
+``stamp`` and ``number`` are the admission that last resolved the slot and the row's unique number in it."""
 
 BUCKET_BYTES: Final = 4 + 8 + 4  # of LFU, per slot: the slot's bucket, and one bucket (there are never more than slots)
 ALIGNMENT_BYTES: Final = 64  # a cache line, and a block of the sketch
@@ -42,6 +54,8 @@ class Tally(IntEnum):
     RATE: Final = 16  # by which each access advances the clock
     FILLED: Final = 17  # resident rows that are not loading
     CLOCK: Final = 18  # TinyLFU: since ``BASE`` rose
+    SECRET: Final = 19  # of ``kernels.hashing``, by which the index places keys
+    SLOT_BITS: Final = 20  # of an entry of the index, that have the slot
 
 
 NUM_TALLIES: Final = len(Tally)
@@ -51,7 +65,7 @@ class CacheState(NamedTuple):
     """Arrays of LFU are None under another policy, whose kernels are compiled without their code; TinyLFU's are
     empty."""
 
-    entries: Words  # uint64 [index_places(capacity)]: the index, see index.py
+    entries: hash_table.Uint32s  # uint32 [num_places(capacity)]: the index, see kernels/hash_table.py
     slots: SlotRecords  # SLOT_DTYPE [capacity + 1]; the last is the root of the list
     bucket: Int32s | Any  # LFU, int32 [capacity]: a resident slot's bucket
     bucket_count: Int64s | Any  # LFU, int64 [capacity]: accesses of each row in the bucket
@@ -73,7 +87,7 @@ def sketch_width(capacity: int) -> int:
 def _layout(capacity: int, policy: str) -> dict[str, Any]:
     """Of each array that the policy has a use for: its type and length."""
     layout: dict[str, Any] = {
-        "entries": (np.uint64, index_places(capacity)), "slots": (SLOT_DTYPE, capacity + 1),
+        "entries": (np.uint32, hash_table.num_places(capacity)), "slots": (SLOT_DTYPE, capacity + 1),
         "tallies": (np.int64, NUM_TALLIES),
     }  # fmt: skip
     if policy == "lfu":
@@ -125,7 +139,7 @@ def new_state(capacity: int, policy: str) -> CacheState:
     state.slots[capacity]["previous"] = state.slots[capacity]["next"] = capacity
     state.level_tail[:] = capacity
     state.tallies[Tally.MAIN_LAST] = capacity
-    state.entries[-1] = SECRET
+    state.tallies[Tally.SECRET], state.tallies[Tally.SLOT_BITS] = SECRET, capacity.bit_length()
     return state
 
 
@@ -144,3 +158,20 @@ def link_after(slots: SlotRecords, slot: Any, before: Any) -> None:
     slots[slot]["next"] = after
     slots[before]["next"] = slot
     slots[after]["previous"] = slot
+
+
+@inline
+def place_in(order: Int32s, number: Any) -> Any:
+    """uint64: the position that comes ``number``-th in an order, of which an empty one is that of positions."""
+    return np.uint64(order[number]) if order.size else np.uint64(number)
+
+
+@inline
+def fetch_slot(
+    entries: hash_table.Uint32s, slots: SlotRecords, keys: Int64s, order: Int32s, number: Any, secret: int, bits: int
+) -> None:
+    """Before the find of the key that comes ``number``-th in ``order``: have the places of a key further on in the
+    processor's caches, and the slot of a nearer one. Each find needs two dependent reads, which overlap so."""
+    if number + hash_table.FAR < keys.size:
+        hash_table.fetch_places(entries, keys[place_in(order, number + hash_table.FAR)], secret)
+        hash_table.fetch_record(entries, slots, keys[place_in(order, number + hash_table.NEAR)], secret, bits)

@@ -8,7 +8,7 @@
            LRU where a sample says that it hits more
 =========  =====================================================================
 
-Besides its rows a cache needs ``OVERHEAD_BYTES`` for each: 12 of index, 32 of slot record, with LFU 16 of buckets, with
+Besides its rows a cache needs ``OVERHEAD_BYTES`` for each: 7 of index, 32 of slot record, with LFU 16 of buckets, with
 TinyLFU 16 of sketch. And a cache of any size up to 500 bytes, with TinyLFU 37 KiB. Memory is taken from the system as
 slots are first used.
 """
@@ -38,6 +38,7 @@ from .base import (
 from .cache_state import (
     BUCKET_BYTES,
     LEVELS,
+    SLOT_DTYPE,
     CacheState,
     Tally,
     arena_bytes,
@@ -45,11 +46,10 @@ from .cache_state import (
     sketch_width,
     state_bytes_of,
 )
-from .index import SLOT_DTYPE
 from .policies import ranks_of
 from .tinylfu import IN_WINDOW, half_life_bytes_of, new_half_life
 
-INDEX_BYTES: Final = 12
+INDEX_BYTES: Final = 7
 OVERHEAD_BYTES: Final[dict[str, int]] = {
     "lru": INDEX_BYTES + SLOT_DTYPE.itemsize,
     "lfu": INDEX_BYTES + SLOT_DTYPE.itemsize + BUCKET_BYTES,
@@ -107,6 +107,7 @@ class DdrCache(RowCache):
         require_choice(policy, POLICIES, "policy")
         self.policy: Final = resolve_policy(policy)
         self._cache_state: CacheState = new_state(capacity, self.policy)
+        self._index = self._cache_state.entries, self._cache_state.slots, self._cache_state.tallies
         self._half_life = new_half_life(self._cache_state)
         slots = self._cache_state.slots[:-1]
         super().__init__(
@@ -121,19 +122,10 @@ class DdrCache(RowCache):
     def find(self, keys: Int64s) -> Int32s:
         keys = checked(keys, "int64")
         found: Int32s = np.empty(len(keys), np.int32)
-        kernels.find_keys(self._cache_state.entries, self._cache_state.slots, keys, found)
+        kernels.find_keys(*self._index, keys, found)
         return found
 
-    def touch(self, slots: Int32s) -> None:
-        slots = checked(slots)
-        distinct, before = np.empty_like(slots), self._cache_state.tallies[_HITS]
-        self._require(kernels.touch_slots(self._cache_state, slots, distinct), slots, "touch", "resident")
-        if self.policy == "tinylfu":
-            distinct = distinct[: self._cache_state.tallies[_HITS] - before]
-            kernels.sample_slots(self._cache_state, self._half_life, distinct)
-
     def use(self, keys: Int64s) -> Int32s | None:
-        """See RowCache; by one compiled call."""
         keys = checked(keys, "int64")
         (found, distinct), before = np.empty((2, len(keys)), np.int32), self._cache_state.tallies.item(_HITS)
         if not kernels.use_keys(self._cache_state, keys, found, distinct):
@@ -264,13 +256,13 @@ def _slot_terms(state: CacheState) -> _Terms:
     flags, pins = slots["flags"][:-1], slots["pins"][:-1]
     free = _freed(slots["next"][:-1], int(tallies[Tally.FREE_SLOT]), int(tallies[Tally.USED_SLOTS]))
     found: Int32s = np.empty(len(listed), np.int32)
-    kernels.find_keys(state.entries, slots, slots["key"][listed], found)
+    kernels.find_keys(state.entries, slots, tallies, slots["key"][listed], found)
     num_resident, unclean = tallies[Tally.RESIDENT], flags & (DIRTY | FROZEN)
     return {
         "free slots": (root - num_resident, free >= 0),
         "resident": (num_resident, flags & RESIDENT),
         "filled": (tallies[Tally.FILLED], flags & (RESIDENT | LOADING) == RESIDENT),
-        "index entries": (num_resident, state.entries[:-1]),
+        "index entries": (num_resident, state.entries),
         "listed": (num_resident, listed >= 0),
         "dirty": (tallies[Tally.DIRTY], flags & DIRTY),
         "frozen": (tallies[Tally.FROZEN], flags & FROZEN),

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from ..kernels.arrays import Bytes, Int32s, Int64s
+from ..kernels.hash_table import ABSENT
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS, ROW_MASK
@@ -33,8 +34,7 @@ from .base import (
     is_resident,
     pin_slot,
 )
-from .cache_state import NUM_TALLIES, Tally, arena_bytes
-from .index import ABSENT, place_in
+from .cache_state import NUM_TALLIES, Tally, arena_bytes, place_in
 
 TABLE_BYTES: Final = 5 * 8  # host memory for each table of a store
 FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
@@ -158,9 +158,12 @@ class FullCache(RowCache):
     def find(self, keys: Int64s) -> Int32s:
         return self.numbering.find(keys, self.flags)
 
-    def touch(self, slots: Int32s) -> None:
-        slots = checked(slots)
-        self._require(_touch(slots, self.flags, self.number, self.tallies), slots, "touch", "resident")
+    def use(self, keys: Int64s) -> Int32s | None:
+        slots = self.find(keys)
+        if slots.min(initial=0) < 0 or not self.are_in(slots):
+            return None
+        _count_hits(slots, self.number, self.tallies)
+        return slots
 
     def admit(self, admission: Admission) -> AdmitStatus:
         assert not admission.consumed, "an admission takes one call"
@@ -223,18 +226,15 @@ def _are_in(slots: Int32s, flags: Bytes) -> bool:
 
 
 @kernel
-def _touch(slots: Int32s, flags: Bytes, number: Int32s, tallies: Int64s) -> int:
-    """Count lookups, and distinct slots as hits: NOTHING_WRONG. Or, nothing counted, the first without a row."""
+def _count_hits(slots: Int32s, number: Int32s, tallies: Int64s) -> None:
+    """Count lookups, and distinct slots as hits."""
     for i in range(slots.size):
-        if not 0 <= slots[i] < flags.size or flags[slots[i]] == 0:
-            return i
         number[slots[i]] = i
     for i in range(slots.size):
         if i + _AHEAD < slots.size:
             prefetch_item(number, np.int64(slots[i + _AHEAD]))
         tallies[Tally.HITS] += number[slots[i]] == i
     tallies[Tally.LOOKUPS] += slots.size
-    return NOTHING_WRONG
 
 
 @kernel

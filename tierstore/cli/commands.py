@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import TableError
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.sizes import format_count, format_size
 from ..system.terminal import arg, byte_bar, command, progress_bar
 

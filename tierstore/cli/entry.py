@@ -13,7 +13,7 @@ from ..serve.command import add_arguments as add_serve_arguments
 from ..serve.command import serve
 from ..settings.sections import nearest
 from ..system import __version__
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.processes import launched_rank
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD
@@ -161,7 +161,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _require_outputs(options: argparse.Namespace) -> None:
     """Report what would prevent the files that are written after training, before it begins."""
-    from ..system.output import require_new
+    from ..system.files import require_new
 
     named = [name for name in (options.json, options.html) if name is not None]
     for name in named:
@@ -177,7 +177,7 @@ def _tell(summary: "Summary", options: argparse.Namespace) -> None:
     if options.json is not None:
         summary.write(options.json)
     if options.html is not None:
-        from ..system.output import write_text
+        from ..system.files import write_text
         from ..train.page import page_of
 
         name = Path(options.run_file).name

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
     """What would prevent the file, reported before minutes of work."""
-    from ..system.output import require_new, require_other
+    from ..system.files import require_new, require_other
 
     if path:
         require_other(Path(path), sources)
@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
     from ..plan.planning import plan, write_json
     from ..plan.report import describe, page_of
-    from ..system.output import write_text
+    from ..system.files import write_text
 
     result = plan(asked)
     print(describe(result, colours=sys.stdout.isatty()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.sizes import format_size, parse_size
 from ..system.terminal import Command, arg, columns_of, command, progress_bar
 from .commands import OPTIMIZERS
@@ -29,7 +29,7 @@ _SEARCHES: Final = (_BEAM, "size", "dim", "lookups", "size-lookups", "random")
 
 def _measure(options: argparse.Namespace) -> int:
     from ..dist.placement.measure import measure_ranks
-    from ..system.output import require_new
+    from ..system.files import require_new
     from ..system.processes import launched_rank
     from ..train.processes import meeting
 
@@ -58,7 +58,7 @@ def _plan(options: argparse.Namespace) -> int:
     from ..dist import Plan, Sharding
     from ..dist.placement import RankCosts, Search, demand_of, greedy, predict
     from ..plan.presets import load_workload
-    from ..system.output import require_new, require_other
+    from ..system.files import require_new, require_other
     from ..trace import read_trace
 
     require_other(Path(options.plan), [each for each in (options.workload, options.costs, options.trace) if each])
@@ -123,7 +123,7 @@ def _describe(tables: "list[TableConfig]", found: "Prediction") -> list[str]:
 
 def _towers(options: argparse.Namespace) -> int:
     from ..settings.sections import Override
-    from ..system.output import require_new, require_other, write_text
+    from ..system.files import require_new, require_other, write_text
     from ..train.config import load
     from ..train.partition import partition_run
 

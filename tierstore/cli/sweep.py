@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..system.output import write_text
+from ..system.files import write_text
 from ..system.sizes import format_count
 from ..system.terminal import arg, command
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..system.output import require_new, require_other, write_text
+from ..system.files import require_new, require_other, write_text
 from ..system.terminal import Command, arg, command
 
 if TYPE_CHECKING:

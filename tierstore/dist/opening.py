@@ -25,10 +25,9 @@ from ..errors import DamagedError, StoreLockedError, StoreNotFoundError, Tiersto
 from ..store import Store, open_store
 from ..store.files import Opened, open_files
 from ..store.manifest import MANIFEST_NAME, parts_in
-from ..system.excerpt import excerpt
-from ..system.files import make_directory, sync_directory
+from ..system.checks import excerpt
+from ..system.files import make_directory, output_errors, require_room, sync_directory
 from ..system.killpoints import reach
-from ..system.output import output_errors, require_room
 from .parts import NO_COMMITS, Commits, Source, in_common, newer_set, open_parts, part_sets, read_commits
 from .plan import Sharding
 from .ranks import Ranks

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
-from ..system.checks import require_choice, require_int
-from ..system.excerpt import excerpt
-from ..system.output import write_text
+from ..system.checks import excerpt, require_choice, require_int
+from ..system.files import write_text
 
 ShardingType = Literal[
     "data_parallel", "table_wise", "row_wise", "table_row_wise", "column_wise", "table_column_wise", "grid_shard"

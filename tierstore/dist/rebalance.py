@@ -15,8 +15,8 @@ import torch
 from ..errors import TableError
 from ..exchange.rows import CHUNK_BYTES, read_rows, write_rows
 from ..store import Store
-from ..system.dropped import settle
 from ..system.killpoints import reach
+from ..system.signals import settle
 from .plan import Sharding
 from .ranks import Ranks
 from .table import ShardedTable

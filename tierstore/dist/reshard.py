@@ -19,7 +19,7 @@ from ..store import Store, Table, open_store
 from ..store.files import new_store, open_files, require_outside
 from ..store.manifest import MANIFEST_NAME
 from ..store.stored_ids import ids_bytes
-from ..system.output import require_room
+from ..system.files import require_room
 from .parts import Commits, Parts, of_columns, open_parts
 from .plan import Plan, Shard, Sharding
 from .table import ShardedTable, local_config, whole_config

@@ -13,8 +13,7 @@ from ..kernels.arrays import Int64s
 from ..lookup.dynamic import Use
 from ..store import Store, Table, open_store
 from ..system.checks import require_choice
-from ..system.files import write_all
-from ..system.output import partial_file, require_room
+from ..system.files import partial_file, require_room, write_all
 from .rows import CHUNK_BYTES, chunks, numbered, read_keys
 from .tensor_files import (
     DEFAULT_KEY,

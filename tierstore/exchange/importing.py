@@ -24,7 +24,7 @@ from ..pool.converting import raw_weights
 from ..store import Store, Table, open_store
 from ..store.files import kept_if_committed
 from ..store.version import TableState
-from ..system.excerpt import excerpt, excerpt_names
+from ..system.checks import excerpt, excerpt_names
 from .rows import chunks, numbered, write_keys
 from .tensor_files import (
     IDS,

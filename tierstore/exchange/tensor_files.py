@@ -24,7 +24,7 @@ from ..config import TableConfig
 from ..errors import FormatError
 from ..optim import Optimizer
 from ..store.version import TableState
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.files import write_all
 
 DEFAULT_KEY: Final = "embedding_bags.{table}.weight"

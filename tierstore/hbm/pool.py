@@ -278,7 +278,7 @@ class HbmPool(DeviceRows):
             self._staging.bring(keys[entering.stop :], behind, self._below.take)
             overflow.filled(extra)
             lying = lying.index_copy(0, places[entering.stop :], behind)
-        overflow.touch(own)
+        overflow.use(overflow.keys_of(own))
         return lying, np.concatenate([extra, own])
 
     # Writing rows down; the caller holds ``lock`` and is on the side stream

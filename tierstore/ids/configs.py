@@ -10,6 +10,11 @@ Unseen = Literal["zeros", "error", "init"]
 MAX_SEEN: Final = 255
 
 
+def _require(part: Any, name: str, low: int, high: int) -> None:
+    """Have the number as Python's."""
+    object.__setattr__(part, name, require_int(getattr(part, name), name, low, high))
+
+
 @dataclass(frozen=True)
 class Admission:
     """Base: which ids get a row."""
@@ -34,9 +39,9 @@ class Frequency(Admission):
     kind: ClassVar[str] = "frequency"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "times", require_int(self.times, "times", 2, MAX_SEEN))
+        _require(self, "times", 2, MAX_SEEN)
         if self.candidates is not None:
-            object.__setattr__(self, "candidates", require_int(self.candidates, "candidates", 1, 2**31 - 1))
+            _require(self, "candidates", 1, 2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,7 @@ class LFU(Eviction):
 
     def __post_init__(self) -> None:
         if self.half_life_steps is not None:
-            steps = require_int(self.half_life_steps, "half_life_steps", 1, 2**31)
-            object.__setattr__(self, "half_life_steps", steps)
+            _require(self, "half_life_steps", 1, 2**31)
 
     @property
     def scores(self) -> str:
@@ -116,8 +120,7 @@ class TTL(Eviction):
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise ValueError("TTL takes either steps or minutes")
-        name = "steps" if self.minutes is None else "minutes"
-        object.__setattr__(self, name, require_int(self.span, name, 1, 2**30))
+        _require(self, "steps" if self.minutes is None else "minutes", 1, 2**30)
 
     @property
     def scores(self) -> str:

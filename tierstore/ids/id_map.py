@@ -1,40 +1,29 @@
-"""From id to row: an open-addressing hash table of row numbers, and an array of the rows' ids.
+"""From id to row: a hash table of row numbers (``kernels.hash_table``), and an array of the rows' ids and scores.
 
-A place of the table is one uint32: row + 1 in its lower bits, as many as the capacity needs, and in the others how far
-it lies behind its home, the largest number standing for all above. 0 is empty. So a probe reads the ids of rows of its
-own home alone, and a deletion reads none. With 1.7 places a row, a row takes 12 bytes for id and score, in one cache
-line, 6.8 bytes of the table, and one of the queue of those that may lose their ids next; up to 4 where many have one
-score.
-
-Sources: hash as in ``kernels.hashing``; range reduction, D. Lemire, Fast random integer generation in an interval
-(2019); deletion by backward shift, D. Knuth, The Art of Computer Programming, vol. 3, section 6.4, algorithm R.
+A row takes 12 bytes for id and score, in one cache line, 7 bytes of the table, and one of the queue of those that may
+lose their ids next; up to 4 where many have one score.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels import hash_table
 from ..kernels.arrays import Bools, Float64s, Int32s, Int64s, Words
-from ..kernels.hashing import SECRET, keyed_hash, mix64, unit
+from ..kernels.hash_table import FAR, NEAR, Records, Uint32s, num_places
+from ..kernels.hashing import SECRET, mix64, unit
 from ..kernels.jit import inline, kernel, prefetch_item
+from ..kernels.slots import unique_in_order
 from ..kernels.threads import Workers
 
-Uint32s = NDArray[np.uint32]
-Records = NDArray[np.void]
-
-ABSENT: Final = -1
 MAX_SCORE: Final = 2**30 - 1
 _KEPT: Final = 2**30
 _DIRTY: Final = 2**31
 """The mark of a row has its score, 0 if it has no id, and above that: it may not lose its id now; something of it
 changed since it was last frozen."""
 _CHUNK_BITS: Final = 9  # of the number of a row in its chunk: chunks without changed rows are passed over
-_RECORD: Final = np.dtype([("id", np.int64), ("mark", np.uint32)])
-_FAR: Final = 32
-_NEAR: Final = 16
-_PROBES: Final = 8
+_RECORD: Final = np.dtype([("key", np.int64), ("mark", np.uint32)])
 _HALF: Final = np.uint64(32)
 _ROW: Final = np.uint64(2**32 - 1)
 _SAMPLED_ROWS: Final = 2**14
@@ -44,52 +33,21 @@ _DIGITS: Final = 2**11
 _ONE_THREAD: Final = Workers(1)
 
 
-@inline
-def _home(wanted: int, places: int, secret: int) -> Any:
-    return np.int64(((keyed_hash(wanted, secret) >> _HALF) * np.uint64(places)) >> _HALF)
-
-
-@inline
-def _entry(row: Any, distance: Any, row_bits: int) -> np.uint32:
-    farthest = (1 << (32 - row_bits)) - 1
-    return np.uint32(min(distance, farthest) << row_bits | (row + 1))
-
-
-@inline
-def _fetch_places(index: Uint32s, wanted: int, secret: int) -> None:
-    """Into the processor's caches, those that a probe for this id looks at; it may cross into the next line."""
-    home = _home(wanted, index.size, secret)
-    prefetch_item(index, home)
-    prefetch_item(index, min(home + _PROBES, index.size - 1))
-
-
 @kernel
 def find_rows(
     begin: int, end: int, wanted: Int64s, score: int, index: Uint32s, records: Records, row_bits: int, secret: int,
     dirty: Bools, rows: Int64s,
 ) -> None:  # fmt: skip
     """``rows[i]``: the row of ``wanted[i]``, or -1; for i in [begin, end). Rows get the ``score``, unless it is 0."""
-    mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
     for i in range(begin, end):
-        if i + _FAR < end:
-            _fetch_places(index, wanted[i + _FAR], secret)
-        if i + _NEAR < end:
-            entry = np.int64(index[_home(wanted[i + _NEAR], size, secret)])
-            if entry != 0:
-                prefetch_item(records, (entry & mask) - 1)
-        place, distance, row = _home(wanted[i], size, secret), 0, np.int64(ABSENT)
-        while True:
-            entry = np.int64(index[place])
-            if entry == 0:
-                break
-            if entry >> row_bits == min(distance, farthest) and records[(entry & mask) - 1]["id"] == wanted[i]:
-                row = (entry & mask) - 1
-                if score:
-                    records[row]["mark"] = np.uint32(score | _DIRTY)
-                    dirty[row >> _CHUNK_BITS] = True
-                break
-            distance += 1
-            place = place + 1 if place + 1 < size else 0
+        if i + FAR < end:
+            hash_table.fetch_places(index, wanted[i + FAR], secret)
+        if i + NEAR < end:
+            hash_table.fetch_record(index, records, wanted[i + NEAR], secret, row_bits)
+        row = hash_table.find(index, records, wanted[i], secret, row_bits)
+        if score and row >= 0:
+            records[row]["mark"] = np.uint32(score | _DIRTY)
+            dirty[row >> _CHUNK_BITS] = True
         rows[i] = row
 
 
@@ -106,14 +64,14 @@ def empty_from(index: Uint32s, place: int) -> Any:
 
 
 @kernel
-def homes_in(begin: int, end: int, first: int, size: int, secret: int, ids: Int64s, mine: Int32s) -> Any:
+def homes_in(begin: int, end: int, first: int, index: Uint32s, secret: int, ids: Int64s, mine: Int32s) -> Any:
     """The first of ``mine``: which ids have their homes in [begin, end); returns how many. ``first``: the first home
     there is."""
-    count = 0
+    count: Any = 0
     for i in range(ids.size):
-        home = _home(ids[i], size, secret)
+        home = np.int64(hash_table.home_of(index, ids[i], secret))
         mine[count] = i
-        count += begin <= home + (size if home < first else 0) < end
+        count += begin <= home + (index.size if home < first else 0) < end
     return count
 
 
@@ -124,22 +82,13 @@ def insert_rows(
 ) -> None:  # fmt: skip
     """Give those of ``mine`` of the rows their ids, distinct and not in the table. Note which are in: not one that
     would have to go to ``end``."""
-    size = index.size
     for n in range(mine.size):
-        if n + _FAR < mine.size:
-            _fetch_places(index, ids[mine[n + _FAR]], secret)
-            prefetch_item(records, rows[mine[n + _FAR]])
+        if n + FAR < mine.size:
+            hash_table.fetch_places(index, ids[mine[n + FAR]], secret)
+            prefetch_item(records, rows[mine[n + FAR]])
         i = mine[n]
-        if is_in[i]:
-            continue
-        home = _home(ids[i], size, secret)
-        home += size if home < first else 0
-        place = home
-        while index[place - size if place >= size else place] != 0:
-            place += 1
-        if place < end:
-            index[place - size if place >= size else place] = _entry(rows[i], place - home, row_bits)
-            records[rows[i]]["id"] = ids[i]
+        if not is_in[i] and hash_table.insert(index, ids[i], rows[i], secret, row_bits, first, end):
+            records[rows[i]]["key"] = ids[i]
             records[rows[i]]["mark"] = scores[i] | np.uint32(_DIRTY)
             dirty[rows[i] >> _CHUNK_BITS] = True
             is_in[i] = True
@@ -150,30 +99,14 @@ def remove_rows(
     mine: Int32s, index: Uint32s, records: Records, row_bits: int, secret: int, dirty: Bools, rows: Int64s, ids: Int64s
 ) -> None:
     """Take those of ``mine`` of the rows out of the table, which have these ids."""
-    mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
     for n in range(mine.size):
-        if n + _FAR < mine.size:
-            _fetch_places(index, ids[mine[n + _FAR]], secret)
-            prefetch_item(records, rows[mine[n + _FAR]])
-        i = mine[n]
-        hole = _home(ids[i], size, secret)
-        while np.int64(index[hole]) & mask != rows[i] + 1:
-            hole = hole + 1 if hole + 1 < size else 0
-        place, gap = hole, 0  # from the hole to the place
-        while True:
-            place, gap = place + 1 if place + 1 < size else 0, gap + 1
-            entry = np.int64(index[place])
-            if entry == 0:
-                break
-            row, distance = (entry & mask) - 1, entry >> row_bits
-            if distance == farthest:
-                distance = (place - _home(records[row]["id"], size, secret)) % size
-            if distance >= gap:  # its home does not lie behind the hole
-                index[hole] = _entry(row, distance - gap, row_bits)
-                hole, gap = place, 0
-        index[hole] = np.uint32(0)
-        records[rows[i]]["mark"] = np.uint32(_DIRTY)
-        dirty[rows[i] >> _CHUNK_BITS] = True
+        if n + FAR < mine.size:
+            hash_table.fetch_places(index, ids[mine[n + FAR]], secret)
+            prefetch_item(records, rows[mine[n + FAR]])
+        row = rows[mine[n]]
+        hash_table.erase(index, records, ids[mine[n]], row, secret, row_bits)
+        records[row]["mark"] = np.uint32(_DIRTY)
+        dirty[row >> _CHUNK_BITS] = True
 
 
 @kernel
@@ -215,22 +148,20 @@ def free_from(cursor: int, records: Records, rows: Int64s) -> Any:
 def absent(wanted: Int64s, rows: Int64s, secret: int) -> tuple[Int64s, Int64s]:
     """Ids without rows, int64 [n], distinct, and how often each comes, int64 [n]. They are numbered in order of first
     use: ``rows[i]`` becomes -2 less the number."""
-    most, places, count = np.count_nonzero(rows < 0), 1, 0
-    while places < 2 * most:
-        places *= 2
-    scratch, mask = np.full(places, -1, np.int32), np.uint64(places - 1)
-    new, counts = np.empty(most, np.int64), np.empty(most, np.int64)
-    for i in range(rows.size):
-        if rows[i] == ABSENT:
-            place = keyed_hash(wanted[i], secret) & mask
-            while scratch[place] >= 0 and new[scratch[place]] != wanted[i]:
-                place = np.uint64(place + np.uint64(1)) & mask
-            if scratch[place] < 0:
-                scratch[place], new[count], counts[count] = count, wanted[i], 0
-                count += 1
-            counts[scratch[place]] += 1
-            rows[i] = -2 - scratch[place]
-    return new[:count], counts[:count]
+    most, size = np.count_nonzero(rows < 0), 1
+    while size < 2 * most:
+        size *= 2
+    places, keys, found = np.empty(most + 1, np.int64), np.empty(most + 1, np.int64), 0
+    for i in range(rows.size if most else 0):
+        places[found], keys[found] = i, wanted[i]
+        found += rows[i] < 0  # without a jump that is taken at random
+    new, inverse = np.empty(most, np.int64), np.empty(most, np.int32)
+    count = unique_in_order(keys[:most], np.full(size, np.int32(-1)), new, inverse, secret)
+    counts = np.zeros(count, np.int64)
+    for i in range(most):
+        rows[places[i]] = -2 - inverse[i]
+        counts[inverse[i]] += 1
+    return new[:count], counts
 
 
 @kernel
@@ -274,9 +205,9 @@ def are_scores(scores: Any) -> bool:
 def gather_ids(begin: int, end: int, records: Records, rows: Int64s, ids: Int64s) -> None:
     """``ids[i]``: that of row ``rows[i]``; for i in [begin, end)."""
     for i in range(begin, end):
-        if i + _FAR < end:
-            prefetch_item(records, rows[i + _FAR])
-        ids[i] = records[rows[i]]["id"]
+        if i + FAR < end:
+            prefetch_item(records, rows[i + FAR])
+        ids[i] = records[rows[i]]["key"]
 
 
 @kernel
@@ -326,11 +257,7 @@ def lowest(rows: Int64s, scores: Uint32s, ids_of: Callable[[Int64s], Int64s], co
 
 def map_bytes(capacity: int) -> int:
     """Bytes of an ``IdMap``."""
-    return (_RECORD.itemsize + 1) * capacity + 4 * _places(capacity)
-
-
-def _places(capacity: int) -> int:
-    return capacity + capacity * 7 // 10 + 1
+    return (_RECORD.itemsize + 1) * capacity + 4 * num_places(capacity)
 
 
 @inline
@@ -364,8 +291,8 @@ def next_victims(
     while bucket + 1 < starts.size and count < wanted:
         below = count
         for place in range(starts[bucket], starts[bucket + 1]):
-            if place + _FAR < queue.size:
-                prefetch_item(records, queue[place + _FAR])
+            if place + FAR < queue.size:
+                prefetch_item(records, queue[place + FAR])
             mark = records[queue[place]]["mark"]
             if _bucket(mark, 0, 0, bound) >= 0:
                 is_first = False
@@ -388,11 +315,11 @@ class IdMap:
 
     def __init__(self, capacity: int, workers: Workers = _ONE_THREAD) -> None:
         self._records: Records = np.zeros(capacity, _RECORD)
-        self.ids: Int64s = self._records["id"]
+        self.ids: Int64s = self._records["key"]
         self._marks: Uint32s = self._records["mark"]
         self._dirty: Bools = np.zeros((capacity >> _CHUNK_BITS) + 1, np.bool_)
         self.num_used = self.cursor = 0
-        self._index: Uint32s = np.zeros(_places(capacity), np.uint32)
+        self._index: Uint32s = np.zeros(num_places(capacity), np.uint32)
         self._arrays = self._index, self._records, capacity.bit_length(), SECRET, self._dirty  # what kernels take
         self._workers = workers
         self._forget_queue()
@@ -483,7 +410,7 @@ class IdMap:
 
         def each(begin: int, end: int) -> None:
             mine = lists[bounds.index(begin)]
-            work(mine[: homes_in(begin, end, first, size, SECRET, ids, mine)], end, first)
+            work(mine[: homes_in(begin, end, first, self._index, SECRET, ids, mine)], end, first)
 
         self._workers.run(each, [*bounds, first + size])
 

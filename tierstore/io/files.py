@@ -11,8 +11,16 @@ from typing import Final
 import lmdb
 
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
-from ..system.files import free_bytes, require_plain_file, sync_directory, write_all
-from ..system.oserrors import FULL, RESTORE, TOLD, translate_os_error
+from ..system.files import (
+    FULL,
+    RESTORE,
+    TOLD,
+    free_bytes,
+    require_plain_file,
+    sync_directory,
+    translate_os_error,
+    write_all,
+)
 from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, newer_meta, pages_of, parse_meta, repoint
 from .free_list import check_page_use
 from .mapped import FileMap, map_length

@@ -15,8 +15,7 @@ import numpy as np
 from ..errors import ReadOnlyError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
-from ..system.files import sync_directory
-from ..system.oserrors import translate_os_error
+from ..system.files import sync_directory, translate_os_error
 from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 from .follower import CommitFollower, NewerCommit

@@ -25,8 +25,8 @@ from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int64s, Words
 from ..kernels.jit import kernel
 from ..layout import PAGE_HEADER_WORDS
+from ..system.files import RESTORE
 from ..system.killpoints import reach
-from ..system.oserrors import RESTORE
 from .mapped import queue_parts
 from .places import Segments
 from .reads import KeyedRows, RowReader

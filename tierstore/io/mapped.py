@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import JIT_ENABLED, inline, kernel
-from ..system.oserrors import translate_os_error
+from ..system.files import translate_os_error
 from ..system.page_cache import map_shared, unmap
 from .reader_locks import FileLocks
 from .sigbus import Guard

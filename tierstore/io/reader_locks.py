@@ -40,7 +40,7 @@ from typing import Final
 import lmdb
 
 from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
-from ..system.oserrors import needing, translate_os_error
+from ..system.files import needing, translate_os_error
 from ..system.processes import OwnDescriptor
 from .uring import Rings
 

@@ -9,7 +9,7 @@ from io import BytesIO
 from typing import Final, NamedTuple, TypeVar
 
 from ..errors import ChecksumError, DamagedError, FormatError
-from ..system.oserrors import RESTORE
+from ..system.files import RESTORE
 from .btree import META_KEY, SEGMENTS_KEY
 from .checksum import bytes_checksum
 from .segments import Stored, numbers_hash, stored_segments

@@ -11,9 +11,8 @@ from typing import Final
 from ..errors import ClosedError, StoreNotFoundError, TierstoreError
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
-from ..system.files import directory_locked, sync_directory
+from ..system.files import RESTORE, directory_locked, sync_directory, translate_os_error
 from ..system.killpoints import reach
-from ..system.oserrors import RESTORE, translate_os_error
 from ..system.processes import disown_in_forks
 from . import files, records
 from .files import SUPERBLOCK_NAME

@@ -33,7 +33,7 @@ import numpy as np
 from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int64s, Words
 from ..layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
-from ..system.oserrors import RESTORE
+from ..system.files import RESTORE
 from .mapped import HUGE_PAGE_BYTES, use_huge_pages
 from .places import (
     Listed,

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedError, TruncatedError, UnreadableError
 from ..kernels.jit import JIT_ENABLED
-from ..system.oserrors import RESTORE
+from ..system.files import RESTORE
 from ..system.processes import disown_in_forks
 
 _SLOTS: Final = 256

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import DamagedError, StoreReplacedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Words
-from ..system.oserrors import RESTORE
+from ..system.files import RESTORE
 from . import btree
 from .btree import Entries, Meta, Pages, WalkStatus, sound_metas
 from .free_list import check_page_use, pages_freed, pages_freed_since

@@ -30,9 +30,8 @@ import numpy as np
 
 from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, TierstoreError
 from ..layout import PAGE_HEADER_WORDS
-from ..system.files import read_plain_file, sync_directory, write_all
+from ..system.files import RESTORE, read_plain_file, sync_directory, translate_os_error, write_all
 from ..system.killpoints import reach
-from ..system.oserrors import RESTORE, translate_os_error
 from . import btree, records
 from .btree import META_READ_BYTES, Meta, sound_metas
 from .checksum import bytes_checksum

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import JIT_ENABLED
 from ..kernels.jit import uncounted_helper as inline
-from ..system.dropped import ClosedWhenDropped
 from ..system.page_cache import map_shared, unmap
 from ..system.processes import OwnDescriptor, disown_in_forks
+from ..system.signals import ClosedWhenDropped
 
 DEPTH: Final = 128  # reads in flight
 BUFFER_WORDS: Final = DEPTH * 512

@@ -5,15 +5,14 @@ directions are exact where possible and else round to nearest, ties to even (IEE
 and stores elements of either.
 
 Updated weights may be rounded stochastically: one between two neighbouring halfs, ``low <= |weight| <= high``, becomes
-``high`` with probability ``(|weight| - low) / (high - low)``, else ``low``, so that on average it stays what it was
-(G. E. Forsythe: Reprint of a note on rounding-off errors, SIAM Review 1, 1959). Steps much smaller than the gap between
-two halfs then add up, where rounding to nearest drops each of them (S. Gupta, A. Agrawal, K. Gopalakrishnan,
-P. Narayanan: Deep Learning with Limited Numerical Precision, ICML 2015). A weight that is a half stays it. Beyond the
-largest half, for infinity and for NaN, a weight becomes what rounding to nearest gives.
+``high`` with probability ``(|weight| - low) / (high - low)``, else ``low``. So on average it stays what it was, and
+steps much smaller than the gap between two halfs add up (G. E. Forsythe, SIAM Review 1, 1959; S. Gupta et al., Deep
+Learning with Limited Numerical Precision, ICML 2015). Beyond the largest half, for infinity and for NaN, a weight
+becomes what rounding to nearest gives.
 
-Random bits are those of ``init``: SplitMix64's output function of a counter. They depend on the seed of the table's
-initializer, the number of the table's update, the row's key (table index and row) and the column, and on nothing else:
-neither threads nor tiers nor the parts that a batch is worked off in change a bit.
+Random bits are those of ``init``. They depend on the seed of the table's initializer, the number of the table's update,
+the row's key (table index and row) and the column, and on nothing else: neither threads nor tiers nor the parts of a
+batch change a bit.
 """
 
 from typing import Final

@@ -18,18 +18,12 @@ depends on it. Kernels take it as an argument: a constant would be in machine co
 
 
 @uncounted_inline
-def half_mixed(value: Any) -> np.uint64:
-    """``mixed`` without the last step, which changes the lower half, and one bit of the upper."""
-    mixed_once = np.uint64(value)
-    mixed_once = np.uint64((mixed_once ^ (mixed_once >> np.uint64(30))) * _MIX_A)
-    return np.uint64((mixed_once ^ (mixed_once >> np.uint64(27))) * _MIX_B)
-
-
-@uncounted_inline
 def mixed(value: Any) -> np.uint64:
     """SplitMix64's output function but for its first step, "Mix13" of D. Stafford: a mixer of 64 bits."""
-    half = half_mixed(value)
-    return np.uint64(half ^ (half >> np.uint64(31)))
+    bits = np.uint64(value)
+    bits = np.uint64((bits ^ (bits >> np.uint64(30))) * _MIX_A)
+    bits = np.uint64((bits ^ (bits >> np.uint64(27))) * _MIX_B)
+    return np.uint64(bits ^ (bits >> np.uint64(31)))
 
 
 @kernel
@@ -38,10 +32,10 @@ def mix64(value: np.uint64) -> np.uint64:
     return mixed(np.uint64(value + GOLDEN))
 
 
-@inline
+@uncounted_inline
 def keyed_hash(value: Any, secret: int) -> np.uint64:
     """What hash tables place an int64 by."""
-    return mix64(np.uint64(value) ^ np.uint64(secret))
+    return mixed(np.uint64(value) ^ np.uint64(secret))
 
 
 @inline

@@ -29,7 +29,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import numba
 import numpy as np
@@ -155,7 +155,6 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
             self._begin()
 
     def on_end(self, event: Any) -> None:
-        """And is done, or failed."""
         if event.data["dispatcher"] is self._outermost:
             self._outermost = None
             self.compiled += 1
@@ -215,19 +214,17 @@ def _end(process: "subprocess.Popen[bytes]", parent: int) -> None:
         process.communicate()
 
 
-def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
+def _compile(function: Callable[..., Any], *, from_python: bool = True, **options: Any) -> Any:
     # Nobody in C calls kernels by name, and nobody at all helpers but kernels, in whose machine code they are. Wrappers
     # for such callers, and keeping helpers on disk, took a quarter of the time to compile everything.
     wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": not from_python}
     compiled: Any = numba.njit(nogil=True, error_model="numpy", **wrappers, **options)(function)
     if from_python and FOLDER is not None:
         _keep(compiled, function)
-    result: F = compiled
-    return result
+    return compiled
 
 
 def _keep(compiled: Any, function: Callable[..., Any]) -> None:
-    """Have its machine code kept on disk, if there is a folder that this user can write to."""
     with contextlib.suppress(RuntimeError, OSError):
         compiled._cache = _Cache(function)
 
@@ -237,8 +234,7 @@ def kernel(function: F, **options: Any) -> F:
     compiled: Any = _compile(function, **options)
     if JIT_ENABLED:
         compiled.__class__ = _Kernel
-    result: F = compiled
-    return result
+    return cast(F, compiled)
 
 
 def _by_type(function: F, *, constants: int = 0, **options: Any) -> F:
@@ -255,8 +251,7 @@ def _by_type(function: F, *, constants: int = 0, **options: Any) -> F:
             return resolve((*args[:constants], *map(types.unliteral, args[constants:])), plain)
 
         compiled.get_call_template = by_type
-    result: F = compiled
-    return result
+    return cast(F, compiled)
 
 
 def inline(function: F) -> F:
@@ -264,15 +259,16 @@ def inline(function: F) -> F:
     return _by_type(function)
 
 
+# Uncounted: without reference counting; the function must create no array, string or other counted object. Passing a
+# tuple of arrays to a helper makes numba count references by atomic instructions: kernels of small helpers are two to
+# four times as fast without.
+
+
 def uncounted_kernel(function: F) -> F:
-    """As ``kernel``, without reference counting; the function must create no array, string or other counted object.
-    Passing a tuple of arrays to a helper makes numba count references by atomic instructions: kernels of small
-    helpers are two to four times as fast without."""
     return kernel(function, _nrt=False)
 
 
 def uncounted_helper(function: F) -> F:
-    """A helper of uncounted kernels that the compiler may leave apart."""
     return _by_type(function, _nrt=False)
 
 

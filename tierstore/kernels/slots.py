@@ -16,12 +16,6 @@ from .jit import uncounted_inline as inline
 from .jit import uncounted_template as template
 from .simd import WIDE, WIDEST, fill, halved, item, load, put, store
 
-__all__ = [
-    "ABSENT", "DONE", "MAX", "MEAN", "MODES", "SCRATCH_SLOTS", "SUM", "copy_offsets", "copy_rows_in",
-    "copy_rows_of_ids", "copy_rows_out", "dot_rows", "group_rows", "halving_sum", "join_ids", "look_up",
-    "order_by_sample", "padded_width", "pool_rows", "put_rows", "row_keys", "unique_in_order",
-]  # fmt: skip
-
 SUM: Final = 0
 MEAN: Final = 1
 MAX: Final = 2
@@ -88,8 +82,7 @@ def join_ids(
 
 @inline
 def _first_outside(ids: Ids, begin: int, end: int, num_rows: int) -> Any:
-    """The position in ``[begin, end)`` of the first id that is not in ``[0, num_rows)``. One was not: if none is now,
-    as somebody changed it, ``begin``."""
+    """In ``[begin, end)``, of an id not in ``[0, num_rows)``; ``begin`` if somebody changed the one that was not."""
     for position in range(begin, end):
         row = np.int64(item(ids, position))
         if row < 0 or row >= num_rows:
@@ -102,8 +95,7 @@ def _pool_columns(
     lanes: int, low: int, high: int, known: int, shift: int, fresh: bool, slots: Int32s, scale: Floats,
     weights: Weights, dtype_code: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
 ) -> None:  # fmt: skip
-    """The columns ``[column, column + lanes)`` of one bag, whose positions are ``[low, high)``; slots are known up to
-    position ``known``."""
+    """Of one bag, whose positions are ``[low, high)``; slots are known up to position ``known``."""
     pooled = fill(np.float32(0), lanes) if fresh else load(out, sample, target, FLOAT32, lanes)
     is_scaled = scale.shape[0] > 0
     for position in range(low, high):
@@ -245,7 +237,7 @@ def _block_end(bag_starts: Int64s, begin: int, end: int) -> Any:
     """Where the bags from ``begin`` on, but not behind ``end``, have ``BLOCK_POSITIONS`` together; at least one bag."""
     low, high = begin + 1, end
     if bag_starts[high] - bag_starts[begin] <= BLOCK_POSITIONS:
-        return high
+        low = high
     while low < high:
         middle = (low + high + 1) // 2
         if bag_starts[middle] - bag_starts[begin] <= BLOCK_POSITIONS:
@@ -257,8 +249,7 @@ def _block_end(bag_starts: Int64s, begin: int, end: int) -> Any:
 
 @inline
 def _take_slots(ids: Ids, begin: int, end: int, base: int, num_rows: int, slots: Int32s, place: int) -> bool:
-    """Put ``base + id`` of the ids at ``[begin, end)`` into ``slots`` from ``place`` on; whether all are in [0,
-    num_rows)."""
+    """``base + id`` of the ids at ``[begin, end)`` into ``slots`` from ``place`` on; whether all are in the table."""
     signs = np.int64(0)
     for i in range(end - begin):  # without a way out, so that it is done in vectors
         row = np.int64(item(ids, begin + i))

@@ -94,25 +94,14 @@ class _TorchTeam:
             self._shared.work_off()
 
 
-class _Fork:
-    """Notes in a forked process that it is one: GNU's OpenMP waits there for threads that only the parent has."""
-
-    is_noted = False
-
-    def note(self) -> None:
-        self.is_noted = True
-        _torch_team.cache_clear()
-
-
-_FORK: Final = _Fork()
-os.register_at_fork(after_in_child=_FORK.note)
+_MAIN_PROCESS: Final = os.getpid()
 
 
 @functools.cache
 def _torch_team() -> _TorchTeam | None:
-    """None where another OpenMP, or another system, is in use, and in a forked process. Other packages, as
-    scikit-learn, may have loaded a GNU's of their own."""
-    if _FORK.is_noted:
+    """None where another OpenMP, or another system, is in use, and in a forked process, where GNU's waits for threads
+    that only the parent has. Other packages, as scikit-learn, may have loaded a GNU's of their own."""
+    if os.getpid() != _MAIN_PROCESS:
         return None
     try:
         maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
@@ -121,6 +110,9 @@ def _torch_team() -> _TorchTeam | None:
         return _TorchTeam(own[0]) if len(own) == 1 else None
     except (AttributeError, OSError):
         return None
+
+
+os.register_at_fork(after_in_child=_torch_team.cache_clear)
 
 
 class Workers:
@@ -132,17 +124,16 @@ class Workers:
 
     def run(self, work: Callable[[int, int], Any], bounds: Sequence[int]) -> None:
         """Call ``work(begin, end)`` for each pair of neighbours in ``bounds``; return, or raise, when all are done."""
-        if self._executor is not None and len(bounds) > 2:
-            self._run_shared(self._executor, work, list(itertools.pairwise(bounds)))
+        ranges = list(itertools.pairwise(bounds))
+        if self._executor is not None and len(ranges) > 1:
+            self._run_shared(self._executor, work, ranges)
             return
-        for begin, end in itertools.pairwise(bounds):
+        for begin, end in ranges:
             if begin < end:
                 work(begin, end)
 
     @shielded
-    def _run_shared(
-        self, executor: ThreadPoolExecutor, work: Callable[[int, int], Any], ranges: Sequence[Range]
-    ) -> None:
+    def _run_shared(self, executor: ThreadPoolExecutor, work: Callable[[int, int], Any], ranges: list[Range]) -> None:
         shared, team = _Shared(work, ranges), _torch_team()
         if team is None or not team.run(shared, len(ranges)):
             with contextlib.suppress(RuntimeError, MemoryError):  # a thread cannot start: the others do its part
@@ -160,9 +151,7 @@ class Workers:
         if parts > 1:
             # Of whole numbers: for others, numpy would convert all of starts.
             targets = starts[0] + np.arange(1, parts) * total // parts
-            bounds = [0, *np.searchsorted(starts, targets).tolist(), items]
-            assert self._executor is not None, "several parts, so several threads"
-            self._run_shared(self._executor, work, list(itertools.pairwise(bounds)))
+            self.run(work, [0, *np.searchsorted(starts, targets).tolist(), items])
         elif items:
             work(0, items)
 

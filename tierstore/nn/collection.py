@@ -17,7 +17,7 @@ from ..lookup.lookup import AnyLookup, make_lookup
 from ..pool.joined import Features, Jagged, Joined
 from ..store import Store, Table
 from ..store.arguments import check_jagged
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from .function import Prepared
 from .jagged import JaggedLike, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from .module import TieredModule

@@ -16,9 +16,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..system.dropped import ClosedWhenDropped, settle
 from ..system.processes import disown_in_forks, require_own
-from ..system.signals import Flag, shielded
+from ..system.signals import ClosedWhenDropped, Flag, settle, shielded
 from .preparable import Modules
 
 Batch = TypeVar("Batch")

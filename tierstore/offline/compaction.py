@@ -29,9 +29,8 @@ from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
 from ..store.files import Steps, bytes_on_device, new_store, new_tier, require_outside
 from ..store.manifest import Manifest
-from ..system.excerpt import excerpt
-from ..system.oserrors import RESTORE
-from ..system.output import require_room
+from ..system.checks import excerpt
+from ..system.files import RESTORE, require_room
 from ..trace import Trace, read_trace
 
 WORK_NAME: Final = "compact.partial"  # where in the target a copy is made; what is in it may be deleted

@@ -29,7 +29,7 @@ from ..store.files import bytes_on_device, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from ..system.checks import require_choice
-from ..system.output import write_text
+from ..system.files import write_text
 
 TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
 _CHUNK_BYTES: Final = 8 << 20  # rows and optimizer state that are read at a time

@@ -33,7 +33,7 @@ from ..store.files import Steps, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.stored_ids import TableOfIds
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.files import read_plain_file
 from ..system.sizes import format_count
 

@@ -24,8 +24,7 @@ from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS
 from ..pool.leases import HELD_SHARE
 from ..settings.sections import nearest
-from ..system.checks import require_int
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt, require_int
 from ..system.terminal import columns_of
 from .traces import Accesses, Numbered, first_uses, numbered, of_tables
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..cache.ddr import resolve_policy
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..settings.sections import nearest
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
 from .curves import POLICIES, MissRatioCurve, curve
 from .traces import Accesses, of_tables, once_a_batch

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from ..layout import RowLayout
 from ..settings.sections import Checked, ConfigError, converted, nearest, option
-from ..system.output import require_new, write_text
+from ..system.files import require_new, write_text
 from ..system.sizes import format_size
 from .workload import DenseWork
 

@@ -43,9 +43,7 @@ from ..nn.collection import TieredEmbeddingBagCollection
 from ..nn.jagged import KeyedJaggedTensor
 from ..store import Store, open_store
 from ..system import page_cache
-from ..system.files import free_bytes
-from ..system.oserrors import needing
-from ..system.output import output_errors
+from ..system.files import free_bytes, needing, output_errors
 from ..system.sizes import format_size, machine_memory_bytes
 from .host import TRAINING_FLOPS, Host, Link, Memory, Processor, SoftwareCosts, Storage
 from .workload import dlrm_work

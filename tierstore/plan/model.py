@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 from ..cache.ddr import POLICIES, resolve_policy
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.sizes import format_size
 from .demand import Demand
 from .host import Price, Pricing, drive_writes_a_day, price_of

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..settings import sections
 from ..settings.sections import Checked, ConfigError, Override, option
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.sizes import format_size, parse_size
 from .host import Host, Pricing, example_hosts, load_host
 from .presets import PRESETS, load_workload, preset, scaled

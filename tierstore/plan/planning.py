@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cache.ddr import resolve_policy
 from ..settings.sections import ConfigError
-from ..system.output import write_text
+from ..system.files import write_text
 from ..system.sizes import format_size
 from .curves import MissRatioCurve, curve
 from .demand import Demand

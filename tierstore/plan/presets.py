@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..layout import DtypeName
 from ..settings.sections import described, nearest, read_toml, toml_value
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.sizes import format_size
 from .workload import Assumed, OptimizerName, TableShape, TableSpec, Workload, dlrm_work, specified
 

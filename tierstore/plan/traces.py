@@ -14,8 +14,7 @@ from ..kernels.hashing import SECRET, mix64
 from ..kernels.jit import kernel
 from ..kernels.slots import unique_in_order
 from ..layout import KEY_ROW_BITS, MAX_ROWS
-from ..system.checks import require_int
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt, require_int
 from ..system.terminal import columns_of
 from ..trace import TableTrace, Trace, read_trace
 from .workload import TableShape, Workload

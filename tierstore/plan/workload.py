@@ -10,8 +10,7 @@ from ..ids.id_map import map_bytes
 from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..optim.configs import RULES, RuleName
 from ..settings.sections import Checked, option
-from ..system.checks import require_choice
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt, require_choice
 
 OptimizerName = Literal["none", RuleName]
 Figure = Literal["dense_flops", "pooling_factor", "exponent"]

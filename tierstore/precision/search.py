@@ -18,8 +18,7 @@ from ..offline.quantization import quantize
 from ..serve.models.dense import lowered
 from ..store.files import require_outside
 from ..store.manifest import MANIFEST_NAME
-from ..system.files import output_locked
-from ..system.output import output_errors, require_parent
+from ..system.files import output_errors, output_locked, require_parent
 from ..system.sizes import format_size
 from ..system.terminal import columns_of
 from ..train.page import Line, figure, filled

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from ..system.checks import require_token
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt, require_token
 from ..system.processes import disown_in_forks
 from .messages import NUMBERS, InferTensor, ServeError, Status
 from .tensors import JSON_LENGTH_HEADER, binary_data, objects, parse_binary_data, parse_head

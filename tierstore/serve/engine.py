@@ -25,7 +25,7 @@ from ..settings.sections import nearest
 from ..store import Store, open_store
 from ..store.manifest import Manifest
 from ..store.refresh import Newer
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..train.checkpoint import saved_config
 from ..updates.header import origin_of
 from .base import LONG_IDS, Model, Outputs, Pause

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from ..system import __version__
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from .base import Engine
 from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits

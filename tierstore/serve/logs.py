@@ -17,7 +17,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from .messages import InferRequest, ServeError
 
 MAX_VALUE_CHARACTERS: Final = 256

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from .messages import DATATYPES, InferTensor, ServeError, Status
 
 JSON_LENGTH_HEADER: Final = "Inference-Header-Content-Length"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 
 _MAX_COUNT: Final = 1 << 31  # a bound far above any use, so that a typing error is reported at once
 _MAX_CHARACTERS: Final = 100
@@ -35,8 +35,8 @@ def option(default: Any, text: str, *, low: float | None = None, high: float = _
 
 
 def check_ranges(description: Any) -> None:
-    """ValueError unless each field with a ``low`` is of its default's type and in [low, high]; an int may stand for a
-    float, and for a word that is the default."""
+    """ValueError, which names the field, its value and what is accepted, unless each field with a ``low`` is of its
+    default's type and in [low, high]; an int may stand for a float, and for a word that is the default."""
     for each in fields(description):
         low, high = each.metadata.get("low"), each.metadata.get("high", _MAX_COUNT)
         value, word = getattr(description, each.name), isinstance(each.default, str)
@@ -49,8 +49,7 @@ def check_ranges(description: Any) -> None:
 
 
 class Checked:
-    """Base of a dataclass: its fields are in their ranges; a ValueError names the field, its value and what is
-    accepted."""
+    """Base of a dataclass: its fields are in their ranges (``check_ranges``)."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -60,12 +59,8 @@ _MAX_BYTES: Final = 1 << 18
 _MAX_DOTS: Final = 200
 _MAX_REASON: Final = 200
 _TYPE_NAMES: Final = {
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    bool: "true or false",
-    type(None): "null",
-}
+    int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"
+}  # fmt: skip
 _Description = TypeVar("_Description")
 
 
@@ -88,10 +83,9 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes, which no {what} has")
     try:
         return _parse_toml(content.decode())
-    except RecursionError:
-        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
-    except ValueError as error:  # of TOML, of UTF-8, or of an integer with too many digits
-        raise ConfigError(f"{path} is not valid TOML: {str(error)[:_MAX_REASON]}") from None
+    except (RecursionError, ValueError) as error:  # of TOML, of UTF-8, or of an integer with too many digits
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:_MAX_REASON]
+        raise ConfigError(f"{path} is not valid TOML: {reason}") from None
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
@@ -150,11 +144,9 @@ def load_sections(
 
 
 def sections_of(
-    cls: type[_Description],
-    document: Mapping[str, Mapping[str, Any]],
-    file: str,
+    cls: type[_Description], document: Mapping[str, Mapping[str, Any]], file: str,
     origins: Mapping[tuple[str, str], str] = MappingProxyType({}),
-) -> _Description:
+) -> _Description:  # fmt: skip
     """What ``to_dict`` gave, as a description; a ConfigError names the origin of the section and key, or the file."""
     known, sections = get_type_hints(cls), {}
     for name, keys in document.items():
@@ -171,14 +163,12 @@ def sections_of(
 
 def to_dict(description: Any) -> dict[str, dict[str, Any]]:
     """Sections of plain JSON-able values."""
-    return {
-        section: {key: _listed(value) for key, value in keys.items()}
-        for section, keys in dataclasses.asdict(description).items()
-    }
 
+    def listed(value: Any) -> Any:
+        return [listed(item) for item in value] if isinstance(value, tuple) else value
 
-def _listed(value: Any) -> Any:
-    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+    sections = dataclasses.asdict(description)
+    return {name: {key: listed(value) for key, value in keys.items()} for name, keys in sections.items()}
 
 
 def to_toml(description: Any, *, with_help: bool = False) -> str:
@@ -253,8 +243,7 @@ def described(
     cls: type[_Description], table: Mapping[str, Any], where: str = "", *, is_whole: bool = False
 ) -> _Description:
     """A dataclass of a file's table. ConfigError, which begins with ``where`` the table is: a key is unknown or
-    missing, or its value cannot be. With ``is_whole`` every field must be there, but for texts that are empty by
-    default."""
+    missing (with ``is_whole``, of any field but texts that are empty by default), or its value cannot be."""
     hints, begin = get_type_hints(cls), f"{where}: " if where else ""
     for key in table:
         if key not in hints:

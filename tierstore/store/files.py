@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from .. import system
 from ..errors import DamagedError, FormatError, StoreNotFoundError, TierstoreError, TruncatedError
 from ..io.base import VerifyReport
 from ..io.files import (
@@ -25,10 +26,16 @@ from ..io.lmdb import LmdbColdTier
 from ..io.log import DEFAULT_SLACK
 from ..io.records import read_head
 from ..io.snapshot import Snapshot
-from ..system import sharded
-from ..system.files import make_directory, names_in, output_locked, sync_directory
+from ..system.files import (
+    make_directory,
+    names_in,
+    output_errors,
+    output_locked,
+    require_parent,
+    require_room,
+    sync_directory,
+)
 from ..system.killpoints import reach
-from ..system.output import output_errors, require_parent, require_room
 from ..system.signals import shielded
 from .manifest import MANIFEST_NAME, Manifest, Part, parts_in
 from .version import RANK_KEY, unpack
@@ -58,7 +65,7 @@ def open_files(directory: Path, *, readonly: bool, version: int | None = None, s
         ``LmdbColdTier``.
     """
     if readonly and _is_sharded(directory):
-        opened: Opened = sharded.open_whole(directory, version)
+        opened: Opened = system.open_whole(directory, version)
         return opened
     if not readonly:
         if directory.exists() and not directory.is_dir():

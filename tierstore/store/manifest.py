@@ -15,9 +15,8 @@ from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
 from ..io.base import ColdTier
 from ..layout import MAX_TABLES, RowLayout
-from ..system.excerpt import excerpt
-from ..system.files import directory_locked, names_in, read_plain_file, sync_directory
-from ..system.oserrors import translate_os_error
+from ..system.checks import excerpt
+from ..system.files import directory_locked, names_in, read_plain_file, sync_directory, translate_os_error
 
 FORMAT_VERSION: Final = 5
 _FORMAT_BEFORE: Final = 4  # of the same content; see io/records.py

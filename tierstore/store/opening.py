@@ -15,8 +15,8 @@ from ..io.log import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..layout import FloatName, QuantizedName
 from ..system.checks import require_choice, require_int
-from ..system.dropped import settle
-from ..system.oserrors import translate_os_error
+from ..system.files import translate_os_error
+from ..system.signals import settle
 from ..system.sizes import parse_size, require_memory, resolve_device
 from .catalog import KeptAs
 from .lifetime import is_open_here

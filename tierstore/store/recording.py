@@ -21,8 +21,7 @@ from ..kernels.arrays import Ids, Int32s, Int64s
 from ..kernels.slots import copy_offsets
 from ..layout import KEY_ROW_BITS
 from ..pool.joined import Joined
-from ..system.oserrors import translate_os_error
-from ..system.output import require_parent, require_room
+from ..system.files import require_parent, require_room, translate_os_error
 from ..system.processes import require_own
 from ..system.signals import Flag, shielded, turns
 from ..system.sizes import format_size, parse_size

@@ -31,8 +31,7 @@ from ..pool.pool import Pool
 from ..pool.stats import Stats
 from ..settings.sections import nearest
 from ..system.checks import Unpicklable
-from ..system.dropped import ClosedWhenDropped, settle
-from ..system.signals import shielded
+from ..system.signals import ClosedWhenDropped, settle, shielded
 from ..system.sizes import format_count
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs

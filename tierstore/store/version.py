@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DamagedError, FormatError
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from .manifest import Manifest
 
 MAX_ANCESTORS: Final = 256

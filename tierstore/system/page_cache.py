@@ -29,13 +29,13 @@ def map_shared(descriptor: int, length_bytes: int, protection: int, *, offset: i
     return address
 
 
+def unmap(address: int, length_bytes: int) -> None:
+    _libc.munmap(address, length_bytes)
+
+
 def _refusal(what: str) -> OSError:
     code = ctypes.get_errno()
     return OSError(code, f"{what}: {os.strerror(code)}")
-
-
-def unmap(address: int, length_bytes: int) -> None:
-    _libc.munmap(address, length_bytes)
 
 
 def zap_maps(path: Path) -> int:

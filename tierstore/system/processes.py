@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from ..errors import ClosedError
 
-_MAX_MARK: Final = 2**31 - 1
-"""A position that every file system accepts."""
+_MAX_MARK: Final = 2**31 - 1  # a position that every file system accepts
 _ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _INHERITED: Final[set[weakref.ref[Any]]] = set()  # a WeakSet's callbacks are in Python
 
@@ -45,19 +44,13 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_loopback_address(text: str) -> bool:
-    """Whether a text is an address of this machine's alone."""
+def is_loopback(host: str, *, may_be_name: bool = True) -> bool:
+    """Whether this is an address of this machine's alone, or a host's name for one."""
     try:
-        found = ipaddress.ip_address(text)
+        found = ipaddress.ip_address(host)
     except ValueError:
-        return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_loopback
-
-
-def is_loopback(host: str) -> bool:
-    """The same of a host's name, too."""
-    return host.lower() == "localhost" or is_loopback_address(host)
+        return may_be_name and host.lower() == "localhost"
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 def disown_in_forks(inherited: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..errors import BudgetError
-from .excerpt import excerpt
+from .checks import excerpt
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,8 @@ def machine_memory_bytes() -> int:
     """Memory this process may use: the machine's, or a limit of its control groups if one is less (a container's)."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _limit_files("memory", "memory.max", "memory.limit_in_bytes"):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int(path.read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
     return min(limits)
 
 
@@ -96,12 +94,10 @@ def _limit_files(controller: str, name: str, first_name: str) -> Iterator[Path]:
 
 
 def file_memory_bytes() -> int:
-    """Resident memory of this process that belongs to files, which ``top`` shows as SHR; 0 where the system does not
-    tell."""
-    try:
+    """Resident memory of this process that belongs to files, which ``top`` shows as SHR; 0 where it is not told."""
+    with contextlib.suppress(OSError):
         return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
-    except OSError:
-        return 0
+    return 0
 
 
 def require_memory(size_bytes: int, name: str) -> None:

@@ -21,19 +21,14 @@ class Command(NamedTuple):
     """Of a group: the command that is meant where a file's name stands in place of one."""
 
 
-class Argument(NamedTuple):
-    """What ``ArgumentParser.add_argument`` is given."""
-
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-    group: tuple[str, str] | None
-    """Title and description of those that the help shows together."""
+Argument = tuple[tuple[str, ...], dict[str, Any], tuple[str, str] | None]
+"""What ``ArgumentParser.add_argument`` is given; title and description of those that the help shows together."""
 
 
 def arg(*names: str, group: tuple[str, str] | None = None, **settings: Any) -> Argument:
     """An argument; a word with dashes that has no metavar is a flag."""
     is_flag = names[0].startswith("-") and "metavar" not in settings and "choices" not in settings
-    return Argument(names, settings | ({"action": "store_true"} if is_flag else {}), group)
+    return names, settings | ({"action": "store_true"} if is_flag else {}), group
 
 
 def command(
@@ -43,11 +38,11 @@ def command(
     *sentences, examples = description
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        titles = dict.fromkeys(each.group for each in arguments if each.group is not None)
-        groups = {title: parser.add_argument_group(*title) for title in titles}
-        for each in arguments:
-            to = parser if each.group is None else groups[each.group]
-            to.add_argument(*each.names, **each.settings)
+        groups: dict[Any, Any] = {None: parser}
+        for names, settings, title in arguments:
+            if title is not None and title not in groups:
+                groups[title] = parser.add_argument_group(*title)
+            groups[title].add_argument(*names, **settings)
 
     return Command(run, add_arguments, text, " ".join(sentences), examples)
 
@@ -58,27 +53,18 @@ def show_help(options: argparse.Namespace) -> int:
 
 
 def group(
-    commands: Callable[[], Mapping[str, Command]],
-    help_text: str,
-    description: str,
-    examples: str = "",
-    *,
+    commands: Callable[[], Mapping[str, Command]], help_text: str, description: str, examples: str = "", *,
     of_file: str = "",
-) -> Command:
+) -> Command:  # fmt: skip
     return Command(show_help, lambda _: None, help_text, description, examples, commands, of_file)
 
 
 def columns_of(rows: Sequence[Sequence[str]], *, is_last_text: bool = True) -> list[str]:
     """Lines: the first column to the left, those between to the right; the last to the left if it is text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = (0, len(widths) - 1) if is_last_text else (0,)
-    return [
-        "  ".join(
-            text.ljust(width) if index in left else text.rjust(width)
-            for index, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    sides = ["<", *">" * (len(widths) - 2), "<" if is_last_text else ">"][: len(widths)]
+    forms = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)]
+    return ["  ".join(forms).format(*row).rstrip() for row in rows]
 
 
 @contextlib.contextmanager

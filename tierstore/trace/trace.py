@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from ..kernels.arrays import Int64s
 from ..layout import MAX_ROWS
-from ..system.excerpt import excerpt
-from ..system.output import partial_file
+from ..system.checks import excerpt
+from ..system.files import partial_file
 
 ALL_BATCHES: Final = "all_batches"
 ALL_LOOKUPS: Final = "all_lookups"

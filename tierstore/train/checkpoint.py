@@ -13,7 +13,7 @@ from ..errors import ReadOnlyError
 from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
 from ..store.commits import PendingCommit
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from .build import Run
 from .config import RunConfig
 from .processes import Processes

@@ -20,7 +20,7 @@ from ..layout import MAX_ROWS
 from ..optim.configs import RuleName
 from ..settings import sections
 from ..settings.sections import ConfigError, Override, check_ranges, option
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt
 from ..system.sizes import parse_size
 from .readers import CategoryRule, DataFormat
 from .readers.hashing import Hashing

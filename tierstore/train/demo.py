@@ -21,8 +21,7 @@ from ..layout import WORD_BYTES, RowLayout
 from ..settings.sections import to_toml
 from ..store import open_store
 from ..system.checks import require_int
-from ..system.files import make_directory, names_in
-from ..system.output import write_text
+from ..system.files import make_directory, names_in, write_text
 from ..system.processes import child_options
 from ..system.sizes import format_size
 from ..system.terminal import columns_of

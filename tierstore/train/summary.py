@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..pool.stats import Stats
-from ..system.output import write_text
+from ..system.files import write_text
 from ..system.sizes import format_count, format_size
 from .build import Run
 from .history import Point

@@ -18,9 +18,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 from ..errors import TierstoreError
 from ..settings.sections import ConfigError, Override, read_toml, to_dict, to_toml
-from ..system.excerpt import excerpt
-from ..system.files import make_directory
-from ..system.output import write_text
+from ..system.checks import excerpt
+from ..system.files import make_directory, write_text
 from ..system.processes import child_options
 from ..system.signals import handlers_restored
 from .config import RunConfig, load, parse_override

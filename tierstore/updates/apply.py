@@ -23,7 +23,7 @@ from ..layout import KEY_ROW_BITS
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import ORIGIN_KEY, TableState, repack, unpack
-from ..system.oserrors import translate_os_error
+from ..system.files import translate_os_error
 from .delta import open_tier
 from .header import Origin, UpdateHeader, origin_of
 from .update_file import UpdateFile

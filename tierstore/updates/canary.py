@@ -5,8 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ..system.checks import require_int
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt, require_int
 from .client import AdminClient, PublishError, parse_url
 
 WINDOW_SECONDS: Final = 60

@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from ..errors import TierstoreError
-from ..system.checks import require_token
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt, require_token
 from ..system.processes import disown_in_forks, is_loopback
 from .apply import Applied
 from .delta import Update

@@ -19,8 +19,7 @@ from ..io.reads import CHUNK_BYTES
 from ..layout import MAX_ROWS, MAX_TABLES, RowLayout
 from ..store.manifest import is_store_id
 from ..store.version import ORIGIN_KEY, is_commit_id
-from ..system.checks import require_int
-from ..system.excerpt import excerpt
+from ..system.checks import excerpt, require_int
 
 
 class Origin(NamedTuple):

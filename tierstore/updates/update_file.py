@@ -26,9 +26,8 @@ from ..errors import ChecksumError, DiskFullError, FormatError, TruncatedError
 from ..exchange.tensor_files import METADATA_KEY, SafetensorsFile, TensorSpec
 from ..layout import RowLayout
 from ..store.version import Version, json_bytes, unpack, unpack_tensors
-from ..system.excerpt import excerpt
-from ..system.files import open_plain_file, write_all
-from ..system.output import output_errors, partial_file, require_parent
+from ..system.checks import excerpt
+from ..system.files import open_plain_file, output_errors, partial_file, require_parent, write_all
 from ..system.sizes import format_size
 from .header import (
     MAX_CHUNK_BYTES,

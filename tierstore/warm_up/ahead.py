@@ -1,31 +1,32 @@
-"""Compile kernels before they are needed: ``python ahead.py PARENT WORK PROCESSES``.
+"""Compiling kernels before they are needed: by ``python ahead.py PARENT WORK PROCESSES``, which ``warm_up`` starts, and
+the first process of a machine that must compile one.
 
 One process finds out which kernels some work uses (a function of ``workload``), and for what types: it does the work
-with kernels that run as plain Python and note their arguments. It is forked before tierstore is imported, which decides
-whether kernels are compiled; so this is a script. ``PROCESSES`` others compile them, each kernel in one.
+with kernels that run as plain Python and note their arguments. It is forked before kernels are imported, which decides
+whether they are compiled; so this is a script. ``PROCESSES`` others compile them, each kernel in one.
 
 Prints a line with the number of kernels, a character for each that was compiled, and a line for each folder that keeps
 some.
 """
 
-import ctypes
 import functools
 import importlib
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-_PR_SET_PDEATHSIG: Final = 1
-
+_PROCESSES_MAX: Final = 8  # more would wait for the kernel that takes longest
 Use = tuple[str, str, Any]  # module and name of a kernel, and numba's types of its arguments
 
 
@@ -33,7 +34,9 @@ def main(parent: str, work: str, processes: str) -> None:
     """Do it."""
     out = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed is no answer
-    _end_with(int(parent))
+    from tierstore.system.signals import end_with
+
+    end_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     warnings.simplefilter("ignore")  # in plain Python hashes overflow, by intent
     import numba  # noqa: F401 - here, so that what is forked has it
@@ -62,20 +65,15 @@ def main(parent: str, work: str, processes: str) -> None:
     sys.exit(any(failed))
 
 
-def _end_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _fork(work: Callable[[], object]) -> int:
+    from tierstore.system.signals import end_with
+
     this = os.getpid()
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            _end_with(this)
+            end_with(this)
             work()
             status = 0
         except BaseException:
@@ -150,6 +148,53 @@ def _compile(uses: list[Use], out: int) -> None:
                 else:
                     left.append((module, name, types))
         uses = left
+
+
+class WarmedUp(NamedTuple):
+    """What ``warm_up`` found and did.
+
+    Attributes:
+        compiled: kernels that were not there, each for some types of arguments.
+        seconds: it took.
+        folder: where machine code is kept.
+        size_bytes: of the kernels' files.
+    """
+
+    compiled: int
+    seconds: float
+    folder: Path
+    size_bytes: int
+
+
+def warm_up(*, progress: Callable[[int, int], None]) -> WarmedUp:
+    """Compile all kernels that training and serving on this machine's CPU use, on all its processors. ``progress``:
+    called with the kernels compiled so far, and how many are needed. TierstoreError: there is no folder to keep machine
+    code in, or kernels are not compiled at all."""
+    from ..errors import TierstoreError
+    from ..kernels import jit
+    from ..kernels.threads import default_threads
+
+    if not jit.JIT_ENABLED:
+        raise TierstoreError("NUMBA_DISABLE_JIT is set: kernels run as plain Python; unset it to compile them")
+    if jit.FOLDER is None:
+        raise TierstoreError("nothing compiled; set NUMBA_CACHE_DIR to a folder that this user can write to")
+    began, done = time.monotonic(), 0
+    with jit.start("everything", min(default_threads(), _PROCESSES_MAX), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            total = int(process.stdout.readline() or 0)
+            while process.stdout.read(1) == b"+":
+                done += 1
+                progress(done, max(done, total))
+            folders = process.stdout.read().decode().splitlines()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise TierstoreError(f"a process that compiles kernels ended with status {process.returncode}; see above")
+    files = [file for folder in folders for file in Path(folder).glob("*.nb[ic]")]
+    where, size_bytes = Path(os.path.commonpath(folders)), sum(file.stat().st_size for file in files)
+    return WarmedUp(done, time.monotonic() - began, where, size_bytes)
 
 
 if __name__ == "__main__":

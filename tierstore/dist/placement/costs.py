@@ -22,8 +22,8 @@ from ...kernels.arrays import Float64s, Int64s
 from ...kernels.least_squares import solve_nonnegative
 from ...optim.configs import RuleName
 from ...settings.sections import Checked, described, option
-from ...system.excerpt import excerpt
-from ...system.output import write_text
+from ...system.checks import excerpt
+from ...system.files import write_text
 from ...trace import Trace
 from ..plan import Sharding
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...kernels.arrays import Float64s, Int64s
 from ...settings.sections import converted
-from ...system.output import write_text
+from ...system.files import write_text
 
 Names = tuple[tuple[str, ...], ...]
 _STARTS: Final = 16

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import DiskFullError, TierstoreError
-from ...system.processes import is_loopback, is_loopback_address
+from ...system.processes import is_loopback
 from ..bearer_token import Token
 from ..messages import ServeError
 
@@ -102,7 +102,7 @@ def _why_not_local(scope: Scope, headers: Headers) -> str | None:
     """Why a request is not this machine's own, or None. The Host header guards against DNS rebinding."""
     way_out = "; set an admin token to serve others"
     client = scope.get("client")
-    if client is None or not is_loopback_address(client[0]):
+    if client is None or not is_loopback(client[0], may_be_name=False):
         return "only this machine is served" + way_out
     if any(name in headers for name in _FORWARDED):
         return "a request that a proxy forwards is not served" + way_out

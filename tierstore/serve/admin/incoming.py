@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...errors import DiskFullError, TierstoreError
-from ...system.files import free_bytes, make_directory, read_plain_file, write_all
+from ...system.files import free_bytes, make_directory, read_plain_file, translate_os_error, write_all, write_text
 from ...system.killpoints import reach
-from ...system.oserrors import translate_os_error
-from ...system.output import write_text
 from ...system.sizes import format_size
 from ...updates.client import Kept, parse_url
 from ...updates.header import Origin, UpdateHeader

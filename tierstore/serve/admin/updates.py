@@ -33,10 +33,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ...errors import DamagedError, DiskFullError, TierstoreError
-from ...system.excerpt import excerpt
-from ...system.files import open_plain_file
+from ...system.checks import excerpt
+from ...system.files import open_plain_file, translate_os_error
 from ...system.killpoints import reach
-from ...system.oserrors import translate_os_error
 from ...system.processes import child_options
 from ...system.sizes import format_size
 from ...updates.fetch import Fetch, missing

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...kernels.jit import kernel
 from ...settings.sections import nearest
-from ...system.excerpt import excerpt
+from ...system.checks import excerpt
 from ..base import LONG_IDS, Pause
 from ..messages import InferTensor, ServeError, Status, TensorSpec
 

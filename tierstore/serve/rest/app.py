@@ -15,7 +15,7 @@ import orjson
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ...system.excerpt import excerpt
+from ...system.checks import excerpt
 from ..base import Engine
 from ..front import Front
 from ..limits import Limits

@@ -8,7 +8,7 @@ from typing import Any, Final
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from ...system.excerpt import excerpt
+from ...system.checks import excerpt
 from ..limits import Hold
 from ..messages import ServeError, Status
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import orjson
 
-from ...system.excerpt import excerpt
+from ...system.checks import excerpt
 from ..messages import DATATYPES, InferRequest, InferResponse, InferTensor, ServeError, Status
 from ..tensors import (
     JSON_LENGTH_HEADER,

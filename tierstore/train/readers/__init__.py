@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
-from ...system.excerpt import excerpt_names as _excerpt_names
+from ...system.checks import excerpt_names as _excerpt_names
 from .arrow import ParquetReader
 from .arrow import is_data as _is_data
 from .arrow import names_below as _names_below

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Ids, Int64s
-from ...system.excerpt import excerpt, excerpt_names
+from ...system.checks import excerpt, excerpt_names
 from .base import (
     CRITEO_SCHEMA,
     MAX_REASON,

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...kernels.arrays import Bytes, Floats, Int64s
 from ...kernels.jit import inline, kernel
-from ...system.excerpt import excerpt
+from ...system.checks import excerpt
 from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, require_data_file
 from .categories import MISSING, Categories, CategoryRule, read_text
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...kernels.arrays import Bytes
 from ...kernels.jit import kernel
-from ...system.excerpt import excerpt
+from ...system.checks import excerpt
 from .arrow import ArrowReader, Head
 from .base import CRITEO_SCHEMA, DataError, Schema
 
