@@ -22,7 +22,7 @@ from ..layout import DtypeName, QuantizedName
 from ..optim import Optimizer
 from ..pool.converting import raw_weights
 from ..store import Store, Table, open_store
-from ..store.files import kept_if_committed
+from ..store.copies import kept_if_committed
 from ..store.version import TableState
 from ..system.excerpt import excerpt, excerpt_names
 from .rows import chunks, numbered, write_keys
@@ -42,8 +42,8 @@ from .tensor_files import (
 
 class TableImport(NamedTuple):
     """``created``: the table is new. ``changed_rows``: that had other bits before. ``with_state``: optimizer state came
-    with the weights. ``nonfinite``: values that are NaN or infinite, as stored. ``notes``: what was left out or missing
-    of rows and optimizer state."""
+    with the weights. ``nonfinite``: values that are NaN or infinite, as stored. ``notes``: what was left out or
+    missing."""
 
     name: str
     key: str
@@ -65,17 +65,10 @@ class ImportReport(NamedTuple):
 
 
 def import_files(
-    directory: str | os.PathLike[str],
-    files: Sequence[str | os.PathLike[str]],
-    *,
-    mapping: Mapping[str, str] | None = None,
-    optimizer: Optimizer | None = None,
-    dtype: DtypeName | None = None,
-    pooling: Pooling | None = None,
-    rounding: Rounding | None = None,
-    ddr: int | str = "256MiB",
-    progress: Callable[[int, int], None] | None = None,
-) -> ImportReport:
+    directory: str | os.PathLike[str], files: Sequence[str | os.PathLike[str]], *, mapping: Mapping[str, str] | None =
+    None, optimizer: Optimizer | None = None, dtype: DtypeName | None = None, pooling: Pooling | None = None, rounding:
+    Rounding | None = None, ddr: int | str = "256MiB", progress: Callable[[int, int], None] | None = None,
+) -> ImportReport:  # fmt: skip
     """Take tables from safetensors files or torch checkpoints into a store, and commit once all of it is there.
 
     The store is made if there is none, and so are tables that it does not have. Those that it has must have as many
@@ -132,8 +125,8 @@ def import_files(
 
 class Match(NamedTuple):
     """One table, ``config`` as if it were made, and where its parts are. ``ids``: of dynamic ids, int64 [rows], and
-    their scores if there are. ``step``: the count of updates that the file has; ``rate``: the learning rate of an
-    exported table. ``keys``: of all that is taken; ``unused``: names of the optimizer state that is not."""
+    their scores if there are. ``step``, ``rate``: that the file has. ``keys``: of all that is taken; ``unused``: names
+    of the optimizer state that is not."""
 
     config: TableConfig
     weights: FileTensor
@@ -167,7 +160,7 @@ class Match(NamedTuple):
 
 
 def _make_table(store: Store, match: Match, is_new: bool) -> Table:
-    """The table, made if need be, with its count of updates and learning rate as the file has them."""
+    """The table, with its count of updates and learning rate as the file has them."""
     table = store.create_table(match.config)
     if match.states and match.step is not None:
         table.restore(TableState(match.step, table.learning_rate if match.rate is None else match.rate))
@@ -211,7 +204,6 @@ def _notes(match: Match, table: Table, is_new: bool) -> tuple[str, ...]:
 
 
 def _other_optimizer(unused: Sequence[str]) -> str:
-    """What to do with state that a table's optimizer does not have."""
     names = "RowWiseAdagrad() or optimizer=Adagrad()" if "sum" in unused else "Adam()"
     return f"import into a new table with optimizer={names}"
 
@@ -220,12 +212,8 @@ def match_tables(
     files: TensorFiles, mapping: Mapping[str, str], asked: Mapping[str, Any], existing: Mapping[str, TableConfig]
 ) -> list[Match]:
     """The tables that the files hold; ``mapping`` as of ``import_files``, ``asked`` what its caller wants of new
-    tables, ``existing`` the store's, which stand.
-
-    Raises:
-        ValueError: no tensor, an unknown one, two for one table, or one that cannot be a table; names file and key.
-        TableError: an existing table is of another shape or dtype.
-    """
+    tables, ``existing`` the store's, which stand. ValueError: no tensor, an unknown one, two for one table, or one that
+    cannot be a table; names file and key. TableError: an existing table is of another shape or dtype."""
     tables, named = _divided(files, mapping, existing)
     if not tables:
         known = {key: each.config.name for key, each in files.exported.items() if key in files.tensors}
@@ -283,14 +271,9 @@ def _divided(
 
 
 def _match(
-    files: TensorFiles,
-    weights: FileTensor,
-    table: str,
-    keys: Mapping[str, str],
-    asked: Mapping[str, Any],
-    existing: TableConfig | None,
-) -> Match:
-    """``keys``: of state and ids, by name."""
+    files: TensorFiles, weights: FileTensor, table: str, keys: Mapping[str, str], asked: Mapping[str, Any], existing:
+    TableConfig | None,
+) -> Match:  # fmt: skip
     if weights.dtype is None or not weights.dtype.is_floating_point:
         raise ValueError(
             f"{weights.place} is not of float64, float32, float16 or bfloat16, stored row by row; it is no table. "
@@ -396,7 +379,7 @@ def _count_of_updates(files: TensorFiles, key: str, config: TableConfig) -> int 
 
 
 def _require_fits(weights: FileTensor, config: TableConfig, asked: Mapping[str, Any]) -> None:
-    """TableError unless the tensor has the table's columns, at most its rows, and its dtype (or is to be converted)."""
+    """TableError unless the tensor has the table's columns, at most its rows, and its dtype (or is converted)."""
     place = weights.place
     if config.dtype in get_args(QuantizedName):
         raise TableError(

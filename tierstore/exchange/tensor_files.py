@@ -53,8 +53,7 @@ _READ: Final = {name: dtype for dtype, name in DTYPES.items() if dtype.is_floati
 
 
 def weight_keys(template: str, tables: Iterable[str]) -> dict[str, str]:
-    """The key of each table's weights; ``{table}`` in the template stands for its name. ValueError: two would have
-    one key."""
+    """The key of each table's weights; ``{table}`` in the template stands for its name. ValueError: one key twice."""
     keys = {table: template.replace("{table}", table) for table in tables}
     owners: dict[str, str] = {}
     for table, key in keys.items():
@@ -73,7 +72,7 @@ def state_key(weight_key: str, state: str) -> str:
 
 
 def table_of(key: str, known: Mapping[str, str]) -> str | None:
-    """The table that a key's tensor is the weights of; ``known``: those that the file itself names. None if unknown."""
+    """The table that a key's tensor is the weights of, or None; ``known``: those that the file itself names."""
     found = _TORCHREC.fullmatch(key)
     return known.get(key) or (found["table"] if found else None)
 
@@ -131,15 +130,12 @@ class SafetensorsFile:
         self.size_bytes = len(self.head) + end
 
     def append(self, descriptor: int, name: str, data: Any) -> None:
-        """Add ``data``, a contiguous array, to a tensor."""
         raw = memoryview(data).cast("B") if data.size else memoryview(b"")
         write_all(descriptor, raw, self.places[name])
         self.places[name] += len(raw)
 
 
 class ExportedTable(NamedTuple):
-    """What an export says of a table besides its tensors."""
-
     config: TableConfig
     state: TableState
 
@@ -231,7 +227,6 @@ def open_files(paths: Iterable[Path]) -> TensorFiles:
 
 
 def _open_safetensors(path: Path, files: TensorFiles) -> str | None:
-    """Add what the file has; returns our metadata."""
     try:
         file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
         found = [(key, file.get_slice(key)) for key in file.keys()]  # noqa: SIM118 - no mapping

@@ -35,8 +35,8 @@ _GRAD: Final[Any] = Tensor.grad  # torch's property, to which mypy knows no sett
 
 @dataclass(eq=False)
 class _Waiting:
-    """The gradients of a backward pass's rows of some tables, not merged yet; the rows are pinned. Most are never
-    merged: ``step`` runs the update that fuses merging and the optimizer's rule."""
+    """The gradients of a backward pass's rows, not merged yet; the rows are pinned. Most are never merged: ``step``
+    runs the update that fuses merging and the optimizer's rule."""
 
     rows: "Sequence[_GradAnchor]"  # of each table of the lookup, in order
     lookup: TrainsRows
@@ -44,7 +44,6 @@ class _Waiting:
 
     @shielded
     def merge(self) -> None:
-        """Merge each row's, and add them to the tables' ``grad``."""
         holds = self.lookup.holds
         found = self.lookup.gradients(self.grad_out)
         for rows in self.rows:
@@ -101,7 +100,6 @@ class _GradAnchor(torch.nn.Parameter):
 
     @property
     def all_holds(self) -> list[Hold]:
-        """Those of a pass that is not merged, too."""
         return self.holds if self.waiting is None else [*self.holds, *self.waiting.lookup.holds]
 
 
@@ -137,7 +135,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         self._join()
 
     def _join(self) -> None:
-        """Have the groups and the state of the dense optimizer, too."""
         if self._dense is not None:
             self.param_groups[:] = [*self._dense.param_groups, *self._row_groups]
             self.state = self._dense.state
@@ -196,11 +193,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave, each table's by its name; tables that it does not have keep what they have.
-
-        Raises:
-            ValueError: it has groups of other tables, or is of no such optimizer; nothing was loaded. Others: as of the
-                dense optimizer.
-        """
+        ValueError, nothing loaded: it has groups of other tables, or is of no such optimizer. Others: as of the dense
+        optimizer."""
         dense, num_dense = self._dense, self._num_dense
         groups = [dict(group) for group in state_dict["param_groups"]]
         rows = [*groups[num_dense:], *(each for group in groups[:num_dense] for each in group.pop("rows", ()))]
@@ -226,7 +220,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     @property
     def has_grad(self) -> bool:
-        """Whether rows have gradients, applied or not."""
         return any(rows.has_grad for rows in self._rows)
 
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
@@ -306,7 +299,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
                 hold.let_go()
 
     def _set_rates(self) -> None:
-        """Of all tables; say once which do not go on at the rate that they were trained at."""
         for group in self._row_groups:
             table, rate = group["params"][0].table, group["lr"]
             if table.name not in self._resumed and table.learning_rate != rate and table.state.step:
@@ -323,12 +315,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         self, parameters: Iterable[Tensor] = (), max_norm: float = 1.0, norm_type: float = 2.0, *,
         error_if_nonfinite: bool = False,
     ) -> Tensor:  # fmt: skip
-        """``torch.nn.utils.clip_grad_norm_``, which takes no sparse gradients, over the rows' gradients and those of
-        other parameters, as one vector. Returns the norm before, float32 [].
-
-        Args:
-            parameters: others, as of ``model.parameters()``; sparse gradients of theirs are coalesced.
-        """
+        """``torch.nn.utils.clip_grad_norm_`` over the rows' gradients and those of other ``parameters``, as one vector;
+        sparse gradients of theirs are coalesced. Returns the norm before, float32 []."""
         others = []
         for each in [parameters] if isinstance(parameters, Tensor) else list(parameters):
             if each.grad is not None and each.grad.is_sparse:
@@ -352,7 +340,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
 
 def _group(table: Any) -> dict[str, Any]:
-    """The parameter group of a ``Table``."""
     if table.follows is not None:
         table.learning_rate = table.learning_rate  # by its own group from here on
     return {"params": [_GradAnchor.of(table)], "lr": table.first_rate, "name": table.name, "place": table.index}

@@ -41,8 +41,7 @@ class Lineage(NamedTuple):
     """A commit's identity and the commits that it was made from.
 
     A store restored from a copy, or that lost its last commits, uses their numbers again for other rows. So a commit
-    was made from another if and only if the other's number and identity are in its lineage. Commits of releases
-    without identities have none.
+    was made from another if and only if the other's number and identity are in its lineage. |
     """
 
     commit_id: str = ""  # 8 random bytes in hex; "" if it is not known
@@ -101,12 +100,9 @@ class TableState(NamedTuple):
 
 
 class Version(NamedTuple):
-    """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from.
-
-    The states are in the order of the tables' places, by the names that the tables had.
-
-    The tensors are a part of the payload that the version was unpacked from, and keep it: they may be large.
-    """
+    """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from. The
+    states are in the order of the tables' places, by the names that the tables had. The tensors are a part of the
+    payload that the version was unpacked from, and keep it."""
 
     number: int
     tables: dict[str, TableState]
@@ -183,7 +179,6 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
 
 
 def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Lineage) -> bytes:
-    """The payload's part before the tensors."""
     fields: dict[str, Any] = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
     if lineage.commit_id:
         fields["commit"] = lineage.to_dict()
@@ -192,7 +187,6 @@ def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Linea
 
 
 def _split(data: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryview]:
-    """JSON behind its length, and what comes after it."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     return data[_LENGTH_BYTES:end], data[end:]
 
