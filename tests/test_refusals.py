@@ -18,6 +18,7 @@ import tierstore
 from tierstore import errors, optim
 from tierstore.errors import ClosedError, ReadOnlyError, StoreNotFoundError, TableError
 from tierstore.offline.compaction import compact_store
+from tierstore.offline.salvage import salvage
 from tierstore.trace import TableTrace, Trace, write_trace
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -299,6 +300,9 @@ REFUSALS: Final[list[tuple[Call, Errors, str]]] = [
     (lambda s: compact_store(s.directory, s.folder / "file"), FileExistsError, "is not a directory"),
     (lambda s: compact_store(s.directory, s.new / "copy"), FileNotFoundError, "new"),
     (lambda s: compact_store(s.new, s.folder / "x"), StoreNotFoundError, "no store at"),
+    (lambda s: salvage(s.folder / "closed", s.folder / "half"), FileExistsError, "is not empty"),
+    (lambda s: salvage(s.folder / "closed", s.folder / "file"), FileExistsError, "is not a directory"),
+    (lambda s: salvage(s.new, s.folder / "x"), StoreNotFoundError, r"rows\.lmdb"),
     (lambda s: s.compact(nosuch=[5]), ValueError, "the trace has a table 'nosuch' and the store has none of that name"),
     (lambda s: s.compact(items=[1, 100]), ValueError, "has row 100 of table 'items', which has 100 rows"),
     (lambda s: s.compact(items=[]), ValueError, "the trace has no lookup; without --trace"),

@@ -144,27 +144,17 @@ def test_every_copy_of_a_store_whose_tables_changed_has_their_rows(tmp_path: Pat
             store.drop_table("d")
 
 
-@pytest.mark.parametrize("tiers", [{"cold": "memory"}, {"hbm": "1MiB"}, {"hbm": "96KiB", "ddr": "2MiB"}])
-def test_tables_of_every_tier_change_and_those_of_before_are_refused(tmp_path: Path, tiers: dict[str, Any]) -> None:
-    directory, ids = None if "cold" in tiers else tmp_path / "store", torch.arange(1000)
-    with tierstore.open(directory, **{"ddr": "8MiB", **tiers}) as store:
-        config = tierstore.TableConfig(name="a", num_embeddings=1000, embedding_dim=DIM, optimizer=optim.Adagrad())
-        bag = tierstore.TieredEmbeddingBag(store.create_table(config))
-        bag(ids.view(100, 10)[:50]).sum().backward()
-        store.commit()
-        rows = store["a"].read(ids)
-        with pytest.raises(ValueError, match="must be at least 1000"):
-            store.change_table("a", num_embeddings=999)
-        held = bag(ids[None, :3])
+def test_a_table_in_use_does_not_change_and_those_of_before_are_refused() -> None:
+    with tierstore.open(cold="memory", ddr="8MiB") as store:
+        bag = tierstore.TieredEmbeddingBag(
+            store.create_table(tierstore.TableConfig(name="a", num_embeddings=9, embedding_dim=DIM))
+        )
+        with pytest.raises(ValueError, match="must be at least 9"):
+            store.change_table("a", num_embeddings=8)
+        held = bag(torch.tensor([[1, 2]]))
         with pytest.raises(TableError, match="in use"):
-            store.change_table("a", num_embeddings=1500)
+            store.change_table("a", num_embeddings=15)
         del held
-        store.change_table("a", num_embeddings=1500)
-        made = store.change_table("a", optimizer=optim.Adam())
+        store.change_table("a", num_embeddings=15)
         with pytest.raises(TableError, match="take it again"):
-            bag(ids[None])
-        assert torch.equal(made.read(ids), rows)
-        assert not made.read_state(ids).any()
-        tierstore.TieredEmbeddingBag(made)(torch.tensor([[1, 1499]])).sum().backward()
-        assert [each.tolist() for each in made.written()] == [[*range(500), 1499]]
-        assert made.read_state(torch.tensor([1, 2])).any(dim=1).tolist() == [True, False]
+            bag(torch.tensor([[1, 2]]))

@@ -105,18 +105,15 @@ def import_files(
         existing = {name: table.config for name, table in store.tables.items()}
         matches = match_tables(found, mapping or {}, asked, existing)
         tables = [_make_table(store, match, match.config.name not in existing) for match in matches]
-        total, done = sum(match.size_bytes for match in matches), 0
+        total, before, imported = sum(match.size_bytes for match in matches), 0, list[TableImport]()
+        for match, table in zip(matches, tables, strict=True):
 
-        def add(size_bytes: int) -> None:
-            nonlocal done
-            done += size_bytes
-            if progress is not None:
-                progress(done, total)
+            def add(done: int, before: int = before) -> None:
+                if progress is not None:
+                    progress(before + done, total)
 
-        imported = [
-            _import(match, table, add, match.config.name not in existing)
-            for match, table in zip(matches, tables, strict=True)
-        ]
+            imported.append(_import(match, table, add, match.config.name not in existing))
+            before += match.size_bytes
         version = store.commit(extra=store.extra, tensors=store.tensors())
         taken = {key for match in matches for key in match.keys}
         left_out = tuple(key for key in (*found.tensors, *found.others) if key not in taken)
@@ -180,7 +177,7 @@ def _import(match: Match, table: Table, add: Callable[[int], None], is_new: bool
         ids = [each[start:stop] for each in match.ids]
         keys = table.give_rows(*ids) if ids else numbered(table, start, stop)
         changed += write_keys(table, keys, raw_weights(weights), state)
-        add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
+        add(match.size_bytes * stop // rows)
     return TableImport(
         table.name, match.weights.key, is_new, rows, changed, bool(match.states), nonfinite, table.config, notes
     )
@@ -284,7 +281,7 @@ def _match(
     exported = files.exported.get(weights.key)
     theirs = None if exported is None else exported.config
     config = existing or _new_config(weights, table, asked, theirs, has_ids=keys[IDS] in files.tensors)
-    states = _states(files, weights, config, keys)
+    states = _states(files, weights.shape[0], config, keys)
     ids = _ids(files, weights, config, theirs, keys)
     taken = [weights.key, *(tensor.key for _, tensor in states), *ids]
     step, rate = exported.state if exported else (_count_of_updates(files, keys["step"], config), None)
@@ -320,19 +317,17 @@ def _new_config(
 
 
 def _states(
-    files: TensorFiles, weights: FileTensor, config: TableConfig, keys: Mapping[str, str]
+    files: TensorFiles, rows: int, config: TableConfig, keys: Mapping[str, str]
 ) -> list[tuple[StateTensor, FileTensor]]:
     """The optimizer state of weights: all of it or none."""
     wanted = state_tensors(config.optimizer, config.embedding_dim)
     found = [(each, files.tensors[keys[each.name]]) for each in wanted if keys[each.name] in files.tensors]
-    if found and len(found) < len(wanted):
-        tensor = found[0][1]
-        raise ValueError(
-            f"{tensor.path} has {excerpt(tensor.key)}, but not all of {', '.join(keys[each.name] for each in wanted)}; "
-            "give all of them or none"
-        )
-    rows = weights.shape[0]
     for each, tensor in found:
+        if len(found) < len(wanted):
+            names = ", ".join(keys[each.name] for each in wanted)
+            raise ValueError(
+                f"{tensor.path} has {excerpt(tensor.key)}, but not all of {names}; give all of them or none"
+            )
         if tensor.dtype is not torch.float32 or tensor.shape not in {each.shape(rows), (rows, each.last - each.first)}:
             raise ValueError(
                 f"{tensor.place} is {tensor.dtype} {list(tensor.shape)}; {config.optimizer.kind} "

@@ -57,8 +57,7 @@ def weight_keys(template: str, tables: Iterable[str]) -> dict[str, str]:
     keys = {table: template.replace("{table}", table) for table in tables}
     owners: dict[str, str] = {}
     for table, key in keys.items():
-        other = owners.setdefault(key, table)
-        if other != table:
+        if (other := owners.setdefault(key, table)) != table:
             raise ValueError(
                 f"key {template!r} names both {other!r} and {table!r} {key!r}; put {{table}} in it, or choose one table"
             )
@@ -110,8 +109,8 @@ class TensorSpec(NamedTuple):
 
 
 class SafetensorsFile:
-    """A safetensors file to be written: ``head`` at its beginning, and several tensors at a time, each in order.
-    ``places``: where the next data of each goes. ValueError for a dtype that is not in ``DTYPES``."""
+    """A safetensors file to be written: ``head``, then tensors, each in order; ``places``: where the next data of each
+    goes. ValueError for a dtype that is not in ``DTYPES``."""
 
     def __init__(self, tensors: Sequence[TensorSpec], metadata: dict[str, Any]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: json.dumps(metadata)}}
@@ -269,9 +268,7 @@ def _open_torch(path: Path, files: TensorFiles) -> bytes | None:
 
 
 def _flatten(value: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict) or depth > _MAX_DEPTH:
-        return
-    for name, inner in value.items():
+    for name, inner in value.items() if isinstance(value, dict) and depth <= _MAX_DEPTH else ():
         if isinstance(inner, dict):
             yield from _flatten(inner, f"{prefix}{name}.", depth + 1)
         else:
