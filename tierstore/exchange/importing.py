@@ -77,15 +77,15 @@ def import_files(
     what is. Optimizer state with the weights is taken too; without it a table keeps what state it has. ``extra`` and
     tensors of the last commit stay, and so do the kept versions.
 
-    Memory: ``ddr``, 4 bytes a row and at most 64 MiB, however large the tables are. A run cut short leaves the
-    last commit as it was (and perhaps new tables, empty); repeat it from the start. One that fails leaves no new store.
+    Memory: ``ddr``, 4 bytes a row and at most 64 MiB. A run cut short leaves the last commit as it was (and perhaps new
+    tables, empty); repeat it from the start. One that fails leaves no new store.
 
     Args:
         files: each tensor is in one of them.
         mapping: table by key; if there are any, these tensors alone are taken, with their optimizer state and ids.
             State that has another name is given as ``{KEY: "TABLE.exp_avg"}``; so are exp_avg_sq, sum, step and ids.
         optimizer, pooling, rounding: of new tables; default: what the file says, else SGD(lr=0.01), "sum", "nearest".
-        dtype: of the weights in the store; they are converted to it, rounded to nearest. Default: as in the file.
+        dtype: of the weights in the store, rounded to nearest. Default: as in the file.
         progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:

@@ -110,18 +110,16 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     as ``torch.nn.EmbeddingBag(sparse=True)`` does; ``step`` applies them by the rule of the table's
     ``TableConfig.optimizer``. So schedulers, accumulation over micro-batches, ``torch.amp.GradScaler`` and
     ``zero_grad`` work as with any optimizer. A ``step`` after one backward pass gives the bits of an update fused with
-    backward, and takes as long: gradients are merged, each row's, only when ``grad`` is read or a second pass adds to
-    it.
+    backward, and takes as long: gradients are merged only when ``grad`` is read or a second pass adds to it.
 
-    Each table has one parameter group: its ``lr``, its ``name``, and one parameter that stands for the rows. The
-    parameter has the table's shape and no content; its ``grad`` is None or sparse float32 [num_embeddings,
-    embedding_dim], each row once. Merged, it takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
+    Each table has one parameter group: its ``lr``, its ``name``, and one parameter that stands for the rows, of the
+    table's shape and without content. Its ``grad`` is None or sparse float32 [num_embeddings, embedding_dim], each row
+    once; merged, it takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
 
-    What ``state_dict`` holds is the learning rates: the rows' state is in the store. They are loaded by the tables'
-    names. ``torch.distributed.checkpoint.state_dict`` gets and sets those of an optimizer that it is given alone.
+    ``state_dict`` holds the learning rates, loaded by the tables' names: the rows' state is in the store.
+    ``torch.distributed.checkpoint.state_dict`` gets and sets those of an optimizer that it is given alone.
 
-    Args:
-        dense: steps with this one, whose groups and state then are those of both, its own first.
+    ``dense``: steps with this one, whose groups and state then are those of both, its own first.
     """
 
     def __init__(self, store: TableStore, dense: torch.optim.Optimizer | None = None) -> None:
@@ -184,7 +182,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def of_own_tables(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What a commit of this store has, without tables that were dropped since, by the names that the others have
-        now. Of a state that does not say the places of tables, those of other names are left out."""
+        now. Of a state without the places of tables, those of other names are left out."""
         names = {table.index: table.name for table in self._store.tables.values()}
         groups, count = state_dict["param_groups"], self._num_dense
         rows = [{**each, "name": names.get(each["place"])} if "place" in each else each for each in groups[count:]]
@@ -255,9 +253,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients: one update of each table that has one, also if no row does. Then ``dense`` steps.
-
-        Args:
-            closure: evaluates the model again and returns the loss, which is returned; or None.
+        ``closure``, or None, evaluates the model again and returns the loss, which is returned.
 
         Raises:
             DiskFullError, DamagedError, BudgetError, MemoryError: rows could not be fetched; none was trained, and

@@ -41,7 +41,7 @@ class Lineage(NamedTuple):
     """A commit's identity and the commits that it was made from.
 
     A store restored from a copy, or that lost its last commits, uses their numbers again for other rows. So a commit
-    was made from another if and only if the other's number and identity are in its lineage. |
+    was made from another if and only if the other's number and identity are in its lineage.
     """
 
     commit_id: str = ""  # 8 random bytes in hex; "" if it is not known
@@ -61,8 +61,8 @@ class Lineage(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: Any) -> "Lineage":
-        """Inverse of ``to_dict``; None, which earlier releases leave, is ``NO_LINEAGE``. ValueError, TypeError or
-        KeyError for what ``to_dict`` did not give."""
+        """Inverse of ``to_dict``; None, of earlier releases, is ``NO_LINEAGE``. ValueError, TypeError, KeyError
+        otherwise."""
         if fields is None:
             return NO_LINEAGE
         ancestors = tuple(Ancestor(*each) for each in fields["ancestors"])
@@ -93,7 +93,6 @@ class TableState(NamedTuple):
 
     @classmethod
     def checked(cls, step: Any, rate: Any) -> "TableState":
-        """Of what a file holds. ValueError, TypeError, OverflowError if it is no such state."""
         if type(step) is not int or not 0 <= step < 2**63 or not 0 <= float(rate) < math.inf:
             raise ValueError("a table's step or learning rate is out of range")
         return cls(step, float(rate))
@@ -120,7 +119,7 @@ class Version(NamedTuple):
 
     def manifest_of(self, manifest: Manifest) -> Manifest:
         """The store's manifest with the tables that readers of this version are shown: all, but in a replica only those
-        that the version names. An update that failed, or was gone back from, may have left others behind them."""
+        that the version names, as an update that failed may have left others behind them."""
         if ORIGIN_KEY not in self.extra:
             return manifest
         return replace(manifest, tables=manifest.tables[: len(self.tables)])
@@ -242,7 +241,7 @@ def unpack(number: int, payload: bytes) -> Version:
 
 
 def json_bytes(payload: "bytes | memoryview") -> tuple[int, int]:
-    """How many bytes of JSON ``unpack`` reads of a payload, and ``unpack_tensors``."""
+    """How many bytes of JSON ``unpack`` and ``unpack_tensors`` read of a payload."""
     own = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     tensors = payload[_LENGTH_BYTES + own :]
     return own, int.from_bytes(tensors[:_LENGTH_BYTES], "little")
