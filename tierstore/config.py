@@ -178,6 +178,7 @@ class TableConfig:
         return self.name.startswith(_DROPPED)
 
     def dropped(self, place: int) -> "TableConfig":
+        """What keeps the place of this table once it is dropped."""
         return replace(self, name=f"{_DROPPED}{place}", feature_names=())
 
     def keeps_rows_of(self, before: "TableConfig") -> bool:
@@ -197,6 +198,7 @@ class TableConfig:
         return is_stored_alike and counted <= counts and bool(counted) == bool(counts)
 
     def layout(self, page_bytes: int) -> RowLayout:
+        """How this table's rows lie in memory and on disk."""
         return RowLayout(
             dim=self.embedding_dim,
             dtype=self.dtype,

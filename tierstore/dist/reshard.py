@@ -26,8 +26,7 @@ from .plan import Plan, Shard, Sharding
 from .table import ShardedTable, local_config, whole_config
 
 Progress = Callable[[int, int], None]
-WORK_NAME: Final = "reshard.partial"
-"""Where in the target a copy is made; what is in it may be deleted."""
+WORK_NAME: Final = "reshard.partial"  # where in the target a copy is made; what is in it may be deleted
 _DDR: Final = 128 * 2**20
 _PLAIN: Final = Sharding("table_wise", (0,))
 _EMPTY_BYTES: Final = 128 * 2**10

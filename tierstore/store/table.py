@@ -88,9 +88,11 @@ class Table(Unpicklable, LookupTable):
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all rows, were they all in memory."""
         return len(self.rows) * self.layout.row_bytes
 
     def leave(self) -> None:
+        """The store has moved to a version without this table."""
         self.is_gone, self._one_table = True, None
 
     @property
@@ -99,6 +101,7 @@ class Table(Unpicklable, LookupTable):
         return TableState(self._step, self.learning_rate)
 
     def restore(self, state: TableState) -> None:
+        """Go on from that state."""
         self._step = state.step
         self.go_on_at(state.learning_rate)
         self.note_change()
@@ -404,12 +407,14 @@ class Table(Unpicklable, LookupTable):
         self, ids: Tensor, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None,
         is_last_given: bool = True,
     ) -> Jagged | DeviceJagged:  # fmt: skip
+        """Checked ids of one feature; see ``check_jagged``."""
         return check_jagged(
             ids, offsets, per_sample_weights, mode, device=self.store.device, offsets_type=self.store.offsets_type,
             is_last_given=is_last_given,
         )  # fmt: skip
 
     def lookup(self, jagged: Jagged | DeviceJagged, *, mode: str) -> AnyLookup:
+        """A lookup of one feature in this table."""
         return make_lookup(jagged.join(self._alone, [0]), mode=mode)
 
     @cached_property

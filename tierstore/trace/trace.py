@@ -99,6 +99,7 @@ class Trace:
 
     @property
     def num_samples(self) -> int:
+        """Samples that were looked up."""
         return self.num_entries if self.batch_starts is None else int(self.batch_starts[-1])
 
     @property
@@ -111,6 +112,7 @@ class Trace:
 
     @property
     def num_lookups(self) -> int:
+        """Ids that were looked up, of all tables."""
         return sum(len(table.ids) for table in self.tables.values())
 
 
