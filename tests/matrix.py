@@ -2,12 +2,10 @@
 
     python -m tests.matrix --torch 'torch==2.13.0' --pythons 'python3.12 python3.13' --tests 'tests/nn tests/store'
 
-Environments stay in .matrix and are used again. Their results go to .matrix/results.json. Ends with 1 if a test or an
-installation failed.
+Environments stay in .matrix and are used again. Ends with 1 if a test or an installation failed.
 """
 
 import argparse
-import json
 import re
 import shlex
 import shutil
@@ -32,14 +30,6 @@ class Environment(NamedTuple):
     python: str
     torch: str
     pins: dict[str, str]
-
-
-class Result(NamedTuple):
-    name: str
-    versions: dict[str, str]
-    outcome: str  # the last line of pytest, or what kept it from running
-    passed: bool
-    seconds: float
 
 
 def oldest(project: dict) -> dict[str, str]:
@@ -88,26 +78,22 @@ def install(environment: Environment) -> Path:
     return python
 
 
-def tested(environment: Environment, tests: list[str]) -> Result:
-    """What the tests say there."""
-    started = time.monotonic()
-    versions: dict[str, str] = {}
+def is_passed(environment: Environment, tests: list[str]) -> bool:
+    """Whether the tests pass there; a line says what the environment has, and how pytest ended."""
+    started, shown = time.monotonic(), ""
     try:
         python = install(environment)
-        code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {SHOWN!r}}}))"
-        versions = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+        code = f"import importlib.metadata as m; print(', '.join(n + ' ' + m.version(n) for n in {SHOWN!r}))"
+        shown = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         subprocess.run([python, "-m", "tierstore", "compile"], check=True)
         run = [python, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile"]
-        with subprocess.Popen([*run, *tests], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-            assert process.stdout is not None
-            last = ""
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                last = line.strip() or last
-        outcome, passed = last, process.returncode == 0
+        outcome = subprocess.run([*run, *tests], cwd=ROOT, check=False).returncode
     except subprocess.CalledProcessError as error:
-        outcome, passed = f"{shlex.join(map(str, error.cmd))} ended with {error.returncode}", False
-    return Result(environment.name, versions, outcome, passed, round(time.monotonic() - started, 1))
+        print(f"{shlex.join(map(str, error.cmd))} ended with {error.returncode}")
+        outcome = error.returncode
+    word = "FAILED" if outcome else "passed"
+    print(f"{environment.name:11} {word} in {time.monotonic() - started:.0f} s  ({shown})", flush=True)
+    return not outcome
 
 
 def main() -> int:
@@ -119,16 +105,12 @@ def main() -> int:
     given = parser.parse_args()
     wanted = environments(given.pythons.split(), given.torch)
     FOLDER.mkdir(exist_ok=True)
-    results = []
+    passed = []
     for environment in wanted:
         if not given.only or environment.name in given.only.split():
             print(f"\n{environment.name}: {environment.python}, {environment.torch}", flush=True)
-            results.append(tested(environment, given.tests.split()))
-    (FOLDER / "results.json").write_text(json.dumps([each._asdict() for each in results], indent=2) + "\n")
-    for each in results:
-        shown = ", ".join(f"{name} {version}" for name, version in each.versions.items())
-        print(f"{each.name:11} {'passed' if each.passed else 'FAILED'}  {each.outcome}  ({shown})")
-    return 0 if results and all(each.passed for each in results) else 1
+            passed.append(is_passed(environment, given.tests.split()))
+    return 0 if passed and all(passed) else 1
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def pack_store(folder: Path, seed: int) -> None:
     """Put a packed copy in the place of a store that no process has open."""
     manifest = Manifest.read(folder)
     trace, copy = folder.with_name(f"{folder.name}-{seed}.npz"), folder.with_name(f"{folder.name}-packed")
-    sizes = {config.name: config.num_embeddings for config in manifest.tables}
+    sizes = {each.name: each.num_embeddings for each in manifest.tables if not each.is_hidden}
     write_trace(random_trace(sizes, seed), trace, force=True)
     compact_store(folder, copy, trace=trace)
     shutil.rmtree(folder)

@@ -142,8 +142,8 @@ class TableConfig:
         return self.ids is not None and self.ids.unseen == "init"
 
     def table_of_ids(self, place: int) -> "TableConfig":
-        """What keeps the ids of this table, which is in that place: a row for what is of all, and one for each of its
-        rows; if there are candidates, those and rows in turn; all of that for each owner."""
+        """What keeps the ids of this table, which is in that place (``store/stored_ids.py``): for each owner a row for
+        what is of all, and one for each of its rows, in turn with the candidates if there are any."""
         assert self.ids is not None
         rows, candidates = map(self.ids.share, (self.num_embeddings, self.ids.num_candidates(self.num_embeddings)))
         rows = self.ids.owners * (1 + (2 * max(rows, candidates) if candidates else rows))
@@ -173,7 +173,7 @@ class TableConfig:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether it only keeps the place of a table that was dropped, as a row's key has the table's place."""
+        """Whether it only keeps the place of a table that was dropped, as a row's key has that place."""
         return self.name.startswith(_DROPPED)
 
     def dropped(self, place: int) -> "TableConfig":
@@ -181,15 +181,14 @@ class TableConfig:
         return replace(self, name=f"{_DROPPED}{place}", feature_names=())
 
     def keeps_rows_of(self, before: "TableConfig") -> bool:
-        """Whether the rows of another table, as they are stored or as they are before they are written, are rows of
-        this one, which may have more."""
+        """Whether the rows of another table, written or not, are rows of this one, which may have more."""
         page_bytes = 4096  # the same for both
         own, other = ((each.layout(page_bytes), each.init, each.init.place) for each in (self, before))
         is_alike = own == other and self.keeps_ids_of(before)
         return is_alike and self.num_embeddings >= before.num_embeddings and not before.is_dropped
 
     def keeps_ids_of(self, before: "TableConfig") -> bool:
-        """Whether the ids of another table, their scores and counts are as of this one, which may have more."""
+        """Whether the ids, scores and counts of another table are as of this one, which may have more."""
         rules, other = self.ids, before.ids
         if rules is None or other is None:
             return rules is other
@@ -211,10 +210,8 @@ class TableConfig:
         return self.num_embeddings * self.layout(page_bytes).row_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; ``from_dict`` reads it back.
-
-        ``rounding`` is left out where it is "nearest", so that releases that do not know it read all other tables.
-        """
+        """JSON-able form. ``rounding`` is left out where it is "nearest", so that releases that do not know it read
+        other tables."""
         rounding = {} if self.rounding == "nearest" else {"rounding": self.rounding}
         return {
             "name": self.name,

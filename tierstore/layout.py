@@ -57,8 +57,7 @@ class RowLayout:
     """How the rows of a table lie in memory and on disk; tables of equal layout share caches and kernels.
 
     Attributes:
-        dim: columns of the embedding vector.
-        dtype: type of the weights; optimizer state is always float32.
+        dim: columns of the embedding vector. dtype: of the weights; optimizer state is always float32.
         state_dim: float32 columns of optimizer state (0 for SGD and for quantized rows).
         page_bytes: page size of the LMDB file the rows go to.
     """
@@ -70,7 +69,7 @@ class RowLayout:
 
     @cached_property
     def is_quantized(self) -> bool:
-        """Whether weights are int8 or int4 with a scale and a bias a row; such rows are looked up, not trained."""
+        """Whether weights are int8 or int4 with a scale and a bias a row."""
         return self.dtype in get_args(QuantizedName)
 
     @cached_property
@@ -158,8 +157,7 @@ class RowLayout:
 
     @property
     def stored_row_bytes(self) -> float:
-        """Bytes of the file that a row of a full segment takes: its own, its key and checksum, and its part of the
-        index, headers and padding."""
+        """Bytes of the file that a row of a full segment takes, index, headers and padding included."""
         return self.segment_pages(self.rows_per_segment) * self.page_bytes / self.rows_per_segment
 
     def pages_for(self, num_rows: int, *, is_mixed: bool = False) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.cli import entry as cli
-from tierstore.store import files
+from tierstore.store import copies
 
 MAKERS = {"backup": [], "compact": [], "repair": [], "quantize": ["--dtype", "int8"]}
 
@@ -65,5 +65,5 @@ def test_no_store_is_made_within_its_source(command, store_with_rows, capsys):
     assert f"is inside the store {store_with_rows}; choose a directory outside" in capsys.readouterr().err
     assert listing(store_with_rows) == before
     with pytest.raises(ValueError, match="shop is the store itself; choose another directory"):
-        files.require_outside(Path("shop"), Path("x/../shop"))
-    files.require_outside(Path("shop-copy"), Path("shop"))
+        copies.require_outside(Path("shop"), Path("x/../shop"))
+    copies.require_outside(Path("shop-copy"), Path("shop"))

@@ -13,7 +13,6 @@ from tests import children
 from tests.packed import random_trace
 from tests.stored import offset_of, segment_offset, segments_of
 from tierstore import errors
-from tierstore.cli import main
 from tierstore.exchange.rows import read_rows
 from tierstore.io.files import read_stamp
 from tierstore.io.lmdb import LmdbColdTier
@@ -210,44 +209,7 @@ def test_rows_of_a_trace_come_first_and_those_of_one_sample_lie_in_one_block(sou
         assert store._cold.counters().pages_read == 2  # one for each call
 
 
-@pytest.mark.parametrize(
-    ("tables", "reason"),
-    [
-        ({"nosuch": [5]}, "the trace has a table 'nosuch' and the store has none of that name"),
-        ({"a": [1, ROWS]}, rf"the trace has row {ROWS} of table 'a', which has {ROWS} rows"),
-        ({"a": []}, "the trace has no lookup; without --trace"),
-    ],
-)
-def test_a_trace_of_another_store(source, tmp_path, tables, reason):
-    entries = {name: TableTrace(np.array(ids, np.int64), np.array([0, len(ids)])) for name, ids in tables.items()}
-    write_trace(Trace(tables=entries, batch_samples=2), tmp_path / "wrong.npz")
-    with pytest.raises(ValueError, match=reason):
-        compact_store(source, tmp_path / "copy", trace=tmp_path / "wrong.npz")
-    assert not (tmp_path / "copy").exists()
-
-
 # Whole or not at all
-
-
-def test_an_empty_directory_is_a_target_and_one_in_use_is_not(source, tmp_path, made, capsys):
-    (tmp_path / "copy").mkdir()
-    assert main(["compact", str(source), str(tmp_path / "copy"), "--trace", str(made / "trace.npz")]) == 0
-    assert "version 13" in capsys.readouterr().out
-    (tmp_path / "file").write_bytes(b"mine")
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "rows.lmdb").write_bytes(b"mine")
-    for target in ("copy", "file", "theirs"):
-        before = names(tmp_path / target) if target != "file" else None
-        with pytest.raises(FileExistsError, match="is not"):
-            compact_store(source, tmp_path / target)
-        assert target == "file" or names(tmp_path / target) == before
-    with pytest.raises(ValueError, match="is the store itself"):
-        compact_store(source, source)
-    with pytest.raises(FileNotFoundError, match="nosuch"):
-        compact_store(source, tmp_path / "nosuch" / "copy")
-    with pytest.raises(errors.StoreNotFoundError):
-        compact_store(tmp_path / "nosuch", tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("version", [*VERSIONS, 0])

@@ -198,13 +198,6 @@ def test_the_device_tier_says_that_it_cannot(source: Path, tmp_path: Path, dtype
         assert not store.tables
 
 
-def test_optimizer_state_does_not_go_with_quantized_rows() -> None:
-    with pytest.raises(ValueError, match=r"dtype='int8' goes without optimizer state.*leave optimizer out"):
-        table_config("item", dtype="int8")
-    made = table_config("item", dtype="int4", optimizer=optim.SGD())
-    assert tierstore.TableConfig.from_dict(made.to_dict()) == made
-
-
 @pytest.mark.parametrize("dtype", TARGETS)
 def test_a_version_that_is_kept_and_a_source_that_goes_on(source: Path, tmp_path: Path, dtype: Any) -> None:
     report = tierstore.quantize(source, tmp_path / "new", dtype=dtype, version=1)
@@ -245,27 +238,6 @@ def test_a_row_that_does_not_fit_is_named_and_nothing_is_left(tmp_path: Path, dt
     with pytest.raises(ValueError, match=f"row 1234 of table 'item' holds NaN, infinity or .* too large for {dtype}"):
         tierstore.quantize(tmp_path / "store", tmp_path / "new", dtype=dtype)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
-
-
-def test_wrong_arguments_leave_nothing(source: Path, tmp_path: Path) -> None:
-    new = tmp_path / "new"
-    for fields, error, message in (
-        ({"dtype": "float32"}, ValueError, "dtype='float32' is not one of float16, bfloat16, int8, int4"),
-        ({"dtype": "int8", "tables": ["itm"]}, errors.TableError, "no table 'itm'; there are item, user"),
-        ({"dtype": "int8", "version": 7}, errors.StoreNotFoundError, "7"),
-    ):
-        with pytest.raises(error, match=message):
-            tierstore.quantize(source, new, **fields)
-    with pytest.raises(errors.StoreNotFoundError):
-        tierstore.quantize(tmp_path / "none", new, dtype="int8")
-    assert not list(tmp_path.iterdir())
-    tierstore.quantize(source, new, dtype="int8", tables=["item"])
-    with pytest.raises(FileExistsError, match=r"new is not empty \(it holds"):
-        tierstore.quantize(source, new, dtype="int8")
-    with pytest.raises(ValueError, match="table 'item' is int8 already; name the others"):
-        tierstore.quantize(new, tmp_path / "again", dtype="int4")
-    tierstore.quantize(new, tmp_path / "again", dtype="int4", tables=["user"])
-    assert torch.equal(stored(tmp_path / "again"), stored(new))
 
 
 @every_dtype

@@ -88,7 +88,7 @@ def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
     for _ in range(20_000):
         keys = generator.integers(0, table.num_embeddings, 20)
         recorded.add(keys[is_sampled(keys, rate)], None, 20, recorded.last, np.array([20]))
-    accesses = accesses_of(recorded.contents().trace())
+    accesses = accesses_of(recorded.trace())
     assert accesses.all_batches == 20_000
     (pool,) = Demand.from_accesses(workload, accesses).pools
     assert pool.lookups == pytest.approx(20, rel=0.005)

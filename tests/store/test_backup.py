@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import tierstore
 from tests import children
 from tierstore import errors
 from tierstore.io import files
-from tierstore.store.files import BACKUP_WORK_NAME
+from tierstore.store.copies import BACKUP_WORK_NAME
 from tierstore.system import killpoints
 from tierstore.system.killpoints import COPY_POINTS
 
@@ -154,12 +155,6 @@ def raising(number: int) -> Callable[..., int]:
     return refuse
 
 
-def test_a_kernel_that_copies_no_ranges(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.os, "copy_file_range", raising(errno.EXDEV))
-    trained.store.backup(tmp_path / "copy")
-    trained.check(tmp_path / "copy", 3)
-
-
 def test_holes_stay_holes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 8192)
@@ -172,61 +167,45 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
     assert stretches == [(0, 8192), (1 << 19, (1 << 19) + 4096)]
 
 
-def test_an_interrupt_leaves_nothing(trained: Trained, tmp_path: Path) -> None:
-    def interrupt(_done: int, _total: int) -> None:
-        raise KeyboardInterrupt
-
-    for left in (["source"], ["copy", "source"]):
-        with pytest.raises(KeyboardInterrupt):
-            trained.store.backup(tmp_path / "copy", progress=interrupt)
-        assert names(tmp_path) == left
-        (tmp_path / "copy").mkdir(exist_ok=True)
-        assert names(tmp_path / "copy") == []
-    trained.store.backup(tmp_path / "copy")
-    trained.check(tmp_path / "copy", 3)
+def interrupt(*_: int) -> None:
+    raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("step", COPY_POINTS[:3])
-def test_an_error_at_the_last_steps_leaves_nothing(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def fail_at(step: str) -> Callable[[str], None]:
     def hook(point: str) -> None:
         if point == step:
             raise MemoryError
 
-    monkeypatch.setattr(killpoints, "hook", hook)
-    with pytest.raises(MemoryError):
-        trained.store.backup(tmp_path / "backup")
-    assert not (tmp_path / "backup").exists()
+    return hook
 
 
-@pytest.mark.parametrize("call", ["copy_file_range", "fsync", "rename", "ftruncate"])
-def test_a_full_disk_leaves_nothing(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+FAILURES: dict[str, tuple[Any, str, Any, type[BaseException]]] = {
+    **{
+        call: (files.os, call, raising(errno.ENOSPC), errors.DiskFullError)
+        for call in ("copy_file_range", "fsync", "rename", "ftruncate")
+    },
+    **{step: (killpoints, "hook", fail_at(step), MemoryError) for step in COPY_POINTS[:3]},
+    "Ctrl-C": (killpoints, "hook", None, KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_whatever_fails_leaves_nothing_and_may_be_repeated(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
+    owner, name, value, kind = FAILURES[failure]
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, call, raising(errno.ENOSPC))
-        with pytest.raises(errors.DiskFullError, match="no space left"):
-            trained.store.backup(tmp_path / "copy")
-    assert names(tmp_path) == ["source"]
-    trained.commit()
-
-
-def test_wrong_targets(trained: Trained, source: Path, tmp_path: Path) -> None:
-    for inside in (source / "copy", source / ".." / "source" / "copy"):
-        with pytest.raises(ValueError, match="is inside the store"):
-            trained.store.backup(inside)
-    with pytest.raises(FileExistsError, match=r"is not empty \(it holds source\)"):
-        trained.store.backup(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        trained.store.backup(tmp_path / "no" / "such")
+        patch.setattr(owner, name, value)
+        for left in (["source"], ["copy", "source"]):
+            with pytest.raises(kind):
+                trained.store.backup(tmp_path / "copy", progress=interrupt if failure == "Ctrl-C" else None)
+            assert names(tmp_path) == left
+            (tmp_path / "copy").mkdir(exist_ok=True)
+            assert names(tmp_path / "copy") == []
+    if failure == "fsync":
+        monkeypatch.setattr(files.os, "copy_file_range", raising(errno.EXDEV))  # so bytes are read
     trained.store.backup(tmp_path / "copy")
-    with pytest.raises(FileExistsError, match=r"is not empty \(it holds manifest.json\)"):
-        trained.store.backup(tmp_path / "copy")
-    trained.store.close()
-    with pytest.raises(errors.ClosedError):
-        trained.store.backup(tmp_path / "other")
-    assert names(tmp_path) == ["copy", "source"]
+    trained.check(tmp_path / "copy", 3)
 
 
 def test_damage_is_not_copied_in_silence(trained: Trained, source: Path, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_damaged_copy_opened_before_and_beside(tmp_path: Path, damage: str, mo
 @pytest.mark.parametrize(
     "step",
     [
-        *("tierstore.store.store.Workers", "tierstore.store.files.unpack", "tierstore.store.catalog.Table"),
+        *("tierstore.store.store.Workers", "tierstore.store.directory.unpack", "tierstore.store.catalog.Table"),
         *("tierstore.io.row_file.FileMap.of_rows", "tierstore.io.row_file.Snapshot", "tierstore.io.row_file.read_head"),
         *("tierstore.io.row_file.check_store", "tierstore.io.snapshot.check_page_use"),
     ],

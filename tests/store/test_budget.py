@@ -115,3 +115,15 @@ def test_page_cache_is_told_apart_from_the_budget(store_dir: Path) -> None:
         stats = store.stats()
     assert stats.ssd.page_cache_bytes - before >= len(rows) * 64 * 4
     assert stats.ddr.bytes <= 2 << 20
+
+
+def test_versions_in_memory_that_are_dropped_take_no_memory() -> None:
+    rows, every = 2000, torch.arange(2000)
+    with tierstore.open(cold="memory", keep=3, ddr="1MiB", threads=1) as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=rows, embedding_dim=16))
+        for step in range(6):
+            table.write(every, torch.full((rows, 16), float(step)))
+            store.commit()
+            assert store.verify().bytes <= (min(step + 1, 3) + 1) * rows * table.pool.layout.row_bytes
+        assert store.versions == (4, 5, 6)
+        assert store.find_newer() is None

@@ -13,7 +13,7 @@ import torch
 import tierstore
 from tests.gate import Gate
 from tierstore import optim
-from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError
+from tierstore.errors import DiskFullError
 from tierstore.pool import writeback
 from tierstore.store.commits import PendingCommit
 from tierstore.system import killpoints
@@ -321,24 +321,6 @@ def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(sto
         assert cache.num_dirty == len(rows)
         cache.unpin(slots)
         writeback_.abandon()
-
-
-def test_versions_that_are_not_kept_are_refused(store_dir: Path) -> None:
-    with open_store(store_dir, keep=2) as store:
-        assert [store.commit() for _ in range(3)] == [1, 2, 3]
-        with pytest.raises(ValueError, match=r"version=1 .* is not kept; kept: 2, 3\."):
-            store.rollback(1)
-        store.rollback(2)
-        assert store.commit() == 4  # 3 was another
-    with pytest.raises(StoreNotFoundError, match="version 3 is not kept; kept: 2, 4"):
-        tierstore.open(store_dir, mode="r", version=3)
-    with pytest.raises(ValueError, match=r"rollback\(2\)"):
-        tierstore.open(store_dir, mode="w", version=2)
-    with tierstore.open(store_dir, mode="r") as store, pytest.raises(ReadOnlyError):
-        store.rollback(2)
-    for keep in (0, -1, 1001):
-        with pytest.raises(ValueError, match="keep"):
-            tierstore.open(store_dir, keep=keep)
 
 
 # Calls cut short

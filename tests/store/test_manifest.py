@@ -195,14 +195,6 @@ def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
         assert store.commit() == 1
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/shop", "http://host/shop", Path("file:///shop")], ids=str)
-def test_no_store_is_made_of_a_url(url: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is a URL"):
-        tierstore.open(url, ddr="1MiB")
-    assert not any(tmp_path.iterdir())
-
-
 def test_no_store_is_made_among_other_files(tmp_path: Path) -> None:
     (tmp_path / ".gitkeep").touch()
     (tmp_path / "notes.txt").touch()

@@ -153,23 +153,9 @@ def test_a_long_run_keeps_to_its_bytes(store: tierstore.Store, path: Path) -> No
 # What becomes of the file
 
 
-def test_what_cannot_be_recorded_to(store: tierstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "there.npz").write_bytes(b"kept")
-    (tmp_path / "link.npz").symlink_to("nowhere")
-    cases: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-        ("there.npz", {}, FileExistsError, "record to another name"),
-        ("link.npz", {}, FileExistsError, "link.npz exists"),
-        ("none/x.npz", {}, FileNotFoundError, "make it first"),
-        ("x.txt", {}, ValueError, "npz"),
-        ("x.npz", {"rate": 0}, ValueError, "rate"),
-        ("x.npz", {"max_bytes": "1KiB"}, ValueError, "64.0 KiB at least"),
-        ("x.npz", {"max_bytes": "8000TiB"}, DiskFullError, "are free; nothing was written"),
-    ]
-    for name, settings, kind, reason in cases:
-        with pytest.raises(kind, match=reason):
-            store.record(tmp_path / name, **settings)
-        assert store.recorder is None
-    assert (tmp_path / "there.npz").read_bytes() == b"kept"
+def test_a_file_in_use_or_not_to_be_written(
+    store: tierstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with store.record(tmp_path / "y.npz") as first, pytest.raises(ValueError, match=r"recorded to .*y\.npz; stop that"):
         store.record(tmp_path / "z.npz")
     assert not first.path.exists(), "nothing was looked up: who failed before a first step may begin again"

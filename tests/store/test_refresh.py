@@ -2,7 +2,6 @@
 
 import logging
 import os
-import random
 import shutil
 import sys
 import threading
@@ -10,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import tierstore
-from tests.following import DIM, EVERY, ROWS, Writer, expected, first_values
+from tests.following import DIM, EVERY, ROWS, Writer, expected
 from tierstore import errors
 from tierstore.errors import StoreReplacedError
 from tierstore.io import writer as io_writer
@@ -57,23 +55,11 @@ def test_only_what_the_last_call_found_is_shown_and_once(writer: Writer, store_d
             second.show()
         assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED, _6=[1000]))
         require_nothing_held(store)
-
-
-def test_what_is_given_up_holds_nothing(writer: Writer, store_dir: Path) -> None:
-    with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
-        store["t"].read(EVERY)
-        commit_changed(writer)
-        found = store.find_newer()
-        assert found is not None
-        found.close()
-        require_nothing_held(store)
-        with pytest.raises(errors.ClosedError):
-            found.show()
+        writer("commit", 4)
         assert store.find_newer() is not None
-        writer("rollback", 1)
+        writer("rollback", 3)
         assert store.find_newer() is None
         require_nothing_held(store)
-        assert torch.equal(store["t"].read(EVERY), expected())
 
 
 def test_a_row_that_cannot_be_kept_leaves_the_store_as_it_was(writer: Writer, store_dir: Path) -> None:
@@ -135,118 +121,6 @@ def test_close_waits_for_what_is_being_read(writer: Writer, store_dir: Path, mon
     found[0].close()
 
 
-class History:
-    """What each version of a store holds, told from the orders that its writer gets."""
-
-    def __init__(self, writer: Writer, directory: Path, seed: int) -> None:
-        self._writer, self._directory = writer, str(directory)
-        self._random = random.Random(seed)
-        self._value = 0
-        self._current = {"t": first_values(), "u": first_values(1)}
-        self.versions: dict[int, dict[str, torch.Tensor]] = {}
-        self._kept: list[int] = []
-        self._open()
-        for name in self._current:
-            writer("create", name, ROWS, DIM)
-        self._commit()
-
-    def _open(self) -> None:
-        self._keep = self._random.randint(1, 3)
-        self._writer("open", self._directory, self._keep)
-
-    def _commit(self) -> None:
-        version = self._writer("commit", 0)
-        self.versions[version] = {name: rows.clone() for name, rows in self._current.items()}
-        self._kept = [*self._kept, version][-self._keep :]
-
-    def _write(self) -> None:
-        self._value += 1
-        name, first = self._random.choice(list(self._current)), self._random.randrange(ROWS)
-        step, count = self._random.choice([1, 7]), self._random.choice([1, 40, 1000])
-        ids = sorted({(first + step * i) % ROWS for i in range(count)})
-        self._writer("write", name, ids, self._value)
-        self._current[name][ids] = float(self._value)
-
-    def _return_to(self, version: int) -> None:
-        self._current = {name: rows.clone() for name, rows in self.versions[version].items()}
-
-    def go_on(self) -> None:
-        """Write, commit, go back, or open again without a commit."""
-        action = self._random.random()
-        if action < 0.5:
-            self._write()
-        elif action < 0.85:
-            self._commit()
-        elif action < 0.95:
-            version = self._random.choice(self._kept)
-            assert self._writer("rollback", version) == version
-            self._kept = [kept for kept in self._kept if kept <= version]
-            self._return_to(version)
-        else:
-            self._open()
-            self._return_to(self._kept[-1])
-
-
-class Lookups(threading.Thread):
-    """Reads until it is told to stop, and compares."""
-
-    def __init__(self, store: Store, want: dict[str, torch.Tensor], seed: int) -> None:
-        super().__init__()
-        self._store, self._want, self._random = store, want, np.random.default_rng(seed)
-        self._is_over = threading.Event()
-        self.wrong: list[object] = []
-
-    def run(self) -> None:
-        try:
-            while not self._is_over.is_set():
-                ids = torch.from_numpy(self._random.integers(0, ROWS, self._random.choice([1, 30, 400])))
-                for name, want in self._want.items():
-                    if not torch.equal(self._store[name].read(ids), want[ids]):
-                        self.wrong.append((name, ids))
-        except BaseException as error:
-            self.wrong.append(error)
-
-    def end(self) -> None:
-        self._is_over.set()
-        self.join(SECONDS)
-        assert not self.is_alive()
-        assert not self.wrong
-
-
-@pytest.mark.parametrize(
-    ("ddr", "dtype", "policy"),
-    [("4MiB", None, "lru"), ("700KiB", "stored", "lfu"), ("600KiB", "float16", "tinylfu"), ("4MiB", "float16", "lru")],
-)
-def test_random_histories(writer_process: Writer, store_dir: Path, ddr: str, dtype: Any, policy: str) -> None:
-    history, chance = History(writer_process, store_dir, seed=3), random.Random(4)
-    shown = 0
-    with tierstore.open(store_dir, mode="r", ddr=ddr, dtype=dtype, policy=policy) as store:
-        for seed in range(60):
-            for _ in range(chance.randint(0, 3)):
-                history.go_on()
-            want = {
-                name: rows.to(store[name].layout.torch_dtype) for name, rows in history.versions[store.version].items()
-            }
-            lookups = Lookups(store, want, seed)
-            lookups.start()
-            found = store.find_newer()
-            if chance.random() < 0.3:
-                history.go_on()
-            lookups.end()
-            if found is not None and chance.random() < 0.8:
-                version = found.show()
-                shown += 1
-                for name, rows in history.versions[version].items():
-                    table = store[name]
-                    assert torch.equal(
-                        table.pooled(EVERY, torch.arange(ROWS + 1)), rows.to(table.layout.torch_dtype).float()
-                    )
-            store["t"].pool.cache.check_integrity()
-        store.verify()
-    writer_process("close")
-    assert shown > 10
-
-
 def test_a_table_that_goes_while_its_pool_is_asked_for_is_gone(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,17 +149,6 @@ def test_rows_that_did_not_change_stay_in_memory(writer: Writer, store_dir: Path
         after = store.stats()
         assert after.ddr.misses - before.ddr.misses == after.ddr.evictions == 0
         assert after.ssd.lookups - before.ssd.lookups == 1  # the row that changed, and no other
-
-
-def test_rows_first_asked_for_while_a_version_is_made_ready_are_not_kept(writer: Writer, store_dir: Path) -> None:
-    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
-        writer("write", "t", [5], 3)
-        writer("commit", 2)
-        newer = store.find_newer()
-        assert newer is not None
-        assert torch.equal(store["t"].read(EVERY), expected())  # no row was in memory before, nor room for any
-        newer.show()
-        assert torch.equal(store["t"].read(EVERY), expected(_3=[5]))
 
 
 def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_dir: Path) -> None:
@@ -429,16 +292,6 @@ def test_rows_in_memory_are_those_of_a_store_of_that_dtype(
         assert torch.equal(table.read(torch.tensor([0, 1, 2])), torch.full((3, DIM), 3.0, dtype=want.dtype))
         assert torch.equal(table.read(EVERY[3:]), want[3:])
         assert store.stats().ddr.bytes <= (4 << 20 if ddr == "4MiB" else 440 << 10)
-
-
-def test_wrong_dtypes(writer: Writer, store_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dtype='int3' is not one of"):
-        tierstore.open(store_dir, mode="r", dtype="int3")
-    with pytest.raises(ValueError, match='goes with mode="r"'):
-        tierstore.open(tmp_path / "new", dtype="int8")
-    tierstore.quantize(store_dir, tmp_path / "half", dtype="float16")
-    with pytest.raises(tierstore.errors.TableError, match="'t': rows stored as float16 cannot be kept as float32"):
-        tierstore.open(tmp_path / "half", mode="r", dtype="float32")
 
 
 FEW = 1000

@@ -326,6 +326,9 @@ HOLDERS: Final[dict[str, tuple[str, Callable[[Scene, Act], None]]]] = {
 }
 
 
+ERRORS = (TierstoreError, ValueError, TypeError, RuntimeError, KeyError, StopIteration, FileExistsError)
+
+
 class Watch:
     """What a thread is doing, since when."""
 
@@ -342,15 +345,7 @@ class Watch:
             self.note(f"{name} amid {holder}")
             try:
                 call(scene)
-            except (
-                TierstoreError,
-                ValueError,
-                TypeError,
-                RuntimeError,
-                KeyError,
-                StopIteration,
-                FileExistsError,
-            ) as error:
+            except ERRORS as error:
                 self.errors[self.doing] = f"{type(error).__name__}: {error}"
         self.note(f"the end of {holder}")
 

@@ -22,7 +22,7 @@ def add(recorded: Recorded, batch: Batch, last: np.uint64 | None = None) -> None
     last = recorded.last if last is None else last
     found = np.array(keys, np.int64)
     kept = np.ones(len(found), np.bool_) if last == ALL else is_sampled(found, (int(last) + 1) / 2**64)
-    counts = np.bincount(found >> 40, minlength=recorded.num_tables)
+    counts = np.bincount(found >> 40, minlength=len(recorded.tables))
     recorded.add(found[kept], np.array(samples, np.int64)[kept], batch.samples, last, counts)
 
 
@@ -45,7 +45,7 @@ def test_a_recording_is_a_filter_of_what_was_looked_up(
         assert recorded.size_bytes <= max_bytes
         assert before / recorded.rate in {2.0**k for k in range(64)}
         assert recorded.last == last_hash(recorded.rate)
-    trace = recorded.contents().trace()
+    trace = recorded.trace()
     assert trace.sampling_rate == recorded.rate
     check(trace, log, INDEXES)
 
@@ -73,7 +73,7 @@ def test_what_was_sampled_before_the_rate_was_halved_is_sampled_again() -> None:
     for batch in log[1:]:
         add(recorded, batch, last=ALL)
     assert recorded.rate == rate < 1  # there was room
-    check(recorded.contents().trace(), log, INDEXES)
+    check(recorded.trace(), log, INDEXES)
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])
@@ -99,4 +99,4 @@ def test_a_new_table_counts() -> None:
     assert recorded.size_bytes == before + 8
     log.append(Batch(1, [Feature("b", list(range(20)), [20])]))
     add(recorded, log[1])
-    check(recorded.contents().trace(), log, {"a": 0, "b": 1})
+    check(recorded.trace(), log, {"a": 0, "b": 1})

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import DamagedError, StoreLockedError, StoreNotFoundError, TierstoreError
 from ..store import Store, open_store
-from ..store.files import Opened, open_files
+from ..store.directory import Opened, open_files
 from ..store.manifest import MANIFEST_NAME, parts_in
 from ..system.checks import excerpt
 from ..system.files import make_directory, output_errors, require_room, sync_directory

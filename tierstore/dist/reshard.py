@@ -16,7 +16,8 @@ from ..exchange.rows import chunks, read_keys, read_rows, write_rows
 from ..io.files import ROW_FILE_NAME, rows_path
 from ..io.lmdb import LmdbColdTier
 from ..store import Store, Table, open_store
-from ..store.files import new_store, open_files, require_outside
+from ..store.copies import new_store, require_outside
+from ..store.directory import open_files
 from ..store.manifest import MANIFEST_NAME
 from ..store.stored_ids import ids_bytes
 from ..system.files import require_room
@@ -25,8 +26,7 @@ from .plan import Plan, Shard, Sharding
 from .table import ShardedTable, local_config, whole_config
 
 Progress = Callable[[int, int], None]
-WORK_NAME: Final = "reshard.partial"
-"""Where in the target a copy is made; what is in it may be deleted."""
+WORK_NAME: Final = "reshard.partial"  # where in the target a copy is made; what is in it may be deleted
 _DDR: Final = 128 * 2**20
 _PLAIN: Final = Sharding("table_wise", (0,))
 _EMPTY_BYTES: Final = 128 * 2**10

@@ -19,7 +19,7 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.floats import code_of_dtype
 from ..layout import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
 from ..pool.converting import RowSource
-from ..store.files import Opened
+from ..store.directory import Opened
 from ..store.manifest import Manifest
 from ..store.version import Ancestor, Lineage, Version, repack, unpack
 from .parts import SECTION, Commits, Source, in_common, newest_set, state_columns

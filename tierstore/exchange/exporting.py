@@ -75,26 +75,17 @@ class _TablePlan(NamedTuple):
 
 
 def export_store(
-    directory: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
+    directory: str | os.PathLike[str], out: str | os.PathLike[str], *,
     format: str | None = None,  # noqa: A002 - the word for it
-    tables: Sequence[str] | None = None,
-    key: str = DEFAULT_KEY,
-    state: bool = False,
-    dense: bool = False,
-    version: int | None = None,
-    force: bool = False,
-    ddr: int | str = "256MiB",
-    progress: Progress = None,
-) -> ExportReport:
+    tables: Sequence[str] | None = None, key: str = DEFAULT_KEY, state: bool = False, dense: bool = False,
+    version: int | None = None, force: bool = False, ddr: int | str = "256MiB", progress: Progress = None,
+) -> ExportReport:  # fmt: skip
     """Write every row of some tables, as of one version, to one file; rows never written have their first values.
 
     Of a table with dynamic ids the rows are those of its ids, ascending, which are int64 [rows] ``ids`` alongside.
-    Quantized rows are written as they are, uint8 [rows, stored columns]: what ``torch.ops.quantized`` looks up in. A
-    Parquet file has one table's rows that were ever written, and is not imported again: ``id`` int64, ascending;
-    ``weight``, ``embedding_dim`` float32; with ``state``, each state by its name. The store is opened read-only and may
-    be trained on meanwhile. Memory: ``ddr``, 4 bytes a row and at most 64 MiB.
+    Quantized rows are written as they are, uint8 [rows, stored columns]. A Parquet file has one table's rows that were
+    ever written, and is not imported again: ``id`` int64, ascending; ``weight``, ``embedding_dim`` float32; with
+    ``state``, each state by its name. The store is opened read-only. Memory: ``ddr``, 4 bytes a row and 64 MiB.
 
     Args:
         out: the file; it appears when it is complete.

@@ -22,7 +22,7 @@ from ..layout import DtypeName, QuantizedName
 from ..optim import Optimizer
 from ..pool.converting import raw_weights
 from ..store import Store, Table, open_store
-from ..store.files import kept_if_committed
+from ..store.copies import kept_if_committed
 from ..store.version import TableState
 from ..system.checks import excerpt, excerpt_names
 from .rows import chunks, numbered, write_keys
@@ -42,8 +42,8 @@ from .tensor_files import (
 
 class TableImport(NamedTuple):
     """``created``: the table is new. ``changed_rows``: that had other bits before. ``with_state``: optimizer state came
-    with the weights. ``nonfinite``: values that are NaN or infinite, as stored. ``notes``: what was left out or missing
-    of rows and optimizer state."""
+    with the weights. ``nonfinite``: values that are NaN or infinite, as stored. ``notes``: what was left out or
+    missing."""
 
     name: str
     key: str
@@ -65,17 +65,10 @@ class ImportReport(NamedTuple):
 
 
 def import_files(
-    directory: str | os.PathLike[str],
-    files: Sequence[str | os.PathLike[str]],
-    *,
-    mapping: Mapping[str, str] | None = None,
-    optimizer: Optimizer | None = None,
-    dtype: DtypeName | None = None,
-    pooling: Pooling | None = None,
-    rounding: Rounding | None = None,
-    ddr: int | str = "256MiB",
-    progress: Callable[[int, int], None] | None = None,
-) -> ImportReport:
+    directory: str | os.PathLike[str], files: Sequence[str | os.PathLike[str]], *, mapping: Mapping[str, str] | None =
+    None, optimizer: Optimizer | None = None, dtype: DtypeName | None = None, pooling: Pooling | None = None, rounding:
+    Rounding | None = None, ddr: int | str = "256MiB", progress: Callable[[int, int], None] | None = None,
+) -> ImportReport:  # fmt: skip
     """Take tables from safetensors files or torch checkpoints into a store, and commit once all of it is there.
 
     The store is made if there is none, and so are tables that it does not have. Those that it has must have as many
@@ -84,15 +77,15 @@ def import_files(
     what is. Optimizer state with the weights is taken too; without it a table keeps what state it has. ``extra`` and
     tensors of the last commit stay, and so do the kept versions.
 
-    Memory: ``ddr``, 4 bytes a row and at most 64 MiB, however large the tables are. A run cut short leaves the
-    last commit as it was (and perhaps new tables, empty); repeat it from the start. One that fails leaves no new store.
+    Memory: ``ddr``, 4 bytes a row and at most 64 MiB. A run cut short leaves the last commit as it was (and perhaps new
+    tables, empty); repeat it from the start. One that fails leaves no new store.
 
     Args:
         files: each tensor is in one of them.
         mapping: table by key; if there are any, these tensors alone are taken, with their optimizer state and ids.
             State that has another name is given as ``{KEY: "TABLE.exp_avg"}``; so are exp_avg_sq, sum, step and ids.
         optimizer, pooling, rounding: of new tables; default: what the file says, else SGD(lr=0.01), "sum", "nearest".
-        dtype: of the weights in the store; they are converted to it, rounded to nearest. Default: as in the file.
+        dtype: of the weights in the store, rounded to nearest. Default: as in the file.
         progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:
@@ -112,18 +105,15 @@ def import_files(
         existing = {name: table.config for name, table in store.tables.items()}
         matches = match_tables(found, mapping or {}, asked, existing)
         tables = [_make_table(store, match, match.config.name not in existing) for match in matches]
-        total, done = sum(match.size_bytes for match in matches), 0
+        total, before, imported = sum(match.size_bytes for match in matches), 0, list[TableImport]()
+        for match, table in zip(matches, tables, strict=True):
 
-        def add(size_bytes: int) -> None:
-            nonlocal done
-            done += size_bytes
-            if progress is not None:
-                progress(done, total)
+            def add(done: int, before: int = before) -> None:
+                if progress is not None:
+                    progress(before + done, total)
 
-        imported = [
-            _import(match, table, add, match.config.name not in existing)
-            for match, table in zip(matches, tables, strict=True)
-        ]
+            imported.append(_import(match, table, add, match.config.name not in existing))
+            before += match.size_bytes
         version = store.commit(extra=store.extra, tensors=store.tensors())
         taken = {key for match in matches for key in match.keys}
         left_out = tuple(key for key in (*found.tensors, *found.others) if key not in taken)
@@ -132,8 +122,8 @@ def import_files(
 
 class Match(NamedTuple):
     """One table, ``config`` as if it were made, and where its parts are. ``ids``: of dynamic ids, int64 [rows], and
-    their scores if there are. ``step``: the count of updates that the file has; ``rate``: the learning rate of an
-    exported table. ``keys``: of all that is taken; ``unused``: names of the optimizer state that is not."""
+    their scores if there are. ``step``, ``rate``: that the file has. ``keys``: of all that is taken; ``unused``: names
+    of the optimizer state that is not."""
 
     config: TableConfig
     weights: FileTensor
@@ -167,7 +157,7 @@ class Match(NamedTuple):
 
 
 def _make_table(store: Store, match: Match, is_new: bool) -> Table:
-    """The table, made if need be, with its count of updates and learning rate as the file has them."""
+    """The table, with its count of updates and learning rate as the file has them."""
     table = store.create_table(match.config)
     if match.states and match.step is not None:
         table.restore(TableState(match.step, table.learning_rate if match.rate is None else match.rate))
@@ -187,7 +177,7 @@ def _import(match: Match, table: Table, add: Callable[[int], None], is_new: bool
         ids = [each[start:stop] for each in match.ids]
         keys = table.give_rows(*ids) if ids else numbered(table, start, stop)
         changed += write_keys(table, keys, raw_weights(weights), state)
-        add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
+        add(match.size_bytes * stop // rows)
     return TableImport(
         table.name, match.weights.key, is_new, rows, changed, bool(match.states), nonfinite, table.config, notes
     )
@@ -211,7 +201,6 @@ def _notes(match: Match, table: Table, is_new: bool) -> tuple[str, ...]:
 
 
 def _other_optimizer(unused: Sequence[str]) -> str:
-    """What to do with state that a table's optimizer does not have."""
     names = "RowWiseAdagrad() or optimizer=Adagrad()" if "sum" in unused else "Adam()"
     return f"import into a new table with optimizer={names}"
 
@@ -220,12 +209,8 @@ def match_tables(
     files: TensorFiles, mapping: Mapping[str, str], asked: Mapping[str, Any], existing: Mapping[str, TableConfig]
 ) -> list[Match]:
     """The tables that the files hold; ``mapping`` as of ``import_files``, ``asked`` what its caller wants of new
-    tables, ``existing`` the store's, which stand.
-
-    Raises:
-        ValueError: no tensor, an unknown one, two for one table, or one that cannot be a table; names file and key.
-        TableError: an existing table is of another shape or dtype.
-    """
+    tables, ``existing`` the store's, which stand. ValueError: no tensor, an unknown one, two for one table, or one that
+    cannot be a table; names file and key. TableError: an existing table is of another shape or dtype."""
     tables, named = _divided(files, mapping, existing)
     if not tables:
         known = {key: each.config.name for key, each in files.exported.items() if key in files.tensors}
@@ -283,14 +268,9 @@ def _divided(
 
 
 def _match(
-    files: TensorFiles,
-    weights: FileTensor,
-    table: str,
-    keys: Mapping[str, str],
-    asked: Mapping[str, Any],
-    existing: TableConfig | None,
-) -> Match:
-    """``keys``: of state and ids, by name."""
+    files: TensorFiles, weights: FileTensor, table: str, keys: Mapping[str, str], asked: Mapping[str, Any], existing:
+    TableConfig | None,
+) -> Match:  # fmt: skip
     if weights.dtype is None or not weights.dtype.is_floating_point:
         raise ValueError(
             f"{weights.place} is not of float64, float32, float16 or bfloat16, stored row by row; it is no table. "
@@ -301,7 +281,7 @@ def _match(
     exported = files.exported.get(weights.key)
     theirs = None if exported is None else exported.config
     config = existing or _new_config(weights, table, asked, theirs, has_ids=keys[IDS] in files.tensors)
-    states = _states(files, weights, config, keys)
+    states = _states(files, weights.shape[0], config, keys)
     ids = _ids(files, weights, config, theirs, keys)
     taken = [weights.key, *(tensor.key for _, tensor in states), *ids]
     step, rate = exported.state if exported else (_count_of_updates(files, keys["step"], config), None)
@@ -337,19 +317,17 @@ def _new_config(
 
 
 def _states(
-    files: TensorFiles, weights: FileTensor, config: TableConfig, keys: Mapping[str, str]
+    files: TensorFiles, rows: int, config: TableConfig, keys: Mapping[str, str]
 ) -> list[tuple[StateTensor, FileTensor]]:
     """The optimizer state of weights: all of it or none."""
     wanted = state_tensors(config.optimizer, config.embedding_dim)
     found = [(each, files.tensors[keys[each.name]]) for each in wanted if keys[each.name] in files.tensors]
-    if found and len(found) < len(wanted):
-        tensor = found[0][1]
-        raise ValueError(
-            f"{tensor.path} has {excerpt(tensor.key)}, but not all of {', '.join(keys[each.name] for each in wanted)}; "
-            "give all of them or none"
-        )
-    rows = weights.shape[0]
     for each, tensor in found:
+        if len(found) < len(wanted):
+            names = ", ".join(keys[each.name] for each in wanted)
+            raise ValueError(
+                f"{tensor.path} has {excerpt(tensor.key)}, but not all of {names}; give all of them or none"
+            )
         if tensor.dtype is not torch.float32 or tensor.shape not in {each.shape(rows), (rows, each.last - each.first)}:
             raise ValueError(
                 f"{tensor.place} is {tensor.dtype} {list(tensor.shape)}; {config.optimizer.kind} "
@@ -396,7 +374,7 @@ def _count_of_updates(files: TensorFiles, key: str, config: TableConfig) -> int 
 
 
 def _require_fits(weights: FileTensor, config: TableConfig, asked: Mapping[str, Any]) -> None:
-    """TableError unless the tensor has the table's columns, at most its rows, and its dtype (or is to be converted)."""
+    """TableError unless the tensor has the table's columns, at most its rows, and its dtype (or is converted)."""
     place = weights.place
     if config.dtype in get_args(QuantizedName):
         raise TableError(

@@ -64,9 +64,8 @@ def write_rows(table: Table, start: int, weights: Weights, state: Floats | None)
 
 
 def write_keys(table: Table, keys: Int64s, weights: Weights, state: Floats | None) -> int:
-    """Overwrite rows of a table by key, distinct; returns how many had other bits before. Arrays as in ``RowValues``; a
-    ``state`` of None keeps what there is. A row that has these very bits already is left alone. ReadOnlyError,
-    ClosedError, DiskFullError, ChecksumError."""
+    """Overwrite rows of a table by key, distinct; returns how many had other bits before. A ``state`` of None keeps
+    what there is. A row that has these very bits already is left alone. ReadOnlyError, ClosedError, DiskFullError."""
     table.store.require_writable()
     pool, layout = table.pool, table.layout
     with pool.tier.emptied():

@@ -53,13 +53,11 @@ _READ: Final = {name: dtype for dtype, name in DTYPES.items() if dtype.is_floati
 
 
 def weight_keys(template: str, tables: Iterable[str]) -> dict[str, str]:
-    """The key of each table's weights; ``{table}`` in the template stands for its name. ValueError: two would have
-    one key."""
+    """The key of each table's weights; ``{table}`` in the template stands for its name. ValueError: one key twice."""
     keys = {table: template.replace("{table}", table) for table in tables}
     owners: dict[str, str] = {}
     for table, key in keys.items():
-        other = owners.setdefault(key, table)
-        if other != table:
+        if (other := owners.setdefault(key, table)) != table:
             raise ValueError(
                 f"key {template!r} names both {other!r} and {table!r} {key!r}; put {{table}} in it, or choose one table"
             )
@@ -73,7 +71,7 @@ def state_key(weight_key: str, state: str) -> str:
 
 
 def table_of(key: str, known: Mapping[str, str]) -> str | None:
-    """The table that a key's tensor is the weights of; ``known``: those that the file itself names. None if unknown."""
+    """The table that a key's tensor is the weights of, or None; ``known``: those that the file itself names."""
     found = _TORCHREC.fullmatch(key)
     return known.get(key) or (found["table"] if found else None)
 
@@ -111,8 +109,8 @@ class TensorSpec(NamedTuple):
 
 
 class SafetensorsFile:
-    """A safetensors file to be written: ``head`` at its beginning, and several tensors at a time, each in order.
-    ``places``: where the next data of each goes. ValueError for a dtype that is not in ``DTYPES``."""
+    """A safetensors file to be written: ``head``, then tensors, each in order; ``places``: where the next data of each
+    goes. ValueError for a dtype that is not in ``DTYPES``."""
 
     def __init__(self, tensors: Sequence[TensorSpec], metadata: dict[str, Any]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: json.dumps(metadata)}}
@@ -131,15 +129,12 @@ class SafetensorsFile:
         self.size_bytes = len(self.head) + end
 
     def append(self, descriptor: int, name: str, data: Any) -> None:
-        """Add ``data``, a contiguous array, to a tensor."""
         raw = memoryview(data).cast("B") if data.size else memoryview(b"")
         write_all(descriptor, raw, self.places[name])
         self.places[name] += len(raw)
 
 
 class ExportedTable(NamedTuple):
-    """What an export says of a table besides its tensors."""
-
     config: TableConfig
     state: TableState
 
@@ -231,7 +226,6 @@ def open_files(paths: Iterable[Path]) -> TensorFiles:
 
 
 def _open_safetensors(path: Path, files: TensorFiles) -> str | None:
-    """Add what the file has; returns our metadata."""
     try:
         file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
         found = [(key, file.get_slice(key)) for key in file.keys()]  # noqa: SIM118 - no mapping
@@ -274,9 +268,7 @@ def _open_torch(path: Path, files: TensorFiles) -> bytes | None:
 
 
 def _flatten(value: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict) or depth > _MAX_DEPTH:
-        return
-    for name, inner in value.items():
+    for name, inner in value.items() if isinstance(value, dict) and depth <= _MAX_DEPTH else ():
         if isinstance(inner, dict):
             yield from _flatten(inner, f"{prefix}{name}.", depth + 1)
         else:

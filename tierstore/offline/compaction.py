@@ -27,7 +27,7 @@ from ..io.snapshot import Snapshot
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
-from ..store.files import Steps, bytes_on_device, new_store, new_tier, require_outside
+from ..store.copies import Steps, bytes_on_device, new_store, new_tier, require_outside
 from ..store.manifest import Manifest
 from ..system.checks import excerpt
 from ..system.files import RESTORE, require_room
@@ -39,13 +39,8 @@ _DDR: Final = "64MiB"
 
 
 class CompactReport(NamedTuple):
-    """What was copied.
-
-    Attributes:
-        rows: of the version.
-        segments: of all versions.
-        bytes_before, bytes_after: of the two row files, as they take space on the device.
-    """
+    """What was copied: ``rows`` are the version's, ``segments`` of all versions; bytes are of the two row files, as
+    they take space on the device."""
 
     target: Path
     version: int
@@ -56,21 +51,16 @@ class CompactReport(NamedTuple):
 
 
 def compact_store(
-    directory: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    trace: str | os.PathLike[str] | None = None,
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> CompactReport:
+) -> CompactReport:  # fmt: skip
     """Copy a store, all versions that it keeps, into full segments with rows in key order; then verify the copy.
 
     With a trace, rows that it reads come first, most frequent first, whatever table they are of, so that one page has
-    several of a batch's rows. The others follow in key order. Training on the copy appends rows again, in the order of
-    eviction.
+    several of a batch's rows. Training on the copy appends rows again, in the order of eviction.
 
     The source is opened read-only and may be trained on meanwhile; what it has not committed is not in the copy. The
-    copy is a store of the same identity, to put in the source's place. Memory: 8 bytes a row, some 32 MiB, and what the
-    trace takes.
+    copy has the same identity, to put in the source's place. Memory: 8 bytes a row, some 32 MiB, and the trace.
 
     Args:
         directory: the source.
@@ -140,8 +130,7 @@ def _copy_rows(
 
 
 def _leading(trace: Trace | None, manifest: Manifest) -> dict[RowLayout, Int64s]:
-    """Which keys come first, by layout of the tables. ValueError if the trace has no lookup, or is of other tables, or
-    of rows that they do not have."""
+    """Which keys come first, by layout. ValueError: the trace has no lookup, or is of other tables or rows."""
     layouts = [config.layout(manifest.page_bytes) for config in manifest.tables]
     leading = dict.fromkeys(layouts, np.empty(0, np.int64))
     if trace is None:

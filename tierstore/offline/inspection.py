@@ -20,10 +20,7 @@ def stores_in(directory: str | Path) -> list[Path]:
 
 
 def describe(directory: str | Path) -> str:
-    """``describe_store``; of a sharded store, its version and that of each rank's part.
-
-    Raises: as ``describe_store``.
-    """
+    """``describe_store``; of a sharded store, its version and that of each rank's part."""
     stores = stores_in(directory)
     described = [describe_store(each) for each in stores]
     if stores != [Path(directory)]:
@@ -72,8 +69,7 @@ def describe_store(directory: str | Path) -> str:
 
 
 def verify_store(directory: str | Path) -> str:
-    """Check everything in a store, with a progress bar; returns what was checked. DamagedError: names the file, the
-    place and the way out. StoreNotFoundError."""
+    """Check everything in a store, with a progress bar; returns what was checked. DamagedError, StoreNotFoundError."""
     with open_store(directory, mode="r") as store, byte_bar("verify") as show:
         report = store.verify(progress=show)
         if not store.version:

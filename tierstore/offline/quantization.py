@@ -25,7 +25,7 @@ from ..io.reads import by_key, stored_batches
 from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName
 from ..pool.converting import converted
 from ..store import open_store
-from ..store.files import bytes_on_device, new_store, new_tier, require_outside
+from ..store.copies import bytes_on_device, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from ..system.checks import require_choice
@@ -47,12 +47,7 @@ class QuantizedTable(NamedTuple):
 
 
 class QuantizeReport(NamedTuple):
-    """What was made.
-
-    Attributes:
-        version: whose rows these are; the new store has the same number.
-        bytes_before, bytes_after: of the two row files, as they take space on the device.
-    """
+    """What was made: ``version`` is the source's; bytes are of the two row files, as they take space on the device."""
 
     target: Path
     version: int
@@ -62,16 +57,10 @@ class QuantizeReport(NamedTuple):
 
 
 def quantize(
-    directory: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    dtype: DtypeName | Mapping[str, DtypeName],
-    tables: Sequence[str] | None = None,
-    version: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
-    files: Mapping[str, str] = MappingProxyType({}),
-) -> QuantizeReport:
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], *, dtype: DtypeName | Mapping[str, DtypeName],
+    tables: Sequence[str] | None = None, version: int | None = None, progress: Callable[[int, int], None] | None = None,
+    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, files: Mapping[str, str] = MappingProxyType({}),
+) -> QuantizeReport:  # fmt: skip
     """Make a store for inference: the same tables in another dtype, without optimizer state; then verify it.
 
     int8 and int4 rows have the bits that ``torch.ops.quantized.embedding_bag_byte_prepack`` and
@@ -80,22 +69,19 @@ def quantize(
     the source has. The source is opened read-only and may be trained on meanwhile. Memory: 8 bytes a row, some 32 MiB.
 
     Args:
-        directory: the source.
-        target: the new store's directory; must not exist, or be empty.
+        directory: the source. target: the new store's directory; must not exist, or be empty.
         dtype: "int8", "int4", "float16" or "bfloat16"; or that of each table that is converted, by name.
-        tables: names of the tables to convert; default: all. The others are there too, in the dtype they have. What is
-            converted is rounded to nearest, and so would training on it be.
+        tables: names of the tables to convert; default: all. The others keep their dtype.
         version: which of the source's kept versions; default: the last.
         progress: called as ``progress(done_bytes, total_bytes)`` of the source's rows.
-        tensors: what becomes of the version's tensors.
-        files: texts that the new store's folder holds too, by name.
+        tensors: what becomes of the version's tensors. files: texts that the new store's folder holds too, by name.
 
-    Raises:
+    Raises, and nothing is left of the target:
         ValueError: a wrong argument; a table is quantized already; a row holds NaN or infinity, or numbers too large
             for the dtype: names table and row; the target is inside the store.
         TableError: no such table. FileExistsError: the target holds something. FileNotFoundError: there is no directory
             to make it in. DiskFullError: too little free space. TierstoreError: the system refuses to write there.
-        StoreNotFoundError, DamagedError: the source is none, or not sound. Nothing is left of the target then.
+        StoreNotFoundError, DamagedError: the source is none, or not sound.
     """
     for each in [dtype] if isinstance(dtype, str) else dtype.values():
         require_choice(each, TARGET_DTYPES, "dtype")
@@ -147,13 +133,9 @@ def _configs(
 
 
 def _copy(
-    known: Manifest,
-    made: Manifest,
-    before: LmdbColdTier,
-    after: LmdbColdTier,
-    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-    progress: Callable[[int, int], None] | None,
-) -> list[int]:
+    known: Manifest, made: Manifest, before: LmdbColdTier, after: LmdbColdTier, tensors: Callable[[dict[str, Tensor]],
+    dict[str, Tensor]], progress: Callable[[int, int], None] | None,
+) -> list[int]:  # fmt: skip
     """Append the stored rows of one tier to the other, and commit; returns how many there are of each table."""
     version, done = before.version, 0
     if not version:

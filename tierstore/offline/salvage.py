@@ -29,7 +29,7 @@ from ..io.verify import LOST, Runs, choose_rows, read_rows, settled, surviving_r
 from ..kernels.arrays import Bools
 from ..layout import KEY_ROW_BITS
 from ..store import open_store
-from ..store.files import Steps, new_store, new_tier, require_outside
+from ..store.copies import Steps, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.stored_ids import TableOfIds
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
@@ -58,14 +58,12 @@ class SalvageReport:
     """What was saved, and what was not.
 
     Attributes:
-        version: whose rows, extra and tensors these are; the new store has the same number.
-        rows: saved.
+        version: whose rows, extra and tensors these are; the new store has the same number. rows: saved.
         lost: what was lost of each table, in order; rows without proof that they are of the version are among it.
         missing: segments of which not all rows are known; rows that only they held are not in ``lost``. -1 where a part
             of the tree that leads to segments is damaged.
         unproven: rows taken, with ``stale_ok``, that are or may be older than the version.
-        payload_lost: extra, tensors and the tables' steps are gone.
-        doubts: what could not be proven, in sentences.
+        payload_lost: extra, tensors and the tables' steps are gone. doubts: what could not be proven, in sentences.
     """
 
     directory: Path
@@ -84,7 +82,7 @@ class SalvageReport:
         return not (self.lost or self.missing or self.unproven or self.payload_lost or self.doubts)
 
     def describe(self) -> str:
-        """What came of it, in words; not all lines of very many."""
+        """What came of it; not all lines of very many."""
         saved = f"{self.target}: version {self.version}, {self.rows:,} rows saved and verified"
         if self.is_whole:
             return f"{saved}; nothing was lost"
@@ -96,7 +94,6 @@ class SalvageReport:
         return "\n".join([title, *(f"  {line}" for line in lines[:_SHOWN]), *more])
 
     def lines(self) -> list[str]:
-        """What was lost, a line each."""
         lines = [*self.doubts]
         if self.payload_lost:
             lines.append(f"extra and tensors of version {self.version}, and how many updates each table has had")
@@ -111,16 +108,11 @@ class SalvageReport:
 
 
 def salvage(
-    directory: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    manifest: str | os.PathLike[str] | None = None,
-    stale_ok: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> SalvageReport:
-    """Save every sound row of a store's last version, its extra and its tensors into a new store.
-
-    Takes 8 bytes of memory a row, and some 200 a segment.
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], *, manifest: str | os.PathLike[str] | None =
+    None, stale_ok: bool = False, progress: Callable[[int, int], None] | None = None,
+) -> SalvageReport:  # fmt: skip
+    """Save every sound row of a store's last version, its extra and its tensors into a new store. Takes 8 bytes of
+    memory a row, and some 200 a segment.
 
     Args:
         directory: the damaged store; only read, and no process may have it open for writing.
@@ -132,10 +124,10 @@ def salvage(
     Raises:
         ValueError: the target is inside the store. FileExistsError: it holds something.
         FileNotFoundError: there is no directory to make it in. TierstoreError: the system refuses to write there.
-        StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing says which version is the
-            last. FormatError: the store is of an older release, or the manifest of other tables.
-        TableError: ``stale_ok``, and a table has dynamic ids, which older rows may not be of. StoreLockedError: the
-            store is open for writing. DiskFullError: too little free space for the new store.
+        StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing says which version is
+            last.
+        FormatError: the store is of an older release, or the manifest of other tables. StoreLockedError. DiskFullError.
+        TableError: ``stale_ok``, and a table has dynamic ids, which older rows may not be of.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
     report = SalvageReport(directory=source, target=target)
@@ -175,7 +167,6 @@ def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:
 def _save(
     path: Path, known: Manifest, work: Path, made: Manifest, report: SalvageReport, stale_ok: bool, steps: Steps
 ) -> None:
-    """Make the new store's row file."""
     size, page_bytes = path.stat().st_size, known.page_bytes
     if size < 2 * page_bytes:
         raise DamagedError(f"{path}: {size} bytes are less than its two meta pages; there is nothing to save")
@@ -234,8 +225,8 @@ def _take(
     file_map: FileMap, tier: LmdbColdTier, rows: RowMap, segments: Segments, runs: Runs, proven: Bools, stale_ok: bool,
     report: SalvageReport,
 ) -> Iterator[int]:  # fmt: skip
-    """Copy the sound rows of one layout into the new store, some runs at a time; gives how many it looked at each
-    time. ``rows`` says of each what became of it."""
+    """Copy the sound rows of one layout into the new store, some runs at a time; gives how many it looked at each time.
+    ``rows`` says of each what became of it."""
     layout, geo, stops, start = segments.layout, segments.geo, np.cumsum(runs["rows"]), 0
     most, page_bytes = max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes), 8 * geo.page_words
     keys, sound, taken = np.empty(most, np.int64), np.empty(most, np.bool_), np.empty(most, np.int32)

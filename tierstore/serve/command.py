@@ -70,7 +70,7 @@ def serve(options: argparse.Namespace) -> int:
     """Serve as the flags say; returns the exit status. ImportError: what only servers need is not installed.
     StoreNotFoundError, DamagedError: there is no store."""
     try:
-        from ..store.files import require_store
+        from ..store.directory import require_store
         from ..store.recording import require_recordable
         from .program import run
         from .workers import recording_paths, run_workers

@@ -11,7 +11,7 @@ from typing import Final
 
 from ..pool.stats import total
 from ..settings.sections import nearest
-from ..store.files import open_files
+from ..store.directory import open_files
 from ..system.checks import excerpt
 from ..system.sizes import is_share_of_tables, parse_size
 from .bearer_token import Token

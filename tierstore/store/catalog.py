@@ -29,7 +29,7 @@ from ..layout import KEY_ROW_BITS, MAX_TABLES, DtypeName, RowLayout
 from ..optim import SGD
 from ..pool.converting import Converter, RowSource
 from ..system.sizes import format_count
-from .files import Opened
+from .directory import Opened
 from .manifest import Manifest
 from .table import Table, TableStore
 from .table_ids import TableIds
@@ -51,15 +51,9 @@ class ShownVersion:
 
 
 class Catalog:
-    """The tables of an open store. Each is in the manifest, in the cold tier, and a ``Table``, all in one order.
-
-    Attributes:
-        tables: by name, in order of creation.
-        manifest: of the tables.
-        shown: the version that is shown.
-        epoch: the version that rows are written for.
-        minutes: the time of batches from now on, for ``TTL(minutes=)``, from 1 on; 0: it was not set.
-    """
+    """The tables of an open store, each in the manifest, in the cold tier, and a ``Table``, all in one order.
+    ``epoch``: the version that rows are written for. ``minutes``: the time of batches from now on, for
+    ``TTL(minutes=)``; 0: it was not set."""
 
     def __init__(
         self, store: "weakref.ref[TableStore]", directory: Path, files: Opened, *, readonly: bool, has_hbm: bool,
@@ -83,7 +77,6 @@ class Catalog:
 
     @property
     def version(self) -> Version:
-        """The one that is shown."""
         return self.shown.version
 
     @property
@@ -94,12 +87,10 @@ class Catalog:
 
     @property
     def ids(self) -> list[TableIds]:
-        """Of the tables with dynamic ids."""
         return [table.ids for table in list(self.tables.values()) if table.ids is not None]
 
     @property
     def num_changes(self) -> dict[str, int]:
-        """Of each table, its ids included."""
         return {
             name: table.num_changes + (0 if table.ids is None else table.ids.num_changes)
             for name, table in self.tables.items()
@@ -110,7 +101,7 @@ class Catalog:
         return tuple(name for name, count in self.num_changes.items() if count != self.shown.committed.get(name, 0))
 
     def source(self, read: RowSource) -> RowSource:
-        """Reads rows as they are kept in memory, by what reads them as they are stored."""
+        """``read``, for rows as they are kept in memory."""
         if self._dtype is None:
             return read
         return lambda keys, slots, weights, _state, present: self._converter.read(read, keys, slots, weights, present)
@@ -166,7 +157,6 @@ class Catalog:
             )
 
     def create(self, config: TableConfig) -> Table:
-        """Make a table, durably; errors as of ``_write``."""
         manifest = self.manifest
         for each in config.with_ids(len(manifest.tables)):
             manifest = manifest.with_table(each)
@@ -174,14 +164,13 @@ class Catalog:
         return self.tables[config.name]
 
     def drop(self, table: Table) -> None:
-        """Drop a table, durably; errors as of ``_write``."""
         manifest = self.manifest
         for place, each in enumerate(table.config.with_ids(table.index), table.index):
             manifest = manifest.with_place(place, each.dropped(place))
         self._change(manifest)
 
     def change(self, table: Table, config: TableConfig) -> Table:
-        """Give a table another configuration, durably; see ``Store.change_table``."""
+        """See ``Store.change_table``."""
         before, manifest = table.config, self.manifest
         if any(each.name == config.name for place, each in enumerate(manifest.tables) if place != table.index):
             raise TableError(f"there is a table {config.name!r}: choose another name")
@@ -258,8 +247,8 @@ class Catalog:
         return count
 
     def _change(self, manifest: Manifest) -> None:
-        """Have other tables, durably; errors as of ``_write``. No row changed since the last commit. Tables whose
-        configuration changes are others from then on (``Table.leave``)."""
+        """Have other tables, durably, when no row changed since the last commit. Those that change are others
+        (``Table.leave``)."""
         try:
             self._replace(manifest)
         finally:
@@ -321,11 +310,10 @@ class Catalog:
         return manifest, self._entered != entered
 
     def drop_prepared(self) -> None:
-        """Forget the tables of a newer version that was not shown."""
         self._enter(self.manifest.shapes)
 
     def move(self, manifest: Manifest, version: Version) -> None:
-        """Show a version, of the tables of a manifest: of a newer one, that which ``prepare`` gave."""
+        """Show a version, of the tables of its manifest."""
         self._enter(manifest.shapes)
         self._take(manifest, self._made(manifest))
         self.show(version)
@@ -352,7 +340,6 @@ class Catalog:
         return tables
 
     def _take(self, manifest: Manifest, tables: dict[str, Table]) -> None:
-        """Have a manifest and what ``_made`` gave of it; again is fine."""
         before, self.tables, self.manifest = self.tables, tables, manifest
         for table in before.values():
             if tables.get(table.name) is not table:
@@ -382,26 +369,23 @@ class Catalog:
         return stored if self._dtype is None else self._converter.keep(index, config.name, stored, self._dtype)
 
     def _require_supported(self, config: TableConfig) -> None:
-        """TableError for a table that the tier in device memory, if there is one, cannot have."""
         if self._has_hbm:
             if self._dtype is not None and self._dtype != "stored":
                 config = replace(config, dtype=self._dtype, optimizer=SGD())
             require_supported(config, readonly=self._readonly)
 
 
-def _fields(config: TableConfig) -> dict[str, Any]:
-    """What a configuration says, those of its parts by dotted names."""
-    parts = {field.name: getattr(config, field.name) for field in fields(config)}
-    return {
-        name if inner is None else f"{name}.{inner.name}": part if inner is None else getattr(part, inner.name)
-        for name, part in parts.items()
-        for inner in ([each for each in fields(part) if each.compare] if is_dataclass(part) else (None,))
-    } | {name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)}
-
-
 def _difference(known: Table, asked: TableConfig) -> str:
-    """The error's text for a table that another one cannot be."""
-    there, here, none = _fields(known.config), _fields(asked), "none"
+    def said(config: TableConfig) -> dict[str, Any]:
+        """By name, those of its parts by dotted names."""
+        found: dict[str, Any] = {}
+        for name, part in ((field.name, getattr(config, field.name)) for field in fields(config)):
+            found[name] = type(part).__name__ if is_dataclass(part) else part
+            inner = fields(part) if is_dataclass(part) else ()
+            found |= {f"{name}.{each.name}": getattr(part, each.name) for each in inner if each.compare}
+        return found
+
+    there, here, none = said(known.config), said(asked), "none"
     differing = [name for name in there | here if there.get(name, none) != here.get(name, none)]
     text = "; ".join(f"{name}: {there.get(name, none)!r} there, {here.get(name, none)!r} asked" for name in differing)
     if differing == ["optimizer.lr"]:

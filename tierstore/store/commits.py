@@ -28,10 +28,8 @@ _Frozen = Sequence[WriteBack | TableIds]
 
 
 class PendingCommit(Future[int]):
-    """The future of ``Store.commit_async``; its result is the version's number, which ``version`` is from the start.
-
-    ``wanted`` is set once somebody waits for it: until then its writer leaves most of the processor to others.
-    """
+    """The future of ``Store.commit_async``; ``version`` is its number from the start. ``wanted`` is set once somebody
+    waits for it: until then its writer leaves most of the processor to others."""
 
     def __init__(self, version: int, writer: str = "") -> None:
         super().__init__()
@@ -71,11 +69,7 @@ class PendingCommit(Future[int]):
 
 
 class Commits:
-    """Makes versions and goes back to them. One thread at a time may call it.
-
-    Attributes:
-        thread: writes them.
-    """
+    """Makes versions, which ``thread`` writes, and goes back to them. One thread at a time may call it."""
 
     def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools, shown: Shown) -> None:
         self._directory = directory
@@ -92,7 +86,6 @@ class Commits:
     def begin(
         self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int, dropped: Collection[int]
     ) -> PendingCommit:
-        """See ``Store.commit_async``. ``keep`` versions stay, and none of ``dropped``."""
         self.end_pending()
         catalog, version = self._catalog, self._catalog.version
         if version.has_checkpoint and version.number not in dropped:
@@ -151,7 +144,6 @@ class Commits:
             raise error
 
     def rollback(self, version: int) -> None:
-        """See ``Store.rollback``."""
         self.end_pending()
         if version not in self._cold.versions:
             kept = ", ".join(map(str, self._cold.versions)) or "none"
@@ -176,7 +168,6 @@ class Commits:
             held.callback(self._pools.close)
 
     def _show(self) -> None:
-        """Go on from the version that the cold tier shows."""
         self._catalog.show(unpack(self._cold.version, self._cold.payload))
         self._catalog.epoch = self._cold.last_version + 1
 
@@ -191,8 +182,7 @@ def _finish(
     pending: PendingCommit, frozen: _Frozen, cold: ColdTier, shown: ShownVersion, payload: bytes, keep: int,
     dropped: Collection[int], num_changes: dict[str, int],
 ) -> None:  # fmt: skip
-    """Write what was frozen and make it the current version; the commit thread's part, which does not keep a store that
-    is dropped meanwhile."""
+    """The commit thread's part, which keeps no store alive: write what was frozen and make it the current version."""
     try:
         if not pending.set_running_or_notify_cancel():
             return

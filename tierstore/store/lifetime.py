@@ -28,7 +28,7 @@ class Lifetime:
 
     @contextlib.contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Within it, what ``close`` would release is in use for long, perhaps by the caller of ``close``."""
+        """Within it, what ``close`` would release is in use, perhaps by the caller of ``close``."""
         call = threading.get_ident(), name
         self._calls.append(call)
         try:
@@ -92,12 +92,8 @@ def is_open_here(directory: Path) -> bool:
 
 
 class Shown:
-    """Counts a store's moves to other versions. A lookup that met one is made again, so lookups need no lock (a
-    sequence lock: the Linux kernel's documentation, seqlock).
-
-    Attributes:
-        changes: twice the number of moves; odd during one.
-    """
+    """Counts a store's moves to other versions: ``changes`` is twice their number, odd during one. A lookup that met
+    one is made again, so lookups need no lock (a sequence lock: the Linux kernel's documentation, seqlock)."""
 
     def __init__(self) -> None:
         self.changes = 0

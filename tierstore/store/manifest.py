@@ -94,7 +94,7 @@ class Manifest:
 
     def create(self, directory: Path) -> None:
         """Write the first manifest, unless another process was faster: then that one stands. StoreNotFoundError: ranks'
-        stores are there, or other files. Others as of ``write``."""
+        stores, or other files, are there. Others as of ``write``."""
         _require_not_sharded(directory)
         with directory_locked(directory):
             if (directory / MANIFEST_NAME).exists():
@@ -107,9 +107,9 @@ class Manifest:
             self.write(directory)
 
     def write(self, directory: Path) -> None:
-        """Replace the manifest in ``directory``; after a crash there is the old one or the new one. TableError: there
-        are more tables than a manifest can hold. DiskFullError, ReadOnlyError, TierstoreError: the system refused; the
-        old one stands, or, if it was the directory that could not be synced, this one."""
+        """Replace the manifest in ``directory``; after a crash there is the old one or the new one. TableError: more
+        tables than a manifest can hold. DiskFullError, ReadOnlyError, TierstoreError: the system refused; the old one
+        stands, or, if the directory could not be synced, this one."""
         text = self._text()
         partial = directory / f"{MANIFEST_NAME}.{os.getpid()}.partial"  # no other process writes it
         try:
@@ -140,7 +140,6 @@ class Manifest:
 
     @cached_property
     def _texts(self) -> tuple[str, ...]:
-        """JSON of each table, as it is in the digest and, a table a line, in the file."""
         return tuple(_canonical(config.to_dict()) for config in self.tables)
 
     def _text(self) -> str:
@@ -177,7 +176,6 @@ class Manifest:
 
     @classmethod
     def _parse(cls, path: Path, text: bytes) -> "Manifest":
-        """The manifest that a file's text says; errors as of ``read``."""
         try:
             envelope = json.loads(text)
             body, digest = envelope["body"], envelope["sha256"]
@@ -223,7 +221,6 @@ class Manifest:
 
 
 def _canonical(value: Any) -> str:
-    """JSON that has one form for each value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 

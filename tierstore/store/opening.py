@@ -3,8 +3,6 @@
 import gc
 import os
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -31,20 +29,10 @@ _DROPPED_SECONDS: Final = 60.0  # for such a store to be closed
 
 
 def open_store(
-    directory: str | os.PathLike[str] | None = None,
-    *,
-    cold: Literal["lmdb", "memory"] = "lmdb",
-    mode: Literal["r", "w"] = "w",
-    version: int | None = None,
-    keep: int = 1,
-    slack: float = DEFAULT_SLACK,
-    ddr: int | str = "50%",
-    hbm: int | str = 0,
-    device: str = "cpu",
-    policy: str = AUTO,
-    threads: int | None = None,
-    dtype: KeptAs = None,
-) -> Store:
+    directory: str | os.PathLike[str] | None = None, *, cold: Literal["lmdb", "memory"] = "lmdb", mode: Literal["r",
+    "w"] = "w", version: int | None = None, keep: int = 1, slack: float = DEFAULT_SLACK, ddr: int | str = "50%", hbm:
+    int | str = 0, device: str = "cpu", policy: str = AUTO, threads: int | None = None, dtype: KeptAs = None,
+) -> Store:  # fmt: skip
     """Open the store in ``directory``, or create it.
 
     Args:
@@ -85,35 +73,27 @@ def open_store(
     threads = require_int(default_threads() if threads is None else threads, "threads", 1, 1024)
     place = None if directory is None else Path(directory)
     memory = Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy)
-    make = partial(
-        Store, place, memory, readonly=mode == "r", version=version, keep=keep, slack=slack, threads=threads,
-        dtype=dtype,
-    )  # fmt: skip
-    try:
-        return _make_to_write(make, place) if place is not None and mode == "w" else make()
-    except OSError as error:
-        raise translate_os_error(error, error.filename or str(directory)) from error
-
-
-def _make_to_write(make: Callable[[], Store], directory: Path) -> Store:
-    """A store to write to. It may be open still, by one that was dropped, as by a function that raised: such a one is
-    looked for, perhaps until a thread at work lets it go."""
-    for pause in _PAUSES_SECONDS:
-        is_here = is_open_here(directory)
+    pauses = [*_PAUSES_SECONDS] if place is not None and mode == "w" else []
+    while True:
+        is_here = bool(pauses) and place is not None and is_open_here(place)
         try:
-            return make()
+            return Store(
+                place, memory, readonly=mode == "r", version=version, keep=keep, slack=slack, threads=threads,
+                dtype=dtype,
+            )  # fmt: skip
         except StoreLockedError:
             if not is_here:
                 raise
-        time.sleep(pause)
+        except OSError as error:
+            raise translate_os_error(error, error.filename or str(directory)) from error
+        # A store that was dropped, as by a function that raised, may be open until a thread at work lets it go.
+        time.sleep(pauses.pop(0))
         gc.collect()
         settle(_DROPPED_SECONDS)
-    return make()
 
 
 def _require_place(directory: object, cold: str, mode: str, version: int | None, dtype: str | None) -> None:
-    """ValueError, TypeError for a wrong mode, or what goes with the other one; and unless there is a directory for
-    files, and none without."""
+    """ValueError, TypeError for a wrong mode, or what does not go with it or with the directory."""
     require_choice(mode, ("r", "w"), "mode")
     if version is not None:
         require_int(version, "version", 1, 2**40)

@@ -35,8 +35,8 @@ _GRAD: Final[Any] = Tensor.grad  # torch's property, to which mypy knows no sett
 
 @dataclass(eq=False)
 class _Waiting:
-    """The gradients of a backward pass's rows of some tables, not merged yet; the rows are pinned. Most are never
-    merged: ``step`` runs the update that fuses merging and the optimizer's rule."""
+    """The gradients of a backward pass's rows, not merged yet; the rows are pinned. Most are never merged: ``step``
+    runs the update that fuses merging and the optimizer's rule."""
 
     rows: "Sequence[_GradAnchor]"  # of each table of the lookup, in order
     lookup: AnyLookup
@@ -44,7 +44,6 @@ class _Waiting:
 
     @shielded
     def merge(self) -> None:
-        """Merge each row's, and add them to the tables' ``grad``."""
         holds = self.lookup.holds
         found = self.lookup.gradients(self.grad_out)
         for rows in self.rows:
@@ -101,7 +100,6 @@ class _GradAnchor(torch.nn.Parameter):
 
     @property
     def all_holds(self) -> list[Hold]:
-        """Those of a pass that is not merged, too."""
         return self.holds if self.waiting is None else [*self.holds, *self.waiting.lookup.holds]
 
 
@@ -112,18 +110,16 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     as ``torch.nn.EmbeddingBag(sparse=True)`` does; ``step`` applies them by the rule of the table's
     ``TableConfig.optimizer``. So schedulers, accumulation over micro-batches, ``torch.amp.GradScaler`` and
     ``zero_grad`` work as with any optimizer. A ``step`` after one backward pass gives the bits of an update fused with
-    backward, and takes as long: gradients are merged, each row's, only when ``grad`` is read or a second pass adds to
-    it.
+    backward, and takes as long: gradients are merged only when ``grad`` is read or a second pass adds to it.
 
-    Each table has one parameter group: its ``lr``, its ``name``, and one parameter that stands for the rows. The
-    parameter has the table's shape and no content; its ``grad`` is None or sparse float32 [num_embeddings,
-    embedding_dim], each row once. Merged, it takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
+    Each table has one parameter group: its ``lr``, its ``name``, and one parameter that stands for the rows, of the
+    table's shape and without content. Its ``grad`` is None or sparse float32 [num_embeddings, embedding_dim], each row
+    once; merged, it takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
 
-    What ``state_dict`` holds is the learning rates: the rows' state is in the store. They are loaded by the tables'
-    names. ``torch.distributed.checkpoint.state_dict`` gets and sets those of an optimizer that it is given alone.
+    ``state_dict`` holds the learning rates, loaded by the tables' names: the rows' state is in the store.
+    ``torch.distributed.checkpoint.state_dict`` gets and sets those of an optimizer that it is given alone.
 
-    Args:
-        dense: steps with this one, whose groups and state then are those of both, its own first.
+    ``dense``: steps with this one, whose groups and state then are those of both, its own first.
     """
 
     def __init__(self, store: TableStore, dense: torch.optim.Optimizer | None = None) -> None:
@@ -137,7 +133,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         self._join()
 
     def _join(self) -> None:
-        """Have the groups and the state of the dense optimizer, too."""
         if self._dense is not None:
             self.param_groups[:] = [*self._dense.param_groups, *self._row_groups]
             self.state = self._dense.state
@@ -187,7 +182,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def of_own_tables(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What a commit of this store has, without tables that were dropped since, by the names that the others have
-        now. Of a state that does not say the places of tables, those of other names are left out."""
+        now. Of a state without the places of tables, those of other names are left out."""
         names = {table.index: table.name for table in self._store.tables.values()}
         groups, count = state_dict["param_groups"], self._num_dense
         rows = [{**each, "name": names.get(each["place"])} if "place" in each else each for each in groups[count:]]
@@ -196,11 +191,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave, each table's by its name; tables that it does not have keep what they have.
-
-        Raises:
-            ValueError: it has groups of other tables, or is of no such optimizer; nothing was loaded. Others: as of the
-                dense optimizer.
-        """
+        ValueError, nothing loaded: it has groups of other tables, or is of no such optimizer. Others: as of the dense
+        optimizer."""
         dense, num_dense = self._dense, self._num_dense
         groups = [dict(group) for group in state_dict["param_groups"]]
         rows = [*groups[num_dense:], *(each for group in groups[:num_dense] for each in group.pop("rows", ()))]
@@ -226,7 +218,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     @property
     def has_grad(self) -> bool:
-        """Whether rows have gradients, applied or not."""
         return any(rows.has_grad for rows in self._rows)
 
     def collect(self, lookup: AnyLookup, grad_out: Tensor) -> None:
@@ -262,9 +253,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients: one update of each table that has one, also if no row does. Then ``dense`` steps.
-
-        Args:
-            closure: evaluates the model again and returns the loss, which is returned; or None.
+        ``closure``, or None, evaluates the model again and returns the loss, which is returned.
 
         Raises:
             DiskFullError, DamagedError, BudgetError, MemoryError: rows could not be fetched; none was trained, and
@@ -306,7 +295,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
                 hold.let_go()
 
     def _set_rates(self) -> None:
-        """Of all tables; say once which do not go on at the rate that they were trained at."""
         for group in self._row_groups:
             table, rate = group["params"][0].table, group["lr"]
             if table.name not in self._resumed and table.learning_rate != rate and table.state.step:
@@ -323,12 +311,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         self, parameters: Iterable[Tensor] = (), max_norm: float = 1.0, norm_type: float = 2.0, *,
         error_if_nonfinite: bool = False,
     ) -> Tensor:  # fmt: skip
-        """``torch.nn.utils.clip_grad_norm_``, which takes no sparse gradients, over the rows' gradients and those of
-        other parameters, as one vector. Returns the norm before, float32 [].
-
-        Args:
-            parameters: others, as of ``model.parameters()``; sparse gradients of theirs are coalesced.
-        """
+        """``torch.nn.utils.clip_grad_norm_`` over the rows' gradients and those of other ``parameters``, as one vector;
+        sparse gradients of theirs are coalesced. Returns the norm before, float32 []."""
         others = []
         for each in [parameters] if isinstance(parameters, Tensor) else list(parameters):
             if each.grad is not None and each.grad.is_sparse:
@@ -352,7 +336,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
 
 def _group(table: Any) -> dict[str, Any]:
-    """The parameter group of a ``Table``."""
     if table.follows is not None:
         table.learning_rate = table.learning_rate  # by its own group from here on
     return {"params": [_GradAnchor.of(table)], "lr": table.first_rate, "name": table.name, "place": table.index}

@@ -5,7 +5,7 @@ import contextlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -71,12 +71,8 @@ class Memory:
 
 
 class Pools:
-    """One pool for each row layout. They are made at first use, when all tables are known.
-
-    Attributes:
-        lock: held while pools are made, closed or frozen, and while tables come or go.
-        reserved_bytes: of the memory budget, what is no pool's.
-    """
+    """One pool for each row layout, made at first use. ``lock`` is held while pools are made, closed or frozen, and
+    while tables come or go. ``reserved_bytes`` of the memory budget are no pool's."""
 
     def __init__(self, memory: Memory, cold: ColdTier, workers: Workers, catalog: Catalog, *, readonly: bool) -> None:
         self.lock = threading.RLock()
@@ -92,15 +88,15 @@ class Pools:
         return iter(list(self._by_layout.values()))
 
     def of(self, layout: RowLayout) -> Pool:
-        """The pool that rows of this layout live in. BudgetError if a budget is too small, or larger than what the
-        machine has free."""
+        """The pool of rows of this layout. BudgetError: a budget is too small, or larger than what the machine has
+        free."""
         with self.lock:
             if not self._by_layout:
                 self._by_layout = self._build()
             return self._by_layout[layout]
 
     def look(self) -> None:
-        """ValueError for what a device found wrong with ids and no call has raised yet. Waits for it."""
+        """ValueError for wrong ids on a device that no call has raised yet. Waits for it."""
         for pool in self:
             pool.tier.look()
 
@@ -140,7 +136,6 @@ class Pools:
                     self.close()
 
     def _refuse_if_clean(self) -> bool:
-        """Have all pools refuse further use, if no row is in use or dirty."""
         with contextlib.ExitStack() as stack:
             for pool in self:
                 stack.enter_context(pool.tier.lock)
@@ -211,7 +206,6 @@ class Pools:
         return sum(ids_bytes(table.config) for table in list(self._catalog.tables.values()))
 
     def stats(self) -> Stats:
-        """Running totals of each tier since the store was opened."""
         pools, cold, counters = list(self), self._cold, self._cold.counters()
         ids = IdStats(*map(sum, zip(*(each.stats() for each in self._catalog.ids), strict=True)))
         ddr = of_counters([pool.leases.counters() for pool in pools])._replace(
@@ -261,17 +255,20 @@ def divide(
     budget: int, rows: Mapping[RowLayout, int], *, num_tables: int, policy: str, given: object, hbm_staging: int = 0,
     ids_bytes: int = 0,
 ) -> Division:  # fmt: skip
-    """Give each layout its minimum of rows, and a share of the rest in proportion to its full size.
+    """Give each layout its minimum of rows, and a share of the rest in proportion to its full size. ``rows``: of all
+    tables of a layout together. ``given``: the budget as its owner wrote it. ``hbm_staging``, ``ids_bytes``: bytes of
+    the budget that the tier above and dynamic ids need. BudgetError names what is enough."""
 
-    Args:
-        rows: of all tables of a layout together.
-        given: the budget as its owner wrote it, for the BudgetError that names what is enough.
-        hbm_staging: bytes of the budget that the tier above needs; ids_bytes: those that dynamic ids take.
-    """
-    least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
-    fewest, others = sum(least.values()), hbm_staging + ids_bytes
+    def size_of(layout: RowLayout, count: int) -> int:
+        outbox = max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE))
+        return ddr.size_bytes_of(policy, count, **_words(layout)) + outbox_bytes(layout, outbox)
+
+    fewest, others = _least(rows, size_of), hbm_staging + ids_bytes
+    fixed = fewest + STAGING_BYTES + others
+    enough = max(fixed + MIN_TRANSACTION_BYTES, fixed / (1 - TRANSACTION_SHARE))
+    enough = 1024 * (math.ceil(math.ceil(enough) / 1024) + 1)
     if is_share_of_tables(given):  # of small tables it is less than a store needs, and means as little as it takes
-        budget = max(budget, _enough(fewest, others))
+        budget = max(budget, enough)
     transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
     available = budget - others - STAGING_BYTES - transaction
     if available < fewest:
@@ -279,30 +276,21 @@ def divide(
         named += f", {format_size(ids_bytes)} for dynamic ids" * bool(ids_bytes)
         raise BudgetError(
             f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
-            f"({format_size(fewest)}) alongside write staging{named}; give at least "
-            f"{_enough(fewest, others) // 1024}KiB"
+            f"({format_size(fewest)}) alongside write staging{named}; give at least {enough // 1024}KiB"
         )
-    most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
-    full = {
-        layout: full_size_bytes(count, **_words(layout))
-        + num_tables * TABLE_BYTES
-        + outbox_bytes(layout, _outbox_rows(count))
-        for layout, count in rows.items()
-    }
-    shares, pools = full if available >= sum(full.values()) else _shares(available, least, most), {}
+    full, full_outbox = {}, {}
     for layout, count in rows.items():
-        share = shares[layout]
+        full_outbox[layout] = max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE))
+        full[layout] = full_size_bytes(count, **_words(layout)) + num_tables * TABLE_BYTES
+        full[layout] += outbox_bytes(layout, full_outbox[layout])
+    pools = {}
+    for layout, share in _shares(available, rows, size_of, full).items():
         if share >= full[layout]:
-            pools[layout] = PoolSize(count, _outbox_rows(count), is_full=True)
+            pools[layout] = PoolSize(rows[layout], full_outbox[layout], is_full=True)
             continue
-        fitting = bisect.bisect_right(
-            range(1, count + 1),
-            share,
-            key=lambda cached, own=layout: _pool_bytes(own, cached, policy),  # type: ignore[misc]
-        )
-        outbox_rows = max(MIN_OUTBOX_ROWS, int(fitting * OUTBOX_SHARE))
+        outbox_rows = max(MIN_OUTBOX_ROWS, int(_fitting(share, layout, rows[layout], size_of) * OUTBOX_SHARE))
         cached = ddr.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
-        pools[layout] = PoolSize(min(cached, count), outbox_rows, is_full=False)
+        pools[layout] = PoolSize(min(cached, rows[layout]), outbox_rows, is_full=False)
     return Division(transaction, pools)
 
 
@@ -314,34 +302,47 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> 
         else _MANY_BYTES
         for layout, count in rows.items()
     }
-    if budget >= sum(full.values()):
-        return {layout: HbmSize(count, 0, _staging_rows(layout, count)) for layout, count in rows.items()}
     wanted = {layout: min(count, _MOST_SLOTS) for layout, count in rows.items()}
-    fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
-    least = {layout: hbm_bytes_of(layout, count) for layout, count in fewest.items()}
-    most = {layout: hbm_bytes_of(layout, count) for layout, count in wanted.items()}
+    fewest, every = _least(wanted, hbm_bytes_of), sum(full.values())
     if is_share_of_tables(given):
-        budget = max(budget, sum(least.values()))
-    if budget < sum(least.values()):
+        budget = max(budget, fewest)
+    if budget < min(fewest, every):
         raise BudgetError(
             f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
-            f"give at least {math.ceil(min(sum(least.values()), sum(full.values())) / 1024)}KiB"
+            f"give at least {math.ceil(min(fewest, every) / 1024)}KiB"
         )
     sizes: dict[RowLayout, HbmSize] = {}
-    for layout, share in _shares(budget, least, most).items():
+    for layout, share in _shares(budget, wanted, hbm_bytes_of, full).items():
         if share >= full[layout]:
             sizes[layout] = HbmSize(rows[layout], 0, _staging_rows(layout, rows[layout]))
-            continue
-        places = range(fewest[layout], wanted[layout] + 1)
-        fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: hbm_bytes_of(own, count))  # type: ignore[misc]
-        sizes[layout] = _hbm_size(layout, places[max(fitting, 1) - 1])
+        else:
+            fitting = _fitting(share, layout, wanted[layout], hbm_bytes_of)
+            sizes[layout] = _hbm_size(layout, max(fitting, min(MIN_CACHED_ROWS, wanted[layout])))
     return sizes
 
 
-def _shares(budget: int, least: Mapping[RowLayout, int], most: Mapping[RowLayout, int]) -> dict[RowLayout, int]:
-    """Bytes of each layout."""
-    part = min(1.0, (budget - sum(least.values())) / max(1, sum(most.values()) - sum(least.values())))
-    return {layout: fewest + int(part * (most[layout] - fewest)) for layout, fewest in least.items()}
+_SizeOf = Callable[[RowLayout, int], int]  # bytes of a pool with so many rows in its cache
+
+
+def _least(rows: Mapping[RowLayout, int], size_of: _SizeOf) -> int:
+    return sum(size_of(layout, min(count, MIN_CACHED_ROWS)) for layout, count in rows.items())
+
+
+def _shares(
+    budget: int, rows: Mapping[RowLayout, int], size_of: _SizeOf, full: dict[RowLayout, int]
+) -> dict[RowLayout, int]:
+    """Bytes of each layout; ``full`` are those of pools that need no cache."""
+    if budget >= sum(full.values()):
+        return full
+    least = {layout: size_of(layout, min(count, MIN_CACHED_ROWS)) for layout, count in rows.items()}
+    more = {layout: size_of(layout, count) - least[layout] for layout, count in rows.items()}
+    part = min(1.0, (budget - sum(least.values())) / max(1, sum(more.values())))
+    return {layout: fewest + int(part * more[layout]) for layout, fewest in least.items()}
+
+
+def _fitting(share: int, layout: RowLayout, most: int, size_of: _SizeOf) -> int:
+    """Rows of a cache that fit its share."""
+    return bisect.bisect_right(range(1, most + 1), share, key=lambda count: size_of(layout, count))
 
 
 def _staging_rows(layout: RowLayout, cached: int) -> int:
@@ -359,21 +360,5 @@ def hbm_bytes_of(layout: RowLayout, cached: int) -> int:
     return (cached + size.overflow_rows) * layout.row_bytes + index
 
 
-def _outbox_rows(cached: int) -> int:
-    return max(MIN_OUTBOX_ROWS, math.ceil(cached * OUTBOX_SHARE))
-
-
-def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
-    """What a pool with so many rows in its cache takes."""
-    return ddr.size_bytes_of(policy, count, **_words(layout)) + outbox_bytes(layout, _outbox_rows(count))
-
-
 def _words(layout: RowLayout) -> dict[str, int]:
     return {"weight_words": layout.weight_words, "state_words": layout.state_words}
-
-
-def _enough(least: int, others: int) -> int:
-    """The smallest budget for pools that take so much, in whole KiB."""
-    fixed = least + STAGING_BYTES + others
-    whole = max(fixed + MIN_TRANSACTION_BYTES, fixed / (1 - TRANSACTION_SHARE))
-    return 1024 * (math.ceil(whole / 1024) + 1)

@@ -44,8 +44,7 @@ _ANY: Final = np.array([2**62], np.int64)
 
 def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64MiB") -> int:
     """The bytes meant by ``max_bytes``, if a file of as many can be made. ValueError: the name does not end in .npz, or
-    a size that is none or too small. FileExistsError: there is such a file. FileNotFoundError: no such directory.
-    DiskFullError."""
+    a size that is none or too small. FileExistsError, FileNotFoundError, DiskFullError."""
     size_bytes, target = parse_size(max_bytes, name="max_bytes"), Path(path)
     if target.suffix != _SUFFIX:
         raise ValueError(f"{target}: a recording is a {_SUFFIX} file; choose a name that ends so")
@@ -59,18 +58,14 @@ def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64M
 
 
 class Recorder:
-    """Records what a store looks up, until it is stopped or the store is closed; made by ``Store.record``.
+    """Records what a store looks up, until it is stopped or the store is closed; made by ``Store.record``. A context
+    manager that stops it.
 
-    A context manager that stops it. Any number of threads may look up meanwhile. The file is written whole each time:
-    empty at once, then every minute, and when recording ends; if nothing was looked up, it is removed then. A process
-    that is killed loses the lookups since then.
-    ``max_bytes`` bounds the file, and memory but while the file is written, which takes as much again.
+    The file is written whole each time: empty at once, then every minute, and when recording ends; if nothing was
+    looked up, it is removed then. A process that is killed loses the lookups since then. ``max_bytes`` bounds the file,
+    and memory but while the file is written, which takes as much again.
 
-    Args:
-        tables: names by index. store: whose ``recorder`` this is until it is stopped; it is not kept alive.
-
-    Raises:
-        ValueError: the rate is none. TierstoreError: the file cannot be written. More as ``require_recordable``.
+    ValueError: the rate is none. TierstoreError: the file cannot be written. More as ``require_recordable``.
     """
 
     def __init__(
@@ -92,28 +87,28 @@ class Recorder:
 
     @property
     def rate(self) -> float:
-        """The share of all rows that is recorded now; it halves whenever ``max_bytes`` are reached."""
+        """The share of all rows that is recorded now."""
         return self._recorded.rate
 
     def describe(self) -> str:
         """What there is, in a line. ClosedError in a forked process."""
         require_own(self._process_id, "the recording", "ask for it there")
         with self._lock:
-            found = self._recorded.contents()
+            found = self._recorded.snapshot()
         return (
             f"{self.path}: {len(found.keys):,} lookups of {100 * found.rate:g} % of the rows, "
             f"{sum(found.lookups):,} of all, in {found.num_batches:,} batches with {found.num_samples:,} samples"
         )
 
     def add_table(self, index: int, name: str) -> None:
-        """The store has one more table. In the place of another, as after a new name, or where an update brought a
-        replica one and another took it away, it ends the recording: a trace has one name for what is looked up there.
-        """
+        """The store has one more table. In the place of another it ends the recording: a trace has one name for what is
+        looked up there."""
         with self._lock:
-            if index >= self._recorded.num_tables:
-                for each in [""] * (index - self._recorded.num_tables) + [name]:
+            missing = index - len(self._recorded.tables)
+            if missing >= 0:
+                for each in [""] * missing + [name]:
                     self._recorded.add_table(each)
-            elif self._recorded.contents().tables[index] != name:
+            elif self._recorded.tables[index] != name:
                 self._is_over = True
 
     @shielded
@@ -138,7 +133,7 @@ class Recorder:
         self._add([(keys[has_row], _ZERO, _ZERO, _ANY, len(offsets) - 1, offsets)], count)
 
     def _add(self, sources: Sequence[_Sources], num_samples: int) -> None:
-        last, lookups = self._recorded.last, np.zeros(self._recorded.num_tables, np.int64)
+        last, lookups = self._recorded.last, np.zeros(len(self._recorded.tables), np.int64)
         parts = [_select(each, last, lookups) for each in sources]
         keys, samples = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
         with self._lock:
@@ -147,9 +142,9 @@ class Recorder:
 
     def _write(self, *, force: bool = True) -> None:
         with self._lock:
-            contents = self._recorded.contents()
+            found = self._recorded.snapshot()
         try:
-            write_trace(contents.trace(), self.path, force=force)
+            write_trace(found.trace(), self.path, force=force)
         except FileExistsError:
             raise
         except OSError as error:
@@ -169,10 +164,8 @@ class Recorder:
             seconds = max(_WRITE_SECONDS, _REST * (time.monotonic() - started))
 
     def stop(self) -> None:
-        """Record no more, and write the file. A second call does nothing, unless the first could not write it.
-        DiskFullError, TierstoreError: the file is as it was written before; make room, and call it again.
-
-        In a forked process, too, it does nothing: the file is the parent's."""
+        """Record no more, and write the file. Again is fine, and in a forked process nothing happens. DiskFullError,
+        TierstoreError: the file is as it was written before; make room, and call it again."""
         if self._process_id != os.getpid():
             return
         with self._lock:
@@ -186,7 +179,7 @@ class Recorder:
             if not self._thread.is_alive():
                 break
         if not self._is_written:
-            if self._recorded.contents().num_batches:
+            if self._recorded.num_batches:
                 self._write()
             else:  # as of a run that failed before its first step: the next attempt finds its name free
                 try:
@@ -214,9 +207,8 @@ def _select(sources: _Sources, last: np.uint64, lookups: Int64s) -> tuple[Int64s
 
 @shielded
 def _compile() -> None:
-    """Now, rather than in the middle of the first step."""
     for id_type in ("int64", "int32"):
         sources = np.zeros(1, id_type), _ZERO, _ZERO, _ANY, 1, np.array([0, 1], np.int64)
         _select(sources, ALL, np.zeros(1, np.int64))
     is_sampled(_ZERO, 1.0)
-    Recorded(["t"], rate=1.0, max_bytes=0).contents().trace()
+    Recorded(["t"], rate=1.0, max_bytes=0).trace()

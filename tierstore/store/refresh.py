@@ -29,11 +29,8 @@ _CHUNK_BYTES: Final = 8 << 20  # of rows that are read at a time
 
 
 def resident_keys(pool: Pool) -> Int64s:
-    """Keys of the rows in a pool's cache, int64 [n], each once, likely next victims first.
-
-    Every row that is resident throughout is listed. Rows that come or leave meanwhile may be, and the order is a hint:
-    the lock is free between pieces of the list.
-    """
+    """Keys of the rows in a pool's cache, int64 [n], each once, likely next victims first. Rows that come or leave
+    meanwhile may be listed, and the order is a hint: the lock is free between pieces."""
     cache = pool.cache
     with pool.arena.lock:
         num_before = cache.counters().misses
@@ -53,11 +50,8 @@ def resident_keys(pool: Pool) -> Int64s:
 
 
 class CachedRows(NamedTuple):
-    """What changes in one pool's cache: read apart from the cache, then copied into it.
-
-    Rows are kept in the memory that write staging has in a store open for writing. Those that do not fit, likely next
-    victims, are evicted when the version is shown, and so are those that came in meanwhile.
-    """
+    """What changes in one pool's cache: read into the memory that write staging has in a store open for writing, then
+    copied into the cache. Rows that do not fit, likely next victims, are evicted when the version is shown."""
 
     pool: Pool
     changed: Int64s  # int64 [n]: keys of all rows that may be others in the newer version
@@ -119,24 +113,17 @@ class Newer:
         return unpack_tensors(self.version)
 
     def show(self) -> int:
-        """Have the store show this version from now on; returns its number.
-
-        Lookups in other threads may go on: one that this meets is made again, and shows the newer version.
-
-        Raises:
-            TableError: a prefetched batch, or one whose backward is to come, holds rows. Nothing changed.
-            ClosedError: it was shown or closed, ``find_newer`` was called again, or the store is closed.
-        """
+        """Have the store show this version from now on; returns its number. Lookups in other threads may go on: one
+        that this meets is made again, and shows the newer version. TableError, nothing changed: an in-flight batch
+        holds rows. ClosedError: it was shown or closed, ``find_newer`` was called again, or the store is closed."""
         return self._follower.show(self)
 
     def close(self) -> None:
-        """Give it up, if it was not shown: the pages that it keeps from being reused are free. Again is fine."""
+        """Give it up, if it was not shown; its pages may be reused then. Again is fine."""
         self._follower.give_up(self.found)
 
 
 class Follower:
-    """Moves a store open for reading to newer versions."""
-
     def __init__(self, lifetime: Lifetime, cold: ColdTier, catalog: Catalog, pools: Pools, shown: Shown) -> None:
         self.lock = threading.RLock()
         """Held while a version is made ready or shown, and the store is closed. Taken before that of the pools."""
@@ -149,15 +136,13 @@ class Follower:
 
     @shielded
     def find(self) -> Newer | None:
-        """See ``Store.find_newer``."""
-        with self.lock:
+        with self.lock, contextlib.ExitStack() as failed:
             self._lifetime.require_open()
             self.give_up(self._found)
-            try:
-                return self._find()
-            except BaseException:
-                self.give_up(self._found)
-                raise
+            failed.callback(lambda: self.give_up(self._found))
+            found = self._find()
+            failed.pop_all()
+            return found
 
     def _find(self) -> Newer | None:
         catalog = self._catalog
@@ -187,7 +172,7 @@ class Follower:
 
     @shielded
     def rehearse(self) -> None:
-        """See ``Store.rehearse_newer``: reads a cached row again, of the version that is shown, and lists some."""
+        """Reads a cached row again, of the version that is shown, and lists some."""
         with self.lock:
             self._lifetime.require_open()
             self.give_up(self._found)
@@ -205,7 +190,6 @@ class Follower:
                     rows._replace(changed=keys[:0]).show()  # a row that was never written stays, too
 
     def give_up(self, found: NewerVersion | None) -> None:
-        """Drop what was made ready, if it is still there."""
         if self._lifetime.is_over:
             return
         with self.lock:
@@ -215,7 +199,6 @@ class Follower:
 
     @shielded
     def show(self, newer: Newer) -> int:
-        """See ``Newer.show``."""
         with contextlib.ExitStack() as held:
             locks: list[Any] = [each.lock for each in self._catalog.ids]
             for lock in (self.lock, self._shown.changing(), *locks, self._pools.lock):

@@ -36,7 +36,8 @@ from ..system.sizes import format_count
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
 from .commits import Commits, PendingCommit
-from .files import BackupReport, Opened, back_up, open_files
+from .copies import BackupReport, back_up
+from .directory import Opened, open_files
 from .lifetime import Lifetime, Shown
 from .manifest import Manifest
 from .optimizer import TieredOptimizer
@@ -59,17 +60,12 @@ class Store(ClosedWhenDropped, Unpicklable):
     Any number of threads may read while one trains. Only that one may commit, roll back, create tables and close.
 
     Attributes:
-        directory: absolute.
-        readonly: whether it was opened with mode="r".
+        directory: absolute. readonly: opened with mode="r". device: where results live.
         keep: how many versions stay after a commit of this process.
         dropped: versions that the next commit drops, and that do not count; set by a sharded store.
-        device: where results live.
-        offsets_type: of the offsets that lookups keep: int32, as the device takes them, or on the host int64.
         recorder: records lookups, or None; see ``record``.
         optimizer_in_use: what ``optimizer`` gave last, or None: backward updates rows.
         shown: counts moves to other versions.
-        workers: threads for kernels over many rows.
-        require_open, require_writable, calling: of its ``Lifetime``.
     """
 
     _lifetime: Lifetime = Lifetime(_IN_MEMORY, readonly=True)  # of one that could not be opened
@@ -83,7 +79,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.keep = keep
         self.dropped: Collection[int] = ()
         self.device = memory.device
-        self.offsets_type: OffsetsType = np.int32 if memory.has_hbm else np.int64
+        self.offsets_type: OffsetsType = np.int32 if memory.has_hbm else np.int64  # of lookups; int32 for the device
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
         self.shown = Shown()
@@ -121,16 +117,13 @@ class Store(ClosedWhenDropped, Unpicklable):
         """Add a table, durably; a table of the same configuration is returned as it is, with the learning rate of its
         last commit (a WARNING is logged if the configuration has another).
 
-        Creating a table is not part of a version: it is there, empty, whatever is committed.
+        A new table is part of no version: it is there, empty, whatever is committed.
 
         Raises:
             TableError: the name is taken by another configuration, in-flight batches pin rows, or the tier in device
                 memory cannot have the table.
             BudgetError: the system refuses memory for the map of the rows. ReadOnlyError, ClosedError.
         """
-        self.require_open()
-        if not isinstance(config, TableConfig):
-            raise TypeError(f"create_table takes a TableConfig, not {type(config).__name__}")
         if (known := self.find_or_require(config)) is not None:
             return known
         with self._retired():
@@ -138,6 +131,9 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     def find_or_require(self, config: TableConfig) -> Table | None:
         """The table of this configuration; None if ``create_table`` can make it, else its errors."""
+        self.require_open()
+        if not isinstance(config, TableConfig):
+            raise TypeError(f"create_table takes a TableConfig, not {type(config).__name__}")
         known = self._catalog.find(config)
         if known is None:
             self.require_writable()
@@ -157,8 +153,8 @@ class Store(ClosedWhenDropped, Unpicklable):
         """Give a table another name, more rows, other features, pooling, optimizer or rules of ids, durably.
 
         The change is part of no version: all that are kept show the table as it is now, and ``rollback`` does not undo
-        it. A process that is killed leaves the table as it was, or as it is to be. ``Table`` objects of before, and
-        modules over them, refuse further use; make them again.
+        it. A process that is killed leaves the old table or the new one. ``Table`` objects of before, and modules over
+        them, refuse further use; make them again.
 
         Args:
             table: its name now.
@@ -171,18 +167,16 @@ class Store(ClosedWhenDropped, Unpicklable):
         Raises:
             TableError: rows are in use, changed since the last commit, or trained by ``optimizer()``; another table has
                 the name; or others decide about the tables: the store is a replica, or a rank's part.
-            ValueError: wrong values. DiskFullError: the table is as it was.
-            ReadOnlyError, ClosedError.
+            ValueError: wrong values. DiskFullError: the table is as it was. ReadOnlyError, ClosedError.
         """
-        features = None if feature_names is None else tuple(feature_names)
         asked: dict[str, Any] = {
             "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids, "name": name,
+            "feature_names": feature_names,
         }  # fmt: skip
         with self._changing(table) as known:
             before = known.config
-            if features is None and name is not None and before.feature_names == (before.name,):
-                features = ()
-            asked["feature_names"] = features
+            if feature_names is None and name is not None and before.feature_names == (before.name,):
+                asked["feature_names"] = ()
             config = replace(before, **{field: value for field, value in asked.items() if value is not None})
             return known if config == before else self._catalog.change(known, config)
 
@@ -216,7 +210,7 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     @contextlib.contextmanager
     def _retired(self) -> Iterator[None]:
-        """Within it there are no pools, which are made for all tables there are and the rows that are used."""
+        """Within it there are no pools, which are made for the tables and rows that there are."""
         settle(_SETTLE_SECONDS)
         self._commits.end_pending()
         with self._pools.lock:
@@ -243,7 +237,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         return MappingProxyType(self._catalog.tables)
 
     def pool_of(self, layout: RowLayout) -> Pool:
-        """The pool that rows of this layout live in; pools are made at first use, when all tables are known."""
+        """The pool of rows of this layout; pools are made at first use, when all tables are known."""
         self.require_open()  # in a forked process nobody may be there who could release the lock
         with self._pools.lock:
             self.require_open()
@@ -267,10 +261,7 @@ class Store(ClosedWhenDropped, Unpicklable):
 
         Without it, each backward pass updates the rows at its end; learning-rate schedulers, accumulation, clipping and
         ``GradScaler`` then do not reach them. Rates begin as ``TableConfig.optimizer`` has them; a resumed job loads
-        its own.
-
-        Args:
-            dense: of the other parameters, to have one optimizer for all.
+        its own. ``dense``: the optimizer of the other parameters, to have one for all.
 
         Raises:
             ReadOnlyError: the store was opened for reading. ClosedError. TypeError: ``dense`` is no optimizer.
@@ -327,13 +318,12 @@ class Store(ClosedWhenDropped, Unpicklable):
 
         The caller waits until ``extra`` and ``tensors`` are copied and the rows to be written are marked. Whatever is
         written or trained afterwards belongs to the next version. Threads that change rows faster than they are
-        written wait for the writer, and a commit for the one before it. ``version`` and ``extra`` stay those of the
-        last version until the new one is durable.
+        written wait for the writer, and a commit for the one before it.
 
         Returns:
-            the future whose ``result()`` is the version's number once it is durable, or raises. Until somebody calls
-            it, the writer rests most of the time, to slow training down less. An error that nobody asked it for is
-            raised by the next commit, or by ``close``.
+            the future whose ``result()`` is the version's number once it is durable, or raises; until then ``version``
+            and ``extra`` are the last one's. Until somebody calls it, the writer rests most of the time. An error that
+            nobody asked it for is raised by the next commit, or by ``close``.
         """
         self.require_writable()
         self.require_whole_steps()
@@ -343,11 +333,8 @@ class Store(ClosedWhenDropped, Unpicklable):
     def rollback(self, version: int) -> None:
         """Go back to a kept version: later ones, and what was not committed, are dropped.
 
-        Numbers of dropped versions are not used again. Tables that were created later stay, empty.
-
-        Raises:
-            ValueError: it is not one of ``versions``. TableError: an in-flight batch uses rows. ReadOnlyError,
-            ClosedError.
+        Numbers of dropped versions are not used again. Tables that were created later stay, empty. ValueError: it is
+        not one of ``versions``. TableError: an in-flight batch uses rows. ReadOnlyError, ClosedError.
         """
         self.require_writable()
         settle(_SETTLE_SECONDS)
@@ -357,8 +344,8 @@ class Store(ClosedWhenDropped, Unpicklable):
     def refresh(self) -> int:
         """Have a store opened with mode="r" show the newest commit of its writer; returns its number.
 
-        Lookups in other threads may go on: each shows rows of one version. What the caches hold stays, read again where
-        it changed. With ``version=``, or in a store open for writing, nothing happens. Errors as of ``find_newer`` and
+        Lookups in other threads may go on: each shows rows of one version. Rows in memory stay, read again where they
+        changed. With ``version=``, or in a store open for writing, nothing happens. Errors as of ``find_newer`` and
         ``Newer.show``.
         """
         newer = self.find_newer()
@@ -371,17 +358,15 @@ class Store(ClosedWhenDropped, Unpicklable):
         staging has in a store open for writing; some 50 bytes for each row that was written since; after a
         rollback, a second map of the rows.
 
-        Raises:
+        Raises, and goes on to show what it showed:
             DamagedError: what is there is not what was written. StoreReplacedError: its files were deleted, or others
-                put in their place. The store goes on to show what it showed.
-            TableError: a new table cannot be kept as ``dtype``. BudgetError: nor a map of its rows.
-            ClosedError.
+                put in their place. TableError: a new table cannot be kept as ``dtype``. BudgetError: nor a map of its
+                rows. ClosedError.
         """
         return self._follower.find()
 
     def rehearse_newer(self) -> None:
-        """Compile what ``find_newer`` and ``Newer.show`` use, so that the first newer version comes as fast as later
-        ones. The store goes on to show what it shows. No lookup may run in it meanwhile. Errors as of these."""
+        """Compile what ``find_newer`` and ``Newer.show`` use; errors as of these. No lookup may run meanwhile."""
         self._follower.rehearse()
 
     @property
@@ -435,7 +420,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         return self._pools.stats()
 
     def record(self, path: str | os.PathLike[str], *, rate: float = 0.01, max_bytes: int | str = "64MiB") -> Recorder:
-        """Record which rows are looked up from now on, as a trace; more, and errors, at ``recording.Recorder``.
+        """Record which rows are looked up from now on, as a trace.
 
         Args:
             path: the file, NAME.npz; there must be none yet.
@@ -443,7 +428,7 @@ class Store(ClosedWhenDropped, Unpicklable):
             max_bytes: bound on memory and file; the rate is halved whenever it is reached.
 
         Raises:
-            ValueError: the store has no table, or is recorded already. ClosedError.
+            ValueError: the store has no table, or is recorded already; others as of ``Recorder``. ClosedError.
         """
         self.require_open()
         if self.recorder is not None:
@@ -465,7 +450,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self, target: str | os.PathLike[str], *, verify: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> BackupReport:  # fmt: skip
-        """Copy the store and all versions it keeps into another directory, while others train: ``files.back_up``."""
+        """Copy the store and all versions it keeps into another directory, while others train: ``copies.back_up``."""
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):
             raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')
@@ -485,12 +470,12 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     @shielded
     def close(self) -> None:
-        """End the commit in flight, then release files, memory and threads. A recorder is stopped. A second call does
-        nothing. Raises the error of a commit that nobody has seen, or of a recorder, and, unless an exception ends a
-        ``with`` block, that of ids on a device that were wrong; everything is released even so.
+        """End the commit in flight, then release files, memory and threads, and stop a recorder. Again is fine.
 
-        What was not committed is dropped, and a WARNING of the logger "tierstore" says so; not where an exception ends
-        a ``with`` block, nor of a store in memory."""
+        Raises the error of a commit that nobody has seen, or of a recorder, and, unless an exception ends a ``with``
+        block, that of ids on a device that were wrong; everything is released even so. What was not committed is
+        dropped, which the logger "tierstore" warns of, but for a store in memory or an exception that ends a ``with``
+        block."""
         self._close(is_logged=True)
 
     def _close(self, *, is_logged: bool) -> None:

@@ -33,11 +33,8 @@ class Changed(NamedTuple):
 
 
 class TableOfIds:
-    """Of a table, some of whose owners are here. Part 0 are its rows, part 1 the candidates for rows.
-
-    Attributes:
-        shares: how many rows and candidates an owner has. owned: the owners here. section_rows: of each.
-    """
+    """Of a table, some of whose owners are here. Part 0 are its rows, part 1 the candidates for rows. ``shares``: how
+    many rows and candidates an owner has. ``owned``: the owners here. ``section_rows``: of each."""
 
     def __init__(self, config: TableConfig) -> None:
         assert config.ids is not None

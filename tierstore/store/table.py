@@ -58,27 +58,19 @@ class TableStore(Protocol):
     require_writable: Callable[[], None]
     optimizer_in_use: Any
 
-    def calling(self, name: str) -> contextlib.AbstractContextManager[None]: ...
-
     @property
     def version(self) -> int: ...
-
     @property
     def tables(self) -> "Mapping[str, Table]": ...
-
+    def calling(self, name: str) -> contextlib.AbstractContextManager[None]: ...
     def written_rows(self, table: "Table") -> Iterator[Int64s]: ...
-
     def has_rows_of(self, name: str) -> bool: ...
-
     def note_partly_trained(self, error: BaseException) -> None: ...
 
 
 class Table(Unpicklable, LookupTable):
     """One table; made by ``Store.create_table`` and found as ``store[name]``. Attributes as of ``LookupTable``.
-
-    Attributes:
-        ids: of a table with dynamic ids, which have rows; else None.
-    """
+    ``ids``: of a table with dynamic ids, which have rows; else None."""
 
     store: TableStore
     ids: TableIds | None = None
@@ -100,7 +92,7 @@ class Table(Unpicklable, LookupTable):
         return len(self.rows) * self.layout.row_bytes
 
     def leave(self) -> None:
-        """The store has moved to a version without this table. Another may take its place."""
+        """The store has moved to a version without this table."""
         self.is_gone, self._one_table = True, None
 
     @property
@@ -154,23 +146,14 @@ class Table(Unpicklable, LookupTable):
         return self.keys_of(given if self.ids is None else given.astype(np.int64, copy=False), Use.READ).keys
 
     def are_in_memory(self, ids: Tensor) -> bool:
-        """Whether to look these rows up reads nothing from SSD and nothing is copied to a device.
-
-        Args:
-            ids: int64 or int32 [n], any order, duplicates allowed.
-
-        Raises:
-            ValueError, TypeError: wrong ids. ClosedError.
-        """
+        """Whether to look these rows up, int64 or int32 [n], reads nothing from SSD and copies nothing to a device.
+        ValueError, TypeError: wrong ids. ClosedError."""
         keys = self._keys(ids)
         return self.in_pool(lambda pool: pool.tier.are_in_memory(keys[keys >= 0]))
 
     def rows_in_memory(self, ids: Int64s) -> Floats | None:
-        """float32 [n, embedding_dim]: what ``read`` gives, if ``are_in_memory``; else None.
-
-        Raises:
-            ValueError: an id that is no row, unless None is returned. TableError: the table is only a part here.
-        """
+        """float32 [n, embedding_dim]: what ``read`` gives, if ``are_in_memory``; else None. ValueError: an id that is
+        no row. TableError: the table is only a part here."""
 
         def look_up() -> tuple[Int64s, Floats | None]:
             if (direct := self._direct()) is not None:
@@ -187,7 +170,6 @@ class Table(Unpicklable, LookupTable):
         return rows
 
     def _direct(self) -> OneTable | None:
-        """A short way for small lookups, if there is one."""
         if self._one_table is None or self._one_table.is_over:
             self.require_whole()
             if self.ids is not None:
@@ -211,16 +193,14 @@ class Table(Unpicklable, LookupTable):
         def look_up() -> tuple[Int64s, Tensor]:
             keys = self._keys(ids)
             self.store.require_open()
-            has_row = keys >= 0
-            if len(keys) and has_row.all():
+            if len(keys) and (keys >= 0).all():
                 return keys, self.in_pool(lambda pool: pool.tier.read(keys))
-            known = keys[has_row]
+            has_row = torch.from_numpy(keys >= 0)
             out = torch.zeros((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
-            if len(known):
-                out[torch.from_numpy(has_row)] = self.in_pool(lambda pool: pool.tier.read(known))
+            if has_row.any():
+                out[has_row] = self.in_pool(lambda pool: pool.tier.read(keys[keys >= 0]))
             if self.config.counts_unseen:
-                unseen = torch.from_numpy(~has_row)
-                out[unseen] = self.first_values(ids[unseen]).to(out)
+                out[~has_row] = self.first_values(ids[~has_row]).to(out)
             return keys, out
 
         keys, rows = self.store.shown.at_one(look_up)
@@ -244,11 +224,10 @@ class Table(Unpicklable, LookupTable):
         def look_up() -> Tensor:
             keys = self._keys(ids)
             self.store.require_open()
-            has_row = keys >= 0  # else zeros
-            out, known = np.zeros((len(keys), self.layout.state_dim), np.float32), keys[has_row]
-            rows = np.empty((len(known), self.layout.state_dim), np.float32)
+            out, has_row = np.zeros((len(keys), self.layout.state_dim), np.float32), keys >= 0
+            rows = out[has_row]
             if rows.size:
-                self.in_pool(lambda pool: copy(pool, known, rows))
+                self.in_pool(lambda pool: copy(pool, keys[has_row], rows))
             out[has_row] = rows
             return torch.from_numpy(out)
 
@@ -257,7 +236,7 @@ class Table(Unpicklable, LookupTable):
     def written(self) -> Iterator[Tensor]:
         """Which rows were ever trained or written: int64 [n], ascending, in parts. All others have first values.
 
-        In a store open for writing, what is dirty is written to SSD first. Rows written while parts are taken may be
+        In a store open for writing, dirty rows are written to SSD first. Rows written while parts are taken may be
         missing. DiskFullError. DamagedError: the rows' index cannot be read. ClosedError, TableError: the store was
         closed, or the table changed, before the next part.
         """
@@ -269,8 +248,7 @@ class Table(Unpicklable, LookupTable):
             yield torch.from_numpy(part)
 
     def first_values(self, ids: Tensor) -> Tensor:
-        """float32 [n, embedding_dim]: what ``read`` gives of rows never written, or once dynamic ids have got rows.
-        Arguments and errors as there."""
+        """float32 [n, embedding_dim]: what ``read`` gives of rows never written, or once dynamic ids have got rows."""
         keys = self._keys(ids) if self.ids is None else check_ids(ids, device=self.store.device).astype(np.int64)
         return floats(self.config.init.rows(keys, self.layout), self.layout)
 
@@ -302,17 +280,12 @@ class Table(Unpicklable, LookupTable):
                 self.in_pool(lambda pool: pool.tier.write(keys, new))
 
     def admit(self, ids: Tensor) -> int:
-        """Use ids as a batch that trains does: they count, and get rows by the rules of ``config.ids``.
+        """Use ids, int64 or int32 [n], as a batch that trains does: they count, and get rows by the rules of
+        ``config.ids``.
 
-        Args:
-            ids: int64 or int32 [n].
-
-        Returns:
-            how many of them, duplicates included, have a row then (with ``unseen="error"`` all, or IdError).
-
-        Raises:
-            TableError: the table's ids are not dynamic, or it is only a part here. ReadOnlyError, ClosedError. Others
-                as of ``read``.
+        Returns how many of them, duplicates included, have a row then (with ``unseen="error"`` all, or IdError).
+        TableError: the table's ids are not dynamic, or it is only a part here. ReadOnlyError, ClosedError. Others as of
+        ``read``.
         """
         self.store.require_writable()
         if not self.is_whole:
@@ -323,14 +296,8 @@ class Table(Unpicklable, LookupTable):
 
     @shielded
     def evict(self, ids: Tensor) -> int:
-        """Take the rows from ids, which become as ids never seen.
-
-        Args:
-            ids: int64 or int32 [n]; those without a row, and those that an in-flight batch uses, stay as they are.
-
-        Returns:
-            how many had a row. Errors as of ``admit``.
-        """
+        """Take the rows from ids, int64 or int32 [n], which become as ids never seen; those that an in-flight batch
+        uses stay. Returns how many had a row. Errors as of ``admit``."""
         self.store.require_writable()
         known = self._require_dynamic("evict")
         given = check_ids(ids, device=self.store.device).astype(np.int64)
@@ -452,7 +419,6 @@ class Table(Unpicklable, LookupTable):
 
     @cached_property
     def _alone(self) -> Features:
-        """One feature, in this table, all of whose rows are used here; errors as ``require_whole``."""
         self.require_whole()
         return Features.of([self], [0])
 

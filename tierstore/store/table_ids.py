@@ -43,20 +43,9 @@ _Order = Callable[[Int64s], Sequence[Any]]
 
 
 class TableIds:
-    """See the module's docstring. One thread at a time may admit.
-
-    Attributes:
-        lock: held while ids are looked up or change.
-        peers: the owners of ids that are not here, with whom a batch is admitted.
-        on_evict: given the keys of rows that are about to lose their ids, and the ids.
-        first_key: of the table's rows here.
-        num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
-        num_admitted, num_refused, num_evicted: ids, since the store was opened.
-        goes_by_time: whether a batch is known by the time that ``set_time`` gave.
-
-    Args:
-        time: in minutes, of the batches from now on, from 1 on; 0 if it was not set.
-    """
+    """See the module's docstring. One thread at a time may admit. ``on_evict`` is given the keys of rows that are about
+    to lose their ids, and the ids. ``num_changes``: how often ids were admitted or evicted; ``num_moves``: how often
+    rows lost their ids. ``time``: in minutes, of the batches from now on, from 1 on; 0 if it was not set."""
 
     def __init__(
         self, config: TableConfig, index: int, cold: ColdTier, workers: Workers, time: Callable[[], int]
@@ -115,8 +104,8 @@ class TableIds:
             return self._clock
 
     def find(self, ids: Int64s, use: Use = Use.READ) -> Found:
-        """The keys of ids' rows; not to admit them. IdError for one without a row, if the table asks for it, unless
-        they are only prepared."""
+        """The keys of ids' rows; not to admit them. IdError for one without a row, if the table asks for it and they
+        are not only prepared."""
         with self.lock:
             found = self._found(self._rows.find(ids), is_held=use is Use.KEEP)
         if use is not Use.PREPARE:
@@ -155,12 +144,8 @@ class TableIds:
             return self._rows.scores(self._rows.find(ids)).astype(np.int64)
 
     def give(self, ids: Int64s, scores: Int64s | None, put: Put) -> Int64s:
-        """Keys of ids' rows, distinct; those without one get one whatever the rules of admission. TableError: there are
-        too few. ValueError: no scores.
-
-        Args:
-            scores: int64 [n], of all of them; default: as of those used now, and what the others have.
-        """
+        """Keys of ids' rows, distinct; those without one get one whatever the rules of admission. ``scores``: int64
+        [n], of all of them; default: as if used now. TableError: there are too few rows. ValueError: no scores."""
         if scores is not None and not are_scores(scores):
             raise ValueError(f"scores of ids are in [{scores.min()}, {scores.max()}], not in [1, {MAX_SCORE}]")
         with self.lock:
@@ -239,7 +224,7 @@ class TableIds:
             return self._note_evicted(rows)
 
     def _next_step(self) -> Int64s:
-        """Number this batch, and halve counts, as the rules say; returns rows that no id may have any more."""
+        """Number this batch, and halve counts, as the rules say; returns rows whose ids have expired."""
         minutes = self._time()
         if self.goes_by_time and minutes < max(1, self._clock):
             raise RuntimeError(f"table {self._config.name!r} has TTL(minutes=): call Store.set_time before a batch")
@@ -268,7 +253,6 @@ class TableIds:
         return counts + np.where(known >= 0, self._candidates.scores(known) & _SEEN, 0)
 
     def _are_admitted(self, ids: Int64s, seen: Int64s, step: int) -> Bools:
-        """Which of them may get a row."""
         rule = self._rules.admission
         if isinstance(rule, Frequency):
             return seen >= rule.times
@@ -314,7 +298,6 @@ class TableIds:
 
     @property
     def _held(self) -> list[Int64s]:
-        """The rows of in-flight batches."""
         return [hold.rows[hold.rows >= 0] for known in list(self._holds) if (hold := known()) is not None]
 
     def _not_held(self, rows: Int64s) -> Int64s:
@@ -439,7 +422,6 @@ class TableIds:
         return rows, candidates
 
     def _keep_up(self, score: int) -> None:
-        """The last batch was not before that which gave this score."""
         if not self._counts_uses:
             self._clock = max(self._clock, score)
             self._step = self._step if self.goes_by_time else max(self._step, score)
@@ -451,8 +433,8 @@ class TableIds:
             (self._clock, self._step), known[0].cursor = divmod(int(words[0]), 2**32), int(words[1])
 
     def take_over(self, other: "TableIds") -> Int64s:
-        """Have those of another table's ids that this one's owners have, with all that is known of them, in a table
-        that has none; returns the keys of their rows there, ascending, to which rows here belong from the first on."""
+        """Have those of another table's ids that this one's owners have, in a table that has none. Returns the keys of
+        their rows there, ascending, to which rows here belong from the first on."""
         owners, (first, stop) = self._rules.owners, self._rules.owned
         keys = []
         for own, given in zip(self._known, other._known, strict=True):
@@ -473,7 +455,7 @@ class TableIds:
         return partial(self._show, Changed.read(newer.read, newer.changed[first:stop]))
 
     def rehearse(self) -> None:
-        """Compile what ``changed`` and the call that it gives use."""
+        """Compile what ``changed`` uses."""
         made, rows = IdMap(1, self._workers), np.zeros(1, np.int64)
         made.put(rows, rows, rows.astype(np.uint32))
         made.remove(rows)
@@ -487,11 +469,10 @@ class TableIds:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of ``words``."""
         return self._stored.num_rows, 2
 
     def words(self) -> Words:
-        """All that the table of ids' rows would hold after a commit, uint64."""
+        """uint64 ``shape``: all that the table of ids would hold after a commit."""
         words = np.zeros(self.shape, np.uint64)
         with self.lock:
             every = [np.arange(each.capacity) for each in self._known]
@@ -500,8 +481,8 @@ class TableIds:
         return words
 
     def restore(self, words: Words) -> None:
-        """Have ids as ``words`` has them. TableError, nothing changed: an in-flight batch uses rows. ValueError: not of
-        ``shape``. DamagedError."""
+        """Have ids as ``words`` has them. TableError, nothing changed: rows are in use. ValueError: not of ``shape``.
+        DamagedError."""
         if words.shape != self.shape:
             raise ValueError(f"ids of table {self._config.name!r} are {list(self.shape)}, not {list(words.shape)}")
         with self.lock:
@@ -516,5 +497,4 @@ class TableIds:
             self.num_moves += 1
 
     def _keys(self, rows: Int64s) -> Int64s:
-        """Of rows of the table of ids."""
         return rows | ((self._index + 1) << KEY_ROW_BITS)

@@ -41,8 +41,7 @@ class Lineage(NamedTuple):
     """A commit's identity and the commits that it was made from.
 
     A store restored from a copy, or that lost its last commits, uses their numbers again for other rows. So a commit
-    was made from another if and only if the other's number and identity are in its lineage. Commits of releases
-    without identities have none.
+    was made from another if and only if the other's number and identity are in its lineage.
     """
 
     commit_id: str = ""  # 8 random bytes in hex; "" if it is not known
@@ -62,8 +61,8 @@ class Lineage(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: Any) -> "Lineage":
-        """Inverse of ``to_dict``; None, which earlier releases leave, is ``NO_LINEAGE``. ValueError, TypeError or
-        KeyError for what ``to_dict`` did not give."""
+        """Inverse of ``to_dict``; None, of earlier releases, is ``NO_LINEAGE``. ValueError, TypeError, KeyError
+        otherwise."""
         if fields is None:
             return NO_LINEAGE
         ancestors = tuple(Ancestor(*each) for each in fields["ancestors"])
@@ -94,19 +93,15 @@ class TableState(NamedTuple):
 
     @classmethod
     def checked(cls, step: Any, rate: Any) -> "TableState":
-        """Of what a file holds. ValueError, TypeError, OverflowError if it is no such state."""
         if type(step) is not int or not 0 <= step < 2**63 or not 0 <= float(rate) < math.inf:
             raise ValueError("a table's step or learning rate is out of range")
         return cls(step, float(rate))
 
 
 class Version(NamedTuple):
-    """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from.
-
-    The states are in the order of the tables' places, by the names that the tables had.
-
-    The tensors are a part of the payload that the version was unpacked from, and keep it: they may be large.
-    """
+    """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from. The
+    states are in the order of the tables' places, by the names that the tables had. The tensors are a part of the
+    payload that the version was unpacked from, and keep it."""
 
     number: int
     tables: dict[str, TableState]
@@ -124,7 +119,7 @@ class Version(NamedTuple):
 
     def manifest_of(self, manifest: Manifest) -> Manifest:
         """The store's manifest with the tables that readers of this version are shown: all, but in a replica only those
-        that the version names. An update that failed, or was gone back from, may have left others behind them."""
+        that the version names, as an update that failed may have left others behind them."""
         if ORIGIN_KEY not in self.extra:
             return manifest
         return replace(manifest, tables=manifest.tables[: len(self.tables)])
@@ -183,7 +178,6 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
 
 
 def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Lineage) -> bytes:
-    """The payload's part before the tensors."""
     fields: dict[str, Any] = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
     if lineage.commit_id:
         fields["commit"] = lineage.to_dict()
@@ -192,7 +186,6 @@ def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Linea
 
 
 def _split(data: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryview]:
-    """JSON behind its length, and what comes after it."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     return data[_LENGTH_BYTES:end], data[end:]
 
@@ -248,7 +241,7 @@ def unpack(number: int, payload: bytes) -> Version:
 
 
 def json_bytes(payload: "bytes | memoryview") -> tuple[int, int]:
-    """How many bytes of JSON ``unpack`` reads of a payload, and ``unpack_tensors``."""
+    """How many bytes of JSON ``unpack`` and ``unpack_tensors`` read of a payload."""
     own = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     tensors = payload[_LENGTH_BYTES + own :]
     return own, int.from_bytes(tensors[:_LENGTH_BYTES], "little")

@@ -4,7 +4,8 @@ A row is in it with all its lookups or with none, as a hash of its key says (``t
 reached, the sampling rate is halved, and rows that are no longer sampled are dropped: SHARDS with a fixed size.
 """
 
-from typing import Any, Final, NamedTuple
+import copy
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,59 +42,6 @@ class _Column:
         self.count = end
 
 
-class Contents(NamedTuple):
-    """What was looked up until some moment.
-
-    Attributes:
-        tables: names, by table index; "" where there is no table.
-        rate: the share of all rows that is in it.
-        keys: int64 [n], batch by batch.
-        samples: int32 [n], the sample within its batch that each is of; None if the rate is below 1.
-        key_ends, sample_ends: int64 [batches], where each batch ends in ``keys`` and among all samples. A batch without
-            a sampled row is not listed: its samples count to the one after it.
-        num_samples, num_batches, lookups: of all rows; lookups by table.
-    """
-
-    tables: tuple[str, ...]
-    rate: float
-    keys: Int64s
-    samples: Int32s | None
-    key_ends: Int64s
-    sample_ends: Int64s
-    num_samples: int
-    num_batches: int
-    lookups: tuple[int, ...]
-
-    def trace(self) -> Trace:
-        """As a trace: an entry a sample where all rows are in it, else an entry a batch. Takes the memory of the trace
-        and 8 bytes a batch."""
-        starts: Int64s = np.append(0, self.sample_ends)
-        if len(starts) > 1:
-            starts[-1] = self.num_samples
-        by_sample = self.samples is not None
-        firsts = starts if by_sample else np.arange(len(starts))
-        samples = self.samples if self.samples is not None else _NO_SAMPLES
-        offsets = np.zeros((len(self.tables), int(firsts[-1]) + 1), np.int64)
-        ids = np.empty(len(self.keys), np.int64)
-        _lay_out(self.keys, self.key_ends, firsts, samples, offsets, ids)
-        ends = np.cumsum(offsets[:, -1])
-        tables = {
-            name: TableTrace(ids[end - own[-1] : end], own)
-            for name, end, own in zip(self.tables, ends, offsets, strict=True)
-            if name
-        }
-        lookups = tuple(count for name, count in zip(self.tables, self.lookups, strict=True) if name)
-        mean = max(1, round(self.num_samples / max(1, self.num_batches)))
-        return Trace(
-            tables=tables,
-            batch_samples=mean,
-            sampling_rate=self.rate,
-            batch_starts=starts,
-            all_lookups=None if by_sample else lookups,
-            all_batches=None if by_sample else self.num_batches,
-        )
-
-
 @kernel
 def _lay_out(keys: Int64s, key_ends: Int64s, firsts: Int64s, samples: Int32s, offsets: Int64s, ids: Int64s) -> None:
     """Write rows table by table, entry by entry, in the order of access, to ``ids``, [n], and where entries begin
@@ -128,36 +76,46 @@ def _lay_out(keys: Int64s, key_ends: Int64s, firsts: Int64s, samples: Int32s, of
 
 
 class Recorded:
-    """Lookups, batch by batch, of tables with these names, by index; ``size_bytes`` is at most ``max_bytes`` between
-    two batches. ``rate`` is the sampling rate now, ``last`` its ``last_hash``. For one thread at a time."""
+    """Lookups, batch by batch, of tables with these names, by index ("": there is no table); ``size_bytes`` is at most
+    ``max_bytes`` between two batches. For one thread at a time.
+
+    Attributes:
+        rate: the share of all rows that is in it. last: its ``last_hash``.
+        keys: int64 [n], of the sampled rows, batch by batch.
+        num_samples, num_batches, lookups: of all rows; lookups by table.
+    """
 
     def __init__(self, tables: list[str], *, rate: float, max_bytes: int) -> None:
         self.last = last_hash(rate)
-        self._tables = list(tables)
+        self.tables = list(tables)
         self.rate = rate
         self._max_bytes = max_bytes
-        self._num_samples = self._num_batches = 0
-        self._lookups = np.zeros(len(tables), np.int64)
+        self.num_samples = self.num_batches = 0
+        self.lookups = np.zeros(len(tables), np.int64)
         nothing = np.empty(0, np.int64)
-        self._keys, self._key_ends, self._sample_ends = _Column(nothing), _Column(nothing), _Column(nothing)
+        self._keys = _Column(nothing)
+        self._key_ends, self._sample_ends = _Column(nothing), _Column(nothing)
+        """Where each batch ends in ``keys`` and among all samples. One without a sampled row is not listed: its samples
+        count to the one after it."""
         self._samples = _Column(_NO_SAMPLES) if self.last == ALL else None
+        """The sample within its batch that each key is of."""
 
     @property
-    def num_tables(self) -> int:
-        return len(self._tables)
+    def keys(self) -> Int64s:
+        found: Int64s = self._keys.values
+        return found
 
     @property
     def size_bytes(self) -> int:
         """What the lookups take in memory or, if that is more, in the file."""
-        entry_bytes = 8 * (len(self._tables) + 1)
+        entry_bytes = 8 * (len(self.tables) + 1)
         if self._samples is not None:
-            return 12 * self._keys.count + entry_bytes * self._num_samples
+            return 12 * self._keys.count + entry_bytes * self.num_samples
         return 8 * self._keys.count + entry_bytes * self._key_ends.count
 
     def add_table(self, name: str) -> None:
-        """There is one more table."""
-        self._tables.append(name)
-        self._lookups = np.append(self._lookups, 0)
+        self.tables.append(name)
+        self.lookups = np.append(self.lookups, 0)
 
     def add(self, keys: Int64s, samples: Int64s, num_samples: int, last: np.uint64, lookups: Int64s) -> None:
         """One batch of ``num_samples``, 1 or more: its sampled rows, int64 [n], and the sample that each is of, which
@@ -165,41 +123,57 @@ class Recorded:
         int64 [tables]: of all rows; tables that came since may be missing."""
         if last != self.last:
             keys = keys[is_sampled(keys, self.rate)]
-        self._num_samples += num_samples
-        self._num_batches += 1
-        self._lookups[: len(lookups)] += lookups
+        self.num_samples += num_samples
+        self.num_batches += 1
+        self.lookups[: len(lookups)] += lookups
         if self._samples is not None:
             self._samples.append(samples, len(keys))
         elif not len(keys):
             return
         self._keys.append(keys, len(keys))
         self._key_ends.append(self._keys.count, 1)
-        self._sample_ends.append(self._num_samples, 1)
+        self._sample_ends.append(self.num_samples, 1)
         while self.size_bytes > self._max_bytes:
             self._halve()
 
     def _halve(self) -> None:
-        """Halve the rate; drop the rows that are no longer sampled, and batches that have none left."""
         self.rate /= 2
         self.last = last_hash(self.rate)
-        keep = is_sampled(self._keys.values, self.rate)
+        keep = is_sampled(self.keys, self.rate)
         # Running sums would take 8 bytes of memory a key, besides those of the keys.
         ends = np.searchsorted(np.flatnonzero(keep), self._key_ends.values)
         is_filled = np.diff(ends, prepend=0) > 0
-        self._keys = _Column(self._keys.values[keep])
+        self._keys = _Column(self.keys[keep])
         self._key_ends, self._sample_ends = _Column(ends[is_filled]), _Column(self._sample_ends.values[is_filled])
         self._samples = None
 
-    def contents(self) -> Contents:
-        """What there is now. Views, which stay as they are."""
-        return Contents(
-            tables=tuple(self._tables),
-            rate=self.rate,
-            keys=self._keys.values,
-            samples=None if self._samples is None else self._samples.values,
-            key_ends=self._key_ends.values,
-            sample_ends=self._sample_ends.values,
-            num_samples=self._num_samples,
-            num_batches=self._num_batches,
-            lookups=tuple(self._lookups.tolist()),
+    def snapshot(self) -> "Recorded":
+        """What there is, for another thread; it shares memory."""
+        made = copy.copy(self)
+        made.tables, made.lookups = [*self.tables], self.lookups.copy()
+        for name in ("_keys", "_key_ends", "_sample_ends", "_samples"):
+            if (column := getattr(self, name)) is not None:
+                setattr(made, name, _Column(column.values))
+        return made
+
+    def trace(self) -> Trace:
+        """As a trace: an entry a sample where all rows are in it, else an entry a batch."""
+        starts: Int64s = np.append(0, self._sample_ends.values)
+        if len(starts) > 1:
+            starts[-1] = self.num_samples
+        by_sample = self._samples is not None
+        firsts = starts if by_sample else np.arange(len(starts))
+        samples = _NO_SAMPLES if self._samples is None else self._samples.values
+        offsets = np.zeros((len(self.tables), int(firsts[-1]) + 1), np.int64)
+        ids = np.empty(len(self.keys), np.int64)
+        _lay_out(self.keys, self._key_ends.values, firsts, samples, offsets, ids)
+        ends = np.cumsum(offsets[:, -1])
+        named = [place for place, name in enumerate(self.tables) if name]
+        return Trace(
+            tables={self.tables[i]: TableTrace(ids[ends[i] - offsets[i, -1] : ends[i]], offsets[i]) for i in named},
+            batch_samples=max(1, round(self.num_samples / max(1, self.num_batches))),
+            sampling_rate=self.rate,
+            batch_starts=starts,
+            all_lookups=None if by_sample else tuple(self.lookups[named].tolist()),
+            all_batches=None if by_sample else self.num_batches,
         )

@@ -51,11 +51,9 @@ def select(
     may have changed them since they were looked up.
 
     Args:
-        ids: int64 or int32 [N].
-        starts: int64 [features], where each feature's ids begin in ``ids``.
+        ids: int64 or int32 [N]. starts: int64 [features], where each feature's ids begin in ``ids``.
         firsts: int64 [features], the key of row 0 of each feature's table; 0 where ids are keys, of one table.
-        num_rows: int64 [features], what ids are below.
-        batch: bags of each feature.
+        num_rows: int64 [features], what ids are below. batch: bags of each feature.
         bag_starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end.
         last: of the sample, see ``last_hash``.
         found: int64 [2, n], for all n ids: written to, the sampled rows' keys and their positions, ascending.

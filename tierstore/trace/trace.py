@@ -41,7 +41,7 @@ _HEADS: Final = (b"\x93NUMPY", b"PK")
 
 
 class TableTrace(NamedTuple):
-    """Of one table; see the module's docstring."""
+    """Of one table; see the module."""
 
     ids: Int64s
     offsets: Int64s
@@ -81,7 +81,6 @@ class Trace:
         self._check_counts()
 
     def _check_counts(self) -> None:
-        """That there are no fewer of all than are listed."""
         if self.all_lookups is not None:
             if len(self.all_lookups) != len(self.tables):
                 raise ValueError(f"{ALL_LOOKUPS} are of {len(self.all_lookups)} tables; there are {len(self.tables)}")

@@ -15,7 +15,7 @@ from ..errors import StoreNotFoundError
 from ..io.lmdb import LmdbColdTier
 from ..io.reads import ChangedRows
 from ..kernels.arrays import Int64s
-from ..store.files import Opened, open_files
+from ..store.directory import Opened, open_files
 from ..store.manifest import Manifest
 from ..store.version import NO_LINEAGE, ORIGIN_KEY, Lineage, pack, unpack, unpack_tensors
 from .header import Origin, UpdateHeader

@@ -22,7 +22,7 @@ from ..io.reads import ChangedRows
 from ..kernels.arrays import Bools, Floats, Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..pool.converting import floats
-from ..store.files import open_files
+from ..store.directory import open_files
 from ..store.version import Lineage, unpack
 from .delta import open_source
 

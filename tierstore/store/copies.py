@@ -1,143 +1,25 @@
-"""The files of a store: opened, made whole or not at all, and copied as a backup while others train and commit."""
+"""New stores, made whole or not at all; and backups, which are copied while others train and commit."""
 
 import contextlib
-import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from .. import system
-from ..errors import DamagedError, FormatError, StoreNotFoundError, TierstoreError, TruncatedError
+from ..errors import DamagedError, TierstoreError
 from ..io.base import VerifyReport
-from ..io.files import (
-    FILE_NAMES,
-    MAX_PAGE_BYTES,
-    ROW_FILE_NAME,
-    copied_bytes,
-    copy_rows_file,
-    require_plain_files,
-    rows_path,
-)
+from ..io.files import FILE_NAMES, ROW_FILE_NAME, copied_bytes, copy_rows_file, rows_path
 from ..io.lmdb import LmdbColdTier
-from ..io.log import DEFAULT_SLACK
 from ..io.records import read_head
 from ..io.snapshot import Snapshot
-from ..system.files import (
-    make_directory,
-    names_in,
-    output_errors,
-    output_locked,
-    require_parent,
-    require_room,
-    sync_directory,
-)
+from ..system.files import names_in, output_locked, sync_directory
 from ..system.killpoints import reach
 from ..system.signals import shielded
-from .manifest import MANIFEST_NAME, Manifest, Part, parts_in
-from .version import RANK_KEY, unpack
+from .directory import open_files
+from .manifest import MANIFEST_NAME, Manifest, parts_in
 
 BACKUP_WORK_NAME: Final = "backup.partial"  # where in the target a backup is made; what is in it may be deleted
-
-
-class Opened(NamedTuple):
-    """A store's files."""
-
-    manifest: Manifest  # of the tables that the version shows
-    cold: Any  # LmdbColdTier, or what reads a sharded store; it knows no table yet, and is the caller's to close
-    read_manifest: Callable[[], Manifest]  # of now; after the tier found a newer version, at least that one's
-
-
-def open_files(directory: Path, *, readonly: bool, version: int | None = None, slack: float = DEFAULT_SLACK) -> Opened:
-    """Open a store's files.
-
-    A directory that holds no store becomes one, unless ``readonly``, which may ask for a kept version. A sharded store
-    can only be read.
-
-    Raises:
-        StoreNotFoundError: there is no store, and it may not be made, or a copy that was cut short; or a sharded one,
-        and not ``readonly``.
-        FormatError, TruncatedError: the files do not belong together, or one is missing.
-        TierstoreError: the folder has the name of one rank's part and holds another's. Others as ``Manifest.read`` and
-        ``LmdbColdTier``.
-    """
-    if readonly and _is_sharded(directory):
-        opened: Opened = system.open_whole(directory, version)
-        return opened
-    if not readonly:
-        if directory.exists() and not directory.is_dir():
-            raise StoreNotFoundError(f"{directory} is a file, and a store is a directory; give another path")
-        make_directory(directory)
-    manifest = _open_manifest(directory, readonly=readonly)
-    cold = LmdbColdTier(
-        directory, store_id=bytes.fromhex(manifest.store_id), readonly=readonly, version=version, slack=slack,
-        follow=version is None,
-    )  # fmt: skip
-    try:
-        if cold.page_bytes != manifest.page_bytes:
-            raise FormatError(
-                f"{cold.path} has pages of {cold.page_bytes} bytes and its manifest says {manifest.page_bytes}; "
-                "restore both from one copy of the store"
-            )
-        # Read again: another writer may have made tables before the lock was ours, or before the version was chosen.
-        manifest = Manifest.read(directory)
-        if not readonly and not manifest.has_rows:
-            manifest = replace(manifest, has_rows=True)
-            manifest.write(directory)
-        shown = unpack(cold.version, cold.payload)
-        if readonly:
-            manifest = shown.manifest_of(manifest)
-        shown.require_of(manifest)
-        _require_own_part(directory, shown.extra.get(RANK_KEY))
-    except BaseException:
-        cold.close()
-        raise
-    return Opened(manifest, cold, partial(Manifest.read, directory))
-
-
-def _require_own_part(directory: Path, section: Any) -> None:
-    """TierstoreError if the folder's name is that of another part of a sharded store than the one that it holds."""
-    named = Part.named(directory.absolute())
-    if named is None or not isinstance(section, dict) or "rank" not in section:  # an older release wrote no rank
-        return
-    own, held = f"{named.rank}-of-{named.size}", f"{section['rank']}-of-{section['ranks']}"
-    if own != held:
-        raise TierstoreError(
-            f"{directory} holds the part {held}, not {own}: parts of the sharded store were exchanged or copied over "
-            f"each other. Give it back the name {held}, and restore {own}"
-        )
-
-
-def _is_sharded(directory: Path) -> bool:
-    return not (directory / MANIFEST_NAME).exists() and bool(parts_in(directory))
-
-
-def require_store(directory: Path) -> None:
-    """What ``open_files`` raises where there is no store, or its manifest is damaged."""
-    if not _is_sharded(directory):
-        Manifest.read(directory)
-
-
-def _open_manifest(directory: Path, *, readonly: bool) -> Manifest:
-    """Read a store's manifest. Write the first one where there is no store, unless ``readonly``."""
-    require_plain_files(directory)
-    rows_file = directory / ROW_FILE_NAME
-    if not (directory / MANIFEST_NAME).exists():
-        if work := next(filter(Path.is_dir, directory.glob("*.partial")), None):
-            raise StoreNotFoundError(
-                f"no store at {directory}: it holds {work.name}, of a copy that was cut short; make the copy again"
-            )
-        if rows_file.exists():
-            raise FormatError(f"{directory} holds {ROW_FILE_NAME} but no {MANIFEST_NAME}; restore it from a copy")
-        if not readonly:
-            Manifest.new(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).create(directory)
-    manifest = Manifest.read(directory)
-    if not rows_file.exists() and (manifest.has_rows or readonly):
-        raise TruncatedError(f"{rows_file} is missing; restore it from a copy of the store")
-    return manifest
 
 
 def require_outside(target: Path, source: Path) -> None:
@@ -150,15 +32,11 @@ def require_outside(target: Path, source: Path) -> None:
 
 @contextlib.contextmanager
 def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAME, MANIFEST_NAME)) -> Iterator[Path]:
-    """A working directory within the target. On leaving, its files move to the target; after an error, also one that
-    comes when all are there, nothing is left.
+    """A working directory within the target, of which what is in it may be deleted. On leaving, its files move to the
+    target; after an error nothing is left. The next call replaces what a killed process left.
 
-    The next call replaces what a killed process left.
-
-    Args:
-        work_name: of the working directory; what is in it may be deleted.
-        names: of the files or folders, synced, in the order in which they are moved; others are removed. The last one
-            makes the target whole: a store has no manifest before.
+    ``names`` are of the files or folders, synced, in the order in which they are moved. The last one makes the target
+    whole: a store has no manifest before.
 
     Raises:
         FileExistsError: the target is a file, or holds something. FileNotFoundError: nor is there a directory for it.
@@ -201,7 +79,6 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
 
 
 def _clear(target: Path, work_name: str, names: Sequence[str]) -> None:
-    """Remove what a killed process left, or this one: first what makes the target whole."""
     for path in (target / name for name in (*reversed(names), work_name)):
         if path.is_dir():
             shutil.rmtree(path)
@@ -276,24 +153,22 @@ def back_up(
 ) -> BackupReport:  # fmt: skip
     """Copy a store as it is on SSD, with all versions that it keeps, into another directory.
 
-    Any thread may call it while others train and commit. Rows that were not committed are not in the backup: commit
-    first. A store open for reading is copied as it was when it was opened or last refreshed. The backup is the same
-    store at an earlier time, with the same identity. It is synced, and its files were opened once.
+    Any thread may call it while others train and commit. Rows that were not committed are not in the backup. A store
+    open for reading is copied as it was when it was opened or last refreshed. The backup is the same store at an
+    earlier time, with the same identity. It is synced, and its files were opened once.
 
-    Meanwhile the writer reuses no page of what is copied: the store's file grows by what is written, space that later
-    commits use. ``Store.close`` waits for the copy.
+    Meanwhile the writer reuses no page of what is copied: the store's file grows by what is written.
 
     Args:
         target: must not exist, or be empty, or hold only what an interrupted backup left.
         verify: also read the backup and check every row.
         progress: called as ``progress(done_bytes, total_bytes)``.
 
-    Raises:
+    Raises, and nothing is left of the backup:
         ClosedError. ValueError: the target is inside the store's directory. FileExistsError: it holds something.
         FileNotFoundError: there is no directory to make it in. DiskFullError: no free space for it.
-        StoreReplacedError: the store was moved. DamagedError: it is not sound.
-        TierstoreError: the system refused, or another process writes the target.
-        Whatever is raised, nothing is left of the backup.
+        StoreReplacedError: the store was moved. DamagedError: it is not sound. TierstoreError: the system refused, or
+            another process writes the target.
     """
     source, target = directory.resolve(), Path(target).resolve()
     require_outside(target, source)
@@ -311,8 +186,7 @@ def back_up(
 
 
 def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[int, ...], VerifyReport | None]:
-    """Open the backup, which walks its trees (the source's were not walked, a fifth of the time of the copy): it must
-    be a store with the snapshot's versions, which it returns."""
+    """Open the backup, which walks its trees: it must be a store with the snapshot's versions, which it returns."""
     try:
         manifest, cold, _ = open_files(work, readonly=True)
         with contextlib.closing(cold):
