@@ -21,7 +21,6 @@ from tierstore.errors import DamagedError, TierstoreError
 from tierstore.io import btree, records, superblock
 from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, new_walk, parse_meta
 from tierstore.io.checksum import bytes_checksum, words_hash
-from tierstore.io.free_list import check_page_use
 from tierstore.io.places import TableArrays
 from tierstore.io.reader_locks import FileLocks
 from tierstore.io.row_map import RowMap
@@ -38,6 +37,7 @@ from tierstore.io.segments import (
     read_indexes,
     stored_segments,
 )
+from tierstore.io.snapshot import check_page_use
 from tierstore.io.verify import Verifier
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack
@@ -204,7 +204,7 @@ def _enter_segments(data: bytes) -> None:
         _seal(words, stored)
     words = words.view(GuardedArray)
     num_pages = len(words) * 8 // PAGE_BYTES
-    no_refusals = Mock(**{"begin.return_value": 0, "is_clean.return_value": True})
+    no_refusals = Mock(**{"begin.return_value": 0, "refused.return_value": None})
     tree: Any = SimpleNamespace(
         path="rows.lmdb", page_bytes=PAGE_BYTES, txn_id=1, limit_pages=lambda: num_pages,
         file_map=SimpleNamespace(rows=SimpleNamespace(words=words, address=0, guard=no_refusals)),

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from tierstore.io.btree import META_READ_BYTES, Meta, Pages, WalkStatus, sound_metas
 from tierstore.io.files import open_environment
-from tierstore.io.free_list import PageUse, check_page_use
 from tierstore.io.mapped import FileMap
-from tierstore.io.snapshot import Snapshot
+from tierstore.io.snapshot import PageUse, Snapshot, check_page_use
 from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.kernel

@@ -10,9 +10,9 @@ import pytest
 from tierstore.cache import index
 from tierstore.cache.cache_state import new_state
 from tierstore.ids.id_map import IdMap
-from tierstore.io import gather
+from tierstore.io import reads
 from tierstore.kernels.arrays import Int64s
-from tierstore.kernels.hashing import keyed_hash, mix64
+from tierstore.kernels.hashing import SECRET, keyed_hash, mix64
 from tierstore.kernels.jit import kernel
 from tierstore.kernels.slots import unique_in_order
 from tierstore.pool import joined
@@ -46,8 +46,8 @@ def insert(entries: Any, keys: Int64s) -> None:
 
 
 @kernel
-def count_pages(offsets: Int64s, scratch: Any) -> int:
-    return gather.count_pages(512, 1, 2**40, offsets, scratch)
+def count_pages(offsets: Int64s, seen: Any, secret: int) -> int:
+    return reads.count_pages(512, 1, 2**40, offsets, seen, secret)
 
 
 def of_map() -> Any:
@@ -77,10 +77,9 @@ def of_batch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def of_pages() -> Any:
     pages = np.array([i << 20 | i << 3 for i in range(1, COUNT + 1)])  # equal by page ^ page >> 17, modulo 4096
-    geometry: Any = type("", (), {"pages_per_block": 1})
-    scratch = gather.new_scratch(geometry, 2**40, COUNT)
-    assert count_pages(pages * 512, scratch) == COUNT
-    return scratch.seen
+    seen = reads.new_seen(2**40, COUNT)
+    assert count_pages(pages * 512, seen, SECRET) == COUNT
+    return seen
 
 
 @pytest.mark.parametrize("table", ["map", "cache", "batch", "pages"])

@@ -151,7 +151,7 @@ DAMAGED: Final = 5
 
 
 class Walk(NamedTuple):
-    """Where a walk stands. Made by ``new_walk``."""
+    """Where a walk stands; made by ``new_walk``."""
 
     pages: Int64s  # by level, as the next two
     indexes: Int64s
@@ -171,12 +171,9 @@ def new_walk(page_halves: int, used: Words | None = None) -> Walk:
 def list_tree(
     pages: Pages, root: Root, walk: Walk, first: int = 0, *, key_bytes: int = KEY_BYTES, tolerant: bool = False
 ) -> Entries:
-    """Entries in key order from key word ``first`` on, as far as ``walk.result`` says.
-
-    Args:
-        key_bytes: 16 for the tree of segments, 8 for that of free pages.
-        tolerant: pass over what is damaged, and over the order of keys; else stop there, with a status.
-    """
+    """Entries in key order from key word ``first`` on, as far as ``walk.result`` says. ``key_bytes``: 16 for the tree
+    of segments, 8 for that of free pages. ``tolerant``: pass over what is damaged, and over the order of keys; else
+    stop there, with a status."""
     parts = [np.empty(0, ENTRY)]
     if root.page == NO_ROOT:
         walk.result[STATUS] = WalkStatus.DONE

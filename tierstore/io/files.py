@@ -14,9 +14,8 @@ from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError,
 from ..system.files import free_bytes, require_plain_file, sync_directory, write_all
 from ..system.oserrors import FULL, RESTORE, TOLD, translate_os_error
 from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, newer_meta, pages_of, parse_meta, repoint
-from .free_list import check_page_use
 from .mapped import FileMap, map_length
-from .snapshot import Snapshot
+from .snapshot import Snapshot, check_page_use
 
 ROW_FILE_NAME: Final = "rows.lmdb"
 SUPERBLOCK_NAME: Final = "rows.anchor"
@@ -43,7 +42,6 @@ def take_from_lower_layer(directory: Path) -> None:
 
 
 def translate(error: lmdb.Error, path: Path) -> TierstoreError:
-    """The error of ours that an LMDB error amounts to."""
     if "already open in this process" in str(error):
         return StoreLockedError(
             f"{path}: LMDB has it open already in this process, or had it in one that this was forked from; open the "
@@ -152,7 +150,6 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
 
 
 def read_stamp(path: Path, page_bytes: int) -> bytes:
-    """The store's id, as ``create_rows_file`` wrote it."""
     with path.open("rb", buffering=0) as file:
         return os.pread(file.fileno(), _STAMP_BYTES, page_bytes - _STAMP_BYTES)
 
@@ -215,11 +212,8 @@ def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int]
     """Copy into a new file, synced, while a writer goes on; ``progress(done_bytes, total_bytes)``.
 
     No page of the snapshot's tree is reused while it is open; others are free in it. Both meta pages of the copy lead
-    to that tree: as transaction n, and as n - 1, which LMDB replaces next.
-
-    Raises:
-        DiskFullError, TierstoreError: the system refused. DamagedError: the source is not what was written.
-        StoreReplacedError: it is not at its path any more.
+    to that tree: as transaction n, and as n - 1, which LMDB replaces next. DiskFullError, TierstoreError: the system
+    refused. DamagedError: the source is not what was written. StoreReplacedError: it is not at its path any more.
     """
     snapshot.file_map.locks.require_in_place()
     source = os.open(snapshot.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -65,12 +65,8 @@ Dead = list[tuple[Segments, Int64s]]  # slots of segments, by layout
 
 
 class Log:
-    """The caller sees to it that one thread at a time is in here.
-
-    Args:
-        transaction: makes a write transaction, which puts at most so many bytes.
-        add_counts: adds to totals of ``ColdCounters``.
-    """
+    """The caller sees to it that one thread at a time is in here. ``transaction``: makes a write transaction, which
+    puts at most so many bytes. ``add_counts``: adds to totals of ``ColdCounters``."""
 
     def __init__(
         self, file: OpenFile, superblocks: SuperblockWriter, slack: float,
@@ -158,7 +154,7 @@ class Log:
                 put = self._put(txn, segments, new)
             reach("write-back: segments put")
         reach("write-back: transaction committed")
-        pages, pages_moved = int(put["pages"].sum()), int(moved_to["pages"].sum())
+        pages, pages_moved, freed = int(put["pages"].sum()), int(moved_to["pages"].sum()), _pages_freed(dead)
         with self._file.following() as snapshot:
             for its_segments, slots in dead:
                 its_segments.delete(slots, snapshot.txn_id)
@@ -170,7 +166,7 @@ class Log:
                 _find_pages(snapshot, put)
                 rows.publish(layout, put, new.keys, current=current, txn_id=snapshot.txn_id)
         reach("write-back: segments published")
-        self._wrote(rows, pages + pages_moved)
+        self._wrote(rows, max(pages + pages_moved, freed))
         self._appended += pages
         self._add_counts(bytes_written=pages * snapshot.page_bytes)
         if moved is not None:
@@ -195,9 +191,8 @@ class Log:
         return turns
 
     def _wrote(self, rows: RowMap, pages: int) -> None:
-        """Have a superblock set if it is time."""
-        snapshot, live = self._file.snapshot, sum(segments.pages for segments in rows.segments.values())
-        self._superblocks.wrote(max(pages * snapshot.page_bytes, snapshot.freed_bytes), live * snapshot.page_bytes)
+        page_bytes, live = self._file.page_bytes, sum(segments.pages for segments in rows.segments.values())
+        self._superblocks.wrote(pages * page_bytes, live * page_bytes)
 
     def _take_numbers(self) -> None:
         """Begin where no process before has numbered segments, and see that none after will."""
@@ -222,14 +217,14 @@ class Log:
         with self._changing(dead):
             reach("prune: segments deleted")
         reach("prune: transaction committed")
+        freed = _pages_freed(dead)
         with self._file.following() as snapshot:
             for segments, slots in dead:
                 segments.delete(slots, snapshot.txn_id)
-        self._wrote(rows, 0)
+        self._wrote(rows, freed)
         return True
 
     def drop(self, stored: Stored) -> None:
-        """Delete segments that no map leads to."""
         for start in range(0, len(stored), _DROPPED_TOGETHER):
             part = stored[start : start + _DROPPED_TOGETHER]
             require_headers(self._file.snapshot, part)
@@ -253,8 +248,12 @@ def _some_dead(rows: RowMap, snapshot: Snapshot) -> Dead:
     return found
 
 
+def _pages_freed(dead: Dead) -> int:
+    """Pages that deleting these segments takes out of use: their own, and for each a leaf of the tree, copied."""
+    return sum(int(segments.arrays.pages[slots].sum()) + len(slots) for segments, slots in dead)
+
+
 def _sound_headers(snapshot: Snapshot, stored: Stored) -> Bools:
-    """Which of these segments can be deleted; warns of the others."""
     try:
         require_headers(snapshot, stored)
     except DamagedError as error:

@@ -47,7 +47,7 @@ class Segments:
     """The segments of one layout, by slot.
 
     Attributes:
-        arrays: by slot; replaced by longer ones when slots run out.
+        arrays: replaced by longer ones when slots run out.
         pages: of all segments.
         rows: live and held ones of all segments.
         dead: int64, slots of segments without such rows, to be deleted.
@@ -74,7 +74,6 @@ class Segments:
 
     @property
     def in_use(self) -> Int64s:
-        """Slots of segments."""
         return np.flatnonzero(self.arrays.rows)
 
     def stored(self, slots: Int64s) -> Stored:
@@ -87,7 +86,6 @@ class Segments:
         return stored
 
     def data_pages(self, stored: Stored) -> Int64s:
-        """Where the first blocks of these segments begin."""
         lengths: Int64s = index_lengths(self.geo, stored["rows"], stored["newest"] != stored["oldest"])
         return stored["first_page"] + lengths
 
@@ -124,7 +122,6 @@ class Segments:
         return max(self._free[len(self._free) - count :], default=0)
 
     def bury(self, slots: Int64s) -> None:
-        """These segments have no live or held row any more."""
         self.dead = np.concatenate([self.dead, slots])
 
     @property
@@ -248,14 +245,12 @@ def publish(
     positions: Int64s, slots: Int64s, stops: Int64s, epoch: int, is_moved: bool, place_bits: int, places: Places,
     regions: Regions, segments: SegmentArrays, held_for: Int32s, late_for: Int32s, emptied: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
-    """Enter the rows of segments just written: all of one epoch, or moved by cleaning.
-
-    A row that has one of a later epoch already, as ``epoch``'s version is in flight, is held.
+    """Enter the rows of segments just written: all of one epoch, or moved by cleaning. A row that has one of a later
+    epoch already, as ``epoch``'s version is in flight, is held.
 
     Args:
         slots, stops: int64 [segments]: of each one, and where its rows end in ``positions``.
-        held_for: int32 [slots]: rows of the epochs before, by segment, that a version before ``epoch`` needs.
-        late_for: the same, for ``epoch`` itself.
+        held_for, late_for: int32 [slots]: rows that a version before ``epoch`` needs, and that ``epoch`` itself does.
         emptied: int64 [rows], receives the slots without live and held rows.
 
     Returns:
@@ -306,10 +301,8 @@ def list_rows(
     unknown: Int64s,
 ) -> tuple[int, int, int]:  # fmt: skip
     """List the rows of stored segments of one layout, in their order; those of epochs after ``last`` are left out.
-
-    Args:
-        indexes: word offset of each one's index, which was checked.
-        unknown: int64 [segments], zeros; receives how many rows of each are of tables that are not known.
+    ``indexes``: word offset of each one's index, which was checked. ``unknown``: int64 [segments], zeros; receives how
+    many rows of each are of tables that are not known.
 
     Returns:
         -1 or the position of a segment that holds what cannot be; rows listed; rows of tables that were dropped.
@@ -345,15 +338,12 @@ def enter(
     listed: Listed, kept: Int64s, place_bits: int, places: Places, regions: Regions, segments: SegmentArrays,
     beaten: Int64s, beaten_slots: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
-    """Enter rows of stored segments, which come in any order.
+    """Enter rows of stored segments, which come in any order; how many are dead, and how many beaten.
 
     Args:
         kept: int64, versions that are kept, ascending.
         beaten, beaten_slots: int64 [rows], receive the positions in ``places`` of the rows that have a newer version
             and may be held, and the slots that they are in.
-
-    Returns:
-        How many rows are dead, and how many beaten.
     """
     dead, count, positions = 0, 0, listed.positions
     for i in range(len(positions)):
@@ -385,7 +375,6 @@ def enter(
 
 @inline
 def _is_older(segments: SegmentArrays, slot: int, other: int | np.int64) -> bool:
-    """Whether a row in one segment is older than the same row in another."""
     if segments.newest[slot] != segments.newest[other]:
         return segments.newest[slot] < segments.newest[other]  # type: ignore[no-any-return]
     return segments.numbers[slot] < segments.numbers[other]  # type: ignore[no-any-return]

@@ -109,7 +109,6 @@ class OpenFile:
             raise TierstoreError(f"{self.path}: an earlier error left the store unusable; close it and open it again.")
 
     def new_snapshot(self) -> Snapshot:
-        """Of the newest tree; the caller's to close."""
         return Snapshot(self.path, self.map, self.page_bytes)
 
     @contextmanager
@@ -219,7 +218,6 @@ class OpenFile:
                 self._idle.wait(_PAUSE_SECONDS)  # a lease that was cut short as it ended does not notify
 
     def close(self) -> None:
-        """Release map and locks."""
         self.is_closed = True
         self._parts.close()
         self.rows = None  # references to the store, or to a table of it, do not keep the map
@@ -236,11 +234,8 @@ class SuperblockWriter:
     """Sets superblocks for the one writer of a row file, which calls it between its transactions.
 
     The file grows by what is written between two: up to three times ``GROWTH_BYTES`` lie between the oldest pin and the
-    newest page, or 1/32 of the segments if that is more, up to ``4 * GROWTH_BYTES``.
-
-    Args:
-        sync: make all transactions so far durable; may be called during a later transaction.
-        pin: pins the tree as it is.
+    newest page, or 1/32 of the segments if that is more, up to ``4 * GROWTH_BYTES``. ``sync``: make all transactions so
+    far durable; may be called during a later transaction. ``pin``: pins the tree as it is.
     """
 
     def __init__(self, file: OpenFile, *, sync: Callable[[], None], pin: Callable[[], Snapshot]) -> None:
@@ -301,14 +296,8 @@ class SuperblockWriter:
 
     def wrote(self, size_bytes: int, live_bytes: int) -> None:
         """Set a superblock in the background if enough was written; wait for the last one if that falls too far behind.
-
-        Args:
-            size_bytes: what the last transaction wrote, or took out of use if that is more: pages of the tree, too.
-            live_bytes: size of the segments in the tree.
-
-        Raises:
-            TierstoreError: the background's last superblock failed.
-        """
+        ``size_bytes``: what the last transaction wrote, or took out of use if that is more. ``live_bytes``: size of the
+        segments in the tree. TierstoreError: the background's last superblock failed."""
         self._written_bytes += size_bytes
         limit = min(max(GROWTH_BYTES, live_bytes // _GROWTH_PART), _MOST_GROWTHS * GROWTH_BYTES)
         behind = self._pending is not None and not self._pending[2].done()

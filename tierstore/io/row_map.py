@@ -152,7 +152,6 @@ class RowMap:
         self._settle()
 
     def _settle(self) -> None:
-        """Have the regions that have become dense in huge pages."""
         size_bytes = self.places.itemsize << self._regions.row_bits
         is_dense = self._regions.stored * _SPARSE_ROWS >= 1 << self._regions.row_bits
         for region in np.flatnonzero(is_dense & ~self._is_huge).tolist():
@@ -254,7 +253,6 @@ class RowMap:
         return np.concatenate(parts)
 
     def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
-        """``positions``, and the places that they are in."""
         return self.positions(layout, keys), self.places
 
     def layout_ids(self, stored: Stored) -> Int64s:
@@ -266,13 +264,8 @@ class RowMap:
     def publish(
         self, layout: RowLayout, stored: Stored, keys: Int64s, *, current: int, txn_id: int, is_moved: bool = False
     ) -> None:
-        """Enter segments just written, one after another.
-
-        Args:
-            stored: of one epoch, unless cleaning has moved their rows.
-            keys: int64, of all of them.
-            current: the version that is current.
-            txn_id: of the transaction that wrote them.
+        """Enter segments just written, one after another: of one epoch, unless cleaning has moved their rows. ``keys``:
+        int64, of all of them. ``current``: the version that is current. ``txn_id``: of the transaction that wrote them.
         """
         segments, positions = self.segments[layout], self.positions(layout, keys)
         slots, epoch = segments.take(stored, txn_id), current if is_moved else int(stored["newest"][0])
@@ -364,7 +357,8 @@ class NewSegments:
         cls, base: RowMap, segments: Mapping[RowLayout, Segments], tree: Tree, stored: Stored, *,
         shown: int, last: int, oldest: int,
     ) -> "NewSegments | None":  # fmt: skip
-        """Read the indexes that are new in a tree.
+        """Read the indexes that are new in a tree. DamagedError: a segment is damaged, or holds what cannot be a row of
+        its tables.
 
         Args:
             base: of version ``shown``.
@@ -374,11 +368,8 @@ class NewSegments:
             oldest: transaction of the oldest tree that is in use.
 
         Returns:
-            None if a segment that shows rows is gone, or of a later version, and has no successor: versions were
-            rolled back, and a new map is to be made.
-
-        Raises:
-            DamagedError: a segment is damaged, or holds what cannot be a row of its tables.
+            None if a segment that shows rows is gone, or of a later version, and has no successor: versions were rolled
+                back, and a new map is to be made.
         """
         new, gone = cls(base, segments), {}
         numbers, is_new = np.ascontiguousarray(stored["number"]), np.ones(len(stored), np.bool_)
@@ -409,10 +400,8 @@ class NewSegments:
 
     def _enter(self, tree: Tree, layout: RowLayout, stored: Stored, shown: int, last: int) -> Int64s:
         """Enter segments of one layout in ascending order of (newest epoch, number); keys of the rows that are others.
-
         A row of an epoch up to ``shown`` was only moved, unless it was in a segment of later epochs: then ``shown`` was
-        rolled back.
-        """
+        rolled back."""
         segments = self.segments[layout]
         slots, bits, arrays = _take_slots(tree, segments, stored), segments.geo.place_bits, segments.arrays
         listed, unknown, dropped = self.base._list(tree, segments, stored, slots, last)

@@ -73,10 +73,16 @@ _CODE_AND_ADDRESS: Final = 8, 16  # bytes before si_code and si_addr in ``siginf
 
 
 class PageRuns(NamedTuple):
-    """Parts of a file, ``[start, stop)`` each: int64 [n], in bytes."""
+    """Parts of a file, ``[start, stop)`` each: int64 [n], in bytes; and how long the file is."""
 
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
+    size: int
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether any of these parts begins behind the end of the file."""
+        return bool((self.starts >= self.size).any())
 
     def meet(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the ranges ``[starts[i], stops[i])`` have a byte in any of the parts: bool [ranges]."""
@@ -217,23 +223,13 @@ def _handler() -> _Handler:
 
 
 class Guard:
-    """One map of a file, or a part of one.
-
-    Args:
-        path: of the file.
-        size_bytes: tells how long it is; raises if the open file is lost.
-        address, length_bytes: of the map, which starts at the file's first byte.
-        put_back: ``put_back(address, offset, length)`` maps the file there again.
-    """
+    """One map of a file, which starts at its first byte. ``size_bytes``: tells how long the file is; raises if it is
+    lost. ``put_back(address, offset, length)`` maps the file there again."""
 
     def __init__(
-        self,
-        path: "str | os.PathLike[str]",
-        size_bytes: Callable[[], int],
-        address: int,
-        length_bytes: int,
+        self, path: "str | os.PathLike[str]", size_bytes: Callable[[], int], address: int, length_bytes: int,
         put_back: Callable[[int, int, int], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._path = path
         self._size_bytes = size_bytes
         self._address = address
@@ -275,8 +271,9 @@ class Guard:
                 covered = self._slot[_COVERED]  # read before _MET: where they are equal, no page is between the two
                 met, healed = self._slot[_MET], self._slot[_HEALED]
                 if covered == met != healed:
-                    for start, stop in zip(*self.refused(healed), strict=True):
-                        self._put_back(self._address + int(start), int(start), int(stop - start))
+                    if (runs := self.refused(healed)) is not None:
+                        for start, stop in zip(runs.starts.tolist(), runs.stops.tolist(), strict=True):
+                            self._put_back(self._address + start, start, stop - start)
                     self._slot[_HEALED] = healed = met
                 if met == healed:
                     return met
@@ -287,59 +284,51 @@ class Guard:
         """How often a page was refused so far."""
         return self._slot[_MET]
 
-    def is_clean(self, since: int) -> bool:
-        """Whether no page was refused since a count that ``begin`` returned."""
-        return self._slot[_MET] == since
-
-    def refused(self, since: int) -> PageRuns:
-        """What was refused since a count: all of the file, if it was too much to remember."""
+    def refused(self, since: int) -> PageRuns | None:
+        """What was refused since a count that ``begin`` returned; all of the file, if it was too much to remember."""
         met = self._slot[_MET]
+        if met == since:
+            return None
+        size = self._size_bytes()
         if met - since > _NOTES:
-            return PageRuns(np.zeros(1, np.int64), np.full(1, self._length, np.int64))
+            return PageRuns(np.zeros(1, np.int64), np.full(1, self._length, np.int64), size)
         notes = np.array(self._slot[_NOTED:], np.int64).reshape(_NOTES, 2)[np.arange(since, met) % _NOTES]
         starts = notes[:, 0] - self._address
-        return PageRuns(starts, starts + notes[:, 1])
-
-    def is_cut_short(self, runs: PageRuns) -> bool:
-        """Whether any of these parts begins behind the end of the file."""
-        return bool((runs.starts >= self._size_bytes()).any())
+        return PageRuns(starts, starts + notes[:, 1], size)
 
     def require_whole(self) -> None:
         """TruncatedError if the file is shorter than when this was last asked, or the map made."""
-        known, self._size = self._size, self._size_bytes()
-        if self._size < known:
-            size, self._size = self._size, known
-            raise self._error(PageRuns(np.array([size]), np.array([known])), size)
+        size = self._size_bytes()
+        if size < self._size:
+            raise self._error(PageRuns(np.array([size]), np.array([self._size]), size))
+        self._size = size
 
     def require(
         self, since: int, starts: "NDArray[np.int64] | None" = None, stops: "NDArray[np.int64] | None" = None
     ) -> None:
         """Raise if a page was refused since a count, of these ranges of the file if they are given. UnreadableError:
         the device refused it. TruncatedError: the file was cut short."""
-        if self._slot[_MET] == since:
-            return
         runs = self.refused(since)
-        if starts is None or stops is None or runs.meet(starts, stops).any():
-            raise self._error(runs, self._size_bytes())
+        if runs is not None and (starts is None or stops is None or runs.meet(starts, stops).any()):
+            raise self._error(runs)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Require that no page was refused within the block. An error that comes of such a page becomes one that says
-        so."""
+        """Require that no page was refused within the block, whatever error came of such a page."""
         since = self.begin()
         try:
             yield
         except Exception as error:
-            if not self.is_clean(since):
-                raise self._error(self.refused(since), self._size_bytes()) from error
+            if (runs := self.refused(since)) is not None:
+                raise self._error(runs) from error
             raise
         self.require(since)
 
-    def _error(self, runs: PageRuns, size: int) -> DamagedError:
+    def _error(self, runs: PageRuns) -> DamagedError:
         first = int(np.argmin(runs.starts))
         part = f"bytes {runs.starts[first]} to {runs.stops[first] - 1}"
-        if (runs.starts >= size).any():
+        if runs.is_cut_short:
             return TruncatedError(
-                f"{self._path}: {part} are missing: the file was cut short to {size} bytes. {RESTORE}"
+                f"{self._path}: {part} are missing: the file was cut short to {runs.size} bytes. {RESTORE}"
             )
         return UnreadableError(f"{self._path}: the device refuses to read {part}. {ASK_AGAIN} {RESTORE}")

@@ -162,27 +162,20 @@ def load_superblock(path: Path, store_id: bytes) -> Superblock | None:
 
 
 def is_of_this_boot(superblock: Superblock) -> bool:
-    """Whether the machine has not stopped since, as far as it tells."""
     current = boot_id()
     return superblock.boot_id == current and any(current)
 
 
 def _is_sound(path: Path, superblock: Superblock) -> bool:
-    """Whether the file is as the superblock says, or as a writer left it and the machine has not stopped since.
-
-    LMDB leaves a mixture in a meta page whose write failed: then there are not two.
-    """
+    """Whether the file is as the superblock says, or as a writer left it and the machine has not stopped since. LMDB
+    leaves a mixture in a meta page whose write failed: then there are not two."""
     metas = read_metas(path, superblock.page_bytes)
     return metas == superblock.metas or (is_of_this_boot(superblock) and len(sound_metas(*metas)) == 2)
 
 
 def require_sound(path: Path, store_id: bytes) -> None:
-    """Before an open for reading.
-
-    Raises:
-        DamagedError: the machine stopped while the store was open for writing.
-        ChecksumError, FormatError: as for ``recover``.
-    """
+    """Before an open for reading. DamagedError: the machine stopped while the store was open for writing.
+    ChecksumError, FormatError: as for ``recover``."""
     superblock = load_superblock(path, store_id)
     if superblock is not None and not _is_sound(path, superblock):
         raise DamagedError(
@@ -197,14 +190,10 @@ def recover(path: Path, store_id: bytes, locks: FileLocks) -> None:
     Done only if the anchored tree is whole, and nobody reads another one: while a reader of the same boot has the file
     open, the tree that it sees stays. Whatever step it is cut short at, the next recovery does the same again.
 
-    Args:
-        pins: of the row file, open for writing; no tree is read through it.
-
     Raises:
         ChecksumError, FormatError: the superblock is damaged, or the row file older than it.
         DamagedError: the anchored tree is not whole; nothing was changed.
-        StoreLockedError: others read a tree that a failed write has left.
-        OSError: the device refused.
+        StoreLockedError: others read a tree that a failed write has left. OSError: the device refused.
     """
     superblock = load_superblock(path, store_id)
     if superblock is None:
@@ -322,16 +311,10 @@ class Remains(Tree):
 
 
 def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes, doubts: list[str]) -> Remains:
-    """The newest whole tree that holds every commit that returned, or else the newest with a record of versions.
-
-    An anchored tree and all later ones hold every commit that returned, and an earlier one of the same versions does.
-
-    Args:
-        doubts: receives what cannot be proven, in sentences.
-
-    Raises:
-        DamagedError: no tree leads to a record of versions. FormatError: the file is of another release.
-    """
+    """The newest whole tree that holds every commit that returned, or else the newest with a record of versions. An
+    anchored tree and all later ones hold every commit that returned, and an earlier one of the same versions does.
+    ``doubts``: receives what cannot be proven, in sentences. DamagedError: no tree leads to a record of versions.
+    FormatError: the file is of another release."""
     raw = file_map.words.view(np.uint8)
     on_file = [raw[at : at + META_READ_BYTES].tobytes() for at in (0, page_bytes)]
     try:

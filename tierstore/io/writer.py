@@ -41,15 +41,9 @@ _GROWTH: Final = 1.05
 
 
 class Writer:
-    """Writes to a row file that is open for it; first it deletes what an earlier process left behind.
-
-    Args:
-        slack: see ``LmdbColdTier``.
-        add_counts: adds to totals of ``ColdCounters``.
-
-    Attributes:
-        held_bytes: what the oldest reader kept from being reused, when that was counted last.
-    """
+    """Writes to a row file that is open for it; first it deletes what an earlier process left behind. ``slack``: see
+    ``LmdbColdTier``. ``add_counts``: adds to totals of ``ColdCounters``. ``held_bytes``: what the oldest reader kept
+    from being reused, when that was counted last."""
 
     def __init__(self, file: OpenFile, slack: float, add_counts: Callable[..., None]) -> None:
         self._file = file
@@ -84,7 +78,6 @@ class Writer:
         self._parts.close()
 
     def sync(self) -> None:
-        """Make all transactions so far durable."""
         self._file.map.file_bytes()  # is it ours to sync, and the anchor after it ours to set?
         try:
             self._environment.sync(True)
@@ -113,7 +106,6 @@ class Writer:
             raise translate(error, file.path) from error
 
     def _map_again(self, length_bytes: int) -> None:
-        """Have LMDB's map be as long as ours."""
         try:
             self._environment.set_mapsize(length_bytes)
             self._oldest.begin_again()
@@ -283,7 +275,6 @@ class Writer:
         anchored.result()  # another thread may have settled it
 
     def _delete_items(self) -> None:
-        """Delete the records and payloads of versions that are not kept."""
         if items := stale_items(self._file.snapshot, self._file.head):
             with self._transaction() as txn:
                 for item in items:
