@@ -40,8 +40,6 @@ _DDR: Final = "1MiB"
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a store holds, read through its public interface."""
-
     version: int
     extra: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -53,7 +51,6 @@ class Expected:
         return cls(version=store.version, extra=store.extra, tensors=store.tensors(), rows=rows)
 
     def differences(self, other: "Expected") -> list[str]:
-        """What the other has otherwise, in words."""
         found = [name for name in ("version", "extra") if getattr(self, name) != getattr(other, name)]
         for what in ("tensors", "rows"):
             own, theirs = getattr(self, what), getattr(other, what)
@@ -66,8 +63,6 @@ class Expected:
 
 
 class Sample(NamedTuple):
-    """A closed store: its files, and what it holds."""
-
     files: dict[str, bytes]
     expected: Expected
 
@@ -81,7 +76,6 @@ class Case(NamedTuple):
     number: int = 0
 
     def applied(self, files: dict[str, bytes], other: dict[str, bytes]) -> dict[str, bytes]:
-        """The files of a store after the change; ``other`` are those of a second store."""
         changed = dict(files)
         data = bytearray(files.get(self.file, b""))
         if self.kind == "flip":
@@ -163,7 +157,6 @@ def _train(folder: Path, seed: int, sizes: dict[str, int], shares: dict[int, tup
 
 
 def _put(folder: Path, files: dict[str, bytes]) -> None:
-    """Make these the files of a folder, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, content in files.items():
@@ -225,7 +218,6 @@ def _tier(folder: Path, manifest: Manifest) -> Iterator[LmdbColdTier]:
 
 
 def _content(tier: LmdbColdTier, manifest: Manifest) -> list[Any]:
-    """All that a tier shows: version, payload, and each table's rows and which of them are there."""
     found: list[Any] = [tier.version, tier.payload]
     for index, config in enumerate(manifest.tables):
         layout, count = config.layout(manifest.page_bytes), config.num_embeddings
@@ -237,7 +229,6 @@ def _content(tier: LmdbColdTier, manifest: Manifest) -> list[Any]:
 
 
 def _told(folder: Path, mode: str, attempt: Callable[[], str]) -> str:
-    """What came of an attempt: what it returned, the name of an error of ours, or what went wrong."""
     try:
         return attempt()
     except TierstoreError as error:

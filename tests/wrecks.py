@@ -46,7 +46,6 @@ def open_tier(folder: Path, **settings: Any) -> LmdbColdTier:
 
 
 def rows_of(folder: Path) -> Rows:
-    """All rows that a store's current version has."""
     found: Rows = {}
     tier = open_tier(folder, readonly=True)
     for index, (layout, config) in enumerate(zip(LAYOUTS, TABLES, strict=True)):
@@ -185,12 +184,10 @@ class Image:
         return int.from_bytes(self.data[at : at + size], "little")
 
     def nodes_of(self, page: int) -> list[int]:
-        """Where the nodes of a page of a tree begin."""
         at = page * PAGE
         return [at + self._little(at + 16 + 2 * i, 2) for i in range((self._little(at + 12, 2) - 16) // 2)]
 
     def value_of(self, node: int) -> range:
-        """The pages of a node's value; none if it lies on the leaf."""
         first, size = self._little(node + 24, 8), self._little(node, 2) | self._little(node + 2, 2) << 16
         return range(first, first + -(-(size + 16) // PAGE)) if self._little(node + 4, 2) else range(0)
 
@@ -218,7 +215,6 @@ class Image:
         return Segment(number, newest, is_mixed, layout, start, stop, index_stop, keys, pairs, rows, blocks)
 
     def below(self, page: int) -> list[Segment]:
-        """What a leaf or a branch leads to."""
         if page in self.branches:
             return [each for node in self.nodes_of(page) for each in self.below(self._little(node, 6))]
         own = [node for kind, _, node in self.nodes if kind == 0 and node // PAGE == page]

@@ -26,8 +26,6 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Entry(NamedTuple):
-    """One entry of a global offset table."""
-
     symbol: str  # the function's name, such as ``pwrite64``
     address: int  # where the entry lies in memory
 
@@ -50,13 +48,10 @@ def _mappings() -> list[_Mapping]:
 
 
 def object_of(address: int) -> Path:
-    """The file of the shared object (or program) that this address lies in."""
     return Path(next(m.path for m in _mappings() if m.start <= address < m.end))
 
 
 class _Elf:
-    """The parts of an object's file that lead to its relocations."""
-
     def __init__(self, path: Path) -> None:
         self._image = path.read_bytes()
         assert self._image[:6] == b"\x7fELF\x02\x01", f"{path} is not a 64 bit little-endian object"
@@ -99,7 +94,6 @@ def entries(path: Path, symbols: Iterable[str]) -> list[Entry]:
 
 
 def redirect(targets: Iterable[tuple[Entry, int]]) -> list[tuple[Entry, int]]:
-    """Have entries lead to other addresses; returns them with those before."""
     mappings, before = _mappings(), []
     for entry, target in targets:
         page = entry.address & -mmap.PAGESIZE

@@ -25,8 +25,6 @@ _LOOKED_AT = 50  # instants, for the one at which most is in flight
 
 @dataclass
 class Counts:
-    """What was tried."""
-
     states: int = 0  # different states of the files, each opened and compared
     torn: int = 0  # states in which single sectors of writes arrived
     went_back: int = 0
@@ -161,7 +159,6 @@ def check(directory: Path, versions: Sequence[Snapshot], tables: set[str], count
 
 
 def _shown(store: Any, versions: Sequence[Snapshot]) -> Snapshot:
-    """Which of the versions an open store shows."""
     known = [version for version in versions if version.extra == store.extra]
     assert known, f"{store.extra} is not one of {[version.extra for version in versions]}"
     return known[-1]

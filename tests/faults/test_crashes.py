@@ -25,7 +25,6 @@ pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="a process under test ha
 
 
 def kill(folder: Path, **arguments: Any) -> None:
-    """Kill runs, and see that nothing was lost."""
     tally = kill_runs(folder, **arguments).tally
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.random_kills == sum(arguments["kills"])
@@ -56,7 +55,6 @@ def kill_servers(folder: Path, kills: int, seed: int) -> None:
 
 
 def test_servers_show_what_was_approved_whoever_is_killed(tmp_path: Path) -> None:
-    """Servers, what writes for them, publishers with a canary."""
     kill_servers(tmp_path, 4, seed=3)
 
 

@@ -34,7 +34,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
-    """A small file system in memory that can be mounted again read-only."""
     folder = tmp_path / "mounted"
     folder.mkdir()
     done = subprocess.run(
@@ -77,7 +76,6 @@ def _as_nobody(folder: Path, name: str, mode: str) -> str:
 
 @needs_root
 def test_a_user_that_lacks_a_permission(tmp_path: Path) -> None:
-    """Who may only read the files reads, and is told what he may not do."""
     make_store(tmp_path / "store")
     assert _as_nobody(tmp_path, "store", "r") == "ok True"
     for name in ("store", "new"):

@@ -69,7 +69,6 @@ def store(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def layered(made: Path, tmp_path: Path) -> Iterator[Path]:
-    """A store in the lower layer of an overlay, as in a container's image."""
     for name in ("upper", "work"):
         (tmp_path / name).mkdir()
     lower = tmp_path / "lower"
@@ -90,7 +89,6 @@ def test_a_store_of_a_lower_layer_is_written_to(layered: Path) -> None:
 
 
 def test_a_reader_of_a_lower_layer_is_told_to_open_again(layered: Path) -> None:
-    """It goes on to show what it showed."""
     with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
         assert _values(reader) == [2.0]
         with tierstore.open(layered, ddr="1MiB", threads=1) as writer:
@@ -163,7 +161,6 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_p
 def test_what_a_file_system_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, lacked: str
 ) -> None:
-    """Network file systems, FUSE, shared folders of virtual machines."""
     plain = getattr(module, name)
     for code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
 
@@ -219,7 +216,6 @@ def test_the_root_of_a_file_system_is_empty_to_a_new_store(store: Path, tmp_path
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o027, 0o640)])
 def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
-    """And the group of a directory that gives it on."""
     os.chmod(tmp_path, 0o2775)
     if os.geteuid() == 0:
         os.chown(tmp_path, -1, 2500)

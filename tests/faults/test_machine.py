@@ -13,10 +13,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ from tierstore.kernels.jit import JIT_ENABLED
 from .conftest import SHARED_MEMORY
 from .powerloss import Loss, losses, materialise, pending, state
 from .recovery import crash_points, explore, promised
-from .syscalls import Call, Failure, Operation, Recorder, read_tree
+from .syscalls import Call, Failure, Recorder
 from .workload import Snapshot, Trained, Workload, copied, differences, first_tables
 
 SYNCS = {"fsync", "fdatasync"}
@@ -87,7 +86,6 @@ def tables() -> dict[str, Trained]:
 
 
 def nothing() -> Snapshot:
-    """A store without a commit."""
     return Snapshot({}, {}, copied(tables()), version=0)
 
 
@@ -95,8 +93,6 @@ DEVICES = st.builds(Device, st.sampled_from([None, *FAULTS]), st.integers(0, 120
 
 
 class Faults(RuleBasedStateMachine):
-    """Somebody who trains, and does what the errors say."""
-
     @initialize(seed=st.integers(0, 2**32), keep=st.sampled_from([1, 3]), device=DEVICES)
     def begin(self, seed: int, keep: int, device: Device) -> None:
         self.generator, self.keep = np.random.default_rng(seed), keep
@@ -322,119 +318,3 @@ def test_a_store_in_new_directories_lasts(scratch: Path, initial: dict[str, Trai
     safe, _ = pending(recorder, recorder.time)
     assert len(made) == 3
     assert {*made} <= {*safe}
-
-
-# A harness that finds nothing must be one that would have.
-
-
-def keeper(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """Give whoever sets anchors something else."""
-    real = row_file.SuperblockWriter.__init__
-
-    def init(self: Any, *arguments: Any, **named: Any) -> None:
-        real(self, *arguments, **(named | changes))
-
-    return lambda patch: patch.setattr(row_file.SuperblockWriter, "__init__", init)
-
-
-def sync_no_directory(patch: pytest.MonkeyPatch) -> None:
-    for module in ("tierstore.store.manifest", "tierstore.io.files", "tierstore.io.superblock"):
-        patch.setattr(f"{module}.sync_directory", lambda directory: None)
-
-
-def recover_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tierstore.io.row_file.recover", lambda path, store_id, locks: None)
-
-
-BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "no sync of rows": keeper(sync=lambda: None),
-    "no pins": keeper(pin=contextlib.ExitStack),  # has nothing to close
-    "no sync of anchors": lambda patch: patch.setattr(superblock.os, "fdatasync", lambda descriptor: None),
-    "no sync of the directory": sync_no_directory,
-    "no recovery": recover_nothing,
-}
-
-
-@contextlib.contextmanager
-def without(broken: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_file, "GROWTH_BYTES", GROWTH_BYTES)
-        BROKEN[broken](patch)
-        yield
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_store_that_leaves_out_a_step_is_found_out(scratch: Path, initial: dict[str, Trained], broken: str) -> None:
-    (scratch / "run" / "store").mkdir(parents=True)
-    (scratch / "states").mkdir()
-    with without(broken), Recorder(scratch / "run") as recorder:
-        workload = Workload(copied(initial), np.random.default_rng(0), recorder.mark)
-        workload.open(scratch / "run" / "store")
-        for _ in range(3):
-            workload.train(3)
-            workload.commit()
-        workload.train(3)
-        workload.close()
-    found = pytest.raises((AssertionError, TierstoreError))
-    with without(broken) if broken == "no recovery" else contextlib.nullcontext(), found as raised:
-        explore(recorder, nothing(), scratch / "states", points=60, states_each=12, generator=np.random.default_rng(0))
-    assert "promised" in raised.value.__notes__[0]
-
-
-def replayed(recorder: Recorder, target: Path) -> Path:
-    """Everything that was recorded, applied to the files as they were before."""
-    safe, unsafe = pending(recorder, recorder.time)
-    materialise(state(recorder, safe, Loss(frozenset(unsafe)), unsafe), target)
-    return target
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    """All files but LMDB's tables of readers, which are written through a mapping and mean nothing later."""
-    files = [path for path in root.rglob("*") if path.is_file() and not path.name.endswith("-lock")]
-    return {str(path.relative_to(root)): path.read_bytes() for path in files}
-
-
-def test_a_run_replayed_from_nothing_is_the_same_byte_for_byte(scratch: Path, initial: dict[str, Trained]) -> None:
-    (scratch / "run").mkdir()
-    with Recorder(scratch / "run") as recorder:
-        workload = Workload(copied(initial), np.random.default_rng(0)).open(scratch / "run" / "store")
-        for _ in range(3):
-            workload.train(3)
-            workload.commit()
-        workload.train(2)
-        workload.close()
-    assert recorder.problems == []
-    written = contents(scratch / "run")
-    assert {"store/manifest.json", "store/rows.lmdb", "store/rows.anchor"} == set(written)
-    assert contents(replayed(recorder, scratch / "replayed")) == written
-    writes = [operation for operation in recorder.operations if operation.kind == "write"]
-    assert sum(len(operation.data) for operation in writes) > 2 * len(written["store/rows.lmdb"])
-
-
-def recorded(scratch: Path, operations: list[Operation]) -> Recorder:
-    """A record made up: a file "file" with ten zeros."""
-    (scratch / "file").write_bytes(bytes(10))
-    recorder = Recorder(scratch)
-    recorder.before, _, _ = read_tree(scratch)
-    recorder.operations = operations
-    return recorder
-
-
-def test_what_a_sync_makes_safe(scratch: Path) -> None:
-    def write(began: int, ended: int) -> Operation:
-        return Operation("write", 1, data=b"x", began=began, ended=ended)
-
-    def sync(began: int, ended: int, *, failed: bool = False, inode: int = 1) -> Operation:
-        return Operation("sync", inode, began=began, ended=ended, failed=failed)
-
-    before, beside, after = write(0, 1), write(3, 4), write(7, 8)
-    recorder = recorded(scratch, [before, sync(2, 5), beside, sync(6, 9, inode=0), after])
-    assert pending(recorder, 5) == ([], [0, 2]), "the sync has not returned"
-    assert pending(recorder, 6) == ([0], [2]), "what is written beside a sync is not in it"
-    assert pending(recorder, 10) == ([0], [2, 4]), "another file's sync is of no help"
-    failed = recorded(scratch, [before, sync(2, 3, failed=True), write(4, 5), sync(6, 7)])
-    assert pending(failed, 9) == ([2], [0]), "a sync that failed is not made good by the next"
-    renamed = Operation("rename", 1, 0, "new", "file", began=0, ended=1)
-    failed = recorded(scratch, [renamed, sync(2, 3, failed=True, inode=0), sync(6, 7, inode=0)])
-    assert pending(failed, 4) == ([], [0])
-    assert pending(failed, 9) == ([0], []), "but entries are"

@@ -25,7 +25,6 @@ def _run(*command: str | Path) -> None:
 
 @contextlib.contextmanager
 def mounted(place: Path, *options: str | Path) -> Iterator[Path]:
-    """A file system at ``place``, gone afterwards."""
     place.mkdir(exist_ok=True)
     _run("mount", *options, place)
     try:
@@ -35,7 +34,6 @@ def mounted(place: Path, *options: str | Path) -> Iterator[Path]:
 
 
 def fill_up(place: Path, left_bytes: int) -> Path:
-    """A file that takes all room but so much."""
     room = os.statvfs(place)
     ballast = place / "ballast"
     ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - left_bytes))
@@ -43,7 +41,6 @@ def fill_up(place: Path, left_bytes: int) -> Path:
 
 
 def error_of(step: Callable[[], object]) -> TierstoreError | None:
-    """The error that a step raises, if it does."""
     try:
         step()
     except TierstoreError as error:

@@ -61,8 +61,6 @@ class Trained:
 
 @dataclass
 class Snapshot:
-    """What one version shows."""
-
     extra: dict[str, Any]  # no two have the same
     tensors: dict[str, torch.Tensor]
     tables: dict[str, Trained]
@@ -71,7 +69,6 @@ class Snapshot:
 
 
 def first_tables(directory: Path) -> dict[str, Trained]:
-    """The tables before anything was written, each read once from a store of its own."""
     tables = {}
     with tierstore.open(directory, ddr="4MiB", threads=1) as store:
         for config in configs():
@@ -81,7 +78,6 @@ def first_tables(directory: Path) -> dict[str, Trained]:
 
 
 def copied(tables: dict[str, Trained]) -> dict[str, Trained]:
-    """A copy that later steps do not change."""
     return {name: table.copy() for name, table in tables.items()}
 
 
@@ -107,7 +103,6 @@ class Workload:
     _pending: tuple[Snapshot, Any] | None = None
 
     def open(self, directory: Path, **settings: Any) -> "Workload":
-        """Open the store and create the tables that it lacks."""
         own = {"ddr": DDR, "threads": 1, "keep": self.keep, "slack": SLACK}
         self.store = tierstore.open(directory, **(own | settings))
         for config in configs():
@@ -158,7 +153,6 @@ class Workload:
         self.unfinished = None
 
     def snapshot(self) -> Snapshot:
-        """What a commit now must keep."""
         self.serial += 1
         extra = {"step": self.steps, "serial": self.serial}
         return Snapshot(extra, {"dense": torch.arange(3) * self.steps}, copied(self.tables))
@@ -170,7 +164,6 @@ class Workload:
         return begun, self.store.commit_async(extra=begun.extra, tensors=begun.tensors)
 
     def end(self, begun: Snapshot, future: Any) -> Snapshot:
-        """Wait until a commit is durable."""
         number = future.result()
         before = self.last.kept if self.last is not None else ()
         assert not before or number > (before[-1].version or 0)
@@ -180,7 +173,6 @@ class Workload:
         return begun
 
     def commit(self) -> Snapshot:
-        """Commit, telling when it began and when it returned."""
         return self.end(*self.begin())
 
     def commit_beside(self, steps: int) -> Snapshot:
@@ -191,13 +183,11 @@ class Workload:
         return self.end(begun, future)
 
     def settle(self) -> None:
-        """Wait for a commit that training beside it left under way; raises its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self.end(*pending)
 
     def rollback(self, to: Snapshot) -> None:
-        """Go back to a version that is kept."""
         assert self.last is not None
         kept = tuple(old for old in self.last.kept if (old.version or 0) <= (to.version or 0))
         shown = replace(to, kept=kept)
@@ -221,7 +211,6 @@ class Workload:
         self.train(goal - self.steps)
 
     def show(self, shown: Snapshot) -> None:
-        """Have the model be as this version is."""
         self.last, self.tables, self.steps = shown, copied(shown.tables), shown.extra.get("step", 0)
         self.unfinished = None
 

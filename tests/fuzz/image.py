@@ -96,5 +96,4 @@ class GuardedArray(np.ndarray):
 
 
 def guarded_halves(image: bytearray) -> NDArray[np.uint16]:
-    """The image as a row file's map shows it."""
     return np.frombuffer(bytes(image), np.uint16).view(GuardedArray)

@@ -131,7 +131,6 @@ def _records() -> list[bytes]:
 
 @functools.cache
 def _rows_file() -> tuple[bytes, list[int]]:
-    """It, and its pages that say where the rest is."""
     content = (built_store() / "rows.lmdb").read_bytes()
     return content, metadata_pages(content)
 
@@ -177,7 +176,6 @@ def _edits_of_trees() -> list[bytes]:
 
 @functools.cache
 def _segments() -> tuple[Stored, dict[int, Any]]:
-    """One segment of each size, and the shapes of the tables."""
     with (
         tierstore.open(built_store(), mode="r", ddr="4MiB", threads=1) as store,
         store._cold.lease() as (tree, rows),
@@ -240,7 +238,6 @@ _HEADS = 2 * 4096
 
 @functools.cache
 def _anchored() -> tuple[Path, bytes, bytes, bytes]:
-    """A row file, the store's id, and what the row file and its anchor hold."""
     store, copy = built_store(), scratch_folder()
     for name in ("rows.lmdb", "rows.anchor"):
         (copy / name).write_bytes((store / name).read_bytes())
@@ -310,7 +307,6 @@ def _write_update(payload: bytes, ids: bytes) -> Path:
 
 
 def _read_update(data: bytes) -> None:
-    """The first byte says what the rest is."""
     try:
         if data[:1] == b"f":
             _UPDATE.write_bytes(data[1:])

@@ -17,8 +17,6 @@ SECONDS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Something that reads bytes."""
-
     read: Callable[[bytes], Any]
     check: Callable[[Any], None] = lambda found: None  # of what ``read`` returns
     seeds: Callable[[], list[bytes]]  # valid inputs, built by code

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from tests.conformance.cold_tier import add_tables
 from tierstore.io import places, superblock
 from tierstore.io.files import SUPERBLOCK_NAME
 from tierstore.io.lmdb import LmdbColdTier
@@ -37,14 +38,12 @@ _SHIFTED = [_shifted(byte) for byte in range(256)]
 
 
 def oracle_crc32c(register: int, data: bytes) -> int:
-    """The register after these bytes, not inverted."""
     for byte in data:
         register = register >> 8 ^ _SHIFTED[(register ^ byte) & 0xFF]
     return register
 
 
 def oracle_mix(first: int, second: int) -> int:
-    """Two rounds of XXH64 and its last step, over two words."""
     prime_1, prime_2, prime_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
     found = 0x27D4EB2F165667C5
     for word in (first, second):
@@ -56,7 +55,6 @@ def oracle_mix(first: int, second: int) -> int:
 
 
 def oracle_checksum(content: bytes, seed: int) -> int:
-    """Of a row, as docs/format.md has it."""
     registers = [seed & 0xFFFF_FFFF, seed >> 32, 0, 0]
     for at in range(0, len(content), 8):
         registers = [*registers[1:], oracle_crc32c(registers[0], content[at : at + 8])]
@@ -72,8 +70,14 @@ def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
     return LmdbColdTier(path, **settings)
 
 
+def opened(path: Path, **changes: Any) -> LmdbColdTier:
+    """With the tables of the conformance tests."""
+    tier = open_tier(path, **changes)
+    add_tables(tier)
+    return tier
+
+
 def recover(path: Path) -> None:
-    """Go back to the anchor, as an open for writing does."""
     with closing(FileLocks(path, writable=True)) as locks:
         superblock.recover(path, STORE_ID, locks)
 
@@ -114,7 +118,6 @@ class RowPlace(NamedTuple):
 
 
 def place_of(tier: LmdbColdTier, table: int, row: int) -> RowPlace:
-    """Where a stored row lies."""
     with tier.lease() as (_, rows):
         segments = rows.segments[rows.layouts[table]]
         geo, place = segments.geo, int(rows.places[int(rows.tables.bases[table]) + row])
@@ -149,12 +152,10 @@ def refuse(guarded: Guard, page: int, count: int = 1) -> None:
 
 
 def heal(guarded: Guard, pages: int) -> None:
-    """Have the first pages of a map be the file's again."""
     guarded._put_back(guarded._address, 0, pages * mmap.PAGESIZE)
 
 
 def flip(path: Path, offset: int, bits: int = 1) -> None:
-    """Change one byte of the rows file."""
     with (path / "rows.lmdb").open("r+b") as file:
         file.seek(offset)
         value = file.read(1)[0]

@@ -102,7 +102,6 @@ ROW_BYTES = 4 * 64
 
 
 def _format(folder: Path) -> set[int]:
-    """Format versions of all store records in the row file, also of trees before."""
     parts = (folder / "rows.lmdb").read_bytes().split(b"tierrows")[1:]
     return {int.from_bytes(part[:8], "little") for part in parts}
 
@@ -125,7 +124,6 @@ def _values(rows: torch.Tensor, generation: int) -> torch.Tensor:
 
 
 def test_rows_of_an_older_release(tmp_path: Path) -> None:
-    """They are read, verified and saved from a damaged file as they are; rows that are added make it one of ours."""
     older, newer = torch.arange(200), torch.arange(150, 300)
     with tierstore.open(tmp_path / "store", ddr="1MiB", threads=1) as store:
         store.create_table(TABLE).write(older, _values(older, 1))

@@ -26,7 +26,6 @@ def _opened(stack: ExitStack, path: Path, **changes: object) -> LmdbColdTier:
 
 
 def _map_lengths(path: Path) -> list[int]:
-    """Of all maps that this process has of the row file."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     spans = [line[0].split("-") for line in lines if line[-1] == str(path / "rows.lmdb")]
     return [int(stop, 16) - int(start, 16) for start, stop in spans]

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, write_rows
-from tests.io.support import heal, open_tier, page_of, refuse
+from tests.conformance.cold_tier import WIDE, check_rows, commit, keys_of, write_rows
+from tests.io.support import heal, opened, page_of, refuse
 from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
 from tierstore.io import sigbus, snapshot
 from tierstore.io.lmdb import LmdbColdTier
@@ -42,28 +42,11 @@ Int64s = NDArray[np.int64]
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
-    """A closed, committed store: tables 0 and 1 full."""
-    tier = opened(tmp_path)
-    write_rows(tier, WIDE, keys_of(0, ALL), 1)
-    write_rows(tier, NARROW, keys_of(1, np.arange(5000)), 1)
-    commit(tier, b"payload" * 1000)
-    tier.close()
-    return tmp_path
-
-
-@pytest.fixture
 def tier(written: Path) -> Iterator[LmdbColdTier]:
     tier = opened(written)
     check_rows(tier, WIDE, keys_of(0, ALL[:1]), 1)  # makes the map
     yield tier
     tier.close()
-
-
-def opened(path: Path, **changes: object) -> LmdbColdTier:
-    tier = open_tier(path, **changes)
-    add_tables(tier)
-    return tier
 
 
 def _rows_guard(tier: LmdbColdTier) -> Guard:
@@ -318,7 +301,6 @@ FOREIGN = """
 
 
 def test_a_fault_of_somebody_else_ends_the_process_as_ever(written: Path) -> None:
-    """And the handler that was there, before ours or after, has its say, once."""
     starts = "open", "handler open", "open handler", "open handler read", "handler open handler read"
     runs = [f"{start} {end}" for start in starts for end in ("fault", "kill")]
     done = _child(FOREIGN, written, *runs)
@@ -351,10 +333,10 @@ def test_a_map_that_is_gone_is_nobodys(tmp_path: Path) -> None:
     path.write_bytes(bytes(PAGE))
     for _ in range(3 * sigbus._SLOTS):
         FileMap(path, PAGE).close()
-    free = len(sigbus._handler()._free)
+    free = len(sigbus._handler().free)
     maps = [FileMap(path, PAGE) for _ in range(sigbus._SLOTS + 3)]
-    assert sigbus._handler()._free == []
+    assert sigbus._handler().free == []
     for each in maps:
         assert each.guard.refused(each.guard.begin()) is None
         each.close()
-    assert len(sigbus._handler()._free) == free
+    assert len(sigbus._handler().free) == free

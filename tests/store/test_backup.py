@@ -160,18 +160,6 @@ def test_a_kernel_that_copies_no_ranges(trained: Trained, tmp_path: Path, monkey
     trained.check(tmp_path / "copy", 3)
 
 
-def test_holes_stay_holes(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 8192)
-    os.truncate(path, 1 << 20)
-    with path.open("r+b") as file:
-        file.seek(1 << 19)
-        file.write(b"y" * 4096)
-        file.flush()
-        stretches = list(files._stretches(file.fileno(), 1 << 20))
-    assert stretches == [(0, 8192), (1 << 19, (1 << 19) + 4096)]
-
-
 def test_an_interrupt_leaves_nothing(trained: Trained, tmp_path: Path) -> None:
     def interrupt(_done: int, _total: int) -> None:
         raise KeyboardInterrupt

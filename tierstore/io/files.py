@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -237,13 +237,13 @@ def _copy(snapshot: Snapshot, source: int, target: int, progress: Callable[[int,
     total, meta = copied_bytes(snapshot), snapshot.meta
     os.ftruncate(target, total)
     os.posix_fadvise(source, 0, total, os.POSIX_FADV_SEQUENTIAL)
-    for start, stop in _stretches(source, total):
-        while start < stop:
-            count = _copy_part(source, target, start, min(_PART_BYTES, stop - start))
-            if not count:
-                raise TruncatedError(f"{snapshot.path}: it ends at byte {start}, before its last page. {RESTORE}")
-            start += count
-            progress(start, total)
+    start = 0
+    while start < total:
+        count = _copy_part(source, target, start, min(_PART_BYTES, total - start))
+        if not count:
+            raise TruncatedError(f"{snapshot.path}: it ends at byte {start}, before its last page. {RESTORE}")
+        start += count
+        progress(start, total)
     for txn_id in (meta.txn_id - 1, meta.txn_id):
         place = txn_id % 2 * meta.page_bytes
         page = repoint(os.pread(source, META_READ_BYTES, place), meta, txn_id)
@@ -252,20 +252,6 @@ def _copy(snapshot: Snapshot, source: int, target: int, progress: Callable[[int,
         write_all(target, page, place)
     os.fsync(target)
     progress(total, total)
-
-
-def _stretches(descriptor: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where a file has data: the holes of the source are holes of the copy."""
-    stop = 0
-    while stop < end:
-        try:
-            start = os.lseek(descriptor, stop, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # a hole up to the end
-                return
-            raise
-        stop = os.lseek(descriptor, start, os.SEEK_HOLE)
-        yield start, min(stop, end)
 
 
 def _copy_part(source: int, target: int, start: int, count: int) -> int:

@@ -75,8 +75,8 @@ class LmdbColdTier:
     """``ColdTier`` in the file ``rows.lmdb`` of a store's directory, whose docstrings hold here too.
 
     One process may have the directory open for writing, and any number for reading. LMDB holds every segment of a
-    transaction in memory until it ends: bound the rows of a ``write``. Nothing is read or written until all tables
-    that have rows are added.
+    transaction in memory until it ends: bound the rows of a ``write``. Nothing is read or written until all tables that
+    have rows are added. ``reader`` reads and verifies rows.
 
     Args:
         path: the store's directory; must exist.
@@ -87,16 +87,10 @@ class LmdbColdTier:
         slack: pages that segments may take for one that their rows need, before segments are cleaned; above 1.
         create: whether an open for writing may create the file.
 
-    Attributes:
-        path: of the row file.
-        lease, lease_tree: see ``OpenFile``.
-        reader: reads and verifies rows.
-
     Raises:
-        StoreNotFoundError: there is no file, and it may not be created.
-        StoreLockedError: a writer has it open.
-        FormatError: not such a file, another version, or another store's.
-        TruncatedError, DamagedError: see the message.
+        StoreNotFoundError: there is no file, and it may not be created. StoreLockedError: a writer has it open.
+        FormatError: not such a file, another version, or another store's. TruncatedError, DamagedError: see the
+            message.
     """
 
     def __init__(

@@ -121,9 +121,6 @@ class Segments:
             return len(self.arrays.numbers) + count - 1
         return max(self._free[len(self._free) - count :], default=0)
 
-    def bury(self, slots: Int64s) -> None:
-        self.dead = np.concatenate([self.dead, slots])
-
     @property
     def dead_pages(self) -> int:
         return int(self.arrays.pages[self.dead].sum())
@@ -139,14 +136,9 @@ class Segments:
         return slots[:count]
 
     def spare(self, slots: Int64s, sound: Int64s) -> None:
-        """Of these, which ``next_dead`` gave, only some can be deleted; the others stay for good."""
+        """Of these, which ``next_dead`` gave, only some are still to be deleted; the others stay, or are gone."""
         self.dead = np.concatenate([sound, self.dead[len(slots) :]])
         self._in_order -= len(slots) - len(sound)
-
-    def delete(self, slots: Int64s, txn_id: int) -> None:
-        """These, which ``next_dead`` gave or ``spare`` left, were deleted by a transaction."""
-        self.spare(slots, slots[:0])
-        self.free(slots, txn_id)
 
     def free(self, slots: Int64s, txn_id: int) -> None:
         """Segments were deleted by a transaction; their slots wait for its readers."""
@@ -181,7 +173,7 @@ class Segments:
             arrays.held[slots] -= counts[slots]
             self.rows -= int(counts.sum())
             gone = (arrays.live[slots] == 0) & (arrays.held[slots] == 0) & (arrays.rows[slots] > 0)
-            self.bury(slots[gone])
+            self.dead = np.concatenate([self.dead, slots[gone]])
 
     @property
     def size_bytes(self) -> int:

@@ -6,21 +6,16 @@ descriptor of the file matters. The bytes need not exist. The kernel drops the l
 any more. The file's map refers to it, so what is in the map stays locked if somebody closes the descriptor
 (``os.closerange``); on overlayfs, where the map is of the file below, it does not.
 
-Why no page is reused that a reader can see:
-
-- LMDB's transaction n + 1 uses pages that transactions before n freed. So it leaves the trees n and n - 1 whole, with
-  readers or without.
-- A reader locks byte n, and then looks whether n is still the newest transaction; if not, it unlocks and begins again.
-- The writer commits n + 1, which writes a meta page, and asks for locks before it begins n + 2.
-
-The kernel orders the two: either the reader sees n + 1 and begins again, or the writer sees the lock.
+Why no page is reused that a reader can see: LMDB's transaction n + 1 uses pages that transactions before n freed, so it
+leaves the trees n and n - 1 whole. A reader locks byte n, and then looks whether n is still the newest transaction; if
+not, it unlocks and begins again. The writer commits n + 1, which writes a meta page, and asks for locks before it
+begins n + 2. The kernel orders the two: either the reader sees n + 1 and begins again, or the writer sees the lock.
 
 LMDB reuses no page that a transaction in its own table of readers, ``rows.lmdb-lock``, can see. So the writer keeps one
 read transaction (``OldestReader``), and writes into its place in the table, before each write transaction, the number
 of the oldest tree that is read elsewhere. LMDB has no call for that. The place is found by what it holds, and
-``Environment.readers`` must list what is written there.
-
-Source: ``MDB_reader`` in LMDB 0.9's mdb.c: transaction number (8 bytes), process id (4), thread; 64 bytes each.
+``Environment.readers`` must list what is written there (``MDB_reader`` in LMDB 0.9's mdb.c: transaction number of 8
+bytes, process id of 4, thread; 64 bytes each).
 """
 
 import contextlib

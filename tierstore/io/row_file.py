@@ -29,21 +29,18 @@ _PAUSE_SECONDS: Final = 0.1
 
 
 class OpenFile:
-    """The row file of a directory. Arguments and errors as for ``LmdbColdTier``.
-
-    Readers are shown one snapshot and a map of its rows, each kept for as long as somebody uses it.
+    """The row file of a directory. Arguments and errors as for ``LmdbColdTier``. Readers are shown one snapshot and a
+    map of its rows, each kept for as long as somebody uses it.
 
     Attributes:
         lock: held by a thread that writes, or changes what readers are shown.
         map: the file as memory; another when it outgrows that.
-        snapshot: the tree that readers are shown.
-        rows: the map that they are; None until one is made.
-        head: which versions there are.
-        record: of the version that is shown.
+        snapshot, rows: the tree that readers are shown, and the map; None until one is made.
+        head, record: which versions there are, and of the version that is shown.
         logged: the record of the log, as it was found.
-        has_loose: for a writer: there may be segments of versions that never become current; the map leaves them out.
-        is_behind: for a writer: from the beginning of a transaction until the map and the snapshot follow it. If a call
-            is cut short in between, the next use of the writer asks the file what became of it (``Writer.catch_up``).
+        has_loose: there may be segments of versions that never become current; the map leaves them out.
+        is_behind: from the beginning of a transaction until the map and the snapshot follow it. If a call is cut short
+            in between, the next use of the writer asks the file what became of it (``Writer.catch_up``).
         has_failed: what the device holds is not known.
         tables: layout and number of rows, by index.
     """

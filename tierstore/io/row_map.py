@@ -61,15 +61,12 @@ _ANY_EPOCH: Final = 2**63 - 1
 
 
 class RowMap:
-    """Places of the rows of some tables, and the segments of their layouts.
-
-    One thread at a time may change it, while any number read it: see the module's docstring.
+    """Places of the rows of some tables, and the segments of their layouts. One thread at a time may change it, while
+    any number read it.
 
     Attributes:
         places: uint32 [rows of all tables], or int64 once they must be wider; replaced then.
-        tables: by table index.
-        layouts: by table index.
-        segments: by layout.
+        tables, layouts: by table index. segments: by layout.
         unknown: stored rows of tables that are not known: add the tables before rows are read or written.
         later: the segments that ``enter`` left out, as all their rows are of later epochs.
     """
@@ -174,7 +171,8 @@ class RowMap:
         for layout, segments in self.segments.items():
             self._count_held(segments, np.concatenate(beaten[layout], axis=1), shown)
             slots = np.setdiff1d(segments.in_use, segments.dead)
-            segments.bury(slots[segments.arrays.live[slots] + segments.arrays.held[slots] == 0])
+            gone = slots[segments.arrays.live[slots] + segments.arrays.held[slots] == 0]
+            segments.dead = np.concatenate([segments.dead, gone])
 
     def _enter_own(self, tree: Tree, segments: Segments, stored: Stored, last: int, kept: Int64s) -> Iterator[Int64s]:
         """Enter segments of one layout, some at a time; gives int64 [2, n], positions and slots of the rows that may be
@@ -276,7 +274,7 @@ class RowMap:
             self._regions, segments.arrays, held_for, late_for, emptied,
         )  # fmt: skip
         segments.rows -= dead
-        segments.bury(emptied[:num_emptied])
+        segments.dead = np.concatenate([segments.dead, emptied[:num_emptied]])
         self._settle()
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
@@ -336,8 +334,7 @@ class NewSegments:
     """What a later tree has beyond a map; also where the later tree has any row of the map's tables.
 
     Attributes:
-        base: the map.
-        layouts, unknown, later: as ``RowMap``'s.
+        base: the map. layouts, unknown, later: as ``RowMap``'s.
         segments: by layout, with the new ones, and without those that are gone.
         rows: by layout: those in new segments, where they are; keys ascend, and places are of the map's type or wider.
         changed: int64 [n], ascending: keys of the rows that are others than the map shows.

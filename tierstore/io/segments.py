@@ -42,13 +42,7 @@ _FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
 """Of a page header's second word: the flags that last, and the number of pages."""
 PREFETCH_ROWS: Final = 8  # rows to be copied are fetched from memory so many before
 
-# The index: where each word is, in words behind LMDB's header.
-CHECKSUM: Final = 0
-MAGIC: Final = 1
-NUMBER: Final = 2
-COUNT: Final = 3
-NEWEST: Final = 4
-OLDEST: Final = 5
+CHECKSUM, MAGIC, NUMBER, COUNT, NEWEST, OLDEST = range(6)  # places in the index, in words behind LMDB's header
 KEYS: Final = SEGMENT_HEADER_WORDS
 
 
@@ -244,8 +238,6 @@ def _index_status(words: Words, page_words: int, limit: int, page: int, pages: i
     is_right = newest == words[at + NEWEST] and oldest == words[at + OLDEST] and is_mixed == (newest != oldest)
     return 0 if is_right else 3
 
-
-# Reading the indexes of a tree's segments, without their rows.
 
 _LOG: Final = logging.getLogger("tierstore")
 _PART_SEGMENTS: Final = 1024

@@ -18,6 +18,7 @@ that one back and letting the load fault again. Another one may be put over it l
 LMDB's own map of the file is not guarded, as LMDB moves memory by what it reads. So writers read first, through our
 map, what it is going to read; the rest ends the process. docs/performance.md compares the costs of other ways."""
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -37,28 +38,19 @@ from ..kernels.jit import JIT_ENABLED
 from ..system.oserrors import RESTORE
 from ..system.processes import disown_in_forks
 
-_SLOTS: Final = 256
-"""Maps guarded at a time; an open store has two, and two more each time that its file has outgrown them. A fault
-in a map beyond them ends the process."""
+_SLOTS: Final = 256  # maps guarded at a time, two or more a store; a fault in a map beyond them ends the process
 _NOTES: Final = 4096  # refused pages of a map that are remembered
 _MAX_PASSED: Final = 8  # faults handed on to a handler that only hands them back
 
-# The handler's memory, in words.
-_PASSED: Final = 0  # faults handed on since the handler was put in place
-_BEFORE: Final = 1  # ``struct sigaction`` of the handler that was there before
-_ACTION_WORDS: Final = 19
+_ACTION_WORDS: Final = 19  # of ``struct sigaction``
 _FLAGS: Final = 17
-_DEFAULT: Final = _BEFORE + _ACTION_WORDS  # that of the system: zeros
-_TABLE: Final = _DEFAULT + _ACTION_WORDS
-
-# A slot of the table.
-_START: Final = 0
-_LENGTH: Final = 1  # bytes of the map that starts at _START; 0 where the slot is free
-_MET: Final = 2
-"""Pages refused so far; so many of them are covered by zeros: _COVERED, and so many are the file's again: _HEALED."""
-_COVERED: Final = 3
-_HEALED: Final = 4
-_NOTED: Final = 5  # address and length of what was covered, for each of the last _NOTES
+_PASSED, _BEFORE, _DEFAULT, _TABLE = 0, 1, 1 + _ACTION_WORDS, 1 + 2 * _ACTION_WORDS
+"""Places in the handler's memory, in words: faults handed on since the handler was put in place, the handler that was
+there before, that of the system (zeros), and the table."""
+_START, _LENGTH, _MET, _COVERED, _HEALED, _NOTED = range(6)
+"""Places in a slot of the table: where a map starts, and its bytes, 0 where the slot is free; how many pages were
+refused so far, of which so many are covered by zeros, and so many are the file's again; address and length of what was
+covered, for each of the last _NOTES."""
 _SLOT_WORDS: Final = _NOTED + 2 * _NOTES
 _WORDS: Final = _TABLE + _SLOTS * _SLOT_WORDS
 
@@ -174,7 +166,7 @@ class _Handler:
         self.lock: Final = threading.RLock()
         self._kept = mmap.mmap(-1, 8 * _WORDS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.words: Final = memoryview(self._kept).cast("q")
-        self._free = list(range(_SLOTS))
+        self.free = list(range(_SLOTS))  # slots of the table
         self._address = 0
         self._found = (ctypes.c_int64 * _ACTION_WORDS)()
         self._found_pointer = ctypes.c_void_p(ctypes.addressof(self._found))
@@ -186,15 +178,6 @@ class _Handler:
             self._address = made.address
             memory = ctypes.addressof(ctypes.c_char.from_buffer(self._kept))
             ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(made.address)(0, memory, 0)
-
-    def take_slot(self) -> int:
-        """Where a free slot of the table begins; -1 if there is none."""
-        with self.lock:
-            return _TABLE + self._free.pop() * _SLOT_WORDS if self._free else -1
-
-    def give_slot(self, at: int) -> None:
-        with self.lock:
-            self._free.append((at - _TABLE) // _SLOT_WORDS)
 
     def put_in_place(self) -> None:
         """Make ours the process's handler, unless it is."""
@@ -239,12 +222,13 @@ class Guard:
         self._lock = threading.RLock()
         with _MAKING:
             self._handler = _handler()
-        self._at = self._handler.take_slot()
-        if self._at >= 0:
-            self._slot = self._handler.words[self._at : self._at + _SLOT_WORDS]
+        self._number: int | None = None  # of its slot; None if all are taken
+        self._slot = memoryview(bytearray(8 * _SLOT_WORDS)).cast("q")
+        with contextlib.suppress(IndexError):
+            self._number = self._handler.free.pop()
+            at = _TABLE + self._number * _SLOT_WORDS
+            self._slot = self._handler.words[at : at + _SLOT_WORDS]
             self._slot[_START], self._slot[_LENGTH] = address, length_bytes
-        else:
-            self._slot = memoryview(bytearray(8 * _SLOT_WORDS)).cast("q")
         disown_in_forks(self)
         self._handler.put_in_place()
 
@@ -254,11 +238,11 @@ class Guard:
 
     def close(self) -> None:
         """Forget the map, before it is unmapped. Again is fine."""
-        if self._at >= 0:
+        if self._number is not None:
             self._slot[_LENGTH] = 0
             self._slot[_HEALED] = self._slot[_MET]
-            self._handler.give_slot(self._at)
-            self._at = -1
+            self._handler.free.append(self._number)
+            self._number = None
 
     def begin(self) -> int:
         """Have the device asked again for what it refused, and return how often it refused so far."""

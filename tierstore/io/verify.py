@@ -98,7 +98,7 @@ class Verifier:
         self._snapshot = snapshot
         self._rows = rows
         self._found = np.zeros(_LISTED, _FOUND)
-        self._places = np.zeros(0, _FOUND)
+        self._places: list[tuple[int, int, int]] = []  # key, number and status of what is damaged, as _FOUND
         self._num_places = 0
         self.segments = self.pages = 0
 
@@ -110,8 +110,8 @@ class Verifier:
             fits = segments.fits(stored[own])
             statuses[own[~fits]] = SegmentStatus.BAD_INDEX
             self._look_into(segments, stored[own[fits]])
-        bad = statuses != SegmentStatus.DONE
-        self._note(-1, stored["number"][bad], statuses[bad])
+        bad = np.flatnonzero(statuses != SegmentStatus.DONE)
+        self._note([(-1, int(stored["number"][i]), int(statuses[i])) for i in bad])
 
     def _look_into(self, segments: Segments, stored: Stored) -> None:
         """Check segments of one layout, whose indexes and sizes are sound."""
@@ -127,23 +127,20 @@ class Verifier:
             found["status"][met] = status = refused_status(refused)
             # What was zero anyhow, or read before another reader was refused, is noted nowhere.
             unread = stored["number"][refused.meet(*byte_ranges(stored, self._snapshot.page_bytes))]
-            self._note(-1, np.setdiff1d(unread, found["number"][met]), status)
-        self._note(found["key"], found["number"], found["status"])
+            self._note([(-1, number, status) for number in np.setdiff1d(unread, found["number"][met]).tolist()])
+        self._note(found[["key", "number", "status"]].tolist())
         self.segments += len(stored)
         self.pages += int(stored["pages"].sum())
 
-    def _note(self, keys: Int64s | int, numbers: Words, statuses: Int64s | int) -> None:
-        places = np.zeros(len(numbers), _FOUND)
-        places["key"], places["number"], places["status"] = keys, numbers, statuses
+    def _note(self, places: list[tuple[int, int, int]]) -> None:
         self._num_places += len(places)
-        self._places = np.concatenate([self._places, places])[:_LISTED]
+        self._places = (self._places + places)[:_LISTED]
 
     def require_sound(self) -> None:
         if not self._num_places:
             return
-        places = self._places[np.lexsort([self._places[name] for name in ("status", "number", "key")])]
         named = []
-        for key, number, status in places[["key", "number", "status"]][:_NAMED].tolist():
+        for key, number, status in sorted(self._places)[:_NAMED]:
             row = f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS} in " if key >= 0 else ""
             named.append((f"{row}segment {number}", status))
         more = self._num_places - _NAMED
