@@ -1,8 +1,7 @@
 """The cold tier on LMDB: a log of segments as values, transactions by py-lmdb, reads by address.
 
-Rows are appended, many at a time, and never rewritten where they lie: see ``segments.py``, ``row_map.py`` and
-``log.py``. An epoch is the number of the version that rows were written for. A writer drops segments of epochs
-that no commit made current before it writes; lookups ignore them. docs/format.md describes the file.
+Rows are appended, many at a time, and never rewritten where they lie. An epoch is the number of the version that rows
+were written for. A writer drops segments of epochs that no commit made current before it writes; lookups ignore them.
 """
 
 import time

@@ -13,13 +13,12 @@ newer rows holds such a row.
 
 What a row's successor leaves behind is counted under the last version that shows it: no list of held rows is kept.
 
-**Readers.** Entries may change under a reader. It holds a lease on a snapshot, the tree of some transaction: pages of
-that tree, and of any later one, stay as they are (``reader_locks.py``). The writer enters a place after the transaction
-that wrote it is visible and before the next snapshot is shown. So a reader finds an old place or a new one. Both stay
-readable: the slot of a deleted segment is given to no other until leases on earlier snapshots end. Entries are aligned
-words, which no processor tears. The same holds for a reader of a map that was copied since, and for a process that
-follows the writer: it reads the indexes of new segments (``NewSegments``), and its map stays as it is until the later
-tree is shown (``RowMap.advance``). So to follow costs what was written, whatever the tables hold.
+**Readers.** Entries may change under a reader. It holds a lease on a snapshot: pages of that tree, and of any later
+one, stay as they are (``reader_locks.py``). The writer enters a place after the transaction that wrote it is visible
+and before the next snapshot is shown. So a reader finds an old place or a new one, by words that no processor tears.
+Both stay readable: the slot of a deleted segment is given to no other until leases on earlier snapshots end. The same
+holds for a reader of a map that was copied since, and for a process that follows the writer: it reads the indexes of
+new segments (``NewSegments``), and its map stays as it is until the later tree is shown (``RowMap.advance``).
 
 **Memory.** The map takes pages of 4 KiB where rows are stored. A *region* of it, 2 MiB or more, goes to huge pages
 once one row in 256 is stored: of random rows, nearly all of its pages are touched by then.

@@ -1,22 +1,17 @@
 """Reads through a map of a file that end in an error where the system would end the process (SIGBUS).
 
 A page that the device refuses to read, or that lies beyond the end of a file that was cut short, faults where it is
-touched. A handler in machine code, which needs no GIL, notes the page and maps zeros over it; the load that faulted is
-repeated and finds them. So a read goes on, over bytes that nobody wrote, and a reader asks before and after:
-
-- ``Guard.begin`` maps the file over refused pages again, so that the device is asked again, and returns a count.
-- ``Guard.require`` raises if a page was refused since that count, ``Guard.refused`` tells which were.
-
-A page may turn to zeros and back between two loads of one read. So nothing that was read counts before it was asked,
-whatever its checksum. A page is noted before its zeros can be seen: each reader of zeros finds it.
+touched. A handler in machine code, which needs no GIL, notes the page and maps zeros over it; the load is repeated and
+finds them. A page may turn to zeros and back between two loads of one read. So nothing that was read counts before
+``Guard.require`` or ``Guard.refused`` told, whatever its checksum, what was refused since ``Guard.begin``, which maps
+the file over refused pages again. A page is noted before its zeros can be seen: each reader of zeros finds it.
 
 The handler takes faults at addresses of its table. It hands all others to the handler that was there before, by putting
 that one back and letting the load fault again. Another one may be put over it later (``faulthandler.enable()``):
 ``begin`` puts ours over that. A forked child has the handler, and a table without its maps. Without compiled code
-(``NUMBA_DISABLE_JIT=1``) there is no handler, and a refused page ends the process.
-
-LMDB's own map of the file is not guarded, as LMDB moves memory by what it reads. So writers read first, through our
-map, what it is going to read; the rest ends the process. docs/performance.md compares the costs of other ways."""
+(``NUMBA_DISABLE_JIT=1``) there is no handler, and a refused page ends the process. Nor is LMDB's own map guarded, as
+LMDB moves memory by what it reads: writers first read, through our map, what it is going to read.
+"""
 
 import contextlib
 import ctypes

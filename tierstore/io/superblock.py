@@ -7,14 +7,12 @@ they lead to. Instead:
    written (``SuperblockWriter``): both meta pages are copied, the file is synced, then the copy goes to
    ``rows.anchor``, synced too.
 2. From before that copy is written until the next superblock stands, the anchored tree is pinned
-   (``reader_locks.py``): LMDB reuses no page of it. So whatever of later transactions reached the device, all its
-   pages are as they were.
+   (``reader_locks.py``): LMDB reuses no page of it, whatever of later transactions reaches the device.
 3. A process that opens the store for writing and finds other meta pages puts the copy back (``recover``). The anchored
    tree holds the last commit whole; what it holds beyond that is dropped by its epoch.
 
-What the system holds in memory may never reach the device, even if only the process died: it may drop a page that it
-could not write, and call the next sync a success. So only what a superblock vouches for is built on, and the
-superblock itself is written once more first.
+The system may drop a page that it could not write, and call the next sync a success. So only what a superblock vouches
+for is built on, also after the mere death of a process, and the superblock itself is written once more first.
 
 The file holds two slots, written in turn, each with a checksum: a slot cut short leaves the other, whose tree is still
 pinned. It gets its name when it is whole, with space for both slots, so that no later superblock needs any.
