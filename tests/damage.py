@@ -164,8 +164,6 @@ def _put(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def whole_store(folder: Path, samples: Sequence[Sample]) -> Examine:
-    """Changes are tried on all that a store does."""
-
     def examine(case: Case) -> Outcome:
         _put(folder, case.applied(samples[0].files, samples[1].files))
         expected = [sample.expected for sample in samples]
@@ -250,7 +248,6 @@ def _attempt(folder: Path, mode: Any, expected: Sequence[Expected]) -> str:
 
 
 def _write_and_reopen(folder: Path, store: "tierstore.Store", before: Expected) -> str:
-    """Change some rows of a store that seemed whole, commit, and see that exactly those changed."""
     rows = {name: values.clone() for name, values in before.rows.items()}
     for name, values in rows.items():
         ids = torch.arange(0, len(values), 3)
@@ -266,14 +263,12 @@ def _write_and_reopen(folder: Path, store: "tierstore.Store", before: Expected) 
 
 
 def flips(sample: Sample, *, all_bits: bool, stride: int = 1, files: Sequence[str] = FILES) -> Iterator[Case]:
-    """Each byte of each file in turn, or every ``stride``-th."""
     for name in files:
         for offset in range(0, len(sample.files[name]), stride):
             yield Case("flip", name, offset, 0xFF if all_bits else 1 << offset % 8)
 
 
 def page_damage(sample: Sample, seed: int = 0) -> Iterator[Case]:
-    """The row file cut at and inside every page, each page zeroed, pairs of pages swapped."""
     size = len(sample.files["rows.lmdb"])
     pages = range(0, size, PAGE)
     for offset in pages:
@@ -288,7 +283,6 @@ def page_damage(sample: Sample, seed: int = 0) -> Iterator[Case]:
 
 
 def mixes(sample: Sample) -> Iterator[Case]:
-    """Files of two stores in every combination; each file empty, cut and missing."""
     for number in range(1, 1 << len(FILES)):
         yield Case("mix", "", 0, number)
     for name, content in sample.files.items():

@@ -119,7 +119,6 @@ class History:
         tier.commit(payload, version, keep=int(self._random.choice([1, 1, 2, 3])))
 
     def _drop(self, tier: LmdbColdTier) -> None:
-        """What was written for later versions than the current one is of none."""
         self._epochs = {epoch: rows for epoch, rows in self._epochs.items() if epoch <= tier.version}
 
 
@@ -148,8 +147,6 @@ class Segment(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What is to come of a repair."""
-
     saved: Rows  # rows by key, words included
     lost: set[int]  # keys
     missing: int  # segments of which not all rows are known
@@ -249,8 +246,6 @@ class Image:
         return Expected(saved, lost - saved.keys(), missing, unproven)
 
     def _entries(self, segment: Segment, now: Words) -> tuple[list[tuple[int, int, int, bytes | None]], bool]:
-        """Entries of a segment that can be told, and whether these are all."""
-
         def same(start: int, stop: int) -> bool:
             return np.array_equal(self.words[start:stop], now[start:stop])
 
@@ -270,7 +265,6 @@ class Image:
         return told, len(told) == len(found)
 
     def _ends(self, segment: Segment, start: int, own: slice, now: Words) -> bool:
-        """Whether the last block's places for rows look unused from the same place on as before."""
         stride = 2 if segment.layout.pages_per_block == 1 else segment.layout.stored_row_words
         places = range(start + 2, start + 2 + stride * segment.layout.rows_per_block, stride)
         used = [i for i, pair in enumerate(places) if now[pair : pair + 2].any()]

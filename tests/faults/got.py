@@ -74,7 +74,6 @@ class _Elf:
         return self._image[start : self._image.index(b"\0", start)].decode()
 
     def slots(self) -> Iterable[tuple[str, int]]:
-        """(symbol, address relative to where the object is loaded) of each entry of the table."""
         kinds = _JUMP_SLOTS[platform.machine()]
         for table, size in ((_DT_RELA, _DT_RELASZ), (_DT_JMPREL, _DT_PLTRELSZ)):
             if table in self._dynamic:
@@ -87,7 +86,6 @@ class _Elf:
 
 
 def entries(path: Path, symbols: Iterable[str]) -> list[Entry]:
-    """Entries for these functions in the table of a loaded object; functions that it does not call have none."""
     elf, wanted = _Elf(path), set(symbols)
     base = next(m.start for m in _mappings() if m.path == str(path) and m.offset == 0) - elf.first_address
     return [Entry(symbol, base + address) for symbol, address in elf.slots() if symbol in wanted]

@@ -161,7 +161,6 @@ def _simple(unsafe: Sequence[int]) -> Iterator[frozenset[int]]:
 
 
 def _sampled(some: Iterator[Loss], generator: np.random.Generator, most: int) -> Iterator[Loss]:
-    """At most so many of them, the first and the last among them."""
     found = list(dict.fromkeys(some))
     if len(found) > most:
         chosen = generator.choice(len(found) - 2, max(0, most - 2), replace=False) + 1

@@ -33,7 +33,6 @@ class Counts:
 
 
 def promised(recorder: Recorder, time: int, first: Snapshot) -> tuple[list[Snapshot], set[str]]:
-    """Versions that may be shown after a crash at ``time``, the oldest first, and tables that must be there."""
     versions, tables = [first], set()
     for mark in recorder.marks:
         if mark.time >= time:
@@ -165,7 +164,6 @@ def _shown(store: Any, versions: Sequence[Snapshot]) -> Snapshot:
 
 
 def _check_reader(directory: Path, versions: Sequence[Snapshot]) -> None:
-    """An open for reading shows one of the versions, or says that one for writing must come first."""
     try:
         with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
             assert differences(store, _shown(store, versions)) == []
@@ -175,7 +173,6 @@ def _check_reader(directory: Path, versions: Sequence[Snapshot]) -> None:
 
 
 def _check_kept(directory: Path, shown: Snapshot) -> None:
-    """Each version that was kept can be opened and shows what it did, and there is no other."""
     with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
         assert len(store.versions) == len(shown.kept) or not shown.kept
         kept = store.versions
@@ -185,7 +182,6 @@ def _check_kept(directory: Path, shown: Snapshot) -> None:
 
 
 def _go_on(directory: Path, shown: Snapshot, *, everything: bool) -> None:
-    """Training goes on where it was, optimizer state and all, and is committed and found again."""
     workload = Workload(copied(shown.tables), np.random.default_rng(0), serial=1000)
     workload.open(directory)
     workload.train_rows(np.arange(len(shown.tables["trained"].weights) if everything else 40))

@@ -82,7 +82,6 @@ class Mark(NamedTuple):
 
 
 def read_tree(root: Path) -> tuple[Tree, dict[tuple[int, int], int], dict[int, Path]]:
-    """Files and directories below ``root`` by number, their numbers by device and inode, and their paths."""
     tree: Tree = {}
     numbers: dict[tuple[int, int], int] = {}
     paths: dict[int, Path] = {}
@@ -163,7 +162,6 @@ class Recorder:
     # Calls
 
     def handle(self, name: str, arguments: tuple[int, ...]) -> int:
-        """Make a call, or fail it; returns what the caller gets."""
         operation, path = self._describe(name, arguments)
         if operation is None:
             return _call(name, arguments)
@@ -188,7 +186,6 @@ class Recorder:
         return result
 
     def _describe(self, name: str, arguments: tuple[int, ...]) -> tuple[Operation | None, Path]:
-        """What a call is about to change, and where; None if that is nothing below ``root``."""
         if name in _UNMODELLED:
             self.problems.append(f"{name} is not recorded")
             return None, self.root
@@ -246,7 +243,6 @@ class Recorder:
         return Operation("create", -1, directory, path.name), path
 
     def _complete(self, name: str, arguments: tuple[int, ...], operation: Operation, result: int) -> None:
-        """Fill in what is known only when the call has returned."""
         if result < 0:
             operation.failed = True
             return

@@ -36,7 +36,6 @@ def kill(folder: Path, **arguments: Any) -> None:
 
 
 def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
-    """At every named point once, and at a few random instants."""
     kill(tmp_path, kills=[3], rounds=1, commits=12, seed=2)
 
 

@@ -213,7 +213,6 @@ def test_a_full_temporary_folder_is_named_with_what_an_update_takes(
 
 
 def test_a_file_system_that_tells_no_size(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ramfs and tmpfs without a limit: nothing is known to be free, and nothing is known to be full."""
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0, f_bfree=0, f_frsize=4096))
     for command, target in (("backup", "b"), ("compact", "c"), ("export", "x.safetensors")):
         assert main([command, str(store), str(tmp_path / target)]) == 0

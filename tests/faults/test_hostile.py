@@ -165,7 +165,6 @@ def test_what_is_no_plain_file_is_refused(store: Path, tmp_path: Path, name: str
 
 
 def test_a_hostile_lock_file_is_made_anew(store: Path) -> None:
-    """LMDB believes its table of readers, but sets it up again where no process has the file open."""
     code = """
     def use(path, content, mode):
         path.write_bytes(content)

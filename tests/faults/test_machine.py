@@ -106,7 +106,6 @@ class Faults(RuleBasedStateMachine):
         self.live([nothing()], device)
 
     def live(self, versions: list[Snapshot], device: Device) -> None:
-        """Open what is there, which is one of these versions, and record what becomes of it."""
         self.device, self.errors = device, list[TierstoreError]()
         self.reopened, self.gone_back = False, 0
         self.root = self.scratch / f"life {self.lives}"
@@ -126,7 +125,6 @@ class Faults(RuleBasedStateMachine):
         assert differences(self.work.store, self.first) == []
 
     def shown(self, versions: list[Snapshot]) -> Snapshot:
-        """Which of these versions the store shows; the oldest is the last that is known to be durable."""
         store = self.work.store
         found = next(version for version in reversed(versions) if version.extra == store.extra)
         if not store.version:
@@ -148,7 +146,6 @@ class Faults(RuleBasedStateMachine):
         self.device.is_free = True
 
     def attempt(self, step: Callable[[], object], *, again: bool = False) -> None:
-        """Take a step; after an error go on, in the same store if it lets us, else in one opened again."""
         try:
             step()
             return
@@ -175,7 +172,6 @@ class Faults(RuleBasedStateMachine):
             step()
 
     def go_back(self) -> None:
-        """A step failed half way: back to the last version, and on from there."""
         self.work.settle()
         goal = self.work.steps + 1
         if self.work.store.versions:
@@ -219,7 +215,6 @@ class Faults(RuleBasedStateMachine):
     @precondition(lambda self: JIT_ENABLED and (self.device.is_free or not self.device.fault))  # reads evict rows
     @rule()
     def lose_sectors(self) -> None:
-        """Pages of the row file are refused, one after another less; what is read is right or an error."""
         pages = os.stat(self.root / "store" / "rows.lmdb").st_size // 4096
         self.work.store["trained"].read(torch.arange(1))
         guard = self.work.store._cold._file.map.rows.guard
@@ -235,7 +230,6 @@ class Faults(RuleBasedStateMachine):
 
     @rule(loses=st.sampled_from(["nothing", "process", "power"]), device=DEVICES)
     def die(self, loses: str, device: Device) -> None:
-        """End this life; at an instant of it, if it loses something; and begin the next."""
         versions = self.end()
         time = self.recorder.time
         if loses != "nothing":
@@ -253,7 +247,6 @@ class Faults(RuleBasedStateMachine):
         self.live(versions, device)
 
     def end(self) -> list[Snapshot]:
-        """Close the store, check its errors, and lose power at some instants; the versions that it may show now."""
         try:
             self.close()
         finally:

@@ -23,7 +23,6 @@ Floats = NDArray[np.float32]
 
 
 def configs() -> list[tierstore.TableConfig]:
-    """Two tables of different layouts: one is trained, of the other single rows are overwritten."""
     return [
         tierstore.TableConfig(
             name="trained",
@@ -46,7 +45,6 @@ class Trained:
     sums: Floats
 
     def step(self, ids: NDArray[np.int64], gradients: Floats) -> None:
-        """Adagrad with lr=0.5, column by column, on the merged gradient of each id."""
         rows = np.unique(ids)
         merged = np.zeros_like(self.weights)
         np.add.at(merged, ids, gradients)
@@ -119,7 +117,6 @@ class Workload:
             self.steps += 1
 
     def train_rows(self, ids: NDArray[np.int64]) -> None:
-        """One optimizer step on these rows; each position of ``ids`` has its gradient."""
         after = self.tables["trained"].copy()
         gradients = self.generator.integers(-3, 4, (len(ids), after.weights.shape[1])).astype(np.float32)
         after.step(ids, gradients)
@@ -143,7 +140,6 @@ class Workload:
         self.tables[name], self.unfinished = after, None
 
     def take_up(self) -> None:
-        """After a call that raised: each row is as it was before, or as it would be after; the model follows."""
         name, after = self.unfinished or ("trained", self.tables["trained"])
         before = self.tables[name]
         rows = self.store[name].read(torch.arange(len(before.weights))).numpy()
@@ -158,7 +154,6 @@ class Workload:
         return Snapshot(extra, {"dense": torch.arange(3) * self.steps}, copied(self.tables))
 
     def begin(self) -> tuple[Snapshot, Any]:
-        """Begin a commit in the background; (what it must keep, its future)."""
         begun, self._pending = self.snapshot(), None
         self.mark("begun", begun)
         return begun, self.store.commit_async(extra=begun.extra, tensors=begun.tensors)
@@ -176,7 +171,6 @@ class Workload:
         return self.end(*self.begin())
 
     def commit_beside(self, steps: int) -> Snapshot:
-        """Commit in the background, training so many steps meanwhile."""
         self._pending = begun, future = self.begin()
         self.train(steps)
         self._pending = None
@@ -219,7 +213,6 @@ class Workload:
 
 
 def differences(store: Any, kept: Snapshot) -> list[str]:
-    """What an open store shows otherwise than this version."""
     found = []
     if store.extra != kept.extra or kept.version not in (None, store.version):
         found.append(f"version {store.version} {store.extra} instead of {kept.version} {kept.extra}")

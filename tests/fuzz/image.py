@@ -41,7 +41,6 @@ def built_store() -> Path:
 
 
 def metadata_pages(content: bytes) -> list[int]:
-    """Meta pages and pages of LMDB's trees: they say where the rest is."""
     pages = []
     for page in range(len(content) // PAGE_BYTES):
         number, _, flags = struct.unpack_from("<QHH", content, page * PAGE_BYTES)

@@ -159,7 +159,6 @@ def _walk(data: bytes) -> None:
 
 
 def _edits_of_trees() -> list[bytes]:
-    """Among others: roots, and children of branch pages, beyond the end of the file."""
     content, pages = _rows_file()
     places = [(page, offset) for page in (0, 1) for offset in (80, 128)]
     for index, page in enumerate(pages):
@@ -185,7 +184,6 @@ def _segments() -> tuple[Stored, dict[int, Any]]:
 
 
 def _seal(words: Any, stored: Stored) -> None:
-    """Make the checksums of indexes right, as far as they lie in their segments."""
     for number, first, pages in stored[["number", "first_page", "pages"]].tolist():
         at = first * PAGE_BYTES // 8 + 2
         count = int(words[at + COUNT] & COUNT_MASK) * (2 if words[at + COUNT] & MIXED else 1)
@@ -221,7 +219,6 @@ def _enter_segments(data: bytes) -> None:
 
 
 def _edits_of_indexes() -> list[bytes]:
-    """Numbers of rows, epochs and keys, changed one at a time, with the right checksum."""
     edits = [
         struct.pack("<BBHI", kind, page, 16 + 8 * word + 4 * (kind == 2), value)
         for page in range(len(_segments()[0]))

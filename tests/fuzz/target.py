@@ -29,7 +29,6 @@ class Target:
         return tuple(self.words.split(b"|")) if self.words else ()
 
     def run(self, data: bytes) -> None:
-        """Read them; an exception that leaves this is a finding."""
         try:
             found = self.read(data)
         except self.errors as error:

@@ -71,7 +71,6 @@ def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
 
 
 def opened(path: Path, **changes: Any) -> LmdbColdTier:
-    """With the tables of the conformance tests."""
     tier = open_tier(path, **changes)
     add_tables(tier)
     return tier
@@ -136,7 +135,6 @@ def place_of(tier: LmdbColdTier, table: int, row: int) -> RowPlace:
 
 
 def page_of(tier: LmdbColdTier, table: int, block: int) -> int:
-    """Where a block's worth of rows lies, of rows that were written in order."""
     with tier.lease() as (_, rows):
         rows_per_block = rows.layouts[table].rows_per_block
     return place_of(tier, table, block * rows_per_block).block_page
@@ -164,7 +162,6 @@ def flip(path: Path, offset: int, bits: int = 1) -> None:
 
 
 def rows_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
-    """The store record's version changed, with a checksum that matches."""
     data = bytearray(files["rows.lmdb"])
     at, found = data.find(b"tierrows"), 0
     while at >= 0:
@@ -176,7 +173,6 @@ def rows_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
 
 
 def manifest_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
-    """The manifest's version changed, with a digest that matches."""
     body = json.loads(files["manifest.json"])["body"] | {"format_version": version}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return files | {"manifest.json": json.dumps({"body": body, "sha256": digest}).encode()}

@@ -83,7 +83,6 @@ def test_a_checksum_is_what_the_format_says(content: bytes, seed: int, start: in
 
 @pytest.mark.parametrize("num_words", [*range(2, 14), 33, 64])
 def test_words_that_change_alike_are_found(num_words: int) -> None:
-    """Words that change places, one change to two words or to all of them, and zeros in place of equal words."""
     seed, one = np.uint64(num_words), np.uint64(1 << 63)
     words = np.random.default_rng(num_words).integers(0, 2**64, num_words, np.uint64)
     changed = [words ^ one, ~words]
@@ -107,7 +106,6 @@ def _format(folder: Path) -> set[int]:
 
 
 def _make_older(folder: Path, places: dict[int, RowPlace]) -> None:
-    """Have the store be one of the release before: of format 4, each row's checksum its XXH64."""
     data = bytearray((folder / "rows.lmdb").read_bytes())
     for row, place in places.items():
         content = bytes(data[place.row : place.row + ROW_BYTES])

@@ -106,7 +106,6 @@ def test_a_page_header_damaged_between_write_and_commit(written: Path, caplog: p
 
 
 def test_nonzero_padding(written: Path) -> None:
-    """At the end of a block, in the place of a row that there is none of, and behind the keys."""
     last = place(written, 999)
     assert last.index % ROWS < ROWS - 1, "a place is free in the last block"
     with reading(written) as tier:
@@ -185,7 +184,6 @@ def test_an_older_page_of_the_same_place(tmp_path: Path) -> None:
 
 
 def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:
-    """LMDB may count pages that it never wrote, where they are free: that is no damage."""
     path = written / "rows.lmdb"
     with plain_lmdb(written, write=True) as txn:
         for number in range(20):

@@ -40,7 +40,6 @@ def _check_some_generation(tier: LmdbColdTier, keys: "np.ndarray[tuple[int, ...]
 
 
 def test_a_file_that_outgrows_its_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread of the writer reads meanwhile, one reader keeps its version, another follows."""
     monkeypatch.setattr(mapped, "_LEAST_BYTES", SMALL)
     monkeypatch.setattr(writer, "_SPARE_BYTES", SPARE)
     stop, failed = threading.Event(), list[BaseException]()

@@ -157,7 +157,6 @@ def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, mon
 
 @pytest.mark.parametrize("num_rows", [2**34, 2**40])
 def test_a_table_of_any_size_takes_memory_for_what_it_has(tmp_path: Path, num_rows: int) -> None:
-    """Address space is reserved, not committed; what is done with a few rows takes no time for the others."""
     keys = keys_of(0, [num_rows - 9, num_rows - 2, num_rows - 1])
     with closing(open_tier(tmp_path)) as tier:
         tier.add_table(0, WIDE, num_rows)

@@ -40,7 +40,6 @@ def oracle_block_word(number: int, newest: int, block: int, rows: int, is_last: 
 
 
 def oracle_index(layout: RowLayout, rows: Rows, number: int) -> bytes:
-    """The words before the first block, as docs/format.md draws them, without LMDB's header."""
     is_mixed = len(set(rows.epochs)) > 1
     count = len(rows.keys) | is_mixed << 32
     body = struct.pack("<8sQQQQ", b"tierlogs", number, count, max(rows.epochs), min(rows.epochs))

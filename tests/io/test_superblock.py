@@ -21,7 +21,6 @@ ROWS = np.arange(TABLES[0][1])
 
 
 def copy_store(source: Path, target: Path) -> Path:
-    """The files as they are now, without locks, which a machine that starts again does not have."""
     target.mkdir()
     for name in ("rows.lmdb", SUPERBLOCK_NAME):
         shutil.copyfile(source / name, target / name)
@@ -126,7 +125,6 @@ PAGE = 4096
 
 @pytest.fixture
 def later(tmp_path: Path) -> Path:
-    """A store that was written to after its last commit, as a killed writer leaves it."""
     written_after_commit(tmp_path / "store", 7, 4)
     return tmp_path / "store later"
 

@@ -45,7 +45,6 @@ def _rings(tier: LmdbColdTier) -> uring.Rings:
 
 
 def _read_cold(tier: LmdbColdTier, table: int = 0) -> int:
-    """Read all rows of a table and look at their bits; the pages that did not come through the map."""
     page_cache.drop(tier.path)
     tier.reader.is_cold, before = True, tier.counters().pages_direct
     layout, num_rows = TABLES[table]

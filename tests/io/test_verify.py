@@ -70,7 +70,6 @@ def test_every_damaged_place_is_named(folder: Path) -> None:
 
 
 def _say(folder: Path, place: RowPlace, word: int, content: int) -> None:
-    """Change a word of an index, and make its checksum that of what it says then."""
     data = np.fromfile(folder / "rows.lmdb", np.uint64)
     index = data[place.segment_page * PAGE // 8 + 2 :]
     index[word] = content

@@ -44,14 +44,8 @@ def _grown(column: Any, length: int) -> Any:
 
 
 class Segments:
-    """The segments of one layout, by slot.
-
-    Attributes:
-        arrays: replaced by longer ones when slots run out.
-        pages: of all segments.
-        rows: live and held ones of all segments.
-        dead: int64, slots of segments without such rows, to be deleted.
-    """
+    """The segments of one layout, by slot: ``pages`` of all, live and held ``rows`` of all, and the slots of those that
+    have none and are to be deleted (``dead``). ``arrays`` are replaced by longer ones when slots run out."""
 
     def __init__(self, layout: RowLayout, layout_id: int) -> None:
         self.layout: Final = layout

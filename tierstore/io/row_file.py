@@ -35,14 +35,13 @@ class OpenFile:
     Attributes:
         lock: held by a thread that writes, or changes what readers are shown.
         map: the file as memory; another when it outgrows that.
-        snapshot, rows: the tree that readers are shown, and the map; None until one is made.
-        head, record: which versions there are, and of the version that is shown.
-        logged: the record of the log, as it was found.
+        snapshot, rows, record: the tree that readers are shown, the map, None until one is made, and the version's
+            record.
+        head, logged: which versions there are, and the record of the log, as it was found.
         has_loose: there may be segments of versions that never become current; the map leaves them out.
         is_behind: from the beginning of a transaction until the map and the snapshot follow it. If a call is cut short
             in between, the next use of the writer asks the file what became of it (``Writer.catch_up``).
         has_failed: what the device holds is not known.
-        tables: layout and number of rows, by index.
     """
 
     def __init__(self, directory: Path, store_id: bytes, *, readonly: bool, version: int | None, create: bool) -> None:
@@ -208,7 +207,6 @@ class OpenFile:
         return layout
 
     def drain(self) -> None:
-        """Refuse further use, and wait for the leases to end."""
         with self._idle:
             self.disown()
             while self._leased:
@@ -247,8 +245,7 @@ class SuperblockWriter:
 
     def set(self) -> None:
         """Vouch for the tree as it is, and return when that stands. TierstoreError: the row file was moved, or the
-        device refused; the superblock before stands. After a failed sync the file ``has_failed``: a system that failed
-        to write a page may count it as written the next time it is asked."""
+        device refused; the superblock before stands."""
         self.start()
         self.settle()
 

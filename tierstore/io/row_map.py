@@ -353,19 +353,14 @@ class NewSegments:
         cls, base: RowMap, segments: Mapping[RowLayout, Segments], tree: Tree, stored: Stored, *,
         shown: int, last: int, oldest: int,
     ) -> "NewSegments | None":  # fmt: skip
-        """Read the indexes that are new in a tree. DamagedError: a segment is damaged, or holds what cannot be a row of
-        its tables.
+        """Read the indexes that are new in a tree; None if versions were rolled back, and a new map is to be made.
+        DamagedError: a segment is damaged, or holds what cannot be a row of its tables.
 
         Args:
             base: of version ``shown``.
             segments: the map's, or a copy of them; they are changed.
-            stored: the segments of the tree.
-            last: the version that the tree shows.
+            stored: the segments of the tree, which shows version ``last``.
             oldest: transaction of the oldest tree that is in use.
-
-        Returns:
-            None if a segment that shows rows is gone, or of a later version, and has no successor: versions were rolled
-                back, and a new map is to be made.
         """
         new, gone = cls(base, segments), {}
         numbers, is_new = np.ascontiguousarray(stored["number"]), np.ones(len(stored), np.bool_)
@@ -388,7 +383,7 @@ class NewSegments:
         new.changed = np.sort(np.concatenate(changed))
         for layout, slots in gone.items():
             own = segments[layout]
-            if own.arrays.live[slots].any():
+            if own.arrays.live[slots].any():  # it shows rows, is gone or of a later version, and has no successor
                 return None
             own.free(slots, tree.txn_id)
             own.dead = np.empty(0, np.int64)

@@ -253,14 +253,9 @@ def _if_sound(read: Callable[[], T]) -> T | None:
 
 
 class Remains(Tree):
-    """What one tree leads to.
-
-    Attributes:
-        stored: its segments. Where that makes the tree whole, their numbers are those that their indexes say.
-        is_whole: whether these are certain to be all.
-        head: None if it is missing or damaged.
-        version: the current one; 0 if nothing was committed.
-    """
+    """What one tree leads to. ``stored``: its segments; where that makes the tree whole, their numbers are those that
+    their indexes say. ``is_whole``: whether these are certain to be all. ``head``: None if it is missing or damaged.
+    ``version``: the current one; 0 if nothing was committed."""
 
     def __init__(self, path: Path, file_map: FileMap, meta: Meta) -> None:
         super().__init__(path, file_map, meta)
