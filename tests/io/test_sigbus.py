@@ -244,7 +244,7 @@ def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
 
 
 FOREIGN = """
-    import faulthandler, json, mmap, tempfile
+    import contextlib, faulthandler, json, mmap, tempfile
     from tests.io.test_sigbus import ALL, WIDE, check_rows, keys_of, opened
 
     empty = os.memfd_create("empty")
@@ -268,6 +268,9 @@ FOREIGN = """
         else:
             os.kill(os.getpid(), 7)
 
+    with contextlib.closing(opened(Path(sys.argv[1]), readonly=True)) as tier:
+        check_rows(tier, WIDE, keys_of(0, ALL), 1)  # loads the kernels, once for all children
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)
     for steps in sys.argv[2:]:
         said = tempfile.TemporaryFile()
         child = os.fork()
@@ -285,7 +288,7 @@ FOREIGN = """
 def test_a_fault_of_somebody_else_ends_the_process_as_ever(written: Path) -> None:
     starts = "open", "handler open", "open handler", "open handler read", "handler open handler read"
     runs = [f"{start} {end}" for start in starts for end in ("fault", "kill")]
-    for steps, line in zip(runs, run(FOREIGN, written, *runs).splitlines(), strict=True):
+    for steps, line in zip(runs, run(FOREIGN, written, *runs, timeout=300).splitlines(), strict=True):
         code, said = json.loads(line)
         assert code == -signal.SIGBUS, (steps, said)
         assert said.count("Fatal Python error: Bus error") == ("handler" in steps), (steps, said)
