@@ -1,8 +1,8 @@
 """What of the log is moved and deleted: cleaning, and segments whose rows nobody needs.
 
-Live rows of the emptiest segments are moved together, so that the segments can be deleted. Each write may
-clean a little, as long as the segments take more pages than ``slack`` times those that their rows need: it moves rows
-of ``1 / (slack - 1)`` pages for each page that it appends, which keeps the slack. Victims are the segments with the
+Live rows of the emptiest segments are moved together, so that the segments can be deleted. Each write may clean a
+little, as long as the segments take more pages than ``slack`` times those that their rows need: it moves rows of
+``1 / (slack - 1)`` pages for each page that it appends, which keeps the slack. Victims are the segments with the
 fewest live rows a page, of a sample where there are many: greedy cleaning (Rosenblum and Ousterhout, "The Design and
 Implementation of a Log-Structured File System", 1992). The rows go to segments of their own, so that long-lived ones
 come to lie together. Their pages are prefetched a turn before they are needed.

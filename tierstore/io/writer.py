@@ -269,9 +269,8 @@ class Writer:
         record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
         with self._transaction(0) as txn:
             txn.put(item_key(records.LOG_ITEM), records.pack_words(*record))
-            txn.put(
-                item_key(records.STORE_ITEM), records.pack_store(self._file.store_id)
-            )  # the file may have been an older release's
+            # The file may have been an older release's.
+            txn.put(item_key(records.STORE_ITEM), records.pack_store(self._file.store_id))
         self._record = record
         reach("log: numbers taken")
         self._file.follow(self._file.new_snapshot())
