@@ -40,8 +40,6 @@ _DDR: Final = "1MiB"
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a store holds, read through its public interface."""
-
     version: int
     extra: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -53,7 +51,6 @@ class Expected:
         return cls(version=store.version, extra=store.extra, tensors=store.tensors(), rows=rows)
 
     def differences(self, other: "Expected") -> list[str]:
-        """What the other has otherwise, in words."""
         found = [name for name in ("version", "extra") if getattr(self, name) != getattr(other, name)]
         for what in ("tensors", "rows"):
             own, theirs = getattr(self, what), getattr(other, what)
@@ -66,8 +63,6 @@ class Expected:
 
 
 class Sample(NamedTuple):
-    """A closed store: its files, and what it holds."""
-
     files: dict[str, bytes]
     expected: Expected
 
@@ -81,7 +76,6 @@ class Case(NamedTuple):
     number: int = 0
 
     def applied(self, files: dict[str, bytes], other: dict[str, bytes]) -> dict[str, bytes]:
-        """The files of a store after the change; ``other`` are those of a second store."""
         changed = dict(files)
         data = bytearray(files.get(self.file, b""))
         if self.kind == "flip":
@@ -163,7 +157,6 @@ def _train(folder: Path, seed: int, sizes: dict[str, int], shares: dict[int, tup
 
 
 def _put(folder: Path, files: dict[str, bytes]) -> None:
-    """Make these the files of a folder, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, content in files.items():
@@ -171,8 +164,6 @@ def _put(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def whole_store(folder: Path, samples: Sequence[Sample]) -> Examine:
-    """Changes are tried on all that a store does."""
-
     def examine(case: Case) -> Outcome:
         _put(folder, case.applied(samples[0].files, samples[1].files))
         expected = [sample.expected for sample in samples]
@@ -225,7 +216,6 @@ def _tier(folder: Path, manifest: Manifest) -> Iterator[LmdbColdTier]:
 
 
 def _content(tier: LmdbColdTier, manifest: Manifest) -> list[Any]:
-    """All that a tier shows: version, payload, and each table's rows and which of them are there."""
     found: list[Any] = [tier.version, tier.payload]
     for index, config in enumerate(manifest.tables):
         layout, count = config.layout(manifest.page_bytes), config.num_embeddings
@@ -237,7 +227,6 @@ def _content(tier: LmdbColdTier, manifest: Manifest) -> list[Any]:
 
 
 def _told(folder: Path, mode: str, attempt: Callable[[], str]) -> str:
-    """What came of an attempt: what it returned, the name of an error of ours, or what went wrong."""
     try:
         return attempt()
     except TierstoreError as error:
@@ -259,7 +248,6 @@ def _attempt(folder: Path, mode: Any, expected: Sequence[Expected]) -> str:
 
 
 def _write_and_reopen(folder: Path, store: "tierstore.Store", before: Expected) -> str:
-    """Change some rows of a store that seemed whole, commit, and see that exactly those changed."""
     rows = {name: values.clone() for name, values in before.rows.items()}
     for name, values in rows.items():
         ids = torch.arange(0, len(values), 3)
@@ -275,14 +263,12 @@ def _write_and_reopen(folder: Path, store: "tierstore.Store", before: Expected) 
 
 
 def flips(sample: Sample, *, all_bits: bool, stride: int = 1, files: Sequence[str] = FILES) -> Iterator[Case]:
-    """Each byte of each file in turn, or every ``stride``-th."""
     for name in files:
         for offset in range(0, len(sample.files[name]), stride):
             yield Case("flip", name, offset, 0xFF if all_bits else 1 << offset % 8)
 
 
 def page_damage(sample: Sample, seed: int = 0) -> Iterator[Case]:
-    """The row file cut at and inside every page, each page zeroed, pairs of pages swapped."""
     size = len(sample.files["rows.lmdb"])
     pages = range(0, size, PAGE)
     for offset in pages:
@@ -297,7 +283,6 @@ def page_damage(sample: Sample, seed: int = 0) -> Iterator[Case]:
 
 
 def mixes(sample: Sample) -> Iterator[Case]:
-    """Files of two stores in every combination; each file empty, cut and missing."""
     for number in range(1, 1 << len(FILES)):
         yield Case("mix", "", 0, number)
     for name, content in sample.files.items():

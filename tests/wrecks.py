@@ -46,7 +46,6 @@ def open_tier(folder: Path, **settings: Any) -> LmdbColdTier:
 
 
 def rows_of(folder: Path) -> Rows:
-    """All rows that a store's current version has."""
     found: Rows = {}
     tier = open_tier(folder, readonly=True)
     for index, (layout, config) in enumerate(zip(LAYOUTS, TABLES, strict=True)):
@@ -120,7 +119,6 @@ class History:
         tier.commit(payload, version, keep=int(self._random.choice([1, 1, 2, 3])))
 
     def _drop(self, tier: LmdbColdTier) -> None:
-        """What was written for later versions than the current one is of none."""
         self._epochs = {epoch: rows for epoch, rows in self._epochs.items() if epoch <= tier.version}
 
 
@@ -149,8 +147,6 @@ class Segment(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What is to come of a repair."""
-
     saved: Rows  # rows by key, words included
     lost: set[int]  # keys
     missing: int  # segments of which not all rows are known
@@ -185,12 +181,10 @@ class Image:
         return int.from_bytes(self.data[at : at + size], "little")
 
     def nodes_of(self, page: int) -> list[int]:
-        """Where the nodes of a page of a tree begin."""
         at = page * PAGE
         return [at + self._little(at + 16 + 2 * i, 2) for i in range((self._little(at + 12, 2) - 16) // 2)]
 
     def value_of(self, node: int) -> range:
-        """The pages of a node's value; none if it lies on the leaf."""
         first, size = self._little(node + 24, 8), self._little(node, 2) | self._little(node + 2, 2) << 16
         return range(first, first + -(-(size + 16) // PAGE)) if self._little(node + 4, 2) else range(0)
 
@@ -218,7 +212,6 @@ class Image:
         return Segment(number, newest, is_mixed, layout, start, stop, index_stop, keys, pairs, rows, blocks)
 
     def below(self, page: int) -> list[Segment]:
-        """What a leaf or a branch leads to."""
         if page in self.branches:
             return [each for node in self.nodes_of(page) for each in self.below(self._little(node, 6))]
         own = [node for kind, _, node in self.nodes if kind == 0 and node // PAGE == page]
@@ -253,8 +246,6 @@ class Image:
         return Expected(saved, lost - saved.keys(), missing, unproven)
 
     def _entries(self, segment: Segment, now: Words) -> tuple[list[tuple[int, int, int, bytes | None]], bool]:
-        """Entries of a segment that can be told, and whether these are all."""
-
         def same(start: int, stop: int) -> bool:
             return np.array_equal(self.words[start:stop], now[start:stop])
 
@@ -274,7 +265,6 @@ class Image:
         return told, len(told) == len(found)
 
     def _ends(self, segment: Segment, start: int, own: slice, now: Words) -> bool:
-        """Whether the last block's places for rows look unused from the same place on as before."""
         stride = 2 if segment.layout.pages_per_block == 1 else segment.layout.stored_row_words
         places = range(start + 2, start + 2 + stride * segment.layout.rows_per_block, stride)
         used = [i for i, pair in enumerate(places) if now[pair : pair + 2].any()]

@@ -25,5 +25,4 @@ def _initial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
 
 @pytest.fixture
 def initial(_initial: dict[str, Trained]) -> dict[str, Trained]:
-    """The tables before anything was written."""
     return copied(_initial)

@@ -26,8 +26,6 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Entry(NamedTuple):
-    """One entry of a global offset table."""
-
     symbol: str  # the function's name, such as ``pwrite64``
     address: int  # where the entry lies in memory
 
@@ -50,13 +48,10 @@ def _mappings() -> list[_Mapping]:
 
 
 def object_of(address: int) -> Path:
-    """The file of the shared object (or program) that this address lies in."""
     return Path(next(m.path for m in _mappings() if m.start <= address < m.end))
 
 
 class _Elf:
-    """The parts of an object's file that lead to its relocations."""
-
     def __init__(self, path: Path) -> None:
         self._image = path.read_bytes()
         assert self._image[:6] == b"\x7fELF\x02\x01", f"{path} is not a 64 bit little-endian object"
@@ -79,7 +74,6 @@ class _Elf:
         return self._image[start : self._image.index(b"\0", start)].decode()
 
     def slots(self) -> Iterable[tuple[str, int]]:
-        """(symbol, address relative to where the object is loaded) of each entry of the table."""
         kinds = _JUMP_SLOTS[platform.machine()]
         for table, size in ((_DT_RELA, _DT_RELASZ), (_DT_JMPREL, _DT_PLTRELSZ)):
             if table in self._dynamic:
@@ -92,14 +86,12 @@ class _Elf:
 
 
 def entries(path: Path, symbols: Iterable[str]) -> list[Entry]:
-    """Entries for these functions in the table of a loaded object; functions that it does not call have none."""
     elf, wanted = _Elf(path), set(symbols)
     base = next(m.start for m in _mappings() if m.path == str(path) and m.offset == 0) - elf.first_address
     return [Entry(symbol, base + address) for symbol, address in elf.slots() if symbol in wanted]
 
 
 def redirect(targets: Iterable[tuple[Entry, int]]) -> list[tuple[Entry, int]]:
-    """Have entries lead to other addresses; returns them with those before."""
     mappings, before = _mappings(), []
     for entry, target in targets:
         page = entry.address & -mmap.PAGESIZE

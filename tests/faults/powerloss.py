@@ -61,7 +61,6 @@ def _is_safe(operation: Operation, syncs: dict[int, list[Operation]]) -> bool:
 
 
 def state(recorder: Recorder, safe: Sequence[int], loss: Loss, unsafe: Sequence[int]) -> Tree:
-    """The files after these changes; ``safe`` and ``unsafe`` are what ``pending`` told."""
     torn = dict(loss.torn)
     tree: Tree = {number: dict(node) if isinstance(node, dict) else node for number, node in recorder.before.items()}
     images: dict[int, bytearray] = {}
@@ -124,7 +123,6 @@ def _apply_entry(tree: Tree, operation: Operation) -> None:
 
 
 def materialise(tree: Tree, target: Path, number: int = 0) -> None:
-    """Write a state to a directory that does not exist."""
     target.mkdir()
     entries = tree.get(number, {})
     assert isinstance(entries, dict)
@@ -163,7 +161,6 @@ def _simple(unsafe: Sequence[int]) -> Iterator[frozenset[int]]:
 
 
 def _sampled(some: Iterator[Loss], generator: np.random.Generator, most: int) -> Iterator[Loss]:
-    """At most so many of them, the first and the last among them."""
     found = list(dict.fromkeys(some))
     if len(found) > most:
         chosen = generator.choice(len(found) - 2, max(0, most - 2), replace=False) + 1

@@ -25,8 +25,6 @@ _LOOKED_AT = 50  # instants, for the one at which most is in flight
 
 @dataclass
 class Counts:
-    """What was tried."""
-
     states: int = 0  # different states of the files, each opened and compared
     torn: int = 0  # states in which single sectors of writes arrived
     went_back: int = 0
@@ -35,7 +33,6 @@ class Counts:
 
 
 def promised(recorder: Recorder, time: int, first: Snapshot) -> tuple[list[Snapshot], set[str]]:
-    """Versions that may be shown after a crash at ``time``, the oldest first, and tables that must be there."""
     versions, tables = [first], set()
     for mark in recorder.marks:
         if mark.time >= time:
@@ -161,14 +158,12 @@ def check(directory: Path, versions: Sequence[Snapshot], tables: set[str], count
 
 
 def _shown(store: Any, versions: Sequence[Snapshot]) -> Snapshot:
-    """Which of the versions an open store shows."""
     known = [version for version in versions if version.extra == store.extra]
     assert known, f"{store.extra} is not one of {[version.extra for version in versions]}"
     return known[-1]
 
 
 def _check_reader(directory: Path, versions: Sequence[Snapshot]) -> None:
-    """An open for reading shows one of the versions, or says that one for writing must come first."""
     try:
         with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
             assert differences(store, _shown(store, versions)) == []
@@ -178,7 +173,6 @@ def _check_reader(directory: Path, versions: Sequence[Snapshot]) -> None:
 
 
 def _check_kept(directory: Path, shown: Snapshot) -> None:
-    """Each version that was kept can be opened and shows what it did, and there is no other."""
     with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
         assert len(store.versions) == len(shown.kept) or not shown.kept
         kept = store.versions
@@ -188,7 +182,6 @@ def _check_kept(directory: Path, shown: Snapshot) -> None:
 
 
 def _go_on(directory: Path, shown: Snapshot, *, everything: bool) -> None:
-    """Training goes on where it was, optimizer state and all, and is committed and found again."""
     workload = Workload(copied(shown.tables), np.random.default_rng(0), serial=1000)
     workload.open(directory)
     workload.train_rows(np.arange(len(shown.tables["trained"].weights) if everything else 40))

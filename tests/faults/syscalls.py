@@ -49,8 +49,6 @@ _active: "Recorder | None" = None
 
 
 class Call(NamedTuple):
-    """A call about to be made."""
-
     number: int  # counts the calls that change files, from 0
     name: str  # ``pwrite``, ``fdatasync``, ``open`` (one that creates a file) and so on
     path: Path  # what it changes, as it was named when it was opened or first seen
@@ -65,8 +63,6 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class Operation:
-    """One change."""
-
     kind: Kind
     inode: int  # the file that is written, synced, created or linked; for "sync" it may be a directory
     directory: int = -1  # whose entries change, or -1
@@ -80,15 +76,12 @@ class Operation:
 
 
 class Mark(NamedTuple):
-    """Something the test wants to know the time of."""
-
     time: int
     label: str
     value: Any
 
 
 def read_tree(root: Path) -> tuple[Tree, dict[tuple[int, int], int], dict[int, Path]]:
-    """Files and directories below ``root`` by number, their numbers by device and inode, and their paths."""
     tree: Tree = {}
     numbers: dict[tuple[int, int], int] = {}
     paths: dict[int, Path] = {}
@@ -155,24 +148,20 @@ class Recorder:
         redirect(self._replaced)
 
     def mark(self, label: str, value: Any = None) -> None:
-        """Note the time of something."""
         with self._lock:
             self.marks.append(Mark(next(self._clock), label, value))
 
     def name_of(self, inode: int) -> str:
-        """What a file was called when it was first seen."""
         return self._paths[inode].name
 
     @property
     def time(self) -> int:
-        """Now."""
         with self._lock:
             return next(self._clock)
 
     # Calls
 
     def handle(self, name: str, arguments: tuple[int, ...]) -> int:
-        """Make a call, or fail it; returns what the caller gets."""
         operation, path = self._describe(name, arguments)
         if operation is None:
             return _call(name, arguments)
@@ -197,7 +186,6 @@ class Recorder:
         return result
 
     def _describe(self, name: str, arguments: tuple[int, ...]) -> tuple[Operation | None, Path]:
-        """What a call is about to change, and where; None if that is nothing below ``root``."""
         if name in _UNMODELLED:
             self.problems.append(f"{name} is not recorded")
             return None, self.root
@@ -255,7 +243,6 @@ class Recorder:
         return Operation("create", -1, directory, path.name), path
 
     def _complete(self, name: str, arguments: tuple[int, ...], operation: Operation, result: int) -> None:
-        """Fill in what is known only when the call has returned."""
         if result < 0:
             operation.failed = True
             return
@@ -274,7 +261,6 @@ class Recorder:
 
 
 def _data(name: str, arguments: tuple[int, ...]) -> bytes:
-    """The bytes that a call writes."""
     if name != "writev":
         return ctypes.string_at(arguments[1], arguments[2])
     count = ctypes.c_int(arguments[2]).value
@@ -283,7 +269,6 @@ def _data(name: str, arguments: tuple[int, ...]) -> bytes:
 
 
 def _write_part(descriptor: int, data: bytes, offset: int, name: str) -> int:
-    """Write less than was asked for, as a device that fills up does."""
     written = os.pwrite(ctypes.c_int(descriptor).value, data, offset)
     if name != "pwrite":
         os.lseek(ctypes.c_int(descriptor).value, offset + written, os.SEEK_SET)
@@ -291,7 +276,6 @@ def _write_part(descriptor: int, data: bytes, offset: int, name: str) -> int:
 
 
 def _call(name: str, arguments: tuple[int, ...]) -> int:
-    """The C library's own function; its errno is left for the caller."""
     result = ctypes.c_int64(_real(name)(*arguments)).value
     return result if name in _SIZED else ctypes.c_int(result).value
 
@@ -311,7 +295,6 @@ def _real(name: str) -> Any:
 
 
 def _table() -> list[Entry]:
-    """All entries to redirect, in LMDB's extension and in the interpreter."""
     if not _found:
         interpreter = object_of(ctypes.cast(ctypes.pythonapi.PyLong_FromLong, ctypes.c_void_p).value or 0)
         for path in (Path(lmdb.cpython.__file__).resolve(), interpreter):
@@ -348,7 +331,6 @@ def _callback_of(symbol: str) -> Callable[..., int]:
 
 @contextmanager
 def _busy() -> Iterator[None]:
-    """What a callback itself calls is not recorded."""
     _local.busy = True
     try:
         yield

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ import tierstore
 from bench.data import ROOT
 from tests.children import make_store, run
 from tierstore import errors
+
+from .test_file_systems import mounted
 
 
 @pytest.fixture
@@ -32,30 +33,17 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 # File systems and permissions
 
 
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Path]:
-    """A small file system in memory that can be mounted again read-only."""
-    folder = tmp_path / "mounted"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_read_only_file_system_is_read_and_not_written_to(mounted: Path) -> None:
-    make_store(mounted / "store")
-    subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
-    assert (contents(mounted / "store") == 3.0).all()
-    for name in ("store", "new"):
-        with pytest.raises(errors.TierstoreError, match=rf"{name}.*read-only; open the store with mode=\"r\""):
-            tierstore.open(mounted / name, ddr="2MiB")
-    subprocess.run(["mount", "-o", "remount,rw", str(mounted)], check=True)
-    with tierstore.open(mounted / "store", ddr="2MiB") as store:
-        assert store.commit() == 2
+def test_a_read_only_file_system_is_read_and_not_written_to(tmp_path: Path) -> None:
+    with mounted(tmp_path / "mounted", "-t", "tmpfs", "-o", "size=64m", "tmpfs") as folder:
+        make_store(folder / "store")
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        assert (contents(folder / "store") == 3.0).all()
+        for name in ("store", "new"):
+            with pytest.raises(errors.TierstoreError, match=rf"{name}.*read-only; open the store with mode=\"r\""):
+                tierstore.open(folder / name, ddr="2MiB")
+        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+        with tierstore.open(folder / "store", ddr="2MiB") as store:
+            assert store.commit() == 2
 
 
 def _as_nobody(folder: Path, name: str, mode: str) -> str:
@@ -77,7 +65,6 @@ def _as_nobody(folder: Path, name: str, mode: str) -> str:
 
 @needs_root
 def test_a_user_that_lacks_a_permission(tmp_path: Path) -> None:
-    """Who may only read the files reads, and is told what he may not do."""
     make_store(tmp_path / "store")
     assert _as_nobody(tmp_path, "store", "r") == "ok True"
     for name in ("store", "new"):

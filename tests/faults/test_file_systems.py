@@ -1,4 +1,4 @@
-"""File systems of other kinds: overlays, without hard links, that tell no size, of several users."""
+"""File systems of other kinds: overlays, without hard links, that tell no size, of several users; disks that fail."""
 
 import contextlib
 import errno
@@ -7,12 +7,14 @@ import io
 import os
 import shutil
 import stat
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,10 +26,26 @@ from tierstore.io.lmdb import LmdbColdTier
 from tierstore.system.files import write_text
 from tierstore.updates.delta import write_update
 
-from .test_real_devices import mounted
+from .workload import DDR, Snapshot, Trained, Workload, copied, differences
 
 ROWS, DIM = 2000, 8
 IDS = torch.arange(ROWS)
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"{command[0]} is not permitted here: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def mounted(place: Path, *options: str | Path) -> Iterator[Path]:
+    place.mkdir(exist_ok=True)
+    _run("mount", *options, place)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 def _write(store: tierstore.Store, value: float) -> int:
@@ -69,7 +87,6 @@ def store(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def layered(made: Path, tmp_path: Path) -> Iterator[Path]:
-    """A store in the lower layer of an overlay, as in a container's image."""
     for name in ("upper", "work"):
         (tmp_path / name).mkdir()
     lower = tmp_path / "lower"
@@ -90,7 +107,6 @@ def test_a_store_of_a_lower_layer_is_written_to(layered: Path) -> None:
 
 
 def test_a_reader_of_a_lower_layer_is_told_to_open_again(layered: Path) -> None:
-    """It goes on to show what it showed."""
     with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
         assert _values(reader) == [2.0]
         with tierstore.open(layered, ddr="1MiB", threads=1) as writer:
@@ -163,7 +179,6 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_p
 def test_what_a_file_system_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, lacked: str
 ) -> None:
-    """Network file systems, FUSE, shared folders of virtual machines."""
     plain = getattr(module, name)
     for code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
 
@@ -198,7 +213,6 @@ def test_a_full_temporary_folder_is_named_with_what_an_update_takes(
 
 
 def test_a_file_system_that_tells_no_size(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ramfs and tmpfs without a limit: nothing is known to be free, and nothing is known to be full."""
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0, f_bfree=0, f_frsize=4096))
     for command, target in (("backup", "b"), ("compact", "c"), ("export", "x.safetensors")):
         assert main([command, str(store), str(tmp_path / target)]) == 0
@@ -219,7 +233,6 @@ def test_the_root_of_a_file_system_is_empty_to_a_new_store(store: Path, tmp_path
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o027, 0o640)])
 def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
-    """And the group of a directory that gives it on."""
     os.chmod(tmp_path, 0o2775)
     if os.geteuid() == 0:
         os.chown(tmp_path, -1, 2500)
@@ -295,3 +308,69 @@ def test_a_file_that_another_store_shares_is_not_written(store: Path, tmp_path: 
     assert main(["backup", str(store), str(tmp_path / "own")]) == 0
     with tierstore.open(tmp_path / "own", ddr="1MiB", threads=1, keep=5) as own:
         assert _write(own, 3.0) == 3
+
+
+# A device that really fails
+
+SOME, MANY = 30, 600  # ids a batch: a store of few rows first, then one that must grow
+
+
+def fill_up(place: Path, left_bytes: int) -> Path:
+    room = os.statvfs(place)
+    ballast = place / "ballast"
+    ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - left_bytes))
+    return ballast
+
+
+def error_of(step: Callable[[], object]) -> errors.TierstoreError | None:
+    try:
+        step()
+    except errors.TierstoreError as error:
+        return error
+    return None
+
+
+def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path, initial: dict[str, Trained]) -> None:
+    """The image of the disk lies in a small file system: writes are taken, and lost when that is full.
+
+    The machine is not started again: what it still held in memory is gone when the disk is mounted again.
+    """
+    with mounted(tmp_path / "backing", "-t", "tmpfs", "-o", "size=12m", "tmpfs") as backing:
+        image = backing / "disk.img"
+        with image.open("wb") as file:
+            file.truncate(64 << 20)
+        _run("mkfs.ext4", "-q", "-E", "nodiscard", image)
+        begun: list[Snapshot] = []
+        workload = Workload(
+            copied(initial),
+            np.random.default_rng(0),
+            lambda label, value: begun.append(value) if label == "begun" else None,
+        )
+        with contextlib.ExitStack() as stack:
+            disk = stack.enter_context(mounted(tmp_path / "disk", "-o", "loop", image))
+            workload.open(disk / "store")
+            stack.callback(lambda: error_of(workload.close))
+            workload.train(1, SOME)
+            workload.commit()
+            ballast = fill_up(backing, 64 << 10)
+            steps = (step for _ in range(100) for step in (lambda: workload.train(1, MANY), workload.commit))
+            error = next(error for error in map(error_of, steps) if error is not None)
+            assert str(disk / "store") in str(error)
+            last = workload.last
+        ballast.unlink()
+        subprocess.run(["e2fsck", "-fy", str(image)], capture_output=True, check=False)
+        with contextlib.ExitStack() as stack:
+            disk = stack.enter_context(mounted(tmp_path / "disk", "-o", "loop", image))
+            workload.open(disk / "store")
+            stack.callback(workload.close)
+            shown = next(version for version in begun if version.extra == workload.store.extra)
+            assert last is not None
+            assert shown.extra["serial"] >= last.extra["serial"]
+            assert differences(workload.store, shown) == []
+            workload.store.verify()
+            workload.show(shown)
+            workload.train(2)
+            kept = workload.commit()
+            workload.close()
+            with tierstore.open(disk / "store", mode="r", ddr=DDR, threads=1) as store:
+                assert differences(store, kept) == []

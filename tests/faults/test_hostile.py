@@ -39,7 +39,6 @@ def store(store_dir: Path) -> Path:
 
 
 def _offences(tree: ast.AST) -> list[str]:
-    """What could run code from a file."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -64,7 +63,6 @@ def test_no_source_can_run_what_a_file_holds() -> None:
 
 
 def forge(folder: Path, **fields: Any) -> None:
-    """A manifest with other fields and the right checksum."""
     path = folder / MANIFEST_NAME
     body = json.loads(path.read_text())["body"] | fields
     path.write_text(json.dumps({"body": body, "sha256": _digest(body)}))
@@ -167,7 +165,6 @@ def test_what_is_no_plain_file_is_refused(store: Path, tmp_path: Path, name: str
 
 
 def test_a_hostile_lock_file_is_made_anew(store: Path) -> None:
-    """LMDB believes its table of readers, but sets it up again where no process has the file open."""
     code = """
     def use(path, content, mode):
         path.write_bytes(content)
@@ -185,7 +182,6 @@ def test_a_hostile_lock_file_is_made_anew(store: Path) -> None:
 
 
 def test_a_compressed_bomb_streams_in_bounded_memory(tmp_path: Path) -> None:
-    """50 KB that unpack to 50 MB."""
     for name, unit in (("lines", b"\n"), ("digits", b"0")):
         (tmp_path / name).write_bytes(gzip.compress(unit * (10 << 20)) * 5)
     code = """

@@ -13,10 +13,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ from tierstore.kernels.jit import JIT_ENABLED
 from .conftest import SHARED_MEMORY
 from .powerloss import Loss, losses, materialise, pending, state
 from .recovery import crash_points, explore, promised
-from .syscalls import Call, Failure, Operation, Recorder, read_tree
+from .syscalls import Call, Failure, Recorder
 from .workload import Snapshot, Trained, Workload, copied, differences, first_tables
 
 SYNCS = {"fsync", "fdatasync"}
@@ -87,7 +86,6 @@ def tables() -> dict[str, Trained]:
 
 
 def nothing() -> Snapshot:
-    """A store without a commit."""
     return Snapshot({}, {}, copied(tables()), version=0)
 
 
@@ -95,8 +93,6 @@ DEVICES = st.builds(Device, st.sampled_from([None, *FAULTS]), st.integers(0, 120
 
 
 class Faults(RuleBasedStateMachine):
-    """Somebody who trains, and does what the errors say."""
-
     @initialize(seed=st.integers(0, 2**32), keep=st.sampled_from([1, 3]), device=DEVICES)
     def begin(self, seed: int, keep: int, device: Device) -> None:
         self.generator, self.keep = np.random.default_rng(seed), keep
@@ -110,7 +106,6 @@ class Faults(RuleBasedStateMachine):
         self.live([nothing()], device)
 
     def live(self, versions: list[Snapshot], device: Device) -> None:
-        """Open what is there, which is one of these versions, and record what becomes of it."""
         self.device, self.errors = device, list[TierstoreError]()
         self.reopened, self.gone_back = False, 0
         self.root = self.scratch / f"life {self.lives}"
@@ -130,7 +125,6 @@ class Faults(RuleBasedStateMachine):
         assert differences(self.work.store, self.first) == []
 
     def shown(self, versions: list[Snapshot]) -> Snapshot:
-        """Which of these versions the store shows; the oldest is the last that is known to be durable."""
         store = self.work.store
         found = next(version for version in reversed(versions) if version.extra == store.extra)
         if not store.version:
@@ -152,7 +146,6 @@ class Faults(RuleBasedStateMachine):
         self.device.is_free = True
 
     def attempt(self, step: Callable[[], object], *, again: bool = False) -> None:
-        """Take a step; after an error go on, in the same store if it lets us, else in one opened again."""
         try:
             step()
             return
@@ -179,7 +172,6 @@ class Faults(RuleBasedStateMachine):
             step()
 
     def go_back(self) -> None:
-        """A step failed half way: back to the last version, and on from there."""
         self.work.settle()
         goal = self.work.steps + 1
         if self.work.store.versions:
@@ -223,7 +215,6 @@ class Faults(RuleBasedStateMachine):
     @precondition(lambda self: JIT_ENABLED and (self.device.is_free or not self.device.fault))  # reads evict rows
     @rule()
     def lose_sectors(self) -> None:
-        """Pages of the row file are refused, one after another less; what is read is right or an error."""
         pages = os.stat(self.root / "store" / "rows.lmdb").st_size // 4096
         self.work.store["trained"].read(torch.arange(1))
         guard = self.work.store._cold._file.map.rows.guard
@@ -239,7 +230,6 @@ class Faults(RuleBasedStateMachine):
 
     @rule(loses=st.sampled_from(["nothing", "process", "power"]), device=DEVICES)
     def die(self, loses: str, device: Device) -> None:
-        """End this life; at an instant of it, if it loses something; and begin the next."""
         versions = self.end()
         time = self.recorder.time
         if loses != "nothing":
@@ -257,7 +247,6 @@ class Faults(RuleBasedStateMachine):
         self.live(versions, device)
 
     def end(self) -> list[Snapshot]:
-        """Close the store, check its errors, and lose power at some instants; the versions that it may show now."""
         try:
             self.close()
         finally:
@@ -322,119 +311,3 @@ def test_a_store_in_new_directories_lasts(scratch: Path, initial: dict[str, Trai
     safe, _ = pending(recorder, recorder.time)
     assert len(made) == 3
     assert {*made} <= {*safe}
-
-
-# A harness that finds nothing must be one that would have.
-
-
-def keeper(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """Give whoever sets anchors something else."""
-    real = row_file.SuperblockWriter.__init__
-
-    def init(self: Any, *arguments: Any, **named: Any) -> None:
-        real(self, *arguments, **(named | changes))
-
-    return lambda patch: patch.setattr(row_file.SuperblockWriter, "__init__", init)
-
-
-def sync_no_directory(patch: pytest.MonkeyPatch) -> None:
-    for module in ("tierstore.store.manifest", "tierstore.io.files", "tierstore.io.superblock"):
-        patch.setattr(f"{module}.sync_directory", lambda directory: None)
-
-
-def recover_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tierstore.io.row_file.recover", lambda path, store_id, locks: None)
-
-
-BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "no sync of rows": keeper(sync=lambda: None),
-    "no pins": keeper(pin=contextlib.ExitStack),  # has nothing to close
-    "no sync of anchors": lambda patch: patch.setattr(superblock.os, "fdatasync", lambda descriptor: None),
-    "no sync of the directory": sync_no_directory,
-    "no recovery": recover_nothing,
-}
-
-
-@contextlib.contextmanager
-def without(broken: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_file, "GROWTH_BYTES", GROWTH_BYTES)
-        BROKEN[broken](patch)
-        yield
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_store_that_leaves_out_a_step_is_found_out(scratch: Path, initial: dict[str, Trained], broken: str) -> None:
-    (scratch / "run" / "store").mkdir(parents=True)
-    (scratch / "states").mkdir()
-    with without(broken), Recorder(scratch / "run") as recorder:
-        workload = Workload(copied(initial), np.random.default_rng(0), recorder.mark)
-        workload.open(scratch / "run" / "store")
-        for _ in range(3):
-            workload.train(3)
-            workload.commit()
-        workload.train(3)
-        workload.close()
-    found = pytest.raises((AssertionError, TierstoreError))
-    with without(broken) if broken == "no recovery" else contextlib.nullcontext(), found as raised:
-        explore(recorder, nothing(), scratch / "states", points=60, states_each=12, generator=np.random.default_rng(0))
-    assert "promised" in raised.value.__notes__[0]
-
-
-def replayed(recorder: Recorder, target: Path) -> Path:
-    """Everything that was recorded, applied to the files as they were before."""
-    safe, unsafe = pending(recorder, recorder.time)
-    materialise(state(recorder, safe, Loss(frozenset(unsafe)), unsafe), target)
-    return target
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    """All files but LMDB's tables of readers, which are written through a mapping and mean nothing later."""
-    files = [path for path in root.rglob("*") if path.is_file() and not path.name.endswith("-lock")]
-    return {str(path.relative_to(root)): path.read_bytes() for path in files}
-
-
-def test_a_run_replayed_from_nothing_is_the_same_byte_for_byte(scratch: Path, initial: dict[str, Trained]) -> None:
-    (scratch / "run").mkdir()
-    with Recorder(scratch / "run") as recorder:
-        workload = Workload(copied(initial), np.random.default_rng(0)).open(scratch / "run" / "store")
-        for _ in range(3):
-            workload.train(3)
-            workload.commit()
-        workload.train(2)
-        workload.close()
-    assert recorder.problems == []
-    written = contents(scratch / "run")
-    assert {"store/manifest.json", "store/rows.lmdb", "store/rows.anchor"} == set(written)
-    assert contents(replayed(recorder, scratch / "replayed")) == written
-    writes = [operation for operation in recorder.operations if operation.kind == "write"]
-    assert sum(len(operation.data) for operation in writes) > 2 * len(written["store/rows.lmdb"])
-
-
-def recorded(scratch: Path, operations: list[Operation]) -> Recorder:
-    """A record made up: a file "file" with ten zeros."""
-    (scratch / "file").write_bytes(bytes(10))
-    recorder = Recorder(scratch)
-    recorder.before, _, _ = read_tree(scratch)
-    recorder.operations = operations
-    return recorder
-
-
-def test_what_a_sync_makes_safe(scratch: Path) -> None:
-    def write(began: int, ended: int) -> Operation:
-        return Operation("write", 1, data=b"x", began=began, ended=ended)
-
-    def sync(began: int, ended: int, *, failed: bool = False, inode: int = 1) -> Operation:
-        return Operation("sync", inode, began=began, ended=ended, failed=failed)
-
-    before, beside, after = write(0, 1), write(3, 4), write(7, 8)
-    recorder = recorded(scratch, [before, sync(2, 5), beside, sync(6, 9, inode=0), after])
-    assert pending(recorder, 5) == ([], [0, 2]), "the sync has not returned"
-    assert pending(recorder, 6) == ([0], [2]), "what is written beside a sync is not in it"
-    assert pending(recorder, 10) == ([0], [2, 4]), "another file's sync is of no help"
-    failed = recorded(scratch, [before, sync(2, 3, failed=True), write(4, 5), sync(6, 7)])
-    assert pending(failed, 9) == ([2], [0]), "a sync that failed is not made good by the next"
-    renamed = Operation("rename", 1, 0, "new", "file", began=0, ended=1)
-    failed = recorded(scratch, [renamed, sync(2, 3, failed=True, inode=0), sync(6, 7, inode=0)])
-    assert pending(failed, 4) == ([], [0])
-    assert pending(failed, 9) == ([0], []), "but entries are"

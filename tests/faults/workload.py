@@ -23,7 +23,6 @@ Floats = NDArray[np.float32]
 
 
 def configs() -> list[tierstore.TableConfig]:
-    """Two tables of different layouts: one is trained, of the other single rows are overwritten."""
     return [
         tierstore.TableConfig(
             name="trained",
@@ -46,7 +45,6 @@ class Trained:
     sums: Floats
 
     def step(self, ids: NDArray[np.int64], gradients: Floats) -> None:
-        """Adagrad with lr=0.5, column by column, on the merged gradient of each id."""
         rows = np.unique(ids)
         merged = np.zeros_like(self.weights)
         np.add.at(merged, ids, gradients)
@@ -61,8 +59,6 @@ class Trained:
 
 @dataclass
 class Snapshot:
-    """What one version shows."""
-
     extra: dict[str, Any]  # no two have the same
     tensors: dict[str, torch.Tensor]
     tables: dict[str, Trained]
@@ -71,7 +67,6 @@ class Snapshot:
 
 
 def first_tables(directory: Path) -> dict[str, Trained]:
-    """The tables before anything was written, each read once from a store of its own."""
     tables = {}
     with tierstore.open(directory, ddr="4MiB", threads=1) as store:
         for config in configs():
@@ -81,7 +76,6 @@ def first_tables(directory: Path) -> dict[str, Trained]:
 
 
 def copied(tables: dict[str, Trained]) -> dict[str, Trained]:
-    """A copy that later steps do not change."""
     return {name: table.copy() for name, table in tables.items()}
 
 
@@ -107,7 +101,6 @@ class Workload:
     _pending: tuple[Snapshot, Any] | None = None
 
     def open(self, directory: Path, **settings: Any) -> "Workload":
-        """Open the store and create the tables that it lacks."""
         own = {"ddr": DDR, "threads": 1, "keep": self.keep, "slack": SLACK}
         self.store = tierstore.open(directory, **(own | settings))
         for config in configs():
@@ -124,7 +117,6 @@ class Workload:
             self.steps += 1
 
     def train_rows(self, ids: NDArray[np.int64]) -> None:
-        """One optimizer step on these rows; each position of ``ids`` has its gradient."""
         after = self.tables["trained"].copy()
         gradients = self.generator.integers(-3, 4, (len(ids), after.weights.shape[1])).astype(np.float32)
         after.step(ids, gradients)
@@ -148,7 +140,6 @@ class Workload:
         self.tables[name], self.unfinished = after, None
 
     def take_up(self) -> None:
-        """After a call that raised: each row is as it was before, or as it would be after; the model follows."""
         name, after = self.unfinished or ("trained", self.tables["trained"])
         before = self.tables[name]
         rows = self.store[name].read(torch.arange(len(before.weights))).numpy()
@@ -158,19 +149,16 @@ class Workload:
         self.unfinished = None
 
     def snapshot(self) -> Snapshot:
-        """What a commit now must keep."""
         self.serial += 1
         extra = {"step": self.steps, "serial": self.serial}
         return Snapshot(extra, {"dense": torch.arange(3) * self.steps}, copied(self.tables))
 
     def begin(self) -> tuple[Snapshot, Any]:
-        """Begin a commit in the background; (what it must keep, its future)."""
         begun, self._pending = self.snapshot(), None
         self.mark("begun", begun)
         return begun, self.store.commit_async(extra=begun.extra, tensors=begun.tensors)
 
     def end(self, begun: Snapshot, future: Any) -> Snapshot:
-        """Wait until a commit is durable."""
         number = future.result()
         before = self.last.kept if self.last is not None else ()
         assert not before or number > (before[-1].version or 0)
@@ -180,24 +168,20 @@ class Workload:
         return begun
 
     def commit(self) -> Snapshot:
-        """Commit, telling when it began and when it returned."""
         return self.end(*self.begin())
 
     def commit_beside(self, steps: int) -> Snapshot:
-        """Commit in the background, training so many steps meanwhile."""
         self._pending = begun, future = self.begin()
         self.train(steps)
         self._pending = None
         return self.end(begun, future)
 
     def settle(self) -> None:
-        """Wait for a commit that training beside it left under way; raises its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self.end(*pending)
 
     def rollback(self, to: Snapshot) -> None:
-        """Go back to a version that is kept."""
         assert self.last is not None
         kept = tuple(old for old in self.last.kept if (old.version or 0) <= (to.version or 0))
         shown = replace(to, kept=kept)
@@ -221,7 +205,6 @@ class Workload:
         self.train(goal - self.steps)
 
     def show(self, shown: Snapshot) -> None:
-        """Have the model be as this version is."""
         self.last, self.tables, self.steps = shown, copied(shown.tables), shown.extra.get("step", 0)
         self.unfinished = None
 
@@ -230,7 +213,6 @@ class Workload:
 
 
 def differences(store: Any, kept: Snapshot) -> list[str]:
-    """What an open store shows otherwise than this version."""
     found = []
     if store.extra != kept.extra or kept.version not in (None, store.version):
         found.append(f"version {store.version} {store.extra} instead of {kept.version} {kept.extra}")

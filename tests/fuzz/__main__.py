@@ -48,7 +48,6 @@ def _target(name: str) -> Target:
 
 
 def _replay(name: str, options: argparse.Namespace) -> None:
-    """The corpus and random changes of it, or the given files."""
     target = _target(name)
     if options.input:
         inputs = [path.read_bytes() for path in options.input]

@@ -56,7 +56,6 @@ _CATEGORY = re.compile(rb"[0-9a-fA-F]{0,15}")
 
 
 def _rows_of(text: bytes) -> list[list[float]] | None:
-    """The rows, or None if a line is broken."""
     lines = text.split(b"\n")
     if not lines[-1]:
         lines.pop()

@@ -41,7 +41,6 @@ def built_store() -> Path:
 
 
 def metadata_pages(content: bytes) -> list[int]:
-    """Meta pages and pages of LMDB's trees: they say where the rest is."""
     pages = []
     for page in range(len(content) // PAGE_BYTES):
         number, _, flags = struct.unpack_from("<QHH", content, page * PAGE_BYTES)
@@ -96,5 +95,4 @@ class GuardedArray(np.ndarray):
 
 
 def guarded_halves(image: bytearray) -> NDArray[np.uint16]:
-    """The image as a row file's map shows it."""
     return np.frombuffer(bytes(image), np.uint16).view(GuardedArray)

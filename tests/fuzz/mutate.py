@@ -11,7 +11,6 @@ MAX_BYTES = 1 << 16
 
 
 def mutations(seeds: Sequence[bytes], words: Sequence[bytes], count: int, seed: int) -> Iterator[bytes]:
-    """``count`` inputs, each one of the seeds with a few changes."""
     random = Random(seed)
     for _ in range(count):
         data = bytearray(random.choice(seeds))

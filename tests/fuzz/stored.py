@@ -21,7 +21,6 @@ from tierstore.errors import DamagedError, TierstoreError
 from tierstore.io import btree, records, superblock
 from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, new_walk, parse_meta
 from tierstore.io.checksum import bytes_checksum, words_hash
-from tierstore.io.free_list import check_page_use
 from tierstore.io.places import TableArrays
 from tierstore.io.reader_locks import FileLocks
 from tierstore.io.row_map import RowMap
@@ -38,6 +37,7 @@ from tierstore.io.segments import (
     read_indexes,
     stored_segments,
 )
+from tierstore.io.snapshot import check_page_use
 from tierstore.io.verify import Verifier
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack
@@ -131,7 +131,6 @@ def _records() -> list[bytes]:
 
 @functools.cache
 def _rows_file() -> tuple[bytes, list[int]]:
-    """It, and its pages that say where the rest is."""
     content = (built_store() / "rows.lmdb").read_bytes()
     return content, metadata_pages(content)
 
@@ -160,7 +159,6 @@ def _walk(data: bytes) -> None:
 
 
 def _edits_of_trees() -> list[bytes]:
-    """Among others: roots, and children of branch pages, beyond the end of the file."""
     content, pages = _rows_file()
     places = [(page, offset) for page in (0, 1) for offset in (80, 128)]
     for index, page in enumerate(pages):
@@ -177,7 +175,6 @@ def _edits_of_trees() -> list[bytes]:
 
 @functools.cache
 def _segments() -> tuple[Stored, dict[int, Any]]:
-    """One segment of each size, and the shapes of the tables."""
     with (
         tierstore.open(built_store(), mode="r", ddr="4MiB", threads=1) as store,
         store._cold.lease() as (tree, rows),
@@ -187,7 +184,6 @@ def _segments() -> tuple[Stored, dict[int, Any]]:
 
 
 def _seal(words: Any, stored: Stored) -> None:
-    """Make the checksums of indexes right, as far as they lie in their segments."""
     for number, first, pages in stored[["number", "first_page", "pages"]].tolist():
         at = first * PAGE_BYTES // 8 + 2
         count = int(words[at + COUNT] & COUNT_MASK) * (2 if words[at + COUNT] & MIXED else 1)
@@ -204,7 +200,7 @@ def _enter_segments(data: bytes) -> None:
         _seal(words, stored)
     words = words.view(GuardedArray)
     num_pages = len(words) * 8 // PAGE_BYTES
-    no_refusals = Mock(**{"begin.return_value": 0, "is_clean.return_value": True})
+    no_refusals = Mock(**{"begin.return_value": 0, "refused.return_value": None})
     tree: Any = SimpleNamespace(
         path="rows.lmdb", page_bytes=PAGE_BYTES, txn_id=1, limit_pages=lambda: num_pages,
         file_map=SimpleNamespace(rows=SimpleNamespace(words=words, address=0, guard=no_refusals)),
@@ -223,7 +219,6 @@ def _enter_segments(data: bytes) -> None:
 
 
 def _edits_of_indexes() -> list[bytes]:
-    """Numbers of rows, epochs and keys, changed one at a time, with the right checksum."""
     edits = [
         struct.pack("<BBHI", kind, page, 16 + 8 * word + 4 * (kind == 2), value)
         for page in range(len(_segments()[0]))
@@ -240,7 +235,6 @@ _HEADS = 2 * 4096
 
 @functools.cache
 def _anchored() -> tuple[Path, bytes, bytes, bytes]:
-    """A row file, the store's id, and what the row file and its anchor hold."""
     store, copy = built_store(), scratch_folder()
     for name in ("rows.lmdb", "rows.anchor"):
         (copy / name).write_bytes((store / name).read_bytes())
@@ -310,7 +304,6 @@ def _write_update(payload: bytes, ids: bytes) -> Path:
 
 
 def _read_update(data: bytes) -> None:
-    """The first byte says what the rest is."""
     try:
         if data[:1] == b"f":
             _UPDATE.write_bytes(data[1:])

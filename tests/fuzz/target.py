@@ -17,8 +17,6 @@ SECONDS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Something that reads bytes."""
-
     read: Callable[[bytes], Any]
     check: Callable[[Any], None] = lambda found: None  # of what ``read`` returns
     seeds: Callable[[], list[bytes]]  # valid inputs, built by code
@@ -31,7 +29,6 @@ class Target:
         return tuple(self.words.split(b"|")) if self.words else ()
 
     def run(self, data: bytes) -> None:
-        """Read them; an exception that leaves this is a finding."""
         try:
             found = self.read(data)
         except self.errors as error:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from tests.conformance.cold_tier import add_tables
 from tierstore.io import places, superblock
 from tierstore.io.files import SUPERBLOCK_NAME
 from tierstore.io.lmdb import LmdbColdTier
@@ -37,14 +38,12 @@ _SHIFTED = [_shifted(byte) for byte in range(256)]
 
 
 def oracle_crc32c(register: int, data: bytes) -> int:
-    """The register after these bytes, not inverted."""
     for byte in data:
         register = register >> 8 ^ _SHIFTED[(register ^ byte) & 0xFF]
     return register
 
 
 def oracle_mix(first: int, second: int) -> int:
-    """Two rounds of XXH64 and its last step, over two words."""
     prime_1, prime_2, prime_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
     found = 0x27D4EB2F165667C5
     for word in (first, second):
@@ -56,7 +55,6 @@ def oracle_mix(first: int, second: int) -> int:
 
 
 def oracle_checksum(content: bytes, seed: int) -> int:
-    """Of a row, as docs/format.md has it."""
     registers = [seed & 0xFFFF_FFFF, seed >> 32, 0, 0]
     for at in range(0, len(content), 8):
         registers = [*registers[1:], oracle_crc32c(registers[0], content[at : at + 8])]
@@ -72,8 +70,13 @@ def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
     return LmdbColdTier(path, **settings)
 
 
+def opened(path: Path, **changes: Any) -> LmdbColdTier:
+    tier = open_tier(path, **changes)
+    add_tables(tier)
+    return tier
+
+
 def recover(path: Path) -> None:
-    """Go back to the anchor, as an open for writing does."""
     with closing(FileLocks(path, writable=True)) as locks:
         superblock.recover(path, STORE_ID, locks)
 
@@ -114,7 +117,6 @@ class RowPlace(NamedTuple):
 
 
 def place_of(tier: LmdbColdTier, table: int, row: int) -> RowPlace:
-    """Where a stored row lies."""
     with tier.lease() as (_, rows):
         segments = rows.segments[rows.layouts[table]]
         geo, place = segments.geo, int(rows.places[int(rows.tables.bases[table]) + row])
@@ -133,7 +135,6 @@ def place_of(tier: LmdbColdTier, table: int, row: int) -> RowPlace:
 
 
 def page_of(tier: LmdbColdTier, table: int, block: int) -> int:
-    """Where a block's worth of rows lies, of rows that were written in order."""
     with tier.lease() as (_, rows):
         rows_per_block = rows.layouts[table].rows_per_block
     return place_of(tier, table, block * rows_per_block).block_page
@@ -149,12 +150,10 @@ def refuse(guarded: Guard, page: int, count: int = 1) -> None:
 
 
 def heal(guarded: Guard, pages: int) -> None:
-    """Have the first pages of a map be the file's again."""
     guarded._put_back(guarded._address, 0, pages * mmap.PAGESIZE)
 
 
 def flip(path: Path, offset: int, bits: int = 1) -> None:
-    """Change one byte of the rows file."""
     with (path / "rows.lmdb").open("r+b") as file:
         file.seek(offset)
         value = file.read(1)[0]
@@ -163,7 +162,6 @@ def flip(path: Path, offset: int, bits: int = 1) -> None:
 
 
 def rows_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
-    """The store record's version changed, with a checksum that matches."""
     data = bytearray(files["rows.lmdb"])
     at, found = data.find(b"tierrows"), 0
     while at >= 0:
@@ -175,7 +173,6 @@ def rows_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
 
 
 def manifest_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
-    """The manifest's version changed, with a digest that matches."""
     body = json.loads(files["manifest.json"])["body"] | {"format_version": version}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return files | {"manifest.json": json.dumps({"body": body, "sha256": digest}).encode()}

@@ -83,7 +83,6 @@ def test_a_checksum_is_what_the_format_says(content: bytes, seed: int, start: in
 
 @pytest.mark.parametrize("num_words", [*range(2, 14), 33, 64])
 def test_words_that_change_alike_are_found(num_words: int) -> None:
-    """Words that change places, one change to two words or to all of them, and zeros in place of equal words."""
     seed, one = np.uint64(num_words), np.uint64(1 << 63)
     words = np.random.default_rng(num_words).integers(0, 2**64, num_words, np.uint64)
     changed = [words ^ one, ~words]
@@ -102,13 +101,11 @@ ROW_BYTES = 4 * 64
 
 
 def _format(folder: Path) -> set[int]:
-    """Format versions of all store records in the row file, also of trees before."""
     parts = (folder / "rows.lmdb").read_bytes().split(b"tierrows")[1:]
     return {int.from_bytes(part[:8], "little") for part in parts}
 
 
 def _make_older(folder: Path, places: dict[int, RowPlace]) -> None:
-    """Have the store be one of the release before: of format 4, each row's checksum its XXH64."""
     data = bytearray((folder / "rows.lmdb").read_bytes())
     for row, place in places.items():
         content = bytes(data[place.row : place.row + ROW_BYTES])
@@ -125,7 +122,6 @@ def _values(rows: torch.Tensor, generation: int) -> torch.Tensor:
 
 
 def test_rows_of_an_older_release(tmp_path: Path) -> None:
-    """They are read, verified and saved from a damaged file as they are; rows that are added make it one of ours."""
     older, newer = torch.arange(200), torch.arange(150, 300)
     with tierstore.open(tmp_path / "store", ddr="1MiB", threads=1) as store:
         store.create_table(TABLE).write(older, _values(older, 1))

@@ -41,8 +41,6 @@ class MemoryMachine(ColdTierMachine):
 
 
 class LmdbMachine(ColdTierMachine):
-    """With a reader that follows, and one of each kept version now and then."""
-
     def make(self) -> ColdTier:
         self.folder = Path(tempfile.mkdtemp())
         self.follower: LmdbColdTier | None = None
@@ -92,8 +90,6 @@ class LmdbMachine(ColdTierMachine):
 
 
 class WidePlacesMachine(LmdbMachine):
-    """With maps whose places become wide."""
-
     def make(self) -> ColdTier:
         self.patch = pytest.MonkeyPatch()
         widen_places(self.patch)

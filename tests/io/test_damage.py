@@ -7,14 +7,13 @@ import contextlib
 import random
 import re
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
-from tests.io.support import RowPlace, flip, open_tier, place_of, plain_lmdb, refuse
+from tests.conformance.cold_tier import NARROW, WIDE, check_rows, commit, keys_of, read_rows, write_rows
+from tests.io.support import RowPlace, flip, open_tier, opened, place_of, plain_lmdb, refuse
 from tierstore.errors import ChecksumError, DamagedError, FormatError, UnreadableError
 from tierstore.io.files import check_rows_file
 from tierstore.io.lmdb import LmdbColdTier
@@ -29,31 +28,20 @@ ROWS = WIDE.rows_per_block
 SEGMENT_ROWS = WIDE.rows_per_segment
 
 
-@contextlib.contextmanager
-def opened(path: Path, *, readonly: bool = True) -> Iterator[LmdbColdTier]:
-    with contextlib.closing(open_tier(path, readonly=readonly)) as tier:
-        add_tables(tier)
-        yield tier
+def reading(path: Path) -> contextlib.closing[LmdbColdTier]:
+    return contextlib.closing(opened(path, readonly=True))
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> Path:
-    """A closed, committed store: tables 0 and 1 full."""
-    with opened(tmp_path, readonly=False) as tier:
-        write_rows(tier, WIDE, keys_of(0, ALL), 1)
-        write_rows(tier, NARROW, keys_of(1, np.arange(5000)), 1)
-        commit(tier, b"payload" * 1000)
-    return tmp_path
+def writing(path: Path) -> contextlib.closing[LmdbColdTier]:
+    return contextlib.closing(opened(path))
 
 
 def place(path: Path, row: int, table: int = 0) -> RowPlace:
-    """Where a row lies in the file."""
-    with opened(path) as tier:
+    with reading(path) as tier:
         return place_of(tier, table, row)
 
 
 def put(path: Path, offset: int, content: bytes) -> None:
-    """Overwrite bytes of the rows file."""
     with (path / "rows.lmdb").open("r+b") as file:
         file.seek(offset)
         file.write(content)
@@ -61,7 +49,7 @@ def put(path: Path, offset: int, content: bytes) -> None:
 
 def test_an_index_that_is_damaged_while_the_store_is_open(written: Path) -> None:
     """Rows are read, as they say themselves which they are; verify finds it, and no damaged epoch is made use of."""
-    with opened(written, readonly=False) as tier:
+    with writing(written) as tier:
         write_rows(tier, WIDE, keys_of(0, [999]), 1)
         found = place_of(tier, 0, 300)
         flip(written, found.segment_page * PAGE + 16 + 8 * 4)  # the newest epoch
@@ -76,7 +64,7 @@ def test_an_index_that_is_damaged_while_the_store_is_open(written: Path) -> None
 @pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
 def test_an_index_of_several_pages_that_cannot_be_read(written: Path) -> None:
     """Of each of its pages it is asked whether it could be read: zeros would be keys of other rows."""
-    with opened(written) as tier:
+    with reading(written) as tier:
         found = place_of(tier, 1, 0)
         assert found.block_page > found.segment_page + 2
         with tier.lease() as (snapshot, rows):
@@ -99,7 +87,7 @@ def test_a_page_header_damaged_between_write_and_commit(written: Path, caplog: p
     """LMDB frees as many pages as a page header says: that is looked at before. Others are deleted, rows written."""
     found = place(written, 0)
     header = found.segment_page * PAGE + 12  # number of pages
-    with opened(written, readonly=False) as tier:
+    with writing(written) as tier:
         write_rows(tier, WIDE, keys_of(0, ALL), 2)
         flip(written, header, bits=2)
         expected = rf"segment {found.number} is damaged \(BAD_PAGE_HEADER\)"
@@ -111,17 +99,16 @@ def test_a_page_header_damaged_between_write_and_commit(written: Path, caplog: p
             tier.verify()
         flip(written, header, bits=2)
         tier.verify()
-    with opened(written, readonly=False) as tier:
+    with writing(written) as tier:
         assert commit(tier, b"") == 4
     with plain_lmdb(written) as txn:
         assert txn.get(segment_key(found.number)) is None
 
 
 def test_nonzero_padding(written: Path) -> None:
-    """At the end of a block, in the place of a row that there is none of, and behind the keys."""
     last = place(written, 999)
     assert last.index % ROWS < ROWS - 1, "a place is free in the last block"
-    with opened(written) as tier:
+    with reading(written) as tier:
         places = [last.pair + 16, last.row + WIDE.row_bytes, last.row + 2 * WIDE.row_bytes - 1]
         places += [(last.block_page + 1) * PAGE - 4, (last.segment_page + 1) * PAGE - 1]
         for at in (*places, last.segment_page * PAGE + 16 + 8 * (6 + last.index + 1)):
@@ -163,7 +150,7 @@ def test_damaged_rows_are_errors_and_the_others_are_right(written: Path, seed: i
         block_of = ALL // SEGMENT_ROWS * SEGMENT_ROWS + ALL % SEGMENT_ROWS // ROWS
         blocks = {int(block_of[each]) for each in ([other] if damage == "zeroed page" else [row, other])}
         bad = ALL[np.isin(block_of, list(blocks))].tolist() if damage == "zeroed page" or len(blocks) > 1 else []
-    with opened(written) as tier:
+    with reading(written) as tier:
         for each in bad:
             with pytest.raises(ChecksumError, match=rf"rows\.lmdb: row {each} of table 0 .*copy"):
                 read_rows(tier, WIDE, keys_of(0, [each]))
@@ -176,7 +163,7 @@ def test_damaged_rows_are_errors_and_the_others_are_right(written: Path, seed: i
 def test_an_older_page_of_the_same_place(tmp_path: Path) -> None:
     """As a device shows that lost a write: the page that lay there before, of the same rows and whole."""
     before: dict[int, bytes] = {}
-    with opened(tmp_path, readonly=False) as tier:
+    with writing(tmp_path) as tier:
         for version in range(1, 40):
             write_rows(tier, WIDE, keys_of(0, ALL), version)
             commit(tier, b"")
@@ -188,7 +175,7 @@ def test_an_older_page_of_the_same_place(tmp_path: Path) -> None:
     row, at = lost[0]
     assert before[at] != data[at : at + PAGE]
     put(tmp_path, at, before[at])
-    with opened(tmp_path) as tier:
+    with reading(tmp_path) as tier:
         with pytest.raises(ChecksumError, match=f"row {row} of table 0"):
             read_rows(tier, WIDE, keys_of(0, [row]))
         check_rows(tier, WIDE, keys_of(0, np.setdiff1d(ALL, np.arange(row, row + ROWS))), version)
@@ -197,7 +184,6 @@ def test_an_older_page_of_the_same_place(tmp_path: Path) -> None:
 
 
 def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:
-    """LMDB may count pages that it never wrote, where they are free: that is no damage."""
     path = written / "rows.lmdb"
     with plain_lmdb(written, write=True) as txn:
         for number in range(20):
@@ -205,7 +191,7 @@ def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:
         for number in range(20):
             txn.delete(struct.pack(">QQ", 1 << 50, number))
     assert path.stat().st_size < (check_rows_file(path).last_page + 1) * PAGE
-    with opened(written, readonly=False) as tier:
+    with writing(written) as tier:
         check_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
         write_rows(tier, WIDE, keys_of(0, np.arange(1000)), 2)
         commit(tier, b"")
@@ -228,12 +214,11 @@ def test_a_segment_missing_from_the_tree(written: Path) -> None:
 
 
 def test_a_segment_of_another_size(written: Path) -> None:
-    """Its index is whole, and says otherwise."""
     number = place(written, 0).number
     with plain_lmdb(written, write=True) as txn:
         value = bytes(txn.get(segment_key(number)))
         txn.put(segment_key(number), value + bytes(PAGE))
-    with opened(written) as tier, pytest.raises(DamagedError, match=f"segment {number} cannot be one of its tables'"):
+    with reading(written) as tier, pytest.raises(DamagedError, match=f"segment {number} cannot be one of its tables'"):
         read_rows(tier, WIDE, keys_of(0, [0]))
     with plain_lmdb(written, write=True) as txn:
         txn.put(segment_key(number), value[:-8])
@@ -242,12 +227,11 @@ def test_a_segment_of_another_size(written: Path) -> None:
 
 
 def test_a_damaged_payload(written: Path) -> None:
-    """verify looks at those of earlier versions too."""
-    with opened(written, readonly=False) as tier:
+    with writing(written) as tier:
         tier.commit(b"two", 2, keep=2)
     with plain_lmdb(written, write=True) as txn:
         txn.put(item_key(payload_item(1, 0)), b"Payload" * 1000)
-    with opened(written) as tier:
+    with reading(written) as tier:
         assert tier.payload == b"two"
         with pytest.raises(ChecksumError, match="the payload of version 1 is damaged"):
             tier.verify()

@@ -9,8 +9,8 @@ import pytest
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, keys_of, read_rows, write_rows
 from tests.io.support import flip, open_tier, place_of
 from tierstore.errors import ChecksumError
-from tierstore.io.gather import MAX_GROUP
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.reads import MAX_GROUP
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.layout import PAIR_WORDS, RowLayout
 

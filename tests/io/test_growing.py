@@ -26,7 +26,6 @@ def _opened(stack: ExitStack, path: Path, **changes: object) -> LmdbColdTier:
 
 
 def _map_lengths(path: Path) -> list[int]:
-    """Of all maps that this process has of the row file."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     spans = [line[0].split("-") for line in lines if line[-1] == str(path / "rows.lmdb")]
     return [int(stop, 16) - int(start, 16) for start, stop in spans]
@@ -41,7 +40,6 @@ def _check_some_generation(tier: LmdbColdTier, keys: "np.ndarray[tuple[int, ...]
 
 
 def test_a_file_that_outgrows_its_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread of the writer reads meanwhile, one reader keeps its version, another follows."""
     monkeypatch.setattr(mapped, "_LEAST_BYTES", SMALL)
     monkeypatch.setattr(writer, "_SPARE_BYTES", SPARE)
     stop, failed = threading.Event(), list[BaseException]()

@@ -8,17 +8,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from tests.conformance.cold_tier import WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
-from tests.io.support import flip, open_tier, place_of, plain_lmdb
+from tests.conformance.cold_tier import WIDE, check_rows, commit, keys_of, read_rows, write_rows
+from tests.io.support import flip, opened, place_of, plain_lmdb
 from tierstore.errors import ChecksumError, DamagedError, DiskFullError
-from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.segments import STORED, stored_segments
-
-
-def _tier(path: Path, **changes: object) -> LmdbColdTier:
-    tier = open_tier(path, **changes)
-    add_tables(tier)
-    return tier
 
 
 def _segments(rows: int) -> int:
@@ -29,12 +22,12 @@ def _segments(rows: int) -> int:
 def test_a_commit_that_finds_no_room_to_clean_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with contextlib.closing(_tier(tmp_path)) as tier:
+    with contextlib.closing(opened(tmp_path)) as tier:
         keys = keys_of(0, np.arange(500))
         for version in (1, 2):
             write_rows(tier, WIDE, keys, version)
             with monkeypatch.context() as patch:
-                patch.setattr(tier._writer._log, "clean", Mock(side_effect=DiskFullError("no room left")))
+                patch.setattr(tier._writer, "_clean", Mock(side_effect=DiskFullError("no room left")))
                 assert commit(tier, b"") == version
         assert "no room to clean up" in caplog.text
         with tier.lease() as (snapshot, _):
@@ -43,25 +36,24 @@ def test_a_commit_that_finds_no_room_to_clean_stands(
 
 
 def test_a_segment_that_its_tree_has_lost_is_an_error_that_leaves_the_log_as_it_is(tmp_path: Path) -> None:
-    with contextlib.closing(_tier(tmp_path)) as tier:
+    with contextlib.closing(opened(tmp_path)) as tier:
         write_rows(tier, WIDE, keys := keys_of(0, np.arange(50)), 1)
         assert commit(tier, b"") == 1
         assert tier._writer is not None
-        log, before = tier._writer._log, tier._writer._log._record
+        writer, before = tier._writer, tier._writer._record
         lost = np.zeros(1, STORED)
         lost["number"] = 7
-        with pytest.raises(DamagedError, match="has lost segment 7"), log._changing([]) as txn:
-            log._delete(txn, lost)
+        with pytest.raises(DamagedError, match="has lost segment 7"), writer._changing([]) as txn:
+            writer._delete(txn, lost)
         write_rows(tier, WIDE, keys, 2)
         assert commit(tier, b"") == 2
-        assert log._record.num_segments == before.num_segments
-    with contextlib.closing(_tier(tmp_path, readonly=True)) as tier:
+        assert writer._record.num_segments == before.num_segments
+    with contextlib.closing(opened(tmp_path, readonly=True)) as tier:
         check_rows(tier, WIDE, keys, 2)
 
 
 def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every turn of cleaning finds more to do, as rows are written in between."""
-    with contextlib.closing(_tier(tmp_path)) as tier:
+    with contextlib.closing(opened(tmp_path)) as tier:
         write_rows(tier, WIDE, keys_of(0, np.arange(500)), 1)
         calls: list[None] = []
         monkeypatch.setattr(tier._writer, "_clean", lambda: not calls.append(None))
@@ -70,7 +62,7 @@ def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytes
 
 
 def test_close_waits_for_reads(tmp_path: Path) -> None:
-    tier = _tier(tmp_path)
+    tier = opened(tmp_path)
     keys = keys_of(0, np.arange(1000))
     write_rows(tier, WIDE, keys, 1)
     with tier.lease():
@@ -87,7 +79,7 @@ def test_numbers_of_segments_are_never_given_again(tmp_path: Path) -> None:
     """Not after a rollback, nor by a process that goes back to a tree that lacks some: a stale page could pass."""
     seen: set[int] = set()
     for generation in range(6):  # each drops those that the one before left behind
-        with contextlib.closing(_tier(tmp_path)) as tier:
+        with contextlib.closing(opened(tmp_path)) as tier:
             write_rows(tier, WIDE, keys_of(0, np.arange(500)), generation)
             with tier.lease_tree() as snapshot:
                 numbers = set(stored_segments(snapshot)["number"].tolist())
@@ -98,7 +90,7 @@ def test_numbers_of_segments_are_never_given_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["a row", "its index"])
 def test_a_damaged_segment_is_not_cleaned(part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its rows stay where they are, and are an error for whoever reads them, not for whoever writes others."""
-    tier = _tier(tmp_path, slack=1.01)
+    tier = opened(tmp_path, slack=1.01)
     write_rows(tier, WIDE, keys_of(0, np.arange(200)), 1)
     commit(tier, b"")
     place = place_of(tier, 0, 1)

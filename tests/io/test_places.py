@@ -29,8 +29,6 @@ _SHAPES = {0: WIDE, 1: NARROW, 2: WIDE}
 
 
 class _Content(NamedTuple):
-    """What a map says, whatever slots it gave to segments."""
-
     segments: dict[int, tuple[int, dict[int, int]]]
     places: dict[int, tuple[int, int]]
 
@@ -96,7 +94,6 @@ def _opened(path: Path, **changes: Any) -> LmdbColdTier:
 
 @pytest.fixture(params=["narrow", "wide"])
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Bytes of a place in the maps of stores of some segments."""
     if request.param == "wide":
         widen_places(monkeypatch)
     monkeypatch.setattr(segments, "_PART_SEGMENTS", 7)
@@ -140,7 +137,6 @@ def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int
 
 
 def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by a writer, which looks for what an earlier process left behind."""
     looked_at: list[int] = []
     read = segments._read
     monkeypatch.setattr(segments, "_read", lambda *all_: looked_at.extend(all_[4]["number"].tolist()) or read(*all_))
@@ -161,7 +157,6 @@ def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, mon
 
 @pytest.mark.parametrize("num_rows", [2**34, 2**40])
 def test_a_table_of_any_size_takes_memory_for_what_it_has(tmp_path: Path, num_rows: int) -> None:
-    """Address space is reserved, not committed; what is done with a few rows takes no time for the others."""
     keys = keys_of(0, [num_rows - 9, num_rows - 2, num_rows - 1])
     with closing(open_tier(tmp_path)) as tier:
         tier.add_table(0, WIDE, num_rows)

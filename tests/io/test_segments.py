@@ -40,7 +40,6 @@ def oracle_block_word(number: int, newest: int, block: int, rows: int, is_last: 
 
 
 def oracle_index(layout: RowLayout, rows: Rows, number: int) -> bytes:
-    """The words before the first block, as docs/format.md draws them, without LMDB's header."""
     is_mixed = len(set(rows.epochs)) > 1
     count = len(rows.keys) | is_mixed << 32
     body = struct.pack("<8sQQQQ", b"tierlogs", number, count, max(rows.epochs), min(rows.epochs))
@@ -51,7 +50,6 @@ def oracle_index(layout: RowLayout, rows: Rows, number: int) -> bytes:
 
 
 def oracle_block(layout: RowLayout, rows: Rows, number: int, block: int) -> bytes:
-    """The bytes of one block, header, pairs, rows and zeros."""
     first, size = block * layout.rows_per_block, layout.pages_per_block * layout.page_bytes
     pairs, payloads = [], []
     for index in range(first, min(first + layout.rows_per_block, len(rows.keys))):
@@ -93,7 +91,6 @@ def built(layout: RowLayout, rows: Rows, number: int = NUMBER) -> bytes:
 
 
 def counts_of(layout: RowLayout) -> list[int]:
-    """One row; a block and a row; all that a segment takes, and one less."""
     return sorted({1, min(layout.rows_per_block + 1, layout.rows_per_segment), layout.rows_per_segment - 1 or 1,
                    layout.rows_per_segment})  # fmt: skip
 

@@ -9,9 +9,6 @@ import faulthandler
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +18,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, write_rows
-from tests.io.support import heal, open_tier, page_of, refuse
+from tests.children import run
+from tests.conformance.cold_tier import WIDE, check_rows, commit, keys_of, write_rows
+from tests.io.support import heal, opened, page_of, refuse
 from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
 from tierstore.io import sigbus, snapshot
 from tierstore.io.lmdb import LmdbColdTier
@@ -33,23 +31,11 @@ from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096
 ROWS = WIDE.rows_per_block
 ALL = np.arange(1000)
 DAMAGED = TruncatedError, ChecksumError, UnreadableError
 Int64s = NDArray[np.int64]
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Path:
-    """A closed, committed store: tables 0 and 1 full."""
-    tier = opened(tmp_path)
-    write_rows(tier, WIDE, keys_of(0, ALL), 1)
-    write_rows(tier, NARROW, keys_of(1, np.arange(5000)), 1)
-    commit(tier, b"payload" * 1000)
-    tier.close()
-    return tmp_path
 
 
 @pytest.fixture
@@ -60,10 +46,10 @@ def tier(written: Path) -> Iterator[LmdbColdTier]:
     tier.close()
 
 
-def opened(path: Path, **changes: object) -> LmdbColdTier:
-    tier = open_tier(path, **changes)
-    add_tables(tier)
-    return tier
+def commit_some_rows(path: Path) -> None:
+    with contextlib.closing(opened(path)) as tier:
+        write_rows(tier, WIDE, keys_of(0, ALL[::5]), 2)
+        commit(tier, b"two")
 
 
 def _rows_guard(tier: LmdbColdTier) -> Guard:
@@ -80,11 +66,11 @@ def test_zeros_do_not_count_though_the_page_is_the_files_again(
 
     real = reads.gather
 
-    def gather(*arguments: object) -> None:
+    def gather(batch: reads.Batch, *arguments: object) -> None:
         assert rows.begin() == rows.met
-        real(*arguments)  # faults, and finds zeros
+        real(batch, *arguments)  # faults, and finds zeros
         rows.begin()
-        arguments[-1][:2] = 0  # type: ignore[index] - all checksums were good
+        batch.result[:2] = 0  # all checksums were good
 
     monkeypatch.setattr(reads, "gather", gather)
     with pytest.raises(UnreadableError, match=f"row {7 * ROWS} of table 0"):
@@ -182,7 +168,7 @@ def test_a_look_at_the_newest_version_that_fails_keeps_no_lock(written: Path, mo
             raise UnreadableError("refused")
         return newest(*arguments)
 
-    assert _child(COMMIT, written).returncode == 0
+    commit_some_rows(written)
     before = dict(reader._file.map.locks._users)
     monkeypatch.setattr(snapshot, "_newest", fails)
     with pytest.raises(UnreadableError, match="refused"):
@@ -192,7 +178,6 @@ def test_a_look_at_the_newest_version_that_fails_keeps_no_lock(written: Path, mo
 
 
 FORK = """
-    import sys
     from tests.io.test_sigbus import *
     from tierstore.system.page_cache import _libc
 
@@ -206,7 +191,7 @@ FORK = """
             since = each.guard.begin()
             refuse(each.guard, 3)
             assert not each.words[3 * PAGE // 8]
-            assert not each.guard.is_clean(since)
+            assert each.guard.refused(since) is not None
         print("noticed", flush=True)
         os._exit(0)
     os.waitpid(child, 0)
@@ -214,25 +199,14 @@ FORK = """
 
 
 def test_a_forked_child_has_no_maps_of_its_parent(written: Path) -> None:
-    assert _child(FORK, written / "rows.lmdb").stdout == "noticed\n"
-
-
-COMMIT = """
-    import sys
-    from tests.io.test_sigbus import *
-
-    tier = opened(Path(sys.argv[1]))
-    write_rows(tier, WIDE, keys_of(0, ALL[::5]), 2)
-    commit(tier, b"two")
-    tier.close()
-"""
+    assert run(FORK, written / "rows.lmdb") == "noticed\n"
 
 
 def test_pages_of_the_index(written: Path) -> None:
     """A follower that cannot read the newest index stays where it is, and moves when it can."""
     reader = opened(written, readonly=True)
     check_rows(reader, WIDE, keys_of(0, ALL), 1)
-    assert _child(COMMIT, written).returncode == 0
+    commit_some_rows(written)
     pages = reader._file.map.file_bytes() // PAGE
     refuse(reader._file.map.guard, 2, pages - 2)
     expected = r"rows\.lmdb: the device refuses to read bytes \d+ to \d+\. .*log.*repair"
@@ -246,13 +220,6 @@ def test_pages_of_the_index(written: Path) -> None:
                 break
     check_rows(reader, WIDE, keys_of(0, ALL[::5]), 2)
     reader.close()
-
-
-def _child(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
 
 
 def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
@@ -277,9 +244,7 @@ def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
 
 
 FOREIGN = """
-    import faulthandler, json, mmap, os, sys, tempfile
-    import numpy as np
-    from pathlib import Path
+    import contextlib, faulthandler, json, mmap, tempfile
     from tests.io.test_sigbus import ALL, WIDE, check_rows, keys_of, opened
 
     empty = os.memfd_create("empty")
@@ -303,6 +268,9 @@ FOREIGN = """
         else:
             os.kill(os.getpid(), 7)
 
+    with contextlib.closing(opened(Path(sys.argv[1]), readonly=True)) as tier:
+        check_rows(tier, WIDE, keys_of(0, ALL), 1)  # loads the kernels, once for all children
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)
     for steps in sys.argv[2:]:
         said = tempfile.TemporaryFile()
         child = os.fork()
@@ -318,16 +286,13 @@ FOREIGN = """
 
 
 def test_a_fault_of_somebody_else_ends_the_process_as_ever(written: Path) -> None:
-    """And the handler that was there, before ours or after, has its say, once."""
     starts = "open", "handler open", "open handler", "open handler read", "handler open handler read"
     runs = [f"{start} {end}" for start in starts for end in ("fault", "kill")]
-    done = _child(FOREIGN, written, *runs)
-    assert done.returncode == 0, done.stderr
-    for run, line in zip(runs, done.stdout.splitlines(), strict=True):
+    for steps, line in zip(runs, run(FOREIGN, written, *runs, timeout=300).splitlines(), strict=True):
         code, said = json.loads(line)
-        assert code == -signal.SIGBUS, (run, said)
-        assert said.count("Fatal Python error: Bus error") == ("handler" in run), (run, said)
-        assert ("touch_what_is_nobodys" in said) == ("handler" in run and "fault" in run), (run, said)
+        assert code == -signal.SIGBUS, (steps, said)
+        assert said.count("Fatal Python error: Bus error") == ("handler" in steps), (steps, said)
+        assert ("touch_what_is_nobodys" in said) == ("handler" in steps and "fault" in steps), (steps, said)
 
 
 def test_a_handler_that_was_put_over_ours(tier: LmdbColdTier) -> None:
@@ -351,10 +316,10 @@ def test_a_map_that_is_gone_is_nobodys(tmp_path: Path) -> None:
     path.write_bytes(bytes(PAGE))
     for _ in range(3 * sigbus._SLOTS):
         FileMap(path, PAGE).close()
-    free = len(sigbus._handler()._free)
+    free = len(sigbus._handler().free)
     maps = [FileMap(path, PAGE) for _ in range(sigbus._SLOTS + 3)]
-    assert sigbus._handler()._free == []
+    assert sigbus._handler().free == []
     for each in maps:
-        assert each.guard.is_clean(each.guard.begin())
+        assert each.guard.refused(each.guard.begin()) is None
         each.close()
-    assert len(sigbus._handler()._free) == free
+    assert len(sigbus._handler().free) == free

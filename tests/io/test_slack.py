@@ -9,7 +9,7 @@ import pytest
 from tests.conformance.cold_tier import LONG, NARROW, WIDE, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier
 from tierstore import layout as layouts
-from tierstore.io import log, places, row_file
+from tierstore.io import log, places, row_file, writer
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.layout import RowLayout
 
@@ -90,13 +90,10 @@ _COUNTS = Path("/proc/self/io")
 
 
 def _written_bytes() -> int:
-    """By this process, to any file."""
     return int(next(line.split()[1] for line in _COUNTS.read_text().splitlines() if line.startswith("wchar")))
 
 
 class _Counter:
-    """Counts pages that are written beside segments."""
-
     def __init__(self, tier: LmdbColdTier) -> None:
         self._tier = tier
         self._last = self._now()
@@ -107,19 +104,18 @@ class _Counter:
             return _written_bytes() - counters.bytes_written - counters.bytes_moved, snapshot.txn_id
 
     def pages_a_transaction(self) -> float:
-        """Since the last call."""
         (before, first), self._last = self._last, self._now()
         return (self._last[0] - before) / 4096 / (self._last[1] - first)
 
 
 @pytest.fixture
 def layout(monkeypatch: pytest.MonkeyPatch) -> RowLayout:
-    """Two rows a segment."""
     for module, name in (
         (layouts, "SEGMENT_PAGES"),
         (row_file, "GROWTH_BYTES"),
-        (log, "_DELETED_PAGES"),
-        (log, "_CLEANED_PAGES"),
+        (log, "DELETED_PAGES"),
+        (writer, "DELETED_PAGES"),
+        (writer, "_CLEANED_PAGES"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) // _SCALE)
     monkeypatch.setattr(places, "SMALL_PAGES", 0)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conformance.cold_tier import TABLES, WIDE, Int64s, add_tables, check_rows, commit, keys_of, write_rows
-from tests.io.support import STORE_ID, open_tier, recover
+from tests.conformance.cold_tier import TABLES, WIDE, Int64s, check_rows, commit, keys_of, write_rows
+from tests.io.support import STORE_ID, open_tier, opened, recover
 from tierstore.errors import ChecksumError, DamagedError, FormatError
 from tierstore.io import superblock
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
@@ -21,7 +21,6 @@ ROWS = np.arange(TABLES[0][1])
 
 
 def copy_store(source: Path, target: Path) -> Path:
-    """The files as they are now, without locks, which a machine that starts again does not have."""
     target.mkdir()
     for name in ("rows.lmdb", SUPERBLOCK_NAME):
         shutil.copyfile(source / name, target / name)
@@ -41,10 +40,8 @@ def other_boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def with_first_commit(directory: Path) -> LmdbColdTier:
-    """A new tier whose rows are all written, of generation 1, and committed."""
     directory.mkdir()
-    tier = open_tier(directory)
-    add_tables(tier)
+    tier = opened(directory)
     write_rows(tier, WIDE, keys_of(0, ROWS), 1)
     commit(tier, b"first")
     return tier
@@ -67,16 +64,14 @@ def written_after_commit(directory: Path, seed: int, write_backs: int) -> Path:
 
 
 def check_second_commit(directory: Path) -> None:
-    tier = open_tier(directory)
-    add_tables(tier)
+    tier = opened(directory)
     assert (tier.version, tier.payload) == (2, b"second")
     check_rows(tier, WIDE, keys_of(0, ROWS), 2)
     tier.verify()
     write_rows(tier, WIDE, keys_of(0, ROWS), 3)
     commit(tier, b"third")
     tier.close()
-    tier = open_tier(directory)
-    add_tables(tier)
+    tier = opened(directory)
     check_rows(tier, WIDE, keys_of(0, ROWS), 3)
     tier.close()
 
@@ -130,7 +125,6 @@ PAGE = 4096
 
 @pytest.fixture
 def later(tmp_path: Path) -> Path:
-    """A store that was written to after its last commit, as a killed writer leaves it."""
     written_after_commit(tmp_path / "store", 7, 4)
     return tmp_path / "store later"
 

@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conformance.cold_tier import TABLES, add_tables, check_rows, commit, keys_of, read_rows, words_of
+from tests.conformance.cold_tier import TABLES, check_rows, commit, keys_of, read_rows, words_of
 from tests.conformance.cold_tier import write_rows as write
-from tests.io.support import open_tier
+from tests.io.support import opened
 from tierstore.errors import ClosedError, UnreadableError
 from tierstore.io import reads, uring
 from tierstore.io.lmdb import LmdbColdTier
@@ -31,8 +31,7 @@ ROUNDS = 30 if JIT_ENABLED else 2
 def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LmdbColdTier]:
     """Committed: every third row of each table. No memory is left for the file."""
     monkeypatch.setattr(reads, "free_memory_bytes", lambda: 0)
-    tier = open_tier(tmp_path)
-    add_tables(tier)
+    tier = opened(tmp_path)
     for table, (layout, num_rows) in TABLES.items():
         write(tier, layout, keys_of(table, np.arange(0, num_rows, 3)), 1)
     commit(tier, b"")
@@ -46,7 +45,6 @@ def _rings(tier: LmdbColdTier) -> uring.Rings:
 
 
 def _read_cold(tier: LmdbColdTier, table: int = 0) -> int:
-    """Read all rows of a table and look at their bits; the pages that did not come through the map."""
     page_cache.drop(tier.path)
     tier.reader.is_cold, before = True, tier.counters().pages_direct
     layout, num_rows = TABLES[table]
@@ -55,7 +53,6 @@ def _read_cold(tier: LmdbColdTier, table: int = 0) -> int:
 
 
 def _traces() -> int:
-    """Descriptors and maps of rings in this process."""
     links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     return f"{links}{Path('/proc/self/maps').read_text()}".count("io_uring")
 
@@ -173,7 +170,6 @@ def test_what_the_device_refuses(tier: LmdbColdTier, monkeypatch: pytest.MonkeyP
 
 
 def test_threads_and_signals(tier: LmdbColdTier) -> None:
-    """Several threads read at a time, while signals stop them from waiting."""
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
     try:

@@ -9,9 +9,9 @@ import pytest
 import xxhash
 
 import tierstore
-from tests.conformance.cold_tier import LONG, WIDE, add_tables, commit, keys_of, write_rows
+from tests.conformance.cold_tier import LONG, WIDE, commit, keys_of, write_rows
 from tests.damage import PAGE, Sample, make_aged
-from tests.io.support import RowPlace, flip, open_tier, place_of, refuse
+from tests.io.support import RowPlace, flip, open_tier, opened, place_of, refuse
 from tierstore.errors import ChecksumError, UnreadableError
 from tierstore.io import verify
 from tierstore.io.lmdb import LmdbColdTier
@@ -40,7 +40,6 @@ def folder(sample: Sample, tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def leased(folder: Path) -> Iterator[tuple[LmdbColdTier, Snapshot, RowMap]]:
-    """The cold tier of a store, its tree and its map."""
     with tierstore.open(folder, mode="r", ddr="1MiB") as store, store._cold.lease() as (snapshot, rows):
         yield store._cold, snapshot, rows
 
@@ -71,7 +70,6 @@ def test_every_damaged_place_is_named(folder: Path) -> None:
 
 
 def _say(folder: Path, place: RowPlace, word: int, content: int) -> None:
-    """Change a word of an index, and make its checksum that of what it says then."""
     data = np.fromfile(folder / "rows.lmdb", np.uint64)
     index = data[place.segment_page * PAGE // 8 + 2 :]
     index[word] = content
@@ -87,9 +85,7 @@ IMPOSSIBLE = {"oldest": (5, 0), "newest": (4, 99), "mixed": (3, 1 << 32 | 54), "
 
 @pytest.mark.parametrize(("word", "content"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_an_index_that_says_what_cannot_be(tmp_path: Path, word: int, content: int) -> None:
-    """Though its checksum is right."""
-    with contextlib.closing(open_tier(tmp_path)) as tier:
-        add_tables(tier)
+    with contextlib.closing(opened(tmp_path)) as tier:
         write_rows(tier, WIDE, keys_of(0, np.arange(54)), 7)
         place = place_of(tier, 0, 0)
         tier.verify()
@@ -99,7 +95,6 @@ def test_an_index_that_says_what_cannot_be(tmp_path: Path, word: int, content: i
 
 
 def test_epochs_that_the_index_denies(folder: Path) -> None:
-    """Of rows that were moved together."""
     with leased(folder) as (tier, tree, rows):
         segments = rows.segments[rows.layouts[2]]
         [slot, *_] = np.flatnonzero(segments.arrays.newest != segments.arrays.oldest)
@@ -138,8 +133,7 @@ def test_slices_of_any_size_find_the_same(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_of_tables_that_are_not_known_the_index_is_checked(tmp_path: Path) -> None:
-    with contextlib.closing(open_tier(tmp_path)) as tier:
-        add_tables(tier)
+    with contextlib.closing(opened(tmp_path)) as tier:
         write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
         write_rows(tier, LONG, keys_of(5, np.arange(10)), 1)
         commit(tier, b"")

@@ -155,18 +155,6 @@ def raising(number: int) -> Callable[..., int]:
     return refuse
 
 
-def test_holes_stay_holes(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 8192)
-    os.truncate(path, 1 << 20)
-    with path.open("r+b") as file:
-        file.seek(1 << 19)
-        file.write(b"y" * 4096)
-        file.flush()
-        stretches = list(files._stretches(file.fileno(), 1 << 20))
-    assert stretches == [(0, 8192), (1 << 19, (1 << 19) + 4096)]
-
-
 def interrupt(*_: int) -> None:
     raise KeyboardInterrupt
 

@@ -17,7 +17,7 @@ from tests.following import DIM, EVERY, ROWS, Writer, expected
 from tierstore import errors
 from tierstore.errors import StoreReplacedError
 from tierstore.io import writer as io_writer
-from tierstore.io.follower import NewerCommit
+from tierstore.io.lmdb import NewerCommit
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.inspection import describe_store
 from tierstore.store import Store
@@ -33,7 +33,7 @@ def commit_changed(writer: Writer) -> None:
 
 def require_nothing_held(store: Store) -> None:
     """No second snapshot."""
-    assert store._follower._found is store._cold._follower.found is None
+    assert store._follower._found is store._cold._found is None
 
 
 def test_only_what_the_last_call_found_is_shown_and_once(writer: Writer, store_dir: Path) -> None:
@@ -228,7 +228,7 @@ def test_files_copied_over_a_store_that_use_its_number_again_are_another_store(
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         assert store.refresh() == 2
         shutil.copyfile(tmp_path / "copy" / "rows.lmdb", store_dir / "rows.lmdb")
-        store._cold._follower._last = -1  # a copy of as many transactions looks like one in which nothing was done
+        store._cold._same_until = -1  # a copy of as many transactions looks like one in which nothing was done
         with pytest.raises(StoreReplacedError, match="version 2 is another commit"):
             store.refresh()
 

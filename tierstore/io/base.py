@@ -1,7 +1,6 @@
 """The contract of a cold tier: rows below memory, written in transactions, read in batches, committed atomically.
 
-A store asks nothing else of what its rows lie in. ``lmdb.py`` is on a device; ``MemoryColdTier`` is the twin: a dict,
-obviously right, slow, and gone when the process ends.
+``lmdb.py`` is on a device; ``MemoryColdTier`` is the twin: a dict, obviously right, slow, and gone with the process.
 """
 
 import threading
@@ -33,9 +32,7 @@ class ColdCounters(NamedTuple):
     bytes_moved: int = 0  # of the pages that they were appended in
 
 
-class VerifyReport(NamedTuple):
-    """What was found sound."""
-
+class VerifyReport(NamedTuple):  # what was found sound
     tables: int  # that have rows
     segments: int  # that were checked: also of earlier versions, and with rows that nobody needs
     rows: int  # that a read finds, each counted once
@@ -101,10 +98,8 @@ class ColdTier(Protocol):
         """
 
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
-        """Store ``weights[slots[i]]``, ``state[slots[i]]`` as row ``keys[i]`` (keys distinct, one layout), together and
-        in this order.
-
-        Visible to ``read`` on return; part of no version until ``commit``. All or nothing.
+        """Store ``weights[slots[i]]``, ``state[slots[i]]`` as row ``keys[i]`` (keys distinct, one layout), all or
+        nothing and in this order. Visible to ``read`` on return; part of no version until ``commit``.
 
         Args:
             epoch: the first version that the rows are to be part of, above ``last_version``. A row written for an
@@ -145,17 +140,12 @@ class ColdTier(Protocol):
         """What the current version was committed with; b"" before the first commit."""
 
     def find_newer(self) -> NewerVersion | None:
-        """What a tier open for reading can move to; None if there is nothing newer. What an earlier call gave is
-        closed."""
+        """What a tier open for reading can move to, if anything; what an earlier call gave is closed."""
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read and check every row that is stored, also for earlier versions and for none yet.
-
-        Rows of tables that were not added are not counted. ``progress(done_bytes, total_bytes)``.
-
-        Raises:
-            DamagedError: names the file, the place and the way out.
-        """
+        """Read and check every row that is stored, also for earlier versions and for none yet; rows of tables that were
+        not added are not counted. ``progress(done_bytes, total_bytes)``. DamagedError: names the file, the place and
+        the way out."""
 
     def counters(self) -> ColdCounters: ...
 
@@ -180,13 +170,10 @@ class Counting:
 
     def add(self, **added: float) -> None:
         with self._lock:
-            totals = self.totals._asdict()
-            for name, value in added.items():
-                totals[name] += value
-            self.totals = ColdCounters(**totals)
+            self.totals = self.totals._replace(**{name: getattr(self.totals, name) + added[name] for name in added})
 
 
-# What the arguments of any tier must be: in range, of the types and shapes that kernels take. Each raises ValueError.
+# ValueErrors of arguments that no tier takes: out of range, or of types and shapes that kernels do not take.
 
 
 def check_table(table_index: int, layout: RowLayout, num_rows: int, page_bytes: int) -> None:
@@ -210,9 +197,9 @@ def check_arrays(keys: Int64s, slots: Int32s, weights: Words, state: Words, pres
         raise ValueError(f"weights has {len(weights)} slots, state has {len(state)}")
     if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= len(weights)):
         raise ValueError(f"slots must be in [0, {len(weights)})")
-    if present is None:
-        return
-    if present.dtype != np.bool_ or present.shape != keys.shape or not present.flags.c_contiguous:
+    if present is not None and (
+        present.dtype != np.bool_ or present.shape != keys.shape or not present.flags.c_contiguous
+    ):
         raise ValueError("present must be a contiguous bool array as long as keys")
 
 
@@ -278,16 +265,14 @@ class MemoryColdTier:
 
     def _check(self, keys: Int64s, weights: Words, state: Words) -> RowLayout:
         """Their layout, in whose slots they go."""
-        layouts = set()
         for key in keys.tolist():
             table, row = key >> KEY_ROW_BITS, key % MAX_ROWS
-            layout, num_rows = self._tables.get(table, (None, 0))
-            if layout is None or row >= num_rows:
+            if row >= self._tables.get(table, (None, 0))[1]:
                 raise ValueError(f"keys has {key}, row {row} of table {table}: not a row of a table that was added")
-            layouts.add(layout)
-        if len(layouts) != 1:
+        layout, *others = {self._tables[table][0] for table in (keys >> KEY_ROW_BITS).tolist()}
+        if others:
             raise ValueError("keys are of tables of several layouts")
-        check_widths(layout := layouts.pop(), weights, state)
+        check_widths(layout, weights, state)
         return layout
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:

@@ -38,9 +38,7 @@ FREE_KEY_BYTES: Final = 8  # of the tree of free pages, in which a key is a tran
 BIG_DATA: Final = 0x01  # the flag of a node whose value lies on pages of its own
 
 _NODE_BYTES: Final = 8
-_BRANCH: Final = 0x01
-_LEAF: Final = 0x02
-_META: Final = 0x08
+_BRANCH, _LEAF, _META = 0x01, 0x02, 0x08  # flags of pages
 LASTING: Final = 0x3FEF  # the flags of a page that mean something on disk
 _INTEGER_KEYS: Final = 0x08
 _ENVIRONMENT_FLAGS: Final = 0x4000  # MDB_NOSUBDIR, which LMDB keeps among the flags of its tree of free pages
@@ -141,18 +139,10 @@ def pages_of(file_map: FileMap, page_bytes: int) -> Pages:
     return Pages(file_map.halves, page_bytes // 2, file_map.file_bytes() // page_bytes, file_map.address)
 
 
-# Places in ``Walk.result``.
-STATUS: Final = 0
-PAGE: Final = 1
-_LEVEL: Final = 2
-BRANCHES: Final = 3
-LEAVES: Final = 4
-DAMAGED: Final = 5
+STATUS, PAGE, _LEVEL, BRANCHES, LEAVES, DAMAGED = range(6)  # places in ``Walk.result``
 
 
-class Walk(NamedTuple):
-    """Where a walk stands. Made by ``new_walk``."""
-
+class Walk(NamedTuple):  # where a walk stands; made by ``new_walk``
     pages: Int64s  # by level, as the next two
     indexes: Int64s
     counts: Int64s
@@ -171,12 +161,9 @@ def new_walk(page_halves: int, used: Words | None = None) -> Walk:
 def list_tree(
     pages: Pages, root: Root, walk: Walk, first: int = 0, *, key_bytes: int = KEY_BYTES, tolerant: bool = False
 ) -> Entries:
-    """Entries in key order from key word ``first`` on, as far as ``walk.result`` says.
-
-    Args:
-        key_bytes: 16 for the tree of segments, 8 for that of free pages.
-        tolerant: pass over what is damaged, and over the order of keys; else stop there, with a status.
-    """
+    """Entries in key order from key word ``first`` on, as far as ``walk.result`` says. ``key_bytes``: 16 for the tree
+    of segments, 8 for that of free pages. ``tolerant``: pass over what is damaged, and over the order of keys; else
+    stop there, with a status."""
     parts = [np.empty(0, ENTRY)]
     if root.page == NO_ROOT:
         walk.result[STATUS] = WalkStatus.DONE

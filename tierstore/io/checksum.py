@@ -163,7 +163,7 @@ def mix_key(first: np.uint64, second: np.uint64) -> np.uint64:
 
 @inline
 def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> np.uint64:
-    """Of ``words[start : start + num_words]``, by CRC32C.
+    """CRC32C of ``words[start : start + num_words]``.
 
     Words go to four registers in turn, as each waits for its own word before; two of them begin with half of the seed
     each. They are multiplied in the end: CRC32C is linear, so that equal changes to words of two registers would leave

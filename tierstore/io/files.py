@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -22,9 +22,8 @@ from ..system.files import (
     write_all,
 )
 from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, newer_meta, pages_of, parse_meta, repoint
-from .free_list import check_page_use
 from .mapped import FileMap, map_length
-from .snapshot import Snapshot
+from .snapshot import Snapshot, check_page_use
 
 ROW_FILE_NAME: Final = "rows.lmdb"
 SUPERBLOCK_NAME: Final = "rows.anchor"
@@ -51,7 +50,6 @@ def take_from_lower_layer(directory: Path) -> None:
 
 
 def translate(error: lmdb.Error, path: Path) -> TierstoreError:
-    """The error of ours that an LMDB error amounts to."""
     if "already open in this process" in str(error):
         return StoreLockedError(
             f"{path}: LMDB has it open already in this process, or had it in one that this was forked from; open the "
@@ -160,7 +158,6 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
 
 
 def read_stamp(path: Path, page_bytes: int) -> bytes:
-    """The store's id, as ``create_rows_file`` wrote it."""
     with path.open("rb", buffering=0) as file:
         return os.pread(file.fileno(), _STAMP_BYTES, page_bytes - _STAMP_BYTES)
 
@@ -223,11 +220,8 @@ def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int]
     """Copy into a new file, synced, while a writer goes on; ``progress(done_bytes, total_bytes)``.
 
     No page of the snapshot's tree is reused while it is open; others are free in it. Both meta pages of the copy lead
-    to that tree: as transaction n, and as n - 1, which LMDB replaces next.
-
-    Raises:
-        DiskFullError, TierstoreError: the system refused. DamagedError: the source is not what was written.
-        StoreReplacedError: it is not at its path any more.
+    to that tree: as transaction n, and as n - 1, which LMDB replaces next. DiskFullError, TierstoreError: the system
+    refused. DamagedError: the source is not what was written. StoreReplacedError: it is not at its path any more.
     """
     snapshot.file_map.locks.require_in_place()
     source = os.open(snapshot.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -251,13 +245,13 @@ def _copy(snapshot: Snapshot, source: int, target: int, progress: Callable[[int,
     total, meta = copied_bytes(snapshot), snapshot.meta
     os.ftruncate(target, total)
     os.posix_fadvise(source, 0, total, os.POSIX_FADV_SEQUENTIAL)
-    for start, stop in _stretches(source, total):
-        while start < stop:
-            count = _copy_part(source, target, start, min(_PART_BYTES, stop - start))
-            if not count:
-                raise TruncatedError(f"{snapshot.path}: it ends at byte {start}, before its last page. {RESTORE}")
-            start += count
-            progress(start, total)
+    start = 0
+    while start < total:
+        count = _copy_part(source, target, start, min(_PART_BYTES, total - start))
+        if not count:
+            raise TruncatedError(f"{snapshot.path}: it ends at byte {start}, before its last page. {RESTORE}")
+        start += count
+        progress(start, total)
     for txn_id in (meta.txn_id - 1, meta.txn_id):
         place = txn_id % 2 * meta.page_bytes
         page = repoint(os.pread(source, META_READ_BYTES, place), meta, txn_id)
@@ -266,20 +260,6 @@ def _copy(snapshot: Snapshot, source: int, target: int, progress: Callable[[int,
         write_all(target, page, place)
     os.fsync(target)
     progress(total, total)
-
-
-def _stretches(descriptor: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where a file has data: the holes of the source are holes of the copy."""
-    stop = 0
-    while stop < end:
-        try:
-            start = os.lseek(descriptor, stop, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # a hole up to the end
-                return
-            raise
-        stop = os.lseek(descriptor, start, os.SEEK_HOLE)
-        yield start, min(stop, end)
 
 
 def _copy_part(source: int, target: int, start: int, count: int) -> int:

@@ -1,42 +1,80 @@
 """The cold tier on LMDB: a log of segments as values, transactions by py-lmdb, reads by address.
 
-Rows are appended, many at a time, and never rewritten where they lie: see ``segments.py``, ``row_map.py`` and
-``log.py``. An epoch is the number of the version that rows were written for. A writer drops segments of epochs
-that no commit made current before it writes; lookups ignore them. docs/format.md describes the file.
+Rows are appended, many at a time, and never rewritten where they lie. An epoch is the number of the version that rows
+were written for. A writer drops segments of epochs that no commit made current before it writes; lookups ignore them.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import ReadOnlyError
+from ..errors import ReadOnlyError, StoreReplacedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.files import sync_directory, translate_os_error
 from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
-from .follower import CommitFollower, NewerCommit
-from .gather import gather_error
+from .btree import META_KEY
 from .log import DEFAULT_SLACK
 from .places import new_places
-from .reads import Changes, KeyedRows, RowReader
-from .records import MAX_VERSION, read_payload
+from .reads import Changes, KeyedRows, RowReader, gather_error
+from .records import MAX_VERSION, CommitRecord, Head, read_head, read_payload, read_record, require_logged
 from .row_file import OpenFile
-from .row_map import RowPlaces
+from .row_map import NewSegments, RowMap, RowPlaces
+from .segments import stored_segments
 from .snapshot import Snapshot
 from .verify import verify_segments
 from .writer import Writer
+
+
+@dataclass(eq=False)
+class NewerCommit:
+    """See ``base.NewerVersion``; made by ``LmdbColdTier.find_newer``."""
+
+    tier: "LmdbColdTier"
+    snapshot: Snapshot
+    head: Head
+    record: CommitRecord
+    rows: RowPlaces
+    changed: Int64s
+
+    @property
+    def version(self) -> int:
+        return self.record.version
+
+    @property
+    def payload(self) -> bytes:
+        return read_payload(self.snapshot, self.record)
+
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
+        self.tier._read_from(self.snapshot, self.rows, keys, slots, weights, state, present)
+
+    def show(self) -> None:
+        file = self.tier._file
+        with file.lock:
+            assert self.tier._found is self, "it was shown or given up"
+            self.tier._found = None
+            file.head, file.record = self.head, self.record
+            file.show(self.snapshot, self.rows)
+            self.rows = RowMap({})  # references to this do not keep the map
+
+    def close(self) -> None:
+        if self.tier._found is self:
+            self.tier._found = None
+            self.snapshot.close()
+            self.rows = RowMap({})
 
 
 class LmdbColdTier:
     """``ColdTier`` in the file ``rows.lmdb`` of a store's directory, whose docstrings hold here too.
 
     One process may have the directory open for writing, and any number for reading. LMDB holds every segment of a
-    transaction in memory until it ends: bound the rows of a ``write``. Nothing is read or written until all tables
-    that have rows are added.
+    transaction in memory until it ends: bound the rows of a ``write``. Nothing is read or written until all tables that
+    have rows are added. ``reader`` reads and verifies rows.
 
     Args:
         path: the store's directory; must exist.
@@ -47,16 +85,10 @@ class LmdbColdTier:
         slack: pages that segments may take for one that their rows need, before segments are cleaned; above 1.
         create: whether an open for writing may create the file.
 
-    Attributes:
-        path: of the row file.
-        lease, lease_tree: see ``OpenFile``.
-        reader: reads and verifies rows.
-
     Raises:
-        StoreNotFoundError: there is no file, and it may not be created.
-        StoreLockedError: a writer has it open.
-        FormatError: not such a file, another version, or another store's.
-        TruncatedError, DamagedError: see the message.
+        StoreNotFoundError: there is no file, and it may not be created. StoreLockedError: a writer has it open.
+        FormatError: not such a file, another version, or another store's. TruncatedError, DamagedError: see the
+            message.
     """
 
     def __init__(
@@ -74,7 +106,9 @@ class LmdbColdTier:
             self.path, self.page_bytes = self._file.path, self._file.page_bytes
             self.lease, self.lease_tree = self._file.lease, self._file.lease_tree
             self.reader = RowReader(verify=True)
-            self._follower = CommitFollower(self._file, self._read_from) if readonly and follow else None
+            self._follows = readonly and follow
+            self._found: NewerCommit | None = None  # what find_newer found last, until it is shown or given up
+            self._same_until = -1  # transaction of the newest tree in which find_newer found nothing
             self._writer = None if readonly else Writer(self._file, slack, self._counting.add)
             stack.pop_all()
 
@@ -85,7 +119,7 @@ class LmdbColdTier:
                 return
             self._file.drain()
             stack.callback(self._file.close)
-            for part in (self._writer, self._follower):
+            for part in (self._writer, self._found):
                 if part is not None:
                     stack.callback(part.close)
 
@@ -217,9 +251,66 @@ class LmdbColdTier:
             return read_payload(self._file.snapshot, self._file.record)
 
     def find_newer(self) -> NewerCommit | None:
-        """None, too, if it was opened not to ``follow``. Errors: ``CommitFollower.find``."""
-        self._file.require_open()
-        return None if self._follower is None else self._follower.find()
+        """None, too, if it was opened not to ``follow``. A tree in which nothing newer was found is read once. Between
+        two calls the pages of the shown snapshot are kept from being reused: the writer's file grows.
+        StoreReplacedError: the file is not at its path any more, or others were copied over it. DamagedError: the newer
+        one is damaged."""
+        file = self._file
+        file.require_open()
+        if not self._follows:
+            return None
+        with file.lock:
+            file.require_open()
+            file.map.locks.require_in_place()
+            before = file.make_map()  # what the newer one is compared with
+            snapshot = file.new_snapshot()
+            if self._found is not None:
+                self._found.close()
+            txn_id = snapshot.txn_id
+            if txn_id == self._same_until:
+                snapshot.close()
+                return None
+            try:
+                self._found = self._look(snapshot, before)
+            except BaseException:
+                snapshot.close()
+                raise
+            if self._found is None:
+                self._same_until = txn_id
+            return self._found
+
+    def _look(self, snapshot: Snapshot, before: RowMap) -> NewerCommit | None:
+        """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds:
+        rows that cleaning moved lie elsewhere there, and the pages where they lay can be used again.
+
+        Costs a walk of the tree and the indexes of new segments. After a rollback, all indexes and another map.
+        """
+        shown = self._file.record
+        snapshot.walk(int(META_KEY))  # damage on the way to the records is found first
+        head = read_head(snapshot)
+        record = read_record(snapshot, head.current)
+        stored = stored_segments(snapshot)
+        is_same = head.current == shown.version  # then rows are what they were, if elsewhere, and enter the map at once
+        if is_same and record != shown:  # its payload, whose checksum it has, tells commits apart
+            raise StoreReplacedError(
+                f"{snapshot.path}: its version {head.current} is another commit than when the store was opened; "
+                "other files were copied over it: open the store again"
+            )
+        require_logged(snapshot, stored)
+        segments = before.segments if is_same else {layout: each.copied() for layout, each in before.segments.items()}
+        oldest = self._file.oldest_shown()
+        new = NewSegments.read(
+            before, segments, snapshot, stored, shown=shown.version, last=record.version, oldest=oldest
+        )
+        if is_same and new is not None:
+            before.advance(new)
+            self._file.show(snapshot)
+            return None
+        if new is not None:
+            return NewerCommit(self, snapshot, head, record, new, new.changed)
+        rows = RowMap(before.shapes)
+        rows.enter(snapshot, stored, record.version, ())
+        return NewerCommit(self, snapshot, head, record, rows, rows.differing(before))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Also checked: the tree, the list of free pages, and the payload of each version. Of segments of tables that

@@ -138,15 +138,9 @@ class FileMap:
     """A read-only shared map of a file.
 
     Addresses beyond the end of the file may be mapped but must not be touched: code that reads through ``words``
-    compares with ``file_bytes()`` first. What is written with ``pwrite`` shows at once. A file may outgrow its map:
-    ``reaching`` makes one at least twice as long, and this one stays for readers of it.
-
-    Attributes:
-        pins: the open file, and which of its trees are read through the map.
-        guard: to be asked before and after every read; pages that cannot be read show zeros.
-        words: uint64 [length_bytes / 8], read-only.
-        halves: uint16 view of the same bytes.
-        address: of the first byte.
+    (uint64) or ``halves`` (uint16), which start at ``address``, compares with ``file_bytes()`` first. What is written
+    with ``pwrite`` shows at once. ``guard`` is asked before and after every read; pages that cannot be read show zeros.
+    A file may outgrow its map: ``reaching`` makes one at least twice as long, and this one stays for readers of it.
     """
 
     def __init__(self, path: os.PathLike[str], length_bytes: int, locks: FileLocks | None = None) -> None:

@@ -44,14 +44,8 @@ def _grown(column: Any, length: int) -> Any:
 
 
 class Segments:
-    """The segments of one layout, by slot.
-
-    Attributes:
-        arrays: by slot; replaced by longer ones when slots run out.
-        pages: of all segments.
-        rows: live and held ones of all segments.
-        dead: int64, slots of segments without such rows, to be deleted.
-    """
+    """The segments of one layout, by slot: ``pages`` of all, live and held ``rows`` of all, and the slots of those that
+    have none and are to be deleted (``dead``). ``arrays`` are replaced by longer ones when slots run out."""
 
     def __init__(self, layout: RowLayout, layout_id: int) -> None:
         self.layout: Final = layout
@@ -74,7 +68,6 @@ class Segments:
 
     @property
     def in_use(self) -> Int64s:
-        """Slots of segments."""
         return np.flatnonzero(self.arrays.rows)
 
     def stored(self, slots: Int64s) -> Stored:
@@ -87,7 +80,6 @@ class Segments:
         return stored
 
     def data_pages(self, stored: Stored) -> Int64s:
-        """Where the first blocks of these segments begin."""
         lengths: Int64s = index_lengths(self.geo, stored["rows"], stored["newest"] != stored["oldest"])
         return stored["first_page"] + lengths
 
@@ -123,10 +115,6 @@ class Segments:
             return len(self.arrays.numbers) + count - 1
         return max(self._free[len(self._free) - count :], default=0)
 
-    def bury(self, slots: Int64s) -> None:
-        """These segments have no live or held row any more."""
-        self.dead = np.concatenate([self.dead, slots])
-
     @property
     def dead_pages(self) -> int:
         return int(self.arrays.pages[self.dead].sum())
@@ -142,14 +130,9 @@ class Segments:
         return slots[:count]
 
     def spare(self, slots: Int64s, sound: Int64s) -> None:
-        """Of these, which ``next_dead`` gave, only some can be deleted; the others stay for good."""
+        """Of these, which ``next_dead`` gave, only some are still to be deleted; the others stay, or are gone."""
         self.dead = np.concatenate([sound, self.dead[len(slots) :]])
         self._in_order -= len(slots) - len(sound)
-
-    def delete(self, slots: Int64s, txn_id: int) -> None:
-        """These, which ``next_dead`` gave or ``spare`` left, were deleted by a transaction."""
-        self.spare(slots, slots[:0])
-        self.free(slots, txn_id)
 
     def free(self, slots: Int64s, txn_id: int) -> None:
         """Segments were deleted by a transaction; their slots wait for its readers."""
@@ -184,7 +167,7 @@ class Segments:
             arrays.held[slots] -= counts[slots]
             self.rows -= int(counts.sum())
             gone = (arrays.live[slots] == 0) & (arrays.held[slots] == 0) & (arrays.rows[slots] > 0)
-            self.bury(slots[gone])
+            self.dead = np.concatenate([self.dead, slots[gone]])
 
     @property
     def size_bytes(self) -> int:
@@ -248,14 +231,12 @@ def publish(
     positions: Int64s, slots: Int64s, stops: Int64s, epoch: int, is_moved: bool, place_bits: int, places: Places,
     regions: Regions, segments: SegmentArrays, held_for: Int32s, late_for: Int32s, emptied: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
-    """Enter the rows of segments just written: all of one epoch, or moved by cleaning.
-
-    A row that has one of a later epoch already, as ``epoch``'s version is in flight, is held.
+    """Enter the rows of segments just written: all of one epoch, or moved by cleaning. A row that has one of a later
+    epoch already, as ``epoch``'s version is in flight, is held.
 
     Args:
         slots, stops: int64 [segments]: of each one, and where its rows end in ``positions``.
-        held_for: int32 [slots]: rows of the epochs before, by segment, that a version before ``epoch`` needs.
-        late_for: the same, for ``epoch`` itself.
+        held_for, late_for: int32 [slots]: rows that a version before ``epoch`` needs, and that ``epoch`` itself does.
         emptied: int64 [rows], receives the slots without live and held rows.
 
     Returns:
@@ -306,10 +287,8 @@ def list_rows(
     unknown: Int64s,
 ) -> tuple[int, int, int]:  # fmt: skip
     """List the rows of stored segments of one layout, in their order; those of epochs after ``last`` are left out.
-
-    Args:
-        indexes: word offset of each one's index, which was checked.
-        unknown: int64 [segments], zeros; receives how many rows of each are of tables that are not known.
+    ``indexes``: word offset of each one's index, which was checked. ``unknown``: int64 [segments], zeros; receives how
+    many rows of each are of tables that are not known.
 
     Returns:
         -1 or the position of a segment that holds what cannot be; rows listed; rows of tables that were dropped.
@@ -345,15 +324,12 @@ def enter(
     listed: Listed, kept: Int64s, place_bits: int, places: Places, regions: Regions, segments: SegmentArrays,
     beaten: Int64s, beaten_slots: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
-    """Enter rows of stored segments, which come in any order.
+    """Enter rows of stored segments, which come in any order; how many are dead, and how many beaten.
 
     Args:
         kept: int64, versions that are kept, ascending.
         beaten, beaten_slots: int64 [rows], receive the positions in ``places`` of the rows that have a newer version
             and may be held, and the slots that they are in.
-
-    Returns:
-        How many rows are dead, and how many beaten.
     """
     dead, count, positions = 0, 0, listed.positions
     for i in range(len(positions)):
@@ -385,7 +361,6 @@ def enter(
 
 @inline
 def _is_older(segments: SegmentArrays, slot: int, other: int | np.int64) -> bool:
-    """Whether a row in one segment is older than the same row in another."""
     if segments.newest[slot] != segments.newest[other]:
         return segments.newest[slot] < segments.newest[other]  # type: ignore[no-any-return]
     return segments.numbers[slot] < segments.numbers[other]  # type: ignore[no-any-return]

@@ -6,21 +6,16 @@ descriptor of the file matters. The bytes need not exist. The kernel drops the l
 any more. The file's map refers to it, so what is in the map stays locked if somebody closes the descriptor
 (``os.closerange``); on overlayfs, where the map is of the file below, it does not.
 
-Why no page is reused that a reader can see:
-
-- LMDB's transaction n + 1 uses pages that transactions before n freed. So it leaves the trees n and n - 1 whole, with
-  readers or without.
-- A reader locks byte n, and then looks whether n is still the newest transaction; if not, it unlocks and begins again.
-- The writer commits n + 1, which writes a meta page, and asks for locks before it begins n + 2.
-
-The kernel orders the two: either the reader sees n + 1 and begins again, or the writer sees the lock.
+Why no page is reused that a reader can see: LMDB's transaction n + 1 uses pages that transactions before n freed, so it
+leaves the trees n and n - 1 whole. A reader locks byte n, and then looks whether n is still the newest transaction; if
+not, it unlocks and begins again. The writer commits n + 1, which writes a meta page, and asks for locks before it
+begins n + 2. The kernel orders the two: either the reader sees n + 1 and begins again, or the writer sees the lock.
 
 LMDB reuses no page that a transaction in its own table of readers, ``rows.lmdb-lock``, can see. So the writer keeps one
 read transaction (``OldestReader``), and writes into its place in the table, before each write transaction, the number
 of the oldest tree that is read elsewhere. LMDB has no call for that. The place is found by what it holds, and
-``Environment.readers`` must list what is written there.
-
-Source: ``MDB_reader`` in LMDB 0.9's mdb.c: transaction number (8 bytes), process id (4), thread; 64 bytes each.
+``Environment.readers`` must list what is written there (``MDB_reader`` in LMDB 0.9's mdb.c: transaction number of 8
+bytes, process id of 4, thread; 64 bytes each).
 """
 
 import contextlib
@@ -59,9 +54,7 @@ _READER_BYTES: Final = 64
 
 def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
     """Set, or with ``F_UNLCK`` clear, a lock of the open file; False if another open file has one in the way.
-
-    ``length`` 0: to the end of all offsets.
-    """
+    ``length`` 0: to the end of all offsets."""
     try:
         with needing("locks of open files, F_OFD_SETLK"):
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
@@ -118,12 +111,8 @@ class FileLocks:
         return translate_os_error(error, self._path) if self.is_held() else self._file.lost()
 
     def lock_for_writer(self, *, shared: bool = False) -> None:
-        """Take the writer's lock, until ``close``. ``shared``: keep writers out, no more.
-
-        Raises:
-            StoreLockedError: a writer, or a repair, has it; names its process.
-            TierstoreError: the file system has no locks.
-        """
+        """Take the writer's lock, until ``close``. ``shared``: keep writers out, no more. StoreLockedError: a writer,
+        or a repair, has it; names its process. TierstoreError: the file system has no locks."""
         try:
             is_ours = lock_range(self.descriptor, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, WRITER_BYTE, 1)
         except OSError as error:
@@ -144,12 +133,8 @@ class FileLocks:
                 lock_range(self.descriptor, fcntl.F_UNLCK, 0, WRITER_BYTE)
 
     def hold(self, txn_id: int) -> None:
-        """Lock a tree, once more if it is locked already.
-
-        Raises:
-            StoreLockedError: a writer has been putting meta pages back for a minute.
-            ClosedError: somebody closed the descriptor. TierstoreError: the file system has no locks.
-        """
+        """Lock a tree, once more if it is locked already. StoreLockedError: a writer has been putting meta pages back
+        for a minute. ClosedError: somebody closed the descriptor. TierstoreError: the file system has no locks."""
         with self._lock:
             if not self._users[txn_id]:
                 self._lock_tree(txn_id)
@@ -174,7 +159,6 @@ class FileLocks:
             raise self._file.lost()
 
     def release(self, txn_id: int) -> None:
-        """Undo one ``hold``."""
         with self._lock:
             self._users[txn_id] -= 1
             for unused in [each for each, users in self._users.items() if not users]:  # a call may have been cut short
@@ -184,20 +168,15 @@ class FileLocks:
 
     def oldest(self, below: int) -> int | None:
         """The least tree under ``below`` that somebody reads, through this open file or another; None if there is none.
-
-        The kernel names any lock of another open file that is in the way of one over a range; so the range is cut there
-        until none is left.
-
-        Raises:
-            ClosedError: somebody closed the descriptor, and it is no answer.
-        """
+        ClosedError: somebody closed the descriptor, and it is no answer."""
         with self._lock:
             own = min((txn_id for txn_id in self._users if txn_id < below), default=None)
         found = self.oldest_elsewhere(below if own is None else own)
         return own if found is None else found
 
     def oldest_elsewhere(self, below: int) -> int | None:
-        """``oldest`` of those that are read through other open files, in this process or another."""
+        """``oldest`` of other open files, in this process or another. The kernel names any lock in the way of one over
+        a range; so the range is cut there until none is left."""
         found, end = None, below
         try:
             while end > 0:
@@ -212,11 +191,9 @@ class FileLocks:
         return found
 
     def describe_holders(self, place: int) -> str:
-        """The processes that lock a byte, in words, as far as /proc shows them: the lock itself does not name any.
-
-        /proc shows a descriptor's locks with the file as the kernel names it, which a lock of ours tells. Files
-        themselves are not looked at: that waits for their file systems, which may be dead.
-        """
+        """The processes that lock a byte, in words, as far as /proc shows them: it shows a descriptor's locks with the
+        file as the kernel names it, which a lock of ours tells. Files themselves are not looked at: that waits for
+        their file systems, which may be dead."""
         found = set()
         with contextlib.suppress(OSError, IndexError):  # no locks, or no /proc
             lock_range(self.descriptor, fcntl.F_RDLCK, _NAME_BYTE, 1)
@@ -244,15 +221,8 @@ class FileLocks:
 
 class OldestReader:
     """What LMDB's table of readers says of ours: the oldest tree of which LMDB must reuse no page, for the one writer.
-
-    Args:
-        environment: opened for writing; no transaction on it is open.
-        path: of the row file.
-        locks: of it.
-
-    Raises:
-        TierstoreError: the table is not what is known of LMDB 0.9.
-    """
+    No transaction on ``environment``, opened for writing, is open. TierstoreError: the table is not what is known of
+    LMDB 0.9."""
 
     def __init__(self, environment: "lmdb.Environment", path: Path, locks: FileLocks) -> None:
         self._environment = environment

@@ -1,11 +1,18 @@
 """Reading stored rows: a batch by keys, those changed since a version, or all in the order of another file.
 
-A batch is copied from the map until its pages turn out not to be in memory (``gather.py``). The rest is read in the
-order of the file, each page once, many at a time: past the page cache into the buffers of a ring (``uring.py``), or
-without one (``madvise``) into the page cache. Pages that are there already come through the map. To ask about each
-(``mincore``) would take a third of the time; so one in ``_LOOK_EVERY`` is asked about, and the ``_LOOK_ON`` after one
-that was there. Either way is right: what a lease shows does not change, and the system writes a page to the device
-before it reads it directly.
+A batch is copied from the file's map: places first, then the copy, until pages turn out not to be in memory. Nothing
+says beforehand, at no cost, which pages are warm. So the copy watches the clock: it stops where a group of rows took
+longer than memory by a good part of a trip to the device, unless ``mincore`` finds the next row in memory (the thread
+was interrupted). Of warm pages (20,000 random rows of 64 float32 out of 8M, in ns a row) the copy takes 55-60, which is
+memory itself, the map 7-10, counting pages 2-4, checksums 25-35. Each end of a loop and each look at the clock lets the
+rows in flight run dry; hence groups of up to ``MAX_GROUP`` rows. ``HASH_GROUP`` rows are copied, then hashed while
+their lines are near. docs/performance.md says what else was tried.
+
+The rest is read in the order of the file, each page once, many at a time: past the page cache into the buffers of a
+ring (``uring.py``), or without one (``madvise``) into the page cache. Pages that are in memory come through the map. To
+ask about each (``mincore``) would take a third of the time; so one in ``_LOOK_EVERY`` is asked about, and the
+``_LOOK_ON`` after one that was there. Either way is right: what a lease shows does not change, and the system writes a
+page to the device before it reads it directly.
 """
 
 import math
@@ -13,19 +20,25 @@ import time
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import chain
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
+from ..kernels.hashing import SECRET, keyed_hash
+from ..kernels.jit import prefetch_word
 from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from ..layout import KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS, ROW_MASK, RowLayout
+from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS, ROW_MASK, RowLayout
 from ..system.sizes import free_memory_bytes
-from .gather import How, Scratch, Source, Target, copy_rows, first_bad, gather, gather_error, new_scratch
-from .mapped import is_resident, queue_read
+from .checksum import is_row
+from .mapped import clock_ns, copy_words, is_resident, queue_read
+from .places import Places, SegmentArrays
 from .row_map import RowMap, RowPlaces
-from .segments import Geometry, SegmentStatus
+from .segments import PREFETCH_ROWS, Geometry, SegmentStatus, damage_error, refused_status, row_seed
 from .snapshot import Snapshot
 from .uring import BUFFER_WORDS, DEPTH, Queues, Rings, begin_read, wait
 
@@ -42,6 +55,210 @@ _LOOK_EVERY: Final = 16
 _LOOK_ON: Final = 64
 _COLD_PART: Final = 64  # where one page in so many had to be read, the next batch is expected to be cold
 _OF_DEVICE: Final = -5, -61  # EIO, ENODATA
+PREFETCH_ENTRIES: Final = 32
+MAX_GROUP: Final = 256  # rows between two looks at the clock, at most, while pages are warm
+HASH_GROUP: Final = 128  # rows copied before they are hashed: as many as the processor's nearer caches hold twice
+GROUP_SLACK_NS: Final = 30_000
+ROW_SLACK_NS: Final = 600  # a group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device
+
+
+def gather_error(path: Path, result: Int64s, keys: Int64s) -> DamagedError:
+    key, status = int(keys[result[1]]), int(result[0])
+    return damage_error(path, [(f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}", status)])
+
+
+class Batch(NamedTuple):
+    """Rows of one layout to be read, and room to work in."""
+
+    geo: Geometry
+    keys: Int64s
+    slots: Int32s
+    present: Bools
+    weights: Words
+    state: Words  # flat views of the arenas
+    verify: bool  # compare each row with its checksum
+    can_sample: bool  # whether ``is_resident`` says the truth
+    offsets: Int64s  # word offset of each row in the map; 0 for a row that was never written
+    pairs: Int64s  # word offset of its key, which its checksum follows; 0 likewise
+    seeds: Words  # of its checksum
+    timespec: Int64s
+    flag: NDArray[np.uint8]
+    result: Int64s
+    """int64 [5], zeroed; receives a SegmentStatus, the position it is about, distinct pages, how many rows were looked
+    at before pages were cold, and pages that did not come through the map."""
+
+
+class Source(NamedTuple):  # the file that rows are read from
+    words: Words
+    address: int  # of ``words[0]``
+    limit: int  # pages in the file
+
+
+def new_seen(limit: int, num_pages: int) -> NDArray[np.uint32]:
+    """Zeros to count so many pages by: a bit for each in the file, or a hash table of their numbers if that is less."""
+    return np.zeros(min((limit + 31) // 32, 1 << (2 * num_pages).bit_length()), np.uint32)
+
+
+@inline
+def count_pages(
+    page_words: int, stored_words: int, limit: int, offsets: Int64s, seen: NDArray[np.uint32], secret: int
+) -> int:
+    """Distinct pages that rows at these ``offsets`` lie on. ``secret``: of ``hashing``."""
+    page_shift = 0
+    while (1 << page_shift) < page_words:
+        page_shift += 1
+    in_bits, mask = len(seen) >= (limit + 31) // 32, len(seen) - 1
+    count = 0
+    for i in range(len(offsets)):
+        if offsets[i] == 0:
+            continue
+        first = offsets[i] >> page_shift
+        last = (offsets[i] + stored_words - 1) >> page_shift
+        for page in range(first, last + 1):
+            at: Any = page >> 5
+            entry = np.uint32(1) << np.uint32(page & 31)
+            if not in_bits:
+                at, entry = np.int64(keyed_hash(page, secret)) & mask, np.uint32(page)
+                while seen[at] != 0 and seen[at] != entry:
+                    at = (at + 1) & mask
+            before = seen[at]
+            seen[at] = before | entry
+            count += 1 if before != seen[at] else 0
+    return count
+
+
+@inline
+def _resolve(batch: Batch, limit: int, places: Places, segments: SegmentArrays, positions: Int64s) -> None:
+    geo, offsets, pairs = batch.geo, batch.offsets, batch.pairs
+    mask = (1 << geo.place_bits) - 1
+    for i in range(len(positions)):
+        if i + PREFETCH_ENTRIES < len(positions):
+            prefetch_word(places, positions[i + PREFETCH_ENTRIES])
+        place = np.int64(places[positions[i]])
+        if place == 0:
+            offsets[i] = pairs[i] = 0
+            continue
+        slot = place >> geo.place_bits
+        index = place & mask
+        # Exact: a quotient below 2**32 lies at least 1 / rows_per_block under the next integer.
+        block = np.int64(np.float64(index) / np.float64(geo.rows_per_block))
+        page = segments.data_pages[slot] + block * geo.pages_per_block if slot < len(segments.data_pages) else limit
+        if page + geo.pages_per_block > limit:
+            batch.result[0], batch.result[1] = _OUT_OF_FILE, i
+            return
+        at = page * geo.page_words
+        in_block = index - block * geo.rows_per_block
+        offsets[i] = at + geo.first_row + in_block * geo.row_stride
+        pairs[i] = at + BLOCK_HEADER_WORDS + in_block * geo.pair_stride
+        batch.seeds[i] = row_seed(np.uint64(batch.keys[i]), segments.numbers[slot], np.uint64(index))
+
+
+@inline
+def _take_rows(batch: Batch, words: Words, shift: int, start: int, end: int) -> None:
+    """Copy rows ``[start, end)``, which lie ``shift`` words further in the file than in ``words``, then compare them
+    with their checksums. A slot is left alone if its row was never written."""
+    geo, offsets, pairs = batch.geo, batch.offsets, batch.pairs
+    for i in range(start, end):
+        if i + PREFETCH_ROWS < len(offsets):
+            prefetch_word(words, offsets[i + PREFETCH_ROWS] - shift)
+        batch.present[i] = offsets[i] != 0
+        if offsets[i] != 0:
+            at, slot = offsets[i] - shift, np.int64(batch.slots[i])
+            copy_words(batch.weights, slot * geo.weight_words, words, at, geo.weight_words)
+            if geo.state_words > 0:
+                copy_words(batch.state, slot * geo.state_words, words, at + geo.weight_words, geo.state_words)
+    row_words = geo.weight_words + geo.state_words
+    for i in range(start, end if batch.verify else start):
+        if i + PREFETCH_ROWS < len(pairs):
+            prefetch_word(words, pairs[i + PREFETCH_ROWS] - shift)
+        at, pair = offsets[i] - shift, pairs[i] - shift
+        if offsets[i] != 0 and (
+            words[pair] != np.uint64(batch.keys[i]) or not is_row(words, at, row_words, batch.seeds[i], words[pair + 1])
+        ):
+            batch.result[0], batch.result[1] = _BAD_ROW, i
+            return
+
+
+@kernel
+def gather(
+    batch: Batch, source: Source, places: Places, segments: SegmentArrays, positions: Int64s,
+    seen: NDArray[np.uint32], secret: int, is_cold: bool,
+) -> None:  # fmt: skip
+    """Copy rows to their slots until their pages turn out to be cold; see ``ColdTier.read``. ``segments``: of the
+    layout. ``positions``: int64 [n], of the rows' entries in ``places``. ``is_cold``: pages are not expected in memory:
+    only find out where rows lie."""
+    geo, result, offsets = batch.geo, batch.result, batch.pairs  # a row of a block of several pages follows its key
+    _resolve(batch, source.limit, places, segments, positions)
+    if result[0] != 0 or is_cold:
+        return
+    stored_words = 1 if geo.pages_per_block == 1 else geo.weight_words + geo.state_words + PAIR_WORDS
+    result[2] = count_pages(geo.page_words, stored_words, source.limit, offsets, seen, secret)
+    num, group, position, has_waited = len(positions), 2, 0, False
+    started = clock_ns(batch.timespec)
+    while position < num and not has_waited:
+        end = min(num, position + group)
+        rows, step = end - position, HASH_GROUP if batch.verify else group
+        while position < end:
+            start, position = position, min(end, position + step)
+            _take_rows(batch, source.words, 0, start, position)
+            if result[0] != 0:
+                return
+        now = clock_ns(batch.timespec)
+        group = min(group * 2, MAX_GROUP)
+        if now - started > GROUP_SLACK_NS + rows * ROW_SLACK_NS and position < num:
+            page = offsets[position] // geo.page_words
+            there = batch.can_sample and is_resident(source.address + page * geo.page_words * 8, batch.flag)
+            has_waited, group = not there, 2
+        started = now
+    result[3] = position
+
+
+@kernel
+def _read_sorted(batch: Batch, source: Source, queues: Queues, depth: int) -> bool:
+    """Read rows in the order of their places, ``depth`` reads in flight; whether pages were not in memory."""
+    geo, result, pairs, num = batch.geo, batch.result, batch.pairs, len(batch.keys)
+    page_words = geo.page_words
+    stored_words = 1 if geo.pages_per_block == 1 else geo.weight_words + geo.state_words + PAIR_WORDS
+    at = begun = ended = looks = units = pages = 0
+    counted = -1  # pages up to this one
+    while ended < begun or (at < num and result[0] == 0):
+        if begun - ended == depth or at == num or result[0] != 0:
+            slot, shift = ended % depth, 0
+            start, page, size = queues.reads[slot, 0], queues.reads[slot, 2], queues.reads[slot, 3]
+            if result[0] != _FAILED and queues.descriptor >= 0:
+                shift = (page - slot * geo.pages_per_block) * page_words
+                got = wait(queues, slot)
+                if got != size and (result[0] == 0 or got > size):
+                    result[0], result[1] = _UNREADABLE if got in _OF_DEVICE else _FAILED, start
+            if result[0] == 0:
+                _take_rows(batch, queues.buffers, shift, start, queues.reads[slot, 1])
+            ended += 1
+            continue
+        page, stop, is_there = pairs[at] // page_words, at + 1, False
+        while stop < num and pairs[stop] < (page + 1) * page_words:
+            stop += 1
+        last = (pairs[stop - 1] + stored_words - 1) // page_words
+        pages += last - max(page - 1, counted)
+        counted = last
+        if batch.can_sample and (looks > 0 or units % _LOOK_EVERY == 0):
+            is_there = is_resident(source.address + page * page_words * 8, batch.flag)
+            looks = _LOOK_ON if is_there else looks - 1
+        units += 1
+        if is_there:
+            _take_rows(batch, source.words, 0, at, stop)
+        else:
+            slot, start, size = begun % depth, page * page_words * 8, (last + 1 - page) * page_words * 8
+            queues.reads[slot, 0], queues.reads[slot, 1] = at, stop
+            queues.reads[slot, 2], queues.reads[slot, 3] = page, size
+            if queues.descriptor < 0:
+                queue_read(source.address + start, size)
+            else:
+                begin_read(queues, slot, start, size, page_words * geo.pages_per_block)
+                result[4] += last + 1 - page
+            begun += 1
+        at = stop
+    result[2] = max(result[2], pages)
+    return batch.can_sample and begun * _COLD_PART > units
 
 
 class KeyedRows(NamedTuple):
@@ -56,15 +273,9 @@ class KeyedRows(NamedTuple):
 
 
 class RowReader:
-    """Gathers rows from a file, and remembers whether its pages were in memory the last time.
-
-    Args:
-        verify: compare each row with its checksum.
-
-    Attributes:
-        is_cold: pages were not in memory the last time.
-        is_large: cold pages are read past the page cache, as memory was found at the time ``asked_at``.
-    """
+    """Gathers rows from a file, and remembers whether its pages were in memory the last time (``is_cold``), and whether
+    cold pages are read past the page cache (``is_large``), as memory was found at the time ``asked_at``. ``verify``:
+    compare each row with its checksum."""
 
     def __init__(self, *, verify: bool) -> None:
         self._verify = verify
@@ -88,7 +299,7 @@ class RowReader:
         self, snapshot: Snapshot, rows: RowPlaces, layout: RowLayout, keys: Int64s, slots: Int32s, weights: Words,
         state: Words, present: Bools,
     ) -> Int64s:  # fmt: skip
-        """Copy rows of one layout as ``ColdTier.read`` does; the result of ``gather.gather``."""
+        """Copy rows of one layout as ``ColdTier.read`` does; ``Batch.result``."""
         whole_map, segments = snapshot.file_map, rows.segments[layout]
         if self._can_sample is None:
             self._can_sample = whole_map.tells_residency()
@@ -96,32 +307,31 @@ class RowReader:
         if not segments.rows:  # as in a new store, whose first batches need not wait for the kernel to be compiled
             present[:] = False
             return np.zeros(5, np.int64)
-        target = Target(slots, weights.reshape(-1), state.reshape(-1), present)
-        geo, arrays, limit = segments.geo, segments.arrays, snapshot.limit_pages()
+        geo, arrays, limit, count = segments.geo, segments.arrays, snapshot.limit_pages(), len(keys)
+        row_pages = 1 if geo.pages_per_block == 1 else 2 + geo.row_words // geo.page_words
+        batch = Batch(
+            geo, keys, slots, present, weights.reshape(-1), state.reshape(-1), self._verify, self._can_sample,
+            np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.uint64), np.empty(2, np.int64),
+            np.empty(1, np.uint8), np.zeros(5, np.int64),
+        )  # fmt: skip
         if (now := time.monotonic()) > self.asked_at + _ASK_SECONDS:
             self.asked_at, self.is_large = now, limit * snapshot.page_bytes > _PARTS * free_memory_bytes()
         while True:
             file_map = whole_map.rows  # a map of its own: pages of rows that cannot be read are nobody else's trouble
-            guard, source = file_map.guard, Source(file_map.words, file_map.address, limit)
+            guard, source, result = file_map.guard, Source(file_map.words, file_map.address, limit), batch.result
             since = guard.begin()
-            how = How(self._verify, self._can_sample, self.is_cold, self.is_large)
-            scratch, result = new_scratch(geo, limit, len(keys)), np.zeros(5, np.int64)
-            gather(geo, source, places, arrays, keys, positions, target, how, scratch, result)
+            result[:] = 0
+            seen = new_seen(limit, row_pages * count)
+            gather(batch, source, places, arrays, positions, seen, SECRET, self.is_cold)
             if result[0] == _DONE:
-                self.is_cold = result[3] < len(keys) and _read_cold(
-                    geo, file_map.locks.rings, source, keys, target, how, scratch, result
-                )
+                self.is_cold = result[3] < count and self._read_cold(batch, source, file_map.locks.rings)
                 if result[0] == _FAILED:
                     continue
             if result[0] != _OUT_OF_FILE:
-                if not guard.is_clean(since):  # a row on a page that was refused is bad, whatever was found there
-                    refused = guard.refused(since)
-                    met = refused.meet(scratch.pairs * 8, (scratch.offsets + geo.row_words) * 8) & (
-                        scratch.offsets != 0
-                    )
+                if (refused := guard.refused(since)) is not None:  # what was found on such pages does not count
+                    met = refused.meet(batch.pairs * 8, (batch.offsets + geo.row_words) * 8) & (batch.offsets != 0)
                     if met.any():
-                        status = _OUT_OF_FILE if guard.is_cut_short(refused) else _UNREADABLE
-                        result[0], result[1] = status, np.argmax(met)
+                        result[0], result[1] = refused_status(refused), np.argmax(met)
                 return result
             # A place entered while we read may lie in what the file, or the list of segments, grew by meanwhile.
             whole_map = whole_map.reaching(whole_map.locks.size_bytes())
@@ -130,107 +340,27 @@ class RowReader:
             if (limit, len(arrays.numbers)) == known:
                 return result
 
-
-class _Batch(NamedTuple):
-    """Rows to be read, in the order of their places."""
-
-    geo: Geometry
-    queues: Queues
-    depth: int  # reads in flight
-    keys: Int64s
-    target: Target
-    how: How
-    scratch: Scratch
-    result: Int64s
-
-
-def _read_cold(
-    geo: Geometry, rings: Rings, source: Source, keys: Int64s, target: Target, how: How, scratch: Scratch,
-    result: Int64s,
-) -> bool:  # fmt: skip
-    """Copy the rows that ``gather`` did not, of which ``scratch`` says where they lie.
-
-    Returns:
-        Whether pages were not in memory. The status may be _FAILED.
-    """
-    target.present[result[3] :] = False
-    order = result[3] + np.flatnonzero(scratch.pairs[result[3] :])
-    order = order[np.argsort(scratch.pairs[order])]
-    ordered = target._replace(slots=target.slots[order], present=np.empty(len(order), np.bool_))
-    by_page = scratch._replace(offsets=scratch.offsets[order], pairs=scratch.pairs[order], seeds=scratch.seeds[order])
-    depth = min(DEPTH, BUFFER_WORDS // (geo.pages_per_block * geo.page_words))
-    ring = rings.take() if how.direct and depth > 0 else None
-    depth = depth if ring else _QUEUE_DEPTH
-    queues = ring.queues if ring and ring.queues else Queues(-1, source.words, np.empty((depth, 4), np.int64))
-    is_cold = _read_sorted(_Batch(geo, queues, depth, keys[order], ordered, how, by_page, result), source)
-    if ring:
-        rings.put_back(ring, has_failed=result[0] == _FAILED)
-    target.present[order] = True
-    result[1] = order[result[1]] if result[0] else 0
-    return bool(is_cold)
-
-
-@inline
-def _take_rows(batch: _Batch, words: Words, shift: int, start: int, stop: int) -> None:
-    """Copy rows that lie ``shift`` words further in the file than in ``words``, unless there was an error before."""
-    geo, scratch, result = batch.geo, batch.scratch, batch.result
-    if result[0] != 0:
-        return
-    for i in range(start, stop if shift != 0 else start):
-        scratch.offsets[i] -= shift
-        scratch.pairs[i] -= shift
-    copy_rows(geo, words, start, stop, scratch.offsets, batch.target)
-    if batch.how.verify:
-        bad = first_bad(words, geo.weight_words + geo.state_words, start, stop, batch.keys, scratch)
-        if bad >= 0:
-            result[0], result[1] = _BAD_ROW, bad
-
-
-@kernel
-def _read_sorted(batch: _Batch, source: Source) -> bool:
-    geo, queues, depth, keys, _, how, scratch, result = batch
-    words, address, _ = source
-    pairs, page_words, num = scratch.pairs, geo.page_words, len(keys)
-    stored_words = 1 if geo.pages_per_block == 1 else geo.weight_words + geo.state_words + PAIR_WORDS
-    at = begun = ended = looks = units = pages = 0
-    counted = -1  # pages up to this one
-    while ended < begun or (at < num and result[0] == 0):
-        if begun - ended == depth or at == num or result[0] != 0:
-            slot, shift = ended % depth, 0
-            start, page, size = queues.reads[slot, 0], queues.reads[slot, 2], queues.reads[slot, 3]
-            if result[0] != _FAILED and queues.descriptor >= 0:
-                shift = (page - slot * geo.pages_per_block) * page_words
-                got = wait(queues, slot)
-                if got != size and (result[0] == 0 or got > size):
-                    result[0], result[1] = _UNREADABLE if got in _OF_DEVICE else _FAILED, start
-            _take_rows(batch, queues.buffers, shift, start, queues.reads[slot, 1])
-            ended += 1
-            continue
-        page, stop, is_there = pairs[at] // page_words, at + 1, False
-        while stop < num and pairs[stop] < (page + 1) * page_words:
-            stop += 1
-        last = (pairs[stop - 1] + stored_words - 1) // page_words
-        pages += last - max(page - 1, counted)
-        counted = last
-        if how.can_sample and (looks > 0 or units % _LOOK_EVERY == 0):
-            is_there = is_resident(address + page * page_words * 8, scratch.flag)
-            looks = _LOOK_ON if is_there else looks - 1
-        units += 1
-        if is_there:
-            _take_rows(batch, words, 0, at, stop)
-        else:
-            slot, start, size = begun % depth, page * page_words * 8, (last + 1 - page) * page_words * 8
-            queues.reads[slot, 0], queues.reads[slot, 1] = at, stop
-            queues.reads[slot, 2], queues.reads[slot, 3] = page, size
-            if queues.descriptor < 0:
-                queue_read(address + start, size)
-            else:
-                begin_read(queues, slot, start, size, page_words * geo.pages_per_block)
-                result[4] += last + 1 - page
-            begun += 1
-        at = stop
-    result[2] = max(result[2], pages)
-    return how.can_sample and begun * _COLD_PART > units
+    def _read_cold(self, batch: Batch, source: Source, rings: Rings) -> bool:
+        """Copy the rows that ``gather`` found and did not copy; whether pages were not in memory. The status may be
+        _FAILED."""
+        geo, present, result = batch.geo, batch.present, batch.result
+        present[result[3] :] = False
+        order = result[3] + np.flatnonzero(batch.pairs[result[3] :])
+        order = order[np.argsort(batch.pairs[order])]
+        ordered = batch._replace(
+            keys=batch.keys[order], slots=batch.slots[order], present=np.empty(len(order), np.bool_),
+            offsets=batch.offsets[order], pairs=batch.pairs[order], seeds=batch.seeds[order],
+        )  # fmt: skip
+        depth = min(DEPTH, BUFFER_WORDS // (geo.pages_per_block * geo.page_words))
+        ring = rings.take() if self.is_large and depth > 0 else None
+        depth = depth if ring else _QUEUE_DEPTH
+        queues = ring.queues if ring and ring.queues else Queues(-1, source.words, np.empty((depth, 4), np.int64))
+        is_cold = _read_sorted(ordered, source, queues, depth)
+        if ring:
+            rings.put_back(ring, has_failed=result[0] == _FAILED)
+        present[order] = True
+        result[1] = order[result[1]] if result[0] else 0
+        return bool(is_cold)
 
 
 def by_key(rows: RowMap, tables: Iterable[int], since: int = 0) -> Iterator[Int64s]:
@@ -272,10 +402,8 @@ class ChangedRows(NamedTuple):
 
 
 class Changes:
-    """Rows written since a version, by the indexes of segments; made by ``LmdbColdTier.changes``.
-
-    That is what changed only if the current version was made from the earlier one, as its lineage says.
-    """
+    """Rows written since a version, by the indexes of segments; made by ``LmdbColdTier.changes``. That is what changed
+    only if the current version was made from the earlier one, as its lineage says."""
 
     def __init__(self, snapshot: Snapshot, rows: RowMap, since: int) -> None:
         self._snapshot = snapshot

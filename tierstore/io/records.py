@@ -60,7 +60,6 @@ class CommitRecord(NamedTuple):
 
 
 def item_key(item: int) -> bytes:
-    """LMDB key of a record."""
     return struct.pack(">QQ", int(META_KEY), item)
 
 
@@ -73,7 +72,6 @@ def payload_item(version: int, chunk: int) -> int:
 
 
 def segment_key(number: int) -> bytes:
-    """LMDB key of a segment."""
     return struct.pack(">QQ", int(SEGMENTS_KEY), number)
 
 
@@ -153,7 +151,6 @@ T = TypeVar("T")
 
 
 def _read(tree: Tree, item: int, what: str, unpack: Callable[[bytes], T]) -> T:
-    """A record; FormatError if it is missing or damaged."""
     found = tree.get(item_key(item))
     try:
         if found is None:
@@ -164,12 +161,8 @@ def _read(tree: Tree, item: int, what: str, unpack: Callable[[bytes], T]) -> T:
 
 
 def check_store(tree: Tree, store_id: bytes) -> LogRecord:
-    """See whose file it is, and that its tree lists every segment; returns the record of the log.
-
-    Raises:
-        DamagedError: the tree is damaged, or a segment is missing.
-        FormatError: the file is another store's, or no store's.
-    """
+    """See whose file it is, and that its tree lists every segment; returns the record of the log. DamagedError: the
+    tree is damaged, or a segment is missing. FormatError: the file is another store's, or no store's."""
     if tree.get(item_key(STORE_ITEM)) is None:
         raise FormatError(f"{tree.path}: not a tierstore file (it has no store record). {RESTORE}")
     found = _read(tree, STORE_ITEM, "its store record", unpack_store)

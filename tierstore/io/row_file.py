@@ -28,23 +28,19 @@ _PAUSE_SECONDS: Final = 0.1
 
 
 class OpenFile:
-    """The row file of a directory. Arguments and errors as for ``LmdbColdTier``.
-
-    Readers are shown one snapshot and a map of its rows, each kept for as long as somebody uses it.
+    """The row file of a directory. Arguments and errors as for ``LmdbColdTier``. Readers are shown one snapshot and a
+    map of its rows, each kept for as long as somebody uses it.
 
     Attributes:
         lock: held by a thread that writes, or changes what readers are shown.
         map: the file as memory; another when it outgrows that.
-        snapshot: the tree that readers are shown.
-        rows: the map that they are; None until one is made.
-        head: which versions there are.
-        record: of the version that is shown.
-        logged: the record of the log, as it was found.
-        has_loose: for a writer: there may be segments of versions that never become current; the map leaves them out.
-        is_behind: for a writer: from the beginning of a transaction until the map and the snapshot follow it. If a call
-            is cut short in between, the next use of the writer asks the file what became of it (``Writer.catch_up``).
+        snapshot, rows, record: the tree that readers are shown, the map, None until one is made, and the version's
+            record.
+        head, logged: which versions there are, and the record of the log, as it was found.
+        has_loose: there may be segments of versions that never become current; the map leaves them out.
+        is_behind: from the beginning of a transaction until the map and the snapshot follow it. If a call is cut short
+            in between, the next use of the writer asks the file what became of it (``Writer.catch_up``).
         has_failed: what the device holds is not known.
-        tables: layout and number of rows, by index.
     """
 
     def __init__(self, directory: Path, store_id: bytes, *, readonly: bool, version: int | None, create: bool) -> None:
@@ -108,7 +104,6 @@ class OpenFile:
             raise TierstoreError(f"{self.path}: an earlier error left the store unusable; close it and open it again.")
 
     def new_snapshot(self) -> Snapshot:
-        """Of the newest tree; the caller's to close."""
         return Snapshot(self.path, self.map, self.page_bytes)
 
     @contextmanager
@@ -211,14 +206,12 @@ class OpenFile:
         return layout
 
     def drain(self) -> None:
-        """Refuse further use, and wait for the leases to end."""
         with self._idle:
             self.disown()
             while self._leased:
                 self._idle.wait(_PAUSE_SECONDS)  # a lease that was cut short as it ended does not notify
 
     def close(self) -> None:
-        """Release map and locks."""
         self.is_closed = True
         self._parts.close()
         self.rows = None  # references to the store, or to a table of it, do not keep the map
@@ -235,11 +228,8 @@ class SuperblockWriter:
     """Sets superblocks for the one writer of a row file, which calls it between its transactions.
 
     The file grows by what is written between two: up to three times ``GROWTH_BYTES`` lie between the oldest pin and the
-    newest page, or 1/32 of the segments if that is more, up to ``4 * GROWTH_BYTES``.
-
-    Args:
-        sync: make all transactions so far durable; may be called during a later transaction.
-        pin: pins the tree as it is.
+    newest page, or 1/32 of the segments if that is more, up to ``4 * GROWTH_BYTES``. ``sync``: make all transactions so
+    far durable; may be called during a later transaction. ``pin``: pins the tree as it is.
     """
 
     def __init__(self, file: OpenFile, *, sync: Callable[[], None], pin: Callable[[], Snapshot]) -> None:
@@ -254,8 +244,7 @@ class SuperblockWriter:
 
     def set(self) -> None:
         """Vouch for the tree as it is, and return when that stands. TierstoreError: the row file was moved, or the
-        device refused; the superblock before stands. After a failed sync the file ``has_failed``: a system that failed
-        to write a page may count it as written the next time it is asked."""
+        device refused; the superblock before stands."""
         self.start()
         self.settle()
 
@@ -300,14 +289,8 @@ class SuperblockWriter:
 
     def wrote(self, size_bytes: int, live_bytes: int) -> None:
         """Set a superblock in the background if enough was written; wait for the last one if that falls too far behind.
-
-        Args:
-            size_bytes: what the last transaction wrote, or took out of use if that is more: pages of the tree, too.
-            live_bytes: size of the segments in the tree.
-
-        Raises:
-            TierstoreError: the background's last superblock failed.
-        """
+        ``size_bytes``: what the last transaction wrote, or took out of use if that is more. ``live_bytes``: size of the
+        segments in the tree. TierstoreError: the background's last superblock failed."""
         self._written_bytes += size_bytes
         limit = min(max(GROWTH_BYTES, live_bytes // _GROWTH_PART), _MOST_GROWTHS * GROWTH_BYTES)
         behind = self._pending is not None and not self._pending[2].done()

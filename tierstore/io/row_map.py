@@ -13,13 +13,12 @@ newer rows holds such a row.
 
 What a row's successor leaves behind is counted under the last version that shows it: no list of held rows is kept.
 
-**Readers.** Entries may change under a reader. It holds a lease on a snapshot, the tree of some transaction: pages of
-that tree, and of any later one, stay as they are (``reader_locks.py``). The writer enters a place after the transaction
-that wrote it is visible and before the next snapshot is shown. So a reader finds an old place or a new one. Both stay
-readable: the slot of a deleted segment is given to no other until leases on earlier snapshots end. Entries are aligned
-words, which no processor tears. The same holds for a reader of a map that was copied since, and for a process that
-follows the writer: it reads the indexes of new segments (``NewSegments``), and its map stays as it is until the later
-tree is shown (``RowMap.advance``). So to follow costs what was written, whatever the tables hold.
+**Readers.** Entries may change under a reader. It holds a lease on a snapshot: pages of that tree, and of any later
+one, stay as they are (``reader_locks.py``). The writer enters a place after the transaction that wrote it is visible
+and before the next snapshot is shown. So a reader finds an old place or a new one, by words that no processor tears.
+Both stay readable: the slot of a deleted segment is given to no other until leases on earlier snapshots end. The same
+holds for a reader of a map that was copied since, and for a process that follows the writer: it reads the indexes of
+new segments (``NewSegments``), and its map stays as it is until the later tree is shown (``RowMap.advance``).
 
 **Memory.** The map takes pages of 4 KiB where rows are stored. A *region* of it, 2 MiB or more, goes to huge pages
 once one row in 256 is stored: of random rows, nearly all of its pages are touched by then.
@@ -61,15 +60,12 @@ _ANY_EPOCH: Final = 2**63 - 1
 
 
 class RowMap:
-    """Places of the rows of some tables, and the segments of their layouts.
-
-    One thread at a time may change it, while any number read it: see the module's docstring.
+    """Places of the rows of some tables, and the segments of their layouts. One thread at a time may change it, while
+    any number read it.
 
     Attributes:
         places: uint32 [rows of all tables], or int64 once they must be wider; replaced then.
-        tables: by table index.
-        layouts: by table index.
-        segments: by layout.
+        tables, layouts: by table index. segments: by layout.
         unknown: stored rows of tables that are not known: add the tables before rows are read or written.
         later: the segments that ``enter`` left out, as all their rows are of later epochs.
     """
@@ -152,7 +148,6 @@ class RowMap:
         self._settle()
 
     def _settle(self) -> None:
-        """Have the regions that have become dense in huge pages."""
         size_bytes = self.places.itemsize << self._regions.row_bits
         is_dense = self._regions.stored * _SPARSE_ROWS >= 1 << self._regions.row_bits
         for region in np.flatnonzero(is_dense & ~self._is_huge).tolist():
@@ -175,7 +170,8 @@ class RowMap:
         for layout, segments in self.segments.items():
             self._count_held(segments, np.concatenate(beaten[layout], axis=1), shown)
             slots = np.setdiff1d(segments.in_use, segments.dead)
-            segments.bury(slots[segments.arrays.live[slots] + segments.arrays.held[slots] == 0])
+            gone = slots[segments.arrays.live[slots] + segments.arrays.held[slots] == 0]
+            segments.dead = np.concatenate([segments.dead, gone])
 
     def _enter_own(self, tree: Tree, segments: Segments, stored: Stored, last: int, kept: Int64s) -> Iterator[Int64s]:
         """Enter segments of one layout, some at a time; gives int64 [2, n], positions and slots of the rows that may be
@@ -254,7 +250,6 @@ class RowMap:
         return np.concatenate(parts)
 
     def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
-        """``positions``, and the places that they are in."""
         return self.positions(layout, keys), self.places
 
     def layout_ids(self, stored: Stored) -> Int64s:
@@ -266,13 +261,8 @@ class RowMap:
     def publish(
         self, layout: RowLayout, stored: Stored, keys: Int64s, *, current: int, txn_id: int, is_moved: bool = False
     ) -> None:
-        """Enter segments just written, one after another.
-
-        Args:
-            stored: of one epoch, unless cleaning has moved their rows.
-            keys: int64, of all of them.
-            current: the version that is current.
-            txn_id: of the transaction that wrote them.
+        """Enter segments just written, one after another: of one epoch, unless cleaning has moved their rows. ``keys``:
+        int64, of all of them. ``current``: the version that is current. ``txn_id``: of the transaction that wrote them.
         """
         segments, positions = self.segments[layout], self.positions(layout, keys)
         slots, epoch = segments.take(stored, txn_id), current if is_moved else int(stored["newest"][0])
@@ -283,7 +273,7 @@ class RowMap:
             self._regions, segments.arrays, held_for, late_for, emptied,
         )  # fmt: skip
         segments.rows -= dead
-        segments.bury(emptied[:num_emptied])
+        segments.dead = np.concatenate([segments.dead, emptied[:num_emptied]])
         self._settle()
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
@@ -343,8 +333,7 @@ class NewSegments:
     """What a later tree has beyond a map; also where the later tree has any row of the map's tables.
 
     Attributes:
-        base: the map.
-        layouts, unknown, later: as ``RowMap``'s.
+        base: the map. layouts, unknown, later: as ``RowMap``'s.
         segments: by layout, with the new ones, and without those that are gone.
         rows: by layout: those in new segments, where they are; keys ascend, and places are of the map's type or wider.
         changed: int64 [n], ascending: keys of the rows that are others than the map shows.
@@ -364,21 +353,14 @@ class NewSegments:
         cls, base: RowMap, segments: Mapping[RowLayout, Segments], tree: Tree, stored: Stored, *,
         shown: int, last: int, oldest: int,
     ) -> "NewSegments | None":  # fmt: skip
-        """Read the indexes that are new in a tree.
+        """Read the indexes that are new in a tree; None if versions were rolled back, and a new map is to be made.
+        DamagedError: a segment is damaged, or holds what cannot be a row of its tables.
 
         Args:
             base: of version ``shown``.
             segments: the map's, or a copy of them; they are changed.
-            stored: the segments of the tree.
-            last: the version that the tree shows.
+            stored: the segments of the tree, which shows version ``last``.
             oldest: transaction of the oldest tree that is in use.
-
-        Returns:
-            None if a segment that shows rows is gone, or of a later version, and has no successor: versions were
-            rolled back, and a new map is to be made.
-
-        Raises:
-            DamagedError: a segment is damaged, or holds what cannot be a row of its tables.
         """
         new, gone = cls(base, segments), {}
         numbers, is_new = np.ascontiguousarray(stored["number"]), np.ones(len(stored), np.bool_)
@@ -401,7 +383,7 @@ class NewSegments:
         new.changed = np.sort(np.concatenate(changed))
         for layout, slots in gone.items():
             own = segments[layout]
-            if own.arrays.live[slots].any():
+            if own.arrays.live[slots].any():  # it shows rows, is gone or of a later version, and has no successor
                 return None
             own.free(slots, tree.txn_id)
             own.dead = np.empty(0, np.int64)
@@ -409,10 +391,8 @@ class NewSegments:
 
     def _enter(self, tree: Tree, layout: RowLayout, stored: Stored, shown: int, last: int) -> Int64s:
         """Enter segments of one layout in ascending order of (newest epoch, number); keys of the rows that are others.
-
         A row of an epoch up to ``shown`` was only moved, unless it was in a segment of later epochs: then ``shown`` was
-        rolled back.
-        """
+        rolled back."""
         segments = self.segments[layout]
         slots, bits, arrays = _take_slots(tree, segments, stored), segments.geo.place_bits, segments.arrays
         listed, unknown, dropped = self.base._list(tree, segments, stored, slots, last)

@@ -25,7 +25,7 @@ from ..system.files import RESTORE
 from .btree import HEADER_BYTES, SEGMENTS_KEY, Entries
 from .checksum import PRIME_1, PRIME_2, is_row, mix_key, row_checksum, words_hash
 from .mapped import copy_words, queue_parts, queue_read
-from .sigbus import ASK_AGAIN, Guard, PageRuns
+from .sigbus import ASK_AGAIN, PageRuns
 from .snapshot import Tree
 
 _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
@@ -42,13 +42,7 @@ _FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
 """Of a page header's second word: the flags that last, and the number of pages."""
 PREFETCH_ROWS: Final = 8  # rows to be copied are fetched from memory so many before
 
-# The index: where each word is, in words behind LMDB's header.
-CHECKSUM: Final = 0
-MAGIC: Final = 1
-NUMBER: Final = 2
-COUNT: Final = 3
-NEWEST: Final = 4
-OLDEST: Final = 5
+CHECKSUM, MAGIC, NUMBER, COUNT, NEWEST, OLDEST = range(6)  # places in the index, in words behind LMDB's header
 KEYS: Final = SEGMENT_HEADER_WORDS
 
 
@@ -109,7 +103,6 @@ def index_pages(page_words: int, num_rows: int, is_mixed: bool) -> int:
 
 
 def index_lengths(geo: Geometry, rows: Any, is_mixed: Any) -> Any:
-    """``index_pages`` of several segments: int64 [n]."""
     words = PAGE_HEADER_WORDS + SEGMENT_HEADER_WORDS + np.asarray(rows, np.int64) * (1 + np.asarray(is_mixed, np.int64))
     return -(-words // geo.page_words)
 
@@ -123,15 +116,9 @@ def row_seed(key: np.uint64, number: np.uint64, index: np.uint64) -> np.uint64:
 
 @inline
 def block_word(number: np.uint64, newest: np.uint64, block: int, rows: int, is_last: bool) -> np.uint64:
-    """The second word of a block, by which it is understood where the index is damaged.
-
-    Args:
-        number: of the segment, which is the first word.
-        newest: epoch of the segment's rows.
-        block: its number in the segment.
-        rows: in this block. They are not in the word, but in its checksum: of the last block's places for rows it tells
-            those that were never filled from those that were overwritten with zeros.
-    """
+    """The second word of a block, by which it is understood where the index is damaged: of segment ``number``, which is
+    the first word. ``rows``: in this block. They are not in the word, but in its checksum: of the last block's places
+    for rows it tells those that were never filled from those that were overwritten with zeros."""
     word = (newest << _EPOCH_SHIFT) | np.uint64(block) | (_LAST_BLOCK if is_last else np.uint64(0))
     check = mix_key(number, word | (np.uint64(rows) << _CHECK_SHIFT)) & _CHECK_MASK
     return word | (check << _CHECK_SHIFT)
@@ -164,8 +151,7 @@ def build_segment(
 
     Args:
         epochs: uint64 [1] for all rows, or [rows].
-        keys: int64 [rows], at most ``rows_per_segment``.
-        slots: int32 [rows], of the rows in the arenas.
+        keys, slots: int64 and int32 [rows], at most ``rows_per_segment``; slots are the rows' in the arenas.
         weights, state: flat views of the arenas. A row may change meanwhile: its checksum is that of the copy.
         image: uint64 [``segment_pages`` * page_words - PAGE_HEADER_WORDS].
     """
@@ -253,8 +239,6 @@ def _index_status(words: Words, page_words: int, limit: int, page: int, pages: i
     return 0 if is_right else 3
 
 
-# Reading the indexes of a tree's segments, without their rows.
-
 _LOG: Final = logging.getLogger("tierstore")
 _PART_SEGMENTS: Final = 1024
 _PARTS_AHEAD: Final = 4  # parts that are queued for reading while one is used
@@ -281,7 +265,6 @@ def stored_segments(tree: Tree) -> Stored:
 
 
 def listed_segments(entries: Entries, page_bytes: int) -> Stored:
-    """The segments of these entries of a tree."""
     stored = np.zeros(len(entries), STORED)
     stored["number"], stored["first_page"] = entries["number"], entries["page"]
     stored["pages"] = (entries["size"] + HEADER_BYTES) // page_bytes
@@ -289,7 +272,6 @@ def listed_segments(entries: Entries, page_bytes: int) -> Stored:
 
 
 def byte_ranges(stored: Stored, page_bytes: int) -> tuple[Int64s, Int64s]:
-    """Where in the file segments begin and end."""
     return stored["first_page"] * page_bytes, (stored["first_page"] + stored["pages"]) * page_bytes
 
 
@@ -322,10 +304,8 @@ def _read(words: Words, address: int, page_words: int, limit: int, stored: Store
 
 
 def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterator[slice]:
-    """Slices of ``count`` things, ``size`` at a time, in order. ``queue`` starts reading one, a few slices ahead.
-
-    In a thread of its own: the system takes about as long to queue pages as we take to look at them.
-    """
+    """Slices of ``count`` things, ``size`` at a time, in order. ``queue`` starts reading one, a few slices ahead, in a
+    thread of its own: the system takes about as long to queue pages as we take to look at them."""
     slices = [slice(start, min(start + size, count)) for start in range(0, count, size)]
     if len(slices) < 2:  # a thread would take longer to start
         for each in slices:
@@ -357,9 +337,8 @@ def _in_parts(tree: Tree, stored: Stored, order: Int64s | None = None) -> Iterat
         own, since = stored[part if order is None else order[part]], file_map.guard.begin()
         statuses = np.zeros(len(own), np.int64)
         _read(file_map.words, file_map.address, page_bytes // 8, limit, own, statuses)
-        if not file_map.guard.is_clean(since):
-            refused = file_map.guard.refused(since)
-            statuses[refused.meet(*byte_ranges(own, page_bytes))] = refused_status(file_map.guard, refused)
+        if (refused := file_map.guard.refused(since)) is not None:
+            statuses[refused.meet(*byte_ranges(own, page_bytes))] = refused_status(refused)
         yield part, own, statuses
 
 
@@ -394,13 +373,11 @@ def _require_sound(tree: Tree, stored: Stored, statuses: Int64s) -> None:
         raise segment_error(tree, int(stored["number"][at]), int(statuses[at]))
 
 
-def refused_status(guard: Guard, refused: PageRuns) -> SegmentStatus:
-    """Of what lies on pages that were refused."""
-    return SegmentStatus.OUT_OF_FILE if guard.is_cut_short(refused) else SegmentStatus.UNREADABLE
+def refused_status(refused: PageRuns) -> SegmentStatus:
+    return SegmentStatus.OUT_OF_FILE if refused.is_cut_short else SegmentStatus.UNREADABLE
 
 
 def segment_error(tree: Tree, number: int, status: int) -> DamagedError:
-    """What a SegmentStatus other than DONE amounts to."""
     return damage_error(tree.path, [(f"segment {number}", status)])
 
 

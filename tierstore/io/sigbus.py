@@ -1,23 +1,19 @@
 """Reads through a map of a file that end in an error where the system would end the process (SIGBUS).
 
 A page that the device refuses to read, or that lies beyond the end of a file that was cut short, faults where it is
-touched. A handler in machine code, which needs no GIL, notes the page and maps zeros over it; the load that faulted is
-repeated and finds them. So a read goes on, over bytes that nobody wrote, and a reader asks before and after:
-
-- ``Guard.begin`` maps the file over refused pages again, so that the device is asked again, and returns a count.
-- ``Guard.require`` raises if a page was refused since that count, ``Guard.refused`` tells which were.
-
-A page may turn to zeros and back between two loads of one read. So nothing that was read counts before it was asked,
-whatever its checksum. A page is noted before its zeros can be seen: each reader of zeros finds it.
+touched. A handler in machine code, which needs no GIL, notes the page and maps zeros over it; the load is repeated and
+finds them. A page may turn to zeros and back between two loads of one read. So nothing that was read counts before
+``Guard.require`` or ``Guard.refused`` told, whatever its checksum, what was refused since ``Guard.begin``, which maps
+the file over refused pages again. A page is noted before its zeros can be seen: each reader of zeros finds it.
 
 The handler takes faults at addresses of its table. It hands all others to the handler that was there before, by putting
 that one back and letting the load fault again. Another one may be put over it later (``faulthandler.enable()``):
 ``begin`` puts ours over that. A forked child has the handler, and a table without its maps. Without compiled code
-(``NUMBA_DISABLE_JIT=1``) there is no handler, and a refused page ends the process.
+(``NUMBA_DISABLE_JIT=1``) there is no handler, and a refused page ends the process. Nor is LMDB's own map guarded, as
+LMDB moves memory by what it reads: writers first read, through our map, what it is going to read.
+"""
 
-LMDB's own map of the file is not guarded, as LMDB moves memory by what it reads. So writers read first, through our
-map, what it is going to read; the rest ends the process. docs/performance.md compares the costs of other ways."""
-
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -37,28 +33,19 @@ from ..kernels.jit import JIT_ENABLED
 from ..system.files import RESTORE
 from ..system.processes import disown_in_forks
 
-_SLOTS: Final = 256
-"""Maps guarded at a time; an open store has two, and two more each time that its file has outgrown them. A fault
-in a map beyond them ends the process."""
+_SLOTS: Final = 256  # maps guarded at a time, two or more a store; a fault in a map beyond them ends the process
 _NOTES: Final = 4096  # refused pages of a map that are remembered
 _MAX_PASSED: Final = 8  # faults handed on to a handler that only hands them back
 
-# The handler's memory, in words.
-_PASSED: Final = 0  # faults handed on since the handler was put in place
-_BEFORE: Final = 1  # ``struct sigaction`` of the handler that was there before
-_ACTION_WORDS: Final = 19
+_ACTION_WORDS: Final = 19  # of ``struct sigaction``
 _FLAGS: Final = 17
-_DEFAULT: Final = _BEFORE + _ACTION_WORDS  # that of the system: zeros
-_TABLE: Final = _DEFAULT + _ACTION_WORDS
-
-# A slot of the table.
-_START: Final = 0
-_LENGTH: Final = 1  # bytes of the map that starts at _START; 0 where the slot is free
-_MET: Final = 2
-"""Pages refused so far; so many of them are covered by zeros: _COVERED, and so many are the file's again: _HEALED."""
-_COVERED: Final = 3
-_HEALED: Final = 4
-_NOTED: Final = 5  # address and length of what was covered, for each of the last _NOTES
+_PASSED, _BEFORE, _DEFAULT, _TABLE = 0, 1, 1 + _ACTION_WORDS, 1 + 2 * _ACTION_WORDS
+"""Places in the handler's memory, in words: faults handed on since the handler was put in place, the handler that was
+there before, that of the system (zeros), and the table."""
+_START, _LENGTH, _MET, _COVERED, _HEALED, _NOTED = range(6)
+"""Places in a slot of the table: where a map starts, and its bytes, 0 where the slot is free; how many pages were
+refused so far, of which so many are covered by zeros, and so many are the file's again; address and length of what was
+covered, for each of the last _NOTES."""
 _SLOT_WORDS: Final = _NOTED + 2 * _NOTES
 _WORDS: Final = _TABLE + _SLOTS * _SLOT_WORDS
 
@@ -73,10 +60,16 @@ _CODE_AND_ADDRESS: Final = 8, 16  # bytes before si_code and si_addr in ``siginf
 
 
 class PageRuns(NamedTuple):
-    """Parts of a file, ``[start, stop)`` each: int64 [n], in bytes."""
+    """Parts of a file, ``[start, stop)`` each: int64 [n], in bytes; and how long the file is."""
 
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
+    size: int
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether any of these parts begins behind the end of the file."""
+        return bool((self.starts >= self.size).any())
 
     def meet(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the ranges ``[starts[i], stops[i])`` have a byte in any of the parts: bool [ranges]."""
@@ -168,7 +161,7 @@ class _Handler:
         self.lock: Final = threading.RLock()
         self._kept = mmap.mmap(-1, 8 * _WORDS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.words: Final = memoryview(self._kept).cast("q")
-        self._free = list(range(_SLOTS))
+        self.free = list(range(_SLOTS))  # slots of the table
         self._address = 0
         self._found = (ctypes.c_int64 * _ACTION_WORDS)()
         self._found_pointer = ctypes.c_void_p(ctypes.addressof(self._found))
@@ -180,15 +173,6 @@ class _Handler:
             self._address = made.address
             memory = ctypes.addressof(ctypes.c_char.from_buffer(self._kept))
             ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(made.address)(0, memory, 0)
-
-    def take_slot(self) -> int:
-        """Where a free slot of the table begins; -1 if there is none."""
-        with self.lock:
-            return _TABLE + self._free.pop() * _SLOT_WORDS if self._free else -1
-
-    def give_slot(self, at: int) -> None:
-        with self.lock:
-            self._free.append((at - _TABLE) // _SLOT_WORDS)
 
     def put_in_place(self) -> None:
         """Make ours the process's handler, unless it is."""
@@ -217,23 +201,13 @@ def _handler() -> _Handler:
 
 
 class Guard:
-    """One map of a file, or a part of one.
-
-    Args:
-        path: of the file.
-        size_bytes: tells how long it is; raises if the open file is lost.
-        address, length_bytes: of the map, which starts at the file's first byte.
-        put_back: ``put_back(address, offset, length)`` maps the file there again.
-    """
+    """One map of a file, which starts at its first byte. ``size_bytes``: tells how long the file is; raises if it is
+    lost. ``put_back(address, offset, length)`` maps the file there again."""
 
     def __init__(
-        self,
-        path: "str | os.PathLike[str]",
-        size_bytes: Callable[[], int],
-        address: int,
-        length_bytes: int,
+        self, path: "str | os.PathLike[str]", size_bytes: Callable[[], int], address: int, length_bytes: int,
         put_back: Callable[[int, int, int], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._path = path
         self._size_bytes = size_bytes
         self._address = address
@@ -243,12 +217,13 @@ class Guard:
         self._lock = threading.RLock()
         with _MAKING:
             self._handler = _handler()
-        self._at = self._handler.take_slot()
-        if self._at >= 0:
-            self._slot = self._handler.words[self._at : self._at + _SLOT_WORDS]
+        self._number: int | None = None  # of its slot; None if all are taken
+        self._slot = memoryview(bytearray(8 * _SLOT_WORDS)).cast("q")
+        with contextlib.suppress(IndexError):
+            self._number = self._handler.free.pop()
+            at = _TABLE + self._number * _SLOT_WORDS
+            self._slot = self._handler.words[at : at + _SLOT_WORDS]
             self._slot[_START], self._slot[_LENGTH] = address, length_bytes
-        else:
-            self._slot = memoryview(bytearray(8 * _SLOT_WORDS)).cast("q")
         disown_in_forks(self)
         self._handler.put_in_place()
 
@@ -258,11 +233,11 @@ class Guard:
 
     def close(self) -> None:
         """Forget the map, before it is unmapped. Again is fine."""
-        if self._at >= 0:
+        if self._number is not None:
             self._slot[_LENGTH] = 0
             self._slot[_HEALED] = self._slot[_MET]
-            self._handler.give_slot(self._at)
-            self._at = -1
+            self._handler.free.append(self._number)
+            self._number = None
 
     def begin(self) -> int:
         """Have the device asked again for what it refused, and return how often it refused so far."""
@@ -275,8 +250,9 @@ class Guard:
                 covered = self._slot[_COVERED]  # read before _MET: where they are equal, no page is between the two
                 met, healed = self._slot[_MET], self._slot[_HEALED]
                 if covered == met != healed:
-                    for start, stop in zip(*self.refused(healed), strict=True):
-                        self._put_back(self._address + int(start), int(start), int(stop - start))
+                    if (runs := self.refused(healed)) is not None:
+                        for start, stop in zip(runs.starts.tolist(), runs.stops.tolist(), strict=True):
+                            self._put_back(self._address + start, start, stop - start)
                     self._slot[_HEALED] = healed = met
                 if met == healed:
                     return met
@@ -287,59 +263,51 @@ class Guard:
         """How often a page was refused so far."""
         return self._slot[_MET]
 
-    def is_clean(self, since: int) -> bool:
-        """Whether no page was refused since a count that ``begin`` returned."""
-        return self._slot[_MET] == since
-
-    def refused(self, since: int) -> PageRuns:
-        """What was refused since a count: all of the file, if it was too much to remember."""
+    def refused(self, since: int) -> PageRuns | None:
+        """What was refused since a count that ``begin`` returned; all of the file, if it was too much to remember."""
         met = self._slot[_MET]
+        if met == since:
+            return None
+        size = self._size_bytes()
         if met - since > _NOTES:
-            return PageRuns(np.zeros(1, np.int64), np.full(1, self._length, np.int64))
+            return PageRuns(np.zeros(1, np.int64), np.full(1, self._length, np.int64), size)
         notes = np.array(self._slot[_NOTED:], np.int64).reshape(_NOTES, 2)[np.arange(since, met) % _NOTES]
         starts = notes[:, 0] - self._address
-        return PageRuns(starts, starts + notes[:, 1])
-
-    def is_cut_short(self, runs: PageRuns) -> bool:
-        """Whether any of these parts begins behind the end of the file."""
-        return bool((runs.starts >= self._size_bytes()).any())
+        return PageRuns(starts, starts + notes[:, 1], size)
 
     def require_whole(self) -> None:
         """TruncatedError if the file is shorter than when this was last asked, or the map made."""
-        known, self._size = self._size, self._size_bytes()
-        if self._size < known:
-            size, self._size = self._size, known
-            raise self._error(PageRuns(np.array([size]), np.array([known])), size)
+        size = self._size_bytes()
+        if size < self._size:
+            raise self._error(PageRuns(np.array([size]), np.array([self._size]), size))
+        self._size = size
 
     def require(
         self, since: int, starts: "NDArray[np.int64] | None" = None, stops: "NDArray[np.int64] | None" = None
     ) -> None:
         """Raise if a page was refused since a count, of these ranges of the file if they are given. UnreadableError:
         the device refused it. TruncatedError: the file was cut short."""
-        if self._slot[_MET] == since:
-            return
         runs = self.refused(since)
-        if starts is None or stops is None or runs.meet(starts, stops).any():
-            raise self._error(runs, self._size_bytes())
+        if runs is not None and (starts is None or stops is None or runs.meet(starts, stops).any()):
+            raise self._error(runs)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Require that no page was refused within the block. An error that comes of such a page becomes one that says
-        so."""
+        """Require that no page was refused within the block, whatever error came of such a page."""
         since = self.begin()
         try:
             yield
         except Exception as error:
-            if not self.is_clean(since):
-                raise self._error(self.refused(since), self._size_bytes()) from error
+            if (runs := self.refused(since)) is not None:
+                raise self._error(runs) from error
             raise
         self.require(since)
 
-    def _error(self, runs: PageRuns, size: int) -> DamagedError:
+    def _error(self, runs: PageRuns) -> DamagedError:
         first = int(np.argmin(runs.starts))
         part = f"bytes {runs.starts[first]} to {runs.stops[first] - 1}"
-        if (runs.starts >= size).any():
+        if runs.is_cut_short:
             return TruncatedError(
-                f"{self._path}: {part} are missing: the file was cut short to {size} bytes. {RESTORE}"
+                f"{self._path}: {part} are missing: the file was cut short to {runs.size} bytes. {RESTORE}"
             )
         return UnreadableError(f"{self._path}: the device refuses to read {part}. {ASK_AGAIN} {RESTORE}")

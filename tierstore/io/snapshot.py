@@ -1,24 +1,115 @@
-"""One tree of the row file, that of one LMDB transaction: it stays as it is, and is walked by our own code."""
+"""One tree of the row file, that of one LMDB transaction: it stays as it is, and is walked by our own code.
+
+Every page of the row file has one use: part of LMDB's tree of segments, of its tree of free pages, or free. LMDB's
+writer believes its pages and its list of free pages: a damaged page number makes it overwrite segments that are in use,
+a damaged length makes it read past the list's end. So before LMDB follows them, both trees are walked, and a bitmap,
+one bit a page of the file, sees that none is claimed twice and none is forgotten. What the meta page counts must match
+as well, which is all that stands for a checksum there.
+
+Source: LMDB 0.9's mdb.c. A record of the free list has for key the number of the transaction that freed its pages (8
+bytes, native), and for value a count and that many page numbers, descending; there may be room behind them.
+"""
 
 import contextlib
 import os
 import struct
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..errors import DamagedError, StoreReplacedError, TruncatedError, UnreadableError
-from ..kernels.arrays import Words
+from ..kernels.arrays import Int64s, Words
+from ..kernels.jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_kernel as kernel
 from ..system.files import RESTORE
 from . import btree
-from .btree import Entries, Meta, Pages, WalkStatus, sound_metas
-from .free_list import check_page_use, pages_freed, pages_freed_since
+from .btree import Entries, Meta, Pages, WalkStatus, claim, number, sound_metas, wide
 from .mapped import FileMap
 from .sigbus import ASK_AGAIN
 
+_OVERFLOW: Final = 0x04
 _ATTEMPTS: Final = 100
 _KEY: Final = struct.Struct(">QQ")
+
+
+class PageUse(NamedTuple):  # what came of a check; ``page`` is where it stopped
+    status: WalkStatus
+    page: int
+
+
+@inline
+def _claim_free(pages: Pages, base: int, size: int, last_page: int, used: Words) -> int:
+    """Mark the pages listed in a record of the free list, which starts at half-word ``base``; how many there are, or
+    minus a WalkStatus."""
+    if size < 8 or size & 7:
+        return -7
+    count = number(pages.halves, base)
+    if count < 0 or count > (size >> 3) - 1:
+        return -7
+    previous = last_page + 1
+    for i in range(1, count + 1):
+        page = number(pages.halves, base + 4 * i)
+        if page < 2 or page >= previous:
+            return -7
+        status = claim(used, page, 1, last_page + 1)
+        if status != 0:
+            return status
+        previous = page
+    return count
+
+
+@kernel
+def _claim_values(
+    pages: Pages, entries: Entries, is_free_list: bool, last_page: int, used: Words, result: Int64s
+) -> tuple[int, int]:
+    """Mark the pages of the entries' values and, of the tree of free pages, the pages they list; returns how many these
+    are, of either kind. Headers of segments are left to the call that deletes one: this would read the whole file."""
+    halves, overflows, free = pages.halves, 0, 0
+    for i in range(len(entries)):
+        page, size, status = entries[i]["page"], entries[i]["size"], 0
+        if page != 0:
+            num_pages = (btree.HEADER_BYTES + size + pages.page_halves * 2 - 1) // (pages.page_halves * 2)
+            status = claim(used, page, num_pages, pages.limit)
+            overflows += num_pages
+            if status == 0 and (is_free_list or entries[i]["kind"] == btree.META_KEY):
+                at = page * pages.page_halves
+                flags = halves[at + 5] & btree.LASTING
+                if number(halves, at) != page or flags != _OVERFLOW or wide(halves, at + 6) != num_pages:
+                    status = -3
+        if status == 0 and is_free_list:
+            status = _claim_free(pages, entries[i]["place"], size, last_page, used)
+            free += max(0, status)
+        if status < 0:
+            result[btree.STATUS] = -status
+            result[btree.PAGE] = page
+            break
+    return overflows, free
+
+
+def check_page_use(pages: Pages, meta: Meta) -> PageUse:
+    """Check both trees of a snapshot, the list of free pages, and what the meta page counts. ``pages``: of the mapped
+    file, as long as the tree of ``meta`` is pinned."""
+    used: Words = np.zeros((meta.last_page >> 6) + 1, np.uint64)
+    pages = pages._replace(limit=min(pages.limit, meta.last_page + 1))  # what is free may lie beyond the file's end
+    claimed = 0
+    for root, key_bytes in ((meta.main, btree.KEY_BYTES), (meta.free, btree.FREE_KEY_BYTES)):
+        walk, is_free_list = btree.new_walk(pages.page_halves, used), key_bytes == btree.FREE_KEY_BYTES
+        entries, result = btree.list_tree(pages, root, walk, key_bytes=key_bytes), walk.result
+        if result[btree.STATUS] == WalkStatus.DONE:
+            overflows, free = _claim_values(pages, entries, is_free_list, meta.last_page, used, result)
+        if result[btree.STATUS] != WalkStatus.DONE:
+            return PageUse(WalkStatus(int(result[btree.STATUS])), int(result[btree.PAGE]))
+        # A transaction frees at least the root it replaced, so the list's last record is the transaction's own.
+        newest = int(entries[-1]["number"]) if len(entries) else 0
+        is_newest = not is_free_list or newest == meta.txn_id or meta.txn_id <= 1
+        totals = (int(result[btree.BRANCHES]), int(result[btree.LEAVES]), overflows, len(entries))
+        if not is_newest or totals != root[1:5]:
+            return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2)
+        claimed += sum(totals[:3]) + free
+    if claimed != meta.last_page - 1:
+        return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2)
+    return PageUse(WalkStatus.DONE, 0)
 
 
 class Tree:
@@ -31,14 +122,12 @@ class Tree:
         self.page_bytes, self.txn_id = meta.page_bytes, meta.txn_id
 
     def limit_pages(self) -> int:
-        """Pages the file has now."""
         return self.file_map.file_bytes() // self.page_bytes
 
     def pages(self) -> Pages:
         return btree.pages_of(self.file_map, self.page_bytes)
 
     def get(self, key: bytes) -> bytes | None:
-        """A small record."""
         with self.file_map.guard.watching():
             found = self.seek(*(np.array([word], np.uint64) for word in _KEY.unpack(key)))[0]
             if found["size"] < 0:
@@ -46,19 +135,18 @@ class Tree:
             start, size_bytes = int(found["place"]), int(found["size"])
             return self.file_map.halves[start : start + (size_bytes + 1) // 2].tobytes()[:size_bytes]
 
-    @property
-    def freed_bytes(self) -> int:
-        """What its transaction took out of use: copied pages of the tree, and segments deleted."""
-        with self.file_map.guard.watching():
-            return pages_freed(self.file_map.words, self.meta) * self.page_bytes
-
     def freed_since(self, txn_id: int) -> int:
         """Bytes that transactions after this one took out of use, and that are not in use again."""
         with self.file_map.guard.watching():
-            return pages_freed_since(self.pages(), self.meta, txn_id) * self.page_bytes
+            pages = self.pages()
+            entries = btree.list_tree(
+                pages, self.meta.free, btree.new_walk(pages.page_halves), key_bytes=btree.FREE_KEY_BYTES
+            )
+            places = entries["place"][entries["number"] > txn_id]
+            low, high = pages.halves[places].astype(np.int64), pages.halves[places + 1].astype(np.int64)
+            return int((low | high << 16).sum()) * self.page_bytes
 
     def check_free_pages(self) -> None:
-        """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""
         with self.file_map.guard.watching():
             found = check_page_use(self.pages(), self.meta)
         self._require_sound(found.status, found.page)

@@ -7,14 +7,12 @@ they lead to. Instead:
    written (``SuperblockWriter``): both meta pages are copied, the file is synced, then the copy goes to
    ``rows.anchor``, synced too.
 2. From before that copy is written until the next superblock stands, the anchored tree is pinned
-   (``reader_locks.py``): LMDB reuses no page of it. So whatever of later transactions reached the device, all its
-   pages are as they were.
+   (``reader_locks.py``): LMDB reuses no page of it, whatever of later transactions reaches the device.
 3. A process that opens the store for writing and finds other meta pages puts the copy back (``recover``). The anchored
    tree holds the last commit whole; what it holds beyond that is dropped by its epoch.
 
-What the system holds in memory may never reach the device, even if only the process died: it may drop a page that it
-could not write, and call the next sync a success. So only what a superblock vouches for is built on, and the
-superblock itself is written once more first.
+The system may drop a page that it could not write, and call the next sync a success. So only what a superblock vouches
+for is built on, also after the mere death of a process, and the superblock itself is written once more first.
 
 The file holds two slots, written in turn, each with a checksum: a slot cut short leaves the other, whose tree is still
 pinned. It gets its name when it is whole, with space for both slots, so that no later superblock needs any.
@@ -161,27 +159,20 @@ def load_superblock(path: Path, store_id: bytes) -> Superblock | None:
 
 
 def is_of_this_boot(superblock: Superblock) -> bool:
-    """Whether the machine has not stopped since, as far as it tells."""
     current = boot_id()
     return superblock.boot_id == current and any(current)
 
 
 def _is_sound(path: Path, superblock: Superblock) -> bool:
-    """Whether the file is as the superblock says, or as a writer left it and the machine has not stopped since.
-
-    LMDB leaves a mixture in a meta page whose write failed: then there are not two.
-    """
+    """Whether the file is as the superblock says, or as a writer left it and the machine has not stopped since. LMDB
+    leaves a mixture in a meta page whose write failed: then there are not two."""
     metas = read_metas(path, superblock.page_bytes)
     return metas == superblock.metas or (is_of_this_boot(superblock) and len(sound_metas(*metas)) == 2)
 
 
 def require_sound(path: Path, store_id: bytes) -> None:
-    """Before an open for reading.
-
-    Raises:
-        DamagedError: the machine stopped while the store was open for writing.
-        ChecksumError, FormatError: as for ``recover``.
-    """
+    """Before an open for reading. DamagedError: the machine stopped while the store was open for writing.
+    ChecksumError, FormatError: as for ``recover``."""
     superblock = load_superblock(path, store_id)
     if superblock is not None and not _is_sound(path, superblock):
         raise DamagedError(
@@ -196,14 +187,10 @@ def recover(path: Path, store_id: bytes, locks: FileLocks) -> None:
     Done only if the anchored tree is whole, and nobody reads another one: while a reader of the same boot has the file
     open, the tree that it sees stays. Whatever step it is cut short at, the next recovery does the same again.
 
-    Args:
-        pins: of the row file, open for writing; no tree is read through it.
-
     Raises:
         ChecksumError, FormatError: the superblock is damaged, or the row file older than it.
         DamagedError: the anchored tree is not whole; nothing was changed.
-        StoreLockedError: others read a tree that a failed write has left.
-        OSError: the device refused.
+        StoreLockedError: others read a tree that a failed write has left. OSError: the device refused.
     """
     superblock = load_superblock(path, store_id)
     if superblock is None:
@@ -265,14 +252,9 @@ def _if_sound(read: Callable[[], T]) -> T | None:
 
 
 class Remains(Tree):
-    """What one tree leads to.
-
-    Attributes:
-        stored: its segments. Where that makes the tree whole, their numbers are those that their indexes say.
-        is_whole: whether these are certain to be all.
-        head: None if it is missing or damaged.
-        version: the current one; 0 if nothing was committed.
-    """
+    """What one tree leads to. ``stored``: its segments; where that makes the tree whole, their numbers are those that
+    their indexes say. ``is_whole``: whether these are certain to be all. ``head``: None if it is missing or damaged.
+    ``version``: the current one; 0 if nothing was committed."""
 
     def __init__(self, path: Path, file_map: FileMap, meta: Meta) -> None:
         super().__init__(path, file_map, meta)
@@ -321,16 +303,10 @@ class Remains(Tree):
 
 
 def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes, doubts: list[str]) -> Remains:
-    """The newest whole tree that holds every commit that returned, or else the newest with a record of versions.
-
-    An anchored tree and all later ones hold every commit that returned, and an earlier one of the same versions does.
-
-    Args:
-        doubts: receives what cannot be proven, in sentences.
-
-    Raises:
-        DamagedError: no tree leads to a record of versions. FormatError: the file is of another release.
-    """
+    """The newest whole tree that holds every commit that returned, or else the newest with a record of versions. An
+    anchored tree and all later ones hold every commit that returned, and an earlier one of the same versions does.
+    ``doubts``: receives what cannot be proven, in sentences. DamagedError: no tree leads to a record of versions.
+    FormatError: the file is of another release."""
     raw = file_map.words.view(np.uint8)
     on_file = [raw[at : at + META_READ_BYTES].tobytes() for at in (0, page_bytes)]
     try:

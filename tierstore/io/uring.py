@@ -138,7 +138,6 @@ class Ring(ClosedWhenDropped):
         self.queues: Queues | None = Queues(ring, buffers, *room, requests, shared, tuple(places))
 
     def _map(self, length: int, dtype: Any, offset: int) -> NDArray[Any]:
-        """A part of the ring."""
         size = length * np.dtype(dtype).itemsize
         address = map_shared(self._descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
         self._maps.append((address, size))

@@ -58,14 +58,10 @@ _FOUND: Final = np.dtype(
 
 
 def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, int], None] | None) -> VerifyReport:
-    """Check all that a tree leads to; see ``ColdTier.verify``. ``progress`` gets how much of the file was passed.
-
-    Of segments of tables that are not in the map, the index alone is checked.
-
-    Raises:
-        DamagedError: the tree, a record or a payload is not what was written; or, when all segments were read, some are
-            not: names the first places and says how many there are.
-    """
+    """Check all that a tree leads to; see ``ColdTier.verify``. ``progress`` gets how much of the file was passed. Of
+    segments of tables that are not in the map, the index alone is checked. DamagedError: the tree, a record or a
+    payload is not what was written; or, when all segments were read, some are not: names the first places and says how
+    many there are."""
     snapshot.check_free_pages()
     for version in read_head(snapshot).kept:
         read_payload(snapshot, read_record(snapshot, version))
@@ -96,22 +92,17 @@ def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, i
 
 
 class Verifier:
-    """Checks segments, and notes what is damaged.
-
-    Attributes:
-        segments, pages: of known tables, that were checked whole.
-    """
+    """Checks segments, and notes what is damaged. ``segments``, ``pages``: of known tables, that were checked whole."""
 
     def __init__(self, snapshot: Snapshot, rows: RowMap) -> None:
         self._snapshot = snapshot
         self._rows = rows
         self._found = np.zeros(_LISTED, _FOUND)
-        self._places = np.zeros(0, _FOUND)
+        self._places: list[tuple[int, int, int]] = []  # key, number and status of what is damaged, as _FOUND
         self._num_places = 0
         self.segments = self.pages = 0
 
     def look_at(self, stored: Stored) -> None:
-        """Check some segments."""
         statuses = look_at_indexes(self._snapshot, stored)
         layout_ids = self._rows.layout_ids(stored)
         for segments in self._rows.segments.values():
@@ -119,8 +110,8 @@ class Verifier:
             fits = segments.fits(stored[own])
             statuses[own[~fits]] = SegmentStatus.BAD_INDEX
             self._look_into(segments, stored[own[fits]])
-        bad = statuses != SegmentStatus.DONE
-        self._note(-1, stored["number"][bad], statuses[bad])
+        bad = np.flatnonzero(statuses != SegmentStatus.DONE)
+        self._note([(-1, int(stored["number"][i]), int(statuses[i])) for i in bad])
 
     def _look_into(self, segments: Segments, stored: Stored) -> None:
         """Check segments of one layout, whose indexes and sizes are sound."""
@@ -131,30 +122,25 @@ class Verifier:
         )
         self._num_places += max(0, count - _LISTED)
         found = self._found[:count]
-        if not file_map.guard.is_clean(since):
-            refused = file_map.guard.refused(since)
+        if (refused := file_map.guard.refused(since)) is not None:
             met = refused.meet(found["start"] * 8, found["stop"] * 8)
-            found["status"][met] = status = refused_status(file_map.guard, refused)
+            found["status"][met] = status = refused_status(refused)
             # What was zero anyhow, or read before another reader was refused, is noted nowhere.
             unread = stored["number"][refused.meet(*byte_ranges(stored, self._snapshot.page_bytes))]
-            self._note(-1, np.setdiff1d(unread, found["number"][met]), status)
-        self._note(found["key"], found["number"], found["status"])
+            self._note([(-1, number, status) for number in np.setdiff1d(unread, found["number"][met]).tolist()])
+        self._note(found[["key", "number", "status"]].tolist())
         self.segments += len(stored)
         self.pages += int(stored["pages"].sum())
 
-    def _note(self, keys: Int64s | int, numbers: Words, statuses: Int64s | int) -> None:
-        places = np.zeros(len(numbers), _FOUND)
-        places["key"], places["number"], places["status"] = keys, numbers, statuses
+    def _note(self, places: list[tuple[int, int, int]]) -> None:
         self._num_places += len(places)
-        self._places = np.concatenate([self._places, places])[:_LISTED]
+        self._places = (self._places + places)[:_LISTED]
 
     def require_sound(self) -> None:
-        """Raise if anything was found."""
         if not self._num_places:
             return
-        places = self._places[np.lexsort([self._places[name] for name in ("status", "number", "key")])]
         named = []
-        for key, number, status in places[["key", "number", "status"]][:_NAMED].tolist():
+        for key, number, status in sorted(self._places)[:_NAMED]:
             row = f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS} in " if key >= 0 else ""
             named.append((f"{row}segment {number}", status))
         more = self._num_places - _NAMED
@@ -241,7 +227,7 @@ def settled(file_map: FileMap, call: Callable[[], T]) -> T:
     while True:
         met = file_map.guard.met
         result = call()
-        if file_map.guard.is_clean(met):
+        if file_map.guard.refused(met) is None:
             return result
 
 
@@ -352,16 +338,13 @@ def _incomplete(geo: Geometry, blocks: Runs) -> list[tuple[int, int]]:
 def read_rows(
     geo: Geometry, words: Words, limit: int, runs: Runs, keys: Int64s, sound: Bools, weights: Words, state: Words
 ) -> int:
-    """Copy the sound rows of runs of one layout.
+    """Copy the sound rows of runs of one layout; returns how many rows there are.
 
     Args:
         limit: pages in the file.
         keys: int64 [n], receives the rows' keys in their order; -1 where a damaged row leaves only itself to tell.
         sound: bool [n], receives which of them match their checksums.
         weights, state: flat, receive the sound rows at their positions in ``keys``.
-
-    Returns:
-        How many rows there are.
     """
     out = 0
     for run in range(len(runs)):
@@ -391,15 +374,13 @@ def choose_rows(
     taken: Int32s,
 ) -> tuple[int, int]:  # fmt: skip
     """Choose rows of one layout, given from the newest segment to the oldest: of each the first, if it is sound.
+    Returns how many are taken, and how many of these may be, or are, older than the version.
 
     Args:
         places: by row, as in a ``RowMap``; receives SAVED and LOST.
         proven: bool [rows], no row of a newer segment can be missing.
         stale_ok: also take what is not proven, and older ones in place of damaged ones.
         taken: int32 [rows], receives the positions of the rows that are taken.
-
-    Returns:
-        How many are taken, and how many of these may be, or are, older than the version.
     """
     count, unproven = 0, 0
     for i in range(len(keys)):

@@ -1,5 +1,6 @@
 """The one writer of a row file: rows appended, versions committed and gone back to, what nobody needs deleted.
 
+After a transaction the map of rows and what readers are shown follow it; after an error, by ``Writer.catch_up``.
 ``commit`` makes a version current in one small transaction; what no kept version needs any more is deleted after it, a
 little at a time.
 """
@@ -12,9 +13,11 @@ from contextlib import ExitStack
 from typing import Final
 
 import lmdb
+import numpy as np
 
-from ..errors import DiskFullError, TierstoreError
-from ..layout import RowLayout
+from ..errors import DamagedError, DiskFullError, TierstoreError
+from ..layout import PAGE_HEADER_WORDS, RowLayout
+from ..system.files import RESTORE
 from ..system.killpoints import reach
 from ..system.processes import disown_in_forks, keep_for_ever
 from ..system.sizes import format_size
@@ -22,17 +25,25 @@ from . import records
 from .btree import MAX_PAGES
 from .checksum import bytes_checksum
 from .files import open_environment, translate
-from .log import Log
+from .log import DELETED_PAGES, Cleaner, Dead, forget, pages_freed, require_headers, some_dead
+from .places import Segments
 from .reader_locks import OldestReader
 from .reads import KeyedRows
-from .records import CommitRecord, Head, read_head, read_record, stale_items
+from .records import CommitRecord, Head, LogRecord, item_key, read_head, read_log, read_record, stale_items
 from .row_file import OpenFile, SuperblockWriter
 from .row_map import RowMap
+from .segments import NEWEST, OLDEST, STORED, Stored, build_segment, numbers_hash
+from .snapshot import Snapshot
 
 _LOG: Final = logging.getLogger("tierstore")
 _SPARE_BYTES: Final = 64 << 20  # for a transaction's records and pages of the trees
 _LISTED_PART: Final = 256  # LMDB's list of free pages takes at most this part of the file
 _CHUNKS_TOGETHER: Final = 16  # of a payload, in a transaction
+_CLEANED_PAGES: Final = 128
+"""In a transaction that only cleans, victims are chosen as if so many pages had been appended before."""
+_DROPPED_TOGETHER: Final = 512
+_LIFE: Final = 1 << 32
+"""Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
 _LEAST_HELD_BYTES: Final = 64 << 20  # less is not worth a warning
@@ -41,15 +52,9 @@ _GROWTH: Final = 1.05
 
 
 class Writer:
-    """Writes to a row file that is open for it; first it deletes what an earlier process left behind.
-
-    Args:
-        slack: see ``LmdbColdTier``.
-        add_counts: adds to totals of ``ColdCounters``.
-
-    Attributes:
-        held_bytes: what the oldest reader kept from being reused, when that was counted last.
-    """
+    """Writes to a row file that is open for it; first it deletes what an earlier process left behind. ``slack``: see
+    ``LmdbColdTier``. ``add_counts``: adds to totals of ``ColdCounters``. ``held_bytes``: what the oldest reader kept
+    from being reused, when that was counted last."""
 
     def __init__(self, file: OpenFile, slack: float, add_counts: Callable[..., None]) -> None:
         self._file = file
@@ -66,7 +71,11 @@ class Writer:
             self._superblocks.set()
             self.held_bytes = self._logged_bytes = 0
             self._counted = -1, 0  # the oldest tree read, and bytes of the file, when it was counted last
-            self._log = Log(file, self._superblocks, slack, self._transaction, add_counts)
+            self._cleaner = Cleaner(slack)
+            self._add_counts = add_counts
+            self._record = file.logged
+            self._appended = 0  # pages, since ``_take_turns`` was asked
+            self._is_numbered = False  # whether this process has numbers of segments of its own
             self._parts = stack.pop_all()
 
     def disown(self) -> None:
@@ -84,7 +93,6 @@ class Writer:
         self._parts.close()
 
     def sync(self) -> None:
-        """Make all transactions so far durable."""
         self._file.map.file_bytes()  # is it ours to sync, and the anchor after it ours to set?
         try:
             self._environment.sync(True)
@@ -113,7 +121,6 @@ class Writer:
             raise translate(error, file.path) from error
 
     def _map_again(self, length_bytes: int) -> None:
-        """Have LMDB's map be as long as ours."""
         try:
             self._environment.set_mapsize(length_bytes)
             self._oldest.begin_again()
@@ -121,11 +128,6 @@ class Writer:
             self._file.has_failed = True
             raise
         self._mapped_bytes = length_bytes
-
-    def append(self, layout: RowLayout, new: KeyedRows) -> None:
-        """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
-        rows = self.rows()
-        self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
 
     def catch_up(self) -> None:
         """After a call that was cut short: show what the file has. Versions are shown once they are durable."""
@@ -138,7 +140,8 @@ class Writer:
             stack.callback((snapshot := file.new_snapshot()).close)
             head = read_head(snapshot)
             record = read_record(snapshot, head.current)
-            self._log.catch_up(snapshot)
+            found = read_log(snapshot)  # numbers that were given to segments are not given again in any case
+            self._record = found._replace(next_number=max(found.next_number, self._record.next_number))
             if head != file.head:
                 self._superblocks.set()
             if snapshot.txn_id != file.snapshot.txn_id:
@@ -146,6 +149,159 @@ class Writer:
             stack.pop_all()
             file.head, file.record = head, record
             file.follow(snapshot)
+
+    # -- the log
+
+    @contextlib.contextmanager
+    def _changing(self, dead: Dead, size_bytes: int = 0) -> "Iterator[lmdb.Transaction[bytes]]":
+        """A transaction that deletes these segments, after ``require_headers``, and changes the log. LMDB's way to what
+        is appended is read before: a page that LMDB cannot read ends the process."""
+        self._file.snapshot.seek(np.zeros(1, np.uint64), np.array([self._record.next_number], np.uint64))
+        with self._transaction(size_bytes) as txn:
+            for segments, slots in dead:
+                self._delete(txn, segments.stored(slots))
+            yield txn
+            txn.put(item_key(records.LOG_ITEM), records.pack_words(*self._record))
+
+    def _put(self, txn: "lmdb.Transaction[bytes]", segments: Segments, new: KeyedRows) -> Stored:
+        """Put rows, in their order, as segments; ``_find_pages`` tells where they are once they are committed."""
+        layout, geo, first = segments.layout, segments.geo, self._record.next_number
+        per_segment, weights, state = geo.rows_per_segment, new.weights.reshape(-1), new.state.reshape(-1)
+        most = layout.segment_pages(min(per_segment, len(new.keys)), is_mixed=True)
+        image = np.empty(most * geo.page_words, np.uint64)
+        parts: list[tuple[int, ...]] = []
+        for start in range(0, len(new.keys), per_segment):
+            part = slice(start, start + per_segment)
+            epochs = new.epochs[part] if len(new.epochs) > 1 else new.epochs
+            if len(epochs) > 1 and (epochs == epochs[0]).all():
+                epochs = epochs[:1]
+            keys, number = new.keys[part], first + len(parts)
+            pages = layout.segment_pages(len(keys), is_mixed=len(epochs) > 1)
+            value = image[: pages * geo.page_words - PAGE_HEADER_WORDS]
+            build_segment(geo, number, epochs, keys, new.slots[part], weights, state, value)
+            txn.put(records.segment_key(number), value.data, dupdata=False)
+            parts.append((number, 0, pages, len(keys), int(value[NEWEST]), int(value[OLDEST]), int(keys[0])))
+        stored = np.array(parts, STORED)
+        self._count(stored, 1)
+        return stored
+
+    def _delete(self, txn: "lmdb.Transaction[bytes]", stored: Stored) -> None:
+        for number in stored["number"].tolist():
+            if not txn.delete(records.segment_key(number)):
+                raise DamagedError(f"{self._file.path}: its tree has lost segment {number}. {RESTORE}")
+        self._count(stored, -1)
+
+    def _count(self, stored: Stored, sign: int) -> None:
+        record = self._record
+        self._record = LogRecord(
+            next_number=max(record.next_number, int(stored["number"].max(initial=np.uint64(0))) + 1),
+            num_segments=record.num_segments + sign * len(stored),
+            hash=(record.hash + sign * int(numbers_hash(stored))) % 2**64,
+        )
+
+    def append(self, layout: RowLayout, new: KeyedRows | None) -> None:
+        """Append rows of one layout and one epoch, or none, and clean a little. The caller holds the file's lock."""
+        rows, kept = self.rows(), self._file.head.kept
+        self._take_numbers()
+        segments, current, before = rows.segments[layout], kept[-1] if kept else 0, self._file.snapshot
+        moved = self._cleaner.collect(before, rows, segments, kept)
+        dead = some_dead(rows, before)
+        segments.reuse(self._file.oldest_shown())
+        counts = [len(each.keys) for each in (moved, new) if each is not None]
+        rows.make_room(layout, counts)
+        moved_to = put = np.empty(0, STORED)
+        most = sum(layout.pages_for(count, is_mixed=True) for count in counts)
+        with self._changing(dead, most * before.page_bytes) as txn:
+            if moved is not None:
+                moved_to = self._put(txn, segments, moved)
+                reach("cleaning: rows put")
+            if new is not None:
+                put = self._put(txn, segments, new)
+            reach("write-back: segments put")
+        reach("write-back: transaction committed")
+        pages, pages_moved, freed = int(put["pages"].sum()), int(moved_to["pages"].sum()), pages_freed(dead)
+        with self._file.following() as snapshot:
+            forget(dead, snapshot.txn_id)
+            if moved is not None:  # first: a row may be moved, and newer in what is new
+                _find_pages(snapshot, moved_to)
+                rows.publish(layout, moved_to, moved.keys, current=current, txn_id=snapshot.txn_id, is_moved=True)
+                reach("cleaning: rows published")
+            if new is not None:
+                _find_pages(snapshot, put)
+                rows.publish(layout, put, new.keys, current=current, txn_id=snapshot.txn_id)
+        reach("write-back: segments published")
+        self._wrote(rows, max(pages + pages_moved, freed))
+        self._appended += pages
+        self._add_counts(bytes_written=pages * snapshot.page_bytes)
+        if moved is not None:
+            bytes_moved = pages_moved * snapshot.page_bytes
+            self._add_counts(rows_moved=len(moved.keys), pages_moved=moved.pages, bytes_moved=bytes_moved)
+        if new is not None:
+            self._cleaner.plan(snapshot, segments, kept, pages)
+
+    def _clean(self) -> bool:
+        """Clean a little; False if there is nothing to clean."""
+        file = self._file
+        with file.lock:
+            file.require_open()
+            for segments in self.rows().segments.values():
+                if self._cleaner.plan(file.snapshot, segments, file.head.kept, _CLEANED_PAGES):
+                    self.append(segments.layout, None)
+                    return True
+        return False
+
+    def _take_turns(self, rows: RowMap) -> int:
+        """How often to ``_clean`` and ``delete_dead``, at most, for what was appended since the last call and what is
+        dead by now: while others write there is always more."""
+        dead = sum(segments.dead_pages for segments in rows.segments.values())
+        turns, self._appended = 2 + self._appended // _CLEANED_PAGES + dead // DELETED_PAGES, 0
+        return turns
+
+    def _wrote(self, rows: RowMap, pages: int) -> None:
+        page_bytes, live = self._file.page_bytes, sum(segments.pages for segments in rows.segments.values())
+        self._superblocks.wrote(pages * page_bytes, live * page_bytes)
+
+    def _take_numbers(self) -> None:
+        """Begin where no process before has numbered segments, and see that none after will."""
+        if self._is_numbered:
+            return
+        self._file.snapshot.file_map.locks.require_in_place()  # a superblock is to be set next to it
+        record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
+        with self._transaction(0) as txn:
+            txn.put(item_key(records.LOG_ITEM), records.pack_words(*record))
+            # The file may have been an older release's.
+            txn.put(item_key(records.STORE_ITEM), records.pack_store(self._file.store_id))
+        self._record = record
+        reach("log: numbers taken")
+        self._file.follow(self._file.new_snapshot())
+        self._superblocks.set()
+        self._is_numbered = True
+
+    def delete_dead(self) -> bool:
+        """Delete some of the segments whose rows nobody needs; False if there are none."""
+        file = self._file
+        with file.lock:
+            file.require_open()
+            rows = self.rows()
+            if not (dead := some_dead(rows, file.snapshot)):
+                return False
+            with self._changing(dead):
+                reach("prune: segments deleted")
+            reach("prune: transaction committed")
+            freed = pages_freed(dead)
+            with file.following() as snapshot:
+                forget(dead, snapshot.txn_id)
+            self._wrote(rows, freed)
+            return True
+
+    def _drop(self, stored: Stored) -> None:
+        for start in range(0, len(stored), _DROPPED_TOGETHER):
+            part = stored[start : start + _DROPPED_TOGETHER]
+            require_headers(self._file.snapshot, part)
+            with self._changing([]) as txn:
+                self._delete(txn, part)
+                reach("rollback: segments deleted")
+            self._file.follow(self._file.new_snapshot())
 
     # -- versions
 
@@ -168,8 +324,8 @@ class Writer:
             with file.lock:
                 read_head(file.snapshot)  # so LMDB's way to the records: a page that it cannot read ends the process
                 with self._transaction() as txn:
-                    txn.put(records.item_key(records.commit_item(version)), records.pack_words(*record))
-                    txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
+                    txn.put(item_key(records.commit_item(version)), records.pack_words(*record))
+                    txn.put(item_key(records.HEAD_ITEM), records.pack_head(head))
                     reach("commit: record put")
                 reach("commit: transaction committed")
                 file.follow(file.new_snapshot())
@@ -209,7 +365,7 @@ class Writer:
                     read_head(self._file.snapshot)
                     with self._transaction(_CHUNKS_TOGETHER * step) as txn:
                         for chunk in range(first, min(first + _CHUNKS_TOGETHER, record.num_payload_chunks)):
-                            key = records.item_key(records.payload_item(record.version, chunk))
+                            key = item_key(records.payload_item(record.version, chunk))
                             txn.put(key, view[chunk * step : (chunk + 1) * step])
                     self._file.follow(self._file.new_snapshot())
                 reach("commit: payload put")
@@ -226,7 +382,7 @@ class Writer:
             rows = self.rows()
             for segments in rows.segments.values():
                 segments.release(file.head.kept, file.head.last)
-            turns = self._log.take_turns(rows)
+            turns = self._take_turns(rows)
         try:
             for work in (self.delete_dead, self._clean, self.delete_dead):
                 for _ in range(turns):
@@ -262,17 +418,6 @@ class Writer:
                     snapshot.path, locks.describe_holders(oldest), format_size(self.held_bytes),
                 )  # fmt: skip
 
-    def _clean(self) -> bool:
-        with self._file.lock:
-            self._file.require_open()
-            return self._log.clean(self.rows(), self._file.head.kept)
-
-    def delete_dead(self) -> bool:
-        """Delete some of the segments whose rows nobody needs; False if there are none."""
-        with self._file.lock:
-            self._file.require_open()
-            return self._log.delete_dead(self.rows())
-
     def _anchor(self) -> None:
         """Set an anchor while other threads go on writing."""
         with self._file.lock:
@@ -283,11 +428,10 @@ class Writer:
         anchored.result()  # another thread may have settled it
 
     def _delete_items(self) -> None:
-        """Delete the records and payloads of versions that are not kept."""
         if items := stale_items(self._file.snapshot, self._file.head):
             with self._transaction() as txn:
                 for item in items:
-                    txn.delete(records.item_key(item))
+                    txn.delete(item_key(item))
             self._file.follow(self._file.new_snapshot())
 
     def rollback(self, version: int) -> None:
@@ -302,7 +446,7 @@ class Writer:
             head = Head(last=file.head.last, kept=tuple(kept for kept in file.head.kept if kept <= version))
             with self._making_current(version):
                 with self._transaction() as txn:
-                    txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
+                    txn.put(item_key(records.HEAD_ITEM), records.pack_head(head))
                     reach("rollback: head put")
                 reach("rollback: transaction committed")
                 file.follow(file.new_snapshot())
@@ -318,7 +462,14 @@ class Writer:
         self.catch_up()
         rows = file.make_map()
         if file.has_loose:
-            self._log.drop(rows.later)
+            self._drop(rows.later)
             self._delete_items()
             file.has_loose = False
         return rows
+
+
+def _find_pages(snapshot: Snapshot, put: Stored) -> None:
+    """Fill in where segments are, in the tree of the transaction that put them, or a later one."""
+    put["first_page"] = snapshot.seek(np.zeros(len(put), np.uint64), put["number"].copy())["page"]
+    if not put["first_page"].all():
+        raise DamagedError(f"{snapshot.path}: a segment that was just written is not in its tree. {RESTORE}")

@@ -211,7 +211,7 @@ def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
 
 @lru_cache(maxsize=256)
 def row_pages(layout: RowLayout) -> float:
-    """That one row is on, on average over a full segment, as ``io.gather`` reads it."""
+    """That one row is on, on average over a full segment, as ``io.reads`` reads it."""
     geo, index = geometry(layout, 0), np.arange(layout.rows_per_segment)
     block_words = geo.pages_per_block * geo.page_words
     at = index // geo.rows_per_block * block_words + BLOCK_HEADER_WORDS + index % geo.rows_per_block * geo.pair_stride

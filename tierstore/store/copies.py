@@ -13,7 +13,14 @@ from ..io.files import FILE_NAMES, ROW_FILE_NAME, copied_bytes, copy_rows_file, 
 from ..io.lmdb import LmdbColdTier
 from ..io.records import read_head
 from ..io.snapshot import Snapshot
-from ..system.files import names_in, output_locked, sync_directory
+from ..system.files import (
+    names_in,
+    output_errors,
+    output_locked,
+    require_parent,
+    require_room,
+    sync_directory,
+)
 from ..system.killpoints import reach
 from ..system.signals import shielded
 from .directory import open_files

@@ -1,19 +1,32 @@
-"""Each page has one use: true of whatever LMDB leaves behind, and untrue of it with any byte that counts changed."""
+"""LMDB's trees as we read them, against what LMDB itself lists and leaves behind; and with any byte changed."""
 
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tierstore.io.btree import META_READ_BYTES, Meta, Pages, WalkStatus, sound_metas
+from tierstore.io import btree
+from tierstore.io.btree import (
+    META_READ_BYTES,
+    STATUS,
+    Entries,
+    Meta,
+    Pages,
+    WalkStatus,
+    find_entries,
+    list_tree,
+    new_walk,
+    sound_metas,
+)
 from tierstore.io.files import open_environment
-from tierstore.io.free_list import PageUse, check_page_use
 from tierstore.io.mapped import FileMap
-from tierstore.io.snapshot import Snapshot
+from tierstore.io.snapshot import PageUse, Snapshot, check_page_use
 from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.kernel
@@ -45,6 +58,43 @@ def _some_transaction(environment: "lmdb.Environment", generator: np.random.Gene
                 txn.delete(key)
 
 
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Any]:
+    """An environment of many pages, changed many times, and a snapshot of it."""
+    generator, path = np.random.default_rng(1), tmp_path / "tree.lmdb"
+    with ExitStack() as stack:
+        environment = stack.enter_context(closing(_environment(path)))
+        for _ in range(6):
+            _some_transaction(environment, generator, 2000 if JIT_ENABLED else 400)
+        file_map = stack.enter_context(closing(FileMap(path, 1 << 28)))
+        yield environment, stack.enter_context(closing(Snapshot(path, file_map, PAGE)))
+
+
+def test_the_walk_lists_what_lmdb_lists(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment, snapshot = tree
+    found = snapshot.walk()
+    with environment.begin() as txn:
+        listed = [(*struct.unpack(">QQ", key), len(value)) for key, value in txn.cursor()]
+    assert found[["kind", "number", "size"]].tolist() == listed
+    assert ((found["page"] == 0) == (found["size"] < 4000)).all()
+    big = found["page"][found["page"] > 0]
+    assert np.array_equal(snapshot.file_map.words[big * 512], big.astype(np.uint64))
+    assert snapshot.meta.main.entries == len(found)
+    for capacity in (100_000, 118, 7, 2):
+        monkeypatch.setattr(btree, "_CHUNK_ENTRIES", capacity)
+        for first in (0, 1, listed[len(listed) // 2][0], 2**64 - 1):
+            assert np.array_equal(snapshot.walk(first), found[found["kind"] >= first])
+
+
+def test_seek_finds_what_is_there(tree: Any) -> None:
+    _, snapshot = tree
+    listed = {(entry["kind"], entry["number"]): entry for entry in snapshot.walk()}
+    targets = [(first, second) for first in range(0, 1000, 3) for second in range(4)] + [(2**64 - 1, 2**64 - 1)]
+    found = snapshot.seek(*np.array(targets, np.uint64).T.copy())
+    assert [size >= 0 for size in found["size"].tolist()] == [target in listed for target in targets]
+    assert all(entry == listed[target] for target, entry in zip(targets, found, strict=True) if target in listed)
+
+
 def test_whatever_lmdb_leaves_behind_passes(tmp_path: Path) -> None:
     """Also with readers that keep freed pages back, lists longer than a page, and transactions that were given up."""
     path = tmp_path / "tree.lmdb"
@@ -62,11 +112,10 @@ def test_whatever_lmdb_leaves_behind_passes(tmp_path: Path) -> None:
             readers.append(environment.begin(buffers=True))
         if turn % 20 == 19:
             readers.pop(int(generator.integers(len(readers)))).abort()
-        snapshot = Snapshot(path, file_map, 4096)
-        snapshot.check_free_pages()
-        trees = sum(sum(root[1:4]) for root in (snapshot.meta.main, snapshot.meta.free))
-        most = max(most, snapshot.meta.last_page - 1 - trees)
-        snapshot.close()
+        with closing(Snapshot(path, file_map, PAGE)) as snapshot:
+            snapshot.check_free_pages()
+            trees = sum(sum(root[1:4]) for root in (snapshot.meta.main, snapshot.meta.free))
+            most = max(most, snapshot.meta.last_page - 1 - trees)
     assert most > (1000 if JIT_ENABLED else 10)
     for reader in readers:
         reader.abort()
@@ -95,9 +144,15 @@ class Image:
         self.words: NDArray[np.uint64] = np.fromfile(path, np.uint64)
         self.bytes = self.words.view(np.uint8)
         self.meta: Meta = sound_metas(*(self.bytes[at:][:META_READ_BYTES].tobytes() for at in (0, PAGE)))[0]
+        self.pages = Pages(self.words.view(np.uint16), PAGE // 2, len(self.bytes) // PAGE, 0)
 
     def check(self) -> PageUse:
-        return check_page_use(Pages(self.words.view(np.uint16), PAGE // 2, len(self.bytes) // PAGE, 0), self.meta)
+        return check_page_use(self.pages, self.meta)
+
+    def walk(self, *, tolerant: bool = False, once: bool = True) -> tuple[Entries, WalkStatus]:
+        walk = new_walk(PAGE // 2, np.zeros((self.pages.limit >> 6) + 1, np.uint64) if once else None)
+        found = list_tree(self.pages, self.meta.main, walk, tolerant=tolerant)
+        return found, WalkStatus(int(walk.result[STATUS]))
 
     def half(self, at: int) -> int:
         return int.from_bytes(self.bytes[at : at + 2].tobytes(), "little")
@@ -105,11 +160,7 @@ class Image:
     def word(self, at: int) -> int:
         return int.from_bytes(self.bytes[at : at + 8].tobytes(), "little")
 
-    def put(self, at: int, number: int, size: int = 8) -> None:
-        self.bytes[at : at + size] = np.frombuffer(number.to_bytes(size, "little"), np.uint8)
-
     def nodes(self, page: int) -> list[int]:
-        """Where the nodes of a page of a tree start."""
         count = (self.half(page * PAGE + 12) - 16) // 2
         return [page * PAGE + self.half(page * PAGE + 16 + 2 * i) for i in range(count)]
 
@@ -135,6 +186,45 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Image:
     assert any(size > PAGE for _, _, size in image.free_records()), "no list takes overflow pages"
     assert image.meta.main.depth > 1
     return image
+
+
+def test_damaged_pages_end_in_a_status(sound: Image) -> None:
+    """Any byte of the tree, changed to anything, gives an answer: never a crash, never a wild read. A tolerant walk
+    loses no more than what lies below the page."""
+    leaves = {*sound.leaves(sound.meta.main.page, sound.meta.main.depth)}
+    tree_pages = sorted(leaves | {sound.meta.main.page})
+    generator, seen = np.random.default_rng(3), set()
+    whole, _ = sound.walk()
+    for _ in range(2000 if JIT_ENABLED else 250):
+        in_page = generator.choice([generator.integers(0, 60), generator.integers(0, PAGE)])
+        byte = int(generator.choice(tree_pages)) * PAGE + int(in_page)
+        before = sound.bytes[byte]
+        sound.bytes[byte] = generator.integers(0, 256)
+        found, status = sound.walk()
+        seen.add(status)
+        assert status == WalkStatus.DONE or len(found) < len(whole)
+        big = found[found["page"] > 0]
+        assert (big["page"] * PAGE + 16 + big["size"] <= len(sound.bytes)).all()
+        rest, status = sound.walk(tolerant=True)
+        assert status == WalkStatus.DONE
+        lost = np.setdiff1d(whole["page"], rest["page"])
+        assert len(lost) <= (PAGE // 24 if byte // PAGE in leaves else len(whole))
+        for key in (5, 1 << 19):
+            wanted = np.array([key], np.uint64)
+            find_entries(sound.pages, sound.meta.main, wanted, wanted, new_walk(PAGE // 2))
+        sound.bytes[byte] = before
+    assert {WalkStatus.DONE, WalkStatus.BAD_PAGE, WalkStatus.BAD_NODE, WalkStatus.BAD_ORDER} <= seen
+    assert np.array_equal(sound.walk()[0], whole)
+
+
+def test_trees_in_circles_end(sound: Image) -> None:
+    whole, nodes = sound.bytes.copy(), sound.nodes(sound.meta.main.page)
+    for node in nodes[1:]:
+        sound.bytes[node : node + 6] = sound.bytes[nodes[0] : nodes[0] + 6]
+    assert sound.walk()[1] == WalkStatus.USED_TWICE
+    assert sound.walk(tolerant=True)[1] == WalkStatus.DONE
+    assert sound.walk(once=False)[1] == WalkStatus.BAD_ORDER
+    sound.bytes[:] = whole
 
 
 def test_every_changed_byte_of_the_free_list_is_seen(sound: Image) -> None:
