@@ -81,9 +81,8 @@ def search(units: Sequence[Unit], bound: float, measure: Measure) -> Found:
         best = max(left, key=lambda each: gain(*each))
         choice = {**_kept(steps), best[0].name: best[1]}
         joint = added(choice)
-        steps.append(
-            Step(best[0].name, best[1], size_of(units, choice), joint, "kept" if abs(joint) <= bound else "refused")
-        )
+        became: Any = "kept" if abs(joint) <= bound else "refused"
+        steps.append(Step(best[0].name, best[1], size_of(units, choice), joint, became))
         lower.remove(best)
     while not added(_kept(steps), "check") <= bound:  # NaN breaks it, too
         last = max(index for index, step in enumerate(steps) if step.became == "kept")
@@ -102,7 +101,7 @@ def size_of(units: Sequence[Unit], choice: Choice) -> int:
 
 
 class QuantizedRun(NamedTuple):
-    """What was made. ``summary``: in words; ``measured``: points that no earlier search had measured."""
+    """What was made. ``measured``: points that no earlier search had measured."""
 
     version: int
     units: list[Unit]
@@ -112,14 +111,9 @@ class QuantizedRun(NamedTuple):
 
 
 def quantize_run(
-    directory: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    loss: float,
-    data: str = "",
-    max_rows: int = MAX_ROWS,
-    progress: Callable[[int, int], None] | None = None,
-) -> QuantizedRun:
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], *, loss: float, data: str = "",
+    max_rows: int = MAX_ROWS, progress: Callable[[int, int], None] | None = None,
+) -> QuantizedRun:  # fmt: skip
     """Make a store of a run's last commit, its tables and large layers in fewer bits, whose log loss on held-out rows
     is at most ``1 + loss`` times the run's. The same arguments give the same store, also after a kill.
 
