@@ -156,8 +156,10 @@ def quantize_run(
 
         dtypes: Any = {name.removeprefix(ROWS): each for name, each in found.choice.items() if name.startswith(ROWS)}
         summary = summary_of(held.units, found, loss, len(held))
+        told = {"asked": asked, "units": [each._asdict() for each in held.units], **found._asdict()}
+        told["steps"] = [each._asdict() for each in found.steps]
         files = {
-            "quantize.json": json_of(asked, held.units, found),
+            "quantize.json": json.dumps(told, indent=1) + "\n",
             "quantize.html": page_of(held.units, found, loss, summary),
         }
         quantize(source, new, dtype=dtypes, version=held.version, tensors=kept, files=files)
@@ -190,12 +192,6 @@ def text_of(units: Sequence[Unit], found: Found) -> str:
         sizes = (format_size(unit.size_bytes[each]) for each in (unit.own, dtype))
         rows.append([unit.name, dtype, *sizes, _percent(found.alone[unit.name][dtype])])
     return "\n".join(columns_of(rows, is_last_text=False))
-
-
-def json_of(asked: Mapping[str, Any], units: Sequence[Unit], found: Found) -> str:
-    """Everything that was asked and measured; the same for the same search."""
-    told = {"asked": asked, "units": [each._asdict() for each in units], **found._asdict()}
-    return json.dumps(told | {"steps": [each._asdict() for each in found.steps]}, indent=1) + "\n"
 
 
 def summary_of(units: Sequence[Unit], found: Found, bound: float, num_rows: int) -> list[str]:
