@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "OPERATORS", "packed", "rows_of_kind"]
-
 OPERATORS: dict[str, Any] = {
     "int8": (
         torch.ops.quantized.embedding_bag_byte_prepack,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tierstore
-from tests.nn.test_variable_batches import even, make, uneven
+from tests.nn.test_jagged import even, make, uneven
 from tierstore import optim
 from tierstore.dist import (
     ShardedStore,

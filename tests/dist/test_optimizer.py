@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tierstore
-from tests.optim.test_hessian_free import Job, bag_of, batches, table
+from tests.optim.test_dense import Job, bag_of, batches, table
 from tierstore import optim
 from tierstore.dist import (
     ShardedStore,

@@ -1,5 +1,7 @@
 """DLRM and its interactions against the papers' formulas, written with loops."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -12,19 +14,13 @@ B, C, F, D = 5, 13, 4, 3
 class PlainEmbeddings(nn.Module):
     """What a collection answers, from one plain table per feature; the ids are int64 [B, F]."""
 
-    class Pooled:
-        def __init__(self, values):
-            self._values = values
-
-        def values(self):
-            return self._values
-
     def __init__(self):
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(10, D) for _ in range(F))
 
     def forward(self, ids):
-        return self.Pooled(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], dim=1))
+        pooled = torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], dim=1)
+        return SimpleNamespace(values=lambda: pooled)
 
 
 def inputs():
@@ -92,6 +88,7 @@ def test_forward_joins_the_parts(interaction):
         ({"interaction": "cat"}, "interaction='cat'"),
         ({"interaction": "dcn", "cross_layers": 0}, "cross_layers=0"),
         ({"bottom_mlp": (0,)}, "at least 1"),
+        ({"dense_dim": 8}, "dense_dim=8"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, message):

@@ -108,5 +108,3 @@ def test_what_is_no_partition_is_refused(embeddings, towers, message):
         Towers(embeddings, towers.split(" "), [DCNTower(num_features=1, dim=1, out_features=1)] * 3)
     with pytest.raises(ValueError, match="at least"):
         DLRMTower(num_features=2, dim=3, out_dim=4, flat=0)
-    with pytest.raises(ValueError, match="dense_dim=8"):
-        DLRM(nn.Identity(), num_features=2, embedding_dim=4, dense_dim=8)

@@ -147,33 +147,25 @@ class Case:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def clipped(self, clip: Any = torch.nn.utils.clip_grad_norm_) -> None:
+        self.backward()
+        clip(self.model.parameters(), 1.0)
 
-def clipped(case: Case) -> None:
-    case.backward()
-    torch.nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
+    def scaled(self) -> None:
+        self.scaler.scale(self.model(PAIR).sum()).backward()
+        self.scaler.unscale_(self.optimizer)
 
-
-def clipped_by_value(case: Case) -> None:
-    case.backward()
-    torch.nn.utils.clip_grad_value_(case.model.parameters(), 1.0)
-
-
-def scaled(case: Case) -> None:
-    case.scaler.scale(case.model(PAIR).sum()).backward()
-    case.scaler.unscale_(case.optimizer)
-
-
-def accumulated(case: Case) -> None:
-    for _ in range(2):
-        case.backward()
-        case.step()
+    def accumulated(self) -> None:
+        for _ in range(2):
+            self.backward()
+            self.step()
 
 
 HABITS: dict[str, tuple[Callable[[Case], None], float]] = {
-    "clipping does not reach them": (clipped, 0),
-    "clipping does not reach .*clip_grad_norm_": (clipped_by_value, 0),
-    "a GradScaler does not reach them": (scaled, 0),
-    "several passes before a step are several updates": (accumulated, 0),
+    "clipping does not reach them": (Case.clipped, 0),
+    "clipping does not reach .*clip_grad_norm_": (lambda case: case.clipped(torch.nn.utils.clip_grad_value_), 0),
+    "a GradScaler does not reach them": (Case.scaled, 0),
+    "several passes before a step are several updates": (Case.accumulated, 0),
     "weight_decay=0.5 of SGD does not reach them": (Case.step, 0.5),
 }
 
@@ -187,7 +179,7 @@ def test_what_does_not_reach_rows_is_told_once(told: str, habit: Any) -> None:
         for _ in range(3):
             do(case)
             case.optimizer.zero_grad()
-            case.scaler.update() if do is scaled else None
+            case.scaler.update() if do is Case.scaled else None
         messages = [str(each.message) for each in caught]
         assert len(messages) == 1, messages
         assert re.search(told + r".*store.optimizer\(\)", messages[0])
@@ -204,12 +196,12 @@ def test_habits_that_rows_have_no_part_in_are_not_told() -> None:
         case.step()
         case.model[0].requires_grad_(False)
         for _ in range(3):
-            accumulated(case)
-            clipped(case)
+            case.accumulated()
+            case.clipped()
         case.model[0].requires_grad_(True)
         rows = store.optimizer()
         for _ in range(3):
-            accumulated(case)
+            case.accumulated()
             rows.clip_grad_norm_(case.model.parameters(), 1.0)
             rows.step()
             rows.zero_grad()

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,21 +124,33 @@ def test_any_loop(
 def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch, is_faster_ahead: bool
 ) -> None:
-    now, ways = 0.0, []
+    def chosen(steps: range, seconds: Callable[[int], float], *, is_good: bool) -> Any:
+        nonlocal now
+        ways = []
+        for step in steps:
+            now += seconds(step)
+            ways.append(tuner.is_ahead is is_good)
+            tuner.note_step()
+        return np.array(ways)
+
+    now, good = 0.0, is_faster_ahead
     monkeypatch.setattr(pipeline_module.time, "perf_counter", lambda: now)
+
+    def seconds(step: int) -> float:
+        return (1.0 if tuner.is_ahead is good else 1.1 if step % 4 else 1.8) * (5.0 if step % 50 == 0 else 1.0)
+
     tuner = pipeline_module.DepthTuner()
-    for step in range(10_000):
-        if step == 5_000:
-            is_faster_ahead = not is_faster_ahead
-        is_good = tuner.is_ahead is is_faster_ahead
-        now += (1.0 if is_good else 1.1 if step % 4 else 1.8) * (5.0 if step % 50 == 0 else 1.0)
-        ways.append(tuner.is_ahead is is_faster_ahead)
-        tuner.note_step()
-    first, later = np.array(ways[:5_000]), np.array(ways[5_000:])
+    first = chosen(range(5_000), seconds, is_good=good)
+    good = not good
+    later = chosen(range(5_000, 10_000), seconds, is_good=good)
     assert first.mean() > 0.95
     assert first[2_500:].mean() > 0.97
     assert later.mean() > 0.8
     assert later[2_500:].mean() > 0.95
+    tuner = pipeline_module.DepthTuner()  # a step that waits for the reading of three batches is no outlier
+    assert (
+        chosen(range(6_000), lambda n: 1.92 if tuner.is_ahead else 0.5 + 4.5 * (n % 3 == 0), is_good=True).mean() > 0.9
+    )
 
 
 @pytest.mark.parametrize("waits_for_use", [False, True])
@@ -171,18 +184,6 @@ def test_where_rows_are_not_brought_in_ahead_batches_are_read_between_steps(
     assert number == 19
     assert waits_for_use or not any(read_beside[4:])
     assert waits_for_use or len(set(read_behind[6:])) in (5, 6)  # 14 batches by threes, from any of three on
-
-
-def test_times_of_batches_that_are_read_together_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that waits for the reading of three batches is no outlier: bringing rows in ahead is 4 % faster here."""
-    now, ways = 0.0, []
-    monkeypatch.setattr(pipeline_module.time, "perf_counter", lambda: now)
-    tuner = pipeline_module.DepthTuner()
-    for step in range(6_000):
-        now += 1.92 if tuner.is_ahead else 0.5 + (4.5 if step % 3 == 0 else 0.0)
-        ways.append(tuner.is_ahead)
-        tuner.note_step()
-    assert np.mean(ways) > 0.9
 
 
 def test_once_all_rows_are_in_memory_to_stay_nothing_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,16 +243,6 @@ def test_prefetching_reads_no_more_than_a_plain_loop(caches: float, trained: boo
     for policy, most in (("lru", 1.0), ("lfu", 1.03), ("tinylfu", 1.03)):
         plain, *ahead = [misses(policy, 1 / caches, depth=depth, trained=trained) for depth in (0, 1, 8)]
         assert max(ahead) <= most * plain
-
-
-def test_wrong_arguments(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        for depth in (-1, True, 1.5):
-            with pytest.raises(ValueError, match="depth="):
-                tierstore.prefetch([], collection, depth=depth)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="pass features="):
-            next(iter(tierstore.prefetch([object()], collection, depth=1)))
 
 
 class Stuck:
@@ -423,7 +414,7 @@ def test_the_position_is_that_of_the_batch_given(store_dir: Path, depth: int) ->
         ahead.close()
 
 
-def test_only_the_source_ends_a_pass() -> None:
+def test_wrong_arguments_and_only_the_source_ends_a_pass() -> None:
     """Not what ``features``, or ``iter`` of the source, raises as an iterator that has ended does."""
 
     class Empty:
@@ -431,8 +422,13 @@ def test_only_the_source_ends_a_pass() -> None:
             return iter(next(iter(())))
 
     with tierstore.open(cold="memory", ddr="1MiB") as store:
-        config = tierstore.TableConfig(name="a", num_embeddings=100, embedding_dim=8)
-        bag = tierstore.TieredEmbeddingBag(store.create_table(config))
+        collection = make_collection(store)
+        for wrong in (-1, True, 1.5):
+            with pytest.raises(ValueError, match="depth="):
+                tierstore.prefetch([], collection, depth=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="pass features="):
+            next(iter(tierstore.prefetch([object()], collection, depth=1)))
+        bag = tierstore.TieredEmbeddingBag(store["a"])
         batches: Any = [[torch.arange(2).view(1, 2)] * (number != 3) for number in range(8)]
         seen = []
         with pytest.raises(RuntimeError, match="features= or iter"):
@@ -476,11 +472,85 @@ def test_one_object_given_again_holds_no_rows_once_it_was_used(ddr: str, hbm: in
         assert table.pool.pins.num_held == table.pool.pins.num_pinned == table.pool.tier.num_leased == 0
 
 
-def test_a_module_of_the_users_may_have_a_method_of_that_name(store_dir: Path) -> None:
-    class Model(torch.nn.Module):
-        def prepare(self) -> None: ...
+class _OfRanks:
+    """What the pipeline needs of a module that tells other ranks when a pass ends."""
 
+    is_collective = True
+
+    def __init__(self) -> None:
+        self.ended_in: list[str] = []
+
+    def ahead(self) -> "_OfRanks":
+        return self
+
+    def begin(self, batches: Any) -> Iterator[Any]:
+        return iter(batches)
+
+    def end(self) -> None:
+        self.ended_in.append(threading.current_thread().name)
+
+    def prepare(self, features: Any) -> object:
+        return SimpleNamespace(has_room=lambda: True)
+
+    def bring_in(self, ticket: object) -> bool:
+        return True
+
+    def forget(self, ticket: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_other_ranks_are_told_once_of_a_pass_that_is_over(is_slow: bool) -> None:
+    """Also one that was closed while its thread was in the source."""
+    module, waits, goes_on = _OfRanks(), threading.Event(), threading.Event()
+
+    def source() -> Iterator[int]:
+        yield from range(2)
+        if is_slow:
+            waits.set()
+            goes_on.wait(30)
+        yield from range(8)
+
+    pipeline = tierstore.prefetch(source(), module, depth=2, features=lambda number: number)
+    next(pipeline)
+    assert not is_slow or waits.wait(30)
+    pipeline.close()
+    goes_on.set()
+    for thread in prefetch_threads():
+        thread.join(30)
+    assert module.ended_in == ["tierstore-prefetch"]
+
+
+def test_a_pass_that_was_closed_while_it_waited_for_another_takes_no_batch(store_dir: Path) -> None:
+    waits, goes_on = threading.Event(), threading.Event()
+
+    class Source:
+        number = 0
+
+        def __iter__(self) -> "Source":
+            return self
+
+        def __next__(self) -> Any:
+            self.number += 1
+            if self.number == 2:
+                waits.set()
+                goes_on.wait(30)
+            return batch(self.number)
+
+    source = Source()
     with tierstore.open(store_dir, ddr="1MiB") as store:
-        model = Model()
-        model.rows = make_collection(store)
-        assert len(list(tierstore.prefetch([batch(1), batch(2)], model))) == 2
+        collection = make_collection(store)
+        first = tierstore.prefetch(source, collection, depth=1)
+        next(first)
+        assert waits.wait(30)
+        first.close()
+        second = tierstore.prefetch(source, collection, depth=1)
+        interrupt = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(second)
+        second.close()
+        goes_on.set()
+        for thread in prefetch_threads():
+            thread.join(30)
+        assert source.number == 2

@@ -22,21 +22,6 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-class WideAndDeep(nn.Module):
-    """One categorical id a field and some dense features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeddings = nn.ModuleList(nn.Embedding(ROWS, DIM) for _ in range(FIELDS))
-        self.wide = nn.EmbeddingBag(FIELDS * ROWS, 1, mode="sum")
-        self.deep = mlp(FIELDS * DIM + 2, 16, 1)
-
-    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        rows = [each(ids[:, field]) for field, each in enumerate(self.embeddings)]
-        wide = self.wide(ids + ROWS * torch.arange(FIELDS))
-        return (wide + self.deep(torch.cat([*rows, dense], dim=1))).squeeze(1)
-
-
 class Dlrm(nn.Module):
     """Bags of several ids, all pairs of dot products."""
 
@@ -126,10 +111,6 @@ class SharedModule(nn.Module):
         return score
 
 
-def fields(random: torch.Generator) -> tuple[Tensor, ...]:
-    return torch.randint(ROWS, (BATCH, FIELDS), generator=random), torch.rand(BATCH, 2, generator=random)
-
-
 def bags(random: torch.Generator) -> tuple[Tensor, ...]:
     offsets = torch.randint(3, (BATCH + 1,), generator=random).cumsum(0)
     offsets = offsets - offsets[0]
@@ -146,7 +127,6 @@ def histories(random: torch.Generator) -> tuple[Tensor, ...]:
 
 
 MODELS: Final[dict[type[nn.Module], Callable[[torch.Generator], tuple[Any, ...]]]] = {
-    WideAndDeep: fields,
     Dlrm: bags,
     Factorization: pairs,
     TwoTowers: histories,

@@ -64,11 +64,7 @@ class Ahead:
             lookups: list[Any] = list(prepared.lookups)
             for lookup in lookups:
                 lookup.route(self._ranks)
-            return self._module.keep(features, prepared)
-
-    def has_room(self, ticket: Prepared) -> bool:
-        """Whether this rank has, for the rows that it owns."""
-        return ticket.has_room()
+            return self._module._prepared.put(arguments_of(features)[0], prepared)
 
     def bring_in(self, ticket: Prepared) -> bool:
         """Bring the batch's rows in that this rank owns; see ``TieredModule.bring_in``. RuntimeError: another rank

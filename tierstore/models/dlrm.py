@@ -5,6 +5,7 @@ sample.
 """
 
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
@@ -43,7 +44,13 @@ class CrossNetwork(nn.Module):
     def __init__(self, *, num_features: int, dim: int, layers: int, rank: int, dense_dim: int | None = None) -> None:
         super().__init__()
         width = num_features * dim + (dim if dense_dim is None else dense_dim)
-        self.layers = nn.ModuleList(_cross_weight(width, rank) for _ in range(layers))
+
+        def weight() -> nn.Module:
+            if not rank:
+                return xavier(nn.Linear(width, width))
+            return nn.Sequential(xavier(nn.Linear(width, rank, bias=False)), xavier(nn.Linear(rank, width)))
+
+        self.layers = nn.ModuleList(weight() for _ in range(layers))
         self.out_features = width
 
     def forward(self, dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
@@ -53,12 +60,6 @@ class CrossNetwork(nn.Module):
         for layer in self.layers:
             crossed = first * layer(crossed) + crossed
         return crossed
-
-
-def _cross_weight(width: int, rank: int) -> nn.Module:
-    if not rank:
-        return xavier(nn.Linear(width, width))
-    return nn.Sequential(xavier(nn.Linear(width, rank, bias=False)), xavier(nn.Linear(rank, width)))
 
 
 def xavier(linear: nn.Linear) -> nn.Linear:
@@ -87,19 +88,10 @@ class DLRM(nn.Module):
     """
 
     def __init__(
-        self,
-        embeddings: nn.Module,
-        *,
-        num_features: int,
-        embedding_dim: int,
-        num_dense: int = 13,
-        bottom_mlp: Sequence[int] = (64,),
-        top_mlp: Sequence[int] = (64,),
-        interaction: Literal["dot", "dcn"] = "dot",
-        cross_layers: int = 2,
-        cross_rank: int = 32,
-        dense_dim: int | None = None,
-    ) -> None:
+        self, embeddings: nn.Module, *, num_features: int, embedding_dim: int, num_dense: int = 13,
+        bottom_mlp: Sequence[int] = (64,), top_mlp: Sequence[int] = (64,), interaction: Literal["dot", "dcn"] = "dot",
+        cross_layers: int = 2, cross_rank: int = 32, dense_dim: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         width = embedding_dim if dense_dim is None else dense_dim
         if min(num_features, embedding_dim, width, num_dense + 1, *bottom_mlp, *top_mlp) < 1:
@@ -110,25 +102,21 @@ class DLRM(nn.Module):
             raise ValueError(f'dense_dim={dense_dim}: with interaction="dot" it is the embedding_dim, {embedding_dim}')
         self.bottom = _mlp([num_dense, *bottom_mlp, width], end_with_relu=True)
         self.interaction: DotInteraction | CrossNetwork
+        shape = {"num_features": num_features, "dim": embedding_dim}
         if interaction == "dot":
-            self.interaction = DotInteraction(num_features=num_features, dim=embedding_dim)
+            self.interaction = DotInteraction(**shape)
         elif interaction == "dcn":
             if cross_layers < 1 or cross_rank < 0:
                 raise ValueError(f"cross_layers={cross_layers} must be at least 1, cross_rank={cross_rank} at least 0")
-            self.interaction = CrossNetwork(
-                num_features=num_features, dim=embedding_dim, layers=cross_layers, rank=cross_rank, dense_dim=dense_dim
-            )
+            self.interaction = CrossNetwork(**shape, layers=cross_layers, rank=cross_rank, dense_dim=dense_dim)
         else:
             raise ValueError(f'interaction={interaction!r}: expected "dot" or "dcn"')
         self.top = _mlp([self.interaction.out_features, *top_mlp, 1], end_with_relu=False)
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """All but those of the embeddings, by name; the modules of ``Towers`` are dense."""
-        return {
-            name: each
-            for name, each in self.named_parameters()
-            if not name.startswith("embeddings.") or name.startswith("embeddings.towers.")
-        }
+        named = dict(self.named_parameters())
+        return {name: each for name, each in named.items() if not re.match(r"embeddings\.(?!towers\.)", name)}
 
     def forward(self, dense_BC: Tensor | None, sparse: Any) -> Tensor:
         """Returns the logits, Tensor [B]; ``dense_BC`` may be None without dense features."""

@@ -16,17 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..optim.curvature import (
-    Eigenvalues,
-    Evaluation,
-    dense_of,
-    extreme_eigenvalues,
-    flat,
-    hessian_product,
-    put,
-    require_loss,
-    slopes,
-)
+from ..optim import curvature
+from ..optim.curvature import Eigenvalues, Evaluation, dense_of, flat, put, require_loss, slopes
 from ..system.checks import require_int
 
 Losses = Callable[[], Iterable[Tensor]]
@@ -90,11 +81,11 @@ def hessian_eigenvalues(
         def product(vector_P: Tensor) -> Tensor:
             total = torch.zeros_like(vector_P)
             for loss in losses():
-                total += hessian_product(require_loss(loss), dense)(vector_P)
+                total += curvature.hessian_product(require_loss(loss), dense)(vector_P)
             return total
 
         start = torch.randn(len(weights_P), generator=torch.Generator().manual_seed(seed)).to(weights_P)
-        return extreme_eigenvalues(product, start, iterations=iterations, tolerance=tolerance)
+        return curvature.extreme_eigenvalues(product, start, iterations=iterations, tolerance=tolerance)
 
 
 def loss_along_line(

@@ -31,12 +31,9 @@ __all__ = ["StoreVersion", "load", "rows", "save", "save_async"]
 
 
 def save_async(
-    store: Store,
-    model: nn.Module,
-    optimizers: Sequence[Any] = (),
-    schedulers: Sequence[Any] = (),
+    store: Store, model: nn.Module, optimizers: Sequence[Any] = (), schedulers: Sequence[Any] = (),
     extra: dict[str, Any] | None = None,
-) -> PendingCommit:
+) -> PendingCommit:  # fmt: skip
     """Commit rows, the state of everything given and the random numbers of torch's CPU, atomically and durably.
 
     Returns at once, with what ``Store.commit_async`` returns; errors as there.
@@ -57,7 +54,6 @@ def save_async(
 
 
 def _require(store: object, optimizers: object, schedulers: object) -> None:
-    """TypeError, saying what to give instead."""
     require_store(store)
     for name, objects in (("optimizers", optimizers), ("schedulers", schedulers)):
         if isinstance(objects, Mapping):
@@ -106,12 +102,9 @@ def _unreadable(state: Any, place: str) -> str:
 
 
 def save(
-    store: Any,
-    model: nn.Module,
-    optimizers: Sequence[Any] = (),
-    schedulers: Sequence[Any] = (),
+    store: Any, model: nn.Module, optimizers: Sequence[Any] = (), schedulers: Sequence[Any] = (),
     extra: dict[str, Any] | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """As ``save_async``, and wait; returns the version's number. Of a ``ShardedStore``, too: collective."""
     _require(store, optimizers, schedulers)
     for module in model.modules():
@@ -122,13 +115,9 @@ def save(
 
 
 def load(
-    store: Any,
-    model: nn.Module,
-    optimizers: Sequence[Any] | None = None,
-    schedulers: Sequence[Any] | None = None,
-    *,
-    strict: bool = True,
-) -> dict[str, Any]:
+    store: Any, model: nn.Module, optimizers: Sequence[Any] | None = None, schedulers: Sequence[Any] | None = None,
+    *, strict: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """Put everything where the store's version has it, and return its ``extra``. Tensors go to the devices of what they
     are loaded into.
 
@@ -171,11 +160,14 @@ def load(
                 "not to be loaded, or the model alone"
             )
         parts += [pair for pair in zip(objects, state[name], strict=True) if pair[0] is not None]
-    changed = [each for each, saved in parts if isinstance(each, TieredOptimizer) and _differ_in_tables(each, saved)]
     before = [(each, copy.deepcopy(each.state_dict())) for each in (model, *(each for each, _ in parts))]
     try:
         model.load_state_dict(state["model"], strict=strict)
+        changed = []  # optimizers whose groups are other tables' than they were
         for each, saved in parts:
+            if isinstance(each, TieredOptimizer):
+                names, own = ([group.get("name") for group in of] for of in (saved["param_groups"], each.param_groups))
+                changed += [each] * (names != own)
             each.load_state_dict(each.of_own_tables(saved) if isinstance(each, TieredOptimizer) else saved)
         for each in schedulers or ():
             _take_first_rates(each, changed)
@@ -187,11 +179,6 @@ def load(
         torch.set_rng_state(state["rng"])
     extra: dict[str, Any] = store.extra
     return extra
-
-
-def _differ_in_tables(one: TieredOptimizer, saved: dict[str, Any]) -> bool:
-    names, own = ([group.get("name") for group in each] for each in (saved["param_groups"], one.param_groups))
-    return names != own
 
 
 def _take_first_rates(scheduler: Any, changed: Sequence[Any]) -> None:

@@ -22,8 +22,6 @@ from .function import Prepared
 from .jagged import JaggedLike, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from .module import TieredModule
 
-_Sources = tuple[Tensor, Tensor, Tensor | None]
-
 
 class _Feature(NamedTuple):
     name: str
@@ -72,7 +70,7 @@ class Collection(TieredModule):
         """Where results are."""
         return self.store.device
 
-    def _sources(self, features: JaggedLike) -> _Sources:
+    def _sources(self, features: JaggedLike) -> tuple[Tensor, Tensor, Tensor | None]:
         if not (hasattr(features, "weights_or_none") and hasattr(features, "keys")):
             raise TypeError(
                 f"a collection takes a KeyedJaggedTensor, not {type(features).__name__}; make one, as "
@@ -88,9 +86,9 @@ class Collection(TieredModule):
         return make_lookup(joined, mode=mode)
 
     def _checked(
-        self, features: JaggedLike, sources: _Sources, scale: Tensor | None = None
+        self, features: JaggedLike, sources: Any, scale: Tensor | None = None
     ) -> tuple[Jagged | DeviceJagged, dict[str, int]]:
-        """(ids, the place of each feature there); errors as ``forward`` has them."""
+        """(ids, the place of each feature there)."""
         keys = list(features.keys())
         place = {name: index for index, name in enumerate(keys)}
         if len(place) < len(keys):
@@ -136,8 +134,8 @@ class TieredEmbeddingBagCollection(Collection):
     def __init__(self, store: Store, *, tables: Sequence[str] | None = None, is_weighted: bool = True) -> None:
         super().__init__(store, tables=tables)
         self._is_weighted = is_weighted
-        self._groups = self._group_features()
         self._dims = [feature.table.layout.dim for feature in self._features.values()]
+        self._groups = self._group_features()
 
     def forward(self, features: JaggedLike) -> KeyedTensor:
         """Pooled rows of every feature.
@@ -203,15 +201,10 @@ class TieredEmbeddingBagCollection(Collection):
     def _group_features(self) -> list[tuple[list[str], Features]]:
         """Features that one lookup can serve, with their names; those of one table are neighbours."""
         groups: dict[Any, list[_Feature]] = {}
-        for feature in self._features.values():
-            groups.setdefault(self._alike(feature.table), []).append(feature)
-        return [
-            (
-                [each.name for each in group],
-                Features.of([each.table for each in group], [each.column for each in group]),
-            )
-            for group in groups.values()
-        ]
+        for each in self._features.values():
+            groups.setdefault(self._alike(each.table), []).append(each)
+        transposed = (tuple(map(list, zip(*group, strict=True))) for group in groups.values())
+        return [(names, Features.of(tables, columns)) for names, tables, columns in transposed]
 
 
 class TieredEmbeddingCollection(Collection):
@@ -223,17 +216,8 @@ class TieredEmbeddingCollection(Collection):
     """
 
     def forward(self, features: JaggedLike) -> dict[str, JaggedTensor]:
-        """Rows of every feature's ids.
-
-        Args:
-            features: as for ``TieredEmbeddingBagCollection``; weights are ignored.
-
-        Returns:
-            each feature's rows, float32 [ids, dim] on the store's device, with the offsets of the samples; in order of
-            the tables.
-
-        Raises: as ``TieredEmbeddingBagCollection.forward``.
-        """
+        """Rows of every feature's ids, float32 [ids, dim] on the store's device, with the offsets of the samples; in
+        order of the tables. ``features`` and errors: as of ``TieredEmbeddingBagCollection``; weights are ignored."""
         values, keys = self._run((features,), self._sources(features)), list(features.keys())
         offsets = features.offsets().cpu()
         strides = strides_of(features) or [(len(offsets) - 1) // max(len(keys), 1)] * len(keys)
@@ -250,7 +234,13 @@ class TieredEmbeddingCollection(Collection):
 
     def _prepare(self, sources: Any, features: JaggedLike) -> Prepared:
         checked, place = self._checked(features, sources)
-        of_tables = [self._ids_of(table, checked.on_host, place) for table in self.tables]
+        of_tables, jagged = list[Jagged](), checked.on_host
+        for table in self.tables:  # a bag for each id of its features
+            bounds = [place[name] * jagged.batch for name in table.config.feature_names]
+            lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]
+            flat: Any = np.concatenate(lists)
+            offsets: Any = np.arange(len(flat) + 1, dtype=jagged.offsets.dtype)
+            of_tables.append(Jagged(flat, offsets, len(flat)))
         lookups = [
             self._make_lookup(ids.join(Features.of([table], [0]), [0]), table.config.pooling)
             for table, ids in zip(self.tables, of_tables, strict=True)
@@ -268,14 +258,6 @@ class TieredEmbeddingCollection(Collection):
         if len(dims) != 1:
             raise ValueError(f"tables have embedding_dim {sorted(dims)}: ask each one's config")
         return dims.pop()
-
-    def _ids_of(self, table: Table, jagged: Jagged, place: dict[str, int]) -> Jagged:
-        """A bag for each id of the table's features."""
-        bounds = [place[name] * jagged.batch for name in table.config.feature_names]
-        lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]
-        ids: Any = np.concatenate(lists)
-        offsets: Any = np.arange(len(ids) + 1, dtype=jagged.offsets.dtype)
-        return Jagged(ids, offsets, len(ids))
 
 
 def strides_of(features: Any) -> list[int] | None:

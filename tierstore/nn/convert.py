@@ -5,7 +5,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,13 +30,21 @@ __all__ = ["convert", "plain_model"]
 Embedding = nn.Embedding | nn.EmbeddingBag
 Rules = optim.Optimizer | Mapping[str, optim.Optimizer] | torch.optim.Optimizer
 """One for all tables, by name, or what trains the weights."""
-_ROOT: Final = "embedding"
-"""The table's name where the model itself is the embedding."""
+_ROOT: Final = "embedding"  # the table's name where the model itself is the embedding
+_COUNTERPARTS: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
+    "SGD": (optim.SGD, ()),
+    "Adagrad": (optim.Adagrad, ("eps", "initial_accumulator_value")),
+    "RowWiseAdagrad": (optim.RowWiseAdagrad, ("eps", "initial_accumulator_value")),  # TorchRec's
+    **dict.fromkeys(("Adam", "AdamW", "SparseAdam"), (optim.Adam, ("betas", "eps"))),
+}
+"""Of torch's optimizers, by class: the update rule, and the options that it takes besides rate and weight decay."""
+_NO_COUNTERPART: Final = {"momentum": 0, "lr_decay": 0, "amsgrad": False, "maximize": False}
+"""Options of torch's optimizers, each with the only value that is taken."""
 
 
 class Rule(NamedTuple):
-    """How a weight is trained: by a rule, None if none was given; of a torch optimizer also that, its state of the
-    weight, and what gives the parameter group."""
+    """How a weight is trained: by a rule, None if none was given; of a torch optimizer also that, and what gives the
+    parameter group."""
 
     rule: optim.Optimizer | None
     weight: Tensor
@@ -45,11 +53,11 @@ class Rule(NamedTuple):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Of the weight, in the torch optimizer."""
+        """The torch optimizer's, of the weight."""
         return {} if self.source is None else self.source.state.get(self.weight, {})
 
     def state_rows(self, config: TableConfig, start: int, stop: int) -> Any:
-        """Of the table's rows, float32 [stop - start, state_dim]; None if there is none."""
+        """float32 [stop - start, state_dim]; None if there is none."""
         parts, state = state_tensors(config.optimizer, config.embedding_dim), self.state
         if not parts or any(part.name not in state for part in parts):
             return None
@@ -57,7 +65,7 @@ class Rule(NamedTuple):
         return torch.cat(columns, dim=1).contiguous().numpy()
 
     def rule_of(self, known: TableConfig | None) -> optim.Optimizer:
-        """Of the table; ``known``, if the store has it. A rate that is a torch optimizer's is not compared."""
+        """``known``: of the store's table. A rate that is a torch optimizer's is not compared."""
         rule = self.rule or optim.SGD()
         return rule if known is None or self.follows is None else replace(rule, lr=known.optimizer.lr)
 
@@ -114,32 +122,29 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> opti
     kind = type(optimizer).__name__
     if type(optimizer) is not getattr(torch.optim, kind, type(optimizer)):
         raise ValueError(f"{type(optimizer).__module__}.{kind} is not torch's; give optimizer= a tierstore.optim rule")
-    for option, default in (("momentum", 0), ("lr_decay", 0), ("amsgrad", False), ("maximize", False)):
+    for option, default in _NO_COUNTERPART.items():
         if group.get(option, default) != default:
             raise ValueError(f"{option}={group[option]} of torch.optim.{kind} has no counterpart: leave it out")
-    rate, decay = float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0))
-    common: dict[str, Any] = {"lr": rate, "weight_decay": decay}
-    if kind == "SGD":
-        return optim.SGD(**common)
-    if kind in ("Adagrad", "RowWiseAdagrad"):  # the second is TorchRec's
-        rule = optim.Adagrad if kind == "Adagrad" else optim.RowWiseAdagrad
-        first = float(group["initial_accumulator_value"])
-        return rule(**common, eps=group["eps"], initial_accumulator_value=first)
-    if kind in ("Adam", "AdamW", "SparseAdam"):
-        decoupled = kind == "AdamW" or group.get("decoupled_weight_decay", False)
-        return optim.Adam(**common, betas=tuple(group["betas"]), eps=group["eps"], decoupled=decoupled)
-    raise ValueError(
-        f"{kind} has no counterpart: give optimizer= SGD, Adagrad, RowWiseAdagrad or Adam of tierstore.optim"
+    if kind not in _COUNTERPARTS:
+        raise ValueError(
+            f"{kind} has no counterpart: give optimizer= SGD, Adagrad, RowWiseAdagrad or Adam of tierstore.optim"
+        )
+    rule, options = _COUNTERPARTS[kind]
+    made: optim.Optimizer = rule(
+        lr=float(group.get("initial_lr", group["lr"])),
+        weight_decay=float(group.get("weight_decay", 0)),
+        decoupled=kind == "AdamW" or group.get("decoupled_weight_decay", False),
+        **{name: group[name] for name in options},
     )
+    return made
 
 
-@dataclass(kw_only=True)
-class Weight:
+class Weight(NamedTuple):
     """A weight that becomes a table, and the modules that look it up: several if they share it."""
 
     name: str
     weight: Tensor
-    modules: list[Embedding] = field(default_factory=list)
+    modules: list[Embedding]
 
     @property
     def modes(self) -> list[Any]:
@@ -152,7 +157,7 @@ class Weight:
 
 
 class _Move(NamedTuple):
-    """A weight, the table that it becomes, how it was trained, and whether its rows are copied."""
+    """A weight, and the table that it becomes."""
 
     of: Weight
     config: TableConfig
@@ -161,16 +166,9 @@ class _Move(NamedTuple):
 
 
 def convert(
-    model: nn.Module,
-    store: Store,
-    *,
-    min_rows: int = 1,
-    names: Collection[str] | None = None,
-    prefix: str = "",
-    optimizer: Rules | None = None,
-    init: Initializer | None = None,
-    copy: bool = True,
-) -> nn.Module:
+    model: nn.Module, store: Store, *, min_rows: int = 1, names: Collection[str] | None = None, prefix: str = "",
+    optimizer: Rules | None = None, init: Initializer | None = None, copy: bool = True,
+) -> nn.Module:  # fmt: skip
     """Make each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model a tiered module; returns the model.
 
     It stays the same object, for lists and closures that refer to it; so does its weight, without elements. A table has
@@ -204,12 +202,12 @@ def convert(
     moves = _moves(model, _chosen(model, min_rows, names), store, optimizer, init or Normal(std=1.0), prefix, copy=copy)
     made: list[tuple[Embedding, Any]] = []
     for move in moves:
-        table, state = store.create_table(move.config), move.trained.state
+        table, trained = store.create_table(move.config), move.trained
         for start, stop in chunks(table) if move.is_copied else ():
             weights = raw_weights(move.of.weight.detach()[start:stop].cpu().contiguous())
-            write_rows(table, start, weights, move.trained.state_rows(move.config, start, stop))
-        if move.is_copied and "step" in state:
-            table.restore(TableState(int(state["step"]), table.learning_rate))
+            write_rows(table, start, weights, trained.state_rows(move.config, start, stop))
+        if move.is_copied and "step" in trained.state:
+            table.restore(TableState(int(trained.state["step"]), table.learning_rate))
         for module in move.of.modules:
             kind = TieredEmbedding if isinstance(module, nn.Embedding) else TieredEmbeddingBag
             tiered: Any = kind(table, **_options(module))
@@ -246,24 +244,24 @@ def plain_model(model: nn.Module) -> nn.Module:
     plain = copying.deepcopy(model)
     for module in list(plain.modules()):
         if isinstance(module, TieredEmbedding | TieredEmbeddingBag):
-            table = module.table
-            if table not in weights:
-                rows = torch.empty((table.config.num_embeddings, table.layout.dim), device=table.store.device)
-                for start, stop in chunks(table):
-                    rows[start:stop] = table.read(torch.arange(start, stop))
-                weights[table] = nn.Parameter(rows)
-            take_place(module, _of_torch(module, weights[table]))
+            take_place(module, _of_torch(module, weights))
     return plain
 
 
 def _options(module: Any) -> dict[str, Any]:
-    """Arguments that modules of torch and over tables have in common."""
+    """Arguments in common of modules of torch and over tables."""
     return {name: getattr(module, name) for name in ("padding_idx", "include_last_offset") if hasattr(module, name)}
 
 
-def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter) -> nn.Module:
+def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weights: dict[Table, nn.Parameter]) -> nn.Module:
+    """``weights``: of tables met before."""
     made: Embedding
-    (rows, dim), options = weight.shape, _options(module) | {"_weight": weight}
+    table, rows, dim = module.table, module.num_embeddings, module.embedding_dim
+    if (weight := weights.get(table)) is None:
+        weight = weights[table] = nn.Parameter(torch.empty((rows, dim), device=table.store.device))
+        for start, stop in chunks(table):
+            weight.data[start:stop] = table.read(torch.arange(start, stop))
+    options = _options(module) | {"_weight": weight}
     if isinstance(module, TieredEmbeddingBag):
         made = nn.EmbeddingBag(rows, dim, mode=module.mode, **options)
     else:
@@ -272,7 +270,7 @@ def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter
             with torch.no_grad():
                 weight[module.padding_idx] = module.forward(torch.tensor(module.padding_idx))
     made.weight = weight
-    weight.requires_grad_(module.rows.requires_grad or module.table.store.readonly)
+    weight.requires_grad_(module.rows.requires_grad or table.store.readonly)
     return made.train(module.training)
 
 
@@ -295,10 +293,9 @@ def _chosen(model: nn.Module, min_rows: int, names: Collection[str] | None) -> I
 
 def weights_of(model: nn.Module, chosen: Iterable[tuple[str, Embedding]]) -> tuple[list[Weight], dict[str, str]]:
     """Those of the modules given by name; and by the name of a module, why its weight cannot be a table."""
-    found: dict[int, Weight] = {}
-    refused: dict[str, str] = {}
+    found, refused = dict[int, Weight](), dict[str, str]()
     for name, module in chosen:
-        own = found.setdefault(id(module.weight), Weight(name=name or _ROOT, weight=module.weight))
+        own = found.setdefault(id(module.weight), Weight(name or _ROOT, module.weight, []))
         if module not in own.modules:
             own.modules.append(module)
             if reason := _reason(module):
@@ -309,11 +306,9 @@ def weights_of(model: nn.Module, chosen: Iterable[tuple[str, Embedding]]) -> tup
         if joins_gradients(owner):
             refused[owner_name] = f"is a {type(owner).__name__}: give its module before it is wrapped"
         for part, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
-            if _memory(tensor) in names and id(owner) not in ours:
+            if (shared := names.get(_memory(tensor))) is not None and id(owner) not in ours:
                 there = f"{owner_name}.{part}".lstrip(".")
-                refused[names[_memory(tensor)]] = (
-                    f"its weight is {there} of the model, too: look those rows up in both places"
-                )
+                refused[shared] = f"its weight is {there} of the model, too: look those rows up in both places"
     for own in found.values():
         if len(own.modes) > 1:
             refused[own.name] = f"bags that share its weight pool by {' and '.join(own.modes)}; a table has one mode"
@@ -373,12 +368,9 @@ def _moves(
         name, (rows, dim) = prefix + each.name, each.weight.shape
         known = store[name].config if name in store else None
         is_asked = trained.rule is not None or (copy and not each.weight.is_meta)
-        shape = rows, dim, each.mode
-        if known is None or is_asked or (known.num_embeddings, known.embedding_dim, known.pooling) != shape:
-            rule = trained.rule_of(known)
-            known = TableConfig(
-                name=name, num_embeddings=rows, embedding_dim=dim, pooling=each.mode, init=init, optimizer=rule
-            )
+        shape: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim, "pooling": each.mode}
+        if known is None or is_asked or any(getattr(known, key) != value for key, value in shape.items()):
+            known = TableConfig(name=name, **shape, init=init, optimizer=trained.rule_of(known))
         is_new = not each.weight.is_meta and not store.has_rows_of(name)
         moves.append(_Move(each, known, trained, is_copied=is_new and (copy or store.version > 0)))
     if refused:

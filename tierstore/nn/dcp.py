@@ -113,7 +113,7 @@ def _contents(table: Any, key: str) -> list[tuple[str, _Content]]:
             numbers[place] = values.item()
             local.restore(TableState.checked(*numbers))
 
-        def read(_start: int, _stop: int) -> Tensor:
+        def read(*_: int) -> Tensor:
             return torch.tensor([local.state[place]], dtype=dtype)
 
         return _Content(local, dtype, (1,), None, [(0, 1)], read, write)
@@ -141,7 +141,7 @@ def _contents(table: Any, key: str) -> list[tuple[str, _Content]]:
 
 
 class _Range(Tensor):
-    """Rows [start, stop) of a table's tensor and, of the columns that are here, those from ``first`` on; in the store
+    """Rows from ``start`` on of a table's tensor, of the columns that are here those from ``first`` on; in the store
     and not in memory."""
 
     _content: _Content
@@ -198,21 +198,16 @@ class _Range(Tensor):
 class _WholeTensor(_Range):
     """All of a table's tensor, as the planners of a checkpoint ask for it. Of a sharded table a rank has its part."""
 
-    _shards: dict[int, int]
-    """Stop by start, those that a planner got last."""
+    _shards: dict[int, int]  # stop by start, those that a planner got last
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        about = TensorProperties(dtype=self.dtype)
+        about: dict[str, Any] = {"properties": TensorProperties(dtype=self.dtype), "size": self.size()}
         return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=about, size=self.size()),
-            )
-            for chunk in self._chunks_of(self._content.chunks)
+            WriteItem(MetadataIndex(fqn, each.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(each, **about))
+            for each in self._chunks_of(self._content.chunks)
         ]
 
     def __create_chunk_list__(self) -> list[Any]:

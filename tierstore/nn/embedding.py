@@ -16,8 +16,6 @@ from .module import NO_COUNTERPART, TieredModule, checked_padding, checked_table
 
 
 class _OfTable(TieredModule):
-    """A module over one table."""
-
     def __init__(self, table: Table, padding_idx: int | None) -> None:
         super().__init__(checked_table(table).store)
         self.table = table
@@ -31,8 +29,7 @@ class _OfTable(TieredModule):
 
     def _used(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(bool [n], which ids are no padding; int64 [n + 1], how many of them come before each place)."""
-        assert self.padding_idx is not None
-        is_used = ids.long() != self.padding_idx
+        is_used: Any = ids.long() != self.padding_idx
         return is_used, torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
 
     def extra_repr(self) -> str:
@@ -65,16 +62,9 @@ class TieredEmbedding(_OfTable):
             self._written_at = -1  # in terms of ``Shown.changes``: a rollback may take the row back
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch.nn.Embedding's name
-        """Rows of ids.
+        """Rows of ids, int64 or int32 of any shape: float32 [*input.shape, embedding_dim] on the store's device.
 
-        Args:
-            input: int64 or int32 ids of any shape.
-
-        Returns:
-            float32 [*input.shape, embedding_dim] on the store's device.
-
-        Raises:
-            ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
+        ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
         """
         shape = (*require_tensor(input, "input").shape, self.embedding_dim)
         is_constant = OF_THREAD.evaluation.are_constant
@@ -84,11 +74,8 @@ class TieredEmbedding(_OfTable):
 
     def _write_padding(self) -> None:
         """Zeros, unless it was written or the table is only read."""
-        table = self.table
-        if (
-            self._written_at != (at := table.store.shown.changes)
-            and not table.store.readonly | table.layout.is_quantized
-        ):
+        table, at = self.table, self.table.store.shown.changes
+        if self._written_at != at and not (table.store.readonly or table.layout.is_quantized):
             row = torch.tensor([self.padding_idx])
             if torch.equal(table.read(row).float(), self._empty):
                 table.write(row, torch.zeros((1, self.embedding_dim), dtype=table.layout.torch_dtype))
@@ -144,13 +131,9 @@ class TieredEmbeddingBag(_OfTable):
     """
 
     def __init__(
-        self,
-        table: Table,
-        *,
-        mode: Pooling | None = None,
-        include_last_offset: bool = False,
+        self, table: Table, *, mode: Pooling | None = None, include_last_offset: bool = False,
         padding_idx: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(table, padding_idx)
         pooling = table.config.pooling
         if mode is not None and mode != pooling:
@@ -193,8 +176,7 @@ class TieredEmbeddingBag(_OfTable):
         if offsets is None:
             if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.is_cpu:
                 return None
-            bags, width = ids.shape
-            return self.table.pooled_directly(ids.reshape(-1), _evenly(bags, width, ids.device), self.mode)
+            return self.table.pooled_directly(ids.reshape(-1), _evenly(ids), self.mode)
         return self.table.pooled_directly(ids, offsets, self.mode, is_last_given=self.include_last_offset)
 
     def _prepare(
@@ -210,18 +192,15 @@ class TieredEmbeddingBag(_OfTable):
                 raise ValueError("offsets goes with a 1-D input; a 2-D input has one bag a row")
             if scale is not None and require_tensor(scale, "per_sample_weights").shape != ids.shape:
                 raise ValueError(f"per_sample_weights {tuple(scale.shape)} must have input's shape {tuple(ids.shape)}")
-            bags, width = ids.shape
-            offsets = _evenly(bags, width, ids.device)
+            offsets = _evenly(ids)
             flat, scale = ids.reshape(-1), None if scale is None else scale.reshape(-1)
         else:
             if offsets is None:
                 raise ValueError("a 1-D input needs offsets, where each bag begins; a 2-D input has one bag a row")
             flat, is_last_given = ids, self.include_last_offset
         if self.padding_idx is not None:
-            whole = self.table.jagged(
-                flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given
-            )
-            _ = whole.on_host  # what is wrong with the whole batch is an error first
+            options: dict[str, Any] = {"mode": self.mode, "is_last_given": is_last_given}
+            _ = self.table.jagged(flat, offsets, per_sample_weights=scale, **options).on_host  # its errors come first
             is_used, before = self._used(flat)
             flat, offsets = flat[is_used], before[offsets.long()]
             scale = None if scale is None else scale[is_used]
@@ -233,8 +212,9 @@ class TieredEmbeddingBag(_OfTable):
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
-def _evenly(bags: int, width: int, device: torch.device) -> Tensor:
-    """int64 [bags + 1]: where each bag of so many begins, and the last ends. One launch."""
+def _evenly(ids: Tensor) -> Tensor:
+    """int64 [bags + 1]: where each row of ``ids`` begins, and the last ends. One launch."""
+    bags, width = ids.shape
     if not width:
-        return torch.zeros(bags + 1, dtype=torch.int64, device=device)
-    return torch.arange(0, bags * width + 1, width, dtype=torch.int64, device=device)
+        return torch.zeros(bags + 1, dtype=torch.int64, device=ids.device)
+    return torch.arange(0, bags * width + 1, width, dtype=torch.int64, device=ids.device)

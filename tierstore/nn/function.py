@@ -10,17 +10,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..lookup.gradients import NUMBERS, collect, note_pass, require_engine
-from ..lookup.lookup import AnyLookup, DynamicLookup, LookupTable
+from ..lookup.lookup import AnyLookup, DynamicLookup
 from ..optim.curvature import OF_THREAD
 from ..store.table import TableStore
 
-_MISSED: Final = 2
-"""Batches in turn: one may well have been left out."""
+_MISSED: Final = 2  # batches in turn: one may well have been left out
 _NOT_TAKEN: Final = (
     "prefetch brought rows in for an object that forward was not given: it was given another one. features= must "
     "return the very object that the model passes to the module, not a copy"
 )
-RowsRead = list[tuple[LookupTable, int]]
 
 
 class Padding(NamedTuple):
@@ -46,30 +44,14 @@ class Prepared:
         self, lookups: list[AnyLookup], shape: tuple[int, ...], scale: Tensor | None,
         sources: Sequence[Tensor | None], store: TableStore, padding: Padding | None = None,
     ) -> None:  # fmt: skip
-        self.lookups = lookups
-        self.shape = shape
-        self.scale = scale
-        self.store = store
-        self.padding = padding
+        self.lookups, self.shape, self.scale, self.store, self.padding = lookups, shape, scale, store, padding
         self.features: object = None
-        self._sources = sources
-        self._versions: list[int] = []
+        self.sources = sources
+        self.versions: list[tuple[int, int]] = []
 
     @property
     def _all(self) -> Sequence[AnyLookup]:
         return self.lookups if self.padding is None else [*self.lookups, self.padding.lookup]
-
-    def note_versions(self) -> None:
-        """Note how often its tensors were changed, for ``is_current``."""
-        self._versions = [_changes(source) for source in self._sources if source is not None]
-
-    def is_current(self, sources: Sequence[Tensor | None]) -> bool:
-        """Whether it was made from these very tensors, and none was changed in place since ``note_versions``."""
-        given, own = ([each for each in some if each is not None] for some in (sources, self._sources))
-        return len(given) == len(own) and all(
-            one is other and _changes(one) == version
-            for one, other, version in zip(given, own, self._versions, strict=True)
-        )
 
     def parts(self, out: Tensor) -> list[Tensor]:
         """What each lookup has of the output, or of its gradient: [batch, columns], views."""
@@ -78,16 +60,6 @@ class Prepared:
         shapes = [(lookup.joined.batch, lookup.joined.tables[0].layout.dim) for lookup in self.lookups]
         runs = torch.split(out, [bags * dim for bags, dim in shapes])
         return [run.view(shape) for run, shape in zip(runs, shapes, strict=True)]
-
-    def rows_read(self) -> "RowsRead":
-        """The tables, each with the count of changes that its rows have seen."""
-        return [(table, table.num_changes) for lookup in self.lookups for table in lookup.tables]
-
-    def admit(self) -> None:
-        """Before a forward pass that trains: give ids rows, where tables have dynamic ids."""
-        for place, each in enumerate(self.lookups):
-            if isinstance(each, DynamicLookup):
-                self.lookups[place] = each.admitted()
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in; some lookups of one pool together may not have what each has."""
@@ -118,8 +90,7 @@ class PreparedLookups:
         self._num_others = self._num_missed = 0
 
     def put(self, features: object, prepared: Prepared) -> Prepared:
-        """Keep ``prepared`` for ``features``; returns the ticket for ``drop``."""
-        prepared.features = features
+        prepared.features, prepared.versions = features, _versions(prepared.sources)
         self.waiting.append(prepared)
         return prepared
 
@@ -129,7 +100,7 @@ class PreparedLookups:
         for prepared in self.waiting.copy():
             if prepared.features is features and self._remove(prepared):
                 was_there, self._num_others, self._num_missed = True, 0, 0
-                if prepared.is_current(sources):
+                if prepared.versions == _versions(sources):
                     return prepared
                 prepared.release()  # it is stale; a later one of the same object may not be
         self._num_others += not was_there
@@ -154,9 +125,9 @@ class PreparedLookups:
             self._num_others = 0
 
 
-def _changes(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(sources: Sequence[Tensor | None]) -> list[tuple[int, int]]:
+    """Which tensors these are, and how often each was changed in place; inference tensors do not count."""
+    return [(id(each), 0 if each.is_inference() else each._version) for each in sources if each is not None]
 
 
 def run_lookups(prepared: Prepared, anchor: Tensor, shape: Sequence[int], *, trainable: bool) -> Tensor:
@@ -203,12 +174,14 @@ class _PooledLookups(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, _scale: Tensor | None, prepared: Prepared, shape: Sequence[int], trainable: bool
     ) -> Tensor:
-        ctx.prepared = prepared
-        ctx.trainable = trainable
+        ctx.prepared, ctx.trainable = prepared, trainable
         ctx.number, ctx.inside, ctx.evaluation = next(NUMBERS), note_pass(), OF_THREAD.evaluation
         if trainable:
-            prepared.admit()
-        ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
+            for place, each in enumerate(prepared.lookups):
+                if isinstance(each, DynamicLookup):
+                    prepared.lookups[place] = each.admitted()  # which gives ids rows
+        if ctx.needs_input_grad[1]:
+            ctx.rows_read = [(each, each.num_changes) for lookup in prepared.lookups for each in lookup.tables]
         ctx.save_for_backward(anchor)  # so that a second backward is refused, as torch refuses it
         return _forward(prepared, shape, keep=True)
 
@@ -229,7 +202,7 @@ class _PooledLookups(torch.autograd.Function):
             ctx.evaluation.require(is_over=ctx.evaluation.is_over)
             for lookup in prepared.lookups:
                 lookup.joined.require_trainable()  # before any table changes
-        grad_scale = None if ctx.rows_read is None else _scale_gradient(prepared, ctx.rows_read, gradient)
+        grad_scale = _scale_gradient(ctx, gradient) if ctx.needs_input_grad[1] else None
         if is_asked:
             of_rows = prepared.parts(gradient)
             for place, lookup in enumerate(prepared.lookups):
@@ -241,25 +214,19 @@ class _PooledLookups(torch.autograd.Function):
         return grad_anchor, grad_scale, None, None, None
 
 
-def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -> Tensor:
+def _scale_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     """Gradient of the per-sample weights. RuntimeError: the rows are not those that forward read."""
-    _require_unchanged(rows_read)
-    scale = prepared.scale
-    assert scale is not None, "only weights that there are require a gradient"
-    grad_scale = torch.zeros(scale.shape, dtype=torch.float32, device="cpu")
+    prepared: Any = ctx.prepared
+    found = torch.zeros(prepared.scale.shape, dtype=torch.float32, device="cpu")
     for lookup in prepared.lookups:
-        lookup.scale_gradient(gradient.detach(), grad_scale.numpy())
+        lookup.scale_gradient(gradient.detach(), found.numpy())
         if lookup.joined.unseen is not None:
-            lookup.joined.unseen.scale_gradient(gradient.detach(), grad_scale.numpy())
-    _require_unchanged(rows_read)
-    return grad_scale.to(scale.device)
-
-
-def _require_unchanged(rows_read: RowsRead) -> None:
-    for table, num_changes in rows_read:
+            lookup.joined.unseen.scale_gradient(gradient.detach(), found.numpy())
+    for table, num_changes in ctx.rows_read:
         if table.num_changes != num_changes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: rows "
                 f"of table {table.name!r}, which the gradient of per_sample_weights needs as forward read them. Run "
                 "backward before you write, train or roll back the table, or give weights that require no gradient"
             )
+    return found.to(prepared.scale.device)

@@ -38,26 +38,22 @@ class JaggedTensor:
     """
 
     def __init__(
-        self,
-        values: Tensor,
-        weights: Tensor | None = None,
-        lengths: Tensor | None = None,
+        self, values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None,
         offsets: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._values = require_tensor(values, "values")
         if weights is not None and require_tensor(weights, "weights").shape != values.shape[:1]:
             raise ValueError(f"weights {tuple(weights.shape)} must have the shape of values {tuple(values.shape)}")
-        if lengths is None and offsets is None:
-            raise ValueError("give lengths or offsets, at least one of the two")
         self._weights = weights
         if isinstance(lengths, Tensor) and lengths.dim() == 2:  # [features, samples]
             lengths = lengths.flatten()
         self._lengths = None if lengths is None else require_ids(lengths, "lengths")
-        if offsets is None:
-            assert self._lengths is not None, "one of the two was given"
+        if offsets is not None:
+            self._offsets = require_ids(offsets, "offsets")
+        elif self._lengths is not None:
             self._offsets = _offsets_of(self._lengths)
         else:
-            self._offsets = require_ids(offsets, "offsets")
+            raise ValueError("give lengths or offsets, at least one of the two")
 
     def values(self) -> Tensor:
         """The ids, [N], sample by sample."""
@@ -88,7 +84,7 @@ class JaggedTensor:
         return self._weights
 
     def to_dense(self) -> list[Tensor]:
-        """Each list's values, views, which autograd lets no one change in place."""
+        """Each list's values: views that autograd lets no one change in place."""
         return list(torch.split(self._values, self.lengths().tolist()))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
@@ -152,15 +148,11 @@ class KeyedJaggedTensor(JaggedTensor):
 
     def __init__(
         self,
-        keys: Sequence[str],
-        values: Tensor,
-        weights: Tensor | None = None,
-        lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-        stride: int | None = None,
+        keys: Sequence[str], values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None,
+        offsets: Tensor | None = None, stride: int | None = None,
         stride_per_key_per_rank: Sequence[Sequence[int]] | None = None,
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(values, weights, lengths, offsets)
         require_names(keys, "keys")
         bags = len(self._offsets) - 1
@@ -189,27 +181,23 @@ class KeyedJaggedTensor(JaggedTensor):
 
     @classmethod
     def concat(cls, parts: "Sequence[KeyedJaggedTensor]") -> "KeyedJaggedTensor":
-        """The features of all parts, which have as many samples.
-
-        Raises:
-            ValueError: they have not, or only some have weights.
-        """
+        """The features of all parts. ValueError: parts differ in samples, or only some have weights."""
         strides = {part.stride() for part in parts}
         is_uneven = any(part.variable_stride_per_key() for part in parts)
         weights = [part.weights_or_none() for part in parts]
         given = [each for each in weights if each is not None]
         if len(strides) > 1 or 0 < len(given) < len(weights):
             raise ValueError(f"parts have {sorted(strides)} samples, {len(given)} of {len(weights)} have weights")
-        inverses = {id(part._inverse): part._inverse for part in parts}
-        if len(inverses) > 1 and None in inverses.values():
-            raise ValueError("some parts have inverse_indices, and others have none; give all some, or none")
-        inverse = next(iter(inverses.values()), None)
+        keys = [key for part in parts for key in part._keys]
+        inverses = list({id(part._inverse): part._inverse for part in parts}.values())
+        inverse = inverses[0] if inverses else None
         if len(inverses) > 1:
+            if None in inverses:
+                raise ValueError("some parts have inverse_indices, and others have none; give all some, or none")
             of_parts = [(part._keys, dict(zip(*part._inverse, strict=True))) for part in parts if part._inverse]
-            rows = [rows[key] for keys, rows in of_parts for key in keys]
-            inverse = [key for keys, _ in of_parts for key in keys], torch.stack(rows)
+            inverse = keys, torch.stack([rows[key] for own, rows in of_parts for key in own])
         return cls(
-            [key for part in parts for key in part._keys],
+            keys,
             torch.cat([part.values() for part in parts]),
             torch.cat(given) if given else None,
             torch.cat([part.lengths() for part in parts]),
@@ -248,11 +236,7 @@ class KeyedJaggedTensor(JaggedTensor):
         return [int(self._offsets[bag]) for bag in itertools.accumulate(self._strides, initial=0)]
 
     def split(self, segments: Sequence[int]) -> "list[KeyedJaggedTensor]":
-        """Features in groups of so many each, in order; values are views.
-
-        Raises:
-            ValueError: the groups are not all features.
-        """
+        """Features in groups of so many each, in order; values are views. ValueError: that is not all features."""
         if sum(segments) != len(self._keys):
             raise ValueError(f"segments={list(segments)} are {sum(segments)} features, not {len(self._keys)}")
         starts, bags, parts, first = self.offset_per_key(), [0, *itertools.accumulate(self._strides)], [], 0
@@ -261,11 +245,8 @@ class KeyedJaggedTensor(JaggedTensor):
             offsets = self._offsets[bags[first] : bags[last] + 1] - starts[first]
             weights = None if self._weights is None else self._weights[own]
             strides = [[each] for each in self._strides[first:last]] if self._is_uneven else None
-            part = KeyedJaggedTensor(
-                self._keys[first:last], self._values[own], weights, offsets=offsets, stride=self._stride,
-                stride_per_key_per_rank=strides, inverse_indices=self._inverse,
-            )  # fmt: skip
-            parts.append(part)
+            names, shape = self._keys[first:last], (self._stride, strides, self._inverse)
+            parts.append(KeyedJaggedTensor(names, self._values[own], weights, None, offsets, *shape))
             first = last
         return parts
 
@@ -317,9 +298,7 @@ class KeyedTensor:
     """
 
     def __init__(self, keys: Iterable[str], length_per_key: Sequence[int], values: Tensor) -> None:
-        self._keys = list(keys)
-        self._dims = list(length_per_key)
-        self._values = values
+        self._keys, self._dims, self._values = list(keys), list(length_per_key), values
 
     @classmethod
     def from_tensor_list(cls, keys: Sequence[str], tensors: Sequence[Tensor]) -> "KeyedTensor":
@@ -368,12 +347,12 @@ class KeyedTensor:
         return {key: index for index, key in enumerate(self._keys)}
 
     def __getitem__(self, key: str) -> Tensor:
-        """float32 [B, dim] of one feature, a view, which may be changed in place."""
+        """float32 [B, dim] of one feature: a view that may be changed in place."""
         place = self._key_indices()[key]
         return self._values.narrow(1, self.offset_per_key()[place], self._dims[place])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Each feature's [B, dim], views, which autograd lets no one change in place."""
+        """Each feature's [B, dim]: views that autograd lets no one change in place."""
         return dict(zip(self._keys, torch.split(self._values, self._dims, dim=1), strict=True))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedTensor":

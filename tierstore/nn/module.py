@@ -5,7 +5,7 @@ import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -66,10 +66,9 @@ class TieredModule(Unpicklable, nn.Module, ABC):
 
     @abstractmethod
     def _prepare(self, sources: Sequence[Tensor | None], *arguments: Any) -> Prepared:
-        """The lookups of one call of ``forward``, whose arguments these are, and ``sources`` the tensors of these."""
+        """The lookups of one call of ``forward`` with these arguments, whose tensors are ``sources``."""
 
     def _sources(self, *arguments: Any) -> Sequence[Tensor | None]:
-        """The tensors of the arguments of ``forward``."""
         return arguments
 
     def _pooled_directly(self, *arguments: Any) -> Tensor | None:  # noqa: ARG002
@@ -80,14 +79,12 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     def _run(
         self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None = None
     ) -> Tensor:
-        """``forward`` of arguments whose tensors are ``sources``: float32 of the shape that ``_prepare`` says, or of
-        another with as many elements. ``torch.compile`` breaks its graph here: what is below has no tensors to
-        trace."""
+        """``forward``: float32 of the shape that ``_prepare`` says, or of another with as many elements.
+        ``torch.compile`` breaks its graph here: what is below has no tensors to trace."""
         is_loaded = "torch._dynamo" in sys.modules  # which takes a second, and comes with torch.compile
         return (_look_up_eagerly if is_loaded else _look_up)(self, arguments, sources, shape)
 
-    def __prepare_scriptable__(self) -> None:
-        """Called by ``torch.jit.script``."""
+    def __prepare_scriptable__(self) -> None:  # called by torch.jit.script
         raise RuntimeError(NOT_TRACED)
 
     def _require_one_process(self, rows: Tensor) -> None:
@@ -116,20 +113,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
             )
 
     is_collective = False
-
-    def ahead(self) -> Any:
-        """What ``tierstore.prefetch`` drives, for one pass over batches."""
-        return self
-
-    def has_all_rows(self) -> bool:
-        """Whether all rows of its tables are in memory to stay: there is nothing to bring in ahead."""
-        return all(table.in_pool(lambda pool: pool.tier.are_all_in) for table in self._tables)
-
-    def begin(self, batches: Any) -> Iterator[Any]:
-        """See ``tierstore.prefetch``, which reads batches so."""
-        return iter(batches)
-
-    def end(self) -> None: ...
+    """Whether ``tierstore.prefetch`` drives what ``ahead`` gives for a pass, in its place."""
 
     def gather(self, optimizers: Sequence[Any]) -> None:
         """Before a checkpoint: fetch weights, and their state in the optimizers, that other processes have trained."""
@@ -137,12 +121,9 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     def prepare(self, features: Any) -> Prepared:
         """Read a batch ahead of ``forward``, which must be given the same objects: its argument, or a tuple of them.
         Returns a ticket for the methods below, which ``tierstore.prefetch`` calls from its thread, too."""
-        return self.keep(features, self._prepare_of(features))
-
-    def _prepare_of(self, features: Any) -> Prepared:
+        arguments = arguments_of(features)
         try:
-            arguments = arguments_of(features)
-            return self._prepare(self._sources(*arguments), *arguments)
+            prepared = self._prepare(self._sources(*arguments), *arguments)
         except TypeError as error:
             if isinstance(features, tuple):
                 error.add_note(
@@ -150,21 +131,14 @@ class TieredModule(Unpicklable, nn.Module, ABC):
                     "a list, with what each forward is given"
                 )
             raise
-
-    def keep(self, features: Any, prepared: Prepared) -> Prepared:
-        """Keep a batch for the forward call that will be given ``features``."""
-        prepared.note_versions()
-        return self._prepared.put(arguments_of(features)[0], prepared)
-
-    def has_room(self, ticket: Prepared) -> bool:
-        """Whether the rows of a prepared batch would stay until it is used."""
-        return ticket.has_room()
+        return self._prepared.put(arguments[0], prepared)
 
     def bring_in(self, ticket: Prepared) -> bool:
         """Bring the rows of a prepared batch in, as far as they stay until it is used; returns whether all do."""
         return ticket.stage()
 
     def forget(self, ticket: Prepared) -> None:
+        """Release what the forward call has not used."""
         self._prepared.drop(ticket)
 
     def __copy__(self) -> "TieredModule":
@@ -184,19 +158,17 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     # What torch's own modules are asked to do with their weights.
 
     def __getattr__(self, name: str) -> Any:
-        """AttributeError for ``weight`` says how rows are read and written."""
         if name == "weight":
             raise AttributeError(f"{type(self).__name__} {_NO_WEIGHT}", name=name, obj=self)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As ``__getattr__``: a weight of a model that is tied, say, would not be looked up."""
-        if name == "weight":
+        if name == "weight":  # of a model that ties weights, which would not be looked up
             raise AttributeError(f"{type(self).__name__} {_NO_WEIGHT}", name=name, obj=self)
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TieredModule":  # noqa: ARG002
-        """Called by ``to``, ``half`` and the like. TypeError, ValueError: they ask for another dtype, or device."""
+        """Called by ``to``, ``half`` and the like."""
         wanted = fn(torch.empty(0, dtype=torch.float32, device=self._store.device))
         if wanted.dtype != torch.float32:
             raise TypeError(
@@ -228,7 +200,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
 
 
 def joins_gradients(module: nn.Module) -> bool:
-    """Whether it brings gradients of its parameters in several processes together, or their values."""
+    """Whether it brings together what several processes have: gradients of its parameters, or their values."""
     return any(each.__name__ in _JOINS and each.__module__.startswith("torch.") for each in type(module).__mro__)
 
 
@@ -286,7 +258,6 @@ def arguments_of(features: Any) -> tuple[Any, ...]:
 
 
 def checked_table(table: Table) -> Table:
-    """TypeError if it is none."""
     if not hasattr(table, "lookup"):
         over_ranks = "; tierstore.dist has modules over tables of a sharded store" * (
             type(table).__name__ == "ShardedTable"
@@ -304,6 +275,6 @@ def checked_padding(padding_idx: int, table: Table) -> int:
 
 
 def require_store(store: object) -> None:
-    """TypeError if it is none, whole or sharded."""
+    """Whole or sharded."""
     if not hasattr(store, "commit"):
         raise TypeError(f"store must be an open store, as tierstore.open gives, not {type(store).__name__}")

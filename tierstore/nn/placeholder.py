@@ -29,8 +29,6 @@ _CHANGE_GRADIENTS: Final = {
 """Files whose functions read ``grad`` of parameters to change it, with what is then wrong."""
 _GRAD: Final[Any] = Tensor.grad
 """torch's property, to which mypy knows no setter."""
-_LOOKS_UP: Final = "torch.distributed.checkpoint.state_dict"
-_CALLERS: Final = 8  # of a hook, of which one may be that module
 _SEEN: Final = "_tierstore_seen"
 """An attribute of optimizers: by the ``id`` of a placeholder, the updates of its rows as of the last step, and whether
 there was more than one before that step."""
@@ -71,7 +69,6 @@ class Placeholder(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """None, as rows have no gradient of their own."""
         reason = _CHANGE_GRADIENTS.get(sys._getframe(1).f_code.co_filename)
         if reason is not None and self.trained is not None:
             self.warn(reason)
@@ -90,7 +87,6 @@ class Placeholder(nn.Parameter):
         return None if module._store.readonly or module._store.optimizer_in_use else module
 
     def warn(self, reason: str) -> None:
-        """Say what torch would have done to rows."""
         warnings.warn(
             f"rows of {self.owner()!r} are trained at the end of each backward pass: {reason}. With optimizer = "
             "store.optimizer(), backward collects gradients, and optimizer.step() trains rows as torch does",
@@ -131,8 +127,8 @@ def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _with_placeholders(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Give torch.distributed.checkpoint, which asks for a state of each parameter, one of placeholders."""
-    callers = [each.f_globals.get("__name__") for each, _ in itertools.islice(traceback.walk_stack(None), _CALLERS)]
-    if _LOOKS_UP in callers and state_dict["state"]:
+    callers = [each.f_globals.get("__name__") for each, _ in itertools.islice(traceback.walk_stack(None), 8)]
+    if "torch.distributed.checkpoint.state_dict" in callers and state_dict["state"]:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for place, each in enumerate(parameters):
             if isinstance(each, Placeholder):

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from ..system.processes import disown_in_forks, require_own
 from ..system.signals import ClosedWhenDropped, Flag, settle, shielded
-from .preparable import Modules
+from .module import plain_names
 
 Batch = TypeVar("Batch")
 _Item = tuple[()] | tuple[Any, Any] | BaseException
 """A batch and the source's position, nothing at the end, or what went wrong."""
 _NO_MORE: Final = object()
 _OF_A_FORK: Final = ("the pipeline", "open the store here, and call tierstore.prefetch here")
+_NAME: Final = "tierstore-prefetch"
 _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0
-_READ_SECONDS: Final = 0.005
-"""What takes longer to be read is read while other batches are used."""
+_READ_SECONDS: Final = 0.005  # what takes longer to be read is read while other batches are used
 _LEFT: Final[dict[int, Flag]] = {}
 """Set once nobody reads a source, by its ``id``, that a pipeline was reading from when it was closed."""
 _AUTO_DEPTH: Final = 2
@@ -49,6 +49,82 @@ def default_features(batch: Any) -> Any:
     raise TypeError(
         f"cannot tell where a {type(batch).__name__} keeps its ids; pass features=, a function from batch to ids"
     )
+
+
+class Modules:
+    """Modules over tables, or what ``TieredModule.ahead`` of each gives for a pass, driven as one. A ticket is the list
+    of theirs. ``is_collective``: other ranks must bring their rows in at the same time."""
+
+    def __init__(self, modules: Sequence[Any], names: Sequence[str]) -> None:
+        self._modules, self._names = modules, names
+        self.is_collective = any(module.is_collective for module in modules)
+
+    @classmethod
+    def of(cls, module: Any) -> "Modules":
+        """Those of a model, of several modules, or the one that is given. TypeError: there is none."""
+
+        def is_over_tables(module: Any) -> bool:
+            return hasattr(module, "prepare") and hasattr(module, "is_collective")
+
+        if is_over_tables(module):
+            return cls([module], [""])
+        found: dict[Any, str] = {}
+        for model in [module] if hasattr(module, "modules") else list(module):
+            for name, plain in plain_names(model).items():
+                if is_over_tables(each := model.get_submodule(name)):
+                    found.setdefault(each, plain)
+        if not found:
+            raise TypeError(
+                f"a {type(module).__name__} has no module over tables, as TieredEmbeddingBag, to prefetch for"
+            )
+        return cls(list(found), list(found.values()))
+
+    def ahead(self) -> "Modules":
+        return Modules([each.ahead() if each.is_collective else each for each in self._modules], self._names)
+
+    def has_all_rows(self) -> bool:
+        """Whether all rows of all tables are in memory to stay: there is nothing to bring in ahead."""
+        tables = (table for module in self._modules for table in module._tables)
+        return all(table.in_pool(lambda pool: pool.tier.are_all_in) for table in tables)
+
+    def begin(self, batches: Any) -> Iterator[Any]:
+        """``iter(batches)``, which the thread that calls ``prepare`` reads from."""
+        begin = next((each.begin for each in self._modules if each.is_collective), iter)
+        found: Iterator[Any] = begin(batches)
+        return found
+
+    def end(self) -> None:
+        """Tell other ranks that the pass brings no more in; called once, by the thread that calls ``prepare``."""
+        for module in self._modules:
+            if module.is_collective:
+                module.end()
+
+    def prepare(self, features: Any) -> list[Any]:
+        """``features``: a list with what each module is given, a dict of that by name, or one object for all."""
+        names, own, tickets = self._names, features, list[Any]()
+        if isinstance(features, dict):
+            if sorted(features) != sorted(names):
+                raise ValueError(f"features= gave a dict of {list(features)}, but the modules are {names}")
+            own = [features[name] for name in names]
+        elif not isinstance(features, list) or len(names) == 1:
+            own = [features] * len(names)
+        if len(own) != len(names):
+            raise ValueError(f"features= gave a list of {len(own)}, but there are {len(names)} modules: {names}")
+        try:
+            for module, each in zip(self._modules, own, strict=True):
+                tickets.append(module.prepare(each))
+        except BaseException:
+            self.forget(tickets)
+            raise
+        return tickets
+
+    def bring_in(self, ticket: list[Any]) -> bool:
+        are_in = [module.bring_in(own) for module, own in zip(self._modules, ticket, strict=True)]
+        return all(are_in)
+
+    def forget(self, ticket: list[Any]) -> None:
+        for module, own in zip(self._modules, ticket, strict=False):
+            module.forget(own)
 
 
 class _End(contextlib.ExitStack):
@@ -178,12 +254,8 @@ def _pipeline(
 
 
 class DepthTuner:
-    """Whether to bring rows in ahead, by the times of steps: runs of them the faster way, and now and then one the
-    other way, four times as rarely each time it proves slower again.
-
-    Attributes:
-        is_ahead: the way of the next step.
-    """
+    """Whether to bring rows in ahead for the next step, ``is_ahead``, by the times of steps: runs of them the faster
+    way, and at times one the other way, four times as rarely each time it proves slower again."""
 
     def __init__(self) -> None:
         self.is_ahead = True
@@ -195,7 +267,6 @@ class DepthTuner:
         self._began = time.perf_counter()
 
     def note_step(self) -> None:
-        """A step is over."""
         now, began = time.perf_counter(), self._began
         self._began = now
         if self._unsettled:
@@ -221,7 +292,7 @@ class DepthTuner:
         self._unsettled = 0 if way is self.is_ahead else _AUTO_DEPTH + 2
 
 
-class _Ahead(NamedTuple):
+class _Read(NamedTuple):
     batch: Any
     features: Any
     position: Any
@@ -229,10 +300,8 @@ class _Ahead(NamedTuple):
 
 def _position_of(batches: Any) -> Any:
     """Where a source is; the error, if it cannot say; None if it never does."""
-    if not hasattr(batches, "state_dict"):
-        return None
     try:
-        return copy.deepcopy(batches.state_dict())
+        return copy.deepcopy(batches.state_dict()) if hasattr(batches, "state_dict") else None
     except Exception as error:  # which may be of no interest
         return error
 
@@ -242,9 +311,8 @@ class _Worker:
     source or in ``features``, no variable of its frames refers to a batch, a ticket or the store, and another thread
     may stop it. While it waits for a place, it refers to this object neither: who drops a pipeline drops all of it.
 
-    Attributes:
-        is_ahead: if not, batches are read, but no rows are fetched. ``take`` then waits until the thread has read as
-            many as there are places for: at work in turns, the two would wait for each other's interpreter lock.
+    Unless it ``is_ahead``, batches are read, but no rows are fetched. ``take`` then waits until the thread has read as
+    many as there are places for: at work in turns, the two would wait for each other's interpreter lock.
     """
 
     def __init__(self, batches: Iterable[Any], module: Modules, get_features: Callable[[Any], Any], depth: int) -> None:
@@ -257,15 +325,13 @@ class _Worker:
         self._is_outside = False  # in the caller's code
         self._left: Flag | None = None  # set when it is no more outside
         self._is_closed = False
-        self._ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._ready = queue.SimpleQueue[_Item]()
         # One for each batch that may yet be fetched; a dead reference once nobody refers to this.
-        self._places: queue.SimpleQueue[weakref.ref[_Worker] | None] = queue.SimpleQueue()
-        for _ in range(depth + 1):  # one is in use
-            self._places.put(None)
+        self._places = queue.SimpleQueue[weakref.ref[_Worker] | None]()
+        self._add_places(depth + 1)  # one is in use
         self._tickets: deque[Any] = deque()  # of batches that were read and not forgotten, in order
         self._next: tuple[tuple[Any, Any], Any] | None = None  # what is to be given when there is room, and its ticket
-        self._borrowed = 0  # places that were taken while it waited
-        self._vacant = 0  # places that batches have left, and the thread does not know of
+        self._borrowed = self._vacant = 0  # places taken while it waited; left by batches, unknown to the thread
         self._is_in = True  # the last batch that was handed over
         # Of a sharded module: where the thread is in the source when this is stopped, the other ranks learn it later.
         self._collective = module if module.is_collective else None
@@ -276,17 +342,11 @@ class _Worker:
         disown_in_forks(self)
 
     def start(self) -> threading.Thread:
-        """Begin; the thread. Until then there is none: one that never runs is dropped by code in Python."""
+        """Not before: a thread that never runs is dropped by code in Python."""
         known = weakref.ref(self, self._places.put)
-        self._thread = threading.Thread(
-            target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True
-        )
+        self._thread = threading.Thread(target=_work, args=[known, self._places], name=_NAME, daemon=True)
         self._thread.start()
         return self._thread
-
-    @property
-    def _is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def disown(self) -> None:
         """In a forked process, where the thread that may have the gate is not."""
@@ -294,7 +354,7 @@ class _Worker:
         self._is_closed = True
         _LEFT.pop(id(self._batches), None)
 
-    def read(self) -> _Ahead | None:
+    def read(self) -> _Read | None:
         """The next batch, or None at the end, or once this was stopped. ClosedError in a fork."""
         require_own(self._process_id, *_OF_A_FORK)
         with self._gate:
@@ -314,7 +374,7 @@ class _Worker:
             if batch is _NO_MORE:
                 return None
             assert self._get_features is not None
-            item = _Ahead(batch, self._get_features(batch), _position_of(self._batches))
+            item = _Read(batch, self._get_features(batch), _position_of(self._batches))
         except StopIteration as error:  # not of the source's ``__next__``, and would end the pass
             raise RuntimeError("features= or iter(batches) raised StopIteration, as next() may") from error
         finally:
@@ -370,12 +430,10 @@ class _Worker:
             self._borrowed += 1  # in the end one that a batch has left
         is_next = len(self._tickets) <= 1  # that is asked for
         # While a batch that is not in is in use, there is free space that it needs itself.
-        if not (is_next or self._is_closed or module is None or (self._is_in and module.has_room(self._next[1]))):
+        if not (is_next or self._is_closed or (self._is_in and all(each.has_room() for each in self._next[1]))):
             return True
         (given, ticket), self._next = self._next, None
-        for _ in range(self._borrowed):
-            self._places.put(None)
-        self._borrowed = 0
+        self._borrowed = self._add_places(self._borrowed)
         if self._is_closed or module is None:
             return False
         self._is_in = module.bring_in(ticket)
@@ -391,7 +449,7 @@ class _Worker:
             try:
                 item = self._ready.get(timeout=_POLL_SECONDS)
             except queue.Empty:
-                if not self._is_alive and self._ready.empty():
+                if not (self._thread and self._thread.is_alive()) and self._ready.empty():
                     raise RuntimeError("the prefetch thread died without a word") from None
             else:
                 return item
@@ -405,9 +463,13 @@ class _Worker:
         if self.is_ahead or self._ready.empty():
             if not self._has_ended:
                 self._rests.clear()
-            for _ in range(self._vacant):
-                self._places.put(None)
-            self._vacant = 0
+            self._vacant = self._add_places(self._vacant)
+
+    def _add_places(self, count: int) -> int:
+        """Returns how many are left to add: 0."""
+        for _ in range(count):
+            self._places.put(None)
+        return 0
 
     @shielded
     def _forget_next(self, module: Modules) -> bool:
@@ -433,9 +495,9 @@ class _Worker:
         thread = self._thread
         if not is_outside and thread is not None and thread.ident not in (None, threading.get_ident()):
             thread.join(_JOIN_SECONDS)
-            if not (self._has_ended or self._is_alive):
+            if not (self._has_ended or thread.is_alive()):
                 self._end()
-        if is_outside or not self._is_alive:
+        if is_outside or thread is None or not thread.is_alive():
             self._release()
 
     def _release(self) -> None:

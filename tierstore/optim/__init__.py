@@ -2,7 +2,6 @@
 ``HessianFree`` and ``Lookahead``, which are torch's kind."""
 
 from .configs import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, from_dict
-from .hessian_free import HessianFree
-from .lookahead import Lookahead
+from .dense import HessianFree, Lookahead
 
 __all__ = ["SGD", "Adagrad", "Adam", "HessianFree", "Lookahead", "Optimizer", "RowWiseAdagrad", "from_dict"]

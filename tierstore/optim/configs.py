@@ -16,22 +16,16 @@ from ..kernels.arrays import Floats, Int64s
 from ..system.checks import by_kind
 
 NUM_HYPER: Final = 8
-"""float32 columns of a table's row in the kernel's hyper-parameter matrix."""
-
 Hyper = tuple[float, float, float, float, float, float, float, float]
-"""That row: learning rate, L2 weight decay, eps, beta1, beta2, step size, root of the bias correction, and the factor
-of the row that the step is subtracted from. A tuple is made and compared in a tenth of numpy's time."""
+"""A table's row in the kernel's matrix of hyper-parameters, float32 [T, NUM_HYPER]: learning rate, L2 weight decay,
+eps, beta1, beta2, step size, root of the bias correction, and the factor of the row that the step is subtracted from. A
+tuple is made and compared in a tenth of numpy's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Base: a learning rate and weight decay.
-
-    Attributes:
-        lr: learning rate; ``Table.learning_rate`` changes it while training.
-        weight_decay: of touched rows; 0 is none.
-        decoupled: weight decay is no part of the gradient; see the module's docstring.
-    """
+    """Base. ``lr``: ``Table.learning_rate`` changes it while training. ``weight_decay``: of touched rows; 0 is none.
+    ``decoupled``: weight decay is no part of the gradient; see the module's docstring."""
 
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -93,11 +87,7 @@ class SGD(Optimizer):
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(Optimizer):
     """One accumulator a row: ``s += mean(g**2); row -= lr * g / (sqrt(s) + eps)``, as FBGEMM's exact row-wise Adagrad.
-
-    Attributes:
-        eps: added to the root.
-        initial_accumulator_value: first value of ``s``.
-    """
+    ``initial_accumulator_value``: first value of ``s``."""
 
     eps: float = 1e-8
     initial_accumulator_value: float = 0.0
@@ -148,11 +138,8 @@ class Adagrad(RowWiseAdagrad):
 class Adam(Optimizer):
     """Adam (Kingma and Ba 2015) on touched rows, bias-corrected by the table's update count.
 
-    ``eps`` is added after the correction, as by torch.optim.Adam; torch.optim.SparseAdam adds it before.
-
-    Attributes:
-        betas: decay of the first and the second moment, each below 1.
-        eps: added to the root.
+    ``betas``: decay of the first and the second moment, each below 1. ``eps`` is added to the root after the
+    correction, as by torch.optim.Adam; torch.optim.SparseAdam adds it before.
     """
 
     lr: float = 0.001
@@ -177,7 +164,6 @@ class Adam(Optimizer):
 
 RuleName = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
 RULES: Final[dict[str, type[Optimizer]]] = {each.kind: each for each in (SGD, RowWiseAdagrad, Adagrad, Adam)}
-"""Those that a user can choose, by name."""
 
 
 def from_dict(fields: dict[str, Any]) -> Optimizer:

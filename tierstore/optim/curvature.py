@@ -59,7 +59,7 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def split(vector_P: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a vector in the parameters' shapes."""
+    """Views in the parameters' shapes."""
     parts = torch.split(vector_P, [each.numel() for each in parameters])
     return [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
 

@@ -80,9 +80,8 @@ def search(units: Sequence[Unit], bound: float, measure: Measure) -> Found:
         best = max(left, key=lambda each: gain(*each))
         choice = {**_kept(steps), best[0].name: best[1]}
         joint = added(choice)
-        steps.append(
-            Step(best[0].name, best[1], size_of(units, choice), joint, "kept" if abs(joint) <= bound else "refused")
-        )
+        became: Any = "kept" if abs(joint) <= bound else "refused"
+        steps.append(Step(best[0].name, best[1], size_of(units, choice), joint, became))
         lower.remove(best)
     while not added(_kept(steps), "check") <= bound:  # NaN breaks it, too
         last = max(index for index, step in enumerate(steps) if step.became == "kept")
@@ -101,7 +100,7 @@ def size_of(units: Sequence[Unit], choice: Choice) -> int:
 
 
 class QuantizedRun(NamedTuple):
-    """What was made. ``summary``: in words; ``measured``: points that no earlier search had measured."""
+    """What was made. ``measured``: points that no earlier search had measured."""
 
     version: int
     units: list[Unit]
@@ -111,14 +110,9 @@ class QuantizedRun(NamedTuple):
 
 
 def quantize_run(
-    directory: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    loss: float,
-    data: str = "",
-    max_rows: int = MAX_ROWS,
-    progress: Callable[[int, int], None] | None = None,
-) -> QuantizedRun:
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], *, loss: float, data: str = "",
+    max_rows: int = MAX_ROWS, progress: Callable[[int, int], None] | None = None,
+) -> QuantizedRun:  # fmt: skip
     """Make a store of a run's last commit, its tables and large layers in fewer bits, whose log loss on held-out rows
     is at most ``1 + loss`` times the run's. The same arguments give the same store, also after a kill.
 
@@ -161,8 +155,10 @@ def quantize_run(
 
         dtypes: Any = {name.removeprefix(ROWS): each for name, each in found.choice.items() if name.startswith(ROWS)}
         summary = summary_of(held.units, found, loss, len(held))
+        told = {"asked": asked, "units": [each._asdict() for each in held.units], **found._asdict()}
+        told["steps"] = [each._asdict() for each in found.steps]
         files = {
-            "quantize.json": json_of(asked, held.units, found),
+            "quantize.json": json.dumps(told, indent=1) + "\n",
             "quantize.html": page_of(held.units, found, loss, summary),
         }
         quantize(source, new, dtype=dtypes, version=held.version, tensors=kept, files=files)
@@ -195,12 +191,6 @@ def text_of(units: Sequence[Unit], found: Found) -> str:
         sizes = (format_size(unit.size_bytes[each]) for each in (unit.own, dtype))
         rows.append([unit.name, dtype, *sizes, _percent(found.alone[unit.name][dtype])])
     return "\n".join(columns_of(rows, is_last_text=False))
-
-
-def json_of(asked: Mapping[str, Any], units: Sequence[Unit], found: Found) -> str:
-    """Everything that was asked and measured; the same for the same search."""
-    told = {"asked": asked, "units": [each._asdict() for each in units], **found._asdict()}
-    return json.dumps(told | {"steps": [each._asdict() for each in found.steps]}, indent=1) + "\n"
 
 
 def summary_of(units: Sequence[Unit], found: Found, bound: float, num_rows: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Hessian-free steps: out of saddles, on quadratics, resumed, and beside the rows of tables."""
+"""Hessian-free steps: out of saddles, on quadratics, resumed, and beside the rows of tables; Lookahead by hand."""
 
 import copy
 import itertools
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import tierstore
-from tierstore.optim import HessianFree
+from tierstore.optim import HessianFree, Lookahead
 from tierstore.optim.curvature import conjugate_gradients
-from tierstore.optim.hessian_free import choose, search
+from tierstore.optim.dense import choose, search
 
 
 def monkey_saddle() -> tuple[list[nn.Parameter], Any]:
@@ -261,7 +261,7 @@ def test_rows_are_trained_where_all_else_is_frozen_and_sparse_gradients_are_refu
     "make",
     [
         lambda net: HessianFree(net.parameters(), seed=3),
-        lambda net: tierstore.optim.Lookahead(torch.optim.Adam(net.parameters(), lr=0.1), k=3, alpha=0.3),
+        lambda net: Lookahead(torch.optim.Adam(net.parameters(), lr=0.1), k=3, alpha=0.3),
     ],
     ids=["hessian-free", "lookahead"],
 )
@@ -284,3 +284,58 @@ def test_a_copy_goes_on_as_the_optimizer_does(make: Any, copied: Any) -> None:
         step(net, optimizer)
         step(*other)
     assert torch.equal(net.weight, other[0].weight)
+
+
+RULES: dict[str, Any] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.05),
+    "hessian-free": HessianFree,
+}
+
+
+class Net:
+    """A net, and a weight that has gradients from the third step on."""
+
+    def __init__(self, rule: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.weights = [*self.net.parameters(), nn.Parameter(torch.ones(1).double())]
+        self.inner = self.optimizer = RULES[rule](self.weights)
+        if options:
+            self.optimizer = Lookahead(self.inner, **options)
+
+    def step(self, number: int) -> None:
+        inputs = torch.randn(16, 3, generator=torch.Generator().manual_seed(number)).double()
+
+        def loss() -> Any:
+            outputs = self.net(inputs)[:, 0] * (self.weights[-1] if number > 2 else 1)
+            return (outputs - inputs.sum(1)).square().mean()
+
+        is_called = isinstance(self.inner, HessianFree)
+        self.optimizer.zero_grad()
+        if not is_called:
+            loss().backward()
+        self.optimizer.step(*[loss] * is_called)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("k", "alpha"), [(3, 0.5), (1, 0.3), (4, 1.0)])
+def test_weights_go_back_a_share_of_the_way_as_by_hand(rule: str, k: int, alpha: float) -> None:
+    plain, ours, resumed = Net(rule), Net(rule, k=k, alpha=alpha), Net(rule, k=k, alpha=alpha)
+    slow = [each.detach().clone() for each in plain.weights]
+    for number in range(1, 8):
+        plain.step(number)
+        for before, each in zip(slow, plain.weights, strict=True):
+            if number % k == 0:
+                before += alpha * (each.detach() - before)
+                each.data.copy_(before)
+        ours.step(number)
+        close = 1e-3 if rule == "hessian-free" else 1e-12  # Bi-CGSTAB may make much of the last bit
+        torch.testing.assert_close(ours.weights, plain.weights, rtol=close, atol=close)
+        if number > 4:
+            resumed.step(number)
+        elif number == 4:
+            for one, other in zip(resumed.weights, ours.weights, strict=True):
+                one.data.copy_(other)
+            resumed.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+    assert all(torch.equal(one, other) for one, other in zip(resumed.weights, ours.weights, strict=True))

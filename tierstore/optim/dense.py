@@ -1,4 +1,4 @@
-"""Hessian-free optimization of dense weights, which uses negative curvature instead of hiding it.
+"""Optimizers of dense weights: Lookahead, and Hessian-free optimization that uses negative curvature.
 
 Martens, "Deep learning via Hessian-free optimization" (ICML 2010), solves a damped Gauss-Newton system by conjugate
 gradients. He, Mudigere, Smelyanskiy and Takac, "Large scale distributed Hessian-free optimization for deep neural
@@ -16,28 +16,14 @@ import torch
 from torch import Tensor
 
 from ..system.checks import require_choice, require_int
-from .curvature import (
-    Evaluation,
-    Iterate,
-    bicgstab,
-    conjugate_gradients,
-    dense_of,
-    flat,
-    gauss_newton_product,
-    hessian_product,
-    put,
-    require_loss,
-    slopes,
-    split,
-)
+from . import curvature as solvers
+from .curvature import Evaluation, Iterate, dense_of, flat, put, require_loss, slopes, split
 
-_WARM: Final = 0.95
-"""Share of the last solution that the next solve begins with, as Martens has it."""
+_WARM: Final = 0.95  # share of the last solution that the next solve begins with, as Martens has it
 _PROBE, _TINY = 0.01, 1e-8
 """Length of the random part of a solve's start, over the gradient's and at least: the gradient may have no part along
 the directions that lead away from a saddle."""
-_ROUNDING: Final = 1e-6
-"""Share of the damping below which negative curvature counts as none."""
+_ROUNDING: Final = 1e-6  # share of the damping below which negative curvature counts as none
 _MIN_DAMPING, _MAX_DAMPING = 1e-8, 1e8
 _DECREASE, _HALVINGS, _DOUBLINGS = 1e-4, 16, 8
 """Of the line search: the share of the predicted decrease that it is content with (Armijo, 1966), and trials."""
@@ -172,14 +158,14 @@ class HessianFree(torch.optim.Optimizer):
         group, state, (loss, outputs) = self.param_groups[0], self.state[dense[0]], evaluated
         damping, start = float(state["damping"]), _WARM * flat(self.state[each]["direction"] for each in dense)
         if group["curvature"] == "hessian":
-            solver, product = bicgstab, hessian_product(loss, dense)
+            solver, product = solvers.bicgstab, solvers.hessian_product(loss, dense)
             generator = torch.Generator().manual_seed(self._seed + int(state["step"]))
             noise = torch.randn(len(start), generator=generator, dtype=start.dtype).to(start.device)
             start += (_PROBE * gradient.norm() + _TINY) / noise.norm() * noise
         elif outputs is None:
             raise TypeError('the closure gave a loss alone: with curvature="gauss-newton" return (loss, outputs)')
         else:
-            solver, product = conjugate_gradients, gauss_newton_product(loss, outputs, dense)
+            solver, product = solvers.conjugate_gradients, solvers.gauss_newton_product(loss, outputs, dense)
 
         def damped(vector_P: Tensor) -> Tensor:
             image = product(vector_P)
@@ -250,3 +236,46 @@ def search(rise: Callable[[float], float], way: Direction, first: float) -> tupl
             break
         length, value = 2 * length, farther
     return length, ratio
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every ``k`` steps of another optimizer, weights go back to a share of the way: ``slow += alpha * (fast - slow);
+    fast = slow`` (Zhang, Lucas, Hinton and Ba, "Lookahead optimizer: k steps forward, 1 step back", NeurIPS 2019).
+
+    Groups and state are those of the other optimizer, with the slow weights among the state, so schedules and
+    checkpoints take this one in its place. Rows of tables keep their own optimizer.
+
+    ``optimizer``: of dense weights, any of torch's, stepped by this one only. ``alpha``: above 0, up to 1. TypeError,
+    ValueError: a wrong argument.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, k: int = 5, alpha: float = 0.5) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        if not 0 < alpha <= 1:
+            raise ValueError(f"alpha={alpha} must be above 0, and at most 1")
+        self.optimizer, self.k, self.alpha = optimizer, require_int(k, "k", 1, 1 << 20), alpha
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def __getstate__(self) -> dict[str, Any]:  # of which torch's knows groups and state
+        return {**super().__getstate__(), "optimizer": self.optimizer, "k": self.k, "alpha": self.alpha}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of the other optimizer, whose result it returns, and after ``k`` of them the way back."""
+        dense = dense_of(each for group in self.param_groups for each in group["params"])
+        first = {each: each.clone() for each in dense if "slow" not in self.state.get(each, {})}
+        result: Any = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        steps = self.param_groups[0]["steps_from_slow"] = (self.param_groups[0].get("steps_from_slow", 0) + 1) % self.k
+        for each in dense:
+            if each in first and torch.equal(each, first[each]):
+                continue  # some optimizers know by an empty state that they have not moved it yet
+            slow = self.state[each].setdefault("slow", first.get(each))
+            if not steps:
+                each.copy_(slow.lerp_(each, self.alpha))
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
