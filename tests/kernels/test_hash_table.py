@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.kernel_calls import from_python
 from tierstore.cache.ddr import DdrCache
 from tierstore.ids.id_map import IdMap
-from tierstore.io import gather
+from tierstore.io import reads
 from tierstore.kernels import hash_table
 from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.hash_table import ABSENT, num_places
@@ -22,7 +22,7 @@ from tierstore.kernels.slots import unique_in_order
 from tierstore.pool import joined
 
 erase, find, insert = (from_python(getattr(hash_table, name)) for name in ("erase", "find", "insert"))
-hashed, count_pages = from_python(keyed_hash), from_python(gather.count_pages)
+hashed, count_pages = from_python(keyed_hash), from_python(reads.count_pages)
 COUNT, MASK = 1500, 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 CAPACITY = 10
@@ -114,10 +114,9 @@ def of_batch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def of_pages() -> Any:
     pages = np.array([i << 20 | i << 3 for i in range(1, COUNT + 1)])  # equal by page ^ page >> 17, modulo 4096
-    geometry: Any = SimpleNamespace(pages_per_block=1)
-    scratch = gather.new_scratch(geometry, 2**40, COUNT)
-    assert count_pages(512, 1, 2**40, pages * 512, scratch) == COUNT
-    return scratch.seen
+    seen = reads.new_seen(2**40, COUNT)
+    assert count_pages(512, 1, 2**40, pages * 512, seen, SECRET) == COUNT
+    return seen
 
 
 @pytest.mark.parametrize("table", ["map", "cache", "batch", "pages"])
