@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from bisect import bisect_left
@@ -109,25 +108,28 @@ class UpdateWriter:
                 yield
         except DiskFullError as error:
             raise DiskFullError(
-                f"{error}: an update takes twice its size as it is made, {format_size(sum(self._sizes))} so far, and "
-                "tierstore publish makes it in the folder that TMPDIR names"
+                f"{error}: an update takes twice its size as it is made, {format_size(sum(self._sizes))} so far"
             ) from error
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         return tuple(self._chunks)
 
-    def finish(self, header: UpdateHeader) -> None:
-        """Write the file. FileExistsError if there is one; DiskFullError: nothing is left of it."""
+    def finish(self, header: UpdateHeader) -> str:
+        """Write the file; its id. FileExistsError if there is one; DiskFullError: nothing is left of it."""
         specs = [TensorSpec(f"chunk.{number}", torch.uint8, (size,)) for number, size in enumerate(self._sizes)]
         head = SafetensorsFile(specs, header.to_dict()).head
         if len(head) > _MAX_HEADER_BYTES:
             raise ValueError(
                 f"an update with a header of {len(head)} bytes; publish more often, or fewer rows at a time"
             )
+        digest = xxhash.xxh64(head)
         with self._room(), partial_file(self._path, force=False) as descriptor, open(os.dup(descriptor), "wb") as file:
             file.write(head)
-            shutil.copyfileobj(self._spool, file, _STEP_BYTES)
+            while part := self._spool.read(_STEP_BYTES):
+                digest.update(part)
+                file.write(part)
+        return digest.hexdigest()
 
     def close(self) -> None:
         self._spool.close()
