@@ -98,7 +98,7 @@ def following(
 @contextlib.contextmanager
 def publishing(store: Path, *, token: str | None = None, folder: Path | None = None, **settings: Any) -> Iterator[Any]:
     """A publisher that looks where ``step`` is called, and offers at ``url``."""
-    publisher: Any = Publisher(store, folder or store.with_name(f"{store.name}.updates"), **settings)
+    publisher: Any = Publisher(store, folder, **settings)
     with monitored.serving(publishing_app(publisher, token)) as served:
         publisher.url = served.url
         yield publisher

@@ -15,7 +15,6 @@ from ..system.terminal import arg, byte_bar, command, progress_bar
 if TYPE_CHECKING:
     from .. import optim
     from ..exchange import ImportReport
-    from ..updates.publish import Publisher
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
@@ -342,26 +341,24 @@ QUANTIZE: Final = command(
 )
 
 
-_GONE: Final = ("to", "since", "fan_out", "dry_run", "canary_seconds", "canary_loss", "canary_errors", "canary_p99")
+_GONE: Final = ("to", "since", "fan_out", "dry_run")
 
 
 def _publish(options: argparse.Namespace) -> int:
+    from ..serve.bearer_token import read_token
     from ..updates.fetch import Source
     from ..updates.publish import Publisher
 
     for name in _GONE:
         if getattr(options, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            way = f"tierstore serve --canary {flag}" if name.startswith("canary") else "tierstore serve --from URL"
-            raise ValueError(f"{flag} is no more: servers pull what this offers, with {way}")
-    token = _token(options.token_file)
-    store = Path(options.directory).absolute()
-    canary = None if options.canary is None else Source(options.canary, token)
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is no more: servers pull what this offers, with tierstore serve --from URL")
+    token = None if options.token_file is None else read_token(options.token_file)
     publisher = Publisher(
-        store,
-        Path(options.into) if options.into else store.with_name(f"{store.name}.updates"),
+        options.directory,
+        options.into or None,
         urgent=options.urgent,
-        canary=canary,
+        canary=None if options.canary is None else Source(options.canary, token),
         silent_seconds=options.canary_silent,
         lookups=[Source(url, token) for url in options.lookups],
         say=lambda text: print(text, flush=True),
@@ -373,68 +370,28 @@ def _publish(options: argparse.Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             publisher.run()
     else:
-        _offer(publisher, options, token)
+        from ..serve.admin.publishing import offer  # which needs what only servers need
+
+        tls = (options.tls_certificate, options.tls_key)
+        offer(publisher, host=options.host, port=options.port, token=token, tls=tls)
     return 0
-
-
-def _token(path: str | None) -> str | None:
-    from ..serve.bearer_token import read_token
-
-    return None if path is None else read_token(path)
-
-
-def _offer(publisher: "Publisher", options: argparse.Namespace, token: str | None) -> None:
-    import asyncio
-
-    from ..serve.admin.publishing import offer
-    from ..serve.tls import Tls
-    from ..system.processes import address, is_loopback
-
-    if token is None and not is_loopback(options.host):
-        raise ValueError(f"--host {options.host} lets other machines in: give --token-file, too")
-    if bool(options.tls_certificate) != bool(options.tls_key):
-        raise ValueError("TLS wants both --tls-certificate and --tls-key")
-    tls = Tls(Path(options.tls_certificate), Path(options.tls_key)) if options.tls_key else None
-
-    def tell(port: int) -> None:
-        print(f"ready: http{'s' if tls else ''}://{address(options.host, port)}", flush=True)
-
-    asyncio.run(offer(publisher, host=options.host, port=options.port, token=token, tls=tls, on_ready=tell))
 
 
 PUBLISH: Final = command(
     _publish,
     (
         arg("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile"),
-        arg(
-            "--into",
-            metavar="DIR",
-            help="write list and files there, for any file server (default: DIR.updates, and serve them)",
-        ),
+        arg("--into", metavar="DIR", help="write list and files there, and serve nothing (default: DIR.updates)"),
         arg("--once", help="write what is new, and end"),
         arg("--host", default="127.0.0.1", metavar="NAME", help="address to listen on (default: 127.0.0.1)"),
-        arg(
-            "--port", type=int, default=8002, metavar="N", help="port to listen on; 0: any that is free (default: 8002)"
-        ),
+        arg("--port", type=int, default=8002, metavar="N", help="its port; 0: any that is free (default: 8002)"),
         arg("--token-file", metavar="PATH", help="file with the token that replicas show, their admin token"),
-        arg("--tls-certificate", metavar="FILE", help="certificate chain in PEM"),
-        arg("--tls-key", metavar="FILE", help="its key"),
+        arg("--tls-certificate", default="", metavar="FILE", help="certificate chain in PEM"),
+        arg("--tls-key", default="", metavar="FILE", help="its key"),
         arg("--urgent", type=float, metavar="SHARE", help="offer this share of the changed rows first, as 0.05"),
-        arg(
-            "--lookups",
-            action="append",
-            default=[],
-            metavar="URL",
-            help="a server whose lookups say which rows are urgent",
-        ),
+        arg("--lookups", action="append", default=[], metavar="URL", help="server that says which rows are looked up"),
         arg("--canary", metavar="URL", help="admin port of the canary, whose approval each version needs"),
-        arg(
-            "--canary-silent",
-            type=float,
-            default=600.0,
-            metavar="SECONDS",
-            help="say so if it has not decided (default: 600)",
-        ),
+        arg("--canary-silent", type=float, default=600.0, metavar="S", help="seconds until it counts as silent (600)"),
         *(
             arg(f"--{name.replace('_', '-')}", metavar="X", nargs="?", const="", help=argparse.SUPPRESS)
             for name in _GONE
@@ -446,7 +403,6 @@ PUBLISH: Final = command(
     "a version only if the canary approved it. Started again, it goes on.",
     """examples:
   tierstore publish shop --host 0.0.0.0 --token-file token --urgent 0.05
-  tierstore publish shop --host 0.0.0.0 --token-file token --canary http://replica-1:8002
   tierstore publish shop --into /srv/www/shop""",
 )
 

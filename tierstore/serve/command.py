@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true", default=None, help=text)
             continue
-        text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0) else ""
+        text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0, ()) else ""
         kind, choices = type(default), get_args(hints[each.name]) if get_origin(hints[each.name]) is Literal else None
         metavar = _METAVARS.get(each.name, {int: "N", float: "SECONDS"}.get(kind, "TEXT"))
         action, kind = ("append", str) if each.name in ("store", "sources") else ("store", kind)

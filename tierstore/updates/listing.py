@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import xxhash
 
@@ -124,7 +124,11 @@ class Listing:
             found = json.loads(text)
             for name in ("target", "trial", "shown", "before"):
                 found[name] = found[name] and origin_of({ORIGIN_KEY: Origin(*found[name])._asdict()})
-            kinds = {"files": tuple[Offered, ...], "verdicts": tuple[Verdict, ...], "left": tuple[str, ...]}
+            kinds: dict[str, Any] = {
+                "files": tuple[Offered, ...],
+                "verdicts": tuple[Verdict, ...],
+                "left": tuple[str, ...],
+            }
             kinds |= {"serial": int, "trial_of": str, "trial_before": Figures}
             made = cls(**found | {name: converted(found[name], kind, name) for name, kind in kinds.items()})
             _require_ids(*made.left)

@@ -36,6 +36,7 @@ class Publisher:
     """Offers the versions of a store in a folder; ``step`` takes up what is new.
 
     Args:
+        folder: default: ``STORE.updates``.
         urgent: share of the changed rows that is offered first, above 0 and below 1.
         canary: whose verdict a version needs before others are to show it.
         silent_seconds: after which it is said that the canary has not decided.
@@ -47,13 +48,14 @@ class Publisher:
     """
 
     def __init__(
-        self, store: str | os.PathLike[str], folder: Path, *, urgent: float | None = None,
-        canary: Source | None = None, silent_seconds: float = 600.0, lookups: Sequence[Source] = (),
+        self, store: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None, *,
+        urgent: float | None = None, canary: Source | None = None, silent_seconds: float = 600.0, lookups: Sequence[Source] = (),
         say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         if urgent is not None and not 0 < urgent < 1:
             raise ValueError(f"urgent={urgent}: a share of the changed rows is above 0 and below 1, as 0.05")
-        self._store, self.folder, self._urgent = Path(store).absolute(), Folder(folder), urgent
+        self._store, self._urgent = Path(store).absolute(), urgent
+        self.folder = Folder(Path(folder or self._store.with_name(f"{self._store.name}.updates")).absolute())
         self._canary, self._silent_seconds, self._lookups, self._say = canary, silent_seconds, lookups, say
         self._waits_since = time.monotonic()
         self._is_told = False
@@ -101,9 +103,8 @@ class Publisher:
         verdict = listing.verdict_on(trial.commit_id) if trial else None
         if target is not None and target.commit_id in declined and listing.before is not None:
             self._say(f"version {target.version} was declined: back to version {listing.before.version}")
-            listing = replace(
-                listing, target=listing.before, shown=listing.before, before=None, serial=_serial(listing)
-            )
+            back = {"target": listing.before, "shown": listing.before, "before": None}
+            listing, trial = replace(listing, trial=None, serial=_serial(listing), **back), None
         if trial is not None and (self._canary is None or (verdict is not None and verdict.is_approved)):
             self._say(f"version {trial.version} is approved")
             listing = replace(listing, trial=None, **_shown(listing, trial))

@@ -393,7 +393,6 @@ def test_any_file_server_can_offer_a_folder(source: Path, tmp_path: Path, capsys
 GONE = [
     (["publish", "store", "--to", "http://a"], "tierstore serve --from URL"),
     (["publish", "store", "--fan-out", "2"], "tierstore serve --from URL"),
-    (["publish", "store", "--canary-loss", "1"], "tierstore serve --canary --canary-loss"),
     (["serve", "--store", "s", "--updates"], "give --from URL"),
     (["serve", "--store", "s", "--peers", "http://a"], "give --from URL"),
     (["publish", "store", "--urgent", "1"], "above 0 and below 1"),

@@ -2,13 +2,15 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
+from ...system.processes import address, is_loopback
 from ...updates.publish import Publisher
 from ..limits import Limits
 from ..rest.server import HttpServer, listen
@@ -19,7 +21,7 @@ from .offer import offer_routes
 _CONNECTIONS: Final = 200
 
 
-def publishing_app(publisher: Publisher, token: str | None) -> object:
+def publishing_app(publisher: Publisher, token: str | None) -> ASGIApp:
     """The list, the files, and /metrics."""
     folder = publisher.folder
 
@@ -36,15 +38,23 @@ def publishing_app(publisher: Publisher, token: str | None) -> object:
     return admin_app([*offer_routes(folder), Route("/metrics", show_metrics)], token=token)
 
 
-async def offer(
-    publisher: Publisher, *, host: str, port: int, token: str | None, tls: Tls | None, on_ready: Callable[[int], None]
-) -> None:
-    """Offer versions until SIGTERM or Ctrl-C. OSError: the port is taken."""
+def offer(publisher: Publisher, *, host: str, port: int, token: str | None, tls: tuple[str, str]) -> None:
+    """Offer versions until SIGTERM or Ctrl-C; the URL is printed. ``tls``: files of certificate and key, or "".
+    OSError: the port is taken. ValueError: the TLS files cannot be used, or others may come in without a token."""
+    if token is None and not is_loopback(host):
+        raise ValueError(f"--host {host} lets other machines in: give --token-file, too")
+    if bool(tls[0]) != bool(tls[1]):
+        raise ValueError("TLS wants both --tls-certificate and --tls-key")
+    asyncio.run(_offer(publisher, host, port, token, Tls(*map(Path, tls)) if tls[0] else None))
+
+
+async def _offer(publisher: Publisher, host: str, port: int, token: str | None, tls: Tls | None) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     server = HttpServer(publishing_app(publisher, token), limits=Limits(connections=_CONNECTIONS), tls=tls)
-    on_ready(await server.start(listen(host, port)))
+    port = await server.start(listen(host, port))
+    print(f"ready: http{'s' if tls else ''}://{address(host, port)}", flush=True)
     looking, waiting = asyncio.create_task(asyncio.to_thread(publisher.run)), asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait({looking, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -134,7 +134,8 @@ class Replica:
         """Follow, until cancelled."""
         try:
             self._writer.start()
-            await self.begin()
+            with contextlib.suppress(TierstoreError, OSError):  # of a full disk; later steps say so
+                await self.begin()
             while True:
                 pause = POLL_SECONDS
                 try:
