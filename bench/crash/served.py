@@ -152,7 +152,7 @@ def _serve(folder: Path, name: str, ports: dict[str, int], ready: int) -> None:
     def measure(_: Any, _seconds: int, commit_id: str) -> Measures:
         return Measures(seconds_p99=9.0 if commit_id in (folder / "bad").read_text().split() else 1.0)
 
-    program.Server._measure = measure  # type: ignore[method-assign]
+    program.Server._measure = measure  # type: ignore[assignment, method-assign]
     config = ServeConfig(
         store=str(folder / name), port=0, grpc_port=-1, admin_port=ports[name], ddr="4MiB", threads=1,
         sources=(f"http://127.0.0.1:{ports['publisher']}",), canary=name == _CANARY, canary_seconds=1,
@@ -220,9 +220,7 @@ class Process:
             return response.status, json.loads(response.read())
 
     def listing(self) -> Listing:
-        source = Source(f"http://127.0.0.1:{self.ports[self.name]}", _TOKEN)
-        with contextlib.closing(source):
-            return source.poll()
+        return Source(f"http://127.0.0.1:{self.ports[self.name]}", _TOKEN).poll()
 
     def roll_back(self) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):

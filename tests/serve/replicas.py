@@ -102,6 +102,3 @@ def publishing(store: Path, *, token: str | None = None, folder: Path | None = N
     with monitored.serving(publishing_app(publisher, token)) as served:
         publisher.url = served.url
         yield publisher
-        for source in (publisher._canary, *publisher._lookups):
-            if source is not None:
-                source.close()

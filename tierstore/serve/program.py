@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import math
 import os
 import resource
 import signal
@@ -158,7 +159,7 @@ class Server:
         if (watched := self.repository.only.watched) is not None:
             if watched.last is None or watched.last.commit_id != commit_id:
                 return None
-            loss = min(watched.last.log_loss, sys.float_info.max)
+            loss = watched.last.log_loss if math.isfinite(watched.last.log_loss) else sys.float_info.max
         recent = summarize([every])
         if len(every) < MIN_REQUESTS:
             return Measures(loss)

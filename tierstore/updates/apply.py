@@ -60,7 +60,7 @@ def apply_update(
     and some 25 bytes for each byte of the files' headers.
 
     Args:
-        id: what the file must be (``file_checksum``), which is then read twice; default: not checked.
+        id: what the file must be, as ``Update.id``; it is then read twice. Default: not checked.
         replaces: identity of the source's commit that the replica has, so that it may go back to one of a lower number.
 
     Raises:

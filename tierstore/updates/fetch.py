@@ -21,7 +21,7 @@ from ..system.excerpt import excerpt
 from ..system.files import free_bytes, write_all
 from ..system.killpoints import reach
 from ..system.oserrors import translate_os_error
-from ..system.processes import disown_in_forks, is_loopback
+from ..system.processes import is_loopback
 from ..system.sizes import format_size
 from .listing import LIST_NAME, MAX_LIST_BYTES, Listing, Offered
 
@@ -36,7 +36,7 @@ PATIENCE_SECONDS: Final = 60.0
 PAUSE_SECONDS: Final = 0.1
 _PART_BYTES: Final = 256 << 10
 _LOG: Final = logging.getLogger("tierstore.updates")
-_BROKEN: Final = (OSError, http.client.HTTPException, ValueError)
+_MAX_LOOKUPS_BYTES: Final = 4 << 20
 
 
 class FetchError(TierstoreError):
@@ -72,61 +72,42 @@ class Source:
         self._place = str(parts.hostname), parts.port or (DEFAULT_PORT if not parts.path.strip("/") else None)
         self._path = parts.path.rstrip("/") or DEFAULT_PATH
         self._headers = {} if token is None else {"Authorization": f"Bearer {require_token(token)}"}
-        self._connection = self._connect()
         if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
             _warn_of_plain_token(url)
-        disown_in_forks(self)
 
-    def _connect(self) -> http.client.HTTPConnection:
-        return self._kind(*self._place, timeout=SILENT_SECONDS)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    disown = close  # in a forked process: answers on this connection are the parent's
-
-    def _get(self, connection: http.client.HTTPConnection, name: str, **headers: str) -> http.client.HTTPResponse:
-        connection.request("GET", f"{self._path}/{name}", headers=self._headers | headers)
-        response = connection.getresponse()
-        if response.status not in (200, 206, 304):
-            said = excerpt(response.read(1000).decode(errors="replace"), 300)
-            raise FetchError(f"{self.url}: {response.status} {said}")
-        return response
-
-    def _read(self, name: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
-        for is_last in (False, True):
-            try:
-                response = self._get(self._connection, name, **headers)
-                return response, response.read(MAX_LIST_BYTES + 1)
-            except _BROKEN:
-                self._connection.close()  # it may have been idle for too long
-                if is_last:
-                    raise
-        raise AssertionError
+    @contextlib.contextmanager
+    def _get(self, name: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+        connection = self._kind(*self._place, timeout=SILENT_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("GET", f"{self._path}/{name}", headers=self._headers | headers)
+            response = connection.getresponse()
+            if response.status not in (200, 206, 304):
+                said = excerpt(response.read(1000).decode(errors="replace"), 300)
+                raise FetchError(f"{self.url}: {response.status} {said}")
+            yield response
 
     def poll(self) -> Listing:
         """Its list now; what it said before if it does not answer, and ``error`` says why."""
         try:
-            headers = {"If-None-Match": self._tag} if self._tag else {}
-            response, text = self._read(LIST_NAME, **headers)
-            if response.status != 304:
-                self.listing = Listing.from_json(text)
-                self._tag = response.headers.get("ETag", "")
+            with self._get(LIST_NAME, **{"If-None-Match": self._tag} if self._tag else {}) as response:
+                if response.status != 304:
+                    self.listing = Listing.from_json(response.read(MAX_LIST_BYTES + 1))
+                    self._tag = response.headers.get("ETag", "")
             self.error = ""
-        except (FetchError, FormatError, *_BROKEN) as error:
-            self._connection.close()
+        except (FetchError, FormatError, OSError, http.client.HTTPException) as error:
             self.error = f"{self.url}: {str(error) or type(error).__name__}"
         return self.listing
 
     def lookups(self) -> dict[int, int]:
-        """How often rows were looked up at a server, by key, of the hottest ones and in a sample of queries."""
-        found = json.loads(self._read("lookups")[1])["lookups"]
+        """How often rows were looked up at a server, by key, of the hottest ones and in a sample of queries. Errors as
+        of ``read``, and ValueError."""
+        with self._get("lookups") as response:
+            found = json.loads(response.read(_MAX_LOOKUPS_BYTES))["lookups"]
         return {int(key): int(count) for key, count in found}
 
     def read(self, offered: Offered, start: int) -> Iterator[bytes]:
         """A file from a byte on. OSError, HTTPException, FetchError: it breaks off."""
-        with contextlib.closing(self._connect()) as connection:
-            response = self._get(connection, offered.id, Range=f"bytes={start}-")
+        with self._get(offered.id, Range=f"bytes={start}-") as response:
             left = 0 if response.status == 206 else start  # a plain file server may know no ranges
             while data := response.read1(_PART_BYTES):
                 yield data[left:]

@@ -121,7 +121,7 @@ class Listing:
         try:
             if len(text) > MAX_LIST_BYTES:
                 raise ValueError("it is too long")
-            found = json.loads(text)
+            found = json.loads(text, parse_constant=int)  # no NaN, which is equal to nothing
             for name in ("target", "trial", "shown", "before"):
                 found[name] = found[name] and origin_of({ORIGIN_KEY: Origin(*found[name])._asdict()})
             kinds: dict[str, Any] = {

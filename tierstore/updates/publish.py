@@ -49,8 +49,8 @@ class Publisher:
 
     def __init__(
         self, store: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None, *,
-        urgent: float | None = None, canary: Source | None = None, silent_seconds: float = 600.0, lookups: Sequence[Source] = (),
-        say: Callable[[str], None] = print,
+        urgent: float | None = None, canary: Source | None = None, silent_seconds: float = 600.0,
+        lookups: Sequence[Source] = (), say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         if urgent is not None and not 0 < urgent < 1:
             raise ValueError(f"urgent={urgent}: a share of the changed rows is above 0 and below 1, as 0.05")
@@ -103,7 +103,7 @@ class Publisher:
         verdict = listing.verdict_on(trial.commit_id) if trial else None
         if target is not None and target.commit_id in declined and listing.before is not None:
             self._say(f"version {target.version} was declined: back to version {listing.before.version}")
-            back = {"target": listing.before, "shown": listing.before, "before": None}
+            back: dict[str, Any] = {"target": listing.before, "shown": listing.before, "before": None}
             listing, trial = replace(listing, trial=None, serial=_serial(listing), **back), None
         if trial is not None and (self._canary is None or (verdict is not None and verdict.is_approved)):
             self._say(f"version {trial.version} is approved")

@@ -73,8 +73,6 @@ class Site:
             self.source.with_name("canary"), [self.publisher.url], canary=BOUNDS,
             measure=lambda _seconds, _commit: self.fares.get(made.version),
         ))  # fmt: skip
-        if self.publisher._canary is not None:
-            self.publisher._canary.close()
         self.publisher._canary = Source(made.url)
         self.canary = made
         return self.canary

@@ -474,6 +474,7 @@ GOOD = (
 WRONG = {
     "id": ('"id": "0000000000000000"', '"id": "../../../../etc/x"'),
     "size": ('"size_bytes": 9', '"size_bytes": -1'),
+    "nan": ('"serial": 7', '"serial": NaN'),
     "huge": ('"size_bytes": 9', '"size_bytes": 9e99'),
     "base": ('"since": 0', '"since": 1'),
     "text": ('"version": 2', '"version": "2"'),

@@ -149,11 +149,9 @@ class Replica:
             await self.end()
 
     async def end(self) -> None:
-        """Let go of sources and processes."""
+        """Let go of transfers and of the process."""
         await self._stop_transfer()
         self._writer.close()
-        for source in self._sources:
-            source.close()
 
     def _say(self, what: str, trace: Exception | None = None) -> None:
         """Log something once, not at each step."""
