@@ -7,10 +7,8 @@ Hosts are network namespaces of this machine with links of a rate in both direct
 import contextlib
 import json
 import logging
-import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,19 +16,21 @@ from typing import Any, Final
 import torch
 
 import tierstore
-from tierstore.system import killpoints
 from tierstore.train import RunConfig, train
 from tierstore.train.config import DataSection, EmbeddingSection, ModelSection, StoreSection
 from tierstore.train.synthetic import CARDINALITIES, write_synthetic
-from tierstore.updates.canary import Canary
-from tierstore.updates.client import AdminClient, Progress
-from tierstore.updates.publish import publish
+from tierstore.updates.fetch import Source
 
 from .child import Child
 from .common import Goal, Part, Report, Run, Table, fresh_folder, median_of, start
 from .hosts import address, joined_hosts, python_on
 
 __all__ = ["PARTS"]
+
+
+_HEADS: Final = 2
+"""Replicas that follow the trainer."""
+_LOOK_SECONDS: Final = 0.05
 
 
 def _change(store: Path, config: dict[str, Any], seed: int) -> None:
@@ -45,95 +45,108 @@ def _change(store: Path, config: dict[str, Any], seed: int) -> None:
         opened.commit()
 
 
-def _in_trainer(store: str, token_file: str, fan_out: str, urgent: str, canary: str, *urls: str) -> None:
-    """Publish, and print what the bars and the interface say."""
-    sent, whole = Path("/sys/class/net/link0/statistics/tx_bytes"), dict.fromkeys(urls, 0.0)
-    shown = [0.0]  # seconds until all show the urgent rows
-    before, started = int(sent.read_text()), time.monotonic()
-
-    def bar(label: str) -> AbstractContextManager[Progress]:
-        def show(done: int, total: int) -> None:
-            if done == total and label in whole and not whole[label]:
-                whole[label] = time.monotonic() - started
-
-        return contextlib.nullcontext(show)
-
-    def hook(name: str) -> None:
-        if name == "publish: urgent rows shown":
-            shown[0] = time.monotonic() - started
-            whole.update(dict.fromkeys(urls, 0.0))
-
-    killpoints.hook = hook
+def _in_trainer(token_file: str, *urls: str) -> None:
+    """Look at lists of updates, the publisher's first, as lines say: "start", or a version to wait for."""
+    sent, token = Path("/sys/class/net/link0/statistics/tx_bytes"), Path(token_file).read_text()
+    publisher, *replicas = [Source(url, token) for url in urls]
     logging.getLogger("tierstore").setLevel(logging.ERROR)  # of a token over plain http
-    share, token, guard = float(urgent) or None, Path(token_file).read_text(), None
-    if int(canary):
-        guard = Canary(seconds=int(canary))
-    done = publish(store, urls, token=token, fan_out=int(fan_out), urgent=share, canary=guard, bar=bar)
-    errors = [each.error for each in done if each.error]
-    if errors and guard is None:
-        raise SystemExit("; ".join(errors))
-    seconds, files = time.monotonic() - started, (int(sent.read_text()) - before) / (done[0].size_bytes or 1)
-    if guard is not None:
-        origins = [AdminClient(url, token=token).origin() for url in urls]
-        told = {"versions": [each and each.version for each in origins], "errors": errors, "seconds": seconds}
-        print(json.dumps(told | {"watch": AdminClient(urls[0], token=token).status(1)["watch"]}))
-        return
-    told = {"seconds": seconds, "whole_seconds": max(whole.values()), "files_sent": round(files, 3)}
-    print(json.dumps(told | {"urgent_seconds": shown[0]}))
+    before, started = 0, 0.0
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if line == "start\n":
+            before, started = int(sent.read_text()), time.monotonic()
+            print(line, end="", flush=True)
+            continue
+        version, urgent, why = int(line), 0.0, ""
+        while True:
+            shown = [each.poll().shown for each in replicas]
+            versions = [each.version if each else 0 for each in shown]
+            if not urgent and all(each and (each.urgent or each.version == version) for each in shown):
+                urgent = time.monotonic() - started
+            listing = publisher.poll()
+            declined = [each for each in listing.verdicts if each.version == version and not each.is_approved]
+            if set(versions) == {version} or (declined and version not in versions):
+                why = declined[0].why if declined else ""
+                break
+            time.sleep(_LOOK_SECONDS)
+        seconds, size = (
+            time.monotonic() - started,
+            max((each.size_bytes for each in listing.files if each.since), default=1),
+        )
+        told = {"seconds": seconds, "urgent_seconds": urgent, "versions": versions, "why": why}
+        print(json.dumps(told | {"files_sent": (int(sent.read_text()) - before) / size}), flush=True)
 
 
 class _Fleet:
-    """So many replicas, started at once, and a trainer, all in one folder."""
+    """A publisher, and so many replicas: two that follow it, each other one the two before it."""
 
-    def __init__(self, request: Run, count: int, stack: contextlib.ExitStack, *flags: object) -> None:
+    def __init__(
+        self, request: Run, count: int, stack: contextlib.ExitStack, *, publish: list[object], serve: list[object],
+        canary: bool = False,
+    ) -> None:  # fmt: skip
         self.folder = folder = stack.enter_context(fresh_folder(request.folder / "replicas"))
         folder.mkdir(parents=True)
         (token := folder / "token").write_text("a-token")
-        self.store, self._urls = folder / "store", [f"http://{address(host + 1)}" for host in range(count)]
+        self.store = folder / "store"
         trainer, *names = stack.enter_context(joined_hosts(count + 1, request.config["mbit"]))
-        self._publish = [*python_on(trainer, "bench.replicas"), "publish", self.store, token]
-        words: list[object] = ["--updates", "--admin-host", "0.0.0.0", "--ddr", "16MiB", "--threads", "1", *flags]
+        urls = [f"http://{address(host)}" for host in range(count + 1)]
+        self._publish = [*python_on(trainer, "tierstore"), "publish", self.store, "--host", "0.0.0.0", *publish]
+        self._publish += ["--token-file", token, *(["--canary", urls[1]] if canary else [])]
+        self._stack, self._token = stack, token
+        words: list[object] = ["--admin-host", "0.0.0.0", "--ddr", "16MiB", "--threads", "1", *serve]
         words += ["--grpc-port", "-1", "--log-level", "warning", "--admin-token-file", token]
         servers = []
         for host, name in enumerate(names):
+            sources = [urls[0]] if host < _HEADS else urls[host - 1 : host + 1]
             command = [*python_on(name, "tierstore"), "serve", *words, "--store", folder / f"replica-{host}"]
+            command += [word for url in sources for word in ("--from", url)] + ["--canary"] * (canary and not host)
             servers.append(stack.enter_context(Child(command, log=folder / f"replica-{host}.log")))
             stack.callback(servers[-1].process.terminate)
         for server in servers:
             server.line()
+        self._watch = stack.enter_context(Child([*python_on(trainer, "bench.replicas"), "watch", token, *urls]))
+        self._watch.line()
 
-    def publish(self, fan_out: int = 1, urgent: float = 0.0, canary: int = 0) -> Any:
-        """What the trainer found. ``urgent``: share of the rows; ``canary``: seconds that the first replica watches."""
-        command = [*self._publish, fan_out, urgent, canary, *self._urls]
-        return json.loads(subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True).stdout)
+    def begin(self) -> None:
+        """Start the publisher, once there is a store."""
+        process = self._stack.enter_context(Child(self._publish, log=self.folder / "publish.log"))
+        self._stack.callback(process.process.terminate)
+
+    def start(self) -> None:
+        """Measure from now on."""
+        self._watch.ask("start")
+
+    def wait(self, version: int) -> Any:
+        """Until all serve a version, or it was declined; what the trainer's host found."""
+        return json.loads(self._watch.ask(str(version)))
 
 
-def _turns(request: Run, count: int, rows: int, ways: dict[str, tuple[int, float]]) -> list[dict[str, Any]]:
-    """Medians by way, which is fan-out and urgent share: with so many replicas, which serve the version before."""
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+def _turns(request: Run, count: int, rows: int, way: str, *flags: object) -> dict[str, Any]:
+    """Medians, with so many replicas, which serve the version before."""
+    found: list[dict[str, float]] = []
     with contextlib.ExitStack() as stack:
-        fleet = _Fleet(request, count, stack)
-        for turn in range(request.config["turns"] + 1):  # the first loads what later ones have
-            for place, (way, settings) in enumerate(ways.items()):
-                _change(fleet.store, request.config | {"rows": rows}, turn * len(ways) + place)
-                found[way].append(fleet.publish(*settings))
-                print(count, way, found[way][-1], flush=True)
-    return [{"replicas": count, "way": way, "turns": turns[1:]} | median_of(turns[1:]) for way, turns in found.items()]
+        fleet = _Fleet(request, count, stack, publish=[*flags], serve=[])
+        for turn in range(request.config["turns"] + 2):  # the first is a full copy, the next loads what later ones have
+            _change(fleet.store, request.config | {"rows": rows}, turn)
+            if turn == 0:
+                fleet.begin()
+            fleet.start()
+            found.append(fleet.wait(turn + 1))
+            print(count, way, found[-1], flush=True)
+    kept = [{name: value for name, value in each.items() if isinstance(value, float)} for each in found[2:]]
+    return {"replicas": count, "way": way, "turns": kept} | median_of(kept)
 
 
-def _measure_chain(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    points = []
-    for count in request.config["counts"]:
-        ways = {"chain": (1, 0.0), "each": (count, 0.0)} if count > 1 else {"one": (1, 0.0)}
-        points += _turns(request, count, request.config["rows"], ways)
-    return {"points": points}
+def _measure_pulled(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
+    counts = request.config["counts"]
+    return {"points": [_turns(request, count, request.config["rows"], "pulled") for count in counts]}
 
 
 def _measure_urgent(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     config, points = request.config, []
     for count in config["urgent_counts"]:
-        ways = {"whole": (1, 0.0), "urgent first": (1, config["urgent_share"])}
-        points += _turns(request, count, config["urgent_rows"], ways)
+        points.append(_turns(request, count, config["urgent_rows"], "whole"))
+        points.append(_turns(request, count, config["urgent_rows"], "urgent first", "--urgent", config["urgent_share"]))
     return {"points": points, "share": config["urgent_share"]}
 
 
@@ -148,17 +161,16 @@ def _table(title: str, way: str, columns: dict[str, str], points: list[dict[str,
 _SERVED: Final = {"seconds": "s to served on all", "files_sent": "files sent"}
 
 
-def _tell_chain(figures: dict[str, Any]) -> Report:
+def _tell_pulled(figures: dict[str, Any]) -> Report:
     points = figures["points"]
-    last, columns = [each for each in points if each["way"] != "each"][-1], {"whole_seconds": "s to the last byte"}
-    times = last["whole_seconds"] / points[0]["whole_seconds"]
+    first, last = points[0], points[-1]
     return Report(
-        [_table("from a commit on", "sent to", columns | _SERVED, points)],
+        [_table("from before a commit on", "way", _SERVED, points)],
         [
-            Goal("files that the trainer sends to the most replicas", last["files_sent"], at_most=2),
-            Goal("time to the last byte over one replica's", times, at_most=1.5),
+            Goal("files that the trainer sends to the most replicas", last["files_sent"], at_most=2.2),
+            Goal("time until all serve it over one replica's", last["seconds"] / first["seconds"], at_most=3),
         ],
-        ["To the last byte: what the links take, and making the update. All replicas apply it on one machine."],
+        ["The commit, and making the update, count. All replicas apply it on one machine."],
     )
 
 
@@ -188,7 +200,8 @@ def _measure_canary(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     sizes = tuple(min(max(1000, size), config["table_rows"]) for size in CARDINALITIES)
     with fresh_folder(request.folder / "replicas-clicks") as clicks, contextlib.ExitStack() as stack:
         files = _clicks(clicks, config["train_rows"], config["watched_rows"])
-        fleet = _Fleet(request, 3, stack, "--watch", files["watched"])
+        serve = ["--watch", files["watched"], "--canary-seconds", config["canary_seconds"]]
+        fleet = _Fleet(request, 3, stack, publish=[], serve=serve, canary=True)
         run = RunConfig(
             store=StoreSection(path=str(fleet.store), ddr="200% of tables", keep=2),
             data=DataSection(format="criteo"),
@@ -198,39 +211,45 @@ def _measure_canary(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         for epochs, name in enumerate(("first", "good", "harmful"), 1):
             data, section = replace(run.data, path=str(files[name])), replace(run.train, epochs=epochs)
             train(replace(run, data=data, train=section), resume=epochs > 1)
-            seconds = config["canary_seconds"] if epochs > 1 else 0
-            found[name] = fleet.publish(canary=seconds)
-            time.sleep(0 if seconds else config["canary_seconds"])  # the watch measures the first version
+            if epochs == 1:
+                fleet.begin()
+            fleet.start()
+            with tierstore.open(fleet.store, mode="r", ddr="64MiB") as store:
+                found[name] = fleet.wait(store.version) | {"version": store.version}
+            time.sleep(0 if epochs > 1 else config["canary_seconds"])  # the watch measures the first version
             print(name, found[name], flush=True)
     return {name: found[name] for name in ("good", "harmful")}
 
 
 def _tell_canary(figures: dict[str, Any]) -> Report:
-    good, harmful = figures["good"], figures["harmful"]
-    said = [f"its log loss is {good['watch']['log_loss']:.5g}"]
-    said += [error.partition(": ")[2] for error in harmful["errors"][:1]]
-    named = zip(("good", "trained on labels turned round"), (good, harmful), said, strict=True)
-    rows = [[name, " ".join(map(str, each["versions"])), f"{each['seconds']:.1f}", what] for name, each, what in named]
-    columns = ["update", "versions served then", "seconds", "what the publisher says of the canary"]
-    left = sum(after != before for after, before in zip(harmful["versions"], good["versions"], strict=True))
+    named = zip(("good", "trained on labels turned round"), (figures["good"], figures["harmful"]), strict=True)
+    rows = [
+        [name, " ".join(map(str, each["versions"])), f"{each['seconds']:.1f}", each["why"] or "approved"]
+        for name, each in named
+    ]
+    columns = ["update", "versions served then", "seconds", "the canary's verdict"]
     title = "three replicas, the first of them a canary that watches its log loss"
+    good, harmful = (
+        sum(version == each["version"] for version in each["versions"])
+        for each in (figures["good"], figures["harmful"])
+    )
     return Report(
         [Table(title, columns, rows)],
         [
-            Goal("replicas that do not serve the good update", float(bool(good["errors"])), exactly=0),
-            Goal("replicas that serve the harmful update", left + float(not harmful["errors"]), exactly=0),
+            Goal("replicas that do not serve the good update", 3.0 - good, exactly=0),
+            Goal("replicas that serve the harmful update", float(harmful), exactly=0),
         ],
     )
 
 
 PARTS: Final = {
-    "chain": Part(_measure_chain, _tell_chain),
+    "pulled": Part(_measure_pulled, _tell_pulled),
     "urgent": Part(_measure_urgent, _tell_urgent),
     "canary": Part(_measure_canary, _tell_canary),
 }
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["publish"]:
+    if sys.argv[1:2] == ["watch"]:
         _in_trainer(*sys.argv[2:])
     else:
         start("replicas")

@@ -1,9 +1,9 @@
 """Kill servers, the processes that apply updates for them, and publishers with a canary:
 ``python -m tests.faults.served --seed 1 --kills 20`` prints one line of JSON, what came of it.
 
-Two servers as ``tierstore serve --updates`` runs them, one of them the canary, take version after version; the canary's
-figures are made up, so that some versions are worse. Everything is forked from a process that has imported it all. The
-forks that write replicas watch a connection to their server in place of their parent, and end with it as those do.
+Two servers as ``tierstore serve --from`` runs them, one of them the canary, follow a publisher from version to version;
+the canary's figures are made up, so that some versions are worse. Everything is forked from a process that has imported
+it all. The forks that write replicas watch a connection to their server in place of their parent, and end with it.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import os
+import queue
 import random
 import select
 import shutil
@@ -24,21 +25,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 
 import tierstore
+from tierstore.serve import program
 from tierstore.serve.admin import updates as admin_updates
+from tierstore.serve.admin.publishing import offer
+from tierstore.serve.admin.updates import Writer
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.models import Models, rehearse
-from tierstore.serve.program import run as run_server
 from tierstore.system import killpoints
-from tierstore.updates import apply_update, child, client, roll_back_replica, write_update
-from tierstore.updates import canary as canaries
-from tierstore.updates.canary import Canary
-from tierstore.updates.publish import publish as publish_store
+from tierstore.updates import apply_update, child, roll_back_replica, write_update
+from tierstore.updates.canary import Measures
+from tierstore.updates.fetch import Source
+from tierstore.updates.listing import Listing
+from tierstore.updates.publish import Publisher
 
 from .forked import Kill, fork
 
@@ -52,6 +55,7 @@ _WRITTEN: Final = (
 )  # fmt: skip
 _BACK: Final = ("rollback: head put", "rollback: transaction committed", "rollback: segments deleted")
 _READY_S: Final = 120.0
+_SETTLE_S: Final = 120.0
 _BAD_SHARE: Final = 0.35
 
 
@@ -93,92 +97,113 @@ def _dies(doom: Path) -> Callable[[str], None]:
 
 
 def _write_replicas(listener: socket.socket, folder: Path) -> None:
-    """Fork a process for each request of a server; does not return."""
+    """Fork a process that writes replicas for each server that asks; does not return."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         connection, _ = listener.accept()
         if os.fork():
             connection.close()
             continue
-        request = json.loads(connection.makefile().readline())
-        os.dup2(connection.fileno(), 1)
-        killpoints.hook = _dies(folder / f"doom of the writer of {request['server']}")
+        lines = connection.makefile("rw")
+        killpoints.hook = _dies(folder / f"doom of the writer of {lines.readline().strip()}")
+        requests: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-        def end_with_server() -> None:
-            select.select([connection], [], [])  # noqa: B023 - this process has one
-            os.kill(os.getpid(), signal.SIGKILL)
+        def read(lines: Any, requests: Any) -> None:
+            for line in lines:
+                requests.put(line)
+            os.kill(os.getpid(), signal.SIGKILL)  # its server ended
 
-        threading.Thread(target=end_with_server, daemon=True).start()
-        sys.stdout = os.fdopen(1, "w")
-        child.main(request["arguments"])
-        sys.stdout.flush()
-        os._exit(0)
+        threading.Thread(target=read, args=(lines, requests), daemon=True).start()
+        while True:
+            connection.sendall(child.answer(requests.get()).encode() + b"\n")
 
 
-def _serve(folder: Path, name: str, ready: int) -> None:
+class _Forked(Writer):
+    """Speaks to a process that was forked, as to start one takes seconds."""
+
+    folder, name = Path(), ""
+    _connection: socket.socket | None = None
+
+    def start(self) -> None:
+        if self._connection is None:
+            self._connection = socket.socket(socket.AF_UNIX)
+            self._connection.connect(str(self.folder / "writers"))
+            self._connection.sendall(f"{self.name}\n".encode())
+
+    def _exchange(self, line: str) -> str:
+        assert self._connection is not None
+        self._connection.sendall(line.encode() + b"\n")
+        return self._connection.makefile().readline()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+            self._connection = None
+
+
+def _serve(folder: Path, name: str, ports: dict[str, int], ready: int) -> None:
     """A server, in a forked process; does not return."""
-
-    class Writer:
-        returncode = -signal.SIGKILL
-
-        def __init__(self, command: list[str], **_: Any) -> None:
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.connect(str(folder / "writers"))
-            self._socket.sendall(json.dumps({"server": name, "arguments": command[4:]}).encode() + b"\n")
-
-        def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-            self._socket.settimeout(timeout)
-            return b"".join(iter(lambda: self._socket.recv(4096), b"")), b""
-
-        def kill(self) -> None:
-            self._socket.close()
-
-        def wait(self) -> None: ...
-
-    admin_updates.subprocess = SimpleNamespace(  # type: ignore[assignment, attr-defined]
-        Popen=Writer, DEVNULL=-3, PIPE=-1, TimeoutExpired=TimeoutError
-    )
+    _Forked.folder, _Forked.name = folder, name
+    admin_updates.Writer = _Forked  # type: ignore[misc]
     killpoints.hook = _dies(folder / f"doom of {name}")
-    (token := folder / "token").write_text(_TOKEN)
-    token.chmod(0o600)
+
+    def measure(_: Any, _seconds: int, commit_id: str) -> Measures:
+        return Measures(seconds_p99=9.0 if commit_id in (folder / "bad").read_text().split() else 1.0)
+
+    program.Server._measure = measure  # type: ignore[assignment, method-assign]
     config = ServeConfig(
-        store=str(folder / name), port=0, grpc_port=-1, admin_port=0, ddr="4MiB", threads=1, updates=True,
-        admin_token_file=str(token), warm_up="none", log_level="error", grace_seconds=1.0,
+        store=str(folder / name), port=0, grpc_port=-1, admin_port=ports[name], ddr="4MiB", threads=1,
+        sources=(f"http://127.0.0.1:{ports['publisher']}",), canary=name == _CANARY, canary_seconds=1,
+        admin_token_file=str(folder / "token"), warm_up="none", log_level="error", grace_seconds=1.0,
     )  # fmt: skip
     os.dup2(os.open(folder / f"log of {name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     try:
-        run_server(config, on_ready=lambda ports: os.write(ready, json.dumps([ports.rest, ports.admin]).encode()))
+        program.run(config, on_ready=lambda found: os.write(ready, json.dumps(found.rest).encode()))
     finally:
         os._exit(0)
 
 
-class Server:
-    """A replica's server, started again after each kill."""
+def _publish(folder: Path, ports: dict[str, int], ready: int) -> None:
+    """A publisher, in a forked process; does not return."""
+    killpoints.hook = _dies(folder / "doom of publisher")
+    os.dup2(os.open(folder / "log of publisher", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    canary = Source(f"http://127.0.0.1:{ports[_CANARY]}", _TOKEN)
+    try:
+        publisher = Publisher(folder / "source", folder / "offered", canary=canary, say=lambda _: None)
+        os.dup2(ready, 1)
+        offer(publisher, host="127.0.0.1", port=ports["publisher"], token=_TOKEN, tls=("", ""))
+    finally:
+        os._exit(0)
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
-        self.declined: set[str] = set()
+
+class Process:
+    """A server or the publisher, which is started again after each kill."""
+
+    def __init__(self, folder: Path, name: str, ports: dict[str, int]) -> None:
+        self.folder, self.name, self.ports = folder, name, ports
+        self.pid = self.rest = 0
         self.start()
 
     def start(self) -> None:
         reader, writer = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            _serve(self.folder, self.name, writer)
+            if self.name == "publisher":
+                _publish(self.folder, self.ports, writer)
+            _serve(self.folder, self.name, self.ports, writer)
         os.close(writer)
-        if not select.select([reader], [], [], _READY_S)[0] or not (ports := os.read(reader, 100)):
+        if not select.select([reader], [], [], _READY_S)[0] or not (said := os.read(reader, 100)):
             raise RuntimeError(f"{self.name} is not ready: {(self.folder / f'log of {self.name}').read_text()[-2000:]}")
         os.close(reader)
-        self.rest, self.admin = json.loads(ports)
+        self.rest = 0 if self.name == "publisher" else json.loads(said)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.admin}"
-
-    def start_again(self) -> None:
-        """Once it has died."""
-        os.waitpid(self.pid, 0)
-        self.start()
+    def start_if_dead(self) -> bool:
+        """Whether it was dead."""
+        if os.waitpid(self.pid, os.WNOHANG)[0]:
+            self.start()
+            return True
+        return False
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -193,14 +218,12 @@ class Server:
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 
-    def state(self) -> Any:
-        return self._ask(self.admin, "GET", "/admin/updates")[1]
+    def listing(self) -> Listing:
+        return Source(f"http://127.0.0.1:{self.ports[self.name]}", _TOKEN).poll()
 
-    def roll_back(self) -> bool:
-        """Whether the server lived to say that it did."""
+    def roll_back(self) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            return self._ask(self.admin, "POST", "/admin/rollback", {})[0] == 200
-        return False
+            self._ask(self.ports[self.name], "POST", "/admin/rollback", {})
 
     def rows(self) -> tuple[int, torch.Tensor]:
         ids = {"name": "ids", "datatype": "INT64", "shape": [_ROWS], "data": list(range(_ROWS))}
@@ -208,14 +231,19 @@ class Server:
         return int(answer["model_version"]), torch.tensor(answer["outputs"][0]["data"]).view(_ROWS, 4)
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 class Chain:
-    """A source and two servers; ``step`` makes a version, publishes it under a kill, and again without one."""
+    """A source, its publisher and two servers; ``step`` makes a version, and has somebody killed meanwhile."""
 
     def __init__(self, folder: Path, generator: random.Random, tally: Tally) -> None:
         self._folder, self._draw, self._tally = folder, generator, tally
-        self._source, self._version = folder / "source", 0
-        self._ids: dict[int, str] = {}
-        self._bad: set[int] = set()
+        self._version, self._ids, self._bad = 0, dict[int, str](), set[int]()
+        self._ports = {name: _free_port() for name in (_CANARY, _OTHER, "publisher")}
+        (folder / "token").write_text(_TOKEN)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(folder / "writers"))
         listener.listen()
@@ -223,158 +251,101 @@ class Chain:
         if not self._writers:
             _write_replicas(listener, folder)
         self._new_version(is_bad=False)
-        self.servers = [Server(folder, name) for name in (_CANARY, _OTHER)]
-        self._publish(is_tried=False)
-        self._good = {server.name: 1 for server in self.servers}
+        self.processes = [Process(folder, name, self._ports) for name in ("publisher", _CANARY, _OTHER)]
+        self.publisher, self.canary, self.other = self.processes
+        self._settle(1)
 
     def close(self) -> None:
-        for server in self.servers:
-            server.end()
+        for process in self.processes:
+            process.end()
         os.kill(self._writers, signal.SIGKILL)
         os.waitpid(self._writers, 0)
 
     def _new_version(self, *, is_bad: bool) -> None:
         self._version += 1
-        ending = fork(lambda tell: tell("made", id=_commit(self._source, self._version)), self._folder / "stacks")
+        ending = fork(
+            lambda tell: tell("made", id=_commit(self._folder / "source", self._version)), self._folder / "stacks"
+        )
         made = ending.last("made")
         assert made is not None, ending.words
         self._ids[self._version] = made["id"]
         self._bad |= {self._version} if is_bad else set()
+        (self._folder / "bad.partial").write_text(" ".join(self._ids[each] for each in self._bad))
+        (self._folder / "bad.partial").rename(self._folder / "bad")
 
-    def _publish(
-        self, *, is_tried: bool = True, kill: Kill | None = None, doom: str = "", victim: int = 0
-    ) -> list[str]:
-        """The errors; none of a publisher that was killed. ``victim``: a process that is killed meanwhile."""
-        urls, bad = [server.url for server in self.servers], {self._ids[each] for each in self._bad}
-        delay = self._draw.uniform(0, 0.8)
-
-        def body(tell: Callable[..., None]) -> None:
-            def status(asked: client.AdminClient, _seconds: int) -> Any:
-                origin = asked.origin()
-                slow = 9.0 if origin is not None and origin.commit_id in bad else 1.0
-                recent = {"requests_per_second": 9.0, "failed_per_second": 0.0, "seconds_p99": slow}
-                return {"requests": {"recent": recent, "history": {"requests": [200]}}}
-
-            def strike() -> None:
-                time.sleep(delay)
-                os.kill(victim, signal.SIGKILL)
-
-            client.AdminClient.status = status  # type: ignore[assignment, method-assign]
-            client.FIRST_PAUSE_SECONDS = 0.02  # type: ignore[misc]
-            now = [0.0]
-            canaries.time = SimpleNamespace(  # type: ignore[assignment, attr-defined]
-                monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
-            )
-            killpoints.hook = lambda name: os.kill(os.getpid(), signal.SIGKILL) if name == doom else None
-            if victim:
-                (striking := threading.Thread(target=strike)).start()
-            canary = Canary(url=urls[0], seconds=1) if is_tried else None
-            done = publish_store(self._source, urls, token=_TOKEN, canary=canary)
-            if victim:
-                striking.join()
-            tell("published", errors=[each.error for each in done])
-
-        ending = fork(body, self._folder / "stacks", kill)
-        if ending.how == "failed":
-            raise RuntimeError(ending.words)
-        if ending.how == "killed":
-            self._tally.kills[f"publisher{', at ' + doom if doom else ''}"] += 1
-        told = ending.last("published")
-        return told["errors"] if told else []
+    def _doom(self, is_bad: bool) -> tuple[Path, str] | None:
+        """Who is to die, and where; None: somebody at any time."""
+        judged = ("canary: declined", "rollback: written") if is_bad else ("canary: approved",)
+        server = self._draw.choice([_CANARY] if is_bad else [_CANARY, _OTHER])
+        points = {
+            f"the writer of {server}": _WRITTEN + (_BACK if is_bad else ()),
+            server: (*killpoints.UPDATE_POINTS, *(judged if server == _CANARY else ())),
+            "publisher": ("publish: canary heard", "publish: file made"),
+        }
+        name = self._draw.choice([*points, "anybody"])
+        if name == "anybody":
+            return None
+        return self._folder / f"doom of {name}", self._draw.choice(points[name])
 
     def step(self) -> None:
-        """One version: published, with somebody killed meanwhile, looked at, and published to its end."""
-        self._new_version(is_bad=(is_bad := self._draw.random() < _BAD_SHARE))
-        server = self._draw.choice(self.servers[:1] if is_bad else self.servers)
-        who = self._draw.choice(["writer", "writer", "publisher", "publisher", "server", "server at any time"])
-        points = {
-            "writer": _WRITTEN + (_BACK if is_bad else ()),
-            "server": ("update: applied", "update: shown", "update: file kept")
-            + (killpoints.ROLLBACK_POINTS if is_bad else ()),
-        }
-        if who in points:
-            self._publish_doomed(server, self._draw.choice(points[who]), who)
-        elif who == "publisher":
-            point = self._draw.choice(["", "publish: canary shows it", "" if is_bad else "publish: canary passed"])
-            kill = None if point else Kill("start", 1, self._draw.uniform(0, 0.8))
-            self._publish(kill=kill, doom=point)
-        else:
-            self._publish(victim=server.pid)
-            self._tally.kills[who] += 1
-            server.start_again()
-        self._look(is_over=False)
-        errors = self._publish()
-        self._look(is_over=True)
-        if not is_bad and any(errors):
-            raise RuntimeError(f"version {self._version} was not published: {errors}")
+        """A version that all show, or that the canary declines, while somebody is killed."""
+        good = max({*self._ids} - self._bad)
+        doom = self._doom(is_bad := self._draw.random() < _BAD_SHARE)
+        if doom is not None:
+            doom[0].write_text(doom[1])
+        self._new_version(is_bad=is_bad)
+        if doom is None:
+            time.sleep(self._draw.uniform(0, 3))
+            (victim := self._draw.choice(self.processes)).end()
+            victim.start()
+            self._tally.kills[f"{victim.name}, at any time"] += 1
+        self._settle(good if is_bad else self._version)
+        if doom is not None:
+            if not doom[0].exists():
+                self._tally.kills[f"{doom[0].name.removeprefix('doom of ')}, at {doom[1]}"] += 1
+            doom[0].unlink(missing_ok=True)
         if not is_bad and self._draw.random() < 0.3:
-            self._go_back(self._draw.choice(self.servers))
+            self._go_back(good)
         self._tally.rounds += 1
 
-    def _publish_doomed(self, server: Server, point: str, who: str) -> None:
-        doom = self._folder / f"doom of {'the writer of ' if who == 'writer' else ''}{server.name}"
-        doom.write_text(point)
-        self._publish()
-        if is_left := doom.exists():  # it came to nothing
-            doom.unlink()
-        else:
-            self._tally.kills[f"{who}, at {point}"] += 1
-        if who == "server" and not is_left:
-            server.start_again()
-
-    def _go_back(self, server: Server) -> None:
-        """An operator has it go back, killed meanwhile or not."""
-        who, point = self._draw.choice([("server", each) for each in killpoints.ROLLBACK_POINTS]
-                                       + [("writer", each) for each in _BACK])  # fmt: skip
-        name = "doom of the writer of " + server.name if who == "writer" else "doom of " + server.name
-        (doom := self._folder / name).write_text(point)
-        before = server.state()["commit_id"]
-        is_done = server.roll_back()
-        if not doom.exists():
-            self._tally.kills[f"{who}, at {point}"] += 1
-            if who == "server":
-                server.start_again()
+    def _go_back(self, good: int) -> None:
+        """An operator has the canary go back, killed meanwhile or not; so do all."""
+        point = self._draw.choice(["rollback: declined", "rollback: written"])
+        (doom := self._folder / f"doom of {_CANARY}").write_text(point)
+        self.canary.roll_back()
+        self._settle(good)
+        self._bad.add(self._version)  # the other one showed it till now
+        self._tally.kills[f"{_CANARY}, at {point}"] += not doom.exists()
         doom.unlink(missing_ok=True)
-        _settled(server)
-        after = server.state()
-        if (after["commit_id"] != before) != (before in after["declined"]):
-            raise RuntimeError(f"{server.name}: went back from {before}: {after}")
-        if is_done and after["commit_id"] == before:
-            raise RuntimeError(f"{server.name} said that it went back from {before}, and did not: {after}")
-        self._check(server, {*self._ids} - self._bad)
 
-    def _look(self, *, is_over: bool) -> None:
-        good = {*self._ids} - self._bad
-        for server in self.servers:
-            _settled(server)
-            on_trial = {self._version} if server.name == _CANARY and not is_over else set()
-            self._check(server, ({self._version} if is_over and self._version in good else good) | on_trial)
+    def _settle(self, version: int) -> None:
+        """Until both servers show a version for good; nobody shows one that was declined to the end."""
+        end, last = time.monotonic() + _SETTLE_S, ""
+        while time.monotonic() < end:
+            for process in self.processes:
+                process.start_if_dead()
+            try:
+                shown = [self._check(server) for server in (self.canary, self.other)]
+                listing = self.publisher.listing()
+                is_decided = listing.trial is None and self._version in {
+                    version, *(each.version for each in listing.verdicts if not each.is_approved)
+                }  # fmt: skip
+                last = f"{shown}, {listing}"
+                if shown == [version, version] and is_decided:
+                    return
+            except (OSError, http.client.HTTPException, KeyError) as error:  # it dies just now, or begins
+                last = f"{type(error).__name__}: {error}"
+            time.sleep(0.1)
+        raise RuntimeError(f"version {version} is not shown by all: {last}")
 
-    def _check(self, server: Server, allowed: set[int]) -> None:
-        state = server.state()
-        version, commit_id, kept = state["version"], state["commit_id"], state["kept"]
-        shown, rows = server.rows()
-        problems = {
-            f"shows version {version}, not one of {sorted(allowed)[-3:]}": version in allowed,
-            "names another commit than that of its version": self._ids[version] == commit_id,
-            f"answers as version {shown}": shown == version,
-            "has other rows": torch.equal(rows, rows_of(version)),
-            "declines what it shows": commit_id not in state["declined"],
-            f"keeps files that do not lead there: {kept}": not kept or any(each.endswith(commit_id) for each in kept),
-        }
+    def _check(self, server: Process) -> int:
+        """The version that it shows, whose rows are right."""
+        listing, (version, rows) = server.listing(), server.rows()
         self._tally.shown += 1
-        if found := [problem for problem, is_right in problems.items() if not is_right]:
-            raise RuntimeError(f"{server.name} {', '.join(found)}: {state}")
-
-
-def _settled(server: Server) -> None:
-    """Wait for what a server still applies, and for its files and list to be those of what it shows."""
-    for _ in range(200):
-        state = server.state()
-        leads = [each for each in state["kept"] if each.endswith(state["commit_id"])]
-        if not state["is_applying"] and state["commit_id"] not in state["declined"] and (leads or not state["kept"]):
-            return
-        time.sleep(0.05)
+        allowed = {*self._ids} - (self._bad if server is self.other else set())
+        if version not in allowed or not torch.equal(rows, rows_of(version)):
+            raise RuntimeError(f"{server.name} shows version {version} of {sorted(allowed)}: {rows}, {listing}")
+        return version
 
 
 def kill_servers(folder: Path, *, kills: int, seed: int) -> Tally:

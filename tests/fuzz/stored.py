@@ -40,7 +40,7 @@ from tierstore.io.segments import (
 from tierstore.io.snapshot import check_page_use
 from tierstore.io.verify import Verifier
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
-from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack
+from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from tierstore.updates.header import PAGE_BYTES as UPDATE_PAGE_BYTES
 from tierstore.updates.header import Origin, UpdateHeader
 from tierstore.updates.update_file import UpdateFile, UpdateWriter
@@ -312,7 +312,7 @@ def _read_update(data: bytes) -> None:
     except ValueError:  # what no update can hold
         return
     with UpdateFile(_UPDATE) as update:
-        update.check()
+        unpack_tensors(update.version())
         counts = update.header.rows_of_tables()
         for table, config in enumerate(update.header.tables):
             ids = [row for ids, _ in update.rows(table) for row in ids.tolist()]

@@ -106,8 +106,12 @@ def test_a_server_follows_and_an_update_out_of_order_changes_nothing(tmp_path: P
     base = write_update(source, tmp_path / "base")
 
     def apply(update: Update) -> Any:  # by another process
-        command = [sys.executable, "-m", "tierstore.updates.child", "apply", replica, update.path, update.id]
-        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)
+        command, request = (
+            [sys.executable, "-m", "tierstore.updates.child"],
+            ["apply", "", *map(str, (replica, update.path))],
+        )
+        given = json.dumps(request)
+        return json.loads(subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
     with pytest.raises(TierstoreError, match="is empty, and the update goes from version 1"):
         apply_update(replica, second.path)

@@ -1,25 +1,28 @@
 """What a session makes once: a process that writes replicas, as to start one takes seconds, and a certificate."""
 
-import json
-import subprocess
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 
 from tests.following import Child
 from tests.serve.whole import make_certificate
-from tierstore.serve.admin import updates as admin_updates
+from tierstore.serve.admin.updates import Writer
 from tierstore.serve.tls import Tls
 
 WRITER = """
-import json, sys
-from tierstore.updates.child import main
+import sys
+from tierstore.updates.child import answer
 for line in sys.stdin:
-    main(json.loads(line))
+    print(answer(line), flush=True)
 """
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")
@@ -31,27 +34,15 @@ def writing_child() -> Iterator[Child]:
 
 @pytest.fixture
 def warm_writer(writing_child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have replicas written by it, and not by a process for each update. ``monkeypatch.undo`` brings those back."""
-
+    """Have replicas written by it, and not by a process for each. ``monkeypatch.undo`` brings those back."""
     turn = threading.Lock()  # of several servers
 
-    class Popen:
-        returncode = 0
+    def exchange(_: Writer, line: str) -> str:
+        with turn:
+            return writing_child.ask(line)
 
-        def __init__(self, command: list[str], **_: Any) -> None:
-            assert command[2:4] == ["-m", "tierstore.updates.child"]
-            self._arguments = command[4:]
-
-        def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-            with turn:
-                return writing_child.ask(json.dumps(self._arguments)).encode(), b""
-
-        def kill(self) -> None: ...
-
-        def wait(self) -> None: ...
-
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "TimeoutExpired")}
-    monkeypatch.setattr(admin_updates, "subprocess", SimpleNamespace(Popen=Popen, **names))
+    monkeypatch.setattr(Writer, "start", lambda _: None)
+    monkeypatch.setattr(Writer, "_exchange", exchange)
 
 
 @pytest.fixture(scope="session")

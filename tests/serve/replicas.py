@@ -1,8 +1,7 @@
-"""A server of a replica, as small as it can be: the routes under test, and a store that is open for reading."""
+"""Replicas and publishers, as small as they can be: the routes under test, and a store that is open for reading."""
 
-import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,10 @@ import tierstore
 from tests.serve import monitored
 from tests.updates.support import SMALL
 from tierstore.serve import admin
+from tierstore.serve.admin.publishing import publishing_app
+from tierstore.updates.canary import Canary, Measures
+from tierstore.updates.fetch import Source
+from tierstore.updates.publish import Publisher
 
 
 class Shown:
@@ -21,6 +24,7 @@ class Shown:
         self.refreshed = 0
         self.taker: Any = None
         self.loop: Any = None
+        self.url = ""
         self.show()
 
     def show(self) -> None:
@@ -33,13 +37,26 @@ class Shown:
         self.show()
         return int(self.store.version)
 
-    def catch_up(self) -> None:
-        self.loop.call(self.taker.catch_up())
+    def step(self) -> bool:
+        """One step of its following."""
+        return bool(self.loop.call(self.taker.step()))
 
-    async def end(self) -> None:
-        if self.taker._fetch is not None:
-            self.taker._fetch[1].cancel()
-            await asyncio.wait({self.taker._fetch[1]})
+    def follow(self) -> int:
+        """Follow the sources as far as they go; the version that is shown then, 0 for none."""
+        while self.step() or self.taker._transfer:
+            pass
+        return self.version
+
+    def roll_back(self) -> int:
+        return int(self.loop.call(self.taker.roll_back()))
+
+    @property
+    def version(self) -> int:
+        return 0 if self.taker.own is None else int(self.taker.own.version)
+
+    @property
+    def listing(self) -> Any:
+        return self.taker.folder.listing
 
     def extra(self) -> dict[str, Any]:
         return {} if self.store is None else self.store.extra
@@ -51,26 +68,37 @@ class Shown:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *, token: str | None = None, peers: Sequence[str] = ()) -> Iterator[tuple[str, Shown]]:
-    """The URL of a server, and its replica."""
+def following(
+    directory: Path, urls: Sequence[str], *, token: str | None = None, canary: Canary | None = None,
+    measure: Callable[[int, str], Measures | None] = lambda *_: None,
+    lookups: Callable[[], Sequence[tuple[int, int]]] = tuple,
+) -> Iterator[Shown]:  # fmt: skip
+    """A replica that follows sources where it is told to, and offers what it has."""
     replica = Shown(directory)
     taker = replica.taker = admin.Replica(
-        directory,
-        extra=replica.extra,
-        refresh=lambda: replica.refresh(),
-        token=token,
-        peers=peers,
-    )
+        directory, [Source(url, token) for url in urls], extra=replica.extra, refresh=lambda: replica.refresh(),
+        canary=canary, measure=measure, lookups=lookups,
+    )  # fmt: skip
     calls = admin.admin_routes(
         refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh, resume=replica.refresh
     )
     try:
         with monitored.serving(admin.admin_app([*taker.routes(), *calls], token=token)) as served:
-            replica.loop = served
+            replica.loop, replica.url = served, served.url
+            served.call(taker.begin())
             try:
-                yield served.url, replica
+                yield replica
             finally:
                 with contextlib.suppress(RuntimeError):  # a test ended it
-                    served.call(replica.end())
+                    served.call(taker.end())
     finally:
         replica.close()
+
+
+@contextlib.contextmanager
+def publishing(store: Path, *, token: str | None = None, folder: Path | None = None, **settings: Any) -> Iterator[Any]:
+    """A publisher that looks where ``step`` is called, and offers at ``url``."""
+    publisher: Any = Publisher(store, folder, **settings)
+    with monitored.serving(publishing_app(publisher, token)) as served:
+        publisher.url = served.url
+        yield publisher

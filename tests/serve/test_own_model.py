@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from torch import Tensor
 import tierstore
 from tests.serve.loops import wait_for
 from tests.serve.models.programs import save
-from tests.serve.whole import ADMIN, ADMIN_TOKEN, serving
+from tests.serve.replicas import publishing
+from tests.serve.whole import ADMIN, serving
 from tests.updates.support import SMALL, change
 from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError
 from tierstore.updates import apply_update, write_update
-from tierstore.updates.publish import publish
 
 DENSE = np.array([[0.5, -1], [2, 3]], np.float32)
 VALUES, LENGTHS = np.array([3, 4, 5, 6, 7]), np.array([[2, 1], [0, 2]], np.int32)
@@ -37,7 +38,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_version_without_one_of_its_tables_is_served_without_it(
-    tmp_path: Path, program: Path, warm_writer: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, program: Path, warm_writer: None, caplog: pytest.LogCaptureFixture, stack: ExitStack
 ) -> None:
     """Of a replica that goes back to before its source had the table."""
     source, replica = tmp_path / "source", tmp_path / "replica"
@@ -45,9 +46,12 @@ def test_a_version_without_one_of_its_tables_is_served_without_it(
     apply_update(replica, write_update(source, tmp_path / "first").path)
     change(source, 2)
     inputs: dict[str, Any] = {"dense": DENSE, "values": VALUES, "lengths": LENGTHS}
-    with serving(replica, updates=True) as server:
-        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
-    with serving(replica, updates=True, model=str(program)) as server, Client(server.url) as client:
+    publisher = stack.enter_context(publishing(source))
+    publisher.step()
+    with serving(replica, sources=(publisher.url,)) as server:
+        wait_for(lambda: server.engine.version == 2)
+    flags = {"sources": (publisher.url,), "model": str(program)}
+    with serving(replica, **flags) as server, Client(server.url) as client:
         before = client.infer("both", inputs)
         back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
         assert back.json() == {"version": 1}
@@ -55,10 +59,10 @@ def test_a_version_without_one_of_its_tables_is_served_without_it(
             client.infer("both", inputs)
         assert "version 1 is served without the model of" in caplog.text
         assert "input 'user' takes rows, and the store has no such feature; its features are item" in caplog.text
-        assert "commit again, and publish that" in publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
         with tierstore.open(source, ddr="8MiB") as store:
             store.commit()
-        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
+        publisher.step()
+        wait_for(lambda: server.engine.version == 3)
         after = client.infer("both", inputs)
     assert (before.version, after.version) == ("2", "3")
     assert after.outputs["output"].tobytes() == before.outputs["output"].tobytes()

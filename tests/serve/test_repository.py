@@ -293,7 +293,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "model is of one store, and there are 2": {"stores": [A, B], "model": "m.pt2"},
     "watch is of one store": {"stores": [A, B], "watch": "d.tsv"},
     "record is of one store": {"stores": [A, B], "record": "r.npz"},
-    "start a server for each replica": {"stores": [A, B], "updates": True, "admin_token_file": "t"},
+    "start a server for each replica": {"stores": [A, B], "sources": ["http://a"]},
     'unknown key "dddr"': {"stores": [A, B | {"dddr": "1"}]},
     "stores: b: ddr='1XB' is not a size": {"stores": [A, B | {"ddr": "1XB"}]},
     "stores: a: max_queue_samples=5 is below": {"stores": [A | {"max_queue_samples": 5}, B]},

@@ -33,7 +33,7 @@ from tierstore.serve.workers import share_of
 from tierstore.settings.sections import described
 from tierstore.system import sizes
 from tierstore.trace import read_trace
-from tierstore.updates.client import AdminClient
+from tierstore.updates.fetch import Source
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "max_queue_samples=100 is below max_batch_samples=4096": {"max_queue_samples": 100},
     "admin_port=65535 + 1": {"workers": 2, "admin_port": 65_535},
     "policy = 'lruu'": {"policy": "lruu"},
-    "updates come by": {"updates": True},
+    "a canary is a replica": {"canary": True},
 }
 
 
@@ -183,7 +183,7 @@ def test_a_token_must_be_one_and_is_not_shown(tmp_path: Path, text: str) -> None
     (tmp_path / "token").write_text(text)
     with pytest.raises(ValueError, match=r"token_file=.*: the token must be one line") as of_file:
         _ = ServeConfig(store="x", token_file=str(tmp_path / "token")).token
-    for client in (Client, AdminClient):
+    for client in (Client, Source):
         with pytest.raises(ValueError, match=r"^token must be one line") as raised:
             client("http://localhost", token=text)
         assert "s3cret" not in str(raised.value) + str(of_file.value)
@@ -191,7 +191,7 @@ def test_a_token_must_be_one_and_is_not_shown(tmp_path: Path, text: str) -> None
 
 @pytest.mark.parametrize("url", ["http://me:s3cret@host:8002", "ftp://me:s3cret@host/", "http://s3cret@host/path?q"])
 def test_a_password_in_a_url_is_not_shown(url: str) -> None:
-    for refusing in (AdminClient, lambda url: Client(f"{url}/path")):
+    for refusing in (Source, lambda url: Client(f"{url}/path")):
         with pytest.raises(ValueError, match="host") as raised:
             refusing(url)
         assert "s3cret" not in str(raised.value)

@@ -21,8 +21,9 @@ from tritonclient.utils import InferenceServerException
 import tierstore
 from tests.following import Child
 from tests.serve.loops import wait_for
+from tests.serve.replicas import publishing
 from tests.serve.test_engine import bags_of
-from tests.serve.whole import ADMIN, ADMIN_TOKEN, SMALL, InThread, make_certificate, serving
+from tests.serve.whole import ADMIN, SMALL, InThread, make_certificate, serving
 from tests.train.runs import TRAIN_ROWS, config_of
 from tests.updates.support import ROWS, change, table_config
 from tierstore.cli import entry as cli
@@ -34,8 +35,6 @@ from tierstore.serve.tls import Tls
 from tierstore.train import train
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
-from tierstore.updates import apply_update, write_update
-from tierstore.updates.publish import publish
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 BATCH = 32
@@ -150,17 +149,21 @@ def test_a_replica_of_a_run_ranks_as_its_source(
     run: tuple[Path, RunConfig], trainer: Trainer, question: dict[str, Any], tmp_path: Path
 ) -> None:
     source = run[1].store.path
-    with serving(tmp_path / "replica", updates=True) as server, Client(server.url) as client:
+    with (
+        publishing(Path(source)) as publisher,
+        serving(tmp_path / "replica", sources=(publisher.url,)) as server,
+        Client(server.url) as client,
+    ):
         assert not client.ready()
         with pytest.raises(ServeError) as caught:
             client.rank(**question)
         assert caught.value.status is Status.UNAVAILABLE
         expected = dict([trainer()])
         for _ in range(2):
-            (published,) = publish(source, [server.admin], token=ADMIN_TOKEN)
-            assert not published.error
-            assert client.ready()
+            publisher.step()
+            wait_for(client.ready)
             version, wanted = list(expected.items())[-1]
+            wait_for(lambda version=version: str(server.engine.version) == version)
             answer = client.infer("ranking", question)
             assert (answer.version, answer.outputs["probabilities"].tobytes()) == (version, wanted.tobytes())
             expected |= dict([trainer()])
@@ -173,28 +176,6 @@ def test_a_replica_of_a_run_ranks_as_its_source(
         status = server.status()["version"]
         assert (status["served"], status["update_failures"]) == (int(first), 0)
         assert int(second) > int(first)
-
-
-def test_an_update_that_cannot_be_shown_leaves_the_replica_where_it_was(tmp_path: Path) -> None:
-    source, ids = tmp_path / "source", torch.arange(3)
-    change(source, 1, names=("item",))
-
-    def put(value: float) -> None:
-        with tierstore.open(source, ddr="4MiB") as store:
-            store["item"].write(ids, torch.full((3, 6), value))
-            store.commit()
-
-    apply_update(tmp_path / "replica", write_update(source, tmp_path / "first").path)
-    with serving(tmp_path / "replica", updates=True, dtype="int8") as server, Client(server.url) as client:
-        before = client.rows(ids, table="item")
-        put(float("nan"))
-        (failed,) = publish(source, [server.admin], token=ADMIN_TOKEN)
-        assert "holds NaN" in failed.error
-        assert np.array_equal(client.rows(ids, table="item"), before)
-        put(2.0)
-        (done,) = publish(source, [server.admin], token=ADMIN_TOKEN)
-        assert (done.error, done.version) == ("", 3)
-        assert (client.rows(ids, table="item") == 2).all()
 
 
 def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -326,7 +307,7 @@ def test_without_an_admin_token_nothing_is_changed_whoever_asks(plain: Path) -> 
     with serving(plain, admin_token_file="") as server:
         for path in ("/", "/metrics", "/status.json"):
             assert httpx.get(server.admin + path).status_code == 200
-        calls = [("POST", "drain"), ("POST", "refresh"), ("POST", "rollback"), ("PATCH", f"updates/{'0' * 16}")]
+        calls = [("POST", "drain"), ("POST", "refresh"), ("POST", "rollback")]
         for method, call in calls:
             refused = httpx.request(method, f"{server.admin}/admin/{call}", headers=ADMIN)
             assert refused.status_code == 403

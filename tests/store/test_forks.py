@@ -16,7 +16,6 @@ import gc, http.client, json, multiprocessing, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from tierstore.serve.client import Client
 from tierstore.system import killpoints
-from tierstore.updates.client import AdminClient
 
 class Answers(BaseHTTPRequestHandler):
     '''Says which request it answers, and leaves the connection open.'''
@@ -34,8 +33,8 @@ server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
 server.daemon_threads = True
 threading.Thread(target=server.serve_forever, daemon=True).start()
 url = f"http://127.0.0.1:{server.server_port}"
-client, admin = Client(url, timeout=20), AdminClient(url)
-client.metadata("a"), admin.origin()
+client = Client(url, timeout=20)
+client.metadata("a")
 
 store = tierstore.open(sys.argv[1], ddr="2MiB", threads=2)
 reader = tierstore.open(sys.argv[1], mode="r", ddr="2MiB", threads=1)
@@ -61,7 +60,6 @@ held.wait()  # in the thread of the commit
 
 uses = {
     "Client": (lambda: client.metadata(str(os.getpid()))["name"], None),
-    "AdminClient": (lambda: admin.origin(), "None"),
     "Table.read": (lambda: table.read(ids), "ClosedError"),
     "Table.write": (lambda: table.write(ids[:1], torch.ones(1, 16)), "ClosedError"),
     "module": (lambda: bag(batches[0]), "ClosedError"),

@@ -3,8 +3,8 @@
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from tests.updates.support import ROWS, SMALL, assign, change, contents, edited,
 from tierstore import errors
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
-from tierstore.updates.apply import _Sent
+from tierstore.updates.apply import _Old
 from tierstore.updates.header import MAX_CHUNK_BYTES, MAX_PAYLOAD_BYTES, decompress, pack_chunk, unpack_chunk
-from tierstore.updates.update_file import UpdateFile, file_checksum
+from tierstore.updates.update_file import UpdateFile
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ HOSTILE = {
 def test_a_hostile_file_changes_nothing(name: str, replica: Path, updates: dict[int, Update], tmp_path: Path) -> None:
     file = edited(updates[1], tmp_path / "hostile", HOSTILE[name])
     with pytest.raises(errors.DamagedError):
-        apply_update(replica, file, id=file_checksum(file))
+        apply_update(replica, file)
     with tierstore.open(replica, mode="r", **SMALL) as store:
         assert store.version == 1
         assert list(store.tables) == ["item", "user"]
@@ -267,28 +267,32 @@ def test_a_source_that_no_update_can_hold_is_told_before_its_rows_are_read(tmp_p
         write_update(tmp_path / "source", tmp_path / "update")
 
 
-class Chunks:
-    """An update with these rows."""
-
-    def __init__(self, chunks: list[Any]) -> None:
-        self.chunks = chunks
-
-    def rows(self, _table: int) -> Iterator[Any]:
-        for chunk in self.chunks:
-            yield chunk, None
-
-
 def test_rows_that_an_update_lacks_are_found_with_one_chunk_in_memory() -> None:
     choice = np.random.default_rng(1)
     for _ in range(200):
         sent = np.flatnonzero(choice.random(100) < choice.random())
         stored = np.flatnonzero(choice.random(100) < choice.random())
-        chunks = [part for part in np.array_split(sent, choice.integers(1, 9)) if len(part)]
-        asked = [part for part in np.array_split(stored, choice.integers(1, 9)) if len(part)]
-        update: Any = Chunks(chunks)
-        found = _Sent(update, 0)
-        missing = []
-        for part in asked:
-            missing += found.missing(part).tolist()
-            assert len(found._rows) <= max(map(len, chunks), default=0)
+        chunks = [SimpleNamespace(rows=part) for part in np.array_split(stored, choice.integers(1, 9)) if len(part)]
+        old, missing = _Old(chunks), list[int]()  # type: ignore[arg-type]
+        for part in [part for part in np.array_split(sent, choice.integers(1, 9)) if len(part)]:
+            missing += [row for rows in old.missing(part, int(part[-1])) for row in rows.tolist()]
+            assert len(old._rows) <= max((len(each.rows) for each in chunks), default=0)
+        missing += [row for rows in old.missing(np.empty(0, np.int64), 1000) for row in rows.tolist()]
         assert missing == sorted(set(stored.tolist()) - set(sent.tolist()))
+
+
+def test_several_files_are_applied_as_the_last_ones_version(
+    source: Path, replica: Path, updates: dict[int, Update], tmp_path: Path
+) -> None:
+    second = write_update(source, tmp_path / "second", since=1, version=2)
+    with pytest.raises(errors.TierstoreError, match="goes from version 2"):
+        apply_update(replica, updates[2].path, second.path)
+    assert version_of(replica) == 1
+    assert apply_update(replica, second.path, updates[2].path).version == 3
+    with tierstore.open(replica, mode="r", **SMALL) as store:
+        assert store.version == 2
+    assert same(contents(replica), contents(source))
+    twin = tmp_path / "twin"
+    first = write_update(source, tmp_path / "first", version=1)
+    assert apply_update(twin, first.path, second.path, updates[2].path).version == 3
+    assert same(contents(twin), contents(source))

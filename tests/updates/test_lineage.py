@@ -9,7 +9,6 @@ import pytest
 
 import tierstore
 from tests import children
-from tests.serve.replicas import serving
 from tests.updates.support import SMALL, change, contents, extra_of, make, same
 from tierstore import errors
 from tierstore.offline.compaction import compact_store
@@ -17,8 +16,7 @@ from tierstore.offline.salvage import salvage
 from tierstore.store import version
 from tierstore.store.version import MAX_ANCESTORS, NO_LINEAGE, ORIGIN_KEY, Ancestor, Lineage
 from tierstore.updates import Applied, Origin, apply_update, origin_of
-from tierstore.updates.delta import Source, source_of
-from tierstore.updates.publish import plan, publish
+from tierstore.updates.delta import Head, source_of
 
 
 def has(replica: Path) -> Origin | None:
@@ -56,27 +54,11 @@ def test_changes_since_another_commit_of_the_same_number_are_refused(forked: tup
     change(source, 3, keep=3)
     before, update = contents(replica), make(source, 2)
     assert update.header.since == 2
-    refused = r"has version 2 \(commit \w+\) .* goes from version 2 \(commit .* publish without"
+    refused = r"has version 2 \(commit \w+\) .* goes from version 2 \(commit .* a full copy"
     with pytest.raises(errors.TierstoreError, match=refused):
         apply_update(replica, update.path)
     assert same(contents(replica), before)
     assert apply_update(replica, make(source).path).version == 3
-    assert same(contents(replica), contents(source))
-
-
-def test_a_publisher_sends_everything_to_who_has_a_commit_that_is_gone(forked: tuple[Path, Path]) -> None:
-    source, replica = forked
-    with serving(replica) as (url, server):
-        (refused,) = publish(source, [url], since=1)
-        assert "publish without --since" in refused.error
-        assert "ever written" in plan(source, [url])[1]
-        (done,) = publish(source, [url])
-        assert (done.error, done.version, done.rows) == ("", 2, make(source).header.num_rows)
-        assert "already" in plan(source, [url])[0]
-        change(source, 4, keep=3)
-        (next_one,) = publish(source, [url], since=2)
-        assert (next_one.error, next_one.rows) == ("", 120)
-        server.close()
     assert same(contents(replica), contents(source))
 
 
@@ -145,7 +127,7 @@ def test_what_an_earlier_release_wrote_gets_everything_until_it_has_an_identity(
         for seed in (1, 2):
             change(source, seed, keep=3)
     apply_update(replica, make(source).path)
-    assert source_of(source) == Source(Origin(source_of(source).origin.source, 2, ""), NO_LINEAGE)
+    assert source_of(source) == Head(Origin(source_of(source).origin.source, 2, ""), NO_LINEAGE)
     assert not make(source, 1).header.since  # it is kept, but who says that the replica's is the same?
     assert not bring(source, replica).was_there
     change(source, 3, keep=3)

@@ -122,7 +122,7 @@ def test_only_what_has_the_urgent_rows_too_is_taken_after_them(told: Told) -> No
     told.source, source = told.folder / "fork", told.source
     other, everything = told.update(1), told.update(0)
     assert not source_of(told.source).has_grown_from(told.shown())
-    with pytest.raises(errors.TierstoreError, match=r"with urgent rows of commit \w+ .*publish without --since"):
+    with pytest.raises(errors.TierstoreError, match=r"with urgent rows of commit \w+ .*a full copy"):
         apply_update(told.replica, other.path)
     second = told.update(1, only=urgent_rows(told.source, 1, 0.2, {}))
     with pytest.raises(errors.TierstoreError, match="with urgent rows of commit"):

@@ -12,14 +12,12 @@ import torch
 import tierstore
 from tests.children import run
 from tests.following import Child
-from tests.serve.replicas import serving
 from tests.updates.support import SMALL, change, contents, extra_of, same, table_config, version_of
 from tierstore import errors
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.trace import read_trace
 from tierstore.updates import Update, apply_update, write_update
-from tierstore.updates.publish import publish
 
 
 class Forked:
@@ -212,11 +210,6 @@ def test_an_update_of_another_store_is_refused_even_if_it_would_fit(
     assert "new, empty directory" in str(refused.value)
     assert same(contents(replica), before)
     assert apply_update(tmp_path / "new", update.path).version == 1
-    with serving(replica) as (url, _):
-        (failed,) = publish(other, [url])
-        assert "a replica takes updates of one store" in failed.error.lower()
-        assert failed.size_bytes == 0
-    assert not (replica / "incoming").exists()
 
 
 def test_a_table_that_is_another_than_it_was_is_refused(replica: Path, tmp_path: Path, forked: Forked) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ..errors import TableError
 from ..system.checks import excerpt
@@ -15,7 +15,6 @@ from ..system.terminal import arg, byte_bar, command, progress_bar
 if TYPE_CHECKING:
     from .. import optim
     from ..exchange import ImportReport
-    from ..updates.publish import Published
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
@@ -342,77 +341,69 @@ QUANTIZE: Final = command(
 )
 
 
-_CANARY: Final[dict[str, tuple[type, str, str]]] = {
-    "seconds": (int, "N", "how long the canary is watched (default: 60)"),
-    "loss": (float, "X", "by what share its log loss may grow (default: 0.002)"),
-    "errors": (float, "X", "how much larger its share of failed requests may be (default: 0.01)"),
-    "p99": (float, "X", "by what share its 99th percentile of latency may grow (default: 1)"),
-}
+_GONE: Final = ("to", "since", "fan_out", "dry_run")
 
 
 def _publish(options: argparse.Namespace) -> int:
     from ..serve.bearer_token import read_token
-    from ..updates.canary import Canary
-    from ..updates.publish import plan, publish
+    from ..updates.fetch import Source
+    from ..updates.publish import Publisher
 
-    bounds = {name: value for name in _CANARY if (value := getattr(options, f"canary_{name}")) is not None}
-    if options.canary is None and bounds:
-        raise ValueError(f"--canary-{next(iter(bounds))} goes with --canary")
-    if options.dry_run and (options.urgent is not None or options.canary is not None):
-        raise ValueError("--dry-run shows a plain publish: leave out --urgent and --canary")
+    for name in _GONE:
+        if getattr(options, name) is not None:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is no more: servers pull what this offers, with tierstore serve --from URL")
     token = None if options.token_file is None else read_token(options.token_file)
-    settings: dict[str, Any] = {"since": options.since, "token": token, "bar": byte_bar}
-    if options.dry_run:
-        for line in plan(options.directory, options.to, **settings):
-            print(line)
-        return 0
-    if not options.to:
-        raise ValueError("give --to URL, or --dry-run to see what would be sent")
-    canary = None if options.canary is None else Canary(url=options.canary, **bounds)
-    settings |= {"fan_out": options.fan_out, "urgent": options.urgent, "canary": canary}
-    done = publish(options.directory, options.to, **settings)
-    for each in done:
-        _describe_published(each)
-    return 1 if any(each.error for each in done) else 0
-
-
-def _describe_published(each: "Published") -> None:
-    if each.error:
-        print(f"{each.url}: failed: {each.error}")
-    elif not each.size_bytes:
-        print(f"{each.url}: has version {each.version} already")
+    publisher = Publisher(
+        options.directory,
+        options.into or None,
+        urgent=options.urgent,
+        canary=None if options.canary is None else Source(options.canary, token),
+        silent_seconds=options.canary_silent,
+        lookups=[Source(url, token) for url in options.lookups],
+        say=lambda text: print(text, flush=True),
+    )
+    if options.once:
+        if not publisher.step():
+            print("nothing is new")
+    elif options.into:
+        with contextlib.suppress(KeyboardInterrupt):
+            publisher.run()
     else:
-        print(
-            f"{each.url}: version {each.version}, {each.rows:,} rows, {format_size(each.size_bytes)}, "
-            f"{each.seconds:.1f} s"
-        )
+        from ..serve.admin.publishing import offer  # which needs what only servers need
+
+        tls = (options.tls_certificate, options.tls_key)
+        offer(publisher, host=options.host, port=options.port, token=token, tls=tls)
+    return 0
 
 
 PUBLISH: Final = command(
     _publish,
     (
         arg("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile"),
-        arg("--to", action="append", default=[], metavar="URL", help="admin port of a server, as http://HOST:8002"),
-        arg("--since", type=int, metavar="VERSION", help="send what changed since (default: what each server has)"),
-        arg("--fan-out", type=int, default=1, metavar="N", help="servers sent to; others fetch from them (default: 1)"),
-        arg("--urgent", type=float, metavar="SHARE", help="send this share of the changed rows first, as 0.05"),
-        arg("--canary", nargs="?", const="", metavar="URL", help="server that shows it first (default: the first)"),
+        arg("--into", metavar="DIR", help="write list and files there, and serve nothing (default: DIR.updates)"),
+        arg("--once", help="write what is new, and end"),
+        arg("--host", default="127.0.0.1", metavar="NAME", help="address to listen on (default: 127.0.0.1)"),
+        arg("--port", type=int, default=8002, metavar="N", help="its port; 0: any that is free (default: 8002)"),
+        arg("--token-file", metavar="PATH", help="file with the token that replicas show, their admin token"),
+        arg("--tls-certificate", default="", metavar="FILE", help="certificate chain in PEM"),
+        arg("--tls-key", default="", metavar="FILE", help="its key"),
+        arg("--urgent", type=float, metavar="SHARE", help="offer this share of the changed rows first, as 0.05"),
+        arg("--lookups", action="append", default=[], metavar="URL", help="server that says which rows are looked up"),
+        arg("--canary", metavar="URL", help="admin port of the canary, whose approval each version needs"),
+        arg("--canary-silent", type=float, default=600.0, metavar="S", help="seconds until it counts as silent (600)"),
         *(
-            arg(f"--canary-{name}", type=kind, metavar=metavar, help=what)
-            for name, (kind, metavar, what) in _CANARY.items()
+            arg(f"--{name.replace('_', '-')}", metavar="X", nargs="?", const="", help=argparse.SUPPRESS)
+            for name in _GONE
         ),
-        arg("--token-file", metavar="PATH", help="file with the admin token of all servers"),
-        arg("--dry-run", help="say what would be sent, and send nothing"),
     ),
-    "send what changed in a store to servers",
-    "Bring the rows that changed since a version, and the dense weights, to servers by their admin ports. The first "
-    "server gets them from here, each other one from the one before it. Each applies them as one version. An upload "
-    "that was cut short goes on where it stopped: publish again. With --canary, others get the version only if that "
-    "server fares no worse with it than before. The exit status is 1 if any server failed.",
+    "offer a store's versions to servers elsewhere",
+    "Write the rows that change from version to version, and the dense weights, to files that replicas pull: those of "
+    "tierstore serve --from. Each applies them as one version, and offers them to others. With --canary, replicas show "
+    "a version only if the canary approved it. Started again, it goes on.",
     """examples:
-  tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002
-  tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002 --urgent 0.05 --canary
-  tierstore publish shop --since 12 --dry-run""",
+  tierstore publish shop --host 0.0.0.0 --token-file token --urgent 0.05
+  tierstore publish shop --into /srv/www/shop""",
 )
 
 

@@ -26,27 +26,41 @@ runs, that starves the one they wait for: with two threads on two cores a rankin
 instead of 5. OpenMP reads how to wait when it is loaded, before any code of ours, so the process begins again once."""
 _METAVARS: Final = {
     "store": "DIR", "model": "FILE.pt2", "ddr": "SIZE", "record": "FILE.npz", "record_rate": "X", "watch": "FILE",
-    "watch_loss": "X",
+    "watch_loss": "X", "sources": "URL", "canary_loss": "X", "canary_errors": "X", "canary_p99": "X",
 }  # fmt: skip
+
+
+_FLAGS: Final = {"sources": "--from"}
+_GONE: Final = dict.fromkeys(("--updates", "--peers"), "a replica follows its sources: give --from URL")
+
+
+class _Gone(argparse.Action):
+    """A flag of earlier releases: an error that names the new way."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"{self.option_strings[0]} is no more: {self.const}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; what is not given is None."""
     parser.add_argument("file", metavar="FILE.toml", nargs="?", help="settings; keys as the flags, with _ for -")
     hints = get_type_hints(ServeConfig)
+    for flag, way in _GONE.items():
+        parser.add_argument(flag, action=_Gone, nargs="?", help=argparse.SUPPRESS, const=way)
     for each in (each for each in fields(ServeConfig) if each.name != "stores"):  # which --store gives
-        flag, default = "--" + each.name.replace("_", "-"), each.default
+        flag, default = _FLAGS.get(each.name, "--" + each.name.replace("_", "-")), each.default
         text = str(each.metadata["help"]).replace("%", "%%")
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true", default=None, help=text)
             continue
-        text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0) else ""
+        text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0, ()) else ""
         kind, choices = type(default), get_args(hints[each.name]) if get_origin(hints[each.name]) is Literal else None
         metavar = _METAVARS.get(each.name, {int: "N", float: "SECONDS"}.get(kind, "TEXT"))
-        action = "append" if each.name == "store" else "store"
+        action, kind = ("append", str) if each.name in ("store", "sources") else ("store", kind)
         parser.add_argument(
-            flag, type=kind, metavar=None if choices else metavar, choices=choices, help=text, action=action
-        )
+            flag, type=kind, metavar=None if choices else metavar, choices=choices, help=text, action=action,
+            dest=each.name,
+        )  # fmt: skip
 
 
 def parse_stores(texts: Sequence[str]) -> dict[str, Any]:
@@ -84,7 +98,7 @@ def serve(options: argparse.Namespace) -> int:
     if options.store:
         given |= {"store": "", "stores": []} | parse_stores(options.store)
     config = described(ServeConfig, given)
-    if not config.updates:  # a replica may wait for its store; else it is reported before a port is opened
+    if not config.sources:  # a replica may wait for its store; else it is reported before a port is opened
         for each in config.by_store().values():
             require_store(Path(each.store).absolute())
     for path in recording_paths(config):
@@ -108,7 +122,9 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _read(path: Path, names: list[str]) -> dict[str, Any]:
-    found = read_toml(path, "file of settings")
+    found = {
+        "sources" if name == "from" else name: value for name, value in read_toml(path, "file of settings").items()
+    }
     for name in found:
         if name not in names:
             raise ValueError(f"{path}: unknown key {name!r}; {nearest(name, names)}")

@@ -64,7 +64,7 @@ class ServeConfig:
 
     store: str = option(
         "",
-        "folder of the store; with --updates it need not exist yet. Several times for several stores, then also "
+        "folder of the store; with --from it need not exist yet. Several times for several stores, then also "
         "NAME=DIR,ddr=2GiB,model=FILE.pt2",
     )
     stores: tuple[StoreConfig, ...] = option((), "several stores, in a file: of each what StoreConfig has")
@@ -131,12 +131,16 @@ class ServeConfig:
         0.01, "how far above the first version's, relatively, that loss may be without a warning", low=0, high=1e6
     )
     watch_rows: int = option(4096, "rows of it that are asked, from its start", low=1, high=1 << 20)
-    updates: bool = option(
-        False, "take updates of tierstore publish on the admin port; the store is then a replica; with an admin token"
+    sources: tuple[str, ...] = option(
+        (),
+        "follow this source of updates: a tierstore publish, the admin port of another replica, or a folder of a file "
+        "server; the store is then a replica. Several times for several, of which each file comes from any",
     )
-    peers: str = option(
-        "", "admin ports of other replicas: what this one missed it gets there; else from the last publish's"
-    )
+    canary: bool = option(False, "take versions on trial, and tell in the list of updates whether they fare worse")
+    canary_seconds: int = option(60, "how long a version on trial is watched", low=1, high=3600)
+    canary_loss: float = option(0.002, "by what share its log loss may grow", low=0)
+    canary_errors: float = option(0.01, "how much larger its share of failed requests may be", low=0)
+    canary_p99: float = option(1.0, "by what share its 99th percentile of latency may grow", low=0)
     model_control: Literal["none", "explicit"] = option(
         "none", "whether clients that show the admin token may load and unload the named stores, as of Triton"
     )
@@ -152,7 +156,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         from ..cache.ddr import POLICIES  # which brings the compiler along
-        from ..updates.client import parse_url
+        from ..updates.fetch import parse_url
 
         if bool(self.store) == bool(self.stores):
             what = "store and stores are both named" if self.store else "no store is named"
@@ -173,25 +177,23 @@ class ServeConfig:
                 f"admin_host={self.admin_host!r} lets other machines in: give an admin_token_file, or leave it at "
                 "127.0.0.1"
             )
-        if self.updates and not self.admin_token_file:
-            raise ValueError("updates come by the admin port, with a token: give an admin_token_file")
-        if self.peers and not self.updates:
-            raise ValueError("peers are those of a replica: give updates, too")
-        for url in self.peer_urls:
+        if self.canary and not self.sources:
+            raise ValueError("a canary is a replica: give --from URL, too")
+        for url in self.sources:
             parse_url(url)
         if self.model_control == "explicit" and not self.admin_token_file:
             raise ValueError("model_control='explicit' is for those who show the admin token: give an admin_token_file")
-        if self.model_control == "explicit" and (self.workers > 1 or self.updates):
+        if self.model_control == "explicit" and (self.workers > 1 or self.sources):
             raise ValueError(
-                "model_control='explicit' goes neither with updates nor with several workers, of which a call reaches "
+                "model_control='explicit' goes neither with --from nor with several workers, of which a call reaches "
                 "one: set workers to 1, and start more servers"
             )
         if self.model_control == "explicit" and (self.record or any(each.record for each in self.stores)):
             raise ValueError("model_control='explicit' and record do not go together: a recording ends with its store")
         if self.stores:
             self._require_apart()
-        if self.workers > 1 and (self.updates or 0 in (self.port, self.grpc_port, self.admin_port)):
-            raise ValueError("several workers share given ports and one store: not with updates, nor with a port of 0")
+        if self.workers > 1 and (self.sources or 0 in (self.port, self.grpc_port, self.admin_port)):
+            raise ValueError("several workers share given ports and one store: not with --from, nor with a port of 0")
         if self.admin_port + self.workers - 1 > _MAX_PORT:
             raise ValueError(f"admin_port={self.admin_port} + {self.workers - 1}, of the last worker, is no port")
 
@@ -205,8 +207,8 @@ class ServeConfig:
         if len(names) > 1 and (self.model or self.record or self.watch):
             what = "model" if self.model else "record" if self.record else "watch"
             raise ValueError(f"{what} is of one store, and there are {len(names)}: --store NAME=DIR,{what}=FILE")
-        if self.updates:
-            raise ValueError("updates are of one store, named by store: start a server for each replica")
+        if self.sources:
+            raise ValueError("--from is of one store, named by store: start a server for each replica")
         self.by_store()
 
     def by_store(self) -> dict[str, "ServeConfig"]:
@@ -222,10 +224,6 @@ class ServeConfig:
             except ValueError as error:
                 raise ValueError(f"stores: {each.called}: {error}") from None
         return found
-
-    @property
-    def peer_urls(self) -> list[str]:
-        return [each.strip() for each in self.peers.split(",") if each.strip()]
 
     @property
     def num_threads(self) -> int:

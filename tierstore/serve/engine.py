@@ -101,7 +101,7 @@ class StoreEngine:
         try:
             await _in(self._executor, self._open)
         except StoreNotFoundError:
-            if not self._config.updates:
+            if not self._config.sources:
                 raise
             _LOG.info("there is no store at %s yet: waiting for the first update", self._config.store)
             return
@@ -110,7 +110,7 @@ class StoreEngine:
 
     def _open(self) -> None:
         config = self._config
-        if config.updates:
+        if config.sources:
             if not Manifest.read(Path(config.store).absolute()).has_rows:
                 raise StoreNotFoundError(f"{config.store} was begun, and nothing applied yet")
             take_from_lower_layer(Path(config.store))
@@ -374,7 +374,7 @@ class StoreEngine:
             raise ServeError(Status.UNAVAILABLE, "the server is not ready; try again, or another one")
         default = started + self._config.request_seconds
         deadline = default if request.deadline is None else request.deadline
-        ran = await self._run(request, deadline, is_counted=self._config.updates)  # else no publisher asks for counts
+        ran = await self._run(request, deadline, is_counted=bool(self._config.sources))  # else none asks for counts
         if request.version not in ("", ran.version):
             raise ServeError(
                 Status.NOT_FOUND, f"version {excerpt(request.version)} is not served any more; {ran.version} is"

@@ -62,8 +62,11 @@ class RowCounts:
             self._counts = Counter({key: (count + 1) // 2 for key, count in self.top()})
 
     def top(self) -> list[tuple[int, int]]:
-        """Keys and counts of up to ``COUNTED_ROWS`` rows, most first."""
-        return self._counts.most_common(COUNTED_ROWS)
+        """Keys and counts of up to ``COUNTED_ROWS`` rows, most first; for any thread."""
+        counted = self._counts.copy()  # by one call of C: the thread that counts does not change it meanwhile
+        keys, counts = (np.fromiter(each, np.int64, len(counted)) for each in (counted.keys(), counted.values()))
+        order = np.argsort(-counts, kind="stable")[:COUNTED_ROWS]
+        return list(zip(keys[order].tolist(), counts[order].tolist(), strict=True))
 
 
 def hot_rows_path(store: Path) -> Path:

@@ -3,10 +3,12 @@
 import asyncio
 import gc
 import logging
+import math
 import os
 import resource
 import signal
 import ssl
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import grpc
+import numpy as np
 import torch
 import uvloop
 from starlette.routing import Route
@@ -21,6 +24,8 @@ from starlette.types import ASGIApp
 
 from ..errors import TierstoreError
 from ..system.processes import address
+from ..updates.canary import MIN_REQUESTS, Canary, Measures
+from ..updates.fetch import Source
 from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
 from .grpc.messages import HEALTH_SERVICE
@@ -29,7 +34,7 @@ from .limits import Limits
 from .logs import configure
 from .messages import ServeError, Status
 from .monitoring.app import monitoring_routes
-from .monitoring.metrics import Metrics, StateCollector
+from .monitoring.metrics import Metrics, StateCollector, summarize
 from .repository import Repository
 from .rest.app import RestApp
 from .rest.server import HttpServer, listen
@@ -96,11 +101,12 @@ class Server:
         engine, token = self.repository, self._config.admin_token
         routes: list[Route] = monitoring_routes(self.metrics, engine.state)
         rollback = _refuse_rollback
-        if self._config.updates:
-            config = self._config
+        if (config := self._config).sources:
+            bounds = {name: getattr(config, f"canary_{name}") for name in ("seconds", "loss", "errors", "p99")}
             self._replica = Replica(
-                Path(config.store), extra=engine.only.extra, refresh=engine.refresh, token=token,
-                peers=config.peer_urls, lookups=engine.only.row_counts.top,
+                Path(config.store), [Source(url, token) for url in config.sources], extra=engine.only.extra,
+                refresh=engine.refresh, lookups=engine.only.row_counts.top,
+                canary=Canary(**bounds) if config.canary else None, measure=self._measure,
             )  # fmt: skip
             routes += self._replica.routes()
             rollback = self._replica.roll_back
@@ -139,13 +145,25 @@ class Server:
         tasks += [(each, "keeping hot rows", each.keep_hot_rows()) for each in engines]
         tasks += [(each, "watching the loss", each.watch_loss()) for each in engines]
         if self._replica is not None:
-            tasks.append((only, "catching up", self._replica.keep_up()))
+            tasks.append((only, "following sources", self._replica.run()))
         if self.tls is not None:
             tasks.append((only, "watching the certificate", _renew(self.tls)))
         for engine, name, task in tasks:
             self._background.append(asyncio.create_task(task, name=name))
             engine.watch(self._background[-1])
         return Ports(rest, grpc_port, admin)
+
+    def _measure(self, seconds: int, commit_id: str) -> Measures | None:
+        """How the server fared in the last seconds; None while its watch has no loss of the commit. For any thread."""
+        loss, every = None, np.concatenate([np.empty(0), *self.metrics.window.latest(seconds)])
+        if (watched := self.repository.only.watched) is not None:
+            if watched.last is None or watched.last.commit_id != commit_id:
+                return None
+            loss = watched.last.log_loss if math.isfinite(watched.last.log_loss) else sys.float_info.max
+        recent = summarize([every])
+        if len(every) < MIN_REQUESTS:
+            return Measures(loss)
+        return Measures(loss, recent.failed_per_second / recent.requests_per_second, recent.seconds_p99)
 
     async def _require_answers(self, rest: int, grpc_port: int) -> None:
         """TierstoreError unless both protocols answer: private parts of uvicorn and grpcio are used."""

@@ -29,11 +29,11 @@ COPY_POINTS: Final = (
 UPDATE_POINTS: Final = (
     "fetch: part written", "fetch: checked", "update: applied", "update: shown", "update: file kept"
 )  # fmt: skip
-"""Those of a server that gets an update from a peer."""
+"""Those of a server that gets an update."""
 
-PUBLISH_POINTS: Final = ("publish: canary shows it", "publish: canary passed", "publish: urgent rows shown")
-ROLLBACK_POINTS: Final = ("rollback: declined", "rollback: written")
-"""Those of a publisher, between the servers, and of a server that goes back."""
+PUBLISH_POINTS: Final = ("publish: canary heard", "publish: urgent rows offered", "publish: file made")
+ROLLBACK_POINTS: Final = ("canary: approved", "canary: declined", "rollback: declined", "rollback: written")
+"""Those of a publisher, and of a server that judges or goes back."""
 
 hook: Callable[[str], None] | None = None
 """Called with the name of each point as it is reached, in whatever thread."""

@@ -7,22 +7,24 @@ second is urgent, the first with some rows of the third: nobody goes back to a p
 """
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..config import TableConfig
 from ..errors import StoreNotFoundError, TableError, TierstoreError
 from ..io.lmdb import LmdbColdTier
+from ..io.reads import ChangedRows
 from ..kernels.arrays import Int64s, Words
-from ..layout import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS, MAX_ROWS
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
-from ..store.version import ORIGIN_KEY, TableState, repack, unpack
+from ..store.version import ORIGIN_KEY, TableState, repack, unpack, unpack_tensors
 from ..system.files import translate_os_error
 from .delta import open_tier
 from .header import Origin, UpdateHeader, origin_of
@@ -43,22 +45,22 @@ class Applied(NamedTuple):
 
 def apply_update(
     directory: str | os.PathLike[str],
-    file: str | os.PathLike[str],
-    *,
+    *files: str | os.PathLike[str],
     id: str | None = None,  # noqa: A002 - the word for it
     replaces: str = "",
 ) -> Applied:
     """Make the version in an update the current one of a replica, which is made if there is none.
 
-    The file is read whole and checked before anything is written; a process that ends on the way leaves the version
-    before, and a later call with the same file goes through. Tables that no version of the replica names, as an update
+    Several files are applied as one version, that of the last: each begins at the version of the one before it. Each
+    is read once, and its rows are written as they are read. A process that ends on the way, or finds a file damaged,
+    leaves the version before, and a later call goes through. Tables that no version of the replica names, as an update
     brought them that failed or was gone back from, give way to those of this one; nobody is shown them.
 
-    Memory, whatever the file holds: 128 MiB, the map of the rows, twice the payload (at most ``MAX_PAYLOAD_BYTES``),
-    and some 25 bytes for each byte of the file's header.
+    Memory, whatever the files hold: 128 MiB, the map of the rows, twice the payload (at most ``MAX_PAYLOAD_BYTES``),
+    and some 25 bytes for each byte of the files' headers.
 
     Args:
-        id: what the file must be (``file_checksum``); default: not checked.
+        id: what the file must be, as ``Update.id``; it is then read twice. Default: not checked.
         replaces: identity of the source's commit that the replica has, so that it may go back to one of a lower number.
 
     Raises:
@@ -68,11 +70,11 @@ def apply_update(
         TableError: its tables are others. DiskFullError. StoreLockedError: another process writes it.
     """
     directory = Path(directory).absolute()
-    with UpdateFile(Path(file), id=id) as update:
-        update.check()
-        _make_store(directory, update.header)
+    with contextlib.ExitStack() as opened:
+        updates = [opened.enter_context(UpdateFile(Path(file), id=id)) for file in files]
+        _make_store(directory, updates[0].header)
         with _open(directory) as tier:
-            return _apply(directory, tier, update, replaces)
+            return _apply(directory, tier, updates, replaces)
 
 
 def _make_store(directory: Path, header: UpdateHeader) -> None:
@@ -93,40 +95,41 @@ def _open(directory: Path) -> Iterator[LmdbColdTier]:
         raise translate_os_error(error, error.filename or directory) from error
 
 
-def _apply(directory: Path, tier: LmdbColdTier, update: UpdateFile, replaces: str) -> Applied:
-    header, manifest = update.header, Manifest.read(directory)
+def _apply(directory: Path, tier: LmdbColdTier, updates: Sequence[UpdateFile], replaces: str) -> Applied:
+    first, last, manifest = updates[0].header, updates[-1].header, Manifest.read(directory)
     before = unpack(tier.version, tier.payload)
-    before = before if header.is_urgent else before._replace(tensors=b"")
+    before = before if last.is_urgent else before._replace(tensors=b"")
     origin = origin_of(before.extra)
     if before.number and origin is None:
         raise TierstoreError(f"{directory} was written by others than updates; choose another directory for a replica")
-    if origin is not None and (header.origin.is_same(origin) or header.shown.is_same(origin)):
+    if origin is not None and (last.origin.is_same(origin) or last.shown.is_same(origin)):
         return Applied(origin.version, 0, True)
-    _require_base(directory, origin, header)
-    if origin is not None and origin.version > header.origin.version and origin.commit_id != replaces:
+    _require_base(directory, origin, first)
+    for one, other in itertools.pairwise(each.header for each in updates):
+        _require_base(directory, one.origin, other)
+    if origin is not None and origin.version > last.origin.version and origin.commit_id != replaces:
         raise TierstoreError(
-            f"{directory} has {origin}, and the update is of version {header.origin.version}, before that: to go back, "
-            "publish from the store as it is now, or roll the replica back"
+            f"{directory} has {origin}, and the update is of version {last.origin.version}, before that; roll the "
+            "replica back, or name the commit that it has as replaces="
         )
-    _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), header)
-    rows = _Writer(tier, update).run()
-    sent = before if header.is_urgent else update.version()
-    states = {config.name: TableState(0, config.optimizer.lr) for config in header.tables}
-    version = sent._replace(tables=states, extra={**sent.extra, ORIGIN_KEY: header.shown._asdict()})
+    _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), last)
+    sent = before if last.is_urgent else updates[-1].version()
+    unpack_tensors(sent)
+    writer = _Writer(tier, last.tables)
+    rows = sum(map(writer.write, updates))
+    states = {config.name: TableState(0, config.optimizer.lr) for config in last.tables}
+    version = sent._replace(tables=states, extra={**sent.extra, ORIGIN_KEY: last.shown._asdict()})
     payload = repack(version, before.lineage.following(before.number))
     # Last, as readers look for a version's tables here; until the commit they see those of the version before.
-    if manifest.tables != header.tables:
+    if manifest.tables != last.tables:
         tier.require_in_place()
-        replace(manifest, tables=header.tables).write(directory)
+        replace(manifest, tables=last.tables).write(directory)
     tier.commit(payload, tier.last_version + 1, keep=KEEP + bool(origin and origin.urgent))
-    return Applied(header.shown.version, rows, False)
+    return Applied(last.shown.version, rows, False)
 
 
 def _wants(header: UpdateHeader) -> str:
-    return (
-        f"goes from {header.base} to version {header.origin.version}; publish without --since, which sends what is "
-        "missing here"
-    )
+    return f"goes from {header.base} to version {header.origin.version}; a full copy brings what is missing here"
 
 
 def _require_base(directory: Path, origin: Origin | None, header: UpdateHeader) -> None:
@@ -155,24 +158,29 @@ def _require_tables(directory: Path, tables: tuple[TableConfig, ...], header: Up
 
 
 class _Writer:
-    def __init__(self, tier: LmdbColdTier, update: UpdateFile) -> None:
-        self._tier = tier
-        self._update = update
-        self._tables = update.header.tables
-        self._layouts = [config.layout(tier.page_bytes) for config in self._tables]
-        self._epoch = tier.last_version + 1
+    """Writes rows of updates to what will be the next version."""
 
-    def run(self) -> int:
-        for index, (config, layout) in enumerate(zip(self._tables, self._layouts, strict=True)):
-            self._tier.add_table(index, layout, 0 if config.is_dropped else config.num_embeddings)
-        written = 0
-        for index, config in enumerate(self._tables):
-            if not self._update.header.since and self._tier.version:
-                self._reset(index, config)
-            for rows, weights in self._update.rows(index):
-                self._write(index, rows, weights)
-                written += len(rows)
-        return written
+    def __init__(self, tier: LmdbColdTier, tables: tuple[TableConfig, ...]) -> None:
+        self._tier = tier
+        self._tables = tables
+        self._layouts = [config.layout(tier.page_bytes) for config in tables]
+        for index, (config, layout) in enumerate(zip(tables, self._layouts, strict=True)):
+            tier.add_table(index, layout, 0 if config.is_dropped else config.num_embeddings)
+
+    def write(self, update: UpdateFile) -> int:
+        """All its rows; how many. TableError: its tables are not the first ones of the version's."""
+        header = update.header
+        if header.tables != self._tables[: len(header.tables)]:
+            raise TableError(f"{update.path} has other tables than the update after it")
+        is_reset = not header.since and self._tier.version > 0
+        for index in range(len(header.tables)):
+            with self._tier.changes(0) if is_reset else contextlib.nullcontext() as stored:
+                old = _Old(stored.rows(index) if stored is not None else ())
+                for rows, weights in update.rows(index):
+                    self._reset(index, old.missing(rows, int(rows[-1])))  # before: it reads what is stored
+                    self._write(index, rows, weights)
+                self._reset(index, old.missing(np.empty(0, np.int64), MAX_ROWS))
+        return header.num_rows
 
     def _write(self, index: int, rows: Int64s, weights: Words) -> None:
         layout = self._layouts[index]
@@ -181,36 +189,33 @@ class _Writer:
         step = layout.rows_within(_TRANSACTION_BYTES)
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
-            self._tier.write(keys[part], slots[part], weights, state, epoch=self._epoch)
+            self._tier.write(keys[part], slots[part], weights, state, epoch=self._tier.last_version + 1)
 
-    def _reset(self, index: int, config: TableConfig) -> None:
+    def _reset(self, index: int, lost: Iterable[Int64s]) -> None:
         """Give rows that the replica has and the update has not their first values again."""
-        sent = _Sent(self._update, index)
-        with self._tier.changes(0) as stored:
-            for changed in stored.rows(index):
-                lost = sent.missing(changed.rows)
-                if len(lost):
-                    keys = lost | (index << KEY_ROW_BITS)
-                    self._write(index, lost, config.init.rows(keys, self._layouts[index]))
+        for rows in lost:
+            keys = rows | (index << KEY_ROW_BITS)
+            self._write(index, rows, self._tables[index].init.rows(keys, self._layouts[index]))
 
 
-class _Sent:
-    """The rows of a table that an update has, asked for in ascending order."""
+class _Old:
+    """The rows of a table that a replica has stored, ascending."""
 
-    def __init__(self, update: UpdateFile, table: int) -> None:
-        self._chunks: Iterator[Any] = update.rows(table)
+    def __init__(self, chunks: Iterable[ChangedRows]) -> None:
+        self._chunks = iter(chunks)
         self._rows = np.empty(0, np.int64)
 
-    def missing(self, rows: Int64s) -> Int64s:
-        """Those of ``rows``, ascending and above those asked for before, that the update has not."""
-        missing = rows[~np.isin(rows, self._rows, assume_unique=True)]
-        while not len(self._rows) or self._rows[-1] < rows[-1]:
-            more = next(self._chunks, None)
+    def missing(self, sent: Int64s, last: int) -> Iterator[Int64s]:
+        """Those up to ``last``, and above what was asked before, that are not among those sent."""
+        while True:
+            count = int(np.searchsorted(self._rows, last, "right"))
+            lost, self._rows = self._rows[:count], self._rows[count:]
+            if len(lost := lost[~np.isin(lost, sent, assume_unique=True)]):
+                yield lost
+            more = None if len(self._rows) else next(self._chunks, None)
             if more is None:
-                break
-            self._rows = more[0]
-            missing = missing[~np.isin(missing, self._rows, assume_unique=True)]
-        return missing
+                return
+            self._rows = more.rows
 
 
 def roll_back_replica(directory: str | os.PathLike[str], left: str = "") -> Origin:
@@ -223,7 +228,7 @@ def roll_back_replica(directory: str | os.PathLike[str], left: str = "") -> Orig
         if left not in ("", origin.urgent or origin.commit_id):
             raise TierstoreError(f"{directory} has {origin}, and the server shows commit {left}; go back again")
         if len(tier.versions) < 2:
-            raise TierstoreError(f"{directory} keeps no version before this one; publish what is to be shown")
+            raise TierstoreError(f"{directory} keeps no version before this one")
         tier.rollback(tier.versions[0])
         origin = origin_of(unpack(tier.version, tier.payload).extra)
         assert origin is not None, "a replica's kept version is no replica's"

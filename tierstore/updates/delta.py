@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,13 +13,12 @@ from .. import optim
 from ..config import TableConfig
 from ..errors import StoreNotFoundError
 from ..io.lmdb import LmdbColdTier
-from ..io.reads import ChangedRows
 from ..kernels.arrays import Int64s
 from ..store.directory import Opened, open_files
 from ..store.manifest import Manifest
 from ..store.version import NO_LINEAGE, ORIGIN_KEY, Lineage, pack, unpack, unpack_tensors
 from .header import Origin, UpdateHeader
-from .update_file import UpdateWriter, file_checksum
+from .update_file import UpdateWriter
 
 _OPTIMIZER_PREFIX: Final = "optimizer."
 """Names of the tensors that only training needs."""
@@ -34,7 +33,7 @@ class Update(NamedTuple):
     header: UpdateHeader
 
 
-class Source(NamedTuple):
+class Head(NamedTuple):
     """What a store would publish, its last version, and what it can tell changes since, the lineage."""
 
     origin: Origin
@@ -74,15 +73,15 @@ def open_source(directory: Path, version: int | None = None) -> Iterator[Opened]
         yield opened
 
 
-def source_of(directory: str | os.PathLike[str]) -> Source:
+def source_of(directory: str | os.PathLike[str]) -> Head:
     """Which version a store would publish. StoreNotFoundError: none, or nothing was committed. DamagedError."""
     with open_source(Path(directory).absolute()) as (manifest, tier, _):
         return source_in(manifest, tier)
 
 
-def source_in(manifest: Manifest, tier: Any) -> Source:
+def source_in(manifest: Manifest, tier: Any) -> Head:
     lineage = unpack(tier.version, tier.payload).lineage
-    return Source(Origin(manifest.store_id, tier.version, lineage.commit_id), lineage)
+    return Head(Origin(manifest.store_id, tier.version, lineage.commit_id), lineage)
 
 
 def write_update(
@@ -92,7 +91,6 @@ def write_update(
     since: int = 0,
     version: int | Opened | None = None,
     only: Int64s | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Update:
     """Write what changed since a version to a file: rows, ids, tables, ``extra`` and tensors but the optimizer's.
 
@@ -107,7 +105,6 @@ def write_update(
         since: the version that the receiver has; 0 if it has none.
         version: a kept one; default: the last. Or what ``open_source`` gave, which need not be kept any more.
         only: of what changed since then only these rows, keys, int64 [n], and nothing but rows: an urgent update.
-        progress: called as ``progress(done_bytes, total_bytes)`` of the tables.
 
     Raises:
         StoreNotFoundError: no store, or nothing was committed. ValueError: ``since`` is not below the current version.
@@ -129,7 +126,9 @@ def write_update(
         with tier.changes(since) as changes:
             if only is not None and changes.written is not None:
                 changes.written = np.intersect1d(changes.written, only)
-            _write_rows(writer, changes.rows, manifest, progress)
+            for index, config in enumerate(manifest.tables):
+                for chunk in changes.rows(index):
+                    writer.add_rows(index, config.layout(manifest.page_bytes), chunk.rows, chunk.weights)
         header = UpdateHeader(
             origin=origin,
             since=since,
@@ -139,8 +138,8 @@ def write_update(
             passed=tuple(each.commit_id for each in lineage.ancestors if 0 < since < each.version),
             is_urgent=only is not None,
         )
-        writer.finish(header)
-    return Update(out, file_checksum(out), out.stat().st_size, header)
+        update_id = writer.finish(header)
+    return Update(out, update_id, out.stat().st_size, header)
 
 
 def _payload(number: int, payload: bytes) -> bytes:
@@ -149,22 +148,3 @@ def _payload(number: int, payload: bytes) -> bytes:
     tensors = {name: each for name, each in unpack_tensors(version).items() if not name.startswith(_OPTIMIZER_PREFIX)}
     extra: dict[str, Any] = {key: value for key, value in version.extra.items() if key != ORIGIN_KEY}
     return pack({}, extra, tensors, NO_LINEAGE)
-
-
-def _write_rows(
-    writer: UpdateWriter,
-    changed: Callable[[int], Iterable[ChangedRows]],
-    manifest: Manifest,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    sizes = [config.size_bytes(manifest.page_bytes) for config in manifest.tables]
-    done, total = 0, sum(sizes)
-    for index, (config, size) in enumerate(zip(manifest.tables, sizes, strict=True)):
-        layout = config.layout(manifest.page_bytes)
-        for chunk in changed(index):
-            writer.add_rows(index, layout, chunk.rows, chunk.weights)
-            if progress is not None:
-                progress(done + int(chunk.rows[-1]) * layout.row_bytes, total)
-        done += size
-        if progress is not None:
-            progress(done, total)

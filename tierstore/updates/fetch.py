@@ -1,172 +1,202 @@
-"""Updates from peers: the bytes of one as they arrive there, and which one brings a replica to what its peers show.
+"""Lists and files of updates from a URL, by HTTP of the standard library. All of it waits for sockets: for threads."""
 
-Everything here waits for sockets, so a server runs it in a thread.
-"""
-
+import contextlib
+import functools
 import http.client
-import itertools
+import json
 import logging
 import os
-import threading
+import random
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
 
+import xxhash
+
+from ..errors import DiskFullError, FormatError, TierstoreError
+from ..system.checks import excerpt, require_token
+from ..system.files import free_bytes, translate_os_error, write_all
 from ..system.killpoints import reach
-from .client import AdminClient, Kept, PublishError, ReplicaState
-from .header import Origin
-from .update_file import file_checksum
+from ..system.processes import is_loopback
+from ..system.sizes import format_size
+from .listing import LIST_NAME, MAX_LIST_BYTES, Listing, Offered
 
-WINDOW_SECONDS: Final = 5.0
-"""A peer that another one is so far ahead of is slow. It is also how long a peer may be silent."""
+DEFAULT_PORT: Final = 8002
+DEFAULT_PATH: Final = "/updates"
+ROOM_BYTES: Final = 64 << 20
+"""Left free on the file system, by each part that arrives."""
+SILENT_SECONDS: Final = 5.0
+"""A source that gives nothing for so long is left for another."""
 PATIENCE_SECONDS: Final = 60.0
-"""Without a byte from any peer."""
-_STATE_SECONDS: Final = 2.0
-_PAUSE_SECONDS: Final = 0.1
-_READ_BYTES: Final = 256 << 10
+"""Without a byte from any source."""
+PAUSE_SECONDS: Final = 0.1
+_PART_BYTES: Final = 256 << 10
 _LOG: Final = logging.getLogger("tierstore.updates")
-_ASKED_AT_ONCE: Final = 32
-_Broken: Final = (PublishError, OSError, http.client.HTTPException, ValueError)
+_MAX_LOOKUPS_BYTES: Final = 4 << 20
 
 
-class Fetch:
-    """The rest of an update, from the first of the peers that gives it, into a file that others may add to meanwhile.
+class FetchError(TierstoreError):
+    """A source could not be reached, or refused; or none gave a file whole."""
 
-    Args:
-        path: the file, as far as it has come.
-        append: writes bytes to it at an offset.
-        stop: once it is set, ``run`` ends soon, with PublishError.
-    """
 
-    def __init__(
-        self, path: Path, update_id: str, size_bytes: int, peers: Sequence[str], *, token: str | None,
-        append: Callable[[bytes, int], None], stop: threading.Event,
-    ) -> None:  # fmt: skip
-        self._path = path
-        self._id = update_id
-        self._size_bytes = size_bytes
-        self._peers = list(peers)
-        self._token = token
-        self._append = append
-        self._stop = stop
-        self._turn = -1
+def parse_url(url: str) -> SplitResult:
+    """Of a source. ValueError: no such URL, or one that others would be shown a password in."""
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"a URL of {parts.hostname} holds a user or a password: leave it out, and give a token file")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{url}: write http://HOST:PORT or https://HOST:PORT")
+    return parts
+
+
+@functools.lru_cache(1024)  # once a process
+def _warn_of_plain_token(url: str) -> None:
+    why = "gets the token unencrypted, and anyone who listens may use it: serve with --tls-certificate and"
+    _LOG.warning("%s %s --tls-key, and name it as https://", url, why)
+
+
+class Source:
+    """Whoever offers a list and files below a URL: a publisher, a replica, a plain file server. Without a path in the
+    URL it is "/updates", as servers have it. ValueError: no such URL, or token. ``listing``: the last that was read;
+    ``error``: why there is no newer one."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        parts = parse_url(url)
+        self.url, self.listing, self.error = url, Listing(), ""
+        self._tag = ""
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._place = str(parts.hostname), parts.port or (DEFAULT_PORT if not parts.path.strip("/") else None)
+        self._path = parts.path.rstrip("/") or DEFAULT_PATH
+        self._headers = {} if token is None else {"Authorization": f"Bearer {require_token(token)}"}
+        if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
+            _warn_of_plain_token(url)
+
+    @contextlib.contextmanager
+    def _get(self, name: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+        connection = self._kind(*self._place, timeout=SILENT_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("GET", f"{self._path}/{name}", headers=self._headers | headers)
+            response = connection.getresponse()
+            if response.status not in (200, 206, 304):
+                said = excerpt(response.read(1000).decode(errors="replace"), 300)
+                raise FetchError(f"{self.url}: {response.status} {said}")
+            yield response
+
+    def poll(self) -> Listing:
+        """Its list now; what it said before if it does not answer, and ``error`` says why."""
+        try:
+            with self._get(LIST_NAME, **{"If-None-Match": self._tag} if self._tag else {}) as response:
+                if response.status != 304:
+                    self.listing = Listing.from_json(response.read(MAX_LIST_BYTES + 1))
+                    self._tag = response.headers.get("ETag", "")
+            self.error = ""
+        except (FetchError, FormatError, OSError, http.client.HTTPException) as error:
+            self.error = f"{self.url}: {str(error) or type(error).__name__}"
+        return self.listing
+
+    def lookups(self) -> dict[int, int]:
+        """How often rows were looked up at a server, by key, of the hottest ones and in a sample of queries. Errors as
+        of ``read``, and ValueError."""
+        with self._get("lookups") as response:
+            found = json.loads(response.read(_MAX_LOOKUPS_BYTES))["lookups"]
+        return {int(key): int(count) for key, count in found}
+
+    def read(self, offered: Offered, start: int) -> Iterator[bytes]:
+        """A file from a byte on. OSError, HTTPException, FetchError: it breaks off."""
+        with self._get(offered.id, Range=f"bytes={start}-") as response:
+            left = 0 if response.status == 206 else start  # a plain file server may know no ranges
+            while data := response.read1(_PART_BYTES):
+                yield data[left:]
+                left = max(0, left - len(data))
+
+
+def require_room(folder: Path, size_bytes: int) -> None:
+    """DiskFullError unless so many bytes fit, and some stay free."""
+    if (free := free_bytes(folder)) < size_bytes + ROOM_BYTES:
+        raise DiskFullError(
+            f"{folder}: {format_size(size_bytes)} more, and {format_size(free)} free, of which "
+            f"{format_size(ROOM_BYTES)} stay so. Free some space; the transfer then goes on where it stopped"
+        )
+
+
+class Transfer:
+    """A file on its way into a folder: what is there already, the rest from sources, at random. ``stop`` ends it."""
+
+    def __init__(self, folder: Path, offered: Offered, sources: Sequence[Source]) -> None:
+        self.offered = offered
+        self.is_stopped = False
+        self._folder = folder
+        self._sources = random.sample(sources, len(sources))
+
+    def stop(self) -> None:
+        self.is_stopped = True
 
     def run(self) -> None:
-        """Fetch it and compare it with its name. PublishError: no peer gave it whole. Others as of ``append``."""
-        for _ in range(len(self._peers) + 1):
-            self._fill()
-            if file_checksum(self._path) == self._id:
-                reach("fetch: checked")
+        """Have it whole. Its digest is computed while it arrives. FetchError: no source gave it whole, or it was
+        stopped. DiskFullError, TierstoreError."""
+        whole, partial = (self._folder / f"{self.offered.id}{end}" for end in ("", ".partial"))
+        if whole.exists():
+            return
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(partial, flags, 0o600), "r+b", buffering=0) as file:
+                self._fill(file)
+            reach("fetch: checked")
+            os.replace(partial, whole)
+        except OSError as error:
+            raise translate_os_error(error, partial) from error
+
+    def _fill(self, file: Any) -> None:
+        for sources in (self._sources, *([each] for each in self._sources)):  # the damaged bytes may be any one's
+            self._digest, self._have = xxhash.xxh64(), 0
+            while data := file.read(_PART_BYTES):  # what an earlier transfer left
+                self._note(data)
+            self._read_rest(file, list(sources))
+            if (self._have, self._digest.hexdigest()) == (self.offered.size_bytes, self.offered.id):
+                os.fsync(file.fileno())
                 return
+            _LOG.warning("update %s was damaged on its way", self.offered.id)
+            file.truncate(0)
+            file.seek(0)
+        raise FetchError(f"update {self.offered.id} was damaged on its way from each of {len(self._sources)} sources")
+
+    def _note(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._have += len(data)
+
+    def _read_rest(self, file: Any, sources: list[Source]) -> None:
+        """Until all is there, from one source after the other."""
+        grew_at, size = time.monotonic(), self.offered.size_bytes
+        while (had := self._have) < size:
+            source, why = sources[0], "it has no more"
+            try:
+                for data in source.read(self.offered, had):
+                    self._require_wanted()
+                    self._write(file, data[: size - self._have])
+            except (FetchError, OSError, http.client.HTTPException) as error:
+                why = str(error) or type(error).__name__
             self._require_wanted()
-            os.truncate(self._path, 0)
-            self._peers = self._peers[1:] + self._peers[:1]
-            _LOG.warning("update %s was damaged on its way; next from %s", self._id, ", ".join(self._peers[:1]))
-        raise PublishError(f"update {self._id} was damaged on its way from each of {len(self._peers)} peers")
+            if self._have == size:
+                return
+            sources.append(sources.pop(0))
+            if self._have > had:
+                grew_at = time.monotonic()
+            elif time.monotonic() - grew_at > PATIENCE_SECONDS:
+                there = f"{self._have} of {size} bytes"
+                raise FetchError(f"there is {there} of update {self.offered.id}: {source.url}: {why}")
+            time.sleep(PAUSE_SECONDS)
+
+    def _write(self, file: Any, data: bytes) -> None:
+        require_room(self._folder, len(data))
+        try:
+            write_all(file.fileno(), data, self._have)
+        except OSError as error:  # of this disk, not of the source
+            raise translate_os_error(error, self._folder) from error
+        self._note(data)
+        reach("fetch: part written")
 
     def _require_wanted(self) -> None:
-        if self._stop.is_set():
-            raise PublishError(f"update {self._id} is not wanted any more")
-
-    def _fill(self) -> None:
-        last, grew_at, why = -1, time.monotonic(), "none is named"
-        turns = itertools.cycle(self._peers)
-        peer = next(turns, "")
-        while (have := self._path.stat().st_size) < self._size_bytes:
-            self._require_wanted()
-            if have > last:  # by a peer, or a publisher
-                last, grew_at = have, time.monotonic()
-            try:
-                peer = self._read(peer, have) if peer else ""
-            except TimeoutError:
-                peer, why = self._faster(peer, have, 0) or peer, f"{peer} is silent"
-            except _Broken as error:
-                peer, why = next(turns), f"{peer}: {error}"
-            is_vain = self._path.stat().st_size == have and self._stop.wait(_PAUSE_SECONDS)
-            if is_vain or time.monotonic() - grew_at > PATIENCE_SECONDS:
-                there = f"{have} of {self._size_bytes} bytes"
-                raise PublishError(f"there is {there} of update {self._id}, and no peer gave more ({why})")
-
-    def _read(self, peer: str, offset: int) -> str:
-        """Append what a peer gives; which one to go on with."""
-        with AdminClient(peer, token=self._token, attempts=1, timeout=WINDOW_SECONDS) as client:
-            response = client.open(self._id, offset)
-            checked_at, checked = time.monotonic(), offset
-            while offset < self._size_bytes:
-                data = response.read1(min(_READ_BYTES, self._size_bytes - offset))
-                if not data or self._stop.is_set():
-                    raise PublishError(f"it ended at byte {offset}")
-                self._append(data, offset)
-                offset += len(data)
-                reach("fetch: part written")
-                if time.monotonic() - checked_at >= WINDOW_SECONDS:
-                    if faster := self._faster(peer, offset, offset - checked):
-                        return faster
-                    checked_at, checked = time.monotonic(), offset
-        return peer
-
-    def _faster(self, peer: str, have: int, by: int) -> str | None:
-        """The first other one that has more, by over so many bytes. One is asked at a time while this one gives any."""
-        others = [other for other in self._peers if other != peer]
-        if by:
-            self._turn += 1
-            others = others[self._turn % (len(others) or 1) :][:1]
-        states = _states(others, self._token)[0]
-        return next((other for other, state in states.items() if state.received(self._id) > have + by), None)
-
-
-def _states(peers: Sequence[str], token: str | None) -> tuple[dict[str, ReplicaState], str]:
-    """Of those that answer, in order; and why another one does not."""
-
-    def ask(peer: str) -> ReplicaState | str:
-        try:
-            with AdminClient(peer, token=token, attempts=1, timeout=_STATE_SECONDS) as client:
-                return client.state()
-        except _Broken as error:
-            return f"{peer}: {error}"
-
-    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-        answers = list(zip(peers, pool.map(ask, peers), strict=True))
-    found = {peer: each for peer, each in answers if isinstance(each, ReplicaState)}
-    return found, next((each for _, each in answers if isinstance(each, str)), "")
-
-
-class Missing(NamedTuple):
-    """What brings a replica nearer to its peers' version."""
-
-    target: Origin
-    update: Kept | None
-    """The first to apply; None if no peer keeps it."""
-    peers: tuple[str, ...]
-    """Those that keep it."""
-
-
-def missing(
-    own: Origin | None, peers: Sequence[str], declined: Collection[str], *, token: str | None
-) -> Missing | None:
-    """The update that a replica lacks on the way to the highest version that its peers show, other than canaries whose
-    publisher still watches them; None if it lacks none, or is empty and they show several stores.
-
-    Args:
-        declined: identities of commits that it is not to have.
-
-    Raises:
-        PublishError: there are peers, and none answers.
-    """
-    states, why = _states(peers, token)
-    if peers and not states:
-        raise PublishError(f"no peer answers ({why})")
-    states = {peer: state for peer, state in states.items() if state.trial is None}
-    shown = [state.origin for state in states.values() if state.origin is not None]
-    newer = [each for each in shown if own is None or (each.source == own.source and each.version > own.version)]
-    target = max(newer, key=lambda each: each.version, default=None)
-    if target is None or target.commit_id in declined or len({each.source for each in newer}) > 1:
-        return None
-    kept = [each for state in states.values() if target.is_same(state.origin) for each in state.kept]
-    ways = [each for each in kept if each.commit_id not in declined]
-    changes = [each for each in ways if own is not None and own.commit_id == each.since_commit_id != ""]
-    wholes = [each for each in ways if not each.since and (own is None or each.version > own.version)]
-    update = next(iter(changes or wholes), None)
-    return Missing(target, update, tuple(peer for peer, state in states.items() if update in state.kept))
+        if self.is_stopped:
+            raise FetchError(f"update {self.offered.id} is not wanted any more")

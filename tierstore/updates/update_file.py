@@ -8,14 +8,13 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from ..errors import ChecksumError, DiskFullError, FormatError, TruncatedError
 from ..exchange.tensor_files import METADATA_KEY, SafetensorsFile, TensorSpec
 from ..layout import RowLayout
-from ..store.version import Version, json_bytes, unpack, unpack_tensors
+from ..store.version import Version, json_bytes, unpack
 from ..system.checks import excerpt
 from ..system.files import open_plain_file, output_errors, partial_file, require_parent, write_all
 from ..system.sizes import format_size
@@ -48,16 +47,6 @@ _LENGTH_BYTES: Final = 8
 _STEP_BYTES: Final = 1 << 20
 _MAX_JSON_BYTES: Final = 4 << 20
 """Of ``extra``, and of the names of the tensors: read as JSON, they take 25 times as much memory."""
-
-
-def file_checksum(path: Path) -> str:
-    """XXH64 of a file, 16 hex digits: the name of the update in it."""
-    with open_plain_file(path) as file:
-        return _file_checksum(file)
-
-
-def _file_checksum(file: BinaryIO) -> str:
-    return str(hashlib.file_digest(file, xxhash.xxh64).hexdigest())  # type: ignore[arg-type]
 
 
 def _require_small(payload: "bytes | memoryview") -> None:
@@ -108,25 +97,28 @@ class UpdateWriter:
                 yield
         except DiskFullError as error:
             raise DiskFullError(
-                f"{error}: an update takes twice its size as it is made, {format_size(sum(self._sizes))} so far, and "
-                "tierstore publish makes it in the folder that TMPDIR names"
+                f"{error}: an update takes twice its size as it is made, {format_size(sum(self._sizes))} so far"
             ) from error
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         return tuple(self._chunks)
 
-    def finish(self, header: UpdateHeader) -> None:
-        """Write the file. FileExistsError if there is one; DiskFullError: nothing is left of it."""
+    def finish(self, header: UpdateHeader) -> str:
+        """Write the file; its id. FileExistsError if there is one; DiskFullError: nothing is left of it."""
         specs = [TensorSpec(f"chunk.{number}", torch.uint8, (size,)) for number, size in enumerate(self._sizes)]
         head = SafetensorsFile(specs, header.to_dict()).head
         if len(head) > _MAX_HEADER_BYTES:
             raise ValueError(
                 f"an update with a header of {len(head)} bytes; publish more often, or fewer rows at a time"
             )
+        digest = xxhash.xxh64(head)
         with self._room(), partial_file(self._path, force=False) as descriptor, open(os.dup(descriptor), "wb") as file:
             file.write(head)
-            shutil.copyfileobj(self._spool, file, _STEP_BYTES)
+            while part := self._spool.read(_STEP_BYTES):
+                digest.update(part)
+                file.write(part)
+        return digest.hexdigest()
 
     def close(self) -> None:
         self._spool.close()
@@ -139,7 +131,7 @@ class UpdateFile:
     says, at most ``MAX_CHUNK_BYTES``. Memory: the header's, one chunk, and the payload where it is asked for.
 
     Args:
-        id: what it must be (``file_checksum``); default: not checked.
+        id: what it must be, the XXH64 of the whole in 16 hex digits; default: not checked.
 
     Raises:
         FileNotFoundError. FormatError, TruncatedError: no update, or damaged. ChecksumError: it is not ``id``.
@@ -149,7 +141,7 @@ class UpdateFile:
         self.path = path
         self._file = open_plain_file(path)
         try:
-            if id is not None and _file_checksum(self._file) != id:
+            if id is not None and hashlib.file_digest(self._file, xxhash.xxh64).hexdigest() != id:  # type: ignore[arg-type]
                 raise ChecksumError(f"{path} is not the update {id}: it was damaged on its way; send it again")
             self._file.seek(0)
             self._read_header()
@@ -200,13 +192,6 @@ class UpdateFile:
                 raise FormatError(f"{self.path}: chunk {number} has ids that are not rows of {excerpt(config.name)}")
             last = int(ids[-1])
             yield ids, weights
-
-    def check(self) -> None:
-        """Read all of it. Raises as ``version`` and ``rows`` do."""
-        unpack_tensors(self.version())
-        for table in range(len(self.header.tables)):
-            for _ in self.rows(table):
-                pass
 
     def _raw(self, number: int) -> bytes:
         start, stop = self._starts[number], self._starts[number + 1]

@@ -22,14 +22,17 @@ from ..io.reads import ChangedRows
 from ..kernels.arrays import Bools, Floats, Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..pool.converting import floats
-from ..store.directory import open_files
+from ..store.directory import Opened, open_files
 from ..store.version import Lineage, unpack
 from .delta import open_source
 
 _LOG: Final = logging.getLogger("tierstore.updates")
 
 
-def urgent_rows(directory: str | os.PathLike[str], since: int, share: float, lookups: Mapping[int, int]) -> Int64s:
+def urgent_rows(
+    directory: str | os.PathLike[str], since: int, share: float, lookups: Mapping[int, int],
+    version: Opened | None = None,
+) -> Int64s:  # fmt: skip
     """Keys of the most urgent rows, int64 [n] ascending: that share of what changed since a version, one at least.
 
     Rows of tables with dynamic ids are none of them: an id may have moved, and both rows belong to one version. Memory:
@@ -37,13 +40,14 @@ def urgent_rows(directory: str | os.PathLike[str], since: int, share: float, loo
 
     Args:
         lookups: how often servers looked rows up, by key; of others once less than of a row with 1.
+        version: as ``open_source`` gave it; default: the last.
     """
     directory, total = Path(directory).absolute(), 0
     columns: list[tuple[Int64s, Bools, Floats]] = [
         (np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.float32))
     ]
     with (
-        open_source(directory) as (manifest, tier, _),
+        open_source(directory) if version is None else contextlib.nullcontext(version) as (manifest, tier, _),
         _earlier(directory, since, unpack(tier.version, tier.payload).lineage) as earlier,
         tier.changes(since) as changes,
     ):

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from tests.serve.monitored import FakeSource, Served, serving
 from tierstore.errors import TierstoreError
 from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
-from tierstore.serve.admin.incoming import UpdateError
+from tierstore.serve.admin.offer import UpdateError
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.monitoring.app import monitoring_routes
 from tierstore.serve.monitoring.metrics import Metrics, StateCollector
@@ -118,7 +118,6 @@ def test_page_runs_nothing_but_its_own_script(client: httpx.Client) -> None:
     ("call", "body"),
     [
         ("rollback", {"version": 6}),
-        ("updates/rollback", {"version": 6}),
         ("refresh", {"version": 8}),
         ("drain", {"draining": True}),
         ("resume", {"draining": False}),
@@ -128,7 +127,7 @@ def test_page_runs_nothing_but_its_own_script(client: httpx.Client) -> None:
 def test_calls(client: httpx.Client, port: Port, call: str, body: Any, headers: dict[str, str]) -> None:
     answer = client.post(f"/admin/{call}", headers=headers)
     assert (answer.status_code, answer.json()) == (200, body)
-    assert port.admin.calls == [call.removeprefix("updates/")]
+    assert port.admin.calls == [call]
 
 
 @pytest.mark.parametrize(

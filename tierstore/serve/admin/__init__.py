@@ -1,4 +1,4 @@
-"""Calls that change what is served, on a port of their own: versions, and updates of a replica."""
+"""Calls that change what is served, on a port of their own; a replica, and the files of updates that it offers."""
 
 from .app import admin_app, admin_routes, read_only_route
 from .updates import Replica

@@ -37,7 +37,7 @@ def read_only_route() -> Route:
     async def refuse(_: Request) -> Response:
         return _error(403, "nothing is changed without an admin token; start the server with --admin-token-file")
 
-    return Route("/admin/{call:path}", refuse, methods=["POST", "PATCH"])
+    return Route("/admin/{call:path}", refuse, methods=["POST"])
 
 
 def admin_routes(*, refresh: Call, rollback: Call, drain: Call, resume: Call) -> list[Route]:
@@ -50,9 +50,8 @@ def admin_routes(*, refresh: Call, rollback: Call, drain: Call, resume: Call) ->
 
         return Route(f"/admin/{name}", answer, methods=["POST"])
 
-    rollbacks = [route(name, rollback, "version") for name in ("rollback", "updates/rollback")]
     drains = [route("drain", drain, "draining"), route("resume", resume, "draining")]
-    return [route("refresh", refresh, "version"), *rollbacks, *drains]
+    return [route("refresh", refresh, "version"), route("rollback", rollback, "version"), *drains]
 
 
 def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starlette:

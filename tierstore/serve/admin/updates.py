@@ -1,451 +1,422 @@
-"""Updates from a trainer elsewhere: routes of the admin port by which they arrive, are applied and taken back.
+"""A replica: follows sources, applies what they offer, and offers it to others.
 
-- ``GET /admin/updates``: what the replica has, how much of which update, and which files of updates it keeps.
-- ``PATCH /admin/updates/ID``: the body goes to where ``Content-Range: bytes FIRST-LAST/SIZE`` says, which must be where
-  the upload ends; what arrives counts, also if the connection breaks.
-- ``POST /admin/updates/ID/fetch``: get it from peers. ``GET /admin/updates/ID``: give it to one, as it arrives here.
-- ``POST /admin/updates/ID/apply``: make it the current version, and have the server move to it; if that cannot show it,
-  the replica goes back to the version before. One of a lower number needs ``?replaces=COMMIT_ID``, of what is there.
-  A commit that was gone back from is refused.
-- ``GET /admin/updates/lookups``: how often the hottest rows were looked up.
-- ``POST /admin/updates/trial``: a commit that peers do not get from here, as its publisher still watches this server.
-
-There is one update on its way in at a time (``incoming``). A replica that was away gets what it missed from its peers.
+One task polls the sources' lists, fetches the files that lead to the wanted version, and has them applied by a process
+of its own, which is started once. Whatever waits for a disk or a socket runs in a thread. A canary takes versions on
+trial; its verdict is in the list that it offers.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
-import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ...errors import DamagedError, DiskFullError, TierstoreError
+from ...errors import DiskFullError, TierstoreError
 from ...system.checks import excerpt
-from ...system.files import open_plain_file, translate_os_error
 from ...system.killpoints import reach
 from ...system.processes import child_options
-from ...system.sizes import format_size
-from ...updates.fetch import Fetch, missing
-from ...updates.header import Origin, UpdateHeader, origin_of
-from ...updates.update_file import UpdateFile
-from .incoming import Incoming, UpdateError, Upload, append, require_urls
+from ...updates.canary import MIN_REQUESTS, WINDOW_SECONDS, Canary, Measures, absent
+from ...updates.fetch import Source, Transfer, require_room
+from ...updates.header import Origin, origin_of
+from ...updates.listing import MAX_NAMED, Folder, Listing, Offered, Verdict, way
+from .offer import UpdateError, offer_routes
 
 _LOG: Final = logging.getLogger("tierstore.serve")
-_MAX_UPDATE_BYTES: Final = 1 << 40
+POLL_SECONDS: Final = 0.5
+_RETRY_SECONDS: Final = 2.0
 _WRITE_LIMIT_SECONDS: Final = 4 * 3600.0
-IDLE_SECONDS: Final = 60.0
-"""After which an upload that has not grown gives way to another: its publisher has given up by then."""
-CATCH_UP_SECONDS: Final = 60.0
-"""How often peers are asked for a newer version."""
-_BEGIN_SECONDS: Final = 3.0
-"""For which a peer's request waits for an update to begin here."""
-_GROWTH_SECONDS: Final = 0.02
-"""How often a file is looked at that grows: each server of a chain adds half of that."""
-_BUFFER_BYTES: Final = 256 << 10
-"""Passed on at once: at 100 Mb/s, each server of a chain adds 20 ms."""
-_MAX_OUTPUT_CHARACTERS: Final = 2000
-_ID: Final = re.compile("[0-9a-f]{16}")
-_RANGE: Final = re.compile(r"bytes ([0-9]{1,16})-([0-9]{1,16})/([0-9]{1,16})")
-_FROM: Final = re.compile(r"bytes=([0-9]{1,16})-")
+_MAX_KEPT: Final = 64
+_MAX_KEPT_BYTES: Final = 1 << 30
+"""Of files before the last one, which is kept in any case, and the last one together."""
 _REFUSED: Final = 422
-_OF_THIS_MOMENT: Final = frozenset({"StoreLockedError", "OSError", "MemoryError"})
+_UNKNOWN: Final = Measures()
+_OF_THIS_MOMENT: Final = frozenset({"StoreLockedError", "OSError", "MemoryError", DiskFullError.__name__})
 """What says nothing of the update: it may be applied later."""
 
 
-class Replica:
-    """Takes updates for the replica that a server has open for reading.
+class Writer:
+    """The process that writes a replica, as this one has it open for reading. It is started when it is first needed,
+    and again if it ended."""
 
-    Args:
-        extra: gives ``Store.extra`` of the version that the server shows; empty if there is none.
-        refresh: has the server move to the replica's newest commit.
-        token: of the admin ports of all replicas.
-        peers: URLs of those of others; default: those that the last publisher named.
-        lookups: gives row keys and how often each was looked up.
-    """
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._turn = asyncio.Lock()
 
-    def __init__(
-        self, directory: Path, *, extra: Callable[[], Mapping[str, Any]], refresh: Callable[[], Awaitable[object]],
-        token: str | None = None, peers: Sequence[str] = (), lookups: Callable[[], Sequence[tuple[int, int]]] = tuple,
-    ) -> None:  # fmt: skip
-        self._directory = directory.absolute()
-        self._incoming = Incoming(self._directory)
-        self._extra = extra
-        self._refresh = refresh
-        self._token = token
-        self._peers = list(peers)
-        self._lookups = lookups
-        self._turn = asyncio.Lock()  # of what changes the replica or receives a part
-        self._is_applying = False
-        self._received_at = -math.inf  # by the process before: an upload of it is idle
-        self._fetch: tuple[str, asyncio.Task[None]] | None = None
-        self._waits_for: Origin | None = None
-        self._failures: dict[str, int] = {}  # of commits from peers; a publisher may send those given up
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/admin/updates", self._list, methods=["GET"]),
-            Route("/admin/updates/lookups", self._list_lookups, methods=["GET"]),
-            Route("/admin/updates/trial", self._set_trial, methods=["POST"]),
-            Route("/admin/updates/{id}", self._receive, methods=["PATCH"]),
-            Route("/admin/updates/{id}", self._give, methods=["GET"]),
-            Route("/admin/updates/{id}/fetch", self._begin_fetch, methods=["POST"]),
-            Route("/admin/updates/{id}/apply", self._apply, methods=["POST"]),
-        ]
-
-    async def roll_back(self) -> int:
-        """Show the version before the current one; its number at the source. UpdateError: that cannot be done now."""
-        async with self._turn:
-            shown, before = origin_of(self._extra()), self._incoming.declined
-            left = "" if shown is None else shown.urgent or shown.commit_id
-            # Before: a server that is killed meanwhile has not gone back, or stays so: see ``_settle``.
-            self._incoming.set_declined([*(each for each in before if each != left), left])
-            reach("rollback: declined")
-            try:
-                origin = await self._write("rollback", str(self._directory), left)
-            except UpdateError as error:
-                if error.kind:  # it was refused
-                    self._incoming.set_declined(before)
-                raise
-            reach("rollback: written")
-            self._incoming.settle(Origin(**origin))
-            await self._refresh()
-        _LOG.info("went back to version %d of store %s", origin["version"], origin["source"])
-        return int(origin["version"])
-
-    async def _list(self, _request: Request) -> Response:
-        origin, incoming, uploads = origin_of(self._extra()), self._incoming, {}
-        for upload in filter(None, (incoming.upload(), *incoming.uploads("urgent"))):
-            uploads[upload.id] = {"received_bytes": upload.received_bytes, "size_bytes": upload.size_bytes}
-        shown = Origin("", 0)._asdict() | {"source": None} if origin is None else origin._asdict()
-        fetch = None
-        if self._fetch is not None:
-            update_id, task = self._fetch
-            error = task.exception() if task.done() and not task.cancelled() else None
-            fetch = {"id": update_id, "is_running": not task.done(), "error": "" if error is None else str(error)}
-        told = {"is_applying": self._is_applying, "uploads": uploads, "fetch": fetch, "declined": incoming.declined}
-        trial = None if origin is None else incoming.trial_of(origin.commit_id)
-        return JSONResponse({**shown, **told, "kept": [each.name for each, _ in incoming.kept()], "trial": trial})
-
-    async def _list_lookups(self, _request: Request) -> Response:
-        return JSONResponse({"lookups": self._lookups()})
-
-    async def _set_trial(self, request: Request) -> Response:
-        self._incoming.set_trial(await _json_of(request))
-        return JSONResponse({})
-
-    # An upload
-
-    async def _receive(self, request: Request) -> Response:
-        update_id = _update_id(request)
-        first, last, size = _content_range(request)
-        if self._turn.locked():
-            raise UpdateError(409, "another update is being sent or applied; wait for it to end")
-        async with self._turn:
-            upload = self._begin(update_id, size)
-            if first != upload.received_bytes:
-                raise UpdateError(409, f"update {update_id} goes on at byte {upload.received_bytes}, not {first}")
-            self._received_at = time.monotonic()
-            try:
-                received = await _store(request, upload.path, first, last + 1)
-            finally:
-                self._received_at = time.monotonic()
-        return JSONResponse({"received_bytes": received, "size_bytes": size})
-
-    def _begin(self, update_id: str, size_bytes: int) -> Upload:
-        """The upload to add to. A declared size reserves no space, but a new one must fit into what is free now."""
-        if not 0 < size_bytes <= _MAX_UPDATE_BYTES:
-            most = format_size(_MAX_UPDATE_BYTES)
-            raise UpdateError(413, f"an update of {size_bytes} bytes; at most {most} are taken. Publish more often")
-        known = self._incoming.find(update_id)
-        if known is not None and (known.size_bytes != size_bytes or known.received_bytes > size_bytes):
-            raise UpdateError(409, f"update {update_id} was to have {known.size_bytes} bytes, and now {size_bytes}")
-        if known is not None:
-            return known
-        if (other := self._being_sent()) is not None:
-            raise UpdateError(409, f"update {other.id} is being sent; try again {IDLE_SECONDS:.0f} s after it stopped")
-        if self._fetch is not None:
-            self._fetch[1].cancel()
-        try:
-            return self._incoming.begin(update_id, size_bytes)
-        except OSError as error:
-            raise translate_os_error(error, self._incoming.folder) from error
-
-    def _being_sent(self) -> Upload | None:
-        """Or applied: no other takes its place."""
-        is_busy = self._is_applying or time.monotonic() - self._received_at < IDLE_SECONDS
-        return self._incoming.upload() if is_busy else None
-
-    # From peers, and for them
-
-    async def _give(self, request: Request) -> Response:
-        """An update from a byte on, as it arrives."""
-        update_id = _update_id(request)
-        match = _FROM.fullmatch(request.headers.get("range", "bytes=0-"))
-        if match is None:
-            raise UpdateError(400, "a header like Range: bytes=100- may say where to begin")
-        patience = time.monotonic() + _BEGIN_SECONDS
-        while (found := self._incoming.find(update_id)) is None:
-            if time.monotonic() > patience:
-                raise UpdateError(404, f"there is nothing of update {update_id}")
-            await asyncio.sleep(_GROWTH_SECONDS)
-        first = int(match[1])
-        if first >= found.size_bytes:
-            raise UpdateError(416, f"update {update_id} has {found.size_bytes} bytes")
-        headers = {"Content-Range": f"bytes {first}-{found.size_bytes - 1}/{found.size_bytes}"}
-        body = _growing(found.path, first, found.size_bytes)
-        return StreamingResponse(body, 206, headers, media_type="application/octet-stream")
-
-    async def _begin_fetch(self, request: Request) -> Response:
-        update_id, body = _update_id(request), await _json_of(request)
-        size, sources = body.get("size_bytes"), body.get("from")
-        if not isinstance(size, int) or not isinstance(sources, list):
-            raise UpdateError(
-                400, 'the body must be like {"size_bytes": 1000, "from": [URL, ...], "peers": [URL, ...]}'
+    def start(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            options = child_options(TIERSTORE_PARENT=str(os.getpid())) | {"stdin": subprocess.PIPE}
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tierstore.updates.child"], stdout=subprocess.PIPE, text=True, **options
             )
-        require_urls(sources)
-        upload = self._begin(update_id, size)
-        self._incoming.set_peers(body.get("peers", []))
-        self._received_at = time.monotonic()
-        self._start_fetch(upload, sources, is_asked=True)
-        return JSONResponse({"received_bytes": upload.received_bytes, "size_bytes": size})
 
-    def _start_fetch(self, upload: Upload, peers: Sequence[str], *, is_asked: bool) -> "asyncio.Task[None]":
-        """``is_asked``: by a publisher, and so no update of another one takes its place while it grows."""
-        if self._fetch is not None and self._fetch[0] == upload.id and not self._fetch[1].done():
-            return self._fetch[1]
-        stop = threading.Event()
-
-        def add(data: bytes, offset: int) -> None:
-            append(upload.path, data, offset)
-            if is_asked:
-                self._received_at = time.monotonic()
-
-        def end(task: "asyncio.Task[None]") -> None:
-            stop.set()
-            if not task.cancelled() and task.exception() is not None:
-                _LOG.warning("an update was not fetched: %s", task.exception())
-
-        size = upload.size_bytes
-        fetch = Fetch(upload.path, upload.id, size, peers, token=self._token, append=add, stop=stop)
-        task = asyncio.create_task(asyncio.to_thread(fetch.run))
-        task.add_done_callback(end)
-        self._fetch = upload.id, task
-        return task
-
-    async def keep_up(self) -> None:
-        """Catch up now, and from time to time, until cancelled; ends what is being fetched, too."""
-        last = ""
-        try:
-            async with self._turn:
-                self._settle()
-            while True:
-                try:
-                    await self.catch_up()
-                except Exception as error:
-                    trace = None if isinstance(error, TierstoreError | OSError) else error
-                    if last != (last := str(error)):
-                        _LOG.warning("the replica could not catch up with its peers: %s", error, exc_info=trace)
-                await asyncio.sleep(CATCH_UP_SECONDS)
-        finally:
-            if self._fetch is not None:
-                self._fetch[1].cancel()
-
-    def _settle(self) -> None:
-        """Do what a killed process left undone of the version that is shown: keep its file, and none of others."""
-        with contextlib.suppress(TierstoreError, OSError):
-            if (shown := origin_of(self._extra())) is not None:
-                upload = self._incoming.upload()
-                if upload and upload.received_bytes == upload.size_bytes and _header_of(upload.path).shown == shown:
-                    self._incoming.keep(upload, _header_of(upload.path))
-                self._incoming.settle(shown)
-
-    async def catch_up(self) -> None:
-        """Show the newest version that peers show, if they keep the updates to it, unless a publisher sends one."""
-        while self._being_sent() is None:
-            peers, own = self._peers or self._incoming.peers, origin_of(self._extra())
-            declined = {each for each, times in self._failures.items() if times > 1}.union(self._incoming.declined)
-            found = await asyncio.to_thread(missing, own, peers, declined, token=self._token)
-            if found is None or self._being_sent() is not None:
-                return
-            if found.update is None:
-                if found.target != self._waits_for:
-                    _LOG.warning("peers show %s and keep no update to it: waiting for the next publish", found.target)
-                self._waits_for = found.target
-                return
-            fetch = self._start_fetch(self._begin(*found.update[:2]), found.peers, is_asked=False)
-            await asyncio.wait({fetch})
-            if fetch.cancelled() or fetch.exception() is not None:
-                return
-            async with self._turn:
-                upload = self._incoming.find(found.update.id)
-                if upload is None or origin_of(self._extra()) != own:
-                    return
-                try:
-                    await self._apply_upload(upload, "")
-                finally:
-                    if not self._incoming.find(upload.id):  # the cause may have been of that moment, once
-                        self._failures[found.update.commit_id] = self._failures.get(found.update.commit_id, 0) + 1
-            if origin_of(self._extra()) == own:
-                return  # it is not shown yet: the server drains
-
-    # Applying one
-
-    async def _apply(self, request: Request) -> Response:
-        update_id, body = _update_id(request), await _json_of(request)
-        self._incoming.set_peers(body.get("peers", []))
+    async def ask(self, *request: str) -> dict[str, Any]:
+        """Its answer. UpdateError: it refuses, or ended."""
         async with self._turn:
-            upload = self._incoming.find(update_id)
-            if upload is None:
-                raise UpdateError(409, f"there is nothing of update {update_id}; send the rest")
-            if upload.received_bytes != upload.size_bytes:
-                there = f"{upload.received_bytes} of {upload.size_bytes} bytes"
-                raise UpdateError(409, f"there is {there} of update {update_id}; send the rest")
-            with contextlib.suppress(DamagedError):  # which the process that writes finds, too
-                origin = (await asyncio.to_thread(_header_of, upload.path)).origin
-                if origin.commit_id in self._incoming.declined:
-                    upload.path.unlink(missing_ok=True)
-                    raise UpdateError(_REFUSED, f"this server went back from {origin}; commit again, and publish that")
-            return JSONResponse(await self._apply_upload(upload, request.query_params.get("replaces", "")))
-
-    async def _apply_upload(self, upload: Upload, replaces: str) -> dict[str, Any]:
-        started = time.monotonic()
-        self._is_applying = True
-        try:
-            applied = await self._write("apply", str(self._directory), str(upload.path), upload.id, replaces)
-            reach("update: applied")
-            await self._show(upload, applied)
-            reach("update: shown")
-            self._incoming.keep(upload, await asyncio.to_thread(_header_of, upload.path))
-        except UpdateError as error:
-            if error.http_status == _REFUSED and error.kind not in _OF_THIS_MOMENT:
-                upload.path.unlink(missing_ok=True)  # sent again, it fares no better: others have its place
-            if error.kind == DiskFullError.__name__:
-                self._incoming.drop_kept()
-            raise
-        finally:
-            self._is_applying = False
-        _LOG.info("applied version %d: %d rows", applied["version"], applied["rows"])
-        return {**applied, "seconds": time.monotonic() - started}
-
-    async def _show(self, upload: Upload, applied: Mapping[str, Any]) -> None:
-        try:
-            await self._refresh()
-        except Exception:
-            upload.path.unlink(missing_ok=True)
-            if not applied["was_there"]:
-                # The next update begins at what is shown: so must the replica.
-                with contextlib.suppress(UpdateError):  # of a first version there is none before
-                    await self._write("rollback", str(self._directory))
-            raise
-
-    async def _write(self, *arguments: str) -> dict[str, Any]:
-        """What ``tierstore.updates.child`` says: a process of its own, as this one has the replica open for reading."""
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tierstore.updates.child", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            **child_options(TIERSTORE_PARENT=str(os.getpid())),
-        )
-        try:
-            out, err = await asyncio.to_thread(process.communicate, timeout=_WRITE_LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()  # closes the pipes, which it left open for another try
-            raise UpdateError(500, f"the process that writes took over {_WRITE_LIMIT_SECONDS:.0f} s") from None
-        finally:
-            process.kill()  # if it took too long, or nobody waits any more: the server stops
-            process.wait()
-        try:
-            outcome: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
-        except (ValueError, IndexError):
-            await self._refresh()  # it may have been killed once all was written
-            self._settle()
-            said = excerpt(err.decode(errors="replace")[-_MAX_OUTPUT_CHARACTERS:], _MAX_OUTPUT_CHARACTERS)
-            raise UpdateError(500, f"the process that writes ended with {process.returncode}: {said}") from None
+            self.start()
+            try:
+                async with asyncio.timeout(_WRITE_LIMIT_SECONDS):
+                    line = await asyncio.to_thread(self._exchange, json.dumps(request))
+                outcome: dict[str, Any] = json.loads(line)
+            except (OSError, ValueError, TimeoutError) as error:
+                await asyncio.to_thread(self.close)
+                raise UpdateError(500, f"the process that writes ended: {error}", OSError.__name__) from error
+            except asyncio.CancelledError:
+                self.close()  # its answer would be taken for the next one's
+                raise
         if "error" in outcome:
             status = 507 if outcome["kind"] == DiskFullError.__name__ else _REFUSED
             raise UpdateError(status, str(outcome["error"]), str(outcome["kind"]))
         return outcome
 
+    def _exchange(self, line: str) -> str:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        return process.stdout.readline()
 
-def _update_id(request: Request) -> str:
-    update_id: str = request.path_params["id"]
-    if not _ID.fullmatch(update_id):
-        raise UpdateError(400, "an update is named by the 16 hex digits of its XXH64")
-    return update_id
-
-
-def _content_range(request: Request) -> tuple[int, int, int]:
-    match = _RANGE.fullmatch(request.headers.get("content-range", ""))
-    if match is None:
-        raise UpdateError(400, "a header like Content-Range: bytes 0-99/1000 must say where the body belongs")
-    first, last, size = (int(part) for part in match.groups())
-    if not first <= last < size:
-        raise UpdateError(400, f"Content-Range: {match[0]} is no range of {size} bytes")
-    return first, last, size
-
-
-async def _json_of(request: Request) -> dict[str, Any]:
-    body = b""
-    async for part in request.stream():
-        if len(body := body + part) > _BUFFER_BYTES:
-            raise UpdateError(413, f"the body has more than {_BUFFER_BYTES} bytes: name fewer servers")
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise UpdateError(400, "the body must be a JSON object")
-    return found
+    def close(self) -> None:
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.kill()
+            with process:
+                pass
 
 
-def _header_of(path: Path) -> UpdateHeader:
-    with UpdateFile(path) as file:
-        return file.header
+class Replica:
+    """Follows sources for the replica that a server has open for reading.
 
+    Args:
+        extra: gives ``Store.extra`` of the version that the server shows; empty if there is none.
+        refresh: has the server move to the replica's newest commit.
+        lookups: gives row keys and how often each was looked up.
+        canary: takes versions on trial; None: takes what others are to show.
+        measure: how the server fared in the last seconds with a commit; None while its watch has not measured that.
+    """
 
-async def _growing(path: Path, offset: int, stop: int) -> AsyncIterator[bytes]:
-    """A file from ``offset`` to ``stop``, as it grows; ends early if it does not, or was begun anew."""
-    with open_plain_file(path) as file:
-        grew_at = time.monotonic()
-        while offset < stop:
-            data = await asyncio.to_thread(os.pread, file.fileno(), min(_BUFFER_BYTES, stop - offset), offset)
-            if data:
-                yield data
-                offset, grew_at = offset + len(data), time.monotonic()
-                continue
-            status = os.fstat(file.fileno())
-            if not status.st_nlink or status.st_size < offset or time.monotonic() - grew_at > IDLE_SECONDS:
-                return
-            await asyncio.sleep(_GROWTH_SECONDS)
+    def __init__(
+        self, directory: Path, sources: Sequence[Source], *, extra: Callable[[], Mapping[str, Any]],
+        refresh: Callable[[], Awaitable[object]], lookups: Callable[[], Sequence[tuple[int, int]]] = tuple,
+        canary: Canary | None = None, measure: Callable[[int, str], Measures | None] = lambda *_: None,
+    ) -> None:  # fmt: skip
+        self._directory, self._sources = directory.absolute(), list(sources)
+        self.folder = Folder(self._directory / "incoming")
+        self._extra, self._refresh, self._lookups = extra, refresh, lookups
+        self._canary, self._measure = canary, measure
+        self._writer = Writer()
+        self._turn = asyncio.Lock()  # of what changes the replica
+        self._transfer: tuple[Transfer, asyncio.Task[None]] | None = None
+        self._refused: set[str] = set()  # ids of files that cannot be applied
+        self._unfit: set[str] = set()  # commits that cannot be shown
+        self._shown_at = self._judge_at = 0.0
+        self._said = ""
 
+    def routes(self) -> list[Route]:
+        return offer_routes(self.folder, self._lookups)
 
-async def _store(request: Request, path: Path, offset: int, stop: int) -> int:
-    """Write a body to [offset, stop) of an upload; how far it then is. What came before the connection broke stays."""
-    buffer = bytearray()
-    try:
-        async for part in request.stream():
-            buffer += part
-            if offset + len(buffer) > stop:
-                raise UpdateError(400, f"the body is longer than the {stop} bytes that Content-Range names the end of")
-            if len(buffer) >= _BUFFER_BYTES:
-                await asyncio.to_thread(append, path, bytes(buffer), offset)
-                offset += len(buffer)
-                buffer.clear()
-    except ClientDisconnect:
-        _LOG.info("the upload %s was cut off", path.name)
-    await asyncio.to_thread(append, path, bytes(buffer), offset)
-    return offset + len(buffer)
+    @property
+    def own(self) -> Origin | None:
+        return origin_of(self._extra())
+
+    async def run(self) -> None:
+        """Follow, until cancelled."""
+        try:
+            self._writer.start()
+            with contextlib.suppress(TierstoreError, OSError):  # of a full disk; later steps say so
+                await self.begin()
+            while True:
+                pause = POLL_SECONDS
+                try:
+                    pause = 0.0 if await self.step() else pause
+                except Exception as error:
+                    trace = None if isinstance(error, TierstoreError | OSError) else error
+                    self._say(str(error), trace)
+                    pause = _RETRY_SECONDS
+                await asyncio.sleep(pause)
+        finally:
+            await self.end()
+
+    async def end(self) -> None:
+        """Let go of transfers and of the process."""
+        await self._stop_transfer()
+        self._writer.close()
+
+    def _say(self, what: str, trace: Exception | None = None) -> None:
+        """Log something once, not at each step."""
+        if what != self._said:
+            _LOG.warning("the replica does not move on: %s", what, exc_info=trace)
+        self._said = what
+
+    async def begin(self) -> None:
+        """Take up what the process before left."""
+        await asyncio.to_thread(self.folder.open)
+        await self._put()
+
+    async def step(self) -> bool:
+        """Do one thing towards the version that the sources want shown; whether there may be more to do."""
+        async with self._turn:
+            await self._poll()
+            own, listing = self.own, self.folder.listing
+            if own is not None and await self._went_back(own, listing):
+                return True
+            target = self._target(own, listing)
+            if target is None:
+                return False
+            if own is not None and own.source != target.source:
+                raise UpdateError(
+                    409, f"the sources have {target}, and this is {own}. A replica takes updates of one store; to have "
+                    "another one's, start the server with a new, empty directory",
+                )  # fmt: skip
+            if target.is_same(own):
+                await self._stop_transfer()
+                return await self._judge(target)
+            files = await self._fetched(own, target)
+            if files is None:
+                return False
+            return await self._apply(files, own, target)
+
+    # What the sources say
+
+    async def _poll(self) -> None:
+        lists = await asyncio.gather(*(asyncio.to_thread(each.poll) for each in self._sources))
+        if errors := [each.error for each in self._sources if each.error]:
+            self._say("; ".join(errors))
+        known = self.folder.listing
+        for each in lists:
+            known = known.judged(each.verdicts)
+        stores = {each.target.source for each in lists if each.target is not None}
+        newest = max(lists, key=lambda each: each.serial, default=known)
+        if self.own is None and len(stores) > 1:
+            raise UpdateError(409, f"the sources offer several stores, {', '.join(sorted(stores))}: name those of one")
+        if newest.target is not None and newest.serial > known.serial:
+            known = replace(known, serial=newest.serial, target=newest.target, trial=newest.trial)
+        await asyncio.to_thread(self.folder.put, known)
+
+    def _target(self, own: Origin | None, listing: Listing) -> Origin | None:
+        """What this server is to show; None: what it shows, whatever that is."""
+        avoided, target = {*listing.left, *listing.declined, *self._unfit}, listing.target
+        if self._canary is not None and own is not None and listing.trial is not None:
+            target = target if listing.trial.commit_id in avoided else listing.trial
+        return None if target is None or target.commit_id in avoided else target
+
+    async def _went_back(self, own: Origin, listing: Listing) -> bool:
+        """Go back from a version that was declined, or that is not wanted any more where it follows the wanted one."""
+        shown = {own.commit_id, own.urgent} - {""}
+        is_declined = shown & {*listing.declined, *listing.left}
+        is_over = listing.before is not None and listing.before.is_same(self._target(own, listing))
+        if not (is_declined or is_over) or own.commit_id in self._unfit:
+            return False
+        try:
+            await self._go_back(own)
+        except UpdateError as error:
+            if error.kind in _OF_THIS_MOMENT:
+                raise
+            self._unfit.add(own.commit_id)  # a full copy brings it elsewhere
+            self._say(str(error))
+            return False
+        return True
+
+    async def _go_back(self, own: Origin) -> Origin:
+        origin = Origin(**await self._writer.ask("rollback", own.urgent or own.commit_id, str(self._directory)))
+        reach("rollback: written")
+        await self._refresh()
+        await self._put(before=None)
+        _LOG.info("went back from %s to %s", own, origin)
+        return origin
+
+    async def roll_back(self) -> int:
+        """Show the version before the current one, and never this one again; its number at the source. Of a canary it
+        is declined for all. UpdateError: that cannot be done now."""
+        async with self._turn:
+            own, known = self.own, self.folder.listing
+            if own is None:
+                raise UpdateError(_REFUSED, "there is no version yet")
+            left = own.urgent or own.commit_id
+            await self._decline(own, "an operator went back from it")
+            reach("rollback: declined")
+            try:
+                origin = await self._go_back(own)
+            except UpdateError as error:
+                if error.kind not in _OF_THIS_MOMENT:  # it was refused
+                    await asyncio.to_thread(self.folder.put, known)
+                raise
+            self._unfit.discard(left)
+        return origin.version
+
+    async def _decline(self, own: Origin, why: str, before: Measures = _UNKNOWN, after: Measures = _UNKNOWN) -> None:
+        known, left = self.folder.listing, own.urgent or own.commit_id
+        known = replace(known, left=(*(each for each in known.left if each != left), left)[-MAX_NAMED:])
+        if self._canary is not None:
+            known = known.judged([Verdict(own.version, left, False, why, before, after)])
+            _LOG.warning("version %d is declined: %s", own.version, why)
+        await asyncio.to_thread(self.folder.put, known)
+
+    # Files
+
+    async def _fetched(self, own: Origin | None, target: Origin) -> list[Path] | None:
+        """The files that lead to a version, once they are here; None while they are not."""
+        own_files = self.folder.listing.files
+        whole = await asyncio.to_thread(lambda: [each for each in own_files if self._path(each).exists()])
+        offered = {
+            each.id: each for each in (*whole, *(each for source in self._sources for each in source.listing.files))
+        }
+        # A canary takes a version as a whole.
+        is_urgent_fit = self._canary is None
+        usable = [each for each in offered.values() if each.id not in self._refused and each.is_urgent <= is_urgent_fit]
+        files = way(usable, own, target, {each.id for each in own_files})
+        if files is None:
+            await self._stop_transfer()
+            self._say(f"nobody offers what leads from {own or 'nothing'} to {target}")
+            return None
+        if self._transfer is not None and self._transfer[0].offered not in files:
+            await self._stop_transfer()
+        if self._transfer is None:
+            lacking = [each for each in files if each not in whole]
+            if not lacking:
+                return [self._path(each) for each in files]
+            await self._start_transfer(lacking[0], files)
+        assert self._transfer is not None
+        task = self._transfer[1]
+        if (await asyncio.wait({task}, timeout=POLL_SECONDS))[0]:
+            self._transfer = None
+            task.result()
+            return await self._fetched(own, target)
+        return None
+
+    def _path(self, offered: Offered) -> Path:
+        return self.folder.path / offered.id
+
+    async def _start_transfer(self, offered: Offered, files: Sequence[Offered]) -> None:
+        """Fetch a file, from those that have it. It is offered from now on, as far as it has come."""
+        known = self.folder.listing
+        listed = [*(each for each in known.files if each not in files), *files[: files.index(offered) + 1]]
+        await self._put(files=tuple(listed), way=files)
+        try:
+            await asyncio.to_thread(require_room, self.folder.path, offered.size_bytes)
+        except DiskFullError:
+            await self._put(files=(offered,), way=files)
+            await asyncio.to_thread(require_room, self.folder.path, offered.size_bytes)
+        transfer = Transfer(
+            self.folder.path, offered, [each for each in self._sources if offered in each.listing.files]
+        )
+        self._transfer = transfer, asyncio.create_task(asyncio.to_thread(transfer.run))
+
+    async def _stop_transfer(self) -> None:
+        if self._transfer is not None:
+            (transfer, task), self._transfer = self._transfer, None
+            transfer.stop()
+            await asyncio.wait({task})
+            with contextlib.suppress(Exception):
+                task.result()
+
+    async def _put(self, *, way: Sequence[Offered] = (), **changes: Any) -> None:
+        """Replace parts of the list. Files stay that lead to what is shown, as far as there is place for them, and
+        those of the way to what comes next."""
+        known = replace(self.folder.listing, shown=self.own, **changes)
+        end, kept, total = "" if known.shown is None else known.shown.commit_id, set(way), 0
+        if known.shown is not None:
+            kept |= {each for each in known.files if each.is_urgent and each.commit_id == known.shown.urgent}
+        for place in range(_MAX_KEPT):
+            last = next((each for each in known.files if each.commit_id == end and not each.is_urgent), None)
+            if last is None or (place and total + last.size_bytes > _MAX_KEPT_BYTES):
+                break
+            kept.add(last)
+            total, end = total + last.size_bytes, last.since_commit_id
+        if not way:  # what had begun to arrive, before this process or before an urgent version
+            ends = {each.commit_id for each in (known.target, known.trial) if each}
+            kept |= {each for each in known.files if each.commit_id in ends}
+        known = replace(known, files=tuple(each for each in known.files if each in kept))
+        await asyncio.to_thread(self.folder.put, known)
+
+    # Versions
+
+    async def _apply(self, files: Sequence[Path], own: Origin | None, target: Origin) -> bool:
+        """Apply files as one version, and show it; if that fails, the one before stays. False: a canary waits."""
+        listing = self.folder.listing
+        if self._canary is not None and own is not None and target.is_same(listing.trial):
+            before = await self._measured(own)
+            if before is None:
+                return False
+            await self._put(trial_of=target.commit_id, trial_before=tuple(before))
+        started, commit = time.monotonic(), "" if own is None else own.commit_id
+        try:
+            applied = await self._writer.ask("apply", commit, str(self._directory), *map(str, files))
+        except UpdateError as error:
+            if error.kind == DiskFullError.__name__:
+                await self._put(files=())
+            elif error.kind not in _OF_THIS_MOMENT:
+                self._refused |= {each.name for each in files}
+                await self._put(files=tuple(each for each in self.folder.listing.files if each.id not in self._refused))
+            raise
+        reach("update: applied")
+        await self._show(applied, target)
+        reach("update: shown")
+        self._shown_at, self._judge_at, self._said = time.monotonic(), 0.0, ""
+        await self._put(before=own and own._replace(urgent=""))
+        reach("update: file kept")
+        _LOG.info("version %d: %d rows in %.1f s", applied["version"], applied["rows"], time.monotonic() - started)
+        return True
+
+    async def _show(self, applied: Mapping[str, Any], target: Origin) -> None:
+        try:
+            await self._refresh()
+        except Exception as error:
+            self._unfit.add(target.commit_id)
+            if not applied["was_there"]:  # what is shown and what the replica has are the same again
+                with contextlib.suppress(UpdateError):  # of a first version there is none before
+                    await self._writer.ask("rollback", "", str(self._directory))
+            if self._canary is not None and target.is_same(self.folder.listing.trial):
+                await self._decline(target, f"it cannot be shown: {excerpt(str(error), 300)}")
+            raise
+
+    # A canary's verdict
+
+    async def _measured(self, own: Origin) -> Measures | None:
+        """What a version on trial is compared with; None while there is too little."""
+        assert self._canary is not None
+        seconds = min(self._canary.seconds, WINDOW_SECONDS)
+        found = await asyncio.to_thread(self._measure, seconds, own.commit_id + own.urgent)
+        if found is None or found == Measures():
+            self._say(f"the canary has fewer than {MIN_REQUESTS} requests, or its watch has not measured {own}")
+            return None
+        return found
+
+    async def _judge(self, own: Origin) -> bool:
+        """Compare what is on trial with before, once it was shown for long enough; whether there is a new verdict."""
+        known, canary, now = self.folder.listing, self._canary, time.monotonic()
+        if canary is None or known.trial_of != own.commit_id or known.verdict_on(own.commit_id) is not None:
+            return False
+        window = min(canary.seconds, WINDOW_SECONDS)
+        if not self._shown_at:  # by the process before
+            self._shown_at = now
+        if not self._judge_at:
+            self._judge_at = self._shown_at + window + 1  # servers count whole seconds
+        if now < self._judge_at:
+            return False
+        self._judge_at = now + (window if now < self._shown_at + canary.seconds else POLL_SECONDS)
+        before = Measures(*known.trial_before)
+        after = await asyncio.to_thread(self._measure, window, own.commit_id) or Measures()
+        if worse := canary.worse(before, after):
+            await self._decline(own, worse, before, after)
+            reach("canary: declined")
+            return True
+        if lacking := absent(before, after):
+            self._say(f"the canary cannot judge {own} yet: {', '.join(lacking)} of it is not measured")
+        elif now >= self._shown_at + canary.seconds:
+            verdict = Verdict(own.version, own.commit_id, True, "", tuple(before), tuple(after))
+            await asyncio.to_thread(self.folder.put, known.judged([verdict]))
+            reach("canary: approved")
+            return True
+        return False

@@ -290,6 +290,10 @@ class Window:
                 for second in range(max(self._first, now - WINDOW_SECONDS), now)
             ]
 
+    def latest(self, seconds: int) -> list[Latencies]:
+        """Latencies of all models in each of the last seconds."""
+        return [np.concatenate([np.empty(0), *each.values()]) for each in self.seconds()[-seconds:]]
+
 
 def summarize(seconds: Sequence[Latencies]) -> Recent:
     """Of the latencies of each second."""

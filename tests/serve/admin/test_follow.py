@@ -1,0 +1,510 @@
+"""Replicas that pull: from publishers, each other and plain folders; broken transfers, kills, and what is refused."""
+
+import asyncio
+import contextlib
+import functools
+import http.server
+import os
+import random
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import tierstore
+from tests.following import Child
+from tests.serve import whole
+from tests.serve.loops import wait_for
+from tests.serve.replicas import Shown, following, publishing
+from tests.updates.support import change, contents, make, same
+from tierstore import errors
+from tierstore.cli import entry as cli
+from tierstore.serve.admin import offer
+from tierstore.serve.admin.offer import UpdateError
+from tierstore.serve.admin.updates import Writer
+from tierstore.system import killpoints
+from tierstore.updates import fetch
+from tierstore.updates.delta import source_of
+from tierstore.updates.fetch import FetchError, Transfer
+from tierstore.updates.listing import Offered
+
+pytestmark = pytest.mark.usefixtures("warm_writer")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("PAUSE_SECONDS", 0.01), ("SILENT_SECONDS", 0.5), ("PATIENCE_SECONDS", 2.0)):
+        monkeypatch.setattr(fetch, name, seconds)
+    monkeypatch.setattr(offer, "_BEGIN_SECONDS", 0.1)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    change(tmp_path / "source", 1, keep=4)
+    return tmp_path / "source"
+
+
+def require_same(replica: Shown, source: Path) -> None:
+    """It shows the source's version, and its rows."""
+    assert replica.store.extra["tierstore.update"] == source_of(source).origin._asdict()
+    replica.close()
+    assert same(contents(replica.directory), contents(source))
+    replica.show()
+
+
+class KilledError(BaseException):
+    """Stands for the end of a process: nothing but the disk is left of it."""
+
+
+class Fleet:
+    """A publisher, and replicas of drawn sources, each of which may be killed at any of its steps."""
+
+    def __init__(self, source: Path, seed: int, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack) -> None:
+        self.source, self.draw, self._stack = source, random.Random(seed), stack
+        self._versions, self.kills, self.damaged = 1, 0, 0
+        self.publisher = stack.enter_context(publishing(source, urgent=0.3, say=lambda _: None))
+        self._stacks: list[contextlib.ExitStack] = []
+        self.replicas: list[Shown] = []
+        self._urls: list[list[int]] = []
+        for place in range(3):
+            self._urls.append(self.draw.sample(range(-1, place), self.draw.randint(1, place + 1)))
+            self._stacks.append(stack.enter_context(contextlib.ExitStack()))
+            self.replicas.append(self._start(place))
+        monkeypatch.setattr(killpoints, "hook", self._hook)
+        self._doom, self._parts = 0, offer._parts
+        monkeypatch.setattr(offer, "_parts", self._broken)
+        self.is_broken = True
+
+    def _start(self, place: int) -> Shown:
+        urls = [self.publisher.url if each < 0 else self.replicas[each].url for each in self._urls[place]]
+        directory = self.source.with_name(f"replica {place}")
+        return self._stacks[place].enter_context(following(directory, urls))
+
+    def _hook(self, _name: str) -> None:
+        self._doom -= 1
+        if self._doom == 0:
+            raise KilledError
+
+    async def _broken(self, *arguments: Any) -> Any:
+        async for data in self._parts(*arguments):
+            chance = self.draw.random() if self.is_broken else 1.0
+            if chance < 0.2:
+                self.damaged += 1
+                yield data[:-1] + bytes([data[-1] ^ 1])
+            elif chance < 0.4:
+                yield data[: len(data) // 2]
+                raise OSError("broken off")
+            else:
+                yield data
+
+    def commit(self) -> None:
+        self._versions += 1
+        change(self.source, self._versions, keep=4, names=[("item",), ("item", "user"), ("new",)][self._versions % 3])
+
+    def go_back(self) -> None:
+        with tierstore.open(self.source, keep=4, ddr="4MiB", threads=1) as store:
+            store.rollback(self.draw.choice(store.versions))
+
+    def publish(self) -> None:
+        self._doom = self.draw.choice([0, self.draw.randint(1, 5)])
+        with contextlib.suppress(KilledError):
+            self.publisher.step()
+        self.publisher.folder.open()  # as the next process does
+        self._doom = 0
+
+    def follow(self, place: int) -> None:
+        self._doom = self.draw.choice([0, *[self.draw.randint(1, 5)] * 3])
+        try:
+            self.replicas[place].follow()
+        except KilledError:
+            self.kills += 1
+            self._restart(place)
+        except (errors.TierstoreError, OSError):
+            assert self.is_broken
+        self._doom = 0
+
+    def _restart(self, place: int) -> None:
+        for each in range(place, 3):  # those that follow it, too, as its port is another
+            self._stacks[each].close()
+        for each in range(place, 3):
+            self._stacks[each] = self._stack.enter_context(contextlib.ExitStack())
+            self.replicas[each] = self._start(each)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_of_drawn_sources_end_at_the_version_of_the_source(
+    source: Path, seed: int, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+) -> None:
+    """Bit for bit, whatever is killed, broken off, damaged or gone back from."""
+    fleet = Fleet(source, seed, monkeypatch, stack)
+    for _ in range(25):
+        action = fleet.draw.choice(["commit", "commit", "publish", "publish", "back", *["follow"] * 5])
+        if action == "commit":
+            fleet.commit()
+        elif action == "back" and fleet.draw.random() < 0.5:
+            fleet.go_back()
+        elif action == "publish":
+            fleet.publish()
+        elif action == "back":
+            with contextlib.suppress(UpdateError):
+                fleet.draw.choice(fleet.replicas).roll_back()
+        else:
+            fleet.follow(fleet.draw.randrange(3))
+    assert fleet.kills
+    fleet.is_broken = False
+    monkeypatch.setattr(killpoints, "hook", None)
+    fleet.commit()
+    fleet.publish()
+    for replica in fleet.replicas:
+        replica.follow()
+        require_same(replica, source)
+        assert len(list((replica.directory / "incoming").iterdir())) <= 1 + len(replica.listing.files)
+
+
+def test_a_replica_follows_version_by_version_and_goes_back_for_good(
+    source: Path, tmp_path: Path, stack: contextlib.ExitStack
+) -> None:
+    publisher = stack.enter_context(publishing(source, say=(said := list[str]()).append))
+    replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
+    assert replica.follow() == 0, "nothing is offered"
+    assert publisher.step()
+    assert not publisher.step()
+    assert replica.follow() == 1
+    before = contents(source)
+    change(source, 2, keep=4)
+    publisher.step()
+    assert replica.follow() == 2
+    assert replica.refreshed == 2
+    require_same(replica, source)
+    assert said == [f"version 1: {said[0].partition(': ')[2]}", f"version 2: {said[1].partition(': ')[2]}"]
+    assert "whole" in said[0]
+    assert "since version 1" in said[1]
+    left = replica.taker.own.commit_id
+    assert replica.roll_back() == 1
+    assert replica.listing.left == (left,)
+    assert replica.follow() == 1
+    replica.close()
+    assert same(contents(replica.directory), before)
+    replica.show()
+    change(source, 3, keep=4)
+    publisher.step()
+    assert replica.follow() == 3, "what it went back from is not shown on the way"
+    assert replica.refreshed == 4
+    require_same(replica, source)
+
+
+@pytest.mark.parametrize("point", ["update: applied", "update: shown", "rollback: declined", "rollback: written"])
+def test_a_server_that_is_killed_declines_what_it_left_and_nothing_else(
+    source: Path, tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+) -> None:
+    publisher = stack.enter_context(publishing(source))
+    directory = tmp_path / "replica"
+
+    def die(name: str) -> None:
+        if name == point:
+            raise KilledError
+
+    for version in (1, 2, 3):
+        publisher.step()
+        with following(directory, [publisher.url]) as replica:
+            monkeypatch.setattr(killpoints, "hook", die if version == 3 else None)
+            with contextlib.suppress(KilledError):
+                replica.follow()
+                replica.roll_back() if version == 3 else None
+                assert version < 3
+        change(source, version + 1, keep=4)
+    monkeypatch.setattr(killpoints, "hook", None)
+    with following(directory, [publisher.url]) as replica:
+        is_rollback = point.startswith("rollback")
+        assert replica.follow() == (2 if is_rollback else 3)
+        assert len(replica.listing.left) == is_rollback
+        if not is_rollback:
+            left = replica.taker.own.commit_id
+            assert replica.roll_back() == 2
+            assert replica.listing.left == (left,)
+        assert replica.taker.own.commit_id not in replica.listing.left
+        assert replica.taker.own.commit_id in {each.commit_id for each in replica.listing.files}
+
+
+def test_a_source_that_went_back_is_followed_there(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    publisher = stack.enter_context(publishing(source))
+    near, far = (stack.enter_context(following(tmp_path / name, [publisher.url])) for name in ("near", "far"))
+    for version in (2, 3):
+        publisher.step()
+        near.follow()
+        change(source, version, keep=4)
+    publisher.step()
+    assert near.follow() == far.follow() == 3
+    with tierstore.open(source, keep=4, ddr="4MiB", threads=1) as store:
+        store.rollback(2)
+    publisher.step()
+    for replica in (near, far):
+        assert replica.follow() == 2
+        require_same(replica, source)
+    shutil.rmtree(publisher.folder.path)
+    with publishing(source) as again:
+        change(source, 4, keep=4)
+        again.step()
+        with following(near.directory, [again.url]) as replica:
+            replica.follow()
+            require_same(replica, source)  # also a publisher whose folder was lost is followed
+
+
+def test_an_update_passes_through_a_replica_while_it_arrives_there(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+) -> None:
+    publisher = stack.enter_context(publishing(source))
+    publisher.step()
+    parts, go_on, half = offer._parts, threading.Event(), list[int]()
+
+    async def slow(folder: Any, *rest: Any) -> Any:
+        async for data in parts(folder, *rest):
+            if folder is not publisher.folder:
+                yield data
+                continue
+            half.append(len(data) // 2)
+            yield data[: half[0]]
+            await asyncio.to_thread(go_on.wait, 20)
+            yield data[half[0] :]
+
+    monkeypatch.setattr(offer, "_parts", slow)
+    monkeypatch.setattr(fetch, "SILENT_SECONDS", 20.0)
+    first = stack.enter_context(following(tmp_path / "first", [publisher.url]))
+    second = stack.enter_context(following(tmp_path / "second", [first.url]))
+    while not first.taker._transfer:
+        first.step()
+    wait_for(lambda: half)
+    (file_id,) = [each.id for each in first.listing.files]
+    partial = second.directory / "incoming" / f"{file_id}.partial"
+    while not (partial.exists() and partial.stat().st_size >= half[0]):
+        assert not second.step()
+    assert partial.stat().st_size == half[0]
+    go_on.set()
+    assert first.follow() == second.follow() == 1
+    assert publisher.folder.given_bytes == sum(each.size_bytes for each in first.listing.files)
+
+
+def test_a_transfer_goes_on_where_it_broke_and_leaves_who_is_silent(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    update, asked = make(source), list[tuple[str, int]]()
+    offered = Offered.of(update.id, update.size_bytes, update.header)
+    data = update.path.read_bytes()
+    gives: dict[str, Callable[[int], Any]] = {
+        "breaks": lambda start: iter([data[start : start + 1000]]),
+        "silent": lambda _start: iter(()),
+        "lies": lambda start: iter([bytes(len(data) - start)]),
+    }
+
+    class Fake:
+        def __init__(self, url: str) -> None:
+            self.url = url
+
+        def read(self, _: Offered, start: int) -> Any:
+            asked.append((self.url, start))
+            return gives[self.url](start)
+
+    def run(*urls: str) -> None:
+        monkeypatch.setattr("random.sample", lambda found, _count: list(found))
+        asked.clear()
+        Transfer(tmp_path, offered, [Fake(url) for url in urls]).run()  # type: ignore[arg-type]
+
+    (tmp_path / f"{update.id}.partial").write_bytes(data[:500])
+    run("silent", "breaks")
+    assert asked[:3] == [("silent", 500), ("breaks", 500), ("silent", 1500)]
+    assert (tmp_path / update.id).read_bytes() == data
+    (tmp_path / update.id).unlink()
+    run("lies", "breaks")
+    assert "was damaged on its way" in caplog.text
+    assert (tmp_path / update.id).read_bytes() == data
+    (tmp_path / update.id).unlink()
+    for url, why in (("lies", "damaged on its way from each of 1"), ("silent", "it has no more")):
+        with pytest.raises(FetchError, match=why):
+            run(url)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((1, 1, 9, 9, 64 << 20, 9, 9, 9, 0, 9)))
+    with pytest.raises(errors.DiskFullError, match="Free some space"):
+        run("breaks")
+
+
+def test_what_a_server_cannot_show_is_passed_over(tmp_path: Path) -> None:
+    source, ids = tmp_path / "source", torch.arange(3)
+    change(source, 1, names=("item",))
+
+    def put(value: float) -> None:
+        with tierstore.open(source, ddr="4MiB") as store:
+            store["item"].write(ids, torch.full((3, 6), value))
+            store.commit()
+
+    with publishing(source) as publisher, following(tmp_path / "replica", [publisher.url]) as replica:
+        publisher.step()
+        assert replica.follow() == 1
+        before, show = contents(replica.directory), replica.refresh
+
+        async def refuse() -> int:
+            raise ValueError("holds NaN")
+
+        put(float("nan"))
+        publisher.step()
+        replica.refresh = refuse  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="holds NaN"):
+            replica.follow()
+        assert replica.follow() == 1
+        replica.close()
+        assert same(contents(replica.directory), before)
+        replica.refresh = show  # type: ignore[method-assign]
+        replica.show()
+        put(2.0)
+        publisher.step()
+        assert replica.follow() == 3
+        require_same(replica, source)
+
+
+def test_any_file_server_can_offer_a_folder(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "offered"
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+    command = ["publish", str(source), "--into", str(folder), "--once"]
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out.startswith("version 1: ")
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == "nothing is new\n"
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with following(tmp_path / "replica", [f"http://127.0.0.1:{server.server_port}/offered"]) as replica:
+            for version in (1, 2):
+                assert replica.follow() == version
+                require_same(replica, source)
+                change(source, version + 1, keep=4)
+                assert cli.main(command) == 0
+        server.shutdown()
+
+
+def test_rows_of_one_store_only(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    change(tmp_path / "another", 1, keep=4)
+    one, other = (stack.enter_context(publishing(each)) for each in (source, tmp_path / "another"))
+    one.step()
+    other.step()
+    for urls in ([one.url, other.url], [other.url, one.url]):
+        replica = stack.enter_context(following(tmp_path / f"new {len(urls[0])}", urls))
+        with pytest.raises(UpdateError, match="offer several stores"):
+            replica.follow()
+        assert replica.store is None
+    with following(tmp_path / "replica", [one.url]) as replica:
+        replica.follow()
+    with following(tmp_path / "replica", [other.url]) as replica:
+        with pytest.raises(UpdateError, match="takes updates of one store"):
+            replica.follow()
+        assert replica.version == 1
+    with (
+        pytest.raises(errors.TierstoreError, match="choose another folder"),
+        publishing(source, folder=other.folder.path) as wrong,
+    ):
+        wrong.step()
+
+
+def test_one_process_writes_all_updates_of_a_server(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    with publishing(source) as publisher, whole.serving(tmp_path / "replica", sources=(publisher.url,)) as server:
+        writer: Writer = server.server._replica._writer
+        pids = set()
+        for version in (1, 2, 3):
+            publisher.step()
+            wait_for(lambda version=version: server.engine.version == version)
+            pids.add(writer._process.pid)  # type: ignore[union-attr]
+            change(source, version + 1, keep=4)
+        assert len(pids) == 1
+        assert writer._process is not None
+        writer._process.kill()
+        publisher.step()
+        wait_for(lambda: server.engine.version == 4)
+        assert not writer._process or writer._process.pid not in pids
+        assert server.metric("tierstore_update_failures_total") == 0
+
+
+class Heartbeat:
+    """Holds of a loop's thread: processor time between two turns, and calls of the file system."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+        self._loop, self._thread, self._last = loop, thread, 0.0
+        self.held, self.waits = 0.0, list[str]()
+        loop.call_soon_threadsafe(self._beat)
+
+    def _beat(self) -> None:
+        now = time.thread_time()
+        self.held = max(self.held, now - self._last if self._last else 0.0)
+        self._last = now
+        self._loop.call_later(0.002, self._beat)
+
+    def note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if threading.get_ident() == self._thread and "incoming" in str(arguments[:1]):
+            self.waits.append(event)
+
+
+_HEARTS: list[Heartbeat] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _HEARTS and event.partition(".")[0] in ("open", "os"):
+        for heart in _HEARTS:
+            heart.note(event, arguments)
+
+
+def test_no_loop_is_held_while_updates_come_in(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 50 ms of processor time, or by any wait for the disk of ours: those are audited, and fsync is slow."""
+    fsync, on_loop = os.fsync, list[int]()
+    with publishing(source) as publisher, whole.serving(tmp_path / "replica", sources=(publisher.url,)) as server:
+        publisher.step()
+        wait_for(lambda: server.engine.version == 1)
+        loop_thread = server._thread.ident
+        assert loop_thread is not None
+
+        def slow(descriptor: int) -> None:
+            on_loop.extend([descriptor] if threading.get_ident() == loop_thread else [])
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", slow)
+        sys.addaudithook(_audit)
+        _HEARTS.append(heart := Heartbeat(server.loop, loop_thread))
+        server.engine.row_counts._counts.update(range(2 * 16_384))
+        try:
+            for version in (2, 3, 4):
+                change(source, version, keep=4)
+                publisher.step()
+                wait_for(lambda version=version: server.engine.version == version)
+                httpx.get(f"{server.admin}/updates/lookups", headers=whole.ADMIN).raise_for_status()
+                httpx.get(f"{server.admin}/updates/list.json", headers=whole.ADMIN).raise_for_status()
+        finally:
+            _HEARTS.clear()
+    assert (on_loop, heart.waits) == ([], [])
+    assert heart.held < 0.05
+
+
+@pytest.mark.slow
+def test_commands_of_two_processes(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    """``tierstore publish`` and ``tierstore serve --from`` as users start them."""
+    (token := tmp_path / "token").write_text("secret\n")
+    code = "import sys; from tierstore.cli import main; main(sys.argv[1:])"
+    words = ["publish", str(source), "--port", "0", "--token-file", str(token)]
+    publisher = Child(code, *words)
+    stack.callback(publisher.kill)
+    assert publisher._process.stdout is not None
+    said = [publisher._process.stdout.readline() for _ in range(2)]
+    (url,) = [line.split()[1] for line in said if line.startswith("ready: ")]
+    assert any(line.startswith("version 1: ") for line in said)
+    flags = ["--store", str(tmp_path / "replica"), "--from", url, "--admin-token-file", str(token)]
+    server = stack.enter_context(whole.command(tmp_path / "log", *whole.FREE_PORTS, *flags))
+    with socket.create_connection(("127.0.0.1", int(server.admin.rpartition(":")[2]))):
+        wait_for(lambda: httpx.get(f"{server.url}/v2/health/ready").status_code == 200)

@@ -1,0 +1,152 @@
+"""What is offered, and to whom: lists and files by HTTP, lists that cannot be believed, and flags of the commands."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import tierstore
+from tests.serve.admin.test_follow import quick, source
+from tests.serve.replicas import following, publishing
+from tierstore import errors
+from tierstore.cli import entry as cli
+from tierstore.updates.fetch import Source
+from tierstore.updates.listing import MAX_FILES, Listing, Offered, way
+
+__all__ = ["quick", "source"]
+
+pytestmark = pytest.mark.usefixtures("warm_writer")
+
+
+GONE = [
+    (["publish", "store", "--to", "http://a"], "tierstore serve --from URL"),
+    (["publish", "store", "--fan-out", "2"], "tierstore serve --from URL"),
+    (["serve", "--store", "s", "--updates"], "give --from URL"),
+    (["serve", "--store", "s", "--peers", "http://a"], "give --from URL"),
+    (["publish", "store", "--urgent", "1"], "above 0 and below 1"),
+    (["publish", "store", "--host", "0.0.0.0"], "give --token-file"),
+    (["publish", "store", "--tls-key", "k"], "--tls-certificate"),
+    (["publish", "store", "--canary", "ftp://a"], "write http"),
+]
+
+
+@pytest.mark.parametrize(("words", "why"), GONE, ids=lambda each: str(each[-1]) if isinstance(each, list) else "")
+def test_old_and_wrong_flags_name_the_way(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):  # of argparse
+        assert cli.main(words) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_only_a_holder_of_the_token_has_anything(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    publisher = stack.enter_context(publishing(source, token="secret"))
+    publisher.step()
+    (file,) = publisher.folder.listing.files
+    base, bearer = f"{publisher.url}/updates", {"Authorization": "Bearer secret"}
+    for name in ("list.json", file.id):
+        assert httpx.get(f"{base}/{name}").status_code == 401
+    with httpx.Client(headers=bearer) as client:
+        answer = client.get(f"{base}/list.json")
+        assert Listing.from_json(answer.content) == publisher.folder.listing
+        again = client.get(f"{base}/list.json", headers={"If-None-Match": answer.headers["ETag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        data = client.get(f"{base}/{file.id}").content
+        assert data == (publisher.folder.path / file.id).read_bytes()
+        cases = [("bytes=100-", 206), ("bytes=0-1", 400), ("x", 400), (f"bytes={file.size_bytes}-", 416)]
+        for given, status in cases:
+            found = client.get(f"{base}/{file.id}", headers={"Range": given})
+            assert found.status_code == status
+            assert status > 206 or found.content == data[100:]
+        for name in ("0" * 16, "made", "..%2Fmanifest.json", "list.json.partial"):
+            assert client.get(f"{base}/{name}").status_code == 404
+        for method in ("POST", "PATCH", "PUT", "DELETE"):
+            refused = client.request(method, f"{base}/{file.id}", headers={"X-Tierstore-Admin": "1"})
+            assert refused.status_code == 405
+        assert f"tierstore_published_bytes_given {2 * len(data) - 100}" in client.get(f"{publisher.url}/metrics").text
+    with following(tmp_path / "replica", [publisher.url], token="another") as replica:
+        assert replica.follow() == 0
+        assert "401" in replica.taker._sources[0].error
+
+
+GOOD = (
+    Listing(
+        files=(Offered("0" * 16, 9, 0, "", 2, "1" * 16),),
+        serial=7,
+        target=tierstore.updates.Origin("0" * 32, 2, "1" * 16),
+    )
+    .to_json()
+    .decode()
+)
+WRONG = {
+    "id": ('"id": "0000000000000000"', '"id": "../../../../etc/x"'),
+    "size": ('"size_bytes": 9', '"size_bytes": -1'),
+    "nan": ('"serial": 7', '"serial": NaN'),
+    "huge": ('"size_bytes": 9', '"size_bytes": 9e99'),
+    "base": ('"since": 0', '"since": 1'),
+    "text": ('"version": 2', '"version": "2"'),
+    "serial": ('"serial": 7', '"serial": true'),
+    "target": ('"target": [', '"target": ["x", '),
+    "more": ('"serial"', '"more": 1, "serial"'),
+    "none": ('"left": []', '"left": ["x"]'),
+    "deep": ('"left": []', '"left": ' + "[" * 100_000),
+    "long": ('"left": []', '"left": [] ' + " " * (1 << 20)),
+    "many": ('"left": []', '"left": ' + str(["1" * 16] * 65).replace("'", '"')),
+    "no json": ("{", ""),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_hostile_list_is_no_list(name: str) -> None:
+    assert Listing.from_json(GOOD.encode()).serial == 7
+    old, new = WRONG[name]
+    assert old in GOOD
+    with pytest.raises(errors.FormatError, match="no list of updates"):
+        Listing.from_json(GOOD.replace(old, new, 1).encode())
+    file = Offered("0" * 16, 9, 0, "", 2, "1" * 16)
+    with pytest.raises(errors.FormatError, match="too many"):
+        Listing.from_json(Listing(files=(file,) * (MAX_FILES + 1)).to_json())
+
+
+def test_the_way_to_a_version_is_by_changes_where_they_lead_there() -> None:
+    def file(number: int, since: int, version: int, *, urgent: bool = False) -> Offered:
+        return Offered(
+            f"{number:016x}", 10, since, f"{since:016x}" if since else "", version, f"{version:016x}", urgent
+        )
+
+    def at(version: int, urgent: str = "") -> tierstore.updates.Origin:
+        return tierstore.updates.Origin("0" * 32, version, f"{version:016x}", urgent)
+
+    files = [file(1, 0, 2), file(2, 2, 3), file(3, 3, 4), file(4, 3, 5), file(5, 4, 5), file(6, 1, 2)]
+    files += [file(7, 4, 5, urgent=True), file(8, 8, 9), file(9, 0, 4)]
+
+    def ids(own: Any, target: int, here: tuple[int, ...] = ()) -> list[int] | None:
+        found = way(files, own, at(target), {f"{each:016x}" for each in here})
+        return None if found is None else [int(each.id, 16) for each in found]
+
+    assert ids(at(2), 4) == [2, 3]
+    assert ids(at(2), 5) == [2, 4]
+    assert ids(at(1), 3) == [6, 2]
+    assert ids(None, 4) == [9]
+    assert ids(None, 4, (1,)) == [1, 2, 3], "a copy that has begun to arrive goes on"
+    assert ids(at(7), 3) == [1, 2], "another branch's"
+    assert ids(at(5), 5) == []
+    assert ids(at(2), 9) is None
+    assert ids(at(4), 5) == [7]
+    assert ids(at(4), 5, (5,)) == [5], "what has arrived needs no urgent rows"
+    assert ids(at(4, "5" * 16), 5) == [5]
+
+
+def test_a_token_that_is_sent_in_plain_text_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    for token, url in (
+        (None, "http://far"),
+        ("t", "https://far"),
+        ("t", "http://localhost"),
+        *[("t", "http://far")] * 3,
+    ):
+        Source(url, token)
+    assert [each.getMessage().partition(" ")[0] for each in caplog.records] == ["http://far"]
+    for url in ("ftp://somewhere", "http://user:secret@far", "http://far?x=1", "far:8002"):
+        with pytest.raises(ValueError) as refused:
+            Source(url)
+        assert "secret" not in str(refused.value)

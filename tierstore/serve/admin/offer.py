@@ -1,0 +1,114 @@
+"""Update files for replicas: GET /updates/list.json, with an ETag, and GET /updates/ID, with a range, as it arrives."""
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ...errors import TierstoreError
+from ...system.files import open_plain_file
+from ...updates.listing import Folder, Offered
+
+_IDLE_SECONDS: Final = 60.0
+"""A file that has not grown for so long ends early."""
+_BEGIN_SECONDS: Final = 3.0
+"""For which a request waits for a file to begin here."""
+_GROWTH_SECONDS: Final = 0.02
+"""How often a file is looked at that grows: each server that passes it on adds half of that."""
+_PART_BYTES: Final = 256 << 10
+_FROM: Final = re.compile(r"bytes=([0-9]{1,16})-")
+
+
+class UpdateError(TierstoreError):
+    """A call that cannot be done; ``kind``: name of the error's class in the process that writes the replica, or ""."""
+
+    def __init__(self, http_status: int, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.http_status = http_status
+        self.kind = kind
+
+
+def offer_routes(folder: Folder, lookups: Callable[[], Sequence[tuple[int, int]]] | None = None) -> list[Route]:
+    """For a folder of a publisher or a replica. ``lookups``: gives row keys and how often each was looked up."""
+
+    async def show_list(request: Request) -> Response:
+        headers, text = {"ETag": folder.tag, "Cache-Control": "no-cache"}, folder.text
+        if request.headers.get("if-none-match") == headers["ETag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(text, headers=headers, media_type="application/json")
+
+    async def show_lookups(_: Request) -> Response:
+        assert lookups is not None
+        return await asyncio.to_thread(lambda: JSONResponse({"lookups": lookups()}))
+
+    async def give(request: Request) -> Response:
+        file_id, given = request.path_params["id"], request.headers.get("range", "bytes=0-")
+        offered = next((each for each in folder.listing.files if each.id == file_id), None)
+        if offered is None:
+            raise UpdateError(404, "there is no such update; the list names those that there are")
+        if (match := _FROM.fullmatch(given)) is None:
+            raise UpdateError(400, "a header like Range: bytes=100- may say where to begin")
+        if (first := int(match[1])) >= offered.size_bytes:
+            raise UpdateError(416, f"update {file_id} has {offered.size_bytes} bytes")
+        file = await _opened(folder.path, file_id)
+        headers = {
+            "Content-Range": f"bytes {first}-{offered.size_bytes - 1}/{offered.size_bytes}",
+            "Content-Length": str(offered.size_bytes - first),
+        }
+        body = _parts(folder, file, offered, first)
+        return StreamingResponse(body, 206, headers, media_type="application/octet-stream")
+
+    routes = [Route("/updates/list.json", show_list, methods=["GET"])]
+    if lookups is not None:
+        routes.append(Route("/updates/lookups", show_lookups, methods=["GET"]))
+    return [*routes, Route("/updates/{id}", give, methods=["GET"])]
+
+
+async def _opened(folder: Path, file_id: str) -> BinaryIO:
+    """A file that is whole, or arrives. UpdateError: it does not begin to."""
+
+    def find() -> BinaryIO | None:
+        for name in (f"{file_id}.partial", file_id, f"{file_id}.partial"):  # it may be renamed meanwhile
+            try:
+                return open_plain_file(folder / name)
+            except FileNotFoundError:
+                pass
+        return None
+
+    patience = time.monotonic() + _BEGIN_SECONDS
+    while (file := await asyncio.to_thread(find)) is None:
+        if time.monotonic() > patience:
+            raise UpdateError(404, "there is nothing of this update yet")
+        await asyncio.sleep(_GROWTH_SECONDS)
+    return file
+
+
+async def _parts(folder: Folder, file: BinaryIO, offered: Offered, offset: int) -> AsyncIterator[bytes]:
+    """A file from ``offset`` on, as it grows; ends early if it does not, or was begun anew."""
+
+    def read() -> tuple[bytes, bool]:
+        data = os.pread(file.fileno(), min(_PART_BYTES, offered.size_bytes - offset), offset)
+        status = os.fstat(file.fileno())
+        return data, bool(data) or (status.st_nlink > 0 and status.st_size >= offset)
+
+    try:
+        grew_at = time.monotonic()
+        while offset < offered.size_bytes:
+            data, is_there = await asyncio.to_thread(read)
+            if data:
+                yield data
+                offset, grew_at = offset + len(data), time.monotonic()
+                folder.given_bytes += len(data)
+            elif not is_there or time.monotonic() - grew_at > _IDLE_SECONDS:
+                return
+            else:
+                await asyncio.sleep(_GROWTH_SECONDS)
+    finally:
+        file.close()

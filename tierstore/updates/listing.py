@@ -1,0 +1,208 @@
+"""What a publisher or a replica offers: update files, and what replicas are to show. Lists of others are not trusted.
+
+A folder has the files, named by their ids, ``ID.partial`` of one that still arrives, and ``list.json``. Any plain file
+server can offer it.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from ..errors import FormatError, TierstoreError
+from ..settings.sections import converted
+from ..store.version import ORIGIN_KEY, is_commit_id
+from ..system.checks import excerpt, require_int
+from ..system.files import make_directory, names_in, read_plain_file, write_text
+from .header import Origin, UpdateHeader, origin_of
+
+LIST_NAME: Final = "list.json"
+MAX_LIST_BYTES: Final = 1 << 20
+MAX_FILES: Final = 256
+MAX_NAMED: Final = 64
+"""Verdicts, and commits that were gone back from, in a list: the newest."""
+_MAX_FILE_BYTES: Final = 1 << 40
+Figures = tuple[float | None, ...]
+"""Measures of a server, as ``canary.Measures`` has them; None of what it cannot tell."""
+
+
+def _require_ids(*ids: str) -> None:
+    if not all(map(is_commit_id, ids)):
+        raise ValueError(f"{excerpt(ids)}: an id is 16 hex digits")
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """An update file. ``id``: XXH64 of its bytes. Its rows are those changed since a commit; every row if
+    ``since_commit_id`` is empty; only some of the changed ones if it is urgent."""
+
+    id: str
+    size_bytes: int
+    since: int
+    since_commit_id: str
+    version: int
+    commit_id: str
+    is_urgent: bool = False
+
+    def __post_init__(self) -> None:
+        require_int(self.size_bytes, "size_bytes", 1, _MAX_FILE_BYTES)
+        _require_ids(self.id, self.commit_id, *([self.since_commit_id] if self.since or self.is_urgent else []))
+
+    @classmethod
+    def of(cls, file_id: str, size_bytes: int, header: UpdateHeader) -> "Offered":
+        commit = header.origin
+        ends = header.since, header.since_commit_id, commit.version, commit.commit_id
+        return cls(file_id, size_bytes, *ends, header.is_urgent)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a canary found of a version, and its measures before and with it."""
+
+    version: int
+    commit_id: str
+    is_approved: bool
+    why: str = ""
+    before: Figures = ()
+    after: Figures = ()
+
+    def __post_init__(self) -> None:
+        _require_ids(self.commit_id)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """Attributes:
+    serial: of what is wanted, from its publisher; the greater one is the newer.
+    target, trial: what a publisher wants replicas, and canaries, to show.
+    shown, before: the version that is served, or that replicas are to show, and the one before it.
+    left: identities of commits that an operator went back from, on this server.
+    trial_of: a canary's commit on trial; ``trial_before``: its measures before that.
+    """
+
+    files: tuple[Offered, ...] = ()
+    serial: int = 0
+    target: Origin | None = None
+    trial: Origin | None = None
+    shown: Origin | None = None
+    before: Origin | None = None
+    verdicts: tuple[Verdict, ...] = ()
+    left: tuple[str, ...] = ()
+    trial_of: str = ""
+    trial_before: Figures = ()
+
+    @property
+    def declined(self) -> set[str]:
+        return {each.commit_id for each in self.verdicts if not each.is_approved}
+
+    def verdict_on(self, commit_id: str) -> Verdict | None:
+        return next((each for each in self.verdicts if each.commit_id == commit_id), None)
+
+    def judged(self, verdicts: Iterable[Verdict]) -> "Listing":
+        """With further verdicts; of two on a commit, one that declines it holds."""
+        found: dict[str, Verdict] = {}
+        for each in (*self.verdicts, *verdicts):
+            if each.commit_id not in found or not each.is_approved:
+                found[each.commit_id] = each
+        newest = sorted(found.values(), key=lambda each: each.version)[-MAX_NAMED:]
+        return replace(self, verdicts=tuple(newest))
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Listing":
+        """Inverse of ``to_json``. FormatError for anything that it did not write."""
+        try:
+            if len(text) > MAX_LIST_BYTES:
+                raise ValueError("it is too long")
+            found = json.loads(text, parse_constant=int)  # no NaN, which is equal to nothing
+            for name in ("target", "trial", "shown", "before"):
+                found[name] = found[name] and origin_of({ORIGIN_KEY: Origin(*found[name])._asdict()})
+            kinds: dict[str, Any] = {
+                "files": tuple[Offered, ...],
+                "verdicts": tuple[Verdict, ...],
+                "left": tuple[str, ...],
+            }
+            kinds |= {"serial": int, "trial_of": str, "trial_before": Figures}
+            made = cls(**found | {name: converted(found[name], kind, name) for name, kind in kinds.items()})
+            _require_ids(*made.left)
+            require_int(made.serial, "serial", 0, 1 << 62)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise FormatError(f"no list of updates: {excerpt(str(error), 200)}") from error
+        if len(made.files) > MAX_FILES or max(len(made.verdicts), len(made.left)) > MAX_NAMED:
+            raise FormatError("no list of updates: it has too many entries")
+        return made
+
+
+def _steps(files: Iterable[Offered], commit_id: str) -> dict[str, int]:
+    """Commits from which deltas lead to one, and how many."""
+    found, new, steps = {commit_id: 0}, {commit_id}, 0
+    while new:
+        new = {each.since_commit_id for each in files if each.commit_id in new and each.since and not each.is_urgent}
+        new, steps = new - found.keys(), steps + 1
+        found |= dict.fromkeys(new, steps)
+    return found
+
+
+def way(
+    files: Sequence[Offered], own: Origin | None, target: Origin, here: Collection[str] = ()
+) -> list[Offered] | None:
+    """The files that bring a replica to a version, in order; None if some are missing. Urgent rows of that version go
+    first, by themselves. A full copy is among them only if deltas alone do not lead there. ``here``: ids of files that
+    have arrived, or begun to."""
+    steps = _steps(files, target.commit_id)
+    found, end = list[Offered](), "" if own is None else own.commit_id
+    if end not in steps:
+        wholes = [each for each in files if not each.since and each.commit_id in steps]
+        if not wholes:
+            end = ""
+        else:
+            found = [min(wholes, key=lambda each: (each.id not in here, steps[each.commit_id], each.size_bytes))]
+            end = found[0].commit_id
+    while end and end != target.commit_id:
+        found += [
+            each for each in files
+            if each.since_commit_id == end and not each.is_urgent and steps.get(each.commit_id, -1) == steps[end] - 1
+        ][:1]  # fmt: skip
+        end = found[-1].commit_id
+    is_here = end != "" and all(each.id in here for each in found)
+    if own is not None and not own.urgent and not is_here:
+        for each in files:
+            if each.is_urgent and (each.since_commit_id, each.commit_id) == (own.commit_id, target.commit_id):
+                return [each]
+    return found if end else None
+
+
+class Folder:
+    """The files and the list of one publisher or replica, which alone writes there. Its methods wait for the disk;
+    ``listing``, ``text`` and ``tag`` are in memory. ``given_bytes``: of files, to others."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.given_bytes = 0
+        self._set(Listing())
+
+    def open(self) -> None:
+        """Read the list; one that cannot be read counts as none."""
+        try:
+            self._set(Listing.from_json(read_plain_file(self.path / LIST_NAME, MAX_LIST_BYTES)))
+        except (FileNotFoundError, TierstoreError):
+            self._set(Listing())
+
+    def _set(self, listing: Listing) -> None:
+        self.listing, self.text = listing, listing.to_json()
+        self.tag = f'"{xxhash.xxh64_hexdigest(self.text)}"'
+
+    def put(self, listing: Listing) -> None:
+        """Replace the list, then delete files that it does not name. DiskFullError, TierstoreError."""
+        if listing != self.listing:
+            make_directory(self.path)
+            write_text(self.path / LIST_NAME, listing.to_json().decode(), force=True)
+            self._set(listing)
+            named = {name for each in listing.files for name in (each.id, f"{each.id}.partial")}
+            for name in names_in(self.path) - named - {LIST_NAME}:
+                (self.path / name).unlink(missing_ok=True)
