@@ -43,7 +43,7 @@ from tierstore.updates.fetch import Source
 from tierstore.updates.listing import Listing
 from tierstore.updates.publish import Publisher
 
-from .forked import Kill, fork
+from .forked import fork
 
 __all__ = ["Tally", "kill_servers"]
 
