@@ -2,7 +2,7 @@
 
 A key's set is ``(upper half of its mixed key * sets) >> 32``: it ascends with the mixed key, and mixing loses nothing.
 So one sort of a batch's mixed keys brings equal keys together and the keys of a set together. The mixer is splitmix64's
-(``kernels.hashing``) without its first sum and last shift, the range reduction that of ``cache.index``.
+(``kernels.hashing``) without its first sum and last shift, the range reduction that of ``kernels.hash_table``.
 
 Shape legend: N positions (ids of the batch), U unique rows, F features, B samples, K = F * B bags.
 """

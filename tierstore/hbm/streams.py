@@ -156,7 +156,7 @@ class Sender:
 
 class Staging:
     """Buffers of so many rows each. One caller at a time, within ``streams.side()``. ``arenas``: weights and state on
-    the device, int64 [slots, words]; ``kernels``: ``rows_triton`` or ``rows_twin``."""
+    the device, int64 [slots, words]; ``kernels``: ``launches`` or ``twin``."""
 
     def __init__(
         self, layout: RowLayout, rows: int, arenas: tuple[Tensor, ...], streams: Streams, kernels: ModuleType

@@ -41,6 +41,8 @@ _LISTED_PART: Final = 256  # LMDB's list of free pages takes at most this part o
 _CHUNKS_TOGETHER: Final = 16  # of a payload, in a transaction
 _CLEANED_PAGES: Final = 128
 """In a transaction that only cleans, victims are chosen as if so many pages had been appended before."""
+_TREE_PAGES: Final = 8
+"""Of LMDB's trees, that a small transaction copies: from leaf to root of the rows' and of the free pages'."""
 _DROPPED_TOGETHER: Final = 512
 _LIFE: Final = 1 << 32
 """Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
@@ -259,7 +261,7 @@ class Writer:
 
     def _wrote(self, rows: RowMap, pages: int) -> None:
         page_bytes, live = self._file.page_bytes, sum(segments.pages for segments in rows.segments.values())
-        self._superblocks.wrote(pages * page_bytes, live * page_bytes)
+        self._superblocks.wrote((pages + _TREE_PAGES) * page_bytes, live * page_bytes)
 
     def _take_numbers(self) -> None:
         """Begin where no process before has numbered segments, and see that none after will."""

@@ -134,7 +134,7 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> opti
         lr=float(group.get("initial_lr", group["lr"])),
         weight_decay=float(group.get("weight_decay", 0)),
         decoupled=kind == "AdamW" or group.get("decoupled_weight_decay", False),
-        **{name: group[name] for name in options},
+        **{name: group[name] if name == "betas" else float(group[name]) for name in options},
     )
     return made
 

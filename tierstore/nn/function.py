@@ -218,10 +218,16 @@ def _scale_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     """Gradient of the per-sample weights. RuntimeError: the rows are not those that forward read."""
     prepared: Any = ctx.prepared
     found = torch.zeros(prepared.scale.shape, dtype=torch.float32, device="cpu")
+    _require_rows_as_read(ctx)
     for lookup in prepared.lookups:
         lookup.scale_gradient(gradient.detach(), found.numpy())
         if lookup.joined.unseen is not None:
             lookup.joined.unseen.scale_gradient(gradient.detach(), found.numpy())
+    _require_rows_as_read(ctx)
+    return found.to(prepared.scale.device)
+
+
+def _require_rows_as_read(ctx: Any) -> None:
     for table, num_changes in ctx.rows_read:
         if table.num_changes != num_changes:
             raise RuntimeError(
@@ -229,4 +235,3 @@ def _scale_gradient(ctx: Any, gradient: Tensor) -> Tensor:
                 f"of table {table.name!r}, which the gradient of per_sample_weights needs as forward read them. Run "
                 "backward before you write, train or roll back the table, or give weights that require no gradient"
             )
-    return found.to(prepared.scale.device)

@@ -89,7 +89,7 @@ class Modules:
 
     def begin(self, batches: Any) -> Iterator[Any]:
         """``iter(batches)``, which the thread that calls ``prepare`` reads from."""
-        begin = next((each.begin for each in self._modules if each.is_collective), iter)
+        begin = next((getattr(each, "begin", iter) for each in self._modules if each.is_collective), iter)
         found: Iterator[Any] = begin(batches)
         return found
 

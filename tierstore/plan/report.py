@@ -178,7 +178,10 @@ def _compared(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
         parts = (format_size(setup.host.ddr.capacity_bytes), format_size(setup.ddr_bytes), str(len(setup.host.storage)))
         figures, bound = ("-", "-", "-"), note
         if other is not None:
-            speed = count(other.samples_per_s) if other.latency is None else duration(other.latency.p99_s)
+            if other.latency is not None:
+                speed = duration(other.latency.p99_s)
+            else:  # of a server that fails before queries wait, there is no latency
+                speed = count(other.samples_per_s) if found.latency is None else "-"
             figures = (speed, money(other.price.usd_a_month), watts(other.price.watts))
             bound = "; ".join(filter(None, (in_words(other.bottleneck), note)))
         rows.append((f"{setup.num_hosts} x {setup.host.name}{dtype}", *parts, *figures, bound))

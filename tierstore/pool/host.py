@@ -215,7 +215,8 @@ class EvictingRows(HostTier):
         return None
 
     def _parts(self, joined: Joined) -> Iterable[tuple[int, Lease]]:
-        return self._leases.parts(joined.keys)
+        whole = not self._leases.split_batches or self._may_fit(joined)
+        return self._leases.parts(joined.keys, joined.order_of_use() if whole else NO_INTS)
 
     def _may_fit(self, joined: Joined) -> bool:
         """Whether there may be slots for all rows: an admission that fails has evicted others for nothing. Rows are

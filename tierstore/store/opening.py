@@ -75,8 +75,9 @@ def open_store(
     memory = Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy)
     pauses = [*_PAUSES_SECONDS] if place is not None and mode == "w" else []
     while True:
-        is_here = bool(pauses) and place is not None and is_open_here(place)
+        is_here = False
         try:
+            is_here = bool(pauses) and place is not None and is_open_here(place)
             return Store(
                 place, memory, readonly=mode == "r", version=version, keep=keep, slack=slack, threads=threads,
                 dtype=dtype,

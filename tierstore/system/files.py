@@ -99,7 +99,7 @@ def make_directory(directory: Path) -> None:
 def directory_locked(directory: Path) -> contextlib.AbstractContextManager[int]:
     """Hold a directory's lock while files are made that must not be there yet: not every file system has links.
     Waits a minute for another process, then TierstoreError. OSError: no such directory."""
-    refusal = f"{directory}: another process has been making files there for a minute; try again later"
+    refusal = "{}: another process has been making files there for a minute; try again later"
     return output_locked(directory, os.O_RDONLY | os.O_DIRECTORY, refusal, patience_seconds=60.0)
 
 
