@@ -4,22 +4,34 @@ A folder has the files, named by their ids, ``ID.partial`` of one that still arr
 server can offer it.
 """
 
+import contextlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+import logging
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
-from ..errors import FormatError, TierstoreError
+from ..errors import FormatError, TierstoreError, TruncatedError
+from ..io.files import ROW_FILE_NAME
 from ..settings.sections import converted
+from ..store.manifest import MANIFEST_NAME, parts_in
 from ..store.version import ORIGIN_KEY, is_commit_id
 from ..system.checks import excerpt, require_int
-from ..system.files import make_directory, names_in, read_plain_file, write_text
+from ..system.files import make_directory, names_in, output_locked, read_plain_file, write_text
 from .header import Origin, UpdateHeader, origin_of
 
+_LOG: Final = logging.getLogger("tierstore.updates")
 LIST_NAME: Final = "list.json"
+MADE_NAME: Final = "made"
+_LOCK_NAME, _BAD_NAME = "lock", f"{LIST_NAME}.bad"
+_PASSING: Final = re.compile(rf"[0-9a-f]{{16}}(\.partial)?|{MADE_NAME}(\.partial)?|{LIST_NAME}\.partial")
+"""Names of what may be deleted in a folder once the list does not name it."""
 MAX_LIST_BYTES: Final = 1 << 20
 MAX_FILES: Final = 256
 MAX_NAMED: Final = 64
@@ -184,25 +196,59 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.given_bytes = 0
+        self._is_read = False
         self._set(Listing())
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Have it as a publisher's own, and read the list. TierstoreError: another publisher has it, or there are files
+        of others."""
+        for each in (place := self.path.resolve(), *place.parents):
+            if parts_in(each) or ((each / MANIFEST_NAME).exists() and (each / ROW_FILE_NAME).exists()):
+                raise TierstoreError(f"{self.path} is in the store {each}: choose a folder of its own for updates")
+        names = names_in(self.path) if self.path.exists() else set[str]()
+        others = sorted(each for each in names - {LIST_NAME, _BAD_NAME, _LOCK_NAME} if not _PASSING.fullmatch(each))
+        if others and self._read() is None:
+            raise TierstoreError(f"{self.path} has {excerpt(others[0])} and no list of updates: choose an empty folder")
+        make_directory(self.path)
+        refusal = f"{self.path}: another tierstore publish writes there; end it, or choose another folder"
+        with output_locked(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, refusal):
+            self.open()
+            yield
+
     def open(self) -> None:
-        """Read the list; one that cannot be read counts as none."""
+        """Read the list; one that is none is put aside. TierstoreError: it cannot be read now."""
+        found = self._read()
+        with contextlib.suppress(FileNotFoundError):
+            if found is None:
+                os.replace(self.path / LIST_NAME, self.path / _BAD_NAME)
+                _LOG.warning("%s has no list of updates; it is %s now, and a new one begins", self.path, _BAD_NAME)
+        self._set(found or Listing())
+        self._is_read = True
+
+    def _read(self) -> Listing | None:
         try:
-            self._set(Listing.from_json(read_plain_file(self.path / LIST_NAME, MAX_LIST_BYTES)))
-        except (FileNotFoundError, TierstoreError):
-            self._set(Listing())
+            return Listing.from_json(read_plain_file(self.path / LIST_NAME, MAX_LIST_BYTES))
+        except (FileNotFoundError, FormatError, TruncatedError):
+            return None
 
     def _set(self, listing: Listing) -> None:
         self.listing, self.text = listing, listing.to_json()
         self.tag = f'"{xxhash.xxh64_hexdigest(self.text)}"'
 
     def put(self, listing: Listing) -> None:
-        """Replace the list, then delete files that it does not name. DiskFullError, TierstoreError."""
+        """Replace the list, then delete files that it does not name. DiskFullError, TierstoreError. FormatError: it
+        could not be read again."""
+        if not self._is_read:
+            self.open()
+            if self.listing != Listing():
+                raise TierstoreError(f"{self.path}: the list could not be read at first, and was now")
         if listing != self.listing:
+            Listing.from_json(listing.to_json())
             make_directory(self.path)
             write_text(self.path / LIST_NAME, listing.to_json().decode(), force=True)
             self._set(listing)
             named = {name for each in listing.files for name in (each.id, f"{each.id}.partial")}
-            for name in names_in(self.path) - named - {LIST_NAME}:
-                (self.path / name).unlink(missing_ok=True)
+            for name in names_in(self.path) - named:
+                if _PASSING.fullmatch(name):
+                    (self.path / name).unlink(missing_ok=True)

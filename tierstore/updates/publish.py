@@ -23,17 +23,16 @@ from ..system.sizes import format_size
 from .delta import open_source, source_in, write_update
 from .fetch import Source
 from .header import Origin
-from .listing import MAX_FILES, Folder, Listing, Offered, way
+from .listing import MADE_NAME, MAX_FILES, Folder, Listing, Offered, way
 from .urgent import urgent_rows
 
 _LOG: Final = logging.getLogger("tierstore.updates")
 _MAX_OLDER: Final = 64
-_MADE: Final = "made"
 LOOK_SECONDS: Final = 0.5
 
 
 class Publisher:
-    """Offers the versions of a store in a folder; ``step`` takes up what is new.
+    """Offers the versions of a store in a folder; ``step`` takes up what is new, within ``folder.held()``.
 
     Args:
         folder: default: ``STORE.updates``.
@@ -60,7 +59,6 @@ class Publisher:
         self._waits_since = time.monotonic()
         self._is_told = False
         self._stop = threading.Event()
-        self.folder.open()
 
     @property
     def waits_seconds(self) -> float:
@@ -162,7 +160,7 @@ class Publisher:
 
     def _make(self, opened: Opened, since: int, **settings: Any) -> Offered:
         make_directory(self.folder.path)
-        made = self.folder.path / _MADE
+        made = self.folder.path / MADE_NAME
         made.unlink(missing_ok=True)
         update = write_update(self._store, made, since=since, version=opened, **settings)
         os.replace(made, self.folder.path / update.id)

@@ -40,12 +40,15 @@ def publishing_app(publisher: Publisher, token: str | None) -> ASGIApp:
 
 def offer(publisher: Publisher, *, host: str, port: int, token: str | None, tls: tuple[str, str]) -> None:
     """Offer versions until SIGTERM or Ctrl-C; the URL is printed. ``tls``: files of certificate and key, or "".
-    OSError: the port is taken. ValueError: the TLS files cannot be used, or others may come in without a token."""
+    OSError: the port is taken. ValueError: the TLS files cannot be used, or others may come in without a token. Errors
+    as of ``Folder.held``."""
     if token is None and not is_loopback(host):
         raise ValueError(f"--host {host} lets other machines in: give --token-file, too")
     if bool(tls[0]) != bool(tls[1]):
         raise ValueError("TLS wants both --tls-certificate and --tls-key")
-    asyncio.run(_offer(publisher, host, port, token, Tls(*map(Path, tls)) if tls[0] else None))
+    files = Tls(*map(Path, tls)) if tls[0] else None
+    with publisher.folder.held():
+        asyncio.run(_offer(publisher, host, port, token, files))
 
 
 async def _offer(publisher: Publisher, host: str, port: int, token: str | None, tls: Tls | None) -> None:
