@@ -37,6 +37,9 @@ MAX_FILES: Final = 256
 MAX_NAMED: Final = 64
 """Verdicts, and commits that were gone back from, in a list: the newest."""
 _MAX_FILE_BYTES: Final = 1 << 40
+_MAX_NUMBER: Final = 1 << 62
+_MAX_WHY: Final = 300
+_MAX_FIGURES: Final = 16
 Figures = tuple[float | None, ...]
 """Measures of a server, as ``canary.Measures`` has them; None of what it cannot tell."""
 
@@ -44,6 +47,11 @@ Figures = tuple[float | None, ...]
 def _require_ids(*ids: str) -> None:
     if not all(map(is_commit_id, ids)):
         raise ValueError(f"{excerpt(ids)}: an id is 16 hex digits")
+
+
+def _told(figures: Figures) -> Figures:
+    """JSON has no others, and NaN is equal to nothing."""
+    return tuple(None if each is None or not math.isfinite(each) else each for each in figures[:_MAX_FIGURES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,8 @@ class Offered:
 
     def __post_init__(self) -> None:
         require_int(self.size_bytes, "size_bytes", 1, _MAX_FILE_BYTES)
+        for name in ("since", "version"):
+            require_int(getattr(self, name), name, 0, _MAX_NUMBER)
         _require_ids(self.id, self.commit_id, *([self.since_commit_id] if self.since or self.is_urgent else []))
 
     @classmethod
@@ -72,7 +82,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a canary found of a version, and its measures before and with it."""
+    """What a canary found of a version, and its measures before and with it. A long ``why`` is cut."""
 
     version: int
     commit_id: str
@@ -83,6 +93,10 @@ class Verdict:
 
     def __post_init__(self) -> None:
         _require_ids(self.commit_id)
+        require_int(self.version, "version", 0, _MAX_NUMBER)
+        object.__setattr__(self, "why", self.why[:_MAX_WHY])
+        for name in ("before", "after"):
+            object.__setattr__(self, name, _told(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +120,9 @@ class Listing:
     trial_of: str = ""
     trial_before: Figures = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trial_before", _told(self.trial_before))
+
     @property
     def declined(self) -> set[str]:
         return {each.commit_id for each in self.verdicts if not each.is_approved}
@@ -114,13 +131,20 @@ class Listing:
         return next((each for each in self.verdicts if each.commit_id == commit_id), None)
 
     def judged(self, verdicts: Iterable[Verdict]) -> "Listing":
-        """With further verdicts; of two on a commit, one that declines it holds."""
-        found: dict[str, Verdict] = {}
-        for each in (*self.verdicts, *verdicts):
-            if each.commit_id not in found or not each.is_approved:
-                found[each.commit_id] = each
-        newest = sorted(found.values(), key=lambda each: each.version)[-MAX_NAMED:]
-        return replace(self, verdicts=tuple(newest))
+        """With further verdicts in their order, between those that are here too; of two on a commit, one that declines
+        it holds. The last ones stay. Lists that are merged again and again come to rest."""
+        found = list(self.verdicts)
+        at = len(found)
+        for each in reversed(tuple(verdicts)):
+            place = next((place for place, other in enumerate(found) if other.commit_id == each.commit_id), None)
+            if place is not None and each.is_approved >= found[place].is_approved:
+                at = place
+                continue
+            if place is not None:
+                del found[place]
+                at -= place < at
+            found.insert(at, each)
+        return replace(self, verdicts=tuple(found[-MAX_NAMED:]))
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -142,7 +166,7 @@ class Listing:
             kinds |= {"serial": int, "trial_of": str, "trial_before": Figures}
             made = cls(**found | {name: converted(found[name], kind, name) for name, kind in kinds.items()})
             _require_ids(*made.left)
-            require_int(made.serial, "serial", 0, 1 << 62)
+            require_int(made.serial, "serial", 0, _MAX_NUMBER)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FormatError(f"no list of updates: {excerpt(str(error), 200)}") from error
         if len(made.files) > MAX_FILES or max(len(made.verdicts), len(made.left)) > MAX_NAMED:
