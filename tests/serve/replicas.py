@@ -99,6 +99,7 @@ def following(
 def publishing(store: Path, *, token: str | None = None, folder: Path | None = None, **settings: Any) -> Iterator[Any]:
     """A publisher that looks where ``step`` is called, and offers at ``url``."""
     publisher: Any = Publisher(store, folder, **settings)
+    publisher.folder.open()
     with monitored.serving(publishing_app(publisher, token)) as served:
         publisher.url = served.url
         yield publisher

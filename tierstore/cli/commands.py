@@ -364,10 +364,10 @@ def _publish(options: argparse.Namespace) -> int:
         say=lambda text: print(text, flush=True),
     )
     if options.once:
-        if not publisher.step():
-            print("nothing is new")
+        with publisher.folder.held():
+            print(end="" if publisher.step() else "nothing is new\n")
     elif options.into:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), publisher.folder.held():
             publisher.run()
     else:
         from ..serve.admin.publishing import offer  # which needs what only servers need

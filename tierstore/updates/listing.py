@@ -4,27 +4,42 @@ A folder has the files, named by their ids, ``ID.partial`` of one that still arr
 server can offer it.
 """
 
+import contextlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+import logging
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
-from ..errors import FormatError, TierstoreError
+from ..errors import FormatError, TierstoreError, TruncatedError
+from ..io.files import ROW_FILE_NAME
 from ..settings.sections import converted
+from ..store.manifest import MANIFEST_NAME, parts_in
 from ..store.version import ORIGIN_KEY, is_commit_id
 from ..system.checks import excerpt, require_int
-from ..system.files import make_directory, names_in, read_plain_file, write_text
+from ..system.files import make_directory, names_in, output_locked, read_plain_file, write_text
 from .header import Origin, UpdateHeader, origin_of
 
+_LOG: Final = logging.getLogger("tierstore.updates")
 LIST_NAME: Final = "list.json"
+MADE_NAME: Final = "made"
+_LOCK_NAME, _BAD_NAME = "lock", f"{LIST_NAME}.bad"
+_PASSING: Final = re.compile(rf"[0-9a-f]{{16}}(\.partial)?|{MADE_NAME}(\.partial)?|{LIST_NAME}\.partial")
+"""Names of what may be deleted in a folder once the list does not name it."""
 MAX_LIST_BYTES: Final = 1 << 20
 MAX_FILES: Final = 256
 MAX_NAMED: Final = 64
 """Verdicts, and commits that were gone back from, in a list: the newest."""
 _MAX_FILE_BYTES: Final = 1 << 40
+_MAX_NUMBER: Final = 1 << 62
+_MAX_WHY: Final = 300
+_MAX_FIGURES: Final = 16
 Figures = tuple[float | None, ...]
 """Measures of a server, as ``canary.Measures`` has them; None of what it cannot tell."""
 
@@ -32,6 +47,11 @@ Figures = tuple[float | None, ...]
 def _require_ids(*ids: str) -> None:
     if not all(map(is_commit_id, ids)):
         raise ValueError(f"{excerpt(ids)}: an id is 16 hex digits")
+
+
+def _told(figures: Figures) -> Figures:
+    """JSON has no others, and NaN is equal to nothing."""
+    return tuple(None if each is None or not math.isfinite(each) else each for each in figures[:_MAX_FIGURES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +69,8 @@ class Offered:
 
     def __post_init__(self) -> None:
         require_int(self.size_bytes, "size_bytes", 1, _MAX_FILE_BYTES)
+        for name in ("since", "version"):
+            require_int(getattr(self, name), name, 0, _MAX_NUMBER)
         _require_ids(self.id, self.commit_id, *([self.since_commit_id] if self.since or self.is_urgent else []))
 
     @classmethod
@@ -60,7 +82,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a canary found of a version, and its measures before and with it."""
+    """What a canary found of a version, and its measures before and with it. A long ``why`` is cut."""
 
     version: int
     commit_id: str
@@ -71,6 +93,10 @@ class Verdict:
 
     def __post_init__(self) -> None:
         _require_ids(self.commit_id)
+        require_int(self.version, "version", 0, _MAX_NUMBER)
+        object.__setattr__(self, "why", self.why[:_MAX_WHY])
+        for name in ("before", "after"):
+            object.__setattr__(self, name, _told(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +120,9 @@ class Listing:
     trial_of: str = ""
     trial_before: Figures = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trial_before", _told(self.trial_before))
+
     @property
     def declined(self) -> set[str]:
         return {each.commit_id for each in self.verdicts if not each.is_approved}
@@ -102,13 +131,20 @@ class Listing:
         return next((each for each in self.verdicts if each.commit_id == commit_id), None)
 
     def judged(self, verdicts: Iterable[Verdict]) -> "Listing":
-        """With further verdicts; of two on a commit, one that declines it holds."""
-        found: dict[str, Verdict] = {}
-        for each in (*self.verdicts, *verdicts):
-            if each.commit_id not in found or not each.is_approved:
-                found[each.commit_id] = each
-        newest = sorted(found.values(), key=lambda each: each.version)[-MAX_NAMED:]
-        return replace(self, verdicts=tuple(newest))
+        """With further verdicts in their order, between those that are here too; of two on a commit, one that declines
+        it holds. The last ones stay. Lists that are merged again and again come to rest."""
+        found = list(self.verdicts)
+        at = len(found)
+        for each in reversed(tuple(verdicts)):
+            place = next((place for place, other in enumerate(found) if other.commit_id == each.commit_id), None)
+            if place is not None and each.is_approved >= found[place].is_approved:
+                at = place
+                continue
+            if place is not None:
+                del found[place]
+                at -= place < at
+            found.insert(at, each)
+        return replace(self, verdicts=tuple(found[-MAX_NAMED:]))
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -130,7 +166,7 @@ class Listing:
             kinds |= {"serial": int, "trial_of": str, "trial_before": Figures}
             made = cls(**found | {name: converted(found[name], kind, name) for name, kind in kinds.items()})
             _require_ids(*made.left)
-            require_int(made.serial, "serial", 0, 1 << 62)
+            require_int(made.serial, "serial", 0, _MAX_NUMBER)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FormatError(f"no list of updates: {excerpt(str(error), 200)}") from error
         if len(made.files) > MAX_FILES or max(len(made.verdicts), len(made.left)) > MAX_NAMED:
@@ -184,25 +220,59 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.given_bytes = 0
+        self._is_read = False
         self._set(Listing())
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Have it as a publisher's own, and read the list. TierstoreError: another publisher has it, or there are files
+        of others."""
+        for each in (place := self.path.resolve(), *place.parents):
+            if parts_in(each) or ((each / MANIFEST_NAME).exists() and (each / ROW_FILE_NAME).exists()):
+                raise TierstoreError(f"{self.path} is in the store {each}: choose a folder of its own for updates")
+        names = names_in(self.path) if self.path.exists() else set[str]()
+        others = sorted(each for each in names - {LIST_NAME, _BAD_NAME, _LOCK_NAME} if not _PASSING.fullmatch(each))
+        if others and self._read() is None:
+            raise TierstoreError(f"{self.path} has {excerpt(others[0])} and no list of updates: choose an empty folder")
+        make_directory(self.path)
+        refusal = f"{self.path}: another tierstore publish writes there; end it, or choose another folder"
+        with output_locked(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, refusal):
+            self.open()
+            yield
+
     def open(self) -> None:
-        """Read the list; one that cannot be read counts as none."""
+        """Read the list; one that is none is put aside. TierstoreError: it cannot be read now."""
+        found = self._read()
+        with contextlib.suppress(FileNotFoundError):
+            if found is None:
+                os.replace(self.path / LIST_NAME, self.path / _BAD_NAME)
+                _LOG.warning("%s has no list of updates; it is %s now, and a new one begins", self.path, _BAD_NAME)
+        self._set(found or Listing())
+        self._is_read = True
+
+    def _read(self) -> Listing | None:
         try:
-            self._set(Listing.from_json(read_plain_file(self.path / LIST_NAME, MAX_LIST_BYTES)))
-        except (FileNotFoundError, TierstoreError):
-            self._set(Listing())
+            return Listing.from_json(read_plain_file(self.path / LIST_NAME, MAX_LIST_BYTES))
+        except (FileNotFoundError, FormatError, TruncatedError):
+            return None
 
     def _set(self, listing: Listing) -> None:
         self.listing, self.text = listing, listing.to_json()
         self.tag = f'"{xxhash.xxh64_hexdigest(self.text)}"'
 
     def put(self, listing: Listing) -> None:
-        """Replace the list, then delete files that it does not name. DiskFullError, TierstoreError."""
+        """Replace the list, then delete files that it does not name. DiskFullError, TierstoreError. FormatError: it
+        could not be read again."""
+        if not self._is_read:
+            self.open()
+            if self.listing != Listing():
+                raise TierstoreError(f"{self.path}: the list could not be read at first, and was now")
         if listing != self.listing:
+            Listing.from_json(listing.to_json())
             make_directory(self.path)
             write_text(self.path / LIST_NAME, listing.to_json().decode(), force=True)
             self._set(listing)
             named = {name for each in listing.files for name in (each.id, f"{each.id}.partial")}
-            for name in names_in(self.path) - named - {LIST_NAME}:
-                (self.path / name).unlink(missing_ok=True)
+            for name in names_in(self.path) - named:
+                if _PASSING.fullmatch(name):
+                    (self.path / name).unlink(missing_ok=True)

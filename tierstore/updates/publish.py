@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import TierstoreError
+from ..layout import KEY_ROW_BITS, MAX_TABLES
 from ..store.directory import Opened
 from ..system.files import make_directory
 from ..system.killpoints import reach
@@ -23,17 +24,18 @@ from ..system.sizes import format_size
 from .delta import open_source, source_in, write_update
 from .fetch import Source
 from .header import Origin
-from .listing import MAX_FILES, Folder, Listing, Offered, way
+from .listing import MADE_NAME, MAX_FILES, Folder, Listing, Offered, way
 from .urgent import urgent_rows
 
 _LOG: Final = logging.getLogger("tierstore.updates")
 _MAX_OLDER: Final = 64
-_MADE: Final = "made"
+_MAX_KEY: Final = MAX_TABLES << KEY_ROW_BITS
+_MAX_COUNT: Final = 1 << 50
 LOOK_SECONDS: Final = 0.5
 
 
 class Publisher:
-    """Offers the versions of a store in a folder; ``step`` takes up what is new.
+    """Offers the versions of a store in a folder; ``step`` takes up what is new, within ``folder.held()``.
 
     Args:
         folder: default: ``STORE.updates``.
@@ -60,7 +62,6 @@ class Publisher:
         self._waits_since = time.monotonic()
         self._is_told = False
         self._stop = threading.Event()
-        self.folder.open()
 
     @property
     def waits_seconds(self) -> float:
@@ -71,7 +72,7 @@ class Publisher:
         """Hear the canary, and offer the store's version if that is a new one; whether it was. Errors as of
         ``write_update``. TierstoreError: the folder is of another store, or the commit has no identity."""
         self._hear()
-        if self.folder.listing.trial is not None:
+        if _is_whole(self.folder.listing, self.folder.listing.trial):
             return False
         with open_source(self._store) as opened:
             return self._offer(opened)
@@ -83,9 +84,10 @@ class Publisher:
             try:
                 self.step()
                 said = ""
-            except (TierstoreError, OSError) as error:
-                if said != (said := str(error)):
-                    _LOG.warning("nothing new is published: %s", error)
+            except Exception as error:  # of one commit, or of what a server answers
+                if said != (said := str(error) or type(error).__name__):
+                    trace = None if isinstance(error, TierstoreError | OSError | ValueError) else error
+                    _LOG.warning("nothing new is published: %s", said, exc_info=trace)
             if self._stop.wait(LOOK_SECONDS):
                 return
 
@@ -131,13 +133,15 @@ class Publisher:
             raise TierstoreError(f"{self.folder.path} has {target}, and this is {new}: choose another folder")
         if not new.commit_id:
             raise TierstoreError(f"{self._store}: an earlier release made {new}: commit once more with this one")
-        if new.is_same(target) or new.commit_id in listing.declined:
+        if new.commit_id in listing.declined or (new.is_same(target) and _is_whole(listing, target)):
             return False
-        since = target.version if target is not None and source.has_grown_from(target) else 0
-        if since and self._urgent:
+        base, urgent = _base(listing), "" if target is None or _is_whole(listing, target) else target.commit_id
+        has_grown = base is not None and not base.is_same(new) and source.has_grown_from(base._replace(urgent=urgent))
+        since = base.version if base is not None and has_grown else 0
+        if since and self._urgent and all(each.commit_id != new.commit_id for each in listing.files):
             self._offer_urgent(opened, since, new)
         made = [self._make(opened, since)] if since else []
-        if not made or self._lacks_copy(made[0]):
+        if not made or self._lacks_copy(made[0], base):
             made.append(self._make(opened, 0))
         reach("publish: file made")
         self._put(new, made)
@@ -150,29 +154,39 @@ class Publisher:
 
     def _offer_urgent(self, opened: Opened, since: int, new: Origin) -> None:
         try:
-            counts: Counter[int] = Counter()
-            for server in self._lookups:
-                counts.update(server.lookups())
-            rows = urgent_rows(self._store, since, self._urgent or 0.0, counts, opened)
+            rows = urgent_rows(self._store, since, self._urgent or 0.0, self._counts(), opened)
             if len(rows):
                 self._put(new, [self._make(opened, since, only=rows)])
                 reach("publish: urgent rows offered")
         except (TierstoreError, OSError, ValueError) as error:
             _LOG.warning("no urgent rows go first: %s", error)
 
+    def _counts(self) -> Counter[int]:
+        """Lookups of rows at those servers that tell them."""
+        counts = Counter[int]()
+        for server in self._lookups:
+            try:
+                found = server.lookups()
+                if not all(0 <= key < _MAX_KEY and 0 <= count < _MAX_COUNT for key, count in found.items()):
+                    raise ValueError("a key or a count cannot be")
+                counts.update(found)
+            except Exception as error:  # it may answer anything
+                _LOG.warning("lookups at %s count for nothing: %s: %s", server.url, type(error).__name__, error)
+        return counts
+
     def _make(self, opened: Opened, since: int, **settings: Any) -> Offered:
         make_directory(self.folder.path)
-        made = self.folder.path / _MADE
+        made = self.folder.path / MADE_NAME
         made.unlink(missing_ok=True)
         update = write_update(self._store, made, since=since, version=opened, **settings)
         os.replace(made, self.folder.path / update.id)
         return Offered.of(update.id, update.size_bytes, update.header)
 
-    def _lacks_copy(self, made: Offered) -> bool:
-        """Whether no full copy leads to the version that replicas show, or what follows it is too much."""
+    def _lacks_copy(self, made: Offered, base: Origin | None) -> bool:
+        """Whether no full copy leads to the version that this changes, or what follows it is too much."""
         listing = self.folder.listing
-        found = way(listing.files, None, listing.target) if listing.target else None
-        if not found or listing.target is None or listing.target.commit_id in listing.declined:
+        found = way(listing.files, None, base) if base else None
+        if not found or base is None or base.commit_id in listing.declined:
             return True
         return made.size_bytes + sum(each.size_bytes for each in found[1:]) > found[0].size_bytes or (
             len(found) > MAX_FILES // 4
@@ -181,9 +195,10 @@ class Publisher:
     def _put(self, new: Origin, made: Iterable[Offered]) -> None:
         """Offer files, and have replicas or the canary show the version."""
         listing = self.folder.listing
+        shown = _shown(listing, new)
         listing = replace(listing, files=(*listing.files, *made))
-        if self._canary is None or listing.target is None:
-            listing = replace(listing, **_shown(listing, new))
+        if self._canary is None or listing.target is None or not shown:
+            listing = replace(listing, **shown)
         elif not new.is_same(listing.trial):
             listing = replace(listing, trial=new, serial=_serial(listing))
             self._waits_since, self._is_told = time.monotonic(), False
@@ -195,10 +210,22 @@ def _serial(listing: Listing) -> int:
     return max(listing.serial + 1, int(time.time() * 1e3))
 
 
+def _is_whole(listing: Listing, version: Origin | None) -> bool:
+    """Whether more of a version is offered than its urgent rows."""
+    return version is not None and any(
+        each.commit_id == version.commit_id and not each.is_urgent for each in listing.files
+    )
+
+
+def _base(listing: Listing) -> Origin | None:
+    """The last version that replicas can have as a whole."""
+    return listing.target if listing.before is None or _is_whole(listing, listing.target) else listing.before
+
+
 def _shown(listing: Listing, new: Origin) -> dict[str, Any]:
     if new.is_same(listing.target):
         return {}
-    return {"target": new, "shown": new, "before": listing.target, "serial": _serial(listing)}
+    return {"target": new, "shown": new, "before": _base(listing), "serial": _serial(listing)}
 
 
 def _kept(listing: Listing) -> tuple[Offered, ...]:

@@ -26,10 +26,9 @@ def publishing_app(publisher: Publisher, token: str | None) -> ASGIApp:
     folder = publisher.folder
 
     async def show_metrics(_: Request) -> PlainTextResponse:
-        target, trial = folder.listing.target, folder.listing.trial
         found = {
-            "published_version": target.version if target else 0,
-            "published_trial_version": trial.version if trial else 0,
+            "published_version": folder.listing.target.version if folder.listing.target else 0,
+            "published_trial_version": folder.listing.trial.version if folder.listing.trial else 0,
             "published_undecided_seconds": publisher.waits_seconds,
             "published_bytes_given": folder.given_bytes,
         }
@@ -40,12 +39,13 @@ def publishing_app(publisher: Publisher, token: str | None) -> ASGIApp:
 
 def offer(publisher: Publisher, *, host: str, port: int, token: str | None, tls: tuple[str, str]) -> None:
     """Offer versions until SIGTERM or Ctrl-C; the URL is printed. ``tls``: files of certificate and key, or "".
-    OSError: the port is taken. ValueError: the TLS files cannot be used, or others may come in without a token."""
+    Errors as of ``Folder.held``. OSError: of the port. ValueError: of TLS files, or others come in without a token."""
     if token is None and not is_loopback(host):
         raise ValueError(f"--host {host} lets other machines in: give --token-file, too")
     if bool(tls[0]) != bool(tls[1]):
         raise ValueError("TLS wants both --tls-certificate and --tls-key")
-    asyncio.run(_offer(publisher, host, port, token, Tls(*map(Path, tls)) if tls[0] else None))
+    with publisher.folder.held():
+        asyncio.run(_offer(publisher, host, port, token, Tls(*map(Path, tls)) if tls[0] else None))
 
 
 async def _offer(publisher: Publisher, host: str, port: int, token: str | None, tls: Tls | None) -> None:
