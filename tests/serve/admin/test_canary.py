@@ -183,6 +183,20 @@ def test_an_operator_of_the_canary_takes_a_version_from_all(site: Site, source: 
     assert site.round() == [3, 3, 3]
 
 
+def test_a_canary_that_is_behind_takes_several_versions_on_trial(site: Site, source: Path) -> None:
+    """None of its files may go before they are applied."""
+    site.publisher._canary = None
+    site.publisher.step()
+    site.publisher._canary = Source(site.canary.url)
+    change(source, 3, keep=4)
+    site.publisher.step()
+    site.fares[3] = GOOD
+    assert site.canary.follow() == 3
+    assert not site.canary.taker._refused
+    site.round()
+    assert [each.version for each in (site.canary, *site.others)] == [3, 3, 3]
+
+
 def test_a_publisher_without_a_canary_ends_the_trial(site: Site, source: Path) -> None:
     site.publisher.step()
     assert site.follow() == [2, 1, 1]
