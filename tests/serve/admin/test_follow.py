@@ -404,19 +404,23 @@ def test_a_drained_server_waits_and_then_moves_on(source: Path, tmp_path: Path, 
 
 def test_a_copy_that_has_arrived_outlives_a_restart(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
     publisher = stack.enter_context(publishing(source))
+    publisher._lacks_copy = lambda _: False
     publisher.step()
     directory = tmp_path / "replica"
+
+    async def refuse(*_: str) -> Any:
+        raise UpdateError(507, "ended", "OSError")
+
     with following(directory, [publisher.url]) as replica:
-        while not replica.taker._transfer:
-            replica.step()
-        wait_for(replica.taker._transfer[1].done)
+        replica.taker._writer.ask = refuse
+        with pytest.raises(UpdateError, match="ended"):
+            replica.follow()
     (copy,) = replica.listing.files
     change(source, 2, keep=4)
     publisher.step()
     given = publisher.folder.given_bytes
     with following(directory, [publisher.url]) as replica:
         assert (directory / "incoming" / copy.id).exists()
-        replica.step()
         assert replica.follow() == 2
     assert publisher.folder.given_bytes - given < copy.size_bytes
 
@@ -425,17 +429,24 @@ def test_a_full_disk_keeps_what_leads_on(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
 ) -> None:
     publisher = stack.enter_context(publishing(source))
+    publisher._lacks_copy = lambda _: False
     publisher.step()
     change(source, 2, keep=4)
     publisher.step()
     replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
     copy, delta = publisher.folder.listing.files
-    monkeypatch.setattr(updates, "require_room", has_room := _Room(delta.size_bytes))
-    for _ in range(2):
-        with pytest.raises(errors.DiskFullError):
-            replica.follow()
-    assert (replica.directory / "incoming" / copy.id).exists()
-    has_room.refused = -1
+    arrived = replica.directory / "incoming" / copy.id
+
+    def require_room(*_: Any) -> None:
+        if arrived.exists():
+            raise errors.DiskFullError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(updates, "require_room", require_room)
+        for _ in range(2):
+            with pytest.raises(errors.DiskFullError):
+                replica.follow()
+    assert arrived.exists()
     ask, said = replica.taker._writer.ask, [errors.DiskFullError.__name__] * 2
 
     async def refuse(*request: str) -> Any:
@@ -449,17 +460,6 @@ def test_a_full_disk_keeps_what_leads_on(
             replica.follow()
     assert replica.follow() == 2
     assert publisher.folder.given_bytes == copy.size_bytes + delta.size_bytes
-
-
-class _Room:
-    """Stands for a disk without room for files of one size."""
-
-    def __init__(self, refused: int) -> None:
-        self.refused = refused
-
-    def __call__(self, _: Path, size_bytes: int) -> None:
-        if size_bytes == self.refused:
-            raise errors.DiskFullError("no space left")
 
 
 def test_any_file_server_can_offer_a_folder(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

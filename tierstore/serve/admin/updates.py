@@ -42,6 +42,9 @@ _UNKNOWN: Final = Measures()
 _OF_THIS_MOMENT: Final = frozenset({"StoreLockedError", "OSError", "MemoryError", DiskFullError.__name__})
 """What says nothing of the update: it may be applied later."""
 
+_OF_THE_VERSION: Final = frozenset({"TableError", "FormatError"})
+"""What says that a version can be applied nowhere."""
+
 
 class Writer:
     """The process that writes a replica, as this one has it open for reading. It is started when it is first needed,
@@ -372,6 +375,8 @@ class Replica:
             elif error.kind not in _OF_THIS_MOMENT:
                 self._refused |= {each.id for each in files}
                 await self._put(files=tuple(each for each in self.folder.listing.files if each.id not in self._refused))
+                if self._canary is not None and error.kind in _OF_THE_VERSION and target.is_same(listing.trial):
+                    await self._decline(target, f"it cannot be applied: {excerpt(str(error), 300)}")
             raise
         reach("update: applied")
 
@@ -417,6 +422,10 @@ class Replica:
     async def _judge(self, own: Origin) -> bool:
         """Compare what is on trial with before, once it was shown for long enough; whether there is a new verdict."""
         known, canary, now = self.folder.listing, self._canary, time.monotonic()
+        if canary is not None and own.is_same(known.trial) and known.trial_of != own.commit_id:
+            known = replace(known, trial_of=own.commit_id, trial_before=())  # it was shown before: nothing to compare
+            await asyncio.to_thread(self.folder.put, known)
+            self._shown_at, self._judge_at = now, 0.0
         if canary is None or known.trial_of != own.commit_id or known.verdict_on(own.commit_id) is not None:
             return False
         window = min(canary.seconds, WINDOW_SECONDS)
