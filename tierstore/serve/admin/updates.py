@@ -368,7 +368,9 @@ class Replica:
             await asyncio.to_thread(self.folder.put, listing)
         started, commit = time.monotonic(), "" if own is None else own.commit_id
         try:
-            applied = await self._writer.ask("apply", commit, str(self._directory), *(str(self._path(each)) for each in files))
+            applied = await self._writer.ask(
+                "apply", commit, str(self._directory), *(str(self._path(each)) for each in files)
+            )
         except UpdateError as error:
             if error.kind == DiskFullError.__name__:
                 await self._put(files=tuple(files), way=files)
