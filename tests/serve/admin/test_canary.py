@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,14 @@ import httpx
 import numpy as np
 import pytest
 
+import tierstore
 from tests.serve import whole
 from tests.serve.admin.test_follow import KilledError, quick, require_same, source
 from tests.serve.loops import wait_for
 from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change, contents, same
 from tierstore.serve.admin import updates as replicas
+from tierstore.serve.admin.offer import UpdateError
 from tierstore.serve.hot_rows import COUNTED_ROWS, RowCounts
 from tierstore.serve.messages import ServeError, Status
 from tierstore.system import killpoints
@@ -181,6 +184,44 @@ def test_an_operator_of_the_canary_takes_a_version_from_all(site: Site, source: 
     change(source, 3, keep=4)
     site.fares[3] = GOOD
     assert site.round() == [3, 3, 3]
+
+
+def test_a_canary_that_is_behind_takes_several_versions_on_trial(site: Site, source: Path) -> None:
+    """None of its files may go before they are applied."""
+    site.publisher._lacks_copy = lambda _: False
+    site.publisher._canary = None
+    for version in (3, 4):
+        site.publisher.step()
+        change(source, version, keep=4)
+    site.publisher._canary = Source(site.canary.url)
+    site.publisher.step()
+    site.fares[4] = GOOD
+    assert site.canary.follow() == 4
+    assert site.round() == [4, 4, 4]
+
+
+def test_a_canary_that_is_at_the_trial_already_decides(site: Site, source: Path) -> None:
+    site.publisher.step()
+    site.fares[2] = None
+    assert site.follow() == [2, 1, 1]
+    with tierstore.open(source, keep=4, ddr="4MiB", threads=1) as store:
+        store.rollback(1)
+    listing = site.publisher.folder.listing
+    site.publisher.folder.put(replace(listing, trial=listing.target, serial=listing.serial + 1))
+    assert site.round()[0] == 1
+    assert site.canary.listing.verdicts[-1].is_approved
+
+
+def test_a_version_that_cannot_be_applied_is_declined(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: str) -> Any:
+        raise UpdateError(422, "table 0 is another", "TableError")
+
+    monkeypatch.setattr(site.canary.taker._writer, "ask", refuse)
+    site.publisher.step()
+    with pytest.raises(UpdateError, match="is another"):
+        site.canary.follow()
+    assert site.round() == [1, 1, 1]
+    assert "it cannot be applied" in site.publisher.folder.listing.verdicts[0].why
 
 
 def test_a_publisher_without_a_canary_ends_the_trial(site: Site, source: Path) -> None:

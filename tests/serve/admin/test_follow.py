@@ -27,7 +27,7 @@ from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change, contents, make, same
 from tierstore import errors
 from tierstore.cli import entry as cli
-from tierstore.serve.admin import offer
+from tierstore.serve.admin import offer, updates
 from tierstore.serve.admin.offer import UpdateError
 from tierstore.serve.admin.updates import Writer
 from tierstore.system import killpoints
@@ -365,6 +365,98 @@ def test_what_a_server_cannot_show_is_passed_over(tmp_path: Path) -> None:
         publisher.step()
         assert replica.follow() == 3
         require_same(replica, source)
+
+
+def test_a_drained_server_waits_and_then_moves_on(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    publisher = stack.enter_context(publishing(source))
+    replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
+    publisher.step()
+    replica.follow()
+    show = replica.refresh
+
+    async def drained() -> int:
+        return replica.version
+
+    for version in (2, 3):
+        replica.refresh = drained  # type: ignore[method-assign]
+        for more in (0, 1):
+            change(source, 2 * version - 2 + more, keep=4)
+            publisher.step()
+            for _ in range(100):
+                if not replica.step() and not replica.taker._transfer:
+                    break
+            else:
+                pytest.fail("it spins")
+        assert replica.version == 2 * version - 3
+        replica.refresh = show  # type: ignore[method-assign]
+        assert replica.follow() == 2 * version - 1
+        require_same(replica, source)
+    replica.refresh = drained  # type: ignore[method-assign]
+    assert replica.roll_back() == 4
+    assert replica.follow() == 5
+    replica.refresh = show  # type: ignore[method-assign]
+    assert replica.follow() == 4
+    change(source, 6, keep=4)
+    publisher.step()
+    assert replica.follow() == 6
+    require_same(replica, source)
+
+
+def test_a_copy_that_has_arrived_outlives_a_restart(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    publisher = stack.enter_context(publishing(source))
+    publisher._lacks_copy = lambda _: False
+    publisher.step()
+    change(source, 2, keep=4)
+    publisher.step()
+    directory = tmp_path / "replica"
+
+    async def refuse(*_: str) -> Any:
+        raise UpdateError(507, "ended", "OSError")
+
+    with following(directory, [publisher.url]) as replica:
+        replica.taker._writer.ask = refuse
+        with pytest.raises(UpdateError, match="ended"):
+            replica.follow()
+    with following(directory, [publisher.url]) as replica:
+        assert replica.follow() == 2
+    assert publisher.folder.given_bytes == sum(each.size_bytes for each in publisher.folder.listing.files)
+
+
+def test_a_full_disk_keeps_what_leads_on(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+) -> None:
+    publisher = stack.enter_context(publishing(source))
+    publisher._lacks_copy = lambda _: False
+    publisher.step()
+    change(source, 2, keep=4)
+    publisher.step()
+    replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
+    copy, delta = publisher.folder.listing.files
+    arrived = replica.directory / "incoming" / copy.id
+
+    def require_room(*_: Any) -> None:
+        if arrived.exists():
+            raise errors.DiskFullError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(updates, "require_room", require_room)
+        for _ in range(2):
+            with pytest.raises(errors.DiskFullError):
+                replica.follow()
+    assert arrived.exists()
+    ask, said = replica.taker._writer.ask, [errors.DiskFullError.__name__] * 2
+
+    async def refuse(*request: str) -> Any:
+        if said:
+            raise UpdateError(507, "no space left", said.pop())
+        return await ask(*request)
+
+    monkeypatch.setattr(replica.taker._writer, "ask", refuse)
+    for _ in range(2):
+        with pytest.raises(UpdateError, match="no space left"):
+            replica.follow()
+    assert replica.follow() == 2
+    assert publisher.folder.given_bytes == copy.size_bytes + delta.size_bytes
 
 
 def test_any_file_server_can_offer_a_folder(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,9 @@ _UNKNOWN: Final = Measures()
 _OF_THIS_MOMENT: Final = frozenset({"StoreLockedError", "OSError", "MemoryError", DiskFullError.__name__})
 """What says nothing of the update: it may be applied later."""
 
+_OF_THE_VERSION: Final = frozenset({"TableError", "FormatError"})
+"""What says that a version can be applied nowhere."""
+
 
 class Writer:
     """The process that writes a replica, as this one has it open for reading. It is started when it is first needed,
@@ -122,6 +125,7 @@ class Replica:
         self._unfit: set[str] = set()  # commits that cannot be shown
         self._shown_at = self._judge_at = 0.0
         self._said = ""
+        self._rest: Callable[[], Awaitable[bool]] | None = None  # of a move that is written, and not shown
 
     def routes(self) -> list[Route]:
         return offer_routes(self.folder, self._lookups)
@@ -162,11 +166,13 @@ class Replica:
     async def begin(self) -> None:
         """Take up what the process before left."""
         await asyncio.to_thread(self.folder.open)
-        await self._put()
+        await asyncio.to_thread(self.folder.put, replace(self.folder.listing, shown=self.own))
 
     async def step(self) -> bool:
         """Do one thing towards the version that the sources want shown; whether there may be more to do."""
         async with self._turn:
+            if self._rest is not None and not await self._rest():
+                return False
             await self._poll()
             own, listing = self.own, self.folder.listing
             if own is not None and await self._went_back(own, listing):
@@ -231,9 +237,18 @@ class Replica:
     async def _go_back(self, own: Origin) -> Origin:
         origin = Origin(**await self._writer.ask("rollback", own.urgent or own.commit_id, str(self._directory)))
         reach("rollback: written")
-        await self._refresh()
-        await self._put(before=None)
-        _LOG.info("went back from %s to %s", own, origin)
+
+        async def show() -> bool:
+            self._rest = None
+            await self._refresh()
+            if self.own == own:  # the server is drained
+                self._rest = show
+                return False
+            await self._put(before=None)
+            _LOG.info("went back from %s to %s", own, origin)
+            return True
+
+        await show()
         return origin
 
     async def roll_back(self) -> int:
@@ -265,7 +280,7 @@ class Replica:
 
     # Files
 
-    async def _fetched(self, own: Origin | None, target: Origin) -> list[Path] | None:
+    async def _fetched(self, own: Origin | None, target: Origin) -> list[Offered] | None:
         """The files that lead to a version, once they are here; None while they are not."""
         own_files = self.folder.listing.files
         whole = await asyncio.to_thread(lambda: [each for each in own_files if self._path(each).exists()])
@@ -285,7 +300,7 @@ class Replica:
         if self._transfer is None:
             lacking = [each for each in files if each not in whole]
             if not lacking:
-                return [self._path(each) for each in files]
+                return files
             await self._start_transfer(lacking[0], files)
         assert self._transfer is not None
         task = self._transfer[1]
@@ -306,7 +321,7 @@ class Replica:
         try:
             await asyncio.to_thread(require_room, self.folder.path, offered.size_bytes)
         except DiskFullError:
-            await self._put(files=(offered,), way=files)
+            await self._put(files=tuple(files[: files.index(offered) + 1]), way=files)
             await asyncio.to_thread(require_room, self.folder.path, offered.size_bytes)
         transfer = Transfer(
             self.folder.path, offered, [each for each in self._sources if offered in each.listing.files]
@@ -342,32 +357,45 @@ class Replica:
 
     # Versions
 
-    async def _apply(self, files: Sequence[Path], own: Origin | None, target: Origin) -> bool:
+    async def _apply(self, files: Sequence[Offered], own: Origin | None, target: Origin) -> bool:
         """Apply files as one version, and show it; if that fails, the one before stays. False: a canary waits."""
         listing = self.folder.listing
         if self._canary is not None and own is not None and target.is_same(listing.trial):
             before = await self._measured(own)
             if before is None:
                 return False
-            await self._put(trial_of=target.commit_id, trial_before=tuple(before))
+            listing = replace(listing, trial_of=target.commit_id, trial_before=tuple(before))
+            await asyncio.to_thread(self.folder.put, listing)
         started, commit = time.monotonic(), "" if own is None else own.commit_id
         try:
-            applied = await self._writer.ask("apply", commit, str(self._directory), *map(str, files))
+            applied = await self._writer.ask(
+                "apply", commit, str(self._directory), *(str(self._path(each)) for each in files)
+            )
         except UpdateError as error:
             if error.kind == DiskFullError.__name__:
-                await self._put(files=())
+                await self._put(files=tuple(files), way=files)
             elif error.kind not in _OF_THIS_MOMENT:
-                self._refused |= {each.name for each in files}
+                self._refused |= {each.id for each in files}
                 await self._put(files=tuple(each for each in self.folder.listing.files if each.id not in self._refused))
+                if self._canary is not None and error.kind in _OF_THE_VERSION and target.is_same(listing.trial):
+                    await self._decline(target, f"it cannot be applied: {excerpt(str(error), 300)}")
             raise
         reach("update: applied")
-        await self._show(applied, target)
-        reach("update: shown")
-        self._shown_at, self._judge_at, self._said = time.monotonic(), 0.0, ""
-        await self._put(before=own and own._replace(urgent=""))
-        reach("update: file kept")
-        _LOG.info("version %d: %d rows in %.1f s", applied["version"], applied["rows"], time.monotonic() - started)
-        return True
+
+        async def show() -> bool:
+            self._rest = None
+            await self._show(applied, target)
+            if self.own == own:  # the server is drained
+                self._rest = show
+                return False
+            reach("update: shown")
+            self._shown_at, self._judge_at, self._said = time.monotonic(), 0.0, ""
+            await self._put(before=own and own._replace(urgent=""))
+            reach("update: file kept")
+            _LOG.info("version %d: %d rows in %.1f s", applied["version"], applied["rows"], time.monotonic() - started)
+            return True
+
+        return await show()
 
     async def _show(self, applied: Mapping[str, Any], target: Origin) -> None:
         try:
@@ -396,6 +424,10 @@ class Replica:
     async def _judge(self, own: Origin) -> bool:
         """Compare what is on trial with before, once it was shown for long enough; whether there is a new verdict."""
         known, canary, now = self.folder.listing, self._canary, time.monotonic()
+        if canary is not None and own.is_same(known.trial) and known.trial_of != own.commit_id:
+            known = replace(known, trial_of=own.commit_id, trial_before=())  # it was shown before: nothing to compare
+            await asyncio.to_thread(self.folder.put, known)
+            self._shown_at, self._judge_at = now, 0.0
         if canary is None or known.trial_of != own.commit_id or known.verdict_on(own.commit_id) is not None:
             return False
         window = min(canary.seconds, WINDOW_SECONDS)
