@@ -207,7 +207,7 @@ def test_a_full_temporary_folder_is_named_with_what_an_update_takes(
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     (tmp_path / "work").mkdir()
-    with pytest.raises(errors.DiskFullError, match=r"work/update: no space left .* twice its size .* so far, .*TMPDIR"):
+    with pytest.raises(errors.DiskFullError, match=r"work/update: no space left .* twice its size .* so far"):
         write_update(store, tmp_path / "work" / "update")
     assert list((tmp_path / "work").iterdir()) == []
 
