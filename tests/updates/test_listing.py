@@ -1,7 +1,12 @@
 """A folder of updates and its list: what is deleted there, who may write, and what a list may say."""
 
+import contextlib
+import http.client
 import itertools
 import random
+import socket
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +15,7 @@ import pytest
 from tests.updates.support import change
 from tierstore import errors
 from tierstore.cli import entry as cli
+from tierstore.updates import fetch
 from tierstore.updates.listing import MAX_NAMED, Folder, Listing, Offered, Verdict
 
 FILE = Offered("a" * 16, 9, 0, "", 2, "1" * 16)
@@ -156,3 +162,32 @@ def test_what_is_no_list_is_put_aside(text: str, tmp_path: Path) -> None:
         folder.put(Listing(serial=1))
     assert (tmp_path / "list.json.bad").read_text() == text
     assert Listing.from_json((tmp_path / "list.json").read_bytes()).serial == 1
+
+
+def drip(listener: socket.socket, head: bytes) -> None:
+    """Answer each request without an end."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(head)
+                while True:
+                    connection.sendall(b"x")
+                    time.sleep(0.02)
+        except OSError:
+            if listener.fileno() < 0:
+                return
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nA: ", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"])
+def test_a_source_that_drips_is_left(head: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold the list, or a file, for as long as it likes."""
+    monkeypatch.setattr(fetch, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(fetch, "PATIENCE_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, args=(listener, head), daemon=True).start()
+        source = fetch.Source(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert source.poll() == Listing()
+        assert source.error
+        with contextlib.suppress(OSError, fetch.FetchError, http.client.HTTPException):
+            assert sum(map(len, source.read(FILE, 0))) < 1000

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import random
+import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +31,9 @@ ROOM_BYTES: Final = 64 << 20
 """Left free on the file system, by each part that arrives."""
 SILENT_SECONDS: Final = 5.0
 """A source that gives nothing for so long is left for another."""
+ANSWER_SECONDS: Final = 10.0
+"""For a list, or the head of a file, to arrive; and how long a file may come at less than ``LEAST_BYTES_A_SECOND``."""
+LEAST_BYTES_A_SECOND: Final = 1024
 PATIENCE_SECONDS: Final = 60.0
 """Without a byte from any source."""
 PAUSE_SECONDS: Final = 0.1
@@ -74,14 +79,22 @@ class Source:
             _warn_of_plain_token(url)
 
     @contextlib.contextmanager
-    def _get(self, name: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+    def _get(self, name: str, *, is_long: bool = False, **headers: str) -> Iterator[http.client.HTTPResponse]:
+        """The whole answer comes within ``ANSWER_SECONDS``; with ``is_long`` all but its body."""
         connection = self._kind(*self._place, timeout=SILENT_SECONDS)
-        with contextlib.closing(connection):
+        with contextlib.closing(connection), contextlib.ExitStack() as timed:
+            connection.connect()
+            timer = threading.Timer(ANSWER_SECONDS, _shut, [connection.sock])
+            timer.daemon = True
+            timed.callback(timer.cancel)
+            timer.start()
             connection.request("GET", f"{self._path}/{name}", headers=self._headers | headers)
             response = connection.getresponse()
             if response.status not in (200, 206, 304):
                 said = excerpt(response.read(1000).decode(errors="replace"), 300)
                 raise FetchError(f"{self.url}: {response.status} {said}")
+            if is_long:
+                timer.cancel()
             yield response
 
     def poll(self) -> Listing:
@@ -105,11 +118,20 @@ class Source:
 
     def read(self, offered: Offered, start: int) -> Iterator[bytes]:
         """A file from a byte on. OSError, HTTPException, FetchError: it breaks off."""
-        with self._get(offered.id, Range=f"bytes={start}-") as response:
+        with self._get(offered.id, is_long=True, Range=f"bytes={start}-") as response:
             left = 0 if response.status == 206 else start  # a plain file server may know no ranges
+            begun, got = time.monotonic(), 0
             while data := response.read1(_PART_BYTES):
+                got += len(data)
+                if (seconds := time.monotonic() - begun) > ANSWER_SECONDS and got < seconds * LEAST_BYTES_A_SECOND:
+                    raise FetchError(f"{self.url}: {got} bytes came in {seconds:.0f} s")
                 yield data[left:]
                 left = max(0, left - len(data))
+
+
+def _shut(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 def require_room(folder: Path, size_bytes: int) -> None:
@@ -175,6 +197,8 @@ class Transfer:
                 for data in source.read(self.offered, had):
                     self._require_wanted()
                     self._write(file, data[: size - self._have])
+                    if self._have == size:
+                        break
             except (FetchError, OSError, http.client.HTTPException) as error:
                 why = str(error) or type(error).__name__
             self._require_wanted()
