@@ -404,7 +404,7 @@ def test_a_drained_server_waits_and_then_moves_on(source: Path, tmp_path: Path, 
 
 def test_a_copy_that_has_arrived_outlives_a_restart(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
     publisher = stack.enter_context(publishing(source))
-    publisher._lacks_copy = lambda _: False
+    publisher._lacks_copy = lambda *_: False
     publisher.step()
     change(source, 2, keep=4)
     publisher.step()
@@ -426,7 +426,7 @@ def test_a_full_disk_keeps_what_leads_on(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
 ) -> None:
     publisher = stack.enter_context(publishing(source))
-    publisher._lacks_copy = lambda _: False
+    publisher._lacks_copy = lambda *_: False
     publisher.step()
     change(source, 2, keep=4)
     publisher.step()
