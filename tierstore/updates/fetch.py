@@ -79,7 +79,7 @@ class Source:
             _warn_of_plain_token(url)
 
     @contextlib.contextmanager
-    def _get(self, name: str, *, is_long: bool = False, **headers: str) -> Iterator[http.client.HTTPResponse]:
+    def _get(self, name: str, *, is_long: bool = False, **headers: Any) -> Iterator[http.client.HTTPResponse]:
         """The whole answer comes within ``ANSWER_SECONDS``; with ``is_long`` all but its body."""
         connection = self._kind(*self._place, timeout=SILENT_SECONDS)
         with contextlib.closing(connection), contextlib.ExitStack() as timed:
@@ -100,7 +100,8 @@ class Source:
     def poll(self) -> Listing:
         """Its list now; what it said before if it does not answer, and ``error`` says why."""
         try:
-            with self._get(LIST_NAME, **{"If-None-Match": self._tag} if self._tag else {}) as response:
+            known: dict[str, Any] = {"If-None-Match": self._tag} if self._tag else {}
+            with self._get(LIST_NAME, **known) as response:
                 if response.status != 304:
                     self.listing = Listing.from_json(response.read(MAX_LIST_BYTES + 1))
                     self._tag = response.headers.get("ETag", "")
