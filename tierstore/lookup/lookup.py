@@ -322,6 +322,7 @@ class Lookup(AnyLookup):
     def readied(self, grad_out: Tensor) -> Ready:
         joined = self.joined
         if not len(joined):
+            self.release()  # the in-flight batch
             return Ready(joined.next_hyper, True)
         pool = joined.tables[0].pool
         if pool.tier is not self._tier:
