@@ -7,7 +7,7 @@ from typing import Any
 
 import tierstore
 from tests.serve import monitored
-from tests.updates.support import SMALL
+from tests.updates.support import SMALL, change
 from tierstore.serve import admin
 from tierstore.serve.admin.publishing import publishing_app
 from tierstore.updates.canary import Canary, Measures
@@ -102,4 +102,15 @@ def publishing(store: Path, *, token: str | None = None, folder: Path | None = N
     publisher.folder.open()
     with monitored.serving(publishing_app(publisher, token)) as served:
         publisher.url = served.url
+        yield publisher
+
+
+@contextlib.contextmanager
+def publishing_changes(store: Path) -> Iterator[Any]:
+    """A publisher that offers a full copy of version 1, and the changes to version 2."""
+    with publishing(store) as publisher:
+        publisher._lacks_copy = lambda *_: False
+        publisher.step()
+        change(store, 2, keep=4)
+        publisher.step()
         yield publisher

@@ -23,7 +23,7 @@ import tierstore
 from tests.following import Child
 from tests.serve import whole
 from tests.serve.loops import wait_for
-from tests.serve.replicas import Shown, following, publishing
+from tests.serve.replicas import Shown, following, publishing, publishing_changes
 from tests.updates.support import change, contents, make, same
 from tierstore import errors
 from tierstore.cli import entry as cli
@@ -403,11 +403,7 @@ def test_a_drained_server_waits_and_then_moves_on(source: Path, tmp_path: Path, 
 
 
 def test_a_copy_that_has_arrived_outlives_a_restart(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
-    publisher = stack.enter_context(publishing(source))
-    publisher._lacks_copy = lambda *_: False
-    publisher.step()
-    change(source, 2, keep=4)
-    publisher.step()
+    publisher = stack.enter_context(publishing_changes(source))
     directory = tmp_path / "replica"
 
     async def refuse(*_: str) -> Any:
@@ -425,11 +421,7 @@ def test_a_copy_that_has_arrived_outlives_a_restart(source: Path, tmp_path: Path
 def test_a_full_disk_keeps_what_leads_on(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
 ) -> None:
-    publisher = stack.enter_context(publishing(source))
-    publisher._lacks_copy = lambda *_: False
-    publisher.step()
-    change(source, 2, keep=4)
-    publisher.step()
+    publisher = stack.enter_context(publishing_changes(source))
     replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
     copy, delta = publisher.folder.listing.files
     arrived = replica.directory / "incoming" / copy.id
