@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ _UNKNOWN: Final = Measures()
 _OF_THIS_MOMENT: Final = frozenset({"StoreLockedError", "OSError", "MemoryError", DiskFullError.__name__})
 """What says nothing of the update: it may be applied later."""
 
+_Act = Callable[[], Awaitable[object]]
 _OF_THE_VERSION: Final = frozenset({"TableError", "FormatError"})
 """What says that a version can be applied nowhere."""
 
@@ -238,18 +240,22 @@ class Replica:
         origin = Origin(**await self._writer.ask("rollback", own.urgent or own.commit_id, str(self._directory)))
         reach("rollback: written")
 
-        async def show() -> bool:
-            self._rest = None
-            await self._refresh()
-            if self.own == own:  # the server is drained
-                self._rest = show
-                return False
+        async def note() -> None:
             await self._put(before=None)
             _LOG.info("went back from %s to %s", own, origin)
-            return True
 
-        await show()
+        await self._move(own, self._refresh, note)
         return origin
+
+    async def _move(self, own: Origin | None, show: _Act, note: _Act) -> bool:
+        """Show what is written, and note it. False while the server is drained: a later step does it then."""
+        self._rest = None
+        await show()
+        if self.own == own:
+            self._rest = partial(self._move, own, show, note)
+            return False
+        await note()
+        return True
 
     async def roll_back(self) -> int:
         """Show the version before the current one, and never this one again; its number at the source. Of a canary it
@@ -382,20 +388,14 @@ class Replica:
             raise
         reach("update: applied")
 
-        async def show() -> bool:
-            self._rest = None
-            await self._show(applied, target)
-            if self.own == own:  # the server is drained
-                self._rest = show
-                return False
+        async def note() -> None:
             reach("update: shown")
             self._shown_at, self._judge_at, self._said = time.monotonic(), 0.0, ""
             await self._put(before=own and own._replace(urgent=""))
             reach("update: file kept")
             _LOG.info("version %d: %d rows in %.1f s", applied["version"], applied["rows"], time.monotonic() - started)
-            return True
 
-        return await show()
+        return await self._move(own, partial(self._show, applied, target), note)
 
     async def _show(self, applied: Mapping[str, Any], target: Origin) -> None:
         try:
