@@ -124,7 +124,7 @@ def asked_of(rig: Rig, action: Callable[[], object]) -> Asked | None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     rig.wait()
     try:
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             action()
             rig.wait()
         events: Any = profile.events()

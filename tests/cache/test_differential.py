@@ -84,7 +84,7 @@ class TwinMachine(RuleBasedStateMachine):
             assert self.fast.keys_of(victims[0]).tolist() == self.slow.keys_of(victims[1]).tolist()
         self.fast.thaw(victims[0])
         self.slow.thaw(victims[1])
-        fast, slow = take(self.fast, victims[0]), take(self.slow, victims[1])
+        fast, slow = (take(cache, cache.dirty_victims(limit, limit)) for cache in (self.fast, self.slow))
         assert self.fast.keys_of(fast.slots).tolist() == self.slow.keys_of(slow.slots).tolist()
         return fast, slow
 

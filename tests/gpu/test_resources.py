@@ -60,6 +60,8 @@ def test_memory_does_not_grow(store_dir: Path, hbm: str, depth: int, device: str
         after = in_use(store)
         # The sorted keys of overflow slots are there or not. One leaked batch takes more than 4 KiB, 200 of them 800.
         assert after.pop("device", 0) <= before.pop("device", 0) + 32 * 2**10
+        # Blocks that torch keeps for the host: as many as were ever in use at once, which is a matter of pace.
+        assert after.pop("pinned", 0) <= before.pop("pinned", 0) + steps // 50
         assert after == before
 
 

@@ -123,7 +123,7 @@ def test_rows_of_a_failed_update_are_newer_than_those_below(store: tierstore.Sto
 
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
-    [(HbmCache, "plan", True), (HbmCache, "commit", False), (HbmCache, "settle", True), (Overflow, "touch", False)],
+    [(HbmCache, "plan", True), (HbmCache, "commit", False), (HbmCache, "settle", True), (Overflow, "use", False)],
 )
 def test_no_row_is_there_that_was_not_brought_in(
     store: tierstore.Store, broken: Any, owner: type, name: str, after: bool

@@ -22,7 +22,7 @@ _ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _INHERITED: Final[set[weakref.ref[Any]]] = set()  # a WeakSet's callbacks are in Python
 
 
-def child_options(**variables: str) -> dict[str, Any]:
+def child_options(stdin: int = subprocess.DEVNULL, /, **variables: str) -> dict[str, Any]:
     """Options of ``subprocess.Popen`` for an interpreter with ``-P``; ``variables``: of its environment.
 
     It runs the package that was imported here, however that was found, and begins in ``/``: the folder in which this
@@ -31,7 +31,7 @@ def child_options(**variables: str) -> dict[str, Any]:
     found = sys.path[0 if sys.flags.safe_path else 1 :]  # what lies in the folder of the start is no module of ours
     paths = [str(Path(__file__).parents[2]), *(each for each in found if isinstance(each, str) and os.path.isabs(each))]
     environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    return {"cwd": "/", "stdin": subprocess.DEVNULL, "env": environment}
+    return {"cwd": "/", "stdin": stdin, "env": environment}
 
 
 def launched_rank() -> int | None:

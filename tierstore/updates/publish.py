@@ -200,14 +200,14 @@ class Publisher:
         if self._canary is None or listing.target is None or not shown:
             listing = replace(listing, **shown)
         elif not new.is_same(listing.trial):
-            listing = replace(listing, trial=new, serial=_serial(listing))
+            listing = replace(listing, trial=new, serial=_serial(listing, new.version))
             self._waits_since, self._is_told = time.monotonic(), False
         self.folder.put(replace(listing, files=_kept(listing)))
 
 
-def _serial(listing: Listing) -> int:
-    """Above that of the list, and above those of a folder that was lost."""
-    return max(listing.serial + 1, int(time.time() * 1e3))
+def _serial(listing: Listing, version: int = 0) -> int:
+    """Above that of the list; for a newer version above those of a folder that was lost."""
+    return max(listing.serial + 1, version << 20)
 
 
 def _is_whole(listing: Listing, version: Origin | None) -> bool:
@@ -225,7 +225,7 @@ def _base(listing: Listing) -> Origin | None:
 def _shown(listing: Listing, new: Origin) -> dict[str, Any]:
     if new.is_same(listing.target):
         return {}
-    return {"target": new, "shown": new, "before": _base(listing), "serial": _serial(listing)}
+    return {"target": new, "shown": new, "before": _base(listing), "serial": _serial(listing, new.version)}
 
 
 def _kept(listing: Listing) -> tuple[Offered, ...]:

@@ -49,8 +49,7 @@ _OF_THE_VERSION: Final = frozenset({"TableError", "FormatError"})
 
 
 class Writer:
-    """The process that writes a replica, as this one has it open for reading. It is started when it is first needed,
-    and again if it ended."""
+    """The process that writes a replica, which this one has open for reading; started when needed, and if it ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -59,10 +58,11 @@ class Writer:
     def start(self) -> None:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            options = child_options(TIERSTORE_PARENT=str(os.getpid())) | {"stdin": subprocess.PIPE}
+            command, parent = [sys.executable, "-P", "-m", "tierstore.updates.child"], str(os.getpid())
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tierstore.updates.child"], stdout=subprocess.PIPE, text=True, **options
-            )
+                command, stdout=subprocess.PIPE, text=True,
+                **child_options(subprocess.PIPE, TIERSTORE_PARENT=parent),
+            )  # fmt: skip
 
     async def ask(self, *request: str) -> dict[str, Any]:
         """Its answer. UpdateError: it refuses, or ended."""
@@ -182,11 +182,6 @@ class Replica:
             target = self._target(own, listing)
             if target is None:
                 return False
-            if own is not None and own.source != target.source:
-                raise UpdateError(
-                    409, f"the sources have {target}, and this is {own}. A replica takes updates of one store; to have "
-                    "another one's, start the server with a new, empty directory",
-                )  # fmt: skip
             if target.is_same(own):
                 await self._stop_transfer()
                 return await self._judge(target)
@@ -204,10 +199,15 @@ class Replica:
         known = self.folder.listing
         for each in lists:
             known = known.judged(each.verdicts)
-        stores = {each.target.source for each in lists if each.target is not None}
-        newest = max(lists, key=lambda each: each.serial, default=known)
-        if self.own is None and len(stores) > 1:
+        own, stores = self.own, {each.target.source: each.target for each in lists if each.target is not None}
+        if own is not None and (others := stores.keys() - {own.source}):
+            raise UpdateError(
+                409, f"the sources have {stores[min(others)]}, and this is {own}. A replica takes updates of one "
+                "store; to have another one's, start the server with a new, empty directory",
+            )  # fmt: skip
+        if len(stores) > 1:
             raise UpdateError(409, f"the sources offer several stores, {', '.join(sorted(stores))}: name those of one")
+        newest = max(lists, key=lambda each: each.serial, default=known)
         if newest.target is not None and newest.serial > known.serial:
             known = replace(known, serial=newest.serial, target=newest.target, trial=newest.trial)
         await asyncio.to_thread(self.folder.put, known)
