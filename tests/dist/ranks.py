@@ -59,7 +59,9 @@ def run(
 @functools.cache
 def _server() -> "subprocess.Popen[str]":
     """Ends with this process, which closes its input."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # CUDA that was asked for in this process could not be used in ranks; NVML may be asked.
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment = {**os.environ, **own}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.dist.ranks"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True,

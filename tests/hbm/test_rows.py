@@ -5,6 +5,7 @@ Without a CUDA device the Triton kernels run in Triton's interpreter.
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -150,8 +151,10 @@ TWIN = Rows(twin, "cpu")
         pytest.param((launches, "cuda"), id="cuda", marks=pytest.mark.gpu),
     ],
 )
-def rows(request: pytest.FixtureRequest) -> Rows:
-    return Rows(*request.param)
+def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(launches, "PROGRAMS", 3)  # so each takes several tiles of rows
+        yield Rows(*request.param)
 
 
 @pytest.mark.parametrize("words", [(2, 0), (5, 1), (32, 64), (3, 1000)])

@@ -115,9 +115,10 @@ class DensePart(nn.Module):
 
 
 # torch's compiler looks at the gradient of every input; it hides the warning, but not from a filter that raises it.
-# Its capture of a graph warms up on a stream of its own, and warns of that.
+# It also warns of what its own capture of a graph does: it warms up on another stream, in a thread without a context.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 @pytest.mark.parametrize("interaction", ["dot", "dcn"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_dense_part_compiled_or_captured_in_a_graph_gives_the_same(device, interaction):

@@ -19,6 +19,7 @@ TILE: Final = 256  # elements of rows that a program has at a time
 NUMBER_TILE: Final = 256
 SORTED_TILE: Final = 1024  # places of a sorted batch that one program looks at
 MOVED_WORDS: Final = 512  # of 64 bits, that a program moves
+PROGRAMS: Final = 1 << 15  # that update rows, at most; an H200 runs 2,112 of them at a time
 
 _lock: Final = threading.RLock()
 
@@ -112,13 +113,12 @@ def update_rows(
             rows.sum_super_runs, triton.cdiv(length, SUPER_RUN), *places, runs, first_unique, count, DIM=dim,
             WIDTH=tile["WIDTH"], ROWS=1, num_warps=tile["num_warps"] // 2, maxnreg=tile["maxnreg"],
         )  # fmt: skip
-    rules = sorted(set(codes))
+    rules, programs = sorted(set(codes)), min(triton.cdiv(count, tile["ROWS"]), PROGRAMS)
     for code in rules:
         launch(
-            rows.update_tile, triton.cdiv(count, tile["ROWS"]), *gradients, slots, bags.table_of, code_of, hyper,
-            _plain(weights), state, dirty, first_unique, count, bags.batch, grad_out.stride(0), CODE=code,
-            MIXED=len(rules) > 1, HAS_DIRTY=dirty is not None, SOURCE=source.value, STATE_STRIDE=state.stride(0),
-            **_layout(weights), **tile,
+            rows.update_tile, programs, *gradients, slots, bags.table_of, code_of, hyper, _plain(weights), state, dirty,
+            first_unique, count, bags.batch, grad_out.stride(0), CODE=code, MIXED=len(rules) > 1,
+            HAS_DIRTY=dirty is not None, SOURCE=source.value, STATE_STRIDE=state.stride(0), **_layout(weights), **tile,
         )  # fmt: skip
 
 

@@ -6,10 +6,9 @@ update reads 4 D a position and reads and writes a row and its state once.
 
 Rows lie anywhere, so what counts is how many are in flight. A program has two warps and a tile of TILE elements, four a
 thread (16 bytes, the widest access); above D = 128 it has one row, and above 256 more warps for it. A step of a loop
-loads the indices of four positions of each row, then their rows, 4 KiB a program, and then adds these in order. Latency
-times bandwidth of an H100's memory asks for 25 KiB a multiprocessor, seven programs; registers leave room for more
-(``tests/hbm/machine_code.py`` has the numbers). Loops have no barriers. Strides of rows are constants, so that the
-compiler sees how rows are aligned.
+loads the indices of four positions of each row, then their rows, 4 KiB a program, and then adds these in order, without
+a barrier. Latency times bandwidth of an H100's memory asks for 25 KiB a multiprocessor, seven programs; registers leave
+room for more (``tests/hbm/machine_code.py``). Strides are constants: so the compiler sees how rows are aligned.
 
 Sums that have an order follow it by loops over positions and by explicit trees over columns; programs share no sum. The
 host does not know U: grids are bounded by what it knows, and kernels read U. Nothing here waits for the device.
@@ -466,21 +465,19 @@ def hyper_column(hyper, table, mask, COLUMN: tl.constexpr):
 
 @triton.jit
 def step_of_rows(
-    gradient, state, hyper, table, active, slot,
-    CODE: tl.constexpr, DIM: tl.constexpr, STATE_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    gradient, accumulator, state, place, hyper, table, active,
+    CODE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """What an optimizer subtracts from each row, [ROWS, WIDTH]; ``state`` is updated. See ``optim.configs``."""
     column = tl.arange(0, WIDTH)[None, :]
     lanes = active[:, None] & (column < DIM)
     lr, eps = hyper_column(hyper, table, active, 0), hyper_column(hyper, table, active, 2)
-    place = slot * STATE_STRIDE
     places = state + place[:, None] + column
     if CODE == _SGD:
         step = lr * gradient
     elif CODE == _ROWWISE_ADAGRAD:
         squares = tree_sum(tl.where(lanes, gradient * gradient, 0.0), ROWS, WIDTH)
-        mean = tl.div_rn(squares, tl.full([ROWS], DIM, tl.float32))
-        accumulator = tl.load(state + place, mask=active, other=0) + mean
+        accumulator += tl.div_rn(squares, tl.full([ROWS], DIM, tl.float32))
         tl.store(state + place, accumulator, mask=active)
         step = tl.div_rn(lr, tl.sqrt_rn(accumulator)[:, None] + eps) * gradient
     elif CODE == _ADAGRAD:
@@ -506,34 +503,37 @@ def update_tile(
     DIM: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, STATE_STRIDE: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS unique rows, those ruled by optimizer CODE: merge, update, store.
+    """Tiles of ROWS unique rows, those ruled by optimizer CODE: merge, update, store.
 
-    MIXED: other rows may be ruled otherwise.
+    MIXED: other rows may be ruled otherwise. Of more tiles than there are programs each program takes several: U may be
+    far below N, and programs that find no rows cost an H200 up to half of the time.
     """
-    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = first_unique + number
     num_rows = tl.minimum(count, tl.load(num_unique) - first_unique)
-    if tl.program_id(0) * ROWS < num_rows:
-        active = number < num_rows
+    for corner in tl.range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        number = corner + tl.arange(0, ROWS)
+        row, active = first_unique + number, number < num_rows
         start = tl.load(starts + row, mask=active, other=0)
         stop = tl.load(starts + row + 1, mask=active, other=0)
         bag = tl.load(bag_of + tl.load(order + start, mask=active, other=0), mask=active, other=0)
         table = tl.load(table_of + bag // batch, mask=active, other=0)
         if MIXED:
             active = active & (tl.load(code_of + table, mask=active, other=-1) == CODE)
+        accumulator = table
+        if CODE == _ROWWISE_ADAGRAD:
+            place = slot_of(slots, slots, number, active, HAS_INVERSE=False) * STATE_STRIDE
+            accumulator = tl.load(state + place, mask=active, other=0)  # on its way while gradients are summed
         gradient = merge_gradients(
             start, tl.where(active, stop, start), order, bag_of, bag_starts, columns, scale, arg_max, grad_out, runs,
             batch, grad_stride, SOURCE, DIM, STEP, WIDTH, ROWS,
         )  # fmt: skip
-        column = tl.arange(0, WIDTH)[None, :]
+        column, slot = tl.arange(0, WIDTH)[None, :], slot_of(slots, slots, number, active, HAS_INVERSE=False)
         lanes = active[:, None] & (column < DIM)
-        slot = tl.load(slots + number, mask=active, other=0).to(tl.int64)
         targets = weights + slot[:, None] * WEIGHT_STRIDE + column
         value = as_float32(tl.load(targets, mask=lanes, other=0), BFLOAT16)
         weight_decay = hyper_column(hyper, table, active, 1)
         gradient = tl.where(weight_decay != 0, gradient + weight_decay * value, gradient)
-        step = step_of_rows(gradient, state, hyper, table, active, slot, CODE, DIM, STATE_STRIDE, WIDTH, ROWS)
-        kept = hyper_column(hyper, table, active, 7) * value
+        place, kept = slot * STATE_STRIDE, hyper_column(hyper, table, active, 7) * value
+        step = step_of_rows(gradient, accumulator, state, place, hyper, table, active, CODE, DIM, WIDTH, ROWS)
         store_rows(targets, kept - step, lanes, BFLOAT16)
         if HAS_DIRTY:
             tl.store(dirty + slot, tl.full([ROWS], 1, tl.uint8), mask=active)
