@@ -47,8 +47,6 @@ ORDER: Final = (
 _BLOCK: Final = re.compile(r"<!-- bench:(\w+)(?: ([^\n]+))? -->\n.*?<!-- /bench -->", re.DOTALL)
 _PLOT: Final = re.compile(r"<!-- plot:(\S+) ([^\n]+) -->\n.*?<!-- /plot -->", re.DOTALL)
 _RENEWED: Final = ("README.md", *(f"docs/{page}.md" for page in ("data", "gpu", "performance", "planning", "sweep")))
-    ["README.md", *(f"docs/{name}.md" for name in ("data", "gpu", "performance", "planning", "sweep"))]
-)
 
 _HEAD: Final = """\
 # Benchmarks
