@@ -153,7 +153,7 @@ TWIN = Rows(twin, "cpu")
 )
 def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(launches, "PROGRAMS", 3)  # so each takes several tiles of rows
+        patched.setattr(launches, "PROGRAMS", 1)  # which takes all tiles of rows
         yield Rows(*request.param)
 
 
