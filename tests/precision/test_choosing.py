@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.serve.clients import Client
 from tests.serve.loops import wait_for
 from tests.serve.models.stores import asked, models_of
 from tests.serve.models.test_ranking import query
@@ -20,7 +21,6 @@ from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.cli import entry as cli
 from tierstore.precision.held_out import HeldOut
 from tierstore.precision.search import quantize_run
-from tierstore.serve.client import Client
 from tierstore.serve.models.dense import LOW, in_float32, low_layers, lowered
 from tierstore.train import train
 from tierstore.train.build import open_data

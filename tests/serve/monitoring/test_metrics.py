@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.monitored import Clock, FakeSource
 from tierstore.serve.messages import Status
+from tierstore.serve.monitoring.app import snapshot
 from tierstore.serve.monitoring.metrics import Latencies, Metrics, StateCollector, Window, summarize
-from tierstore.serve.monitoring.status import snapshot
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -18,7 +18,7 @@ from ..messages import InferResponse, ServeError, Status
 from . import codec
 from .arrivals import Arrivals
 from .calls import Call
-from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
+from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, MESSAGES
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class InferenceService:
         async def respond(context: Any, _: Call) -> bytes:
             answered = answer(codec.parse(f"{name}Request", await self._receive_first(context)))
             fields = await answered if isinstance(answered, Awaitable) else answered
-            return bytes(message_class(f"{name}Response")(**fields).SerializeToString())
+            return bytes(MESSAGES[f"{name}Response"](**fields).SerializeToString())
 
         return grpc.stream_unary_rpc_method_handler(self._unary(respond, **access))
 
@@ -171,7 +171,7 @@ class InferenceService:
         for tensor in (*config["input"], *config["output"]):
             tensor["data_type"] = DATA_TYPES[tensor["data_type"]]
         parameters = config.pop("parameters")  # a map of messages takes no dicts
-        made = message_class("ModelConfig")(**config)
+        made = MESSAGES["ModelConfig"](**config)
         for name, value in parameters.items():
             made.parameters[name].string_value = value["string_value"]
         return {"config": made}

@@ -18,7 +18,7 @@ from ..messages import DATATYPES, InferTensor, TensorSpec
 from .dense import Dense
 from .exported import Exported
 from .jagged import Dropped
-from .lookups import feature_rows, pooled_features, pooled_table, table_rows
+from .lookups import Pooled, Rows
 from .program import Program
 from .ranking import Ranking
 
@@ -62,13 +62,13 @@ class Models:
         models: list[Model] = [] if ranking is None else [ranking]
         tables = list(self._store.tables.values())
         for table in tables:
-            models += [pooled_table(table, self._dropped), table_rows(table, self._dropped)]
+            models += [Pooled(table, self._dropped), Rows(table, self._dropped)]
         features = [name for table in tables for name in table.config.feature_names]
         if features and len(set(features)) == len(features):  # else none of its own stands for one of them
             collection = TieredEmbeddingBagCollection(self._store)
-            models.append(pooled_features(collection, self._dropped))
+            models.append(Pooled(collection, self._dropped))
             if len({table.config.embedding_dim for table in tables}) == 1:
-                models.append(feature_rows(collection))
+                models.append(Rows(collection, self._dropped))
         if self._exported is not None:
             models.append(self._exported)
         return {model.metadata.name: model for model in sorted(models, key=_place)}

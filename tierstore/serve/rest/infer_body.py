@@ -23,7 +23,7 @@ from ..tensors import (
     invalid_tensor,
     objects,
     parse_binary_data,
-    parse_input_head,
+    parse_head,
     parse_timeout,
     pieces_of,
     require_id,
@@ -132,7 +132,7 @@ def _inputs(message: dict[str, Any], binary: memoryview) -> dict[str, InferTenso
     inputs: dict[str, InferTensor] = {}
     for entry in _entries(message, "inputs"):
         parameters = entry.get("parameters", _EMPTY)
-        head = parse_input_head(entry.get("name"), entry.get("datatype"), entry.get("shape"), parameters, inputs)
+        head = parse_head(entry.get("name"), entry.get("datatype"), entry.get("shape"), parameters, inputs)
         if ("data" in entry) == ("binary_data_size" in parameters):
             raise head.invalid("needs either data or the parameter binary_data_size")
         if "data" in entry:
@@ -162,11 +162,6 @@ def _wanted(message: dict[str, Any], default: bool) -> dict[str, bool]:
         require_supported("output", name, parameters)
         wanted[name] = _typed(bool, parameters.get("binary_data", default), f"binary_data of output {excerpt(name)}")
     return wanted
-
-
-def count_slow_elements(response: InferResponse, call: InferCall) -> int:
-    """Numbers of a response that are written one by one: those of JSON."""
-    return sum(tensor.data.size for name, tensor in response.outputs.items() if not call.is_binary(name))
 
 
 async def write_infer(response: InferResponse, call: InferCall) -> Reply:
