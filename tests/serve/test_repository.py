@@ -285,6 +285,13 @@ def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Pa
 
 A, B = {"path": "x/a"}, {"path": "x/b"}
 WRONG: dict[str, dict[str, Any]] = {
+    "TLS wants both": {"store": "x", "tls_key": "key.pem"},
+    "admin_host='0.0.0.0' lets other machines in": {"store": "x", "admin_host": "0.0.0.0"},
+    "several workers share given ports": {"store": "x", "workers": 2, "port": 0},
+    "max_queue_samples=100 is below max_batch_samples=4096": {"store": "x", "max_queue_samples": 100},
+    "admin_port=65535 + 1": {"store": "x", "workers": 2, "admin_port": 65_535},
+    "policy = 'lruu'": {"store": "x", "policy": "lruu"},
+    "a canary is a replica": {"store": "x", "canary": True},
     "store and stores are both named": {"store": "x", "stores": [A]},
     "'a': a store has a name of its own": {"stores": [A, {"path": "y/a"}]},
     "'a.b': a store has a name": {"stores": [A, {"path": "x/a.b"}]},

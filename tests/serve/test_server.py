@@ -149,15 +149,6 @@ def test_what_cannot_be_served_is_told_in_a_line(
 
 
 OF_KINDS: dict[Any, list[Any]] = {int: [True, "x", 1.5], float: [True, "x", math.nan], bool: ["yes", 5], str: [5, True]}
-TOGETHER: dict[str, dict[str, Any]] = {
-    "TLS wants both": {"tls_key": "key.pem"},
-    "admin_host='0.0.0.0' lets other machines in": {"admin_host": "0.0.0.0"},
-    "several workers share given ports": {"workers": 2, "port": 0},
-    "max_queue_samples=100 is below max_batch_samples=4096": {"max_queue_samples": 100},
-    "admin_port=65535 + 1": {"workers": 2, "admin_port": 65_535},
-    "policy = 'lruu'": {"policy": "lruu"},
-    "a canary is a replica": {"canary": True},
-}
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(ServeConfig), ids=lambda field: field.name)
@@ -169,13 +160,6 @@ def test_values_that_a_setting_cannot_have_are_named(field: Any) -> None:
     for value in wrong:
         with pytest.raises(ValueError, match=rf"^{field.name} ?="):
             described(ServeConfig, {"store": "x"} | {field.name: value})
-
-
-@pytest.mark.parametrize("message", TOGETHER)
-def test_settings_that_do_not_go_together(message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        described(ServeConfig, {"store": "x"} | TOGETHER[message])
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "größe", "s3cret\ns3cret", "s3cret s3cret", "s3cret\0"])

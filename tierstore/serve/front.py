@@ -119,37 +119,12 @@ class Front:
         }
 
     def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
-        """Triton's statistics of one model, or of all, since the server started, over all versions; there are none by
-        batch size. ServeError NOT_FOUND."""
+        """Triton's statistics of one model, or of all; ServeError NOT_FOUND."""
         models = [self.engine.model(name, version)] if name else self.engine.models()
-        found = [(model, self.engine.statistics(model.name)) for model in models]
-        return {
-            "model_stats": [
-                {
-                    "name": model.name,
-                    "version": model.versions[-1],
-                    "last_inference": each.last_ms,
-                    "inference_count": each.success_count,
-                    "execution_count": each.batches,
-                    "inference_stats": {
-                        "success": _duration(each.success_count, each.success_seconds),
-                        "fail": _duration(each.fail_count, each.fail_seconds),
-                        "queue": _duration(each.queries, each.queue_seconds),
-                        "compute_infer": _duration(each.queries, each.compute_seconds),
-                        **dict.fromkeys(("compute_input", "compute_output"), _duration(each.queries, 0.0)),
-                        **dict.fromkeys(("cache_hit", "cache_miss"), _duration(0, 0.0)),
-                    },
-                    "batch_stats": [],
-                }
-                for model, each in found
-            ]
-        }
+        told = {each.name: {"name": each.name, "version": each.versions[-1]} for each in models}
+        return {"model_stats": [about | self.engine.statistics(name) for name, about in told.items()]}
 
 
 def _tensor(spec: TensorSpec) -> dict[str, Any]:
     kind = "STRING" if spec.datatype == "BYTES" else spec.datatype
     return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.shape)}
-
-
-def _duration(count: int, seconds: float) -> dict[str, int]:
-    return {"count": count, "ns": round(seconds * 1e9)}

@@ -35,7 +35,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
@@ -45,12 +45,12 @@ from ..messages import ServeError, Status
 from .isolation import Attempt, Isolation, Waiter, is_no_querys_fault
 
 
-class OneThread(Executor):
+class OneThread(ThreadPoolExecutor):
     """Runs jobs one after the other, in a thread of this name."""
 
     def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, name)
-        self._lock = threading.Lock()  # so that the last is the last in line
+        super().__init__(1, name)
+        self._order = threading.Lock()  # so that the last is the last in line
         self._last: Future[Any] | None = None
 
     @property
@@ -59,12 +59,9 @@ class OneThread(Executor):
         return self._last is None or self._last.done()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        with self._lock:
-            self._last = future = self._thread.submit(fn, *args, **kwargs)
+        with self._order:
+            self._last = future = super().submit(fn, *args, **kwargs)
         return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._thread.shutdown(wait, cancel_futures=cancel_futures)
 
 
 def between(turn: threading.Lock, pause: Pause) -> Pause:

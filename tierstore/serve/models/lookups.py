@@ -64,12 +64,15 @@ class _Lookup(Model):
 
     def __init__(self, of: Table | TieredEmbeddingBagCollection, dropped: Dropped | None) -> None:
         is_pooled = self.kind == "pooled"
+        self._collection = of if isinstance(of, TieredEmbeddingBagCollection) else None
+        inputs: tuple[TensorSpec, ...] = _TABLE_INPUTS[: 1 + is_pooled]
+        parameters: dict[str, int | str] = {}
         if isinstance(of, TieredEmbeddingBagCollection):
-            name, ids, owners, self._collection = self.kind, "values", owners_of(of), of
-            inputs, parameters = feature_inputs(len(owners)), {"features": ",".join(owners)}
+            name, ids, owners = self.kind, "values", owners_of(of)
+            inputs, parameters["features"] = feature_inputs(len(owners)), ",".join(owners)
         else:
-            name, ids, owners, self._collection = f"{self.kind}.{of.name}", "ids", {of.name: of}, None
-            inputs, parameters = _TABLE_INPUTS[: 1 + is_pooled], {"rows": of.config.num_embeddings}
+            name, ids, owners = f"{self.kind}.{of.name}", "ids", {of.name: of}
+            parameters["rows"] = of.config.num_embeddings
             parameters |= {"pooling": of.config.pooling} if is_pooled else {}
         self.tables = list(owners.values())
         widths = [table.config.embedding_dim for table in self.tables]

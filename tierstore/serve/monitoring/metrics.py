@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from ...pool.stats import Stats
-from ..messages import ModelStatistics, Status
+from ..messages import Status
 from ..watch import WatchReading
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -171,7 +171,7 @@ class Metrics(Collector):
             for part in ("queries", "samples")
         )
         refused, failures = {key: (count,) for key, count in self._refused.items()}, {(): (self._update_failures,)}
-        found: list[tuple[Any, str, str, Sequence[str], Mapping[tuple[str, ...], tuple[Any, ...]]]] = [
+        found: list[tuple[Any, str, str, Sequence[str], Any]] = [
             (HistogramMetricFamily, "request_seconds", "From arrival to answer.", [*of, *by_status], requests),
             (HistogramMetricFamily, "queue_seconds", "Time that a query waits for its batch.", of, queued),
             (HistogramMetricFamily, "compute_seconds", "Of a batch: lookups and the model.", of, computed),
@@ -193,23 +193,26 @@ class Metrics(Collector):
         with self._lock:
             return {key: found.count for key, found in self._requests.items()}
 
-    def statistics(self, model: str) -> ModelStatistics:
-        """Of a model, over both protocols."""
+    def statistics(self, model: str) -> dict[str, Any]:
+        """Of a model, over both protocols and all versions, as Triton has them; none by batch size."""
         with self._lock:
-            batches, last = self._batches.get(model, _NO_BATCH), self._last.get(model, 0.0)
+            batches, queries = self._batches.get(model, _NO_BATCH), self._batches.get(model, _NO_BATCH).queries
             told = [(status == OK, each) for (name, _, status), each in self._requests.items() if name == model]
-            good, bad = ([each for is_good, each in told if is_good is wanted] for wanted in (True, False))
-            return ModelStatistics(
-                last_ms=int(last * 1e3),
-                success_count=sum(each.count for each in good),
-                success_seconds=sum(each.sum for each in good),
-                fail_count=sum(each.count for each in bad),
-                fail_seconds=sum(each.sum for each in bad),
-                batches=batches.computed.count,
-                queries=batches.queries,
-                queue_seconds=batches.queued.sum,
-                compute_seconds=batches.query_seconds,
-            )
+            spent = {"queue": (queries, batches.queued.sum), "compute_infer": (queries, batches.query_seconds)}
+            for kind, is_wanted in (("success", True), ("fail", False)):
+                found = [each for is_good, each in told if is_good is is_wanted]
+                spent[kind] = sum(each.count for each in found), sum(each.sum for each in found)
+            spent |= dict.fromkeys(("compute_input", "compute_output"), (queries, 0.0))
+            spent |= dict.fromkeys(("cache_hit", "cache_miss"), (0, 0.0))
+            return {
+                "last_inference": int(self._last.get(model, 0.0) * 1e3),
+                "inference_count": spent["success"][0],
+                "execution_count": batches.computed.count,
+                "inference_stats": {
+                    kind: {"count": count, "ns": round(seconds * 1e9)} for kind, (count, seconds) in spent.items()
+                },
+                "batch_stats": [],
+            }
 
     def batches(self, model: str) -> dict[str, float | None]:
         """How many batches a model had since the start, and what they were on average; None of none."""
