@@ -18,7 +18,7 @@ import tritonclient.http
 import tierstore
 from tests.following import Child, Writer
 from tests.serve.clients import Client
-from tests.serve.fronts import refused
+from tests.serve.fronts import refused, tensor
 from tests.serve.loops import wait_for
 from tests.serve.whole import ADMIN, InThread, serving
 from tierstore.kernels.jit import JIT_ENABLED
@@ -93,10 +93,8 @@ def server(writer: Writer, store_dir: Path) -> Iterator[InThread]:
         yield made
 
 
-def bags_of(ids: list[int], lengths: list[int] | None = None) -> list[Any]:
-    given = {"ids": np.array(ids, np.int64)} | ({} if lengths is None else {"lengths": np.array(lengths, np.int32)})
-    made = [tritonclient.grpc.InferInput(name, [len(each)], f"INT{each.itemsize * 8}") for name, each in given.items()]
-    return [tensor.set_data_from_numpy(each) for tensor, each in zip(made, given.values(), strict=True)]
+def ids_of(ids: Any) -> list[Any]:
+    return [tensor("grpc", "ids", "INT64", np.array(ids))]
 
 
 def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response:
@@ -135,7 +133,7 @@ def test_answers_are_of_one_version_while_another_process_commits(
             while not done.is_set():
                 ids = generator.integers(0, ROWS, 100)
                 if use_grpc:
-                    answer = client.infer("rows.t", bags_of(ids.tolist()))
+                    answer = client.infer("rows.t", ids_of(ids))
                     version, rows = answer.get_response().model_version, answer.as_numpy("rows")
                 else:
                     answer = client.infer("rows.t", {"ids": ids})
@@ -287,7 +285,7 @@ def test_metrics_and_status_agree_with_what_was_asked(server: InThread) -> None:
         with refused(Status.INVALID):
             client.rows([ROWS], table="t")
     with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
-        client.infer("rows.t", bags_of([4]))
+        client.infer("rows.t", ids_of([4]))
     status = server.status()
     by_name = {model["name"]: model for model in status["models"]}
     assert (by_name["rows.t"]["total"], by_name["rows.t"]["failed"]) == (5, 1)

@@ -23,7 +23,7 @@ from tests.serve.clients import Client
 from tests.serve.fronts import refused
 from tests.serve.loops import wait_for
 from tests.serve.replicas import publishing
-from tests.serve.test_engine import bags_of
+from tests.serve.test_engine import ids_of
 from tests.serve.whole import ADMIN, SMALL, InThread, make_certificate, serving
 from tests.train.runs import TRAIN_ROWS, config_of
 from tests.updates.support import ROWS, change, table_config
@@ -281,7 +281,7 @@ def test_clients_and_operators_have_a_token_each(plain: Path, tmp_path: Path) ->
             assert client.rows([1], table="item").shape == (1, 6)
         assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
         with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
-            inputs = bags_of([1])
+            inputs = ids_of([1])
             with refused(Status.UNAUTHENTICATED):
                 client.infer("rows.item", inputs)
             found = client.infer("rows.item", inputs, headers={"authorization": "Bearer s3cret"})

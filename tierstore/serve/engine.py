@@ -456,7 +456,8 @@ class StoreEngine:
         if found is None:
             self._stale_since = None
             return self.version
-        self.newest_version = _shown_version(found.version.number, found.version.extra)
+        origin = origin_of(found.version.extra)  # of a replica, clients see the source's numbers
+        self.newest_version = found.version.number if origin is None else origin.version
         self._stale_since = started
         await _in(self._executor, self._show, found)
         self._serve_models()
@@ -521,9 +522,3 @@ class StoreEngine:
 
 async def _in(executor: Executor, work: Callable[..., _T], *arguments: Any) -> _T:
     return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
-
-
-def _shown_version(number: int, extra: Mapping[str, Any]) -> int:
-    """The version that clients see: of a replica, the number that the version has at its source."""
-    origin = origin_of(extra)
-    return number if origin is None else origin.version

@@ -162,12 +162,15 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline, client)
         self._enter(waiter)
-        timer = self._loop.call_later(deadline - now, self._expire, waiter)
+        timer = self._loop.call_later(deadline - now, lambda: self._fail(waiter, self._late()))
         try:
             return await waiter.future
         finally:
             timer.cancel()
-            self._leave(waiter)
+            with self._lock:
+                self._remove(waiter)
+            self._present.discard(waiter)
+            self._note_idle()
 
     async def drain(self, seconds: float) -> None:
         """Take no more queries, finish those that came, and close; after ``seconds``, close all the same."""
@@ -255,19 +258,10 @@ class Batcher:
     def _late(self) -> ServeError:
         return ServeError(Status.DEADLINE, f"model {self._model!r}: the deadline passed before the answer was there")
 
-    def _expire(self, waiter: Waiter) -> None:
-        self._fail(waiter, self._late())
-
     @staticmethod
     def _fail(waiter: Waiter, error: ServeError) -> None:
         if not waiter.future.done():
             waiter.future.set_exception(error)
-
-    def _leave(self, waiter: Waiter) -> None:
-        with self._lock:
-            self._remove(waiter)
-        self._present.discard(waiter)
-        self._note_idle()
 
     def _note_idle(self) -> None:
         if not self.is_open and not self._present and not self._has_job:

@@ -80,7 +80,7 @@ def parse_infer(
     request = InferRequest(
         model=model,
         version=version,
-        id=_id(message, default_id),
+        id=require_id(_typed(str, message.get("id", default_id), "id") or default_id),
         inputs=inputs,
         outputs=tuple(wanted),
         deadline=None if seconds is None else time.monotonic() + seconds,
@@ -119,10 +119,6 @@ def _entries(message: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
             of = f"parameters of {key[:-1]} {excerpt(value.get('name'))}"
             raise ServeError(Status.INVALID, f"{of} must be a JSON object")
         yield value
-
-
-def _id(message: dict[str, Any], default: str) -> str:
-    return require_id(_typed(str, message.get("id", default), "id") or default)
 
 
 def _inputs(message: dict[str, Any], binary: memoryview) -> dict[str, InferTensor]:
