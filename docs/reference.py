@@ -27,7 +27,6 @@ MODULES: Final = (
     "tierstore.offline",
     "tierstore.optim",
     "tierstore.plan",
-    "tierstore.serve.client",
     "tierstore.trace",
     "tierstore.train",
     "tierstore.train.config",

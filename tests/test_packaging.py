@@ -93,16 +93,13 @@ for words in (["--version"], ["--help"], ["nix"], *([*each, "--help"] for each i
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
         cli.main(words)
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numba", "tqdm"}))
-import tierstore.serve.client
-print(*sorted({name.partition(".")[0] for name in sys.modules} & {"grpc", "orjson", "starlette", "prometheus_client"}))
 import torch, numba
 before = set(sys.modules)
 from tierstore import *
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
-    command_line, of_client, package = run_python(code).splitlines()
+    command_line, package = run_python(code).splitlines()
     assert command_line == ""
-    assert of_client == "", "a client needs none of what a server does"
     assert "tierstore" in package.split()
     assert not set(package.split()) & HEAVY
 
@@ -147,7 +144,7 @@ def test_what_is_built_holds_the_package_and_nothing_else(built: dict[str, Path]
     assert own == {
         path.as_posix()
         for path in package
-        if path.suffix in (".py", ".html", ".css", ".toml") or path.name == "py.typed"
+        if path.suffix in (".py", ".html", ".css", ".toml", ".proto", ".binpb") or path.name == "py.typed"
     }
     assert {"tierstore/py.typed", "tierstore/serve/monitoring/page.html", "tierstore/train/page.html"} <= own
     assert {metadata + "licenses/LICENSE", metadata + "entry_points.txt"} <= names

@@ -1,15 +1,18 @@
 """Part "fresh": how long after a commit its rows are served, the first one after a server's start and later ones."""
 
+import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
+import httpx
 import numpy as np
 
-from tierstore.serve.client import Client
+from tierstore.serve.tensors import JSON_LENGTH_HEADER
 
 from ..child import HOST
 from ..common import Goal, Part, Report, Run, Table
+from .queries import Query, rest_body
 from .rig import Rig
 from .shape import CANARY, CANARY_ROWS
 from .trainer import Commit
@@ -21,11 +24,14 @@ _LIMIT_SECONDS: Final = 120.0
 _WANTED_SECONDS: Final = 0.5
 
 
-def _seen(client: Client, pending: "Future[Commit]") -> tuple[Commit, float]:
+def _seen(client: httpx.Client, pending: "Future[Commit]") -> tuple[Commit, float]:
     """The commit, and the time of the first answer with its version."""
-    ids, first, end = np.arange(CANARY_ROWS), dict[int, float](), time.monotonic() + _LIMIT_SECONDS
+    query = Query(f"rows.{CANARY}", {"ids": np.arange(CANARY_ROWS)})
+    body, headers = rest_body(query)
+    first, end = dict[int, float](), time.monotonic() + _LIMIT_SECONDS
     while time.monotonic() < end:
-        version = int(client.infer(f"rows.{CANARY}", {"ids": ids}).version)
+        reply = client.post(f"/v2/models/{query.model}/infer", content=body, headers=headers).raise_for_status()
+        version = int(json.loads(reply.content[: int(reply.headers[JSON_LENGTH_HEADER])])["model_version"])
         first.setdefault(version, time.monotonic())
         if pending.done() and pending.result().version in first:
             return pending.result(), first[pending.result().version]
@@ -42,7 +48,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     seconds: list[float] = []
     with rig.trainer() as trainer, ThreadPoolExecutor(1) as threads:
 
-        def served(client: Client) -> float:
+        def served(client: httpx.Client) -> float:
             commit, seen = _seen(client, threads.submit(trainer.commit))
             commits.append(commit)
             return seen - commit.committed
@@ -50,11 +56,11 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         for start in range(config["starts"]):
             with rig.server() as server:
                 rig.warm(server, config["start_seconds"])
-                with Client(f"http://{HOST}:{server.rest_port}") as client:
+                with httpx.Client(base_url=f"http://{HOST}:{server.rest_port}", timeout=30) as client:
                     firsts.append(served(client))
                 if start == config["starts"] - 1:
                     rig.warm(server)  # longer than a connection may be idle
-                    with Client(f"http://{HOST}:{server.rest_port}") as client:
+                    with httpx.Client(base_url=f"http://{HOST}:{server.rest_port}", timeout=30) as client:
                         for _ in range(config["commits"]):
                             # So that commits fall at any time between two looks of the server.
                             time.sleep(generator.random() * 0.1)

@@ -1,13 +1,13 @@
 """Requests, made before the load that sends them: a ranking model's queries, lookups of rows, by each protocol."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from tierstore.plan.traces import draw_zipf
-from tierstore.serve.client import encode_request
-from tierstore.serve.grpc.messages import message_class
+from tierstore.serve.grpc.messages import MESSAGES
 from tierstore.serve.tensors import JSON_LENGTH_HEADER
 
 QUERY_SIZES: Final = (100,) * 2 + (200,) * 12 + (300,) * 2 + (400, 500, 600, 700)
@@ -79,19 +79,29 @@ class Rows(NamedTuple):
         return [Query(f"rows.{self.table}", {"ids": ids}) for ids in parts]
 
 
+def rest_body(query: Query) -> tuple[bytes, dict[str, str]]:
+    """The body and headers of an HTTP request, tensors as binary data both ways."""
+    inputs = [
+        {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
+        | {"parameters": {"binary_data_size": array.nbytes}}
+        for name, array in query.inputs.items()
+    ]
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Content-Type": "application/octet-stream", JSON_LENGTH_HEADER: str(len(head))}
+    return b"".join([head, *(array.tobytes() for array in query.inputs.values())]), headers
+
+
 def encoded_rest(query: Query) -> bytes:
-    """The whole HTTP request, tensors as binary data both ways."""
-    body, headers = encode_request(query.inputs, {})
-    head = (
-        f"POST /v2/models/{query.model}/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-        f"Content-Type: application/octet-stream\r\n{JSON_LENGTH_HEADER}: {headers[JSON_LENGTH_HEADER]}\r\n\r\n"
-    )
-    return head.encode() + body
+    """The whole HTTP request."""
+    body, headers = rest_body(query)
+    lines = [f"POST /v2/models/{query.model}/infer HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "\r\n"]).encode() + body
 
 
 def encoded_grpc(query: Query) -> bytes:
     """A ModelInferRequest, tensors as raw contents."""
-    message = message_class("ModelInferRequest")(model_name=query.model)
+    message = MESSAGES["ModelInferRequest"](model_name=query.model)
     for name, array in query.inputs.items():
         message.inputs.add(name=name, datatype=DATATYPES[array.dtype.name], shape=array.shape)
         message.raw_input_contents.append(array.tobytes())

@@ -12,7 +12,7 @@ import orjson
 
 from tests.train.readers.rows import matrix
 from tierstore.serve.grpc.codec import decode_request, encode_response, read_request
-from tierstore.serve.grpc.messages import message_class
+from tierstore.serve.grpc.messages import MESSAGES
 from tierstore.serve.messages import DATATYPES, InferRequest, InferResponse, ServeError, Status
 from tierstore.serve.rest.infer_body import InferCall, parse_infer, write_infer
 from tierstore.settings.sections import to_toml
@@ -178,7 +178,7 @@ def _infer(data: bytes) -> None:
             _check_datatypes(request := decode_request(read_request(body)))
             for is_raw in (True, False):
                 sent = asyncio.run(encode_response(_response(request), is_raw=is_raw))
-                message_class("ModelInferResponse").FromString(sent)
+                MESSAGES["ModelInferResponse"].FromString(sent)
             return
         call = parse_infer(body, json_bytes=None if length == WHOLE else length, json_bytes_max=1 << 16, model="m")
         _check_datatypes(call.request)
@@ -232,7 +232,7 @@ def _requests() -> list[bytes]:
     flat = {"name": "é", "datatype": "INT64", "shape": [2], "data": [1, -2]}
     parameters = {"timeout": 1000, "binary_data_output": True, "other": "a"}
     message = orjson.dumps({"id": "1", "inputs": [nested, flat], "parameters": parameters})
-    grpc = message_class("ModelInferRequest")(model_name="m", id="1", raw_input_contents=[bytes(8)])
+    grpc = MESSAGES["ModelInferRequest"](model_name="m", id="1", raw_input_contents=[bytes(8)])
     grpc.inputs.add(name="x", datatype="FP32", shape=[2])
     grpc.parameters["timeout"].int64_param = 5
     whole, over_grpc = (kind.to_bytes(_LENGTH_BYTES, "little") for kind in (WHOLE, GRPC))

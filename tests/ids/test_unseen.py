@@ -15,8 +15,9 @@ import tierstore
 from tests.hbm.stores import MODES, few_slots
 from tests.ids.test_machine import INIT
 from tests.ids.test_tables import config
-from tests.serve.models.stores import asked, models_of, tensor
+from tests.serve.models.stores import asked, tensor
 from tierstore.ids import DynamicIds, Frequency
+from tierstore.serve.models import Models
 
 SAMPLES, COUNT = 4, 40
 IDS = (torch.arange(COUNT) * 0x1E3779B97F4A7C15).sort().values
@@ -89,7 +90,7 @@ def test_an_id_without_a_row_counts_as_the_row_that_it_would_get(
             if weights is not None:
                 torch.testing.assert_close(weights.grad.view(2, -1).sum(0), of_scale)
         rows, ids = torch.where(known[:, None], item.read(IDS), start).float(), tensor("INT64", IDS.tolist())
-        models, lengths = models_of(store).by_name, tensor("INT32", [COUNT])
+        models, lengths = Models(store).by_name, tensor("INT32", [COUNT])
         assert torch.equal(torch.from_numpy(asked(models["rows.item"], {"ids": ids})[0]["rows"]), rows)
         bag = asked(models["pooled.item"], {"ids": ids, "lengths": lengths})[0]["embeddings"][0]
         assert torch.equal(torch.from_numpy(bag), pooled(rows, known, mode))

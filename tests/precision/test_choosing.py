@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import tierstore
+from tests.serve.clients import Client
 from tests.serve.loops import wait_for
-from tests.serve.models.stores import asked, models_of
+from tests.serve.models.stores import asked
 from tests.serve.models.test_ranking import query
 from tests.serve.whole import serving
 from tests.train.readers.rows import matrix
@@ -20,7 +21,7 @@ from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.cli import entry as cli
 from tierstore.precision.held_out import HeldOut
 from tierstore.precision.search import quantize_run
-from tierstore.serve.client import Client
+from tierstore.serve.models import Models
 from tierstore.serve.models.dense import LOW, in_float32, low_layers, lowered
 from tierstore.train import train
 from tierstore.train.build import open_data
@@ -86,7 +87,7 @@ def test_what_is_served_is_what_was_measured(config: RunConfig, of_type: tuple[s
     held = HeldOut(Path(config.store.path), "", TEST_ROWS)
     categories = matrix(raw.categories)
     with tierstore.open(folder, mode="r", **SMALL) as store:
-        model: Any = models_of(store).by_name["ranking"]
+        model: Any = Models(store).by_name["ranking"]
         for part, first in (("search", 0), ("check", 1)):
             own = slice(first, None, 2)
             (found,) = asked(model, query(raw.dense[own].copy(), categories[own]))
@@ -153,7 +154,7 @@ def test_a_commit_with_a_broken_layer_is_refused(small8: Path, tmp_path: Path, c
         store.commit(extra=store.extra, tensors=tensors | broken | {f"{name}.levels": levels})
     refused = pytest.raises(tierstore.errors.DamagedError, match=r"model.top.0.weight")
     with tierstore.open(tmp_path / "broken", mode="r", **SMALL) as store, refused:
-        models_of(store)
+        Models(store)
 
 
 class Stop(BaseException):

@@ -15,7 +15,6 @@ from tierstore.serve.messages import (
     InferResponse,
     InferTensor,
     ModelMetadata,
-    ModelStatistics,
     ServeError,
     Status,
     TensorSpec,
@@ -79,8 +78,11 @@ class FakeEngine:
     def require(self, name: str, version: str = "") -> None:
         self.model(name, version)
 
-    def statistics(self, name: str) -> ModelStatistics:
-        return ModelStatistics(1_700_000_000_123, 3, 0.5, 2, 0.25, 1, 3, 0.125, 0.0625 if name == "double" else 0.0)
+    def statistics(self, name: str) -> dict[str, Any]:
+        spent = {"success": (3, 0.5), "fail": (2, 0.25), "compute_infer": (3, 0.0625 if name == "double" else 0.0)}
+        stats = {kind: {"count": count, "ns": int(seconds * 1e9)} for kind, (count, seconds) in spent.items()}
+        counts = {"last_inference": 1_700_000_000_123, "inference_count": 3, "execution_count": 1}
+        return {**counts, "inference_stats": stats, "batch_stats": []}
 
     async def infer(self, request: InferRequest) -> InferResponse:
         self.seen.append(request)

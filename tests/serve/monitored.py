@@ -19,49 +19,28 @@ class Clock:
 
 
 class FakeSource:
-    """Says what its attributes say."""
+    """Says what its ``state`` is."""
 
     def __init__(self) -> None:
-        self.is_live = True
-        self.is_ready = True
-        self.version = 7
-        self.newest_version = 9
-        self.staleness_seconds = 2.5
-        self.tiers = Stats(
-            hbm=TierStats(),
-            ddr=TierStats(
-                lookups=50_000,
-                unique=20_000,
-                hits=15_000,
-                misses=5_000,
-                evictions=1_234,
-                capacity_rows=8_000,
-                bytes=3 << 20,
+        ddr = {"lookups": 50_000, "unique": 20_000, "hits": 15_000, "misses": 5_000, "evictions": 1_234}
+        ssd = {"lookups": 5_000, "unique": 5_000, "hits": 4_000, "misses": 1_000, "bytes": 40_960, "bytes_read": 777}
+        self.state = State(
+            live=True,
+            ready=True,
+            version=7,
+            newest_version=9,
+            staleness_seconds=2.5,
+            tiers=Stats(
+                hbm=TierStats(),
+                ddr=TierStats(**ddr, capacity_rows=8_000, bytes=3 << 20),
+                ssd=TierStats(**ssd, capacity_rows=1_000_000),
             ),
-            ssd=TierStats(
-                lookups=5_000,
-                unique=5_000,
-                hits=4_000,
-                misses=1_000,
-                capacity_rows=1_000_000,
-                bytes=40_960,
-                bytes_read=777,
-            ),
+            tables=[TableInfo("item", 1_000_000, 64, "float32")],
+            queued_samples={"dlrm": 17, "items": 0},
         )
-        self.named_tables = [TableInfo("item", 1_000_000, 64, "float32")]
-        self.queued: dict[str, int] = {"dlrm": 17, "items": 0}
 
     def __call__(self) -> State:
-        return State(
-            live=self.is_live,
-            ready=self.is_ready,
-            version=self.version,
-            newest_version=self.newest_version,
-            staleness_seconds=self.staleness_seconds,
-            tiers=self.tiers,
-            tables=self.named_tables,
-            queued_samples=self.queued,
-        )
+        return self.state
 
 
 class Served(LoopThread):

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 import tierstore
+from tests.serve.clients import Client
+from tests.serve.fronts import refused
 from tests.serve.loops import wait_for
 from tests.serve.models.programs import save
 from tests.serve.replicas import publishing
 from tests.serve.whole import ADMIN, serving
 from tests.updates.support import SMALL, change
-from tierstore.serve.client import Client
-from tierstore.serve.messages import ServeError
+from tierstore.serve.messages import Status
 from tierstore.updates import apply_update, write_update
 
 DENSE = np.array([[0.5, -1], [2, 3]], np.float32)
@@ -55,7 +56,7 @@ def test_a_version_without_one_of_its_tables_is_served_without_it(
         before = client.infer("both", inputs)
         back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
         assert back.json() == {"version": 1}
-        with pytest.raises(ServeError, match="no model 'both'"):
+        with refused(Status.NOT_FOUND, "no model 'both'"):
             client.infer("both", inputs)
         assert "version 1 is served without the model of" in caplog.text
         assert "input 'user' takes rows, and the store has no such feature; its features are item" in caplog.text
@@ -119,6 +120,6 @@ def test_dense_weights_are_those_of_the_version_if_it_has_them(
             assert answer.outputs["output"].tobytes() == want.numpy().tobytes(), way
             assert answer.version == str(version)
             told = "of the version" if way else "of the file"
-            assert client.metadata("scored")["parameters"]["dense_weights"] == told
+            assert client.get("/v2/models/scored").json()["parameters"]["dense_weights"] == told
             where = "the version" if way else "its file"
             assert f"model scored: version {version} with the dense weights of {where}" in caplog.text

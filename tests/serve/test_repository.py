@@ -21,12 +21,11 @@ from tests.serve.loops import wait_for
 from tests.serve.models.programs import save
 from tests.serve.test_fronts import as_dict
 from tests.serve.test_own_model import Both
-from tests.serve.whole import ADMIN_TOKEN, FREE_PORTS, InThread, command, serving
+from tests.serve.whole import ADMIN_TOKEN, FREE_PORTS, Command, InThread, command, serving
 from tests.updates.support import ROWS, change
-from tierstore.serve.client import Client
 from tierstore.serve.command import parse_stores
 from tierstore.serve.config import ServeConfig, StoreConfig
-from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.messages import Status
 from tierstore.serve.repository import configs_of
 from tierstore.serve.workers import recording_paths, worker_config
 from tierstore.settings.sections import described
@@ -62,9 +61,9 @@ def protocol(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def triton(server: InThread, protocol: str, **options: Any) -> Any:
+def triton(server: InThread | Command, protocol: str, **options: Any) -> Any:
     """Triton's client of the protocol, one thread's at a time."""
-    address = server.grpc if protocol == "grpc" else f"127.0.0.1:{server.ports.rest}"
+    address = server.grpc if protocol == "grpc" else server.url.removeprefix("http://")
     return MODULES[protocol].InferenceServerClient(address, **options)
 
 
@@ -82,7 +81,7 @@ def rows(server: InThread, protocol: str, store: str) -> tuple[str, bytes]:
     return ask(server, protocol, f"{store}.rows.item", ids=IDS)
 
 
-def states(server: InThread, protocol: str = "http") -> dict[str, tuple[str, str]]:
+def states(server: InThread | Command, protocol: str = "http") -> dict[str, tuple[str, str]]:
     """State and reason of each model."""
     with triton(server, protocol) as client:
         index = as_dict(client.get_model_repository_index())
@@ -110,10 +109,9 @@ def test_answers_are_those_of_two_servers_to_the_bit(stores: dict[str, Path], bo
 
 
 def test_clients_metrics_and_logs_have_the_stores(both: InThread, caplog: pytest.LogCaptureFixture) -> None:
-    with Client(both.url, store="a") as client:
-        assert client.rows(IDS, table="item").tobytes() == rows(both, "http", "a")[1]
-        with pytest.raises(ServeError):
-            client.rows([ROWS], table="item")
+    assert rows(both, "http", "a") == rows(both, "grpc", "a")
+    with refused(Status.INVALID):
+        ask(both, "http", "a.rows.item", ids=np.array([ROWS]))
     (failed,) = [each for each in caplog.records if "request failed" in each.message]
     assert failed.__dict__["model"] == "a.rows.item"
     assert both.metric("tierstore_request_seconds_count", model="a.rows.item", status="ok") == 2
@@ -262,12 +260,12 @@ def test_stores_of_flags_and_of_a_file(stores: dict[str, Path], tmp_path: Path) 
     file.write_text(
         f'[[stores]]\npath = "{stores["a"]}"\nddr = "3MiB"\n[[stores]]\nname = "c"\npath = "{stores["b"]}"\n'
     )
-    with command(tmp_path / "log", str(file), *FREE_PORTS) as server, Client(server.url) as client:
-        assert {each.partition(".")[0] for each in client.models()} == {"a", "c"}
+    with command(tmp_path / "log", str(file), *FREE_PORTS) as server:
+        assert {each.partition(".")[0] for each in states(server)} == {"a", "c"}
         assert server.end() == 0
     flag = f"c={stores['b']},max_batch_samples=9"
-    with command(tmp_path / "log", str(file), "--store", flag, *FREE_PORTS) as server, Client(server.url) as client:
-        assert "rows.item" in client.models(), "of one store names are as ever"
+    with command(tmp_path / "log", str(file), "--store", flag, *FREE_PORTS) as server:
+        assert "rows.item" in states(server), "of one store names are as ever"
 
 
 def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Path) -> None:
@@ -287,6 +285,13 @@ def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Pa
 
 A, B = {"path": "x/a"}, {"path": "x/b"}
 WRONG: dict[str, dict[str, Any]] = {
+    "TLS wants both": {"store": "x", "tls_key": "key.pem"},
+    "admin_host='0.0.0.0' lets other machines in": {"store": "x", "admin_host": "0.0.0.0"},
+    "several workers share given ports": {"store": "x", "workers": 2, "port": 0},
+    "max_queue_samples=100 is below max_batch_samples=4096": {"store": "x", "max_queue_samples": 100},
+    "admin_port=65535 + 1": {"store": "x", "workers": 2, "admin_port": 65_535},
+    "policy = 'lruu'": {"store": "x", "policy": "lruu"},
+    "a canary is a replica": {"store": "x", "canary": True},
     "store and stores are both named": {"store": "x", "stores": [A]},
     "'a': a store has a name of its own": {"stores": [A, {"path": "y/a"}]},
     "'a.b': a store has a name": {"stores": [A, {"path": "x/a.b"}]},

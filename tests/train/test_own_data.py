@@ -12,10 +12,11 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
-from tests.serve.models.stores import asked, models_of
+from tests.serve.models.stores import asked
 from tests.train.readers.rows import category_of
 from tests.train.readers.test_hashing import splitmix64
 from tierstore.serve.messages import InferTensor
+from tierstore.serve.models import Models
 from tierstore.serve.tensors import objects
 from tierstore.train import train
 from tierstore.train.build import build_run, open_run_store
@@ -143,5 +144,5 @@ def test_a_server_takes_what_the_data_holds(config, by_hand, columns, tmp_path):
         "lengths": InferTensor("INT32", np.array([len(bag) for (bag,) in texts], np.int32).reshape(len(COLUMNS), ROWS)),
     }
     with tierstore.open(config.store.path, mode="r", ddr="8MiB") as store:
-        (answer,) = asked(models_of(store).by_name["ranking"], inputs)
+        (answer,) = asked(Models(store).by_name["ranking"], inputs)
     assert torch.equal(torch.tensor(answer["probabilities"]), by_hand[1])

@@ -5,7 +5,7 @@ from typing import Any, Final, Protocol
 
 from ..store import Table
 from .bearer_token import Token
-from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ModelStatistics, ServeError
+from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError
 
 Outputs = dict[str, InferTensor]
 Pause = Callable[[], None]
@@ -82,7 +82,8 @@ class Engine(Protocol):
         """ "unload" a store: answer what came and free its memory; or "load" it, or its newest commit if it is there.
         ServeError NOT_FOUND, or UNAVAILABLE: it cannot be opened."""
 
-    def statistics(self, name: str) -> ModelStatistics: ...
+    def statistics(self, name: str) -> dict[str, Any]:
+        """Of a model since the server started, as Triton has them."""
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer, or ServeError and nothing else; to cancel the task takes the request back."""

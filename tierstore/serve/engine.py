@@ -34,7 +34,7 @@ from .config import ServeConfig
 from .hot_rows import RowCounts, hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_request
 from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError, Status
-from .models import Models, Program, load_program, rehearse
+from .models import Models, load_program, rehearse
 from .monitoring.metrics import Metrics, State, TableInfo
 from .watch import Watch, read_labelled
 
@@ -44,6 +44,7 @@ _RETRY_SECONDS: Final = 1.0
 """From one failure to move to a newer version to the next try."""
 _KEEP_HOT_SECONDS: Final = 60.0
 _WATCH_SECONDS: Final = 0.1
+_FAILED: Final = "the server failed; its log says why"
 _NOTHING: Final = Stats(TierStats(), TierStats(), TierStats())
 
 
@@ -120,8 +121,11 @@ class StoreEngine:
         try:
             if not store.version:
                 raise StoreNotFoundError(f"{store.directory} has no commit yet; train first, or commit once")
+            program = None
+            if config.model:
+                program = load_program(Path(config.model), max_samples=config.max_batch_samples, dense=config.dense)
             dropped = self._note_dropped if config.out_of_range == "zero" else None
-            models = Models(store, dropped=dropped, program=self._program(), dense=config.dense)
+            models = Models(store, dropped=dropped, program=program, dense=config.dense)
             self.watched = self._watch(store)
             self._warm_up(store)
             rehearse(models.by_name.values())
@@ -144,12 +148,6 @@ class StoreEngine:
 
     def _note_dropped(self, model: str, count: int) -> None:
         self._metrics.out_of_range(self._prefix + model, count)
-
-    def _program(self) -> Program | None:
-        if not self._config.model:
-            return None
-        config = self._config
-        return load_program(Path(config.model), max_samples=config.max_batch_samples, dense=config.dense)
 
     def _watch(self, store: Store) -> Watch | None:
         config = self._config
@@ -176,15 +174,12 @@ class StoreEngine:
         assert self._models is not None
         before, models = self._served, {self._prefix + name: each for name, each in self._models.by_name.items()}
         self._metrics.know(models)
-        self._served = {name: self._serve(name, model, before.get(name)) for name, model in models.items()}
-        for name, served in before.items():
-            if self._served.get(name) is not served:
-                served.batcher.close()
+        kept = {name: each for name, each in before.items() if models.get(name) is each.model}
+        self._served = {name: kept.get(name) or self._serve(name, model) for name, model in models.items()}
+        for name in before.keys() - kept.keys():
+            before[name].batcher.close()
 
-    def _serve(self, name: str, model: Model, before: _Served | None) -> _Served:
-        if before is not None and before.model is model:
-            return before
-
+    def _serve(self, name: str, model: Model) -> _Served:
         def is_there() -> bool:  # else the loop has yet to hear of it
             return self._models is not None and self._models.by_name.get(model.metadata.name) is model
 
@@ -200,12 +195,9 @@ class StoreEngine:
                 answers = model.run(queries, None if pause is None else between(self._turn, pause))
             return [each if isinstance(each, ServeError) else _Ran(each, version) for each in answers]
 
-        def others() -> list[Batcher]:
-            return [each.batcher for each in self._served.values()]
-
-        observer = self._metrics.batched
         batcher = Batcher(
-            name, run, self._executor, self._config, at_once=at_once, others=others, observer=observer
+            name, run, self._executor, self._config, at_once=at_once, observer=self._metrics.batched,
+            others=lambda: [each.batcher for each in self._served.values()],
         )  # fmt: skip
         return _Served(model, batcher)
 
@@ -351,23 +343,20 @@ class StoreEngine:
         except asyncio.CancelledError:
             log_request(request, "CANCELLED", time.monotonic() - started)
             raise
-        except ServeError as error:
-            self._note_failed(request, error, started)
-            raise
         except Exception as error:
-            _LOG.exception("a request to model %s failed", excerpt(request.model), extra={"request_id": request.id})
-            failure = ServeError(Status.INTERNAL, "the server failed; its log says why")
-            self._note_failed(request, failure, started)
+            failure = error if isinstance(error, ServeError) else ServeError(Status.INTERNAL, _FAILED)
+            if failure is not error:
+                _LOG.exception("a request to model %s failed", excerpt(request.model), extra={"request_id": request.id})
+            seconds = time.monotonic() - started
+            self._metrics.answered(request.model, request.protocol, failure.status, seconds)
+            log_request(request, failure.status.grpc, seconds, version=str(self.version), error=failure)
+            if failure is error:
+                raise
             raise failure from error
         seconds = time.monotonic() - started
         self._metrics.answered(request.model, request.protocol, None, seconds)
         log_request(request, "OK", seconds, version=response.version)
         return response
-
-    def _note_failed(self, request: InferRequest, error: ServeError, started: float) -> None:
-        seconds = time.monotonic() - started
-        self._metrics.answered(request.model, request.protocol, error.status, seconds)
-        log_request(request, error.status.grpc, seconds, version=str(self.version), error=error)
 
     async def _infer(self, request: InferRequest, started: float) -> InferResponse:
         if not self._is_ready:
@@ -463,20 +452,18 @@ class StoreEngine:
             await self.start()
             return self.version
         started = time.monotonic()
-        found = await _in(self._looker, self._look)
+        found = await _in(self._looker, lambda: None if self._store is None else self._store.find_newer())
         if found is None:
             self._stale_since = None
             return self.version
-        self.newest_version = _shown_version(found.version.number, found.version.extra)
+        origin = origin_of(found.version.extra)  # of a replica, clients see the source's numbers
+        self.newest_version = found.version.number if origin is None else origin.version
         self._stale_since = started
         await _in(self._executor, self._show, found)
         self._serve_models()
         self._stale_since = None
         self._metrics.updated(self.version, time.monotonic() - started)
         return self.version
-
-    def _look(self) -> Newer | None:
-        return None if self._store is None else self._store.find_newer()
 
     def _show(self, newer: Newer) -> None:
         """Move the store and the models, in the executor; ``version`` is what the store shows, also after an error."""
@@ -535,9 +522,3 @@ class StoreEngine:
 
 async def _in(executor: Executor, work: Callable[..., _T], *arguments: Any) -> _T:
     return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
-
-
-def _shown_version(number: int, extra: Mapping[str, Any]) -> int:
-    """The version that clients see: of a replica, the number that the version has at its source."""
-    origin = origin_of(extra)
-    return number if origin is None else origin.version

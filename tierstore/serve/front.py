@@ -8,7 +8,7 @@ from ..system.checks import excerpt
 from .base import Engine
 from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
-from .messages import ModelMetadata, ModelStatistics, ServeError, Status, TensorSpec
+from .messages import ServeError, Status, TensorSpec
 
 DATA_TYPES: Final = {"TYPE_INT32": 8, "TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_STRING": 13}
 """By the names in JSON, the numbers over gRPC."""
@@ -105,54 +105,26 @@ class Front:
         return self.unsent.hold(size) if size > LARGE_RESPONSE_BYTES else self._nothing_unsent
 
     def config(self, name: str, version: str) -> dict[str, Any]:
-        """A model as Triton describes it; ServeError NOT_FOUND."""
-        return model_config(self.engine.model(name, version))
+        """A model as Triton describes it; ServeError NOT_FOUND. ``max_batch_size`` is 0: the shapes have their batch
+        dimension."""
+        model = self.engine.model(name, version)
+        return {
+            "name": model.name,
+            "platform": model.platform,
+            "backend": model.platform,
+            "max_batch_size": 0,
+            "input": [_tensor(spec) for spec in model.inputs],
+            "output": [_tensor(spec) for spec in model.outputs],
+            "parameters": {name: {"string_value": str(value)} for name, value in model.parameters.items()},
+        }
 
     def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
         """Triton's statistics of one model, or of all; ServeError NOT_FOUND."""
         models = [self.engine.model(name, version)] if name else self.engine.models()
-        return {"model_stats": [model_statistics(each, self.engine.statistics(each.name)) for each in models]}
-
-
-def model_config(model: ModelMetadata) -> dict[str, Any]:
-    """``max_batch_size`` is 0: the shapes have their batch dimension."""
-    return {
-        "name": model.name,
-        "platform": model.platform,
-        "backend": model.platform,
-        "max_batch_size": 0,
-        "input": [_tensor(spec) for spec in model.inputs],
-        "output": [_tensor(spec) for spec in model.outputs],
-        "parameters": {name: {"string_value": str(value)} for name, value in model.parameters.items()},
-    }
+        told = {each.name: {"name": each.name, "version": each.versions[-1]} for each in models}
+        return {"model_stats": [about | self.engine.statistics(name) for name, about in told.items()]}
 
 
 def _tensor(spec: TensorSpec) -> dict[str, Any]:
     kind = "STRING" if spec.datatype == "BYTES" else spec.datatype
     return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.shape)}
-
-
-def model_statistics(model: ModelMetadata, found: ModelStatistics) -> dict[str, Any]:
-    """Of a model since the server started, over all versions; it has no numbers by batch size."""
-    return {
-        "name": model.name,
-        "version": model.versions[-1],
-        "last_inference": found.last_ms,
-        "inference_count": found.success_count,
-        "execution_count": found.batches,
-        "inference_stats": {
-            "success": _duration(found.success_count, found.success_seconds),
-            "fail": _duration(found.fail_count, found.fail_seconds),
-            "queue": _duration(found.queries, found.queue_seconds),
-            "compute_input": _duration(found.queries, 0.0),
-            "compute_infer": _duration(found.queries, found.compute_seconds),
-            "compute_output": _duration(found.queries, 0.0),
-            "cache_hit": _duration(0, 0.0),
-            "cache_miss": _duration(0, 0.0),
-        },
-        "batch_stats": [],
-    }
-
-
-def _duration(count: int, seconds: float) -> dict[str, int]:
-    return {"count": count, "ns": round(seconds * 1e9)}

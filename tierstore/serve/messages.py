@@ -80,20 +80,6 @@ class ModelMetadata:
     parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
-class ModelStatistics(NamedTuple):
-    """Of a model since the server started; seconds are sums over requests, ``last_ms`` is since 1970, 0 for never."""
-
-    last_ms: int = 0
-    success_count: int = 0
-    success_seconds: float = 0.0
-    fail_count: int = 0
-    fail_seconds: float = 0.0
-    batches: int = 0
-    queries: int = 0
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferRequest:
     """``version`` and ``client`` may be ""; ``outputs`` empty is all; ``deadline`` is of ``time.monotonic()``."""

@@ -100,7 +100,11 @@ class Server:
     def _admin_app(self) -> ASGIApp:
         engine, token = self.repository, self._config.admin_token
         routes: list[Route] = monitoring_routes(self.metrics, engine.state)
-        rollback = _refuse_rollback
+
+        async def refuse_rollback() -> int:
+            way_out = "go back there, with tierstore rollback, and it follows"
+            raise ServeError(Status.INVALID, f"this server follows its trainer: {way_out}")
+
         if (config := self._config).sources:
             bounds = {name: getattr(config, f"canary_{name}") for name in ("seconds", "loss", "errors", "p99")}
             self._replica = Replica(
@@ -109,10 +113,10 @@ class Server:
                 canary=Canary(**bounds) if config.canary else None, measure=self._measure,
             )  # fmt: skip
             routes += self._replica.routes()
-            rollback = self._replica.roll_back
         if token is None:
             routes.append(read_only_route())
         else:
+            rollback = self._replica.roll_back if self._replica else refuse_rollback
             routes += admin_routes(refresh=engine.refresh, rollback=rollback, drain=engine.drain, resume=engine.resume)
         return admin_app(routes, token=token)
 
@@ -196,11 +200,6 @@ async def _renew(tls: Tls) -> None:
         await asyncio.to_thread(tls.renew)
 
 
-async def _refuse_rollback() -> int:
-    message = "this server follows its trainer: go back there, with tierstore rollback, and it follows"
-    raise ServeError(Status.INVALID, message)
-
-
 def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0, is_patient: bool = False) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status. Handlers of signals are left that do nothing.
 
@@ -236,7 +235,8 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
     server = Server(config, worker=worker)  # which may compile kernels
     for each in _SIGNALS:
         loop.add_signal_handler(each, _stop, stopping, () if is_patient else _SIGNALS)
-    loop.add_signal_handler(signal.SIGHUP, _hang_up, server)
+    # By default SIGHUP ends a process.
+    loop.add_signal_handler(signal.SIGHUP, server.tls.renew if server.tls is not None else int)
     starting = asyncio.create_task(server.start())
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -251,12 +251,6 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
     await waiting
     _LOG.info("stopping: requests under way have %.0f s", config.grace_seconds)
     await server.stop()
-
-
-def _hang_up(server: Server) -> None:
-    """SIGHUP: read again what may have been renewed, and go on."""
-    if server.tls is not None:
-        server.tls.renew()
 
 
 def _stop(stopping: asyncio.Event, signals: Sequence[signal.Signals]) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..pool.stats import total
 from ..settings.sections import nearest
@@ -18,7 +18,7 @@ from .bearer_token import Token
 from .config import ServeConfig
 from .engine import StoreEngine
 from .logs import log_refused
-from .messages import InferRequest, InferResponse, ModelMetadata, ModelStatistics, ServeError, Status
+from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
 from .monitoring.metrics import Metrics, State
 
 
@@ -109,7 +109,7 @@ class Repository:
             engine.require(name, version)
         return engine.is_ready
 
-    def statistics(self, name: str) -> ModelStatistics:
+    def statistics(self, name: str) -> dict[str, Any]:
         return self._metrics.statistics(name)
 
     async def infer(self, request: InferRequest) -> InferResponse:

@@ -1,4 +1,4 @@
-"""What both protocols and the client share of tensors: heads that are checked, and contents as bytes.
+"""What both protocols share of tensors: heads that are checked, and contents as bytes.
 
 Those are the elements in row-major order, little-endian: what stands behind the JSON with the binary tensor data
 extension, and in gRPC's raw contents.
@@ -34,19 +34,19 @@ _MAX_BYTES: Final = (1 << 63) - 1
 
 
 class TensorHead(NamedTuple):
-    """A tensor without its data; ``kind`` is "input" or "output", for messages."""
+    """An input without its data."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     num_elements: int
-    kind: str
 
     def invalid(self, problem: str) -> ServeError:
-        return invalid_tensor(self.kind, self.name, problem)
+        return invalid_tensor("input", self.name, problem)
 
 
 def invalid_tensor(kind: str, name: str, problem: str) -> ServeError:
+    """``kind`` is "input" or "output"."""
     return ServeError(Status.INVALID, f"{kind} {excerpt(name)}: {problem}")
 
 
@@ -57,36 +57,32 @@ def require_supported(kind: str, name: str, parameters: Container[str]) -> None:
             raise invalid_tensor(kind, name, f"parameter {unsupported} is not supported; leave it out")
 
 
-def parse_head(name: object, datatype: object, shape: object, *, kind: str = "input") -> TensorHead:
-    """The three, as they stand in JSON, or ServeError INVALID. A shape says nothing of its size: compare it with the
-    data."""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise ServeError(
-            Status.INVALID,
-            f"an {kind}'s name must be a string of 1 to {MAX_NAME_CHARACTERS} characters, not {excerpt(name)}",
-        )
-    if not isinstance(datatype, str) or datatype not in DATATYPES:
-        models = f"{', '.join(DATATYPES)}, which the models take and give"
-        raise invalid_tensor(kind, name, f"datatype {excerpt(datatype)} is not one of {models}")
-    if not isinstance(shape, list) or not set(map(type, shape)) <= _INTEGER or min(shape, default=0) < 0:
-        raise invalid_tensor(kind, name, f"shape {excerpt(shape)} must be a list of integers from 0 on")
-    if len(shape) > MAX_DIMS:
-        raise invalid_tensor(kind, name, f"shape has {len(shape)} dimensions, more than {MAX_DIMS}")
-    num_elements = math.prod(shape)
-    if (num_elements or math.prod(filter(None, shape))) * DATATYPES[datatype].itemsize > _MAX_BYTES:
-        raise invalid_tensor(kind, name, f"shape {excerpt(shape)} is too large")
-    return TensorHead(name, datatype, tuple(shape), num_elements, kind)
-
-
-def parse_input_head(
+def parse_head(
     name: object, datatype: object, shape: object, parameters: Container[str], inputs: Container[str]
 ) -> TensorHead:
-    """The head of one of a request's inputs; ServeError INVALID."""
-    head = parse_head(name, datatype, shape)
-    if head.name in inputs:
-        raise head.invalid("given twice")
-    require_supported("input", head.name, parameters)
-    return head
+    """The head of one of a request's inputs, as it stands in JSON; ``inputs`` are those before it. ServeError INVALID.
+    A shape says nothing of its size: compare it with the data."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
+        wanted = f"a string of 1 to {MAX_NAME_CHARACTERS} characters"
+        raise ServeError(Status.INVALID, f"an input's name must be {wanted}, not {excerpt(name)}")
+    problem = ""
+    if not isinstance(datatype, str) or datatype not in DATATYPES:
+        models = f"{', '.join(DATATYPES)}, which the models take and give"
+        problem = f"datatype {excerpt(datatype)} is not one of {models}"
+    elif not isinstance(shape, list) or not set(map(type, shape)) <= _INTEGER or min(shape, default=0) < 0:
+        problem = f"shape {excerpt(shape)} must be a list of integers from 0 on"
+    elif len(shape) > MAX_DIMS:
+        problem = f"shape has {len(shape)} dimensions, more than {MAX_DIMS}"
+    elif math.prod(filter(None, shape)) * DATATYPES[datatype].itemsize > _MAX_BYTES:
+        problem = f"shape {excerpt(shape)} is too large"
+    elif name in inputs:
+        problem = "given twice"
+    if problem:
+        raise invalid_tensor("input", name, problem)
+    assert isinstance(datatype, str)
+    assert isinstance(shape, list)
+    require_supported("input", name, parameters)
+    return TensorHead(name, datatype, tuple(shape), math.prod(shape))
 
 
 def require_id(given: str) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
 from tierstore.serve.base import LONG_IDS
-from tierstore.serve.batching import Batcher
+from tierstore.serve.batching import Batcher, between
 from tierstore.serve.batching.batcher import FAILED_SECONDS
 from tierstore.serve.batching.isolation import MAX_FAILED_RUNS
 from tierstore.serve.config import ServeConfig
@@ -296,4 +298,38 @@ def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
     bench.loop.run_until_complete(bench.batcher.drain(0))
 
 
-# With a real thread.
+# Of several stores.
+
+
+def test_batches_take_turns_and_others_run_while_one_pauses() -> None:
+    turn, ran = threading.Lock(), list[str]()
+    has_begun, may_pause = threading.Event(), threading.Event()
+
+    def other() -> None:
+        assert has_begun.wait(5)
+        may_pause.set()
+        with turn:
+            ran.append("other")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with turn:
+        has_begun.set()
+        assert may_pause.wait(5)
+        thread.join(0.05)
+        ran.append("part")
+        between(turn, thread.join)()
+        ran.append("part")
+    assert ran == ["part", "other", "part"]
+
+
+def test_a_pause_that_fails_keeps_the_turn_until_its_batch_ends() -> None:
+    turn = threading.Lock()
+
+    def fail() -> None:
+        raise ValueError
+
+    with suppress(ValueError), turn:
+        between(turn, fail)()
+    with turn:
+        assert not turn.acquire(blocking=False)

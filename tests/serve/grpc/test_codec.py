@@ -1,5 +1,7 @@
 """The bytes of gRPC's messages: which are refused that REST cannot send, and the wire format against protobuf's own."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,9 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from tests.serve.requests import Drawn, Tensor, decode, grpc_message, valid
-from tierstore.serve.grpc import codec, messages
+from tierstore.serve.grpc import codec
 from tierstore.serve.grpc.codec import split_field
-from tierstore.serve.grpc.messages import message_class
+from tierstore.serve.grpc.messages import MESSAGES
 from tierstore.serve.messages import ServeError, Status
 
 ONE = Drawn([Tensor("the_input", "INT64", [1], [7])])
@@ -82,7 +84,7 @@ def test_splitting_reads_what_protobuf_reads(data: bytes) -> None:
     assert split == service_pb2.ModelInferRequest.FromString(data)
 
 
-NAMES = sorted(name for name in messages._CLASSES if not name.startswith("HealthCheck"))
+NAMES = sorted(name for name in MESSAGES if not name.startswith("HealthCheck"))
 
 
 def theirs(name: str) -> Any:
@@ -90,6 +92,7 @@ def theirs(name: str) -> Any:
     return service_pb2.DESCRIPTOR.pool.FindMessageTypeByName(f"inference.{name}")
 
 
+FIELD = re.compile(r"(\w+) = (\d+);")
 PARTS = {"ModelConfig", "ModelInput", "ModelOutput", "ModelParameter", "InferBatchStatistics", "ModelStatistics"}
 """Of which we describe what we send."""
 
@@ -112,7 +115,7 @@ def fields(message: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.filterwarnings("ignore:label:DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_fields_are_the_protocols(name: str) -> None:
-    ours, there = message_class(name).DESCRIPTOR, theirs(name)
+    ours, there = MESSAGES[name].DESCRIPTOR, theirs(name)
     nested = [(each, there.nested_types_by_name[each.name]) for each in ours.nested_types]
     for own, other in [(ours, there), *nested]:
         assert own.full_name == other.full_name
@@ -122,6 +125,16 @@ def test_fields_are_the_protocols(name: str) -> None:
         assert fields(own) == wanted
 
 
-def test_pool_is_our_own() -> None:
-    assert message_class("ModelInferRequest").DESCRIPTOR.file.pool is not service_pb2.DESCRIPTOR.pool
-    assert message_class("ModelInferRequest") is not service_pb2.ModelInferRequest
+def test_the_descriptors_are_of_the_proto_files() -> None:
+    described = [MESSAGES[name].DESCRIPTOR for name in MESSAGES]
+    numbers = [(field.name, field.number) for each in described for field in each.fields]
+    numbers += [
+        (field.name, field.number)
+        for each in described
+        for inner in each.nested_types
+        if not inner.GetOptions().map_entry
+        for field in inner.fields
+    ]
+    texts = [path.read_text() for path in Path(codec.__file__).parent.glob("*.proto")]
+    assert sorted(numbers) == sorted((name, int(number)) for text in texts for name, number in FIELD.findall(text))
+    assert described[0].file.pool is not service_pb2.DESCRIPTOR.pool, "the pool is our own"

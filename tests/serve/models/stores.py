@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import tierstore
-from tierstore.serve.messages import InferTensor
-from tierstore.serve.models import Models
+from tierstore.serve.messages import InferTensor, ServeError, Status
 
 ROWS = {"sums": 40, "means": 30, "peaks": 20, "half": 25}
 DIMS = {"sums": 4, "means": 6, "peaks": 4, "half": 8}
@@ -44,10 +44,6 @@ class Counted(dict[str, int]):
         self[model] = self.get(model, 0) + count
 
 
-def models_of(store: tierstore.Store, *, dropped: Counted | None = None) -> Models:
-    return Models(store, dropped=dropped)
-
-
 def tensor(datatype: str, values: Any, shape: Sequence[int] | None = None) -> InferTensor:
     """As the fronts hand them over: not to be written to."""
     dtype = {"INT64": np.int64, "INT32": np.int32, "FP32": np.float32, "FP64": np.float64}[datatype]
@@ -55,6 +51,13 @@ def tensor(datatype: str, values: Any, shape: Sequence[int] | None = None) -> In
     array = array if shape is None else array.reshape(shape)
     array.flags.writeable = False
     return InferTensor(datatype, array)
+
+
+def require_refused(model: Any, inputs: Mapping[str, InferTensor], says: str) -> None:
+    with pytest.raises(ServeError) as caught:
+        model.parse(inputs)
+    assert caught.value.status is Status.INVALID
+    assert says in str(caught.value)
 
 
 def asked(model: Any, *requests: Mapping[str, InferTensor]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tierstore
+from tests.serve.clients import Client
 from tests.serve.loops import wait_for
 from tests.serve.models.programs import save, save_two_tables
 from tests.serve.models.stores import make_store
@@ -17,7 +18,6 @@ from tests.serve.models.test_ranking import BATCH, evaluated, query
 from tests.serve.whole import FREE_PORTS, serving
 from tests.train.runs import TRAIN_ROWS, commit_scaled, config_of
 from tierstore.cli import entry as cli
-from tierstore.serve.client import Client
 from tierstore.serve.models import Models, load_program
 from tierstore.serve.models.dense import LOW, Int8Linear
 from tierstore.train import train

@@ -14,9 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tierstore
-from tests.serve.models.stores import DIMS, POOLINGS, ROWS, Counted, asked, make_store, models_of, plain_pooled, tensor
+from tests.serve.models.stores import (
+    DIMS,
+    POOLINGS,
+    ROWS,
+    Counted,
+    asked,
+    make_store,
+    plain_pooled,
+    require_refused,
+    tensor,
+)
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.messages import ServeError
+from tierstore.serve.models import Models
 from tierstore.serve.models import jagged as jagged_ids
 
 NAMES = tuple(ROWS)
@@ -63,7 +74,7 @@ def only_rows(query: dict[str, Any], num_rows: int) -> dict[str, Any]:
 def test_pooled_bags_are_those_of_torch_alone_or_in_a_batch(store: tierstore.Store, name: str) -> None:
     """Ids that are no rows count as zeros, and are counted."""
     counted = Counted()
-    model: Any = models_of(store, dropped=counted).by_name[f"pooled.{name}"]
+    model: Any = Models(store, dropped=counted).by_name[f"pooled.{name}"]
     rows = rows_of(store, name)
     told = 0
 
@@ -93,7 +104,7 @@ def test_pooled_bags_are_those_of_torch_alone_or_in_a_batch(store: tierstore.Sto
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_those_of_a_read_and_zeros_where_there_is_none(store: tierstore.Store, name: str) -> None:
     counted = Counted()
-    model: Any = models_of(store, dropped=counted).by_name[f"rows.{name}"]
+    model: Any = Models(store, dropped=counted).by_name[f"rows.{name}"]
     rows = rows_of(store, name).float().numpy()
     told = 0
 
@@ -124,7 +135,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tierstore.Store
 def test_a_query_in_parts_gives_the_bits_of_one_at_once(
     narrow: tierstore.Store, name: str, quick: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = models_of(narrow).by_name[name]
+    model: Any = Models(narrow).by_name[name]
     num_features = 4 if "." not in name else 1
     generator = np.random.default_rng(len(name))
     monkeypatch.setattr(jagged_ids, "PART_IDS", 8)
@@ -147,7 +158,7 @@ def test_a_query_in_parts_gives_the_bits_of_one_at_once(
 def test_ids_of_a_request_are_counted_and_those_of_a_sample_bounded(narrow: tierstore.Store) -> None:
     """So that nobody holds the server for longer than many small requests would."""
     for name, ids, num_features in (("pooled.sums", "ids", 1), ("pooled", "values", 4)):
-        model: Any = models_of(narrow).by_name[name]
+        model: Any = Models(narrow).by_name[name]
 
         def query(
             num_ids: int, num_samples: int, model: Any = model, ids: str = ids, features: int = num_features
@@ -173,7 +184,7 @@ def test_what_is_answered_at_once(tmp_path: Path, ddr: str, model: str) -> None:
         store.create_table(config).write(torch.arange(8000), torch.randn(8000, 64))
         store.commit()
     with tierstore.open(tmp_path / "store", mode="r", ddr=ddr, threads=1) as store:
-        models = models_of(store).by_name
+        models = Models(store).by_name
 
         def query(ids: list[int]) -> Any:
             lengths = {} if model == "rows.wide" else {"lengths": tensor("INT32", [1] * len(ids))}
@@ -208,7 +219,7 @@ def jagged(draw: Any, features: list[str]) -> dict[str, Any]:
 
 
 def test_all_features_side_by_side(store: tierstore.Store) -> None:
-    model: Any = models_of(store).by_name["pooled"]
+    model: Any = Models(store).by_name["pooled"]
     metadata = model.metadata
     features = metadata.parameters["features"].split(",")
     assert sorted(features) == sorted(each for name in NAMES for each in (name, f"{name}.again"))
@@ -233,8 +244,8 @@ def test_all_features_side_by_side(store: tierstore.Store) -> None:
 
 
 def test_rows_of_all_features_where_tables_are_of_one_width(store: tierstore.Store, narrow: tierstore.Store) -> None:
-    assert "rows" not in models_of(store).by_name
-    model: Any = models_of(narrow, dropped=Counted()).by_name["rows"]
+    assert "rows" not in Models(store).by_name
+    model: Any = Models(narrow, dropped=Counted()).by_name["rows"]
     owners = [feature.removesuffix(".again") for feature in model.metadata.parameters["features"].split(",")]
     query = {"values": tensor("INT64", [3, 1, 2, 0]), "lengths": tensor("INT32", [1, 0, 2, 1], (4, 1))}
     (found,) = asked(model, query)
@@ -260,11 +271,7 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_inputs_are_named(store: tierstore.Store, message: str) -> None:
-    model: Any = models_of(store).by_name["pooled.sums"]
-    with pytest.raises(ServeError) as caught:
-        model.parse(WRONG[message])
-    assert caught.value.status is Status.INVALID
-    assert message in str(caught.value)
+    require_refused(Models(store).by_name["pooled.sums"], WRONG[message], message)
 
 
 def test_a_request_for_rows_fits_a_training_batch_and_is_bounded_by_bytes(store_dir: Path) -> None:
@@ -274,7 +281,7 @@ def test_a_request_for_rows_fits_a_training_batch_and_is_bounded_by_bytes(store_
             store.create_table(tierstore.TableConfig(name=name, num_embeddings=5, embedding_dim=dim))
         store.commit()
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
-        models: Any = models_of(store).by_name
+        models: Any = Models(store).by_name
         ids = {"ids": tensor("INT64", np.zeros(65_536))}
         assert models["rows.narrow"].parse(ids).num_samples == ServeConfig(store="x").max_batch_samples
         assert models["rows.wide"].parse(ids).num_samples == 65_536 // 4

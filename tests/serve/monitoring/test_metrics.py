@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.monitored import Clock, FakeSource
 from tierstore.serve.messages import Status
+from tierstore.serve.monitoring.app import snapshot
 from tierstore.serve.monitoring.metrics import Latencies, Metrics, StateCollector, Window, summarize
-from tierstore.serve.monitoring.status import snapshot
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -128,9 +128,15 @@ def test_a_batchs_time_counts_for_each_of_its_requests(metrics: Metrics) -> None
     metrics.answered("dlrm", "grpc", None, 5.0)
     metrics.answered("dlrm", "grpc", Status.DEADLINE, 7.0)
     found = metrics.statistics("dlrm")
-    assert found._replace(last_ms=0) == (0, 2, 8.0, 1, 7.0, 2, 4, 2.0, 10.0)
-    assert found.last_ms > 1.7e12
-    assert metrics.statistics("items") == (0,) * 9
+    assert (found["inference_count"], found["execution_count"]) == (2, 2)
+    spent = {"success": (2, 8), "fail": (1, 7), "queue": (4, 2), "compute_infer": (4, 10)}
+    spent |= {"compute_input": (4, 0), "compute_output": (4, 0), "cache_hit": (0, 0), "cache_miss": (0, 0)}
+    assert found["inference_stats"] == {
+        name: {"count": count, "ns": seconds * 10**9} for name, (count, seconds) in spent.items()
+    }
+    assert found["last_inference"] > 1.7e12
+    assert metrics.statistics("items")["last_inference"] == 0
+    assert not any(each["count"] for each in metrics.statistics("items")["inference_stats"].values())
 
 
 def test_the_exposition_stays_small_with_many_models() -> None:

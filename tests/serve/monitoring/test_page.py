@@ -109,7 +109,7 @@ def test_numbers_are_the_sources(watched: Watched, monitored: Monitored) -> None
         "Ids out of range": "6", "Failed: deadline": "15", "Refused, http: too_large": "1",
     }  # fmt: skip
     assert not watched.wrong
-    monitored.source.is_ready = False
+    monitored.source.state = monitored.source.state._replace(ready=False)
     watched.until("#state-text", "Not taking requests")
     monitored.stop()
     watched.until("#state-text", "Unreachable")
@@ -117,13 +117,14 @@ def test_numbers_are_the_sources(watched: Watched, monitored: Monitored) -> None
 
 
 def test_nothing_is_wider_than_the_screen_and_hostile_names_stay_text(watched: Watched, monitored: Monitored) -> None:
-    monitored.source.named_tables = [
+    state = monitored.source.state
+    tables = [
         TableInfo("a" * 200, 10**12, 4096, "float32"),
         TableInfo("b c " * 50, 1, 1, "int4"),
         TableInfo(HOSTILE, 5, 4, HOSTILE),
     ]
-    tiers = monitored.source.tiers
-    monitored.source.tiers = tiers._replace(ddr=tiers.ddr._replace(lookups=10**15, capacity_rows=10**12))
+    tiers = state.tiers._replace(ddr=state.tiers.ddr._replace(lookups=10**15, capacity_rows=10**12))
+    monitored.source.state = state._replace(tables=tables, tiers=tiers)
     watched.open(monitored.served.url)
     width = watched.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert width == 0

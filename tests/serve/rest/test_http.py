@@ -20,7 +20,7 @@ from tests.serve.fronts import SECONDS, Fronted, read_answer, serving
 from tierstore.serve.limits import Budget, Limits
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.rest import app, infer_body
-from tierstore.serve.rest.body import LONG_BYTES, read_body
+from tierstore.serve.rest.app import LONG_BYTES, read_body
 
 X = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}]}
 DOUBLED = {"name": "y", "datatype": "FP32", "shape": [1, 3], "data": [2.0, 5.0, -6.0]}

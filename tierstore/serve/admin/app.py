@@ -61,11 +61,7 @@ def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starl
     app = Starlette(
         routes=list(routes),
         middleware=[Middleware(_Access, token=None if token is None else Token(token))],
-        exception_handlers={
-            HTTPException: _answer_http,
-            TierstoreError: _answer_tierstore,
-            Exception: _answer_unexpected,
-        },
+        exception_handlers=dict.fromkeys((HTTPException, TierstoreError, Exception), _answer_error),
     )
     # Else a path with a "/" too many is answered with whatever name the request gave this machine.
     app.router.redirect_slashes = False
@@ -92,7 +88,9 @@ class _Access:
             refused.headers.append("WWW-Authenticate", "Bearer")
             refused.headers.append("WWW-Authenticate", 'Basic realm="tierstore", charset="UTF-8"')
             return refused
-        if scope["method"] == "POST" and not _is_meant(headers):
+        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_meant = ADMIN_HEADER in headers or content_type == "application/json"
+        if scope["method"] == "POST" and not is_meant:
             return _error(403, f"a POST needs the header {ADMIN_HEADER} or the content type application/json")
         return None
 
@@ -105,45 +103,26 @@ def _why_not_local(scope: Scope, headers: Headers) -> str | None:
         return "only this machine is served" + way_out
     if any(name in headers for name in _FORWARDED):
         return "a request that a proxy forwards is not served" + way_out
-    hosts = headers.getlist("host")
-    if len(hosts) != 1 or not _is_loopback_host(hosts[0]):
+    hosts = [_HOST.fullmatch(each) for each in headers.getlist("host")]
+    if len(hosts) != 1 or hosts[0] is None or not is_loopback(hosts[0]["address"] or hosts[0]["name"]):
         return "the Host header must be localhost or a loopback address" + way_out
     return None
-
-
-def _is_loopback_host(host: str) -> bool:
-    matched = _HOST.fullmatch(host)
-    if matched is None:
-        return False
-    name = matched["address"] or matched["name"]
-    return is_loopback(name)
-
-
-def _is_meant(headers: Headers) -> bool:
-    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    return ADMIN_HEADER in headers or content_type == "application/json"
 
 
 def _error(status_code: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message}, status_code=status_code)
 
 
-async def _answer_http(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    answer = _error(error.status_code, error.detail)
-    answer.headers.update(error.headers or {})
-    return answer
-
-
-async def _answer_tierstore(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        answer = _error(error.status_code, error.detail)
+        answer.headers.update(error.headers or {})
+        return answer
     if isinstance(error, ServeError):
         return _error(error.status.http, str(error))
+    if not isinstance(error, TierstoreError):  # it goes on to the server, which logs it
+        return _error(500, f"internal error ({type(error).__name__}); the server's log tells more")
     status = 507 if isinstance(error, DiskFullError) else getattr(error, "http_status", 500)
     if status >= 500:
         _LOG.warning("%s %s: %s", request.method, request.url.path, error)
     return _error(status, str(error))
-
-
-async def _answer_unexpected(_: Request, error: Exception) -> Response:
-    """The error itself goes on to the server, which logs it."""
-    return _error(500, f"internal error ({type(error).__name__}); the server's log tells more")

@@ -35,7 +35,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
@@ -45,12 +45,12 @@ from ..messages import ServeError, Status
 from .isolation import Attempt, Isolation, Waiter, is_no_querys_fault
 
 
-class OneThread(Executor):
+class OneThread(ThreadPoolExecutor):
     """Runs jobs one after the other, in a thread of this name."""
 
     def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, name)
-        self._lock = threading.Lock()  # so that the last is the last in line
+        super().__init__(1, name)
+        self._order = threading.Lock()  # so that the last is the last in line
         self._last: Future[Any] | None = None
 
     @property
@@ -59,12 +59,26 @@ class OneThread(Executor):
         return self._last is None or self._last.done()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        with self._lock:
-            self._last = future = self._thread.submit(fn, *args, **kwargs)
+        with self._order:
+            self._last = future = super().submit(fn, *args, **kwargs)
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._thread.shutdown(wait, cancel_futures=cancel_futures)
+
+def between(turn: threading.Lock, pause: Pause) -> Pause:
+    """The pause of a batch that holds the turn; others have theirs meanwhile.
+
+    One store's batch runs at a time: threads of several would wait for each other at every call that gives up Python's
+    lock, up to 5 ms each, and a batch uses all threads by itself.
+    """
+
+    def paused() -> None:
+        turn.release()
+        try:
+            pause()
+        finally:
+            turn.acquire()
+
+    return paused
 
 
 _SUSPECT_SECONDS: Final = 60.0
@@ -113,21 +127,13 @@ class Batcher:
         self._together: Final[_Line] = OrderedDict()
         self._alone: Final[_Line] = OrderedDict()
         self._is_alones_turn = False
-        self._num_samples = 0
+        self.num_waiting_samples = 0
         self._has_job = False
-        self._is_open = True
+        self.is_open = True
+        """Whether queries are taken: until it is drained or closed, or the executor takes no more jobs."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._present: Final[set[Waiter]] = set()
         self._idle: Final = asyncio.Event()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether queries are taken: until it is drained or closed, or the executor takes no more jobs."""
-        return self._is_open
-
-    @property
-    def num_waiting_samples(self) -> int:
-        return self._num_samples
 
     async def submit(self, query: Query, deadline: float, client: str = "") -> Any:
         """Wait for a query's answer; to cancel the caller takes it back. ``deadline`` is seconds on the clock.
@@ -137,52 +143,7 @@ class Batcher:
                 DEADLINE; INTERNAL, ``run`` failed; or what ``run`` said of this query alone.
         """
         num_samples, now = query.num_samples, self._clock()
-        self._require_takable(num_samples, deadline, now)
-        if self._executor.is_idle:
-            answer = self._at_once(query)
-            if answer is not None:
-                self._observer(self._model, 1, num_samples, (0.0,), self._clock() - now)
-                return answer
-        self._loop = asyncio.get_running_loop()
-        waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline, client)
-        self._enter(waiter)
-        timer = self._loop.call_later(deadline - now, self._expire, waiter)
-        try:
-            return await waiter.future
-        finally:
-            timer.cancel()
-            self._leave(waiter)
-
-    async def drain(self, seconds: float) -> None:
-        """Take no more queries, finish those that came, and close; after ``seconds``, close all the same."""
-        self._is_open = False
-        self._note_idle()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._idle.wait()
-        self.close()
-
-    def close(self) -> None:
-        """Take no more queries; those that came get UNAVAILABLE. A batch that runs goes on, for nobody."""
-        self._is_open = False
-        for waiter in self._present:
-            self._fail(waiter, self._stopping())
-        self._note_idle()
-
-    def check_integrity(self) -> None:
-        """AssertionError if the counts do not add up."""
-        with self._lock:
-            line, counted, has_job = [*self._together, *self._alone], self._num_samples, self._has_job
-        assert counted == sum(waiter.num_samples for waiter in line) <= self._config.max_queue_samples, (
-            f"{counted} wait"
-        )
-        assert len(line) <= self._config.max_queue_requests, f"{len(line)} wait"
-        assert self._present >= set(line), "someone waits whose caller has gone"
-        is_served = has_job or all(waiter.future.done() for waiter in self._present)
-        assert not line or is_served, f"{len(line)} wait for no job"
-
-    def _require_takable(self, num_samples: int, deadline: float, now: float) -> None:
-        if not self._is_open:
+        if not self.is_open:
             raise self._stopping()
         if num_samples > self._config.max_batch_samples:
             raise ServeError(
@@ -193,51 +154,81 @@ class Batcher:
             )
         if deadline <= now:
             raise self._late()
+        if self._executor.is_idle:
+            answer = self._at_once(query)
+            if answer is not None:
+                self._observer(self._model, 1, num_samples, (0.0,), self._clock() - now)
+                return answer
+        self._loop = asyncio.get_running_loop()
+        waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline, client)
+        self._enter(waiter)
+        timer = self._loop.call_later(deadline - now, lambda: self._fail(waiter, self._late()))
+        try:
+            return await waiter.future
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._remove(waiter)
+            self._present.discard(waiter)
+            self._note_idle()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more queries, finish those that came, and close; after ``seconds``, close all the same."""
+        self.is_open = False
+        self._note_idle()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Take no more queries; those that came get UNAVAILABLE. A batch that runs goes on, for nobody."""
+        self.is_open = False
+        for waiter in self._present:
+            self._fail(waiter, self._stopping())
+        self._note_idle()
+
+    def check_integrity(self) -> None:
+        """AssertionError if the counts do not add up."""
+        with self._lock:
+            line, counted, has_job = [*self._together, *self._alone], self.num_waiting_samples, self._has_job
+        total = sum(waiter.num_samples for waiter in line)
+        assert counted == total <= self._config.max_queue_samples, f"{counted} wait"
+        assert len(line) <= self._config.max_queue_requests, f"{len(line)} wait"
+        assert self._present >= set(line), "someone waits whose caller has gone"
+        is_served = has_job or all(waiter.future.done() for waiter in self._present)
+        assert not line or is_served, f"{len(line)} wait for no job"
 
     def _enter(self, waiter: Waiter) -> None:
         """Into the line; ServeError if it is full."""
+        limit, samples, full = self._config.max_queue_requests, self._config.max_queue_samples, ""
         with self._lock:
-            self._require_room(waiter.num_samples)
-            line = self._alone if self._runs_alone(waiter) else self._together
-            line[waiter] = None
-            self._num_samples += waiter.num_samples
+            num_waiting = len(self._together) + len(self._alone)
+            if num_waiting >= limit:
+                full = f"{num_waiting} requests wait already, max_queue_requests is {limit}"
+            elif self.num_waiting_samples + waiter.num_samples > samples:
+                many = f"{self.num_waiting_samples} samples wait already and {waiter.num_samples} more came"
+                full = f"{many}, max_queue_samples is {samples}"
+            if full:
+                raise ServeError(Status.OVERLOADED, f"model {self._model!r}: {full}; try again later")
+            runs_alone = self._is_suspect(waiter) or waiter.query.num_ids > LONG_IDS
+            (self._alone if runs_alone else self._together)[waiter] = None
+            self.num_waiting_samples += waiter.num_samples
             starts = self._claim_job()
         self._present.add(waiter)
         if starts:
             self._start_job()
-
-    def _require_room(self, num_samples: int) -> None:
-        limit, samples = self._config.max_queue_requests, self._config.max_queue_samples
-        full = ""
-        num_waiting = len(self._together) + len(self._alone)
-        if num_waiting >= limit:
-            full = f"{num_waiting} requests wait already, max_queue_requests is {limit}"
-        elif self._num_samples + num_samples > samples:
-            many = f"{self._num_samples} samples wait already and {num_samples} more came"
-            full = f"{many}, max_queue_samples is {samples}"
-        if full:
-            raise ServeError(Status.OVERLOADED, f"model {self._model!r}: {full}; try again later")
 
     def _remove(self, waiter: Waiter) -> None:
         """From the line, if it is there. Under the lock."""
         for line in (self._together, self._alone):
             if waiter in line:
                 del line[waiter]
-                self._num_samples -= waiter.num_samples
-
-    def _runs_alone(self, waiter: Waiter) -> bool:
-        return self._is_suspect(waiter) or waiter.query.num_ids > LONG_IDS
+                self.num_waiting_samples -= waiter.num_samples
 
     def _is_suspect(self, waiter: Waiter) -> bool:
         """Whether a query of its client failed within the minute before it came."""
         return bool(self._suspects) and self._suspects.get(waiter.client, waiter.entered) > waiter.entered
-
-    def _suspect(self, client: str) -> None:
-        if client:
-            self._suspects.pop(client, None)
-            self._suspects[client] = self._clock() + _SUSPECT_SECONDS
-            if len(self._suspects) > _MAX_SUSPECTS:
-                del self._suspects[next(iter(self._suspects))]
 
     def _is_wanted(self, waiter: Waiter) -> bool:
         return waiter.deadline > self._clock() and not waiter.future.done()
@@ -267,22 +258,13 @@ class Batcher:
     def _late(self) -> ServeError:
         return ServeError(Status.DEADLINE, f"model {self._model!r}: the deadline passed before the answer was there")
 
-    def _expire(self, waiter: Waiter) -> None:
-        self._fail(waiter, self._late())
-
     @staticmethod
     def _fail(waiter: Waiter, error: ServeError) -> None:
         if not waiter.future.done():
             waiter.future.set_exception(error)
 
-    def _leave(self, waiter: Waiter) -> None:
-        with self._lock:
-            self._remove(waiter)
-        self._present.discard(waiter)
-        self._note_idle()
-
     def _note_idle(self) -> None:
-        if not self._is_open and not self._present and not self._has_job:
+        if not self.is_open and not self._present and not self._has_job:
             self._idle.set()
 
     def _claim_job(self) -> bool:
@@ -375,18 +357,19 @@ class Batcher:
                 elif not waiter.future.done():
                     waiter.future.set_result(answer)
             return
-        error = self._as_answer(attempt)
-        if len(attempt.waiters) == 1 and not is_no_querys_fault(attempt.error):
-            (waiter,) = attempt.waiters
-            is_late = self._is_suspect(waiter)
-            self._suspect(waiter.client)
+        is_alone, no_fault = len(attempt.waiters) == 1, is_no_querys_fault(attempt.error)
+        error = ServeError(Status.INTERNAL, f"model {self._model!r} failed; the server's log says why")
+        if isinstance(attempt.error, ServeError) and (is_alone or no_fault):
+            error = ServeError(attempt.error.status, str(attempt.error))
+        first = attempt.waiters[0]
+        is_late = is_alone and not no_fault and self._is_suspect(first)
+        if is_alone and not no_fault and first.client:
+            self._suspects.pop(first.client, None)
+            self._suspects[first.client] = self._clock() + _SUSPECT_SECONDS
+            if len(self._suspects) > _MAX_SUSPECTS:
+                del self._suspects[next(iter(self._suspects))]
+        for waiter in attempt.waiters:
             if is_late:
                 waiter.future.get_loop().call_later(FAILED_SECONDS, self._fail, waiter, error)
-                return
-        for waiter in attempt.waiters:
-            self._fail(waiter, error)
-
-    def _as_answer(self, attempt: Attempt) -> ServeError:
-        if isinstance(attempt.error, ServeError) and (len(attempt.waiters) == 1 or is_no_querys_fault(attempt.error)):
-            return ServeError(attempt.error.status, str(attempt.error))
-        return ServeError(Status.INTERNAL, f"model {self._model!r} failed; the server's log says why")
+            else:
+                self._fail(waiter, error)

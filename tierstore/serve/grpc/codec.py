@@ -22,13 +22,13 @@ from ..tensors import (
     binary_data,
     invalid_tensor,
     parse_binary_data,
-    parse_input_head,
+    parse_head,
     parse_timeout,
     pieces_of,
     require_id,
     require_supported,
 )
-from .messages import message_class
+from .messages import MESSAGES
 
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
@@ -53,7 +53,7 @@ class RawRequest(NamedTuple):
 def parse(name: str, data: bytes) -> Any:
     """The message of that name; ServeError INVALID if the bytes are none."""
     try:
-        return message_class(name).FromString(data)
+        return MESSAGES[name].FromString(data)
     except DecodeError:
         raise ServeError(Status.INVALID, f"the message is no {name}") from None
 
@@ -118,7 +118,7 @@ def _decode_tensors(tensors: Sequence[Any], raws: Sequence[memoryview]) -> dict[
     inputs: dict[str, InferTensor] = {}
     typed_elements = 0
     for index, tensor in enumerate(tensors):
-        head = parse_input_head(tensor.name, tensor.datatype, list(tensor.shape), tensor.parameters, inputs)
+        head = parse_head(tensor.name, tensor.datatype, list(tensor.shape), tensor.parameters, inputs)
         if raws:
             if tensor.HasField("contents"):
                 raise head.invalid("contents are set as well as raw_input_contents; use one of them for all inputs")
@@ -149,9 +149,7 @@ def _from_contents(head: TensorHead, contents: Any) -> NDArray[Any]:
 
 
 async def encode_response(response: InferResponse, *, is_raw: bool) -> bytes:
-    message = message_class("ModelInferResponse")(
-        model_name=response.model, model_version=response.version, id=response.id
-    )
+    message = MESSAGES["ModelInferResponse"](model_name=response.model, model_version=response.version, id=response.id)
     for name, tensor in response.outputs.items():
         output = message.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.data.shape)
         if not is_raw:
@@ -168,7 +166,7 @@ def encode_stream_response(response: bytes) -> bytes:
 
 def encode_stream_error(text: str, request_id: str) -> bytes:
     """A ``ModelStreamInferResponse`` that tells why a request of a stream failed."""
-    message = message_class("ModelStreamInferResponse")(error_message=text)
+    message = MESSAGES["ModelStreamInferResponse"](error_message=text)
     message.infer_response.id = request_id
     return bytes(message.SerializeToString())
 

@@ -18,7 +18,7 @@ from ..messages import InferResponse, ServeError, Status
 from . import codec
 from .arrivals import Arrivals
 from .calls import Call
-from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
+from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, MESSAGES
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,14 @@ _Fields: TypeAlias = Mapping[str, Any]
 def _details(error: ServeError) -> str:
     text = str(error)
     return text if len(text) <= _MAX_DETAIL_CHARACTERS else text[:_MAX_DETAIL_CHARACTERS] + "..."
+
+
+def _as_refusal(error: Exception) -> ServeError:
+    """What the client is told; what nobody expected goes to the log only."""
+    if isinstance(error, ServeError):
+        return error
+    _log.error("a call failed in the server", exc_info=error)
+    return ServeError(Status.INTERNAL, "internal error; the server's log has the cause")
 
 
 class _Answer(NamedTuple):
@@ -88,9 +96,9 @@ class InferenceService:
         """A handler of requests of that name, whose response has the fields that ``answer`` gives."""
 
         async def respond(context: Any, _: Call) -> bytes:
-            answered = answer(codec.parse(f"{name}Request", await self._receive_first(context)))
+            answered = answer(codec.parse(f"{name}Request", await self._receive_one(context)))
             fields = await answered if isinstance(answered, Awaitable) else answered
-            return bytes(message_class(f"{name}Response")(**fields).SerializeToString())
+            return bytes(MESSAGES[f"{name}Response"](**fields).SerializeToString())
 
         return grpc.stream_unary_rpc_method_handler(self._unary(respond, **access))
 
@@ -109,13 +117,11 @@ class InferenceService:
                     else:
                         self.front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
                 response = await respond(context, call)
-            except ServeError as error:
-                failure = error
             except asyncio.CancelledError as error:
                 traceback.clear_frames(error.__traceback__)  # TaskGroup's refer to the call in a circle
                 raise
-            except Exception:
-                failure = self._unexpected()
+            except Exception as error:
+                failure = _as_refusal(error)
             else:
                 call.when_over(call.end_after(self.front.limits.send_seconds).cancel)
                 return response
@@ -125,25 +131,20 @@ class InferenceService:
 
         return handle
 
-    async def _receive(self, context: Any, seconds: float, what: str) -> bytes | None:
+    async def _receive(self, context: Any, *, is_first: bool = False) -> bytes | None:
         """The next request of a call; None at its end."""
+        limits = self.front.limits
+        seconds, what = limits.stream_idle_seconds, "nothing came on the stream for"
+        if is_first:
+            seconds, what = limits.receive_seconds, "the request did not come within"
         message = await self._arrivals.receive(context.read, context.peer(), seconds, what)
         return None if message is grpc.aio.EOF else bytes(message)
 
-    async def _receive_any(self, context: Any) -> bytes | None:
-        return await self._receive(context, self.front.limits.receive_seconds, "the request did not come within")
-
-    async def _receive_first(self, context: Any) -> bytes:
+    async def _receive_one(self, context: Any) -> bytes:
         with self.front.noting_refusals():
-            data = await self._receive_any(context)
-            if data is None:
+            if (data := await self._receive(context, is_first=True)) is None:
                 raise ServeError(Status.INVALID, "the call ended without a request")
             return data
-
-    def _unexpected(self) -> ServeError:
-        """The client's message for the exception being handled; the exception itself goes to the log only."""
-        _log.exception("a call failed in the server")
-        return ServeError(Status.INTERNAL, "internal error; the server's log has the cause")
 
     # Health and metadata
 
@@ -171,7 +172,7 @@ class InferenceService:
         for tensor in (*config["input"], *config["output"]):
             tensor["data_type"] = DATA_TYPES[tensor["data_type"]]
         parameters = config.pop("parameters")  # a map of messages takes no dicts
-        made = message_class("ModelConfig")(**config)
+        made = MESSAGES["ModelConfig"](**config)
         for name, value in parameters.items():
             made.parameters[name].string_value = value["string_value"]
         return {"config": made}
@@ -186,7 +187,7 @@ class InferenceService:
     # Inference
 
     async def _model_infer(self, context: Any, call: Call) -> bytes:
-        data = await self._receive_first(context)
+        data = await self._receive_one(context)
         with self.front.noting_refusals():
             held = self._calls.hold(1)
         with held:
@@ -231,7 +232,7 @@ class InferenceService:
         """Answers in the order of requests, and computes some at a time; one that fails does not end the stream."""
         with ExitStack() as held:
             with self.front.noting_refusals():
-                first = [await self._receive_any(context)]
+                first = [await self._receive(context, is_first=True)]
                 held.enter_context(self._calls.hold(1))
                 held.enter_context(self._streams.hold(1))
             try:
@@ -245,7 +246,6 @@ class InferenceService:
             _MAX_STREAM_REQUESTS - 2  # besides the one that is awaited and the one to be put
         )
         holds: set[Hold] = set()
-        seconds = self.front.limits.stream_idle_seconds
 
         async def answer(data: bytes) -> _Answer:
             found = await self._stream_answer(data, context)
@@ -257,7 +257,7 @@ class InferenceService:
                 while data is not None:
                     await answers.put(tasks.create_task(answer(data)))
                     del data  # its bytes are counted until it is answered
-                    data = await self._receive(context, seconds, "nothing came on the stream for")
+                    data = await self._receive(context)
             except ServeError as error:
                 await answers.put(error)  # once what was asked before is answered
             else:
@@ -292,8 +292,6 @@ class InferenceService:
         try:
             encoded, hold = await self._infer(data, context)
             return _Answer(codec.encode_stream_response(encoded), hold)
-        except ServeError as error:
-            failure = error
-        except Exception:
-            failure = self._unexpected()
-        return _Answer(codec.encode_stream_error(_details(failure), codec.id_of(data)), self.front.hold_unsent(0))
+        except Exception as error:
+            text = _details(_as_refusal(error))
+            return _Answer(codec.encode_stream_error(text, codec.id_of(data)), self.front.hold_unsent(0))

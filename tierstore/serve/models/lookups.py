@@ -1,6 +1,6 @@
 """Tables as models: pooled bags or plain rows, for other model servers to look up in."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,16 +19,10 @@ _SAMPLE_ROWS: Final = 16
 _SAMPLE_BYTES: Final = 16 << 10
 """What counts for one sample where plain rows are asked for. 4,096 of them, the most of a batch by default, are 65,536
 rows and at most 64 MiB."""
-_TABLE_INPUTS: Final = (TensorSpec("ids", "INT64", (-1,)), TensorSpec("lengths", "INT32", (-1,)))
-
-
 _QUICK_BYTES: Final = 256 << 10
 """Of rows: so many are copied, or pooled, in some 0.1 ms."""
-
-
-def _is_quick(tables: Sequence[Table], ids: Any) -> bool:
-    row_bytes: int = tables[0].config.embedding_dim * np.dtype(np.float32).itemsize
-    return len(tables) == 1 and len(ids) * row_bytes <= _QUICK_BYTES
+_ELEMENT_BYTES: Final = 4
+_TABLE_INPUTS: Final = (TensorSpec("ids", "INT64", (-1,)), TensorSpec("lengths", "INT32", (-1,)))
 
 
 def feature_inputs(num_features: int) -> tuple[TensorSpec, TensorSpec]:
@@ -44,63 +38,15 @@ def split_rows(outputs: Any, name: str, bounds: Any) -> list[Outputs]:
     return [{name: InferTensor("FP32", outputs[bounds[part] : bounds[part + 1]])} for part in range(len(bounds) - 1)]
 
 
-class Pooled(Model):
-    """Models "pooled.TABLE" and "pooled": bags of ids of every feature, pooled as their tables say, side by side.
-
-    Inputs: ids INT64 [N] and lengths INT32 [B] of one table, or values INT64 [N] and lengths INT32 [F, B], feature by
-    feature; optionally weights FP32 [N] where every pooling is "sum". Output: embeddings FP32 [B, sum of D].
-    """
-
-    def __init__(
-        self, metadata: ModelMetadata, features: Features, owners: Sequence[Table], pool: Callable[[Merged], Any]
-    ) -> None:
-        self.metadata = metadata
-        self._features = features
-        self.tables = owners
-        self._optional = (_WEIGHTS,) if all(table.config.pooling == "sum" for table in owners) else ()
-        self._pool = pool
-
-    def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        check_inputs(inputs, self.metadata.inputs, self._optional)
-        return self._features.parse(inputs)
-
-    def answer_at_once(self, query: JaggedIds) -> Outputs | None:
-        if not _is_quick(self.tables, query.values):
-            return None
-        return self.run([query])[0] if self.tables[0].are_in_memory(torch.from_numpy(query.values)) else None
-
-    def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> list[Outputs]:
-        batch = merge(queries)
-        with torch.inference_mode():
-            pooled = joined([self._pool(part) for part in parts_of(batch, pause)])
-        return split_rows(pooled, "embeddings", batch.samples)
-
-
-def _embeddings(owners: Sequence[Table]) -> TensorSpec:
-    return TensorSpec("embeddings", "FP32", (-1, sum(table.config.embedding_dim for table in owners)))
-
-
-def pooled_table(table: Table, dropped: Dropped | None) -> Pooled:
-    name, num_rows = f"pooled.{table.name}", table.config.num_embeddings
-
-    def pool(batch: Merged) -> Any:
-        scale = None if batch.weights is None else torch.from_numpy(batch.weights)
-        values, offsets = torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)
-        return table.pooled(values, offsets, per_sample_weights=scale).numpy()
-
-    metadata = ModelMetadata(
-        name=name,
-        inputs=_TABLE_INPUTS,
-        outputs=(_embeddings([table]),),
-        parameters={"rows": num_rows, "pooling": table.config.pooling},
-    )
-    return Pooled(metadata, Features(name, limits_of({table.name: table}), dropped, ids="ids"), [table], pool)
-
-
 def owners_of(collection: TieredEmbeddingBagCollection) -> dict[str, Table]:
     """The table of each feature, in the order of the output's columns."""
     tables = {feature: table for table in collection.tables for feature in table.config.feature_names}
     return {feature: tables[feature] for feature in collection.feature_names}
+
+
+def limits_of(owners: Mapping[str, Table]) -> dict[str, int | None]:
+    """``rows`` of ``Features``, by each feature's table."""
+    return {feature: None if table.config.ids else table.config.num_embeddings for feature, table in owners.items()}
 
 
 def pool_features(collection: TieredEmbeddingBagCollection, batch: Merged) -> Tensor:
@@ -111,36 +57,83 @@ def pool_features(collection: TieredEmbeddingBagCollection, batch: Merged) -> Te
     return pooled
 
 
-def _of_features(name: str, owners: Mapping[str, Table], output: TensorSpec) -> ModelMetadata:
-    parameters = {"features": ",".join(owners)}
-    return ModelMetadata(name=name, inputs=feature_inputs(len(owners)), outputs=(output,), parameters=parameters)
+class _Lookup(Model):
+    """Model "KIND.TABLE" of one table, or "KIND" of all features of a collection."""
+
+    kind: str
+
+    def __init__(self, of: Table | TieredEmbeddingBagCollection, dropped: Dropped | None) -> None:
+        is_pooled = self.kind == "pooled"
+        self._collection = of if isinstance(of, TieredEmbeddingBagCollection) else None
+        inputs: tuple[TensorSpec, ...] = _TABLE_INPUTS[: 1 + is_pooled]
+        parameters: dict[str, int | str] = {}
+        if isinstance(of, TieredEmbeddingBagCollection):
+            name, ids, owners = self.kind, "values", owners_of(of)
+            inputs, parameters["features"] = feature_inputs(len(owners)), ",".join(owners)
+        else:
+            name, ids, owners = f"{self.kind}.{of.name}", "ids", {of.name: of}
+            parameters["rows"] = of.config.num_embeddings
+            parameters |= {"pooling": of.config.pooling} if is_pooled else {}
+        self.tables = list(owners.values())
+        widths = [table.config.embedding_dim for table in self.tables]
+        self._row_bytes = widths[0] * _ELEMENT_BYTES
+        self._features = Features(name, limits_of(owners), dropped, ids=ids)
+        output = ("embeddings", sum(widths)) if is_pooled else ("rows", widths[0])
+        outputs = (TensorSpec(output[0], "FP32", (-1, output[1])),)
+        self.metadata = ModelMetadata(name=name, inputs=inputs, outputs=outputs, parameters=parameters)
+
+    def _is_quick(self, query: JaggedIds) -> bool:
+        return len(self.tables) == 1 and len(query.values) * self._row_bytes <= _QUICK_BYTES
 
 
-def limits_of(owners: Mapping[str, Table]) -> dict[str, int | None]:
-    """``rows`` of ``Features``, by each feature's table."""
-    return {feature: None if table.config.ids else table.config.num_embeddings for feature, table in owners.items()}
+class Pooled(_Lookup):
+    """Models "pooled.TABLE" and "pooled": bags of ids of every feature, pooled as their tables say, side by side.
 
-
-def pooled_features(collection: TieredEmbeddingBagCollection, dropped: Dropped | None) -> Pooled:
-    owners = owners_of(collection)
-    tables = list(owners.values())
-    metadata = _of_features("pooled", owners, _embeddings(tables))
-    features = Features("pooled", limits_of(owners), dropped)
-    return Pooled(metadata, features, tables, lambda batch: pool_features(collection, batch).numpy())
-
-
-class RowsModel(Model):
-    """Models "rows.TABLE" and "rows", of tables of one width: rows as they are.
-
-    Inputs: ids INT64 [N] of one table, or values and lengths as of "pooled". Output: rows FP32 [N, D].
+    Inputs: ids INT64 [N] and lengths INT32 [B] of one table, or values INT64 [N] and lengths INT32 [F, B], feature by
+    feature; optionally weights FP32 [N] where every pooling is "sum". Output: embeddings FP32 [B, sum of D].
     """
 
-    def __init__(self, metadata: ModelMetadata, features: Features, tables: Sequence[Table]) -> None:
-        self.metadata = metadata
-        self._features = features
-        self.tables = tables
-        row_bytes = tables[0].config.embedding_dim * np.dtype(np.float32).itemsize
-        self._rows_per_sample = max(len(tables), min(_SAMPLE_ROWS, _SAMPLE_BYTES // row_bytes))
+    kind = "pooled"
+
+    def __init__(self, of: Table | TieredEmbeddingBagCollection, dropped: Dropped | None) -> None:
+        super().__init__(of, dropped)
+        self._optional = (_WEIGHTS,) if all(table.config.pooling == "sum" for table in self.tables) else ()
+
+    def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
+        check_inputs(inputs, self.metadata.inputs, self._optional)
+        return self._features.parse(inputs)
+
+    def answer_at_once(self, query: JaggedIds) -> Outputs | None:
+        if not self._is_quick(query):
+            return None
+        return self.run([query])[0] if self.tables[0].are_in_memory(torch.from_numpy(query.values)) else None
+
+    def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> list[Outputs]:
+        batch = merge(queries)
+        with torch.inference_mode():
+            pooled = joined([self._pool(part) for part in parts_of(batch, pause)])
+        return split_rows(pooled, "embeddings", batch.samples)
+
+    def _pool(self, batch: Merged) -> Any:
+        if self._collection is not None:
+            return pool_features(self._collection, batch).numpy()
+        scale = None if batch.weights is None else torch.from_numpy(batch.weights)
+        values, offsets = torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)
+        return self.tables[0].pooled(values, offsets, per_sample_weights=scale).numpy()
+
+
+class Rows(_Lookup):
+    """Models "rows.TABLE" and "rows", of tables of one width: rows as they are; of ids that are no rows, zeros.
+
+    Inputs: ids INT64 [N] of one table, or values and lengths as of "pooled". Output: rows FP32 [N, D]. "rows" always
+    refuses ids that are no rows: there would be no row of theirs in the output.
+    """
+
+    kind = "rows"
+
+    def __init__(self, of: Table | TieredEmbeddingBagCollection, dropped: Dropped | None) -> None:
+        super().__init__(of, None if isinstance(of, TieredEmbeddingBagCollection) else dropped)
+        self._rows_per_sample = max(len(self.tables), min(_SAMPLE_ROWS, _SAMPLE_BYTES // self._row_bytes))
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
         check_inputs(inputs, self.metadata.inputs)
@@ -153,9 +146,7 @@ class RowsModel(Model):
         return JaggedIds(ids, lengths, outside=outside, ids_per_sample=self._rows_per_sample)
 
     def answer_at_once(self, query: JaggedIds) -> Outputs | None:
-        if not _is_quick(self.tables, query.values):
-            return None
-        rows = self.tables[0].rows_in_memory(query.values)
+        rows = self.tables[0].rows_in_memory(query.values) if self._is_quick(query) else None
         return None if rows is None else _rows_of(query, rows)
 
     def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> list[Outputs]:
@@ -186,23 +177,3 @@ def _rows_of(query: JaggedIds, rows: Any) -> Outputs:
     if query.outside is not None:
         rows[query.outside] = 0
     return {"rows": InferTensor("FP32", rows)}
-
-
-def _rows(table: Table) -> TensorSpec:
-    return TensorSpec("rows", "FP32", (-1, table.config.embedding_dim))
-
-
-def table_rows(table: Table, dropped: Dropped | None) -> RowsModel:
-    """Model "rows.TABLE"; the rows of ids that are none are zeros, unless they are refused."""
-    name, num_rows = f"rows.{table.name}", table.config.num_embeddings
-    metadata = ModelMetadata(
-        name=name, inputs=_TABLE_INPUTS[:1], outputs=(_rows(table),), parameters={"rows": num_rows}
-    )
-    return RowsModel(metadata, Features(name, limits_of({table.name: table}), dropped, ids="ids"), [table])
-
-
-def feature_rows(collection: TieredEmbeddingBagCollection) -> RowsModel:
-    """Model "rows". Ids that are no rows are refused always: there would be no row of theirs in the output."""
-    owners = owners_of(collection)
-    tables = list(owners.values())
-    return RowsModel(_of_features("rows", owners, _rows(tables[0])), Features("rows", limits_of(owners), None), tables)

@@ -12,13 +12,12 @@ from ...nn.collection import TieredEmbeddingBagCollection
 from ...store import Store
 from ...store.refresh import Newer
 from ...train.checkpoint import saved_config
-from ...train.config import RunConfig
 from ..base import Model
 from ..messages import DATATYPES, InferTensor, TensorSpec
 from .dense import Dense
 from .exported import Exported
 from .jagged import Dropped
-from .lookups import feature_rows, pooled_features, pooled_table, table_rows
+from .lookups import Pooled, Rows
 from .program import Program
 from .ranking import Ranking
 
@@ -44,10 +43,8 @@ class Models:
         self._store = store
         self._dropped = dropped
         self._dense = dense
-        self._ranking: Ranking | None = None
         config = saved_config(store.extra, str(store.directory))
-        if config is not None:
-            self._ranking = Ranking(store, config, dropped, dense)
+        self._ranking = None if config is None else Ranking(store, config, dropped, dense)
         self._tables = list(store.tables.values())
         self._program = program
         self._exported = None if program is None else Exported(store, program, dropped)
@@ -62,16 +59,18 @@ class Models:
         models: list[Model] = [] if ranking is None else [ranking]
         tables = list(self._store.tables.values())
         for table in tables:
-            models += [pooled_table(table, self._dropped), table_rows(table, self._dropped)]
+            models += [Pooled(table, self._dropped), Rows(table, self._dropped)]
         features = [name for table in tables for name in table.config.feature_names]
         if features and len(set(features)) == len(features):  # else none of its own stands for one of them
             collection = TieredEmbeddingBagCollection(self._store)
-            models.append(pooled_features(collection, self._dropped))
+            models.append(Pooled(collection, self._dropped))
             if len({table.config.embedding_dim for table in tables}) == 1:
-                models.append(feature_rows(collection))
+                models.append(Rows(collection, self._dropped))
         if self._exported is not None:
             models.append(self._exported)
-        return {model.metadata.name: model for model in sorted(models, key=_place)}
+        # Models that predict first, where a list is cut short.
+        models.sort(key=lambda model: (not isinstance(model, Ranking | Exported), model.metadata.name))
+        return {model.metadata.name: model for model in models}
 
     def show(self, newer: Newer) -> None:
         """Have the store show another version, between two batches, and serve that; models that it does not change stay
@@ -94,9 +93,13 @@ class Models:
         if ranking is not None and are_there:
             ranking.load(weights)
         elif config is not None:
-            ranking = self._new_ranking(config)
+            try:
+                ranking = Ranking(self._store, config, self._dropped, self._dense)
+            except Exception:
+                ranking = None
+                _LOG.exception("version %d is served without its ranking model", self._store.version)
         if tables != self._tables:
-            self._exported = self._new_exported()
+            self._exported = None if self._program is None else self._new_exported(self._program)
         if tables != self._tables or ranking is not self._ranking:
             made = {name: self._same(model) if are_there else model for name, model in self._made(ranking).items()}
             self._tables, self._ranking, self.by_name = tables, ranking, made
@@ -109,18 +112,9 @@ class Models:
             where = "the version" if found else "its file"
             _LOG.info("model %s: version %d with the dense weights of %s", program.name, self._store.version, where)
 
-    def _new_ranking(self, config: RunConfig) -> Ranking | None:
+    def _new_exported(self, program: Program) -> Exported | None:
         try:
-            return Ranking(self._store, config, self._dropped, self._dense)
-        except Exception:
-            _LOG.exception("version %d is served without its ranking model", self._store.version)
-            return None
-
-    def _new_exported(self) -> Exported | None:
-        if self._program is None:
-            return None
-        try:
-            return Exported(self._store, self._program, self._dropped, features=self._features)
+            return Exported(self._store, program, self._dropped, features=self._features)
         except (ValueError, TierstoreError) as error:
             _LOG.error("version %d is served without the model of %s", self._store.version, error)
             return None
@@ -129,11 +123,6 @@ class Models:
         """The model that there was, if it is the same as one just made."""
         old = self.by_name.get(made.metadata.name)
         return made if old is None or old.metadata != made.metadata or isinstance(made, Ranking | Exported) else old
-
-
-def _place(model: Model) -> tuple[bool, str]:
-    """Models that predict first, where a list is cut short."""
-    return not isinstance(model, Ranking | Exported), model.metadata.name
 
 
 def rehearse(models: Iterable[Model]) -> None:

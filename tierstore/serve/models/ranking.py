@@ -85,8 +85,12 @@ class Ranking(Model):
             layer.pack()
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        if self._refuses and "values" in inputs:
-            _require_texts(inputs["values"])
+        values = inputs.get("values")
+        if self._refuses and values is not None and values.datatype == "BYTES":
+            texts = values.data.reshape(-1).tolist()
+            if b"" in texts:  # which in data is a missing category
+                where = f"has '' at position {texts.index(b'')}"
+                raise invalid("values", f"{where}: leave a missing category out of its bag")
         inputs = {name: _as_categories(tensor, self._rule) for name, tensor in inputs.items()}
         check_inputs(inputs, self.metadata.inputs)
         dense = inputs["dense"].data
@@ -109,7 +113,12 @@ class Ranking(Model):
         answers = split_rows(probabilities, "probabilities", batch.samples)
         if np.isfinite(probabilities).all():
             return answers
-        return [each if np.isfinite(each["probabilities"].data).all() else _no_number() for each in answers]
+        way_out = "look for dense values that are too large, else at the model's weights"
+        says = f"the model gave a probability that is no number; {way_out}"
+        is_good = [np.isfinite(each["probabilities"].data).all() for each in answers]
+        return [
+            each if good else ServeError(Status.INTERNAL, says) for each, good in zip(answers, is_good, strict=True)
+        ]
 
 
 def logits_of(model: DLRM, dense: Tensor, rows: Tensor) -> Tensor:
@@ -117,17 +126,6 @@ def logits_of(model: DLRM, dense: Tensor, rows: Tensor) -> Tensor:
     if isinstance(model.embeddings, Towers):
         rows = model.embeddings.compressed(rows)
     return model.dense_part(dense, rows)
-
-
-def _no_number() -> ServeError:
-    way_out = "look for dense values that are too large, else at the model's weights"
-    return ServeError(Status.INTERNAL, f"the model gave a probability that is no number; {way_out}")
-
-
-def _require_texts(values: InferTensor) -> None:
-    """ServeError, with the position, if a text is empty, which in data is a missing category."""
-    if values.datatype == "BYTES" and b"" in (texts := values.data.reshape(-1).tolist()):
-        raise invalid("values", f"has '' at position {texts.index(b'')}: leave a missing category out of its bag")
 
 
 def _as_categories(tensor: InferTensor, rule: CategoryRule) -> InferTensor:

@@ -3,17 +3,20 @@
 import base64
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import orjson
+import psutil
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .metrics import CONTENT_TYPE, WINDOW_SECONDS, Metrics, Source
-from .status import snapshot
+from ...system.sizes import machine_memory_bytes
+from .metrics import CONTENT_TYPE, OK, OTHER, WINDOW_SECONDS, Latencies, Metrics, Source, State, summarize
 
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -27,7 +30,11 @@ def monitoring_routes(metrics: Metrics, source: Source) -> list[Route]:
     """GET / (the status page), /status.json (``?seconds=N``: of the last N) and /metrics; the last two are made in a
     thread, as that takes milliseconds."""
     page = Path(__file__).with_name("page.html").read_bytes()
-    page_headers = {**_HEADERS, "Content-Security-Policy": _content_security_policy(page)}
+    # Only the page's own script and style run, known by their hashes, and they speak to this server alone.
+    own = f"script-src {_hashes(page, b'script')}; style-src {_hashes(page, b'style')}; connect-src 'self'"
+    nothing = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    policy = f"default-src 'none'; {own}; img-src data:; {nothing}"
+    page_headers = {**_HEADERS, "Content-Security-Policy": policy}
 
     async def show_page(_: Request) -> Response:
         return Response(page, media_type="text/html", headers=page_headers)
@@ -45,13 +52,100 @@ def monitoring_routes(metrics: Metrics, source: Source) -> list[Route]:
     return [Route(path, show, methods=["GET"]) for path, show in shown.items()]
 
 
-def _content_security_policy(page: bytes) -> str:
-    """Only the page's own script and style run, known by their hashes, and they speak to this server alone."""
-    own = f"script-src {_hashes(page, b'script')}; style-src {_hashes(page, b'style')}; connect-src 'self'"
-    nothing = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    return f"default-src 'none'; {own}; img-src data:; {nothing}"
-
-
 def _hashes(page: bytes, element: bytes) -> str:
     texts = re.findall(rb"<%b>(.*?)</%b>" % (element, element), page, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts)
+
+
+Seconds = Sequence[Mapping[str, Latencies]]
+"""Of each second, the latencies by model."""
+
+
+def snapshot(metrics: Metrics, source: Source, last_seconds: int = WINDOW_SECONDS) -> dict[str, Any]:
+    """The state now, ready for JSON; for any thread. ``recent`` and ``history`` are of so many last whole seconds, a
+    minute of them at most, oldest first; all other counts are since the start."""
+    seconds, state, last = metrics.window.seconds()[-max(1, last_seconds) :], source(), metrics.last_update
+    updates, update_failures, refused, out_of_range = metrics.totals()
+    return {
+        "server": {
+            "worker": metrics.worker,
+            "live": state.live,
+            "ready": state.ready,
+            "uptime_seconds": metrics.clock() - metrics.started,
+            "window_seconds": WINDOW_SECONDS,
+        },
+        "version": {
+            "served": state.version,
+            "newest": state.newest_version,
+            "staleness_seconds": state.staleness_seconds,
+            "updates": updates,
+            "update_failures": update_failures,
+            "last_update": last
+            and {"version": last.version, "seconds": last.seconds, "age_seconds": metrics.clock() - last.at},
+        },
+        "watch": state.watch and state.watch._asdict(),
+        "stores": [
+            {"name": name, "ready": each.ready, "served": each.version, "newest": each.newest_version}
+            | {"watch": each.watch and each.watch._asdict()}
+            for name, each in state.stores.items()
+        ],
+        "requests": _requests(metrics, seconds, refused),
+        "models": _models(metrics, state, seconds, out_of_range),
+        "tiers": [
+            {"name": name, **tier._asdict(), "hit_rate": tier.hit_rate if tier.unique else None}
+            for name, tier in state.tiers.tiers.items()
+        ],
+        "tables": [table._asdict() for table in state.tables],
+        "memory": {"resident_bytes": psutil.Process().memory_info().rss, "machine_bytes": machine_memory_bytes()},
+    }
+
+
+def _requests(metrics: Metrics, seconds: Seconds, refused: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+    by_status: dict[str, int] = {}
+    for (_, _, status), count in metrics.requests().items():
+        by_status[status] = by_status.get(status, 0) + count
+    together = [np.concatenate([np.empty(0), *second.values()]) for second in seconds]
+    history = [summarize([each]) for each in together]
+    return {
+        **_totals(by_status),
+        "recent": summarize(together)._asdict(),
+        "history": {
+            "requests": [len(each) for each in together],
+            "failed": [each.failed_per_second for each in history],
+            "seconds_p50": [each.seconds_p50 for each in history],
+            "seconds_p99": [each.seconds_p99 for each in history],
+        },
+        "refused": [
+            {"protocol": protocol, "status": status, "count": count}
+            for (protocol, status), count in sorted(refused.items())
+        ],
+    }
+
+
+def _models(metrics: Metrics, state: State, seconds: Seconds, out_of_range: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Each model, and last, once they were asked for, names that are no model's."""
+    queued = state.queued_samples
+    by_model: dict[str, dict[str, int]] = {name: {} for name in sorted(metrics.models, key=lambda name: name == OTHER)}
+    for (model, _, status), count in metrics.requests().items():
+        by_model[model][status] = by_model[model].get(status, 0) + count
+    found = []
+    for name, by_status in by_model.items():
+        if name != OTHER or by_status or name in queued:
+            own = [second.get(name, np.empty(0)) for second in seconds]
+            found.append(
+                {
+                    "name": name,
+                    **_totals(by_status),
+                    "recent": summarize(own)._asdict(),
+                    "history": {"requests": [len(each) for each in own]},
+                    **metrics.batches(name),
+                    "queued_samples": queued.get(name, 0),
+                    "ids_out_of_range": out_of_range.get(name, 0),
+                }
+            )
+    return found
+
+
+def _totals(by_status: dict[str, int]) -> dict[str, Any]:
+    total = sum(by_status.values())
+    return {"total": total, "failed": total - by_status.get(OK, 0), "by_status": by_status}

@@ -1,20 +1,28 @@
 """What the server did: counted as it happens, read by Prometheus and by the status page."""
 
-import operator
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, Summary, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ...pool.stats import Stats
-from ..messages import ModelStatistics, Status
+from ..messages import Status
 from ..watch import WatchReading
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,25 +43,38 @@ class LastUpdate(NamedTuple):
     at: float
 
 
-class _Answered(NamedTuple):
-    requests: int = 0
-    seconds: float = 0.0
+class _Seconds:
+    """Durations, counted by bucket."""
+
+    def __init__(self, bounds: Sequence[float] = _REQUEST_SECONDS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self.sum += seconds
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    @property
+    def values(self) -> tuple[list[tuple[str, float]], float]:
+        """As Prometheus has them: how many were at most so long, and the sum."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(bounds, accumulate(self._counts), strict=True)), self.sum
 
 
-class _Series(NamedTuple):
-    """Of one model's batches; to find them by its name takes longer than to add to them."""
+class _Batches:
+    """Of one model. ``query_seconds``: sum over queries, of how long the batch of each took."""
 
-    queries: Summary
-    samples: Summary
-    computed: Histogram
-    queued: Histogram
-
-
-_NO_BATCH: Final = [0.0] * 6
-"""Batches, queries, samples, seconds that queries waited, that batches took, and that the queries' batches took."""
+    def __init__(self) -> None:
+        self.queries, self.samples, self.query_seconds = 0, 0, 0.0
+        self.queued, self.computed = _Seconds(), _Seconds()
 
 
-class Metrics:
+class Metrics(Collector):
     """All that one worker process counts; for any thread. ``models`` get series of their own; all others share
     ``OTHER``."""
 
@@ -64,94 +85,63 @@ class Metrics:
         self.models = {OTHER: None}
         self.window = Window(clock)
         self.last_update: LastUpdate | None = None
-        # Alongside the series, as to read those lists every bucket of each.
-        self._answered: dict[tuple[str, str, str], _Answered] = {}
-        self._last: dict[str, float] = {}
-        self._batched: dict[str, list[float]] = {}
-        self._series: dict[str, _Series] = {}
-        self._answers: dict[tuple[str, str, str], Histogram] = {}
         self._lock = threading.Lock()
+        self._requests: defaultdict[tuple[str, str, str], _Seconds] = defaultdict(_Seconds)
+        self._last: dict[str, float] = {}
+        self._batches: defaultdict[str, _Batches] = defaultdict(_Batches)
+        self._refused: Counter[tuple[str, str]] = Counter()
+        self._out_of_range: Counter[str] = Counter()
+        self._updates, self._update_failures = _Seconds(_UPDATE_SECONDS), 0
         self._registry = CollectorRegistry()
-        model, by_status = ["model"], ["protocol", "status"]
-
-        def histogram(name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
-            return Histogram(f"tierstore_{name}", text, labels, buckets=bounds, registry=self._registry)
-
-        def summary(name: str, text: str, labels: Sequence[str]) -> Summary:
-            return Summary(f"tierstore_{name}", text, labels, registry=self._registry)
-
-        def counter(name: str, text: str, labels: Sequence[str]) -> Counter:
-            return Counter(f"tierstore_{name}", text, labels, registry=self._registry)
-
-        self._requests = histogram("request_seconds", "From arrival to answer.", [*model, *by_status], _REQUEST_SECONDS)
-        self._queued = histogram("queue_seconds", "That a query waited for its batch.", model, _REQUEST_SECONDS)
-        self._computed = histogram("compute_seconds", "Of a batch: lookups and the model.", model, _REQUEST_SECONDS)
-        self._queries = summary("batch_queries", "Queries in a batch.", model)
-        self._samples = summary("batch_samples", "Samples in a batch.", model)
-        self._updates = histogram("update_seconds", "Moves to another version, reading included.", [], _UPDATE_SECONDS)
-        self._refused = counter("refused_requests", "Requests refused before a model was asked.", by_status)
-        self._out_of_range = counter("ids_out_of_range", "Ids that no row of their table has.", model)
-        self._update_failures = counter("update_failures", "Updates that failed; the old version stayed.", [])
         self.know(models)
+        self.add(self)
         ProcessCollector(registry=self._registry)
 
     def know(self, models: Iterable[str]) -> None:
         """Give these models series of their own: counters now, so that each has a rate from its first count on;
         histograms once the model is asked, as most of many models never are."""
-        for name in models:
-            for each in (self._queries, self._samples, self._out_of_range):
-                each.labels(name)
         self.models = self.models | dict.fromkeys(models)
 
     # What happened
 
     def answered(self, model: str, protocol: str, status: Status | None, seconds: float) -> None:
         """A request was answered ``seconds`` after it arrived; ``status`` None: well."""
-        key = model, _, _ = self._known(model), protocol, OK if status is None else status.name.lower()
-        if key not in self._answers:
-            self._answers[key] = self._requests.labels(*key)
-        self._answers[key].observe(seconds)
+        model = self._known(model)
         with self._lock:
-            before = self._answered.get(key, _Answered())
-            self._answered[key] = _Answered(before.requests + 1, before.seconds + seconds)
+            self._requests[model, protocol, OK if status is None else status.name.lower()].add(seconds)
             self._last[model] = time.time()
         self.window.add(model, seconds, failed=status is not None)
 
     def batched(
         self, model: str, num_queries: int, num_samples: int, queue_seconds: Sequence[float], compute_seconds: float
     ) -> None:
-        model = self._known(model)
-        series = self._series.get(model) or self._series_of(model)
-        series.queries.observe(num_queries)
-        series.samples.observe(num_samples)
-        series.computed.observe(compute_seconds)
-        for seconds in queue_seconds:
-            series.queued.observe(seconds)
-        added = (1, num_queries, num_samples, sum(queue_seconds), compute_seconds, compute_seconds * num_queries)
         with self._lock:
-            self._batched[model] = list(map(operator.add, self._batched.get(model, _NO_BATCH), added))
-
-    def _series_of(self, model: str) -> _Series:
-        self._series[model] = found = _Series(
-            self._queries.labels(model), self._samples.labels(model), self._computed.labels(model),
-            self._queued.labels(model),
-        )  # fmt: skip
-        return found
+            found = self._batches[self._known(model)]
+            found.queries += num_queries
+            found.samples += num_samples
+            found.query_seconds += compute_seconds * num_queries
+            found.computed.add(compute_seconds)
+            for seconds in queue_seconds:
+                found.queued.add(seconds)
 
     def refused(self, protocol: str, status: Status) -> None:
         """A request was refused before a model was asked; it counts as failed, too."""
-        self._refused.labels(protocol, status.name.lower()).inc()
+        with self._lock:
+            self._refused[protocol, status.name.lower()] += 1
         self.window.add(OTHER, 0.0, failed=True)
 
     def updated(self, version: int, seconds: float) -> None:
-        self._updates.observe(seconds)
+        with self._lock:
+            self._updates.add(seconds)
         self.last_update = LastUpdate(version, seconds, self.clock())
 
     def update_failed(self) -> None:
-        self._update_failures.inc()
+        with self._lock:
+            self._update_failures += 1
 
     def out_of_range(self, model: str, count: int) -> None:
-        self._out_of_range.labels(self._known(model)).inc(count)
+        with self._lock:
+            self._out_of_range[self._known(model)] += count
 
     def add(self, collector: Collector) -> None:
         """Expose what another collector knows; it is asked at each scrape."""
@@ -163,63 +153,94 @@ class Metrics:
         """All series in Prometheus's text format; their type is ``CONTENT_TYPE``."""
         return generate_latest(_Labelled(self._registry, worker=str(self.worker)))
 
+    def collect(self) -> Iterable[Metric]:
+        with self._lock:
+            return list(self._families())
+
+    def _families(self) -> Iterator[Metric]:
+        of, by_status = ["model"], ["protocol", "status"]
+        known, batches = {*self.models} - {OTHER}, dict(self._batches)
+        every = {name: batches.get(name, _NO_BATCH) for name in known | batches.keys()}
+        ids = {(name,): (self._out_of_range[name],) for name in known | self._out_of_range.keys()}
+        requests = {key: each.values for key, each in self._requests.items()}
+        queued, computed = (
+            {(name,): getattr(each, part).values for name, each in batches.items()} for part in ("queued", "computed")
+        )
+        queries, samples = (
+            {(name,): (each.computed.count, getattr(each, part)) for name, each in every.items()}
+            for part in ("queries", "samples")
+        )
+        refused, failures = {key: (count,) for key, count in self._refused.items()}, {(): (self._update_failures,)}
+        found: list[tuple[Any, str, str, Sequence[str], Any]] = [
+            (HistogramMetricFamily, "request_seconds", "From arrival to answer.", [*of, *by_status], requests),
+            (HistogramMetricFamily, "queue_seconds", "Time that a query waits for its batch.", of, queued),
+            (HistogramMetricFamily, "compute_seconds", "Of a batch: lookups and the model.", of, computed),
+            (HistogramMetricFamily, "update_seconds", "Moves to another version.", [], {(): self._updates.values}),
+            (SummaryMetricFamily, "batch_queries", "Queries in a batch.", of, queries),
+            (SummaryMetricFamily, "batch_samples", "Samples in a batch.", of, samples),
+            (CounterMetricFamily, "refused_requests", "Refused before a model was asked.", by_status, refused),
+            (CounterMetricFamily, "ids_out_of_range", "Ids that no row of their table has.", of, ids),
+            (CounterMetricFamily, "update_failures", "Updates that failed; the old version stayed.", [], failures),
+        ]
+        for kind, name, text, labels, of_labels in found:
+            family = kind(f"tierstore_{name}", text, labels=labels)
+            for key, values in of_labels.items():
+                family.add_metric(key, *values)
+            yield family
+
     def requests(self) -> dict[tuple[str, str, str], int]:
         """Answered since the start, by (model, protocol, status)."""
         with self._lock:
-            return {key: answered.requests for key, answered in self._answered.items()}
+            return {key: found.count for key, found in self._requests.items()}
 
-    def statistics(self, model: str) -> ModelStatistics:
-        """Of a model, over both protocols."""
+    def statistics(self, model: str) -> dict[str, Any]:
+        """Of a model, over both protocols and all versions, as Triton has them; none by batch size."""
         with self._lock:
-            batches, queries, _, queue_seconds, _, compute_seconds = self._batched.get(model, _NO_BATCH)
-            told = [(status == OK, answered) for (name, _, status), answered in self._answered.items() if name == model]
-            last = self._last.get(model, 0.0)
-        good, bad = ([answered for is_good, answered in told if is_good is wanted] for wanted in (True, False))
-        return ModelStatistics(
-            last_ms=int(last * 1e3),
-            success_count=sum(each.requests for each in good),
-            success_seconds=sum(each.seconds for each in good),
-            fail_count=sum(each.requests for each in bad),
-            fail_seconds=sum(each.seconds for each in bad),
-            batches=int(batches),
-            queries=int(queries),
-            queue_seconds=queue_seconds,
-            compute_seconds=compute_seconds,
-        )
+            batches, queries = self._batches.get(model, _NO_BATCH), self._batches.get(model, _NO_BATCH).queries
+            told = [(status == OK, each) for (name, _, status), each in self._requests.items() if name == model]
+            spent = {"queue": (queries, batches.queued.sum), "compute_infer": (queries, batches.query_seconds)}
+            for kind, is_wanted in (("success", True), ("fail", False)):
+                found = [each for is_good, each in told if is_good is is_wanted]
+                spent[kind] = sum(each.count for each in found), sum(each.sum for each in found)
+            spent |= dict.fromkeys(("compute_input", "compute_output"), (queries, 0.0))
+            spent |= dict.fromkeys(("cache_hit", "cache_miss"), (0, 0.0))
+            return {
+                "last_inference": int(self._last.get(model, 0.0) * 1e3),
+                "inference_count": spent["success"][0],
+                "execution_count": batches.computed.count,
+                "inference_stats": {
+                    kind: {"count": count, "ns": round(seconds * 1e9)} for kind, (count, seconds) in spent.items()
+                },
+                "batch_stats": [],
+            }
 
     def batches(self, model: str) -> dict[str, float | None]:
         """How many batches a model had since the start, and what they were on average; None of none."""
         with self._lock:
-            batches, queries, samples, queue_seconds, compute_seconds, _ = self._batched.get(model, _NO_BATCH)
-        return {
-            "batches": batches,
-            "batch_queries_mean": queries / batches if batches else None,
-            "batch_samples_mean": samples / batches if batches else None,
-            "queue_seconds_mean": queue_seconds / queries if queries else None,
-            "compute_seconds_mean": compute_seconds / batches if batches else None,
-        }
+            found = self._batches.get(model, _NO_BATCH)
+            count = found.computed.count
+            return {
+                "batches": count,
+                "batch_queries_mean": found.queries / count if count else None,
+                "batch_samples_mean": found.samples / count if count else None,
+                "queue_seconds_mean": found.queued.sum / found.queries if found.queries else None,
+                "compute_seconds_mean": found.computed.sum / count if count else None,
+            }
 
-    def totals(self) -> dict[str, int]:
-        """Updates, and those that failed, since the start."""
-        return {
-            "updates": int(_values(self._updates.collect(), "_count")[()]),
-            "update_failures": int(_values(self._update_failures.collect(), "_total")[()]),
-        }
-
-    def refusals(self) -> dict[tuple[str, ...], int]:
-        """Since the start, by (protocol, status)."""
-        return {labels: int(value) for labels, value in _values(self._refused.collect(), "_total").items()}
-
-    def ids_out_of_range(self) -> dict[str, int]:
-        """Since the start, by model."""
-        return {labels[0]: int(value) for labels, value in _values(self._out_of_range.collect(), "_total").items()}
+    def totals(self) -> tuple[int, int, dict[tuple[str, str], int], dict[str, int]]:
+        """Since the start: updates, those that failed, refusals by protocol and status, ids out of range by model."""
+        with self._lock:
+            return self._updates.count, self._update_failures, dict(self._refused), dict(self._out_of_range)
 
     def _known(self, model: str) -> str:
         return model if model in self.models else OTHER
 
 
+_NO_BATCH: Final = _Batches()
+
+
 class _Labelled(CollectorRegistry):
-    """A registry's samples, each with more labels; without the series "created", gauges that nothing here reads."""
+    """A registry's samples, each with more labels."""
 
     def __init__(self, registry: Collector, **labels: str) -> None:
         super().__init__()
@@ -228,22 +249,8 @@ class _Labelled(CollectorRegistry):
 
     def collect(self) -> Iterable[Metric]:
         for metric in self._inner.collect():
-            metric.samples = [
-                sample._replace(labels={**sample.labels, **self._added})
-                for sample in metric.samples
-                if not sample.name.endswith("_created")
-            ]
+            metric.samples = [each._replace(labels={**each.labels, **self._added}) for each in metric.samples]
             yield metric
-
-
-def _values(families: Iterable[Metric], suffix: str) -> dict[tuple[str, ...], float]:
-    """Values by those of their labels, in the labels' order."""
-    return {
-        tuple(sample.labels.values()): sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name.endswith(suffix)
-    }
 
 
 WINDOW_SECONDS: Final = 60

@@ -5,7 +5,8 @@ Plain ASGI: paths are few, and what a framework does around each request costs a
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -18,17 +19,26 @@ from starlette.types import Receive, Scope, Send
 from ...system.checks import excerpt
 from ..base import Engine
 from ..front import Front
-from ..limits import Limits
+from ..limits import Hold, Limits
 from ..messages import ServeError, Status
 from ..tensors import JSON_LENGTH_HEADER, MAX_ID_CHARACTERS
-from .body import LONG_BYTES, read_body
-from .infer_body import InferCall, count_slow_elements, parse_infer, write_infer
+from .infer_body import InferCall, parse_infer, write_infer
 from .protocol import UNDER_WAY
 from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
 
 _LOGGER: Final = logging.getLogger(__name__)
 _OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 _JSON_LENGTH: Final = JSON_LENGTH_HEADER.lower().encode()
+
+
+_STEP_BYTES: Final = 256 << 10
+"""Inflated at a time; others are served in between."""
+LONG_BYTES: Final = 1 << 20
+"""Longer bodies would hold up the event loop: to copy 64 MiB into memory that is new takes some 0.1 s."""
+_PAUSE_SECONDS: Final = 0.001
+"""Once 256 KiB of a long body have come, and once more for each 8 MiB that have come before: 8 MiB take 32 ms, 64 MiB
+1.2 s. All long bodies share these pauses, and most of the loop's time is left to others."""
+_WINDOWS: Final = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class RestApp:
@@ -124,20 +134,27 @@ class RestApp:
     async def _infer(self, scope: Scope, receive: Receive, model: str, version: str) -> Reply:
         if scope["method"] != "POST":
             return _not_allowed(scope, b"POST")
-        headers = dict(scope["headers"])
-        given_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given_id
+        headers, limits = dict(scope["headers"]), self.front.limits
+        request_id = given_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        noting = self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS])
         try:
-            with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
+            with noting:
                 self._engine.require(model, version)
                 held = self.front.hold_request(model)
             with held:
-                with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
-                    body = await read_body(held, self.front.limits.body_bytes, headers, receive, self._long_bodies)
-                parse = partial(self._parse, body, headers, model, version, given_id, f"{scope.get('client')}")
+                with noting:
+                    body = await read_body(held, limits.body_bytes, headers, receive, self._long_bodies)
+                    parse = partial(
+                        parse_infer, body, json_bytes=_json_length(headers), json_bytes_max=limits.json_bytes,
+                        model=model, version=version, default_id=given_id, client=f"{scope.get('client')}",
+                    )  # fmt: skip
                 with _while_connected(scope):
-                    with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
-                        call = parse() if len(body) <= LONG_BYTES else await self._parse_beside(parse)
+                    with noting:
+                        if len(body) <= LONG_BYTES:
+                            call = parse()
+                        else:  # one at a time, as JSON is there twice meanwhile and ``bodies_bytes`` counts it once
+                            async with self._is_parsing:
+                                call = await asyncio.to_thread(parse)
                     request_id = call.request.id
                     del body, parse
                     reply = await self._infer_and_write(call)
@@ -147,36 +164,20 @@ class RestApp:
 
     async def _infer_and_write(self, call: InferCall) -> Reply:
         response = await self._engine.infer(call.request)
-        size = sum(tensor.data.nbytes for tensor in response.outputs.values())
+        tensors = response.outputs.items()
         with self.front.noting_refusals(call.request.id):
-            way_out = "ask for binary data (the parameter binary_data_output)"
-            self.front.require_few(count_slow_elements(response, call), "JSON", way_out)
-            with self.front.hold_unsent(size):
+            slow = sum(tensor.data.size for name, tensor in tensors if not call.is_binary(name))
+            self.front.require_few(slow, "JSON", "ask for binary data (the parameter binary_data_output)")
+            with self.front.hold_unsent(sum(tensor.data.nbytes for _, tensor in tensors)):
                 return await write_infer(response, call)
 
-    async def _parse_beside(self, parse: Callable[[], InferCall]) -> InferCall:
-        """In a thread; one at a time, as JSON is there twice meanwhile and ``Limits.bodies_bytes`` counts it once."""
-        async with self._is_parsing:
-            return await asyncio.to_thread(parse)
 
-    def _parse(
-        self, body: bytearray, headers: Mapping[bytes, bytes], model: str, version: str, default_id: str, client: str
-    ) -> InferCall:
-        length = headers.get(_JSON_LENGTH)
-        # More digits than that are beyond any body.
-        if length is not None and not (length.isdigit() and len(length) < 20):
-            raise ServeError(
-                Status.INVALID, f"{JSON_LENGTH_HEADER} {excerpt(length.decode('latin-1'))} is not a length"
-            )
-        return parse_infer(
-            body,
-            json_bytes=None if length is None else int(length),
-            json_bytes_max=self.front.limits.json_bytes,
-            model=model,
-            version=version,
-            default_id=default_id,
-            client=client,
-        )
+def _json_length(headers: Mapping[bytes, bytes]) -> int | None:
+    length = headers.get(_JSON_LENGTH)
+    # More digits than that are beyond any body.
+    if length is not None and not (length.isdigit() and len(length) < 20):
+        raise ServeError(Status.INVALID, f"{JSON_LENGTH_HEADER} {excerpt(length.decode('latin-1'))} is not a length")
+    return None if length is None else int(length)
 
 
 def _shown(scope: Scope) -> list[bytes]:
@@ -213,3 +214,54 @@ def _not_allowed(scope: Scope, methods: bytes) -> Reply:
 
 def _ready(good: bool, what: str, **more: str) -> Reply:
     return json_reply({**more, what: good}, 200 if good else 503)
+
+
+async def read_body(
+    held: Hold, max_bytes: int, headers: Mapping[bytes, bytes], receive: Receive, turn: asyncio.Lock
+) -> bytearray:
+    """The body, inflated if its content-encoding is gzip or deflate; it grows in place, and ``held`` with it. Long
+    ones take the turn. ServeError TOO_LARGE, OVERLOADED or INVALID; ClientDisconnect."""
+
+    def require_length(size: int) -> None:
+        if size > max_bytes:
+            raise ServeError(Status.TOO_LARGE, f"the body is longer than {max_bytes} bytes")
+
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit():
+        require_length(int(length[:20]))
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+    if encoding != "identity" and encoding not in _WINDOWS:
+        raise ServeError(Status.INVALID, f"content-encoding {excerpt(encoding)} is neither gzip nor deflate")
+    stream: Any = None if encoding == "identity" else zlib.decompressobj(_WINDOWS[encoding])
+    body, wire_bytes, unpaused_bytes, more = bytearray(), 0, 0, True
+    while more and not (stream and stream.unused_data):  # of which zlib would make a copy at each further part
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part, more = message.get("body", b""), message.get("more_body", False)
+        wire_bytes += len(part)
+        require_length(wire_bytes)  # there are streams that inflate to nothing
+        while True:
+            kept = part if stream is None else _inflate(stream, part, encoding)
+            require_length(len(body) + len(kept))
+            held.grow(len(kept))
+            body += kept
+            unpaused_bytes += len(kept)
+            if len(body) > LONG_BYTES and unpaused_bytes >= _STEP_BYTES:
+                unpaused_bytes = 0
+                async with turn:
+                    await asyncio.sleep(_PAUSE_SECONDS * (1 + (len(body) >> 23)))
+            part = b"" if stream is None else stream.unconsumed_tail
+            if not part and (stream is None or len(kept) < _STEP_BYTES):
+                break
+            await asyncio.sleep(0)
+    if stream and (not stream.eof or stream.unused_data):
+        raise ServeError(Status.INVALID, f"the body is not one whole {encoding} stream")
+    return body
+
+
+def _inflate(stream: Any, part: bytes, encoding: str) -> bytes:
+    try:
+        return bytes(stream.decompress(part, _STEP_BYTES))
+    except zlib.error as error:
+        raise ServeError(Status.INVALID, f"the body is not {encoding}: {error}") from None

@@ -23,7 +23,7 @@ from ..tensors import (
     invalid_tensor,
     objects,
     parse_binary_data,
-    parse_input_head,
+    parse_head,
     parse_timeout,
     pieces_of,
     require_id,
@@ -80,7 +80,7 @@ def parse_infer(
     request = InferRequest(
         model=model,
         version=version,
-        id=_id(message, default_id),
+        id=require_id(_typed(str, message.get("id", default_id), "id") or default_id),
         inputs=inputs,
         outputs=tuple(wanted),
         deadline=None if seconds is None else time.monotonic() + seconds,
@@ -121,10 +121,6 @@ def _entries(message: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
         yield value
 
 
-def _id(message: dict[str, Any], default: str) -> str:
-    return require_id(_typed(str, message.get("id", default), "id") or default)
-
-
 def _inputs(message: dict[str, Any], binary: memoryview) -> dict[str, InferTensor]:
     """Inputs by name; those of binary data are taken from ``binary`` in their order, and leave nothing of it."""
     if "inputs" not in message:
@@ -132,7 +128,7 @@ def _inputs(message: dict[str, Any], binary: memoryview) -> dict[str, InferTenso
     inputs: dict[str, InferTensor] = {}
     for entry in _entries(message, "inputs"):
         parameters = entry.get("parameters", _EMPTY)
-        head = parse_input_head(entry.get("name"), entry.get("datatype"), entry.get("shape"), parameters, inputs)
+        head = parse_head(entry.get("name"), entry.get("datatype"), entry.get("shape"), parameters, inputs)
         if ("data" in entry) == ("binary_data_size" in parameters):
             raise head.invalid("needs either data or the parameter binary_data_size")
         if "data" in entry:
@@ -162,11 +158,6 @@ def _wanted(message: dict[str, Any], default: bool) -> dict[str, bool]:
         require_supported("output", name, parameters)
         wanted[name] = _typed(bool, parameters.get("binary_data", default), f"binary_data of output {excerpt(name)}")
     return wanted
-
-
-def count_slow_elements(response: InferResponse, call: InferCall) -> int:
-    """Numbers of a response that are written one by one: those of JSON."""
-    return sum(tensor.data.size for name, tensor in response.outputs.items() if not call.is_binary(name))
 
 
 async def write_infer(response: InferResponse, call: InferCall) -> Reply:
