@@ -15,9 +15,9 @@ import pytest
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, commit, keys_of, read_rows, write_rows
 from tests.io.support import RowPlace, flip, open_tier, opened, place_of, plain_lmdb, refuse
 from tierstore.errors import ChecksumError, DamagedError, FormatError, UnreadableError
-from tierstore.io.files import check_rows_file
+from tierstore.io.files import newest_meta
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.records import item_key, payload_item, segment_key
+from tierstore.io.records import item_key, segment_key, version_item
 from tierstore.io.row_map import RowMap
 from tierstore.io.segments import read_indexes, stored_segments
 from tierstore.kernels.jit import JIT_ENABLED
@@ -125,7 +125,6 @@ DAMAGES = ["row", "pair", "zeroed page", "exchanged pages", "another row", "anot
 
 @pytest.mark.parametrize("seed", range(5 * len(DAMAGES)))
 def test_damaged_rows_are_errors_and_the_others_are_right(written: Path, seed: int) -> None:
-    """One bit, a page, two pages exchanged; a row in the place of another, near or far, with what says whose it is."""
     damage, draw = DAMAGES[seed % len(DAMAGES)], random.Random(seed)
     row = draw.randrange(1000 - SEGMENT_ROWS - 1)
     other = row + draw.choice([1, ROWS, SEGMENT_ROWS])
@@ -190,7 +189,7 @@ def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:
             txn.put(struct.pack(">QQ", 1 << 50, number), bytes(4080))
         for number in range(20):
             txn.delete(struct.pack(">QQ", 1 << 50, number))
-    assert path.stat().st_size < (check_rows_file(path).last_page + 1) * PAGE
+    assert path.stat().st_size < (newest_meta(path).last_page + 1) * PAGE
     with writing(written) as tier:
         check_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
         write_rows(tier, WIDE, keys_of(0, np.arange(1000)), 2)
@@ -230,7 +229,7 @@ def test_a_damaged_payload(written: Path) -> None:
     with writing(written) as tier:
         tier.commit(b"two", 2, keep=2)
     with plain_lmdb(written, write=True) as txn:
-        txn.put(item_key(payload_item(1, 0)), b"Payload" * 1000)
+        txn.put(item_key(version_item(1, 0)), b"Payload" * 1000)
     with reading(written) as tier:
         assert tier.payload == b"two"
         with pytest.raises(ChecksumError, match="the payload of version 1 is damaged"):

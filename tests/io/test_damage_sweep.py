@@ -44,7 +44,6 @@ def test_every_byte_of_the_row_file(samples: list[Sample]) -> None:
 
 
 def test_bytes_that_lmdb_believes(samples: list[Sample]) -> None:
-    """The fields of both meta pages, and the heads of the pages of both trees."""
     data = samples[0].files["rows.lmdb"]
     trees = [
         at

@@ -116,7 +116,6 @@ def test_a_map_is_copied_once_for_who_reads_through_it_and_not_for_a_backup(
 
 
 def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease on an old snapshot goes on to find every row, and slots are not given again before it ends."""
     copies, copied = [], RowMap.copied
     monkeypatch.setattr(RowMap, "copied", lambda rows: copies.append(1) or copied(rows))
     others = np.flatnonzero(np.arange(NUM_ROWS) % 3)

@@ -95,8 +95,6 @@ def test_a_process_maps_what_files_have_and_not_what_disks_hold(tmp_path: Path) 
 
 
 def test_no_address_space_for_a_longer_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written then, and once there is, the same open store goes on. If LMDB gets none, it has to be opened
-    again."""
     monkeypatch.setattr(mapped, "_LEAST_BYTES", SMALL)
     monkeypatch.setattr(writer, "_SPARE_BYTES", SPARE)
     with ExitStack() as stack:

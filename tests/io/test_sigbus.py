@@ -80,7 +80,6 @@ def test_zeros_do_not_count_though_the_page_is_the_files_again(
 
 
 def test_a_file_that_is_cut_short_while_it_is_read(tier: LmdbColdTier) -> None:
-    """The rows before the cut are served throughout, the others are errors; when the file is whole again, all are."""
     content = tier.path.read_bytes()
     pages = np.array([page_of(tier, 0, int(block)) for block in ALL // ROWS])
     cut = int(np.median(pages))
@@ -203,7 +202,6 @@ def test_a_forked_child_has_no_maps_of_its_parent(written: Path) -> None:
 
 
 def test_pages_of_the_index(written: Path) -> None:
-    """A follower that cannot read the newest index stays where it is, and moves when it can."""
     reader = opened(written, readonly=True)
     check_rows(reader, WIDE, keys_of(0, ALL), 1)
     commit_some_rows(written)
@@ -311,7 +309,6 @@ def test_a_handler_that_was_put_over_ours(tier: LmdbColdTier) -> None:
 
 
 def test_a_map_that_is_gone_is_nobodys(tmp_path: Path) -> None:
-    """Its place in the table is free: more maps come and go than there is room for at a time."""
     path = tmp_path / "file"
     path.write_bytes(bytes(PAGE))
     for _ in range(3 * sigbus._SLOTS):

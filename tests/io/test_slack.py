@@ -17,7 +17,6 @@ from tierstore.layout import RowLayout
 @pytest.mark.parametrize(("slack", "writes"), [(1.1, 1), (1.4, 3)])
 @pytest.mark.parametrize("num_rows", [1, 40, 6000])
 def test_a_commit_leaves_no_more_than_the_slack(tmp_path: Path, slack: float, num_rows: int, writes: int) -> None:
-    """Half of the rows are rewritten for each version, so that every segment loses some, in few transactions or one."""
     generator = np.random.default_rng(0)
     generations = np.zeros(num_rows, np.int64)
     with contextlib.closing(open_tier(tmp_path, slack=slack)) as tier:
@@ -126,8 +125,6 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> RowLayout:
 
 @pytest.mark.skipif(not _COUNTS.exists(), reason="the kernel does not count what a process writes")
 def test_few_pages_are_written_beside_segments(tmp_path: Path, layout: RowLayout) -> None:
-    """While the table is filled, and while rows are rewritten at random: each transaction deletes 32 segments, of as
-    many leaves of LMDB's tree."""
     generator, rates = np.random.default_rng(0), []
     with contextlib.closing(open_tier(tmp_path)) as tier:
         tier.add_table(0, layout, _NUM_ROWS)

@@ -96,7 +96,6 @@ def test_seek_finds_what_is_there(tree: Any) -> None:
 
 
 def test_whatever_lmdb_leaves_behind_passes(tmp_path: Path) -> None:
-    """Also with readers that keep freed pages back, lists longer than a page, and transactions that were given up."""
     path = tmp_path / "tree.lmdb"
     environment = _environment(path)
     file_map = FileMap(path, 1 << 28)

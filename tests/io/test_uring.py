@@ -59,7 +59,6 @@ def _traces() -> int:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_bits_are_what_was_written(tier: LmdbColdTier, table: int) -> None:
-    """By chance rows twice, absent ones, pages in memory; at last pages that the device does not have yet."""
     (layout, num_rows), generator = TABLES[table], np.random.default_rng(table)
     for _ in range(ROUNDS):
         page_cache.drop(tier.path)

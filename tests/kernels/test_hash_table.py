@@ -65,7 +65,6 @@ def test_places_are_empty_in_every_table(capacity: int) -> None:
     st.sampled_from([4, 30, 31]),
 )
 def test_the_table_is_a_dict(steps: list[tuple[str, int]], bits: int) -> None:
-    """However few bits an entry has to say how far it is from its home."""
     index, records = np.zeros(PLACES, np.uint32), np.zeros(CAPACITY, [("key", np.int64)])
     model: dict[int, int] = {}
     for action, key in steps:

@@ -128,8 +128,6 @@ def test_an_index_of_kernels_that_cannot_be_read_is_written_again(
 def test_kernels_are_kept_in_the_cache_of_the_user_or_else_a_private_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not beside the sources: pip would leave them there. Without a home no process compiles what another has."""
-
     def kept_in(folder: Path) -> None:
         for hits in (0, 1):
             compiled: Any = jit.kernel(_twice)

@@ -23,8 +23,7 @@ from tierstore.store.manifest import Manifest
 HALFS = {"float16": floats.FLOAT16, "bfloat16": floats.BFLOAT16}
 every_dtype = pytest.mark.parametrize("dtype", list(HALFS))
 ROWS, DIM, SEED = 300, 21, 2**64 + 5
-TIGHT = "412KiB"
-"""Holds fewer than the 300 rows of a table, of any of the optimizers."""
+TIGHT = "412KiB"  # holds fewer than the 300 rows of a table, of any of the optimizers
 OPTIMIZERS = [
     optim.SGD(lr=0.01),
     optim.SGD(lr=0.01, weight_decay=0.1),
@@ -63,7 +62,6 @@ def rounded(values: Any, random: Any, dtype: str) -> Any:
 
 
 def mixed(value: Any) -> Any:
-    """SplitMix64's output function, of uint64 arrays."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -71,7 +69,6 @@ def mixed(value: Any) -> Any:
 
 
 def random_bits(seed: int, step: int, table_index: int, rows: Any, dim: int) -> Any:
-    """uint64 [n, dim]: of an update of a table."""
     of_table = mixed(mixed(np.array([seed % 2**64], np.uint64)) ^ np.frombuffer(b"gnidnuor", "<u8"))
     of_update = mixed(of_table ^ np.uint64(step)) | np.uint64(1)
     of_rows = mixed(of_update ^ (rows.astype(np.uint64) + np.uint64(table_index << 40)))
@@ -94,7 +91,6 @@ def by_kernel(values: Any, random: Any, dtype: str) -> Any:
 
 
 def sampled(dtype: str) -> Any:
-    """float32: values between halfs of every size, and below the smallest."""
     generator = np.random.default_rng(0)
     known = halfs(dtype)
     places = generator.choice(len(known) - 1, 3000 if JIT_ENABLED else 100, replace=False)
@@ -229,7 +225,7 @@ def test_the_device_tier_refuses_it_at_once(tmp_path: Path, hbm: str) -> None:
         assert torch.equal(store["t"].read(torch.arange(ROWS)), expected)
 
 
-def test_exports_carry_it(tmp_path: Path) -> None:
+def test_exports_carry_it_and_stores_for_inference_are_without(tmp_path: Path) -> None:
     with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
         store.create_table(table_config("t", dtype="bfloat16", rounding="stochastic"))
         store.commit()
@@ -242,14 +238,10 @@ def test_exports_carry_it(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path / "plain").tables[0].rounding == "nearest"
     with pytest.raises(errors.TableError, match="rounding=nearest, not stochastic; leave the rounding as it is"):
         import_files(tmp_path / "plain", [tmp_path / "t.safetensors"], rounding="stochastic")
-
-
-def test_stores_for_inference_are_without_it(tmp_path: Path) -> None:
     with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
-        for name in "ab":
-            store.create_table(table_config(name, dtype="bfloat16", rounding="stochastic"))
+        store.create_table(table_config("u", dtype="bfloat16", rounding="stochastic"))
         store.commit()
-    tierstore.quantize(tmp_path / "store", tmp_path / "new", dtype="int8", tables=["a"])
+    tierstore.quantize(tmp_path / "store", tmp_path / "new", dtype="int8", tables=["t"])
     assert [table.rounding for table in Manifest.read(tmp_path / "new").tables] == ["nearest", "stochastic"]
 
 

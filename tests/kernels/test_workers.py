@@ -115,7 +115,6 @@ def test_ranges_of_about_equal_work() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
 def test_a_thread_that_cannot_start_leaves_no_range_behind(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """The others do its part; it is not done again when a later call starts the thread."""
     monkeypatch.setattr(threads, "_torch_team", lambda: None)
     workers, calls, start = Workers(2), [0], threading.Thread.start
 

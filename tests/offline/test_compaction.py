@@ -130,7 +130,6 @@ def stored(directory, version):
 
 
 def test_each_row_is_in_full_segments_once_for_each_version_that_shows_it_anew(source, tmp_path):
-    """In key order."""
     compact_store(source, tmp_path / "copy")
     copy, tables = segments_of(tmp_path / "copy"), Manifest.read(source).tables
     assert np.array_equal(copy.segments["newest"], copy.segments["oldest"])
@@ -183,7 +182,6 @@ def test_a_store_without_rows(tmp_path, trace):
 
 
 def test_rows_of_a_trace_come_first_and_those_of_one_sample_lie_in_one_block(source, tmp_path):
-    """Of two tables of one layout, and none of the third."""
     together = {"a": [3, 500, 903], "c": [1, 5000]}
     samples = 50
     tables = {

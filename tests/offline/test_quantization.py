@@ -38,7 +38,6 @@ def table_config(name: str, **fields: Any) -> tierstore.TableConfig:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tables, a third of whose rows were written, in two versions."""
     directory = tmp_path_factory.mktemp("trained") / "store"
     with tierstore.open(directory, keep=2, **SMALL) as store:
         for seed, name in enumerate(("item", "user")):
@@ -87,7 +86,6 @@ def test_every_row_is_converted_as_torch_converts_it(source: Path, tmp_path: Pat
 
 @every_dtype
 def test_first_values_depend_on_seed_and_row_only(source: Path, tmp_path: Path, dtype: Any) -> None:
-    """A table that never was trained has the rows that quantizing one makes of what was never written."""
     with tierstore.open(tmp_path / "fresh", **SMALL) as store:
         fresh = store.create_table(table_config("item", dtype=dtype, optimizer=optim.SGD()))
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,7 @@ from tierstore.errors import DamagedError, FormatError, StoreLockedError
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.records import STORE_ITEM
 from tierstore.io.superblock import newest_slot, pack_slot
-from tierstore.io.verify import settled
+from tierstore.io.survivors import settled
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.offline.salvage import LOST_NAME, SalvageReport, salvage
 from tierstore.store.manifest import Manifest
@@ -51,7 +51,6 @@ def cleaned(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 @pytest.fixture(scope="module")
 def scattered(tmp_path_factory: pytest.TempPathFactory) -> History:
-    """Many small segments, listed on several leaves."""
     return History(tmp_path_factory.mktemp("scattered") / "store", 1, turns=600, slack=8.0, sizes=[1, 7, 7])
 
 
@@ -92,7 +91,6 @@ def _salvaged(tmp_path: Path, files: dict[str, bytes], **options: Any) -> Salvag
 
 
 def _lost(report: SalvageReport) -> set[int]:
-    """Keys of the rows that are listed."""
     tables = {config.name: index for index, config in enumerate(TABLES)}
     return {
         tables[loss.table] << KEY_ROW_BITS | row for loss in report.lost for row in range(loss.first, loss.last + 1)
@@ -148,7 +146,6 @@ def test_a_store_is_saved_whole(history: History, image: Image, tmp_path: Path) 
 
 
 def test_random_damage_of_segments(history: History, image: Image, tmp_path: Path) -> None:
-    """Bits, sectors, pages and runs of them, here and there: of one segment, of several, of whole ones."""
     random = np.random.default_rng(3)
     outcomes = {"whole": 0, "lost": 0, "missing": 0}
     for turn in range(40):
@@ -204,7 +201,6 @@ def _damages(image: Image, each: Segment) -> dict[str, list[Change]]:
 
 
 def test_a_segment_without_its_index(history: History, image: Image, tmp_path: Path) -> None:
-    """Each block says what it is; where that is damaged too, its rows are not known and no older row is taken."""
     shown = [each for each in image.segments if each.newest <= image.version]
     chosen = {(each.layout, each.is_mixed, len(each.blocks) > 1): each for each in shown}
     assert len(chosen) > 3
@@ -246,7 +242,6 @@ def _check_reached(
 
 
 def test_any_damaged_page_of_the_tree(history: History, image: Image, tmp_path: Path) -> None:
-    """Zeroed in turn: leaves, branches, the root, those of the list of free pages."""
     whole = []
     for page in [*image.leaves, *image.branches]:
         files = _changed(history.files, [(page * PAGE, bytes(PAGE))])
@@ -277,7 +272,6 @@ def test_a_writer_that_was_killed(cleaned: History, tmp_path: Path) -> None:
 
 
 def _record(image: Image, item: int) -> int:
-    """The byte where a small record begins."""
     return next(node for kind, number, node in image.nodes if (kind, number) == (META, item)) + 24
 
 
@@ -294,7 +288,6 @@ def test_a_damaged_payload_costs_the_payload_alone(history: History, image: Imag
 
 
 def test_random_damage_anywhere(cleaned: History, scattered: History, tmp_path: Path) -> None:
-    """What is saved is right, what is not is listed, or nothing is proven and nothing saved."""
     random = np.random.default_rng(7)
     outcomes = {"whole": 0, "part": 0, "refused": 0}
     for turn in range(60):
@@ -333,7 +326,6 @@ def test_damaged_meta_pages(history: History, tmp_path: Path, meta: int) -> None
 
 
 def test_a_file_cut_short(history: History, image: Image, tmp_path: Path) -> None:
-    """As far as the tree is left, what was cut off is known; else what is saved is right."""
     stops = sorted(each.stop * 8 for each in image.segments)
     exactly = 0
     for size in [*stops[:: max(1, len(stops) // 6)], *stops[-4:-1]]:

@@ -1,7 +1,4 @@
-"""The contract of a cold tier: rows below memory, written in transactions, read in batches, committed atomically.
-
-``lmdb.py`` is on a device; ``MemoryColdTier`` is the twin: a dict, obviously right, slow, and gone with the process.
-"""
+"""The contract of a cold tier: rows below memory, written in transactions, read in batches, committed atomically."""
 
 import threading
 import time
@@ -69,15 +66,9 @@ class ColdTier(Protocol):
     def page_bytes(self) -> int: ...
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        """Make a table known; nothing is written.
-
-        Args:
-            num_rows: 0 for one that was dropped: what is stored of it is deleted.
-
-        Raises:
-            ValueError: a table added before, numbers out of range, or a layout for another page size.
-            BudgetError: the system refuses memory for the map of its rows.
-        """
+        """Make a table known; nothing is written. ``num_rows``: 0 for one that was dropped: what is stored of it is
+        deleted. ValueError: a table added before, numbers out of range, or a layout for another page size.
+        BudgetError: the system refuses memory for the map of its rows."""
 
     def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
         """Know these tables, by index, in place of those before; a table keeps its layout. BudgetError, nothing
@@ -111,14 +102,9 @@ class ColdTier(Protocol):
         """
 
     def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
-        """Make what was written for epochs up to ``version``, and ``payload``, the current version, atomically and
-        durably. Others may go on writing for later epochs meanwhile.
-
-        Args:
-            version: its number, above ``last_version``.
-            keep: how many of the last versions stay, this one included.
-            dropped: versions before it that go at once, and do not count.
-        """
+        """Make what was written for epochs up to ``version``, above ``last_version``, and ``payload``, the current
+        version, atomically and durably. Others may go on writing for later epochs meanwhile. ``keep``: how many of the
+        last versions stay, this one included. ``dropped``: versions before it that go at once, and do not count."""
 
     def rollback(self, version: int) -> None:
         """Make a kept version the current one; later versions, and what belongs to none, are dropped."""
@@ -161,9 +147,7 @@ class ColdTier(Protocol):
         """Release files and maps; what was written since the last commit is dropped at the next open."""
 
 
-class Counting:
-    """A tier's counters, added to by many threads."""
-
+class Counting:  # by many threads
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.totals = ColdCounters()
@@ -221,8 +205,8 @@ def require_distinct(keys: Int64s) -> None:
 
 
 class MemoryColdTier:
-    """``ColdTier`` in memory: the tests' oracle, and what is below a store opened with ``cold="memory"``. One lock is
-    around everything; a row is one ``bytes`` object for each epoch that a kept version, or none yet, shows."""
+    """The twin: ``ColdTier`` in memory, the tests' oracle, and below stores opened with ``cold="memory"``. A row is one
+    ``bytes`` object for each epoch that a kept version, or none yet, shows."""
 
     page_bytes = 4096
     held_bytes = map_bytes = 0
@@ -232,7 +216,7 @@ class MemoryColdTier:
         self._tables: dict[int, tuple[RowLayout, int]] = {}
         self._rows: dict[int, dict[int, bytes]] = {}
         self._payloads: dict[int, bytes] = {}
-        self._last_version = 0
+        self.last_version = 0
         self._closed = False
         self._counting = Counting()
 
@@ -300,8 +284,8 @@ class MemoryColdTier:
                 return
             layout = self._check(keys, weights, state)
             require_distinct(keys)
-            if epoch <= self._last_version:
-                raise ValueError(f"epoch={epoch} must be above {self._last_version}, the last version")
+            if epoch <= self.last_version:
+                raise ValueError(f"epoch={epoch} must be above {self.last_version}, the last version")
             for key, slot in zip(keys.tolist(), slots.tolist(), strict=True):
                 self._rows.setdefault(key, {})[epoch] = weights[slot].tobytes() + state[slot].tobytes()
         size_bytes, seconds = len(keys) * layout.row_bytes, time.perf_counter() - started
@@ -309,9 +293,9 @@ class MemoryColdTier:
 
     def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
         with self._open():
-            if version <= self._last_version or keep < 1:
-                raise ValueError(f"version={version} must be above {self._last_version}, and keep={keep} at least 1")
-            self._last_version = version
+            if version <= self.last_version or keep < 1:
+                raise ValueError(f"version={version} must be above {self.last_version}, and keep={keep} at least 1")
+            self.last_version = version
             self._payloads[version] = bytes(payload)
             kept_versions = [kept for kept in self.versions if kept not in dropped][-keep:]
             self._payloads = {kept: self._payloads[kept] for kept in kept_versions}
@@ -331,10 +315,6 @@ class MemoryColdTier:
     @property
     def version(self) -> int:
         return max(self._payloads, default=0)
-
-    @property
-    def last_version(self) -> int:
-        return self._last_version
 
     @property
     def versions(self) -> tuple[int, ...]:

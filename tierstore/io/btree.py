@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from .mapped import FileMap, queue_read
+from .mapped import queue_read
 
 Halves = NDArray[np.uint16]
 Entries = NDArray[Any]  # entries of a tree, of dtype ``ENTRY``
@@ -28,9 +28,7 @@ NO_ROOT: Final = (1 << 64) - 1
 META_KEY: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # first key word of a record; sorts after all segments
 SEGMENTS_KEY: Final = np.uint64(0)  # first key word of a segment; the second is its number
 META_READ_BYTES: Final = 152
-MAX_PAGES: Final = 1 << 33
-"""32 TiB of pages of 4 KiB: a writer maps the file three times, and a process has 128 TiB of address space. LMDB has 48
-bits for a page's number."""
+MAX_PAGES: Final = 1 << 33  # 32 TiB: a writer maps the file three times, and a process has 128 TiB of address space
 MAX_DEPTH: Final = 32
 HEADER_BYTES: Final = 16
 KEY_BYTES: Final = 16
@@ -135,10 +133,6 @@ class Pages(NamedTuple):  # of the file, as the kernels see it
     address: int  # of the map, or 0 to have no pages queued for reading
 
 
-def pages_of(file_map: FileMap, page_bytes: int) -> Pages:
-    return Pages(file_map.halves, page_bytes // 2, file_map.file_bytes() // page_bytes, file_map.address)
-
-
 STATUS, PAGE, _LEVEL, BRANCHES, LEAVES, DAMAGED = range(6)  # places in ``Walk.result``
 
 
@@ -161,9 +155,8 @@ def new_walk(page_halves: int, used: Words | None = None) -> Walk:
 def list_tree(
     pages: Pages, root: Root, walk: Walk, first: int = 0, *, key_bytes: int = KEY_BYTES, tolerant: bool = False
 ) -> Entries:
-    """Entries in key order from key word ``first`` on, as far as ``walk.result`` says. ``key_bytes``: 16 for the tree
-    of segments, 8 for that of free pages. ``tolerant``: pass over what is damaged, and over the order of keys; else
-    stop there, with a status."""
+    """Entries in key order from key word ``first`` on, as far as ``walk.result`` says. ``tolerant``: pass over what is
+    damaged, and over the order of keys; else stop there, with a status."""
     parts = [np.empty(0, ENTRY)]
     if root.page == NO_ROOT:
         walk.result[STATUS] = WalkStatus.DONE

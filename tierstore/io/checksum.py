@@ -163,12 +163,9 @@ def mix_key(first: np.uint64, second: np.uint64) -> np.uint64:
 
 @inline
 def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> np.uint64:
-    """CRC32C of ``words[start : start + num_words]``.
-
-    Words go to four registers in turn, as each waits for its own word before; two of them begin with half of the seed
-    each. They are multiplied in the end: CRC32C is linear, so that equal changes to words of two registers would leave
-    any CRC32C of both as it was.
-    """
+    """CRC32C of ``words[start : start + num_words]``, in four registers, as each waits for its own word before; two of
+    them begin with half of the seed each. They are multiplied in the end: CRC32C is linear, so that equal changes to
+    words of two registers would leave any CRC32C of both as it was."""
     at = np.uint64(start)  # unsigned: a signed index would be compared with 0 at each access
     one, two, three, four = seed & _LOW, seed >> np.uint64(32), np.uint64(0), np.uint64(0)
     for _ in range(num_words // 4):

@@ -1,4 +1,4 @@
-"""The files of the cold tier: creating, checking, opening and copying them, and what LMDB's errors mean."""
+"""The files of the cold tier: creating, opening and copying them, and what LMDB's errors mean."""
 
 import contextlib
 import errno
@@ -21,14 +21,13 @@ from ..system.files import (
     translate_os_error,
     write_all,
 )
-from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, newer_meta, pages_of, parse_meta, repoint
-from .mapped import FileMap, map_length
-from .snapshot import Snapshot, check_page_use
+from .btree import MAX_PAGES, META_READ_BYTES, Meta, newer_meta, parse_meta, repoint
+from .mapped import map_length
+from .snapshot import Snapshot
 
 ROW_FILE_NAME: Final = "rows.lmdb"
 SUPERBLOCK_NAME: Final = "rows.anchor"
 FILE_NAMES: Final = (ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", SUPERBLOCK_NAME)
-"""Of the cold tier, in its directory."""
 MAX_PAGE_BYTES: Final = 32768  # LMDB uses the system's page size up to this
 
 _STAMP_BYTES: Final = 16
@@ -126,12 +125,9 @@ def open_environment(path: Path, map_size: int) -> "lmdb.Environment":
 
 
 def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -> None:
-    """Create the file with some records in it, all or nothing.
-
-    It is written under another name first: LMDB creates a file before it writes to it, and a 0-byte file would be
-    taken for damage. The stamp is the store's id at the end of the first meta page, which LMDB leaves alone from then
-    on. The id that counts is a record in the tree; the stamp can be read before the tree can be trusted.
-    """
+    """Create the file with some records in it, all or nothing: LMDB creates a file before it writes to it, so it is
+    written under another name first. The stamp is the store's id at the end of the first meta page, which LMDB leaves
+    alone. The id that counts is a record in the tree; the stamp can be read before the tree can be trusted."""
     draft, draft_lock = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.new-lock")
     for stale in (draft, draft_lock):
         stale.unlink(missing_ok=True)
@@ -146,12 +142,9 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
     finally:
         page_bytes = environment.stat()["psize"]
         environment.close()
-    descriptor = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        write_all(descriptor, store_id, page_bytes - _STAMP_BYTES)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with draft.open("r+b", buffering=0) as file:
+        write_all(file.fileno(), store_id, page_bytes - _STAMP_BYTES)
+        os.fsync(file.fileno())
     os.rename(draft, path)
     draft_lock.unlink(missing_ok=True)
     sync_directory(path.parent)
@@ -162,30 +155,8 @@ def read_stamp(path: Path, page_bytes: int) -> bytes:
         return os.pread(file.fileno(), _STAMP_BYTES, page_bytes - _STAMP_BYTES)
 
 
-def check_rows_file(path: Path) -> Meta:
-    """Check what LMDB does not: that the file is one, of the right version, and as long as it says. FormatError,
-    TruncatedError."""
-    require_plain_files(path.parent)
-    problem = ""
-    for _ in range(_ATTEMPTS):  # a writer may have reused the pages meanwhile
-        meta = _newest_meta(path)
-        if path.stat().st_size >= (meta.last_page + 1) * meta.page_bytes:
-            return meta
-        # LMDB may leave the last pages of a file unwritten where they are free; then no tree leads there.
-        file_map = FileMap(path, path.stat().st_size)
-        try:
-            with file_map.guard.watching():
-                found = check_page_use(pages_of(file_map, meta.page_bytes), meta)
-        finally:
-            file_map.close()
-        if found.status == WalkStatus.DONE:
-            return meta
-        problem = f"{found.status.name} at page {found.page}"
-    expected = (meta.last_page + 1) * meta.page_bytes
-    raise TruncatedError(f"{path}: {path.stat().st_size} bytes long, its header says {expected} ({problem}). {RESTORE}")
-
-
-def _newest_meta(path: Path) -> Meta:
+def newest_meta(path: Path) -> Meta:
+    """The newer meta page of a file that is LMDB's, of the right version. FormatError, TruncatedError."""
     for _ in range(_ATTEMPTS):  # a writer may replace one while the other is read
         with path.open("rb", buffering=0) as file:
             even = _read_meta(path, file.fileno(), 0)
@@ -201,8 +172,7 @@ def _read_meta(path: Path, descriptor: int, place: int) -> Meta:
     page, size = os.pread(descriptor, META_READ_BYTES, place), os.fstat(descriptor).st_size
     if len(page) < META_READ_BYTES:
         raise TruncatedError(f"{path}: {size} bytes are too few for the two meta pages of an LMDB file. {RESTORE}")
-    meta = parse_meta(page)
-    if isinstance(meta, str):
+    if isinstance(meta := parse_meta(page), str):
         raise FormatError(f"{path}: {meta}. {RESTORE}")
     return meta
 

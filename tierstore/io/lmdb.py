@@ -1,7 +1,7 @@
 """The cold tier on LMDB: a log of segments as values, transactions by py-lmdb, reads by address.
 
-Rows are appended, many at a time, and never rewritten where they lie. An epoch is the number of the version that rows
-were written for. A writer drops segments of epochs that no commit made current before it writes; lookups ignore them.
+Rows are appended, many at a time. An epoch is the number of the version that rows were written for. A writer drops
+segments of epochs that no commit made current before it writes; lookups ignore them.
 """
 
 import time
@@ -21,7 +21,7 @@ from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_tabl
 from .btree import META_KEY
 from .log import DEFAULT_SLACK
 from .places import new_places
-from .reads import Changes, KeyedRows, RowReader, gather_error
+from .reads import Changes, KeyedRows, RowReader
 from .records import MAX_VERSION, CommitRecord, Head, read_head, read_payload, read_record, require_logged
 from .row_file import OpenFile
 from .row_map import NewSegments, RowMap, RowPlaces
@@ -170,8 +170,6 @@ class LmdbColdTier:
         layout = self._file.layout_of(rows, keys)
         check_widths(layout, weights, state)
         result = self.reader.gather(snapshot, rows, layout, keys, slots, weights, state, present)
-        if result[0]:
-            raise gather_error(self.path, result, keys)
         self._counting.add(
             rows_read=len(keys), rows_absent=len(keys) - int(np.count_nonzero(present)), pages_read=int(result[2]),
             pages_direct=int(result[4]), read_seconds=time.perf_counter() - started,
@@ -179,8 +177,7 @@ class LmdbColdTier:
 
     @contextmanager
     def changes(self, since: int) -> Iterator[Changes]:
-        """What changed since a version that the current one was made from, valid until the end of the block. ``since``:
-        its number; 0 for all rows that were ever written."""
+        """What changed since a version that the current one was made from; 0: all rows that were ever written."""
         with self.lease() as (snapshot, rows):
             yield Changes(snapshot, rows, since)
 
@@ -209,9 +206,8 @@ class LmdbColdTier:
         return self._writer
 
     def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
-        """Writes of other threads go on while the device is waited for. DiskFullError, StoreReplacedError (the file is
-        not at its path any more): nothing was committed; what was written is still there, and commit may be tried
-        again."""
+        """Writes of other threads go on meanwhile. DiskFullError, StoreReplacedError (the file is not at its path any
+        more): nothing was committed, nothing is lost, and commit may be tried again."""
         self._require_writer().commit(payload, version, keep, dropped)
 
     def rollback(self, version: int) -> None:
@@ -251,10 +247,8 @@ class LmdbColdTier:
             return read_payload(self._file.snapshot, self._file.record)
 
     def find_newer(self) -> NewerCommit | None:
-        """None, too, if it was opened not to ``follow``. A tree in which nothing newer was found is read once. Between
-        two calls the pages of the shown snapshot are kept from being reused: the writer's file grows.
-        StoreReplacedError: the file is not at its path any more, or others were copied over it. DamagedError: the newer
-        one is damaged."""
+        """Between two calls the pages of the shown snapshot are kept from being reused: the writer's file grows.
+        StoreReplacedError: the file is not at its path any more, or others were copied over it. DamagedError."""
         file = self._file
         file.require_open()
         if not self._follows:
@@ -275,16 +269,12 @@ class LmdbColdTier:
             except BaseException:
                 snapshot.close()
                 raise
-            if self._found is None:
-                self._same_until = txn_id
+            self._same_until = txn_id if self._found is None else self._same_until
             return self._found
 
     def _look(self, snapshot: Snapshot, before: RowMap) -> NewerCommit | None:
-        """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds:
-        rows that cleaning moved lie elsewhere there, and the pages where they lay can be used again.
-
-        Costs a walk of the tree and the indexes of new segments. After a rollback, all indexes and another map.
-        """
+        """The newest version in a snapshot, by the indexes of new segments; after a rollback by all. None if it is the
+        one that is shown: then this snapshot is shown, in which rows that cleaning moved lie elsewhere."""
         shown = self._file.record
         snapshot.walk(int(META_KEY))  # damage on the way to the records is found first
         head = read_head(snapshot)
@@ -313,8 +303,7 @@ class LmdbColdTier:
         return NewerCommit(self, snapshot, head, record, rows, rows.differing(before))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Also checked: the tree, the list of free pages, and the payload of each version. Of segments of tables that
-        were not added, only the index is."""
+        """Of segments of tables that were not added, only the index is checked."""
         with self._file.lease() as (snapshot, rows):
             return verify_segments(snapshot, rows, progress)
 

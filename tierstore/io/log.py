@@ -1,14 +1,13 @@
 """What of the log is moved and deleted: cleaning, and segments whose rows nobody needs.
 
-Live rows of the emptiest segments are moved together, so that the segments can be deleted. Each write may clean a
-little, as long as the segments take more pages than ``slack`` times those that their rows need: it moves rows of
-``1 / (slack - 1)`` pages for each page that it appends, which keeps the slack. Victims are the segments with the
-fewest live rows a page, of a sample where there are many: greedy cleaning (Rosenblum and Ousterhout, "The Design and
-Implementation of a Log-Structured File System", 1992). The rows go to segments of their own, so that long-lived ones
-come to lie together. Their pages are prefetched a turn before they are needed.
+Live rows of the emptiest segments are moved together, so that the segments can be deleted. As long as the segments
+take more pages than ``slack`` times those that their rows need, each write moves rows of ``1 / (slack - 1)`` pages for
+each page that it appends. Victims are the segments with the fewest live rows a page, of a sample where there are many:
+greedy cleaning (Rosenblum and Ousterhout, "The Design and Implementation of a Log-Structured File System", 1992). The
+rows go to segments of their own, so that long-lived ones come to lie together. Their pages are prefetched a turn ahead.
 
-Only live rows are moved. A segment with rows that a kept version needs stays until that version is dropped, and counts
-as fuller. Rows written between different kept versions are not put together (``row_map.py``).
+A segment with rows that a kept version needs stays until that version is dropped, and counts as fuller. Rows written
+between different kept versions are not put together (``row_map.py``).
 """
 
 import logging
@@ -34,8 +33,7 @@ MOST_SAMPLED: Final = 4096  # segments that are looked at for victims
 FULL_SHARE: Final = 0.95  # segments with more of the rows that would fill them are not moved
 _PAGES_A_PAGE: Final = 4  # pages that are freed for one that was appended, at most, while the slack is exceeded
 _WHOLE_FROM: Final = 4  # segments' worth of rows that are moved together, from which on only whole segments are
-DELETED_PAGES: Final = 2048
-"""Of the segments that a transaction deletes, about: LMDB lists them in a value of a few pages."""
+DELETED_PAGES: Final = 2048  # about, in a transaction: LMDB lists them in a value of a few pages
 
 Dead = list[tuple[Segments, Int64s]]  # slots of segments, by layout
 
@@ -52,18 +50,6 @@ def some_dead(rows: RowMap, snapshot: Snapshot) -> Dead:
                 found.append((segments, sound))
             room -= int(segments.arrays.pages[sound].sum())
     return found
-
-
-def forget(dead: Dead, txn_id: int) -> None:
-    """These were deleted by a transaction."""
-    for segments, slots in dead:
-        segments.spare(slots, slots[:0])
-        segments.free(slots, txn_id)
-
-
-def pages_freed(dead: Dead) -> int:
-    """Pages that deleting these segments takes out of use: their own, and for each a leaf of the tree, copied."""
-    return sum(int(segments.arrays.pages[slots].sum()) + len(slots) for segments, slots in dead)
 
 
 def _sound_headers(snapshot: Snapshot, stored: Stored) -> Bools:
@@ -101,9 +87,7 @@ def _check_headers(words: Words, page_words: int, limit: int, stored: Stored) ->
     return 0, 0
 
 
-class Cleaner:
-    """Chooses what to clean next, a turn ahead."""
-
+class Cleaner:  # chooses what to clean next, a turn ahead
     def __init__(self, slack: float) -> None:
         self.slack: Final = slack
         self._reader = RowReader(verify=True)  # rows that are moved are verified

@@ -1,7 +1,4 @@
-"""A file seen as memory, and the system calls kernels make without the GIL.
-
-Each call has a twin in plain Python for runs without the JIT.
-"""
+"""A file seen as memory, and the system calls kernels make without the GIL, each with a twin in plain Python."""
 
 import contextlib
 import ctypes
@@ -68,10 +65,8 @@ if JIT_ENABLED:
 
     @intrinsic
     def copy_words(typing_context: Any, target: Any, at: Any, source: Any, start: Any, count: Any) -> Any:  # noqa: ARG001
-        """``target[at : at + count] = source[start : start + count]`` as one memcpy, unchecked.
-
-        Wide loads keep more rows in flight than a loop over words does: a store queue holds few stores.
-        """
+        """``target[at : at + count] = source[start : start + count]`` as one memcpy, unchecked. Its wide loads keep
+        more rows in flight than a loop over words does: a store queue holds few stores."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             target_data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -135,13 +130,9 @@ def map_length(size_bytes: int) -> int:
 
 
 class FileMap:
-    """A read-only shared map of a file.
-
-    Addresses beyond the end of the file may be mapped but must not be touched: code that reads through ``words``
-    (uint64) or ``halves`` (uint16), which start at ``address``, compares with ``file_bytes()`` first. What is written
-    with ``pwrite`` shows at once. ``guard`` is asked before and after every read; pages that cannot be read show zeros.
-    A file may outgrow its map: ``reaching`` makes one at least twice as long, and this one stays for readers of it.
-    """
+    """A read-only shared map of a file: ``words`` (uint64) or ``halves`` (uint16), from ``address`` on. It may be
+    longer than the file: readers compare with ``file_bytes()`` first. ``guard`` is asked before and after every read;
+    pages that cannot be read show zeros. ``reaching`` makes a longer one for a file that grew; this one stays."""
 
     def __init__(self, path: os.PathLike[str], length_bytes: int, locks: FileLocks | None = None) -> None:
         self.path = path
@@ -159,13 +150,13 @@ class FileMap:
             self.words: Words = np.ctypeslib.as_array(buffer).view(np.uint64)
             self.words.flags.writeable = False
             self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
-            self.guard = Guard(path, self.locks.size_bytes, address, self.length_bytes, self._put_back)
+            self.guard = Guard(path, self.locks.size_bytes, address, self.length_bytes, self._map)
             stack.pop_all()
 
     @classmethod
     def of_rows(cls, path: os.PathLike[str], size_bytes: int, locks: FileLocks) -> "FileMap":
-        """A map that so many bytes fit, with ``rows``, which several threads may come to ask for at once. OSError: no
-        address space is left. ClosedError: somebody closed the descriptor."""
+        """A map that so many bytes fit, with ``rows``, for which several threads may ask at once. OSError: no address
+        space is left. ClosedError: somebody closed the descriptor."""
         made = cls(path, map_length(size_bytes), locks)
         try:
             made.rows.file_bytes()  # was it the open file that was mapped?
@@ -205,9 +196,6 @@ class FileMap:
         for advice in (mmap.MADV_DONTFORK, _MADV_RANDOM):
             _libc.madvise(address, length_bytes, advice)
         return address
-
-    def _put_back(self, address: int, offset: int, length_bytes: int) -> None:
-        self._map(address, offset, length_bytes)
 
     def file_bytes(self) -> int:
         """Length of the file now, as far as it is mapped; ClosedError if somebody closed the descriptor."""

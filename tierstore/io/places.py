@@ -11,15 +11,13 @@ from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import prefetch_word
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
+from ..layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, SEGMENT_HEADER_WORDS, RowLayout
 from ..system.sizes import format_size
 from .mapped import zeros
-from .segments import KEYS, NEWEST, STORED, Geometry, Stored, geometry, index_lengths, rows_listed
+from .segments import KEYS, NEWEST, STORED, Geometry, Stored, geometry, rows_listed
 
 
-class SegmentArrays(NamedTuple):
-    """What is known of the segments of one layout, by slot. Readers use the first two."""
-
+class SegmentArrays(NamedTuple):  # of one layout, by slot; readers use the first two
     data_pages: Int64s  # page of the first block
     numbers: Words
     newest: Int64s
@@ -32,9 +30,8 @@ class SegmentArrays(NamedTuple):
 
 _DTYPES: Final = (np.int64, np.uint64, np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
 
-WAITING_SHARE: Final = 1 / 32
-SMALL_PAGES: Final = 1 << 14
-"""The share of all segments' pages that dead ones may have before they are deleted; of the first so many pages none."""
+WAITING_SHARE: Final = 1 / 32  # of all segments' pages, which dead ones may have before they are deleted
+SMALL_PAGES: Final = 1 << 14  # of the first so many pages they may have none
 
 
 def _grown(column: Any, length: int) -> Any:
@@ -51,8 +48,7 @@ class Segments:
         self.layout: Final = layout
         self.geo: Final = geometry(layout, layout_id)
         self.arrays = SegmentArrays._make(np.zeros(1, dtype) for dtype in _DTYPES)
-        self.pages = 0
-        self.rows = 0
+        self.pages = self.rows = 0
         self.dead: Int64s = np.empty(0, np.int64)
         self._in_order = 0  # of the dead, so many at the front ascend by number and go next
         self.held_under: dict[int, Int32s] = {}
@@ -80,8 +76,12 @@ class Segments:
         return stored
 
     def data_pages(self, stored: Stored) -> Int64s:
-        lengths: Int64s = index_lengths(self.geo, stored["rows"], stored["newest"] != stored["oldest"])
-        return stored["first_page"] + lengths
+        """Pages of their first blocks; see ``segments.index_pages``."""
+        listed = stored["rows"] * (1 + (stored["newest"] != stored["oldest"]))
+        found: Int64s = (
+            stored["first_page"] - -(PAGE_HEADER_WORDS + SEGMENT_HEADER_WORDS + listed) // self.geo.page_words
+        )
+        return found
 
     def fits(self, stored: Stored) -> NDArray[np.bool_]:
         """Which of these segments take the pages that so many rows of the layout do."""
@@ -91,8 +91,8 @@ class Segments:
         return found & (stored["rows"] <= geo.rows_per_segment)
 
     def take(self, stored: Stored, txn_id: int) -> Int64s:
-        """Slots for these segments, which have no live rows yet. ``txn_id``: of the transaction that wrote them:
-        readers of trees before it know shorter arrays only."""
+        """Slots for these segments, which have no live rows yet. Readers of trees before transaction ``txn_id``, which
+        wrote them, know shorter arrays only."""
         count, length = len(stored), len(self.arrays.numbers)
         if len(self._free) < count:
             grown = length + max(count, length // 2)
@@ -120,14 +120,13 @@ class Segments:
         return int(self.arrays.pages[self.dead].sum())
 
     def next_dead(self, most_pages: int) -> Int64s:
-        """Slots of the segments to delete next: some pages of them, or none, while few are dead. They go by number:
-        neighbours share pages of LMDB's tree, each of which is written once a transaction."""
+        """Slots of the segments to delete next: none while few are dead. They go by number: neighbours share pages of
+        LMDB's tree, each of which is written once a transaction."""
         if not self._in_order and self.dead_pages > max(0, self.pages - SMALL_PAGES) * WAITING_SHARE:
             self.dead = self.dead[np.argsort(self.arrays.numbers[self.dead])]
             self._in_order = len(self.dead)
         slots = self.dead[: min(self._in_order, most_pages)]
-        count = 1 + int(np.searchsorted(np.cumsum(self.arrays.pages[slots]), most_pages))
-        return slots[:count]
+        return slots[: 1 + int(np.searchsorted(np.cumsum(self.arrays.pages[slots]), most_pages))]
 
     def spare(self, slots: Int64s, sound: Int64s) -> None:
         """Of these, which ``next_dead`` gave, only some are still to be deleted; the others stay, or are gone."""
@@ -182,18 +181,13 @@ _COPY_STEP: Final = 1024
 _AHEAD: Final = 16
 
 
-class TableArrays(NamedTuple):
-    """What kernels know of each table, by table index; a table that was dropped has base -1, and one that was not added
-    layout -1 too."""
-
+class TableArrays(NamedTuple):  # by table index; one that was dropped has base -1, one not added layout -1 too
     bases: Int64s  # position of row 0 in the flat array of places
     num_rows: Int64s
     layout_ids: Int64s
 
 
-class Regions(NamedTuple):
-    """How many rows are stored, by region of ``1 << row_bits`` rows."""
-
+class Regions(NamedTuple):  # how many rows are stored, by region of ``1 << row_bits`` rows
     stored: Int64s
     row_bits: int
 
@@ -232,15 +226,12 @@ def publish(
     regions: Regions, segments: SegmentArrays, held_for: Int32s, late_for: Int32s, emptied: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
     """Enter the rows of segments just written: all of one epoch, or moved by cleaning. A row that has one of a later
-    epoch already, as ``epoch``'s version is in flight, is held.
+    epoch already, as ``epoch``'s version is in flight, is held. Returns how many rows died and segments were emptied.
 
     Args:
         slots, stops: int64 [segments]: of each one, and where its rows end in ``positions``.
         held_for, late_for: int32 [slots]: rows that a version before ``epoch`` needs, and that ``epoch`` itself does.
         emptied: int64 [rows], receives the slots without live and held rows.
-
-    Returns:
-        How many rows died, and how many segments were emptied.
     """
     dead, count, part, begin = 0, 0, 0, 0
     for i in range(len(positions)):
@@ -272,9 +263,7 @@ def publish(
     return dead, count
 
 
-class Listed(NamedTuple):
-    """Rows of some segments: int64 [n] each."""
-
+class Listed(NamedTuple):  # rows of some segments: int64 [n] each
     keys: Int64s
     positions: Int64s  # in the flat array of places
     places: Int64s  # where the rows are, whatever the map says
@@ -286,13 +275,10 @@ def list_rows(
     words: Words, indexes: Int64s, slots: Int64s, last: int, geo: Geometry, tables: TableArrays, listed: Listed,
     unknown: Int64s,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """List the rows of stored segments of one layout, in their order; those of epochs after ``last`` are left out.
-    ``indexes``: word offset of each one's index, which was checked. ``unknown``: int64 [segments], zeros; receives how
-    many rows of each are of tables that are not known.
-
-    Returns:
-        -1 or the position of a segment that holds what cannot be; rows listed; rows of tables that were dropped.
-    """
+    """List the rows of stored segments of one layout, in their order, up to epoch ``last``. ``indexes``: word offset of
+    each one's index, which was checked. ``unknown``: int64 [segments], zeros; receives how many rows of each are of
+    tables that are not known. Returns -1 or the position of a segment that holds what cannot be; rows listed; rows of
+    tables that were dropped."""
     count, dropped = 0, 0
     for s in range(len(indexes)):
         at = indexes[s]
@@ -324,13 +310,9 @@ def enter(
     listed: Listed, kept: Int64s, place_bits: int, places: Places, regions: Regions, segments: SegmentArrays,
     beaten: Int64s, beaten_slots: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
-    """Enter rows of stored segments, which come in any order; how many are dead, and how many beaten.
-
-    Args:
-        kept: int64, versions that are kept, ascending.
-        beaten, beaten_slots: int64 [rows], receive the positions in ``places`` of the rows that have a newer version
-            and may be held, and the slots that they are in.
-    """
+    """Enter rows of stored segments, which come in any order; how many are dead, and how many beaten. ``kept``: int64,
+    kept versions, ascending. ``beaten``, ``beaten_slots``: int64 [rows], receive the positions in ``places`` of the
+    rows that have a newer version and may be held, and the slots that they are in."""
     dead, count, positions = 0, 0, listed.positions
     for i in range(len(positions)):
         if i + _AHEAD < len(positions):

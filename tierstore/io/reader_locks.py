@@ -191,9 +191,8 @@ class FileLocks:
         return found
 
     def describe_holders(self, place: int) -> str:
-        """The processes that lock a byte, in words, as far as /proc shows them: it shows a descriptor's locks with the
-        file as the kernel names it, which a lock of ours tells. Files themselves are not looked at: that waits for
-        their file systems, which may be dead."""
+        """The processes that lock a byte, in words. /proc shows a descriptor's locks with the file as the kernel names
+        it, which a lock of ours tells; to look at files would wait for their file systems, which may be dead."""
         found = set()
         with contextlib.suppress(OSError, IndexError):  # no locks, or no /proc
             lock_range(self.descriptor, fcntl.F_RDLCK, _NAME_BYTE, 1)

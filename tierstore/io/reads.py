@@ -20,13 +20,11 @@ import time
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.hashing import SECRET, keyed_hash
 from ..kernels.jit import prefetch_word
@@ -47,24 +45,16 @@ _LIST_STEP: Final = 1 << 20
 # Members of an IntEnum, which Python takes 2 us to look up.
 _DONE, _OUT_OF_FILE = int(SegmentStatus.DONE), int(SegmentStatus.OUT_OF_FILE)
 _BAD_ROW, _UNREADABLE = int(SegmentStatus.BAD_ROW), int(SegmentStatus.UNREADABLE)
-_FAILED: Final = -1
-"""A read of a ring failed, and the system does not say that the device is to blame: read again, without a ring."""
+_FAILED: Final = -1  # a read of a ring failed, and the device is not to blame: read again, without a ring
 _ASK_SECONDS, _PARTS = 1.0, 2  # a file larger than so many times the free memory is read past the page cache
 _QUEUE_DEPTH: Final = 512  # reads that ``madvise`` is called for ahead of the copy
-_LOOK_EVERY: Final = 16
-_LOOK_ON: Final = 64
+_LOOK_EVERY, _LOOK_ON = 16, 64
 _COLD_PART: Final = 64  # where one page in so many had to be read, the next batch is expected to be cold
 _OF_DEVICE: Final = -5, -61  # EIO, ENODATA
 PREFETCH_ENTRIES: Final = 32
 MAX_GROUP: Final = 256  # rows between two looks at the clock, at most, while pages are warm
 HASH_GROUP: Final = 128  # rows copied before they are hashed: as many as the processor's nearer caches hold twice
-GROUP_SLACK_NS: Final = 30_000
-ROW_SLACK_NS: Final = 600  # a group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device
-
-
-def gather_error(path: Path, result: Int64s, keys: Int64s) -> DamagedError:
-    key, status = int(keys[result[1]]), int(result[0])
-    return damage_error(path, [(f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}", status)])
+GROUP_SLACK_NS, ROW_SLACK_NS = 30_000, 600  # a group of n rows slower than the first + n * the second has waited
 
 
 class Batch(NamedTuple):
@@ -273,9 +263,8 @@ class KeyedRows(NamedTuple):
 
 
 class RowReader:
-    """Gathers rows from a file, and remembers whether its pages were in memory the last time (``is_cold``), and whether
-    cold pages are read past the page cache (``is_large``), as memory was found at the time ``asked_at``. ``verify``:
-    compare each row with its checksum."""
+    """Gathers rows from a file. ``is_cold``: its pages were not in memory the last time. ``is_large``: cold pages are
+    read past the page cache, as memory was found at the time ``asked_at``. ``verify``: compare rows with checksums."""
 
     def __init__(self, *, verify: bool) -> None:
         self._verify = verify
@@ -290,8 +279,6 @@ class RowReader:
         weights, state = (np.empty((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
         slots, present = np.arange(count, dtype=np.int32), np.empty(count, np.bool_)
         result = self.gather(snapshot, rows, layout, keys, slots, weights, state, present)
-        if result[0] != _DONE:
-            raise gather_error(snapshot.path, result, keys)
         assert present.all(), "a row of the map was not read"
         return KeyedRows(keys, slots, weights, state, np.empty(0, np.uint64), int(result[2]))
 
@@ -332,13 +319,18 @@ class RowReader:
                     met = refused.meet(batch.pairs * 8, (batch.offsets + geo.row_words) * 8) & (batch.offsets != 0)
                     if met.any():
                         result[0], result[1] = refused_status(refused), np.argmax(met)
-                return result
+                break
             # A place entered while we read may lie in what the file, or the list of segments, grew by meanwhile.
             whole_map = whole_map.reaching(whole_map.locks.size_bytes())
             known, arrays = (limit, len(arrays.numbers)), segments.arrays
             limit = whole_map.file_bytes() // snapshot.page_bytes
             if (limit, len(arrays.numbers)) == known:
-                return result
+                break
+        if result[0] != _DONE:
+            key = int(keys[result[1]])
+            row = f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}"
+            raise damage_error(snapshot.path, [(row, int(result[0]))])
+        return result
 
     def _read_cold(self, batch: Batch, source: Source, rings: Rings) -> bool:
         """Copy the rows that ``gather`` found and did not copy; whether pages were not in memory. The status may be
@@ -395,20 +387,16 @@ def stored_batches(snapshot: Snapshot, rows: RowMap, parts: Iterable[Int64s], si
 
 
 class ChangedRows(NamedTuple):
-    """Some rows of a table, ascending."""
-
-    rows: Int64s  # int64 [n]
+    rows: Int64s  # int64 [n], of a table, ascending
     weights: Words  # uint64 [n, weight words], as they are now
 
 
 class Changes:
-    """Rows written since a version, by the indexes of segments; made by ``LmdbColdTier.changes``. That is what changed
-    only if the current version was made from the earlier one, as its lineage says."""
+    """Rows written since a version, by the indexes of segments: those that changed, if the current version was made
+    from the earlier one, as its lineage says."""
 
     def __init__(self, snapshot: Snapshot, rows: RowMap, since: int) -> None:
-        self._snapshot = snapshot
-        self._rows = rows
-        self._since = since
+        self._snapshot, self._rows, self._since = snapshot, rows, since
 
     @cached_property
     def written(self) -> Int64s:

@@ -15,16 +15,12 @@ from .checksum import bytes_checksum
 from .segments import Stored, numbers_hash, stored_segments
 from .snapshot import Tree
 
-STORE_ITEM: Final = 0
-HEAD_ITEM: Final = 1
-LOG_ITEM: Final = 2
+STORE_ITEM, HEAD_ITEM, LOG_ITEM = range(3)
 _ITEM_BITS: Final = 24  # of an item's number, for its place among the items of its version
 MAX_VERSION: Final = (1 << 40) - 1
 PAYLOAD_CHUNK_BYTES: Final = (1 << 20) - 16
 """A payload is cut into chunks: long runs of free pages are hard to find in a file that has been in use for a while."""
-
 MAX_PAYLOAD_BYTES: Final = ((1 << _ITEM_BITS) - 1) * PAYLOAD_CHUNK_BYTES
-
 _MAGIC: Final = b"tierrows"
 _FORMAT: Final = 5
 _FORMAT_BEFORE: Final = 4  # all rows have the checksums of then; the first that are written make the file one of ours
@@ -63,11 +59,8 @@ def item_key(item: int) -> bytes:
     return struct.pack(">QQ", int(META_KEY), item)
 
 
-def commit_item(version: int) -> int:
-    return version << _ITEM_BITS
-
-
-def payload_item(version: int, chunk: int) -> int:
+def version_item(version: int, chunk: int = -1) -> int:
+    """A chunk of a version's payload; by default its commit record."""
     return (version << _ITEM_BITS) + 1 + chunk
 
 
@@ -103,12 +96,6 @@ def unpack_store(data: bytes) -> bytes:
     return bytes(store_id)
 
 
-def first_records(store_id: bytes) -> dict[bytes, bytes]:
-    """The records of a new file, by LMDB key."""
-    store, head, log = pack_store(store_id), pack_head(Head()), pack_words(*LogRecord())
-    return {item_key(STORE_ITEM): store, item_key(HEAD_ITEM): head, item_key(LOG_ITEM): log}
-
-
 def pack_words(*words: int) -> bytes:
     """A ``LogRecord`` or a ``CommitRecord``."""
     return _sealed(struct.pack(f"<{len(words)}Q", *words))
@@ -116,6 +103,12 @@ def pack_words(*words: int) -> bytes:
 
 def pack_head(head: Head) -> bytes:
     return pack_words(head.last, len(head.kept), *head.kept)
+
+
+def first_records(store_id: bytes) -> dict[bytes, bytes]:
+    """The records of a new file, by LMDB key."""
+    packed = pack_store(store_id), pack_head(Head()), pack_words(*LogRecord())
+    return dict(zip(map(item_key, (STORE_ITEM, HEAD_ITEM, LOG_ITEM)), packed, strict=True))
 
 
 # A ValueError, or one of struct's, says what is wrong with a record.
@@ -141,19 +134,17 @@ def unpack_head(data: bytes) -> Head:
 
 def unpack_commit(data: bytes) -> CommitRecord:
     version, payload_bytes, payload_checksum = _unpack_words(data)
-    record = CommitRecord(version, payload_bytes, payload_checksum)
-    if record.payload_bytes > MAX_PAYLOAD_BYTES:
-        raise ValueError(f"a payload of {record.payload_bytes} bytes")
-    return record
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a payload of {payload_bytes} bytes")
+    return CommitRecord(version, payload_bytes, payload_checksum)
 
 
 T = TypeVar("T")
 
 
 def _read(tree: Tree, item: int, what: str, unpack: Callable[[bytes], T]) -> T:
-    found = tree.get(item_key(item))
     try:
-        if found is None:
+        if (found := tree.get(item_key(item))) is None:
             raise ValueError("it is missing")
         return unpack(found)
     except (ValueError, struct.error) as error:
@@ -161,8 +152,7 @@ def _read(tree: Tree, item: int, what: str, unpack: Callable[[bytes], T]) -> T:
 
 
 def check_store(tree: Tree, store_id: bytes) -> LogRecord:
-    """See whose file it is, and that its tree lists every segment; returns the record of the log. DamagedError: the
-    tree is damaged, or a segment is missing. FormatError: the file is another store's, or no store's."""
+    """``require_logged`` of a file that is this store's. FormatError: it is another store's, or no store's."""
     if tree.get(item_key(STORE_ITEM)) is None:
         raise FormatError(f"{tree.path}: not a tierstore file (it has no store record). {RESTORE}")
     found = _read(tree, STORE_ITEM, "its store record", unpack_store)
@@ -172,10 +162,6 @@ def check_store(tree: Tree, store_id: bytes) -> LogRecord:
             f"{RESTORE}"
         )
     return require_logged(tree, stored_segments(tree))
-
-
-def read_log(tree: Tree) -> LogRecord:
-    return _read(tree, LOG_ITEM, "its record of the log", unpack_log)
 
 
 def require_logged(tree: Tree, stored: Stored) -> LogRecord:
@@ -190,6 +176,10 @@ def require_logged(tree: Tree, stored: Stored) -> LogRecord:
     return log
 
 
+def read_log(tree: Tree) -> LogRecord:
+    return _read(tree, LOG_ITEM, "its record of the log", unpack_log)
+
+
 def read_head(tree: Tree) -> Head:
     return _read(tree, HEAD_ITEM, "its record of versions", unpack_head)
 
@@ -199,7 +189,7 @@ def read_record(tree: Tree, version: int) -> CommitRecord:
     if not version:
         return CommitRecord()
     what = f"the commit record of version {version}"
-    record = _read(tree, commit_item(version), what, unpack_commit)
+    record = _read(tree, version_item(version), what, unpack_commit)
     if record.version != version:
         raise FormatError(f"{tree.path}: {what} is damaged: it is of version {record.version}. {RESTORE}")
     return record
@@ -214,8 +204,8 @@ def stale_items(snapshot: Tree, head: Head) -> list[int]:
 def read_payload(snapshot: Tree, record: CommitRecord) -> bytes:
     """What a version was committed with. ChecksumError: it is not what was written."""
     buffer = BytesIO()  # gives what it holds without a copy
-    for number in range(record.num_payload_chunks):
-        buffer.write(snapshot.get(item_key(payload_item(record.version, number))) or b"")
+    for chunk in range(record.num_payload_chunks):
+        buffer.write(snapshot.get(item_key(version_item(record.version, chunk))) or b"")
     payload = buffer.getvalue()
     if len(payload) != record.payload_bytes or (payload and bytes_checksum(payload) != record.payload_checksum):
         raise ChecksumError(f"{snapshot.path}: the payload of version {record.version} is damaged. {RESTORE}")

@@ -21,7 +21,7 @@ from .reader_locks import FileLocks
 from .records import check_store, read_head
 from .row_map import NewSegments, RowMap, RowPlaces
 from .segments import stored_segments
-from .snapshot import Snapshot, meta_page
+from .snapshot import Snapshot, metas_in
 from .superblock import SyncError, recover, require_sound, save_superblock
 
 _PAUSE_SECONDS: Final = 0.1
@@ -78,7 +78,7 @@ class OpenFile:
                 files.require_own_files(directory)
                 sync_directory(directory)  # a process that ended may have left names that the device does not hold
                 recover(self.path, store_id, locks)
-            self.page_bytes: Final = files.check_rows_file(self.path).page_bytes
+            self.page_bytes: Final = files.newest_meta(self.path).page_bytes
             self.map = FileMap.of_rows(self.path, locks.size_bytes(), locks)
             stack.callback(self.map.close)
             self.snapshot = self.new_snapshot()
@@ -153,10 +153,8 @@ class OpenFile:
             snapshot.close()
 
     def show(self, snapshot: Snapshot, rows: RowMap | NewSegments | None = None) -> None:
-        """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease.
-
-        The tail of the log enters the map that it goes on from, or a copy of it while somebody reads through that.
-        """
+        """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease. New
+        segments enter the map that they go on from, or a copy of it while somebody reads through that."""
         with self._shown:
             self._old.append(self.snapshot)
             self.snapshot = snapshot
@@ -168,9 +166,9 @@ class OpenFile:
                 self.rows = rows
             self._close_unused()
 
-    def follow(self, snapshot: Snapshot) -> None:
+    def follow(self, snapshot: Snapshot | None = None) -> None:
         """Show the newest tree, which the map goes with."""
-        self.show(snapshot)
+        self.show(snapshot or self.new_snapshot())
         self.is_behind = False
 
     @contextmanager
@@ -217,28 +215,21 @@ class OpenFile:
         self.rows = None  # references to the store, or to a table of it, do not keep the map
 
 
-GROWTH_BYTES: Final = 16 * 2**20
-_GROWTH_PART: Final = 32
-_MOST_GROWTHS: Final = 4
-"""Written between two superblocks of the background: so much, or this part of the segments if that is more, at most
-four times as much. With fewer more pages wait to be free, and LMDB writes much of their list in each transaction."""
+GROWTH_BYTES: Final = 16 * 2**20  # written between two superblocks of the background
+_GROWTH_PART: Final = 32  # or this part of the segments if that is more
+_MOST_GROWTHS: Final = 4  # at most so many times as much: more pages wait to be free, and LMDB writes their list
 
 
 class SuperblockWriter:
-    """Sets superblocks for the one writer of a row file, which calls it between its transactions.
+    """Sets superblocks for the one writer of a row file, which calls it between its transactions. The file grows by
+    what is written between two. ``sync``: make all transactions so far durable; may be called during a later one."""
 
-    The file grows by what is written between two: up to three times ``GROWTH_BYTES`` lie between the oldest pin and the
-    newest page, or 1/32 of the segments if that is more, up to ``4 * GROWTH_BYTES``. ``sync``: make all transactions so
-    far durable; may be called during a later transaction. ``pin``: pins the tree as it is.
-    """
-
-    def __init__(self, file: OpenFile, *, sync: Callable[[], None], pin: Callable[[], Snapshot]) -> None:
+    def __init__(self, file: OpenFile, sync: Callable[[], None]) -> None:
         self._file = file
         self._sync = sync
-        self._pin = pin
         self._executor = ThreadPoolExecutor(1, "tierstore-superblock")
-        self._anchored: tuple[Snapshot, tuple[bytes, bytes]] | None = None
-        self._pending: tuple[Snapshot, tuple[bytes, bytes], Future[None]] | None = None
+        self._anchored: tuple[Snapshot, tuple[bytes, ...]] | None = None
+        self._pending: tuple[Snapshot, tuple[bytes, ...], Future[None]] | None = None
         self._written_bytes = 0  # since the last pin
         self._between_bytes = 0  # written between the two pins, while there are two
 
@@ -252,9 +243,9 @@ class SuperblockWriter:
         """Begin to vouch for the tree as it is, in the background; ``settle`` ends it. TierstoreError: the superblock
         before this one failed."""
         self.settle()
-        pinned = self._pin()
+        pinned = self._file.new_snapshot()
         try:
-            metas = self._read_metas()
+            metas = metas_in(self._file.map, self._file.page_bytes)
             try:
                 future = self._executor.submit(self._make, metas)
             except RuntimeError:  # the interpreter ends, and nothing begins in a thread any more
@@ -267,10 +258,7 @@ class SuperblockWriter:
         self._pending = pinned, metas, future
         return future
 
-    def _read_metas(self) -> tuple[bytes, bytes]:
-        return meta_page(self._file.map, 0), meta_page(self._file.map, self._file.page_bytes)
-
-    def _make(self, metas: tuple[bytes, bytes]) -> None:
+    def _make(self, metas: tuple[bytes, ...]) -> None:
         file = self._file
         self._sync()
         reach("anchor: tree synced")
@@ -289,8 +277,8 @@ class SuperblockWriter:
 
     def wrote(self, size_bytes: int, live_bytes: int) -> None:
         """Set a superblock in the background if enough was written; wait for the last one if that falls too far behind.
-        ``size_bytes``: what the last transaction wrote, or took out of use if that is more. ``live_bytes``: size of the
-        segments in the tree. TierstoreError: the background's last superblock failed."""
+        ``size_bytes``: what the last transaction wrote, or took out of use if that is more. ``live_bytes``: of segments
+        in the tree. TierstoreError: the last superblock failed."""
         self._written_bytes += size_bytes
         limit = min(max(GROWTH_BYTES, live_bytes // _GROWTH_PART), _MOST_GROWTHS * GROWTH_BYTES)
         behind = self._pending is not None and not self._pending[2].done()
@@ -303,12 +291,11 @@ class SuperblockWriter:
         if self._pending is None:
             return
         pinned, metas, future = self._pending
-        if (error := future.exception()) is not None:
-            self._pending = None
+        error, self._pending = future.exception(), None
+        if error is not None:
             pinned.close()
             raise error
-        before = self._anchored
-        self._anchored, self._pending = (pinned, metas), None
+        before, self._anchored = self._anchored, (pinned, metas)
         if before is not None:
             before[0].close()
 
@@ -317,7 +304,9 @@ class SuperblockWriter:
         stopped; then unpin. One that fails now is of no matter: the one before stands."""
         with contextlib.suppress(TierstoreError, OSError):
             self.settle()
-            if not self._file.has_failed and (self._anchored is None or self._read_metas() != self._anchored[1]):
+            if not self._file.has_failed and (
+                self._anchored is None or metas_in(self._file.map, self._file.page_bytes) != self._anchored[1]
+            ):
                 self.set()
         self.stop()
         if self._anchored is not None:

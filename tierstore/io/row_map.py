@@ -1,8 +1,8 @@
 """Which place in the log each row has: 4 bytes a row, and what is known of each segment.
 
-A place is ``slot << place_bits | index``: the segment's slot, a small number that is used again when the segment is
-gone, and the row's number in the segment. 0 stands for a row that was never written; slot 0 is never used. Places are
-of 4 bytes until a layout needs more segments than these can name; then the map is copied once, to places of 8 bytes.
+A place is ``slot << place_bits | index``: the segment's slot, used again when the segment is gone, and the row's number
+in the segment. 0 stands for a row that was never written; slot 0 is never used. Places are of 4 bytes until a layout
+needs more segments than these can name; then the map is copied once, to places of 8 bytes.
 
 **Versions.** A row may lie in several segments: once as it is now, and as kept versions show it. Rows of a segment are
 *live* if the map leads to them, *held* if only kept versions need them, else dead. Of a row's entries the newest is the
@@ -20,8 +20,8 @@ Both stay readable: the slot of a deleted segment is given to no other until lea
 holds for a reader of a map that was copied since, and for a process that follows the writer: it reads the indexes of
 new segments (``NewSegments``), and its map stays as it is until the later tree is shown (``RowMap.advance``).
 
-**Memory.** The map takes pages of 4 KiB where rows are stored. A *region* of it, 2 MiB or more, goes to huge pages
-once one row in 256 is stored: of random rows, nearly all of its pages are touched by then.
+**Memory.** The map takes pages of 4 KiB where rows are stored. A *region*, 2 MiB or more, goes to huge pages once one
+row in 256 is stored: of random rows, nearly all of its pages are touched by then.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -53,22 +53,16 @@ from .snapshot import Tree
 
 _LIST_STEP: Final = 1 << 20
 _SPARSE_ROWS: Final = 256  # a region with a stored row among so many is to be in huge pages
-_MOST_REGIONS: Final = 8192
-"""Neighbours in pages of different size are maps of their own to the kernel, which allows 65,530."""
+_MOST_REGIONS: Final = 8192  # with pages of other sizes each is a map of its own to the kernel, which allows 65,530
 _TOGETHER: Final = 128  # segments whose rows are listed before they are entered
 _ANY_EPOCH: Final = 2**63 - 1
 
 
 class RowMap:
     """Places of the rows of some tables, and the segments of their layouts. One thread at a time may change it, while
-    any number read it.
-
-    Attributes:
-        places: uint32 [rows of all tables], or int64 once they must be wider; replaced then.
-        tables, layouts: by table index. segments: by layout.
-        unknown: stored rows of tables that are not known: add the tables before rows are read or written.
-        later: the segments that ``enter`` left out, as all their rows are of later epochs.
-    """
+    any number read it. ``places``: uint32 [rows of all tables], or int64 once they must be wider; replaced then.
+    ``tables``, ``layouts``: by table index. ``segments``: by layout. ``unknown``: stored rows of tables that are not
+    known. ``later``: the segments that ``enter`` left out, as all their rows are of later epochs."""
 
     def __init__(
         self, shapes: Mapping[int, tuple[RowLayout, int]], segments: Mapping[RowLayout, Segments] | None = None
@@ -121,7 +115,7 @@ class RowMap:
         return other
 
     def _used(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The parts of ``[first, stop)`` of the flat array in which rows may be stored, some at a time."""
+        """Parts of ``[first, stop)`` of the flat array in which rows may be stored."""
         bits = self._regions.row_bits
         begin = first >> bits
         for region in (begin + np.flatnonzero(self._regions.stored[begin : -(-stop >> bits)])).tolist():
@@ -130,8 +124,7 @@ class RowMap:
                 yield start, min(start + _LIST_STEP, end)
 
     def make_room(self, layout: RowLayout, runs: Iterable[int]) -> None:
-        """Have places lead to all slots that runs of so many rows of a layout may take as segments. BudgetError: the
-        system refuses memory for wider places."""
+        """Have places lead to all slots that runs of so many rows may take. BudgetError: no memory for wider places."""
         segments = self.segments[layout]
         count = sum(-(-num_rows // segments.geo.rows_per_segment) for num_rows in runs)
         self._widen(place_type(segments.geo, [segments.last_slot(count)], self.places.dtype))
@@ -207,9 +200,8 @@ class RowMap:
         return Listed(*(column[:count] for column in listed)), unknown, dropped
 
     def _count_held(self, segments: Segments, beaten: Int64s, kept: Int64s) -> None:
-        """Count which rows are held of those that a newer one has beaten: each under the last version before its
-        successor. No segment has rows of before and after a kept version, so a row's epoch may be taken for any of its
-        segment."""
+        """Count which of the beaten rows are held, each under the last version before its successor. No segment has
+        rows of before and after a kept version, so a row's epoch may be taken for any of its segment."""
         arrays, (positions, slots) = segments.arrays, beaten
         order = np.lexsort((arrays.numbers[slots], arrays.newest[slots], positions))
         positions, slots = positions[order], slots[order]
@@ -259,12 +251,11 @@ class RowMap:
         return found
 
     def publish(
-        self, layout: RowLayout, stored: Stored, keys: Int64s, *, current: int, txn_id: int, is_moved: bool = False
+        self, segments: Segments, stored: Stored, keys: Int64s, current: int, txn_id: int, *, is_moved: bool
     ) -> None:
-        """Enter segments just written, one after another: of one epoch, unless cleaning has moved their rows. ``keys``:
-        int64, of all of them. ``current``: the version that is current. ``txn_id``: of the transaction that wrote them.
-        """
-        segments, positions = self.segments[layout], self.positions(layout, keys)
+        """Enter segments just written by transaction ``txn_id``, with these keys: of one epoch, unless cleaning has
+        moved their rows. ``current``: the version that is current."""
+        positions = self.positions(segments.layout, keys)
         slots, epoch = segments.take(stored, txn_id), current if is_moved else int(stored["newest"][0])
         held_for, late_for = segments.held(max(current, epoch - 1)), segments.held(epoch)
         emptied = np.empty(len(keys), np.int64)
@@ -330,21 +321,14 @@ class RowMap:
 
 
 class NewSegments:
-    """What a later tree has beyond a map; also where the later tree has any row of the map's tables.
-
-    Attributes:
-        base: the map. layouts, unknown, later: as ``RowMap``'s.
-        segments: by layout, with the new ones, and without those that are gone.
-        rows: by layout: those in new segments, where they are; keys ascend, and places are of the map's type or wider.
-        changed: int64 [n], ascending: keys of the rows that are others than the map shows.
-    """
+    """What a later tree has beyond a map, ``base``; also where it has any row of the map's tables. ``layouts``,
+    ``unknown``, ``later``: as ``RowMap``'s. ``segments``: by layout, without those that are gone. ``rows``: by layout,
+    those in new segments; keys ascend, and places are of the map's type or wider. ``changed``: int64 [n], ascending:
+    keys of the rows that are others than the map shows."""
 
     def __init__(self, base: RowMap, segments: Mapping[RowLayout, Segments]) -> None:
-        self.base = base
-        self.layouts = base.layouts
-        self.segments = segments
-        self.unknown = base.unknown
-        self.later = base.later
+        self.base, self.segments = base, segments
+        self.layouts, self.unknown, self.later = base.layouts, base.unknown, base.later
         self.rows: dict[RowLayout, Listed] = {}
         self.changed: Int64s = np.empty(0, np.int64)
 
@@ -353,15 +337,10 @@ class NewSegments:
         cls, base: RowMap, segments: Mapping[RowLayout, Segments], tree: Tree, stored: Stored, *,
         shown: int, last: int, oldest: int,
     ) -> "NewSegments | None":  # fmt: skip
-        """Read the indexes that are new in a tree; None if versions were rolled back, and a new map is to be made.
-        DamagedError: a segment is damaged, or holds what cannot be a row of its tables.
-
-        Args:
-            base: of version ``shown``.
-            segments: the map's, or a copy of them; they are changed.
-            stored: the segments of the tree, which shows version ``last``.
-            oldest: transaction of the oldest tree that is in use.
-        """
+        """Read the indexes that are new in a tree with these ``stored`` segments, which shows version ``last``; None if
+        versions were rolled back, and a new map is to be made. DamagedError: a segment is damaged, or holds what cannot
+        be a row of its tables. ``base``: of version ``shown``. ``segments``: the map's, or a copy of them; they are
+        changed. ``oldest``: transaction of the oldest tree that is in use."""
         new, gone = cls(base, segments), {}
         numbers, is_new = np.ascontiguousarray(stored["number"]), np.ones(len(stored), np.bool_)
         for layout, own in segments.items():

@@ -31,15 +31,14 @@ from .snapshot import Tree
 _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
 MIXED: Final = np.uint64(1 << 32)  # beside the number of rows: each has an epoch of its own, listed behind the keys
 COUNT_MASK: Final = np.uint64(0xFFFF_FFFF)
+# The second word of a block: epoch, 16 bits of a checksum, _LAST_BLOCK, seven bits of the block's number.
 _EPOCH_SHIFT: Final = np.uint64(24)
-"""In the second word of a block; below are 16 bits of a checksum, _LAST_BLOCK, and seven bits of the block's number."""
 _CHECK_SHIFT: Final = np.uint64(8)
 _CHECK_MASK: Final = np.uint64(0xFFFF)
 _LAST_BLOCK: Final = np.uint64(0x80)
 MAX_BLOCKS: Final = 0x80  # of a segment; their numbers fit below _LAST_BLOCK
 _OVERFLOW_FLAG: Final = np.uint64(0x04 << 16)
-_FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
-"""Of a page header's second word: the flags that last, and the number of pages."""
+_FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)  # of a page header's second word
 PREFETCH_ROWS: Final = 8  # rows to be copied are fetched from memory so many before
 
 CHECKSUM, MAGIC, NUMBER, COUNT, NEWEST, OLDEST = range(6)  # places in the index, in words behind LMDB's header
@@ -102,23 +101,16 @@ def index_pages(page_words: int, num_rows: int, is_mixed: bool) -> int:
     return (words + page_words - 1) // page_words
 
 
-def index_lengths(geo: Geometry, rows: Any, is_mixed: Any) -> Any:
-    words = PAGE_HEADER_WORDS + SEGMENT_HEADER_WORDS + np.asarray(rows, np.int64) * (1 + np.asarray(is_mixed, np.int64))
-    return -(-words // geo.page_words)
-
-
 @inline
 def row_seed(key: np.uint64, number: np.uint64, index: np.uint64) -> np.uint64:
-    """What a row's checksum begins with: the same bytes as another row, or in another place, have another. The factors
-    are odd, so that keys and numbers are spread over all seeds."""
+    """What a row's checksum begins with: the same bytes as another row, or in another place, have another."""
     return key * PRIME_1 + number * PRIME_2 + index
 
 
 @inline
 def block_word(number: np.uint64, newest: np.uint64, block: int, rows: int, is_last: bool) -> np.uint64:
-    """The second word of a block, by which it is understood where the index is damaged: of segment ``number``, which is
-    the first word. ``rows``: in this block. They are not in the word, but in its checksum: of the last block's places
-    for rows it tells those that were never filled from those that were overwritten with zeros."""
+    """The second word of a block; the first is ``number``, its segment's. ``rows``: in this block. They are in the
+    word's checksum alone: it tells places that were never filled from those that were overwritten with zeros."""
     word = (newest << _EPOCH_SHIFT) | np.uint64(block) | (_LAST_BLOCK if is_last else np.uint64(0))
     check = mix_key(number, word | (np.uint64(rows) << _CHECK_SHIFT)) & _CHECK_MASK
     return word | (check << _CHECK_SHIFT)
@@ -304,8 +296,8 @@ def _read(words: Words, address: int, page_words: int, limit: int, stored: Store
 
 
 def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterator[slice]:
-    """Slices of ``count`` things, ``size`` at a time, in order. ``queue`` starts reading one, a few slices ahead, in a
-    thread of its own: the system takes about as long to queue pages as we take to look at them."""
+    """Slices of ``count`` things, ``size`` at a time. ``queue`` starts reading one, a few slices ahead, in a thread of
+    its own: the system takes about as long to queue pages as we take to look at them."""
     slices = [slice(start, min(start + size, count)) for start in range(0, count, size)]
     if len(slices) < 2:  # a thread would take longer to start
         for each in slices:
@@ -323,28 +315,33 @@ def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterato
             executor.shutdown(cancel_futures=True)
 
 
-def _in_parts(tree: Tree, stored: Stored, order: Int64s | None = None) -> Iterator[tuple[slice, Stored, Int64s]]:
-    """Parts with what their indexes say, where these are what was written, and the SegmentStatus of each segment.
-    ``order``: of parts that are copies, so that few are in memory; else all is filled in where it lies."""
+def _in_parts(tree: Tree, stored: Stored) -> Iterator[tuple[Int64s, Int64s]]:
+    """Fill in what the indexes of these segments say, where they are what was written, a part at a time as they lie in
+    the file; gives positions in ``stored``, and the SegmentStatus of each."""
     file_map, limit, page_bytes = tree.file_map.rows, tree.limit_pages(), tree.page_bytes
+    order = np.argsort(stored["first_page"])
 
     def queue(part: slice) -> None:
-        firsts = stored["first_page"][part if order is None else order[part]]
+        firsts = stored["first_page"][order[part]]
         starts = firsts[firsts < limit] * page_bytes
         queue_parts(file_map.address, starts, starts + page_bytes)
 
     for part in read_ahead(len(stored), _PART_SEGMENTS, queue):
-        own, since = stored[part if order is None else order[part]], file_map.guard.begin()
-        statuses = np.zeros(len(own), np.int64)
+        at, since = order[part], file_map.guard.begin()
+        own, statuses = stored[at], np.zeros(len(at), np.int64)
         _read(file_map.words, file_map.address, page_bytes // 8, limit, own, statuses)
         if (refused := file_map.guard.refused(since)) is not None:
             statuses[refused.meet(*byte_ranges(own, page_bytes))] = refused_status(refused)
-        yield part, own, statuses
+        stored[at] = own
+        yield at, statuses
 
 
 def look_at_indexes(tree: Tree, stored: Stored) -> Int64s:
     """Fill in what the indexes say of these segments, where they are what was written; the SegmentStatus of each."""
-    return np.concatenate([np.zeros(0, np.int64), *(statuses for _, _, statuses in _in_parts(tree, stored))])
+    statuses = np.zeros(len(stored), np.int64)
+    for at, found in _in_parts(tree, stored):
+        statuses[at] = found
+    return statuses
 
 
 def read_indexes(tree: Tree, stored: Stored) -> Stored:
@@ -355,16 +352,16 @@ def read_indexes(tree: Tree, stored: Stored) -> Stored:
 
 
 def read_parts(tree: Tree, stored: Stored) -> Iterator[Stored]:
-    """These segments, a part at a time as they lie in the file, with what their indexes say. What takes long is logged.
-    DamagedError: as ``read_indexes``."""
-    last_logged = time.monotonic()
-    for part, own, statuses in _in_parts(tree, stored, np.argsort(stored["first_page"])):
-        _require_sound(tree, own, statuses)
-        yield own
-        if part.stop < len(stored) and time.monotonic() - last_logged > _LOGGED_EVERY_SECONDS:
+    """``read_indexes`` a part at a time as they lie in the file, ``stored`` filled in. What takes long is logged."""
+    last_logged, done = time.monotonic(), 0
+    for at, statuses in _in_parts(tree, stored):
+        _require_sound(tree, stored[at], statuses)
+        yield stored[at]
+        done += len(at)
+        if done < len(stored) and time.monotonic() - last_logged > _LOGGED_EVERY_SECONDS:
             last_logged = time.monotonic()
             log = _LOG.info if _LOG.hasHandlers() else _LOG.warning
-            log("%s: read the indexes of %d of %d segments, to find its rows", tree.path, part.stop, len(stored))
+            log("%s: read the indexes of %d of %d segments, to find its rows", tree.path, done, len(stored))
 
 
 def _require_sound(tree: Tree, stored: Stored, statuses: Int64s) -> None:
@@ -381,19 +378,17 @@ def segment_error(tree: Tree, number: int, status: int) -> DamagedError:
     return damage_error(tree.path, [(f"segment {number}", status)])
 
 
+_WORDS: Final[dict[int, str]] = {
+    SegmentStatus.OUT_OF_FILE: "lies beyond the end of the file",
+    SegmentStatus.UNREADABLE: "cannot be read: the device refuses a page of it",
+    SegmentStatus.BAD_ROW: "does not match its checksum",
+}
+
+
 def damage_error(path: Path, found: list[tuple[str, int]], more: str = "") -> DamagedError:
     """What the SegmentStatus of each of these, segments or rows, amounts to; the first one decides on the class."""
-    parts = []
-    for what, status in found:
-        if status == SegmentStatus.OUT_OF_FILE:
-            parts.append(f"{what} lies beyond the end of the file")
-        elif status == SegmentStatus.UNREADABLE:
-            parts.append(f"{what} cannot be read: the device refuses a page of it")
-        elif status == SegmentStatus.BAD_ROW:
-            parts.append(f"{what} does not match its checksum")
-        else:
-            parts.append(f"{what} is damaged ({SegmentStatus(status).name})")
-    words = f"{path}: {'; '.join(parts)}{more}."
+    damaged = ((what, _WORDS.get(status, f"is damaged ({SegmentStatus(status).name})")) for what, status in found)
+    words = f"{path}: {'; '.join(map(' '.join, damaged))}{more}."
     if found[0][1] == SegmentStatus.UNREADABLE:
         return UnreadableError(f"{words} {ASK_AGAIN} {RESTORE}")
     kind = TruncatedError if found[0][1] == SegmentStatus.OUT_OF_FILE else ChecksumError

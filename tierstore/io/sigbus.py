@@ -60,11 +60,9 @@ _CODE_AND_ADDRESS: Final = 8, 16  # bytes before si_code and si_addr in ``siginf
 
 
 class PageRuns(NamedTuple):
-    """Parts of a file, ``[start, stop)`` each: int64 [n], in bytes; and how long the file is."""
-
-    starts: NDArray[np.int64]
+    starts: NDArray[np.int64]  # int64 [n], bytes: parts ``[start, stop)`` of a file
     stops: NDArray[np.int64]
-    size: int
+    size: int  # of the file
 
     @property
     def is_cut_short(self) -> bool:
@@ -206,7 +204,7 @@ class Guard:
 
     def __init__(
         self, path: "str | os.PathLike[str]", size_bytes: Callable[[], int], address: int, length_bytes: int,
-        put_back: Callable[[int, int, int], None],
+        put_back: Callable[[int, int, int], object],
     ) -> None:  # fmt: skip
         self._path = path
         self._size_bytes = size_bytes
@@ -264,7 +262,7 @@ class Guard:
         return self._slot[_MET]
 
     def refused(self, since: int) -> PageRuns | None:
-        """What was refused since a count that ``begin`` returned; all of the file, if it was too much to remember."""
+        """What was refused since a count of ``begin``; all of the file, if it was too much to remember."""
         met = self._slot[_MET]
         if met == since:
             return None
@@ -282,13 +280,11 @@ class Guard:
             raise self._error(PageRuns(np.array([size]), np.array([self._size]), size))
         self._size = size
 
-    def require(
-        self, since: int, starts: "NDArray[np.int64] | None" = None, stops: "NDArray[np.int64] | None" = None
-    ) -> None:
-        """Raise if a page was refused since a count, of these ranges of the file if they are given. UnreadableError:
-        the device refused it. TruncatedError: the file was cut short."""
+    def require(self, since: int, *ranges: NDArray[np.int64]) -> None:
+        """Raise if a page was refused since a count, of these ranges (starts, stops) of the file if they are given.
+        UnreadableError: the device refused it. TruncatedError: the file was cut short."""
         runs = self.refused(since)
-        if runs is not None and (starts is None or stops is None or runs.meet(starts, stops).any()):
+        if runs is not None and (not ranges or runs.meet(*ranges).any()):
             raise self._error(runs)
 
     @contextmanager

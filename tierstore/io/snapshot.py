@@ -1,10 +1,9 @@
 """One tree of the row file, that of one LMDB transaction: it stays as it is, and is walked by our own code.
 
-Every page of the row file has one use: part of LMDB's tree of segments, of its tree of free pages, or free. LMDB's
-writer believes its pages and its list of free pages: a damaged page number makes it overwrite segments that are in use,
-a damaged length makes it read past the list's end. So before LMDB follows them, both trees are walked, and a bitmap,
-one bit a page of the file, sees that none is claimed twice and none is forgotten. What the meta page counts must match
-as well, which is all that stands for a checksum there.
+Every page of the row file is part of LMDB's tree of segments, of its tree of free pages, or free. LMDB's writer
+believes its pages and its list of free pages: by a damaged number it would overwrite segments that are in use. So
+before LMDB follows them, both trees are walked, and a bitmap sees that no page is claimed twice and none is forgotten.
+What the meta page counts must match as well, which is all that stands for a checksum there.
 
 Source: LMDB 0.9's mdb.c. A record of the free list has for key the number of the transaction that freed its pages (8
 bytes, native), and for value a count and that many page numbers, descending; there may be room behind them.
@@ -63,8 +62,8 @@ def _claim_free(pages: Pages, base: int, size: int, last_page: int, used: Words)
 def _claim_values(
     pages: Pages, entries: Entries, is_free_list: bool, last_page: int, used: Words, result: Int64s
 ) -> tuple[int, int]:
-    """Mark the pages of the entries' values and, of the tree of free pages, the pages they list; returns how many these
-    are, of either kind. Headers of segments are left to the call that deletes one: this would read the whole file."""
+    """Mark the pages of the entries' values and, of the tree of free pages, the pages they list; returns how many of
+    either kind. Headers of segments are left to the call that deletes one: this would read the whole file."""
     halves, overflows, free = pages.halves, 0, 0
     for i in range(len(entries)):
         page, size, status = entries[i]["page"], entries[i]["size"], 0
@@ -125,7 +124,7 @@ class Tree:
         return self.file_map.file_bytes() // self.page_bytes
 
     def pages(self) -> Pages:
-        return btree.pages_of(self.file_map, self.page_bytes)
+        return Pages(self.file_map.halves, self.page_bytes // 2, self.limit_pages(), self.file_map.address)
 
     def get(self, key: bytes) -> bytes | None:
         with self.file_map.guard.watching():
@@ -210,9 +209,9 @@ def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
 def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
     """The newer of the two meta pages, of which one may be damaged or in the middle of being written; None if they
     change."""
-    both = [meta_page(file_map, start) for start in (0, page_bytes)]
-    seen = [file_map.words[start // 8 :][: btree.META_READ_BYTES // 8].tobytes() for start in (0, page_bytes)]
-    if both != [meta_page(file_map, start) for start in (0, page_bytes)]:
+    both = metas_in(file_map, page_bytes)
+    seen = tuple(file_map.words[start // 8 :][: btree.META_READ_BYTES // 8].tobytes() for start in (0, page_bytes))
+    if both != metas_in(file_map, page_bytes):
         return None
     if seen != both and all(len(page) == btree.META_READ_BYTES for page in both):
         raise StoreReplacedError(
@@ -222,10 +221,10 @@ def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
     return next(iter(sound_metas(*both)), None)
 
 
-def meta_page(file_map: FileMap, start: int) -> bytes:
-    """Read from the file, so that its guard has nothing to tell: others' refused pages would be in the way."""
+def metas_in(file_map: FileMap, page_bytes: int) -> tuple[bytes, ...]:
+    """Both meta pages, read from the file: in the map others' refused pages would be in the way."""
     try:
-        return os.pread(file_map.locks.descriptor, btree.META_READ_BYTES, start)
+        return tuple(os.pread(file_map.locks.descriptor, btree.META_READ_BYTES, start) for start in (0, page_bytes))
     except OSError as error:
         file_map.file_bytes()
         raise UnreadableError(

@@ -1,4 +1,4 @@
-"""The superblock, ``rows.anchor``: the tree that a power loss falls back to, the *anchored* one; salvage of trees.
+"""The superblock, ``rows.anchor``: the tree that a power loss falls back to, the *anchored* one.
 
 Transactions do not wait for the device, as that would be slow; so LMDB's two meta pages may reach it before the pages
 they lead to. Instead:
@@ -20,15 +20,11 @@ pinned. It gets its name when it is whole, with space for both slots, so that no
 
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
-import numpy as np
-
-from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, TierstoreError
-from ..layout import PAGE_HEADER_WORDS
-from ..system.files import RESTORE, read_plain_file, sync_directory, translate_os_error, write_all
+from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError
+from ..system.files import RESTORE, sync_directory, translate_os_error, write_all
 from ..system.killpoints import reach
 from . import btree, records
 from .btree import META_READ_BYTES, Meta, sound_metas
@@ -36,14 +32,12 @@ from .checksum import bytes_checksum
 from .files import SUPERBLOCK_NAME, read_stamp
 from .mapped import FileMap
 from .reader_locks import FileLocks
-from .segments import NUMBER, listed_segments, numbers_hash
 from .snapshot import Tree
 
 SLOT_BYTES: Final = 4096
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _HEAD: Final = struct.Struct("<8sQ16s16sQQ")
 _MAGIC: Final = b"tieranc2"
-_MOST_BYTES: Final = 1 << 16  # of a file that is read for a salvage
 _PAGE_BYTES: Final = tuple(1 << bits for bits in range(9, 16))  # page sizes of LMDB
 _BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
 
@@ -58,7 +52,7 @@ class Superblock(NamedTuple):
     boot_id: bytes
     page_bytes: int
     txn_id: int
-    metas: tuple[bytes, bytes]
+    metas: tuple[bytes, ...]
 
 
 def boot_id() -> bytes:
@@ -69,7 +63,7 @@ def boot_id() -> bytes:
         return bytes(16)
 
 
-def save_superblock(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes, bytes]) -> None:
+def save_superblock(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes, ...]) -> None:
     """Vouch for the trees that these meta pages lead to; they must be synced, and stay pinned. OSError, SyncError among
     them: the device refused; the superblock before stands."""
     if len(found := sound_metas(*metas)) < 2:
@@ -126,13 +120,12 @@ def newest_slot(content: bytes) -> Superblock | None:
     return max(found, key=lambda superblock: superblock.number, default=None)
 
 
-def read_metas(path: Path, page_bytes: int) -> tuple[bytes, bytes]:
+def read_metas(path: Path, page_bytes: int) -> tuple[bytes, ...]:
     try:
         with path.open("rb", buffering=0) as file:
-            first, second = (os.pread(file.fileno(), META_READ_BYTES, place) for place in (0, page_bytes))
+            return tuple(os.pread(file.fileno(), META_READ_BYTES, place) for place in (0, page_bytes))
     except OSError as error:
         raise translate_os_error(error, path) from error
-    return first, second
 
 
 def load_superblock(path: Path, store_id: bytes) -> Superblock | None:
@@ -235,111 +228,3 @@ def _require_whole(path: Path, superblock: Superblock, locks: FileLocks) -> None
         ) from error
     finally:
         file_map.close()
-
-
-# Salvage: a damaged page of a tree costs what lies below it and nothing else. A tree is *whole* if it lists the
-# segments that the record of the log counts; without that record, if all its pages are sound and it has as many entries
-# as the meta page says.
-
-T = TypeVar("T")
-
-
-def _if_sound(read: Callable[[], T]) -> T | None:
-    try:
-        return read()
-    except DamagedError:
-        return None
-
-
-class Remains(Tree):
-    """What one tree leads to. ``stored``: its segments; where that makes the tree whole, their numbers are those that
-    their indexes say. ``is_whole``: whether these are certain to be all. ``head``: None if it is missing or damaged.
-    ``version``: the current one; 0 if nothing was committed."""
-
-    def __init__(self, path: Path, file_map: FileMap, meta: Meta) -> None:
-        super().__init__(path, file_map, meta)
-        pages = self.pages()
-        walk = btree.new_walk(pages.page_halves, np.zeros((pages.limit >> 6) + 1, np.uint64))
-        entries = btree.list_tree(pages, meta.main, walk, tolerant=True)
-        own, other = (entries[entries["kind"] == kind] for kind in (btree.SEGMENTS_KEY, btree.META_KEY))
-        self._places = dict(zip(other["number"].tolist(), other[["place", "size"]].tolist(), strict=True))
-        self.head = _if_sound(lambda: records.read_head(self))
-        self.version = self.head.current if self.head is not None else 0
-        self.stored = stored = listed_segments(own, meta.page_bytes)
-        if (log := _if_sound(lambda: records.read_log(self))) is None:
-            are_large = (stored["first_page"] > 0) & (stored["pages"] > 1)
-            is_sound = not walk.result[btree.DAMAGED] and bool(are_large.all())
-            self.is_whole = is_sound and len(entries) == meta.main.entries
-            return
-        by_index = stored.copy()  # with the numbers that their indexes say: a key on a leaf may be damaged
-        places = stored["first_page"] * (self.page_bytes // 8) + PAGE_HEADER_WORDS + NUMBER
-        is_inside = (stored["first_page"] > 0) & (places < file_map.file_bytes() // 8)
-        by_index["number"][is_inside] = file_map.words[places[is_inside]]
-        self.is_whole = False
-        for each in (by_index, stored):
-            if (len(np.unique(each["number"])), numbers_hash(each)) == (log.num_segments, log.hash):
-                self.is_whole, self.stored = True, each
-
-    def get(self, key: bytes) -> bytes | None:
-        """A record, as far as it lies in the file."""
-        place, size = self._places.get(int.from_bytes(key[8:], "big"), (0, 0))
-        end = min(2 * place + size, self.file_map.file_bytes())
-        return self.file_map.words.view(np.uint8)[2 * place : end].tobytes()
-
-    @property
-    def store_id(self) -> bytes | None:
-        """None if its record is missing or damaged. FormatError if it is of another release."""
-        try:
-            return records.unpack_store(self.get(records.item_key(records.STORE_ITEM)) or b"")
-        except records.OtherFormatError as error:
-            raise FormatError(f"{self.path}: {error}") from error
-        except (ValueError, struct.error):
-            return None
-
-    @property
-    def payload(self) -> bytes | None:
-        """Of the current version; None if it is damaged."""
-        return _if_sound(lambda: records.read_payload(self, records.read_record(self, self.version)))
-
-
-def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes, doubts: list[str]) -> Remains:
-    """The newest whole tree that holds every commit that returned, or else the newest with a record of versions. An
-    anchored tree and all later ones hold every commit that returned, and an earlier one of the same versions does.
-    ``doubts``: receives what cannot be proven, in sentences. DamagedError: no tree leads to a record of versions.
-    FormatError: the file is of another release."""
-    raw = file_map.words.view(np.uint8)
-    on_file = [raw[at : at + META_READ_BYTES].tobytes() for at in (0, page_bytes)]
-    try:
-        superblock = newest_slot(read_plain_file(path.with_name(SUPERBLOCK_NAME), _MOST_BYTES))
-    except (OSError, TierstoreError):
-        superblock = None
-    if superblock is not None and (superblock.store_id, superblock.page_bytes) != (store_id, page_bytes):
-        superblock = None
-    anchored = [] if superblock is None else list(superblock.metas)
-    if superblock is not None and not is_of_this_boot(superblock) and on_file != anchored:
-        on_file = []  # of what was written after the superblock, any part may have been lost
-    metas = [meta for meta in sound_metas(*dict.fromkeys((*anchored, *on_file))) if meta.page_bytes == page_bytes]
-    if superblock is not None:
-        least = superblock.txn_id
-    else:  # the later of two transactions in a row, if both are there to tell
-        is_newest_known = len(metas) == 2 and metas[0].txn_id == metas[1].txn_id + 1
-        least = metas[0].txn_id if is_newest_known else 1 << 63
-    found = [each for each in (Remains(path, file_map, meta) for meta in metas) if each.head is not None]
-    if not found:
-        raise DamagedError(
-            f"{path}: no tree leads to a record of versions, so nothing says which rows are current; restore the "
-            "store's directory from a copy."
-        )
-    newest = found[0]
-    found.sort(key=lambda each: (each.txn_id >= least or each.head == newest.head, each.is_whole), reverse=True)
-    if newest.txn_id < least:
-        doubts.append(
-            f"The meta pages of {path.name}, or what they lead to, are damaged, and nothing proves that this tree is "
-            "the newest: later commits may be missing."
-        )
-    if not found[0].is_whole:
-        doubts.append(
-            "A part of the tree that leads to the segments is damaged. Rows below it are lost, and any other may be "
-            "older than one there: it is lost too, or taken with --stale-ok."
-        )
-    return found[0]

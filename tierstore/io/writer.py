@@ -8,7 +8,7 @@ little at a time.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Final
 
@@ -25,7 +25,7 @@ from . import records
 from .btree import MAX_PAGES
 from .checksum import bytes_checksum
 from .files import open_environment, translate
-from .log import DELETED_PAGES, Cleaner, Dead, forget, pages_freed, require_headers, some_dead
+from .log import DELETED_PAGES, Cleaner, Dead, require_headers, some_dead
 from .places import Segments
 from .reader_locks import OldestReader
 from .reads import KeyedRows
@@ -33,24 +33,19 @@ from .records import CommitRecord, Head, LogRecord, item_key, read_head, read_lo
 from .row_file import OpenFile, SuperblockWriter
 from .row_map import RowMap
 from .segments import NEWEST, OLDEST, STORED, Stored, build_segment, numbers_hash
-from .snapshot import Snapshot
 
 _LOG: Final = logging.getLogger("tierstore")
 _SPARE_BYTES: Final = 64 << 20  # for a transaction's records and pages of the trees
 _LISTED_PART: Final = 256  # LMDB's list of free pages takes at most this part of the file
 _CHUNKS_TOGETHER: Final = 16  # of a payload, in a transaction
-_CLEANED_PAGES: Final = 128
-"""In a transaction that only cleans, victims are chosen as if so many pages had been appended before."""
-_TREE_PAGES: Final = 8
-"""Of LMDB's trees, that a small transaction copies: from leaf to root of the rows' and of the free pages'."""
+_CLEANED_PAGES: Final = 128  # a transaction that only cleans chooses victims as if so many had been appended before
+_TREE_PAGES: Final = 8  # of both of LMDB's trees, from leaf to root, that a small transaction copies
 _DROPPED_TOGETHER: Final = 512
 _LIFE: Final = 1 << 32
 """Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
-_PAUSE_SECONDS: Final = 5e-5
-"""Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
+_PAUSE_SECONDS: Final = 5e-5  # a lock released and taken again at once is given to nobody else
 _LEAST_HELD_BYTES: Final = 64 << 20  # less is not worth a warning
-_GROWTH: Final = 1.05
-"""Of the file, before what one reader keeps is counted again: its list of free pages is as long as it has stayed."""
+_GROWTH: Final = 1.05  # of the file, before what one reader keeps is counted again: that takes as long as it has stayed
 
 
 class Writer:
@@ -68,7 +63,7 @@ class Writer:
             file.map.locks.require_in_place()
             self._oldest = OldestReader(self._environment, file.path, file.map.locks)
             stack.callback(self._oldest.close)
-            self._superblocks = SuperblockWriter(file, sync=self.sync, pin=file.new_snapshot)
+            self._superblocks = SuperblockWriter(file, self.sync)
             stack.callback(self._superblocks.close)
             self._superblocks.set()
             self.held_bytes = self._logged_bytes = 0
@@ -76,13 +71,13 @@ class Writer:
             self._cleaner = Cleaner(slack)
             self._add_counts = add_counts
             self._record = file.logged
-            self._appended = 0  # pages, since ``_take_turns`` was asked
+            self._appended = 0  # pages, since ``_prune`` was called
             self._is_numbered = False  # whether this process has numbers of segments of its own
             self._parts = stack.pop_all()
 
     def disown(self) -> None:
-        """In a forked process: let go without ending the parent's transactions. LMDB's table of readers is shared
-        memory: closing one here would free the parent's pages for reuse."""
+        """In a forked process: let go. LMDB's table of readers is shared memory: closing a transaction here would free
+        the parent's pages for reuse."""
         if hasattr(self, "_parts"):
             keep_for_ever(self._parts)
             self._parts = ExitStack()
@@ -104,8 +99,8 @@ class Writer:
 
     @contextlib.contextmanager
     def _transaction(self, size_bytes: int = 0) -> "Iterator[lmdb.Transaction[bytes]]":
-        """A write transaction that leaves alone what others read, committed at the end of the block, with LMDB's errors
-        translated. ``size_bytes``: what it may put, records and pages of the tree apart."""
+        """A write transaction that leaves alone what others read. ``size_bytes``: what it may put, records and pages of
+        the tree apart."""
         file = self._file
         self.catch_up()
         file.map.guard.require_whole()
@@ -166,7 +161,7 @@ class Writer:
             txn.put(item_key(records.LOG_ITEM), records.pack_words(*self._record))
 
     def _put(self, txn: "lmdb.Transaction[bytes]", segments: Segments, new: KeyedRows) -> Stored:
-        """Put rows, in their order, as segments; ``_find_pages`` tells where they are once they are committed."""
+        """Put rows, in their order, as segments; where these are the tree tells once they are committed."""
         layout, geo, first = segments.layout, segments.geo, self._record.next_number
         per_segment, weights, state = geo.rows_per_segment, new.weights.reshape(-1), new.state.reshape(-1)
         most = layout.segment_pages(min(per_segment, len(new.keys)), is_mixed=True)
@@ -205,41 +200,53 @@ class Writer:
         """Append rows of one layout and one epoch, or none, and clean a little. The caller holds the file's lock."""
         rows, kept = self.rows(), self._file.head.kept
         self._take_numbers()
-        segments, current, before = rows.segments[layout], kept[-1] if kept else 0, self._file.snapshot
+        segments, before = rows.segments[layout], self._file.snapshot
         moved = self._cleaner.collect(before, rows, segments, kept)
         dead = some_dead(rows, before)
         segments.reuse(self._file.oldest_shown())
-        counts = [len(each.keys) for each in (moved, new) if each is not None]
-        rows.make_room(layout, counts)
-        moved_to = put = np.empty(0, STORED)
-        most = sum(layout.pages_for(count, is_mixed=True) for count in counts)
-        with self._changing(dead, most * before.page_bytes) as txn:
-            if moved is not None:
-                moved_to = self._put(txn, segments, moved)
-                reach("cleaning: rows put")
-            if new is not None:
-                put = self._put(txn, segments, new)
-            reach("write-back: segments put")
-        reach("write-back: transaction committed")
-        pages, pages_moved, freed = int(put["pages"].sum()), int(moved_to["pages"].sum()), pages_freed(dead)
-        with self._file.following() as snapshot:
-            forget(dead, snapshot.txn_id)
-            if moved is not None:  # first: a row may be moved, and newer in what is new
-                _find_pages(snapshot, moved_to)
-                rows.publish(layout, moved_to, moved.keys, current=current, txn_id=snapshot.txn_id, is_moved=True)
-                reach("cleaning: rows published")
-            if new is not None:
-                _find_pages(snapshot, put)
-                rows.publish(layout, put, new.keys, current=current, txn_id=snapshot.txn_id)
-        reach("write-back: segments published")
-        self._wrote(rows, max(pages + pages_moved, freed))
-        self._appended += pages
-        self._add_counts(bytes_written=pages * snapshot.page_bytes)
+        parts = [(segments, each, each is moved) for each in (moved, new) if each is not None]
+        rows.make_room(layout, [len(each.keys) for _, each, _ in parts])
+        pages = self._change(rows, dead, parts)
+        appended = pages[-1] if new is not None else 0
+        self._appended += appended
+        self._add_counts(bytes_written=appended * before.page_bytes)
         if moved is not None:
-            bytes_moved = pages_moved * snapshot.page_bytes
+            bytes_moved = pages[0] * before.page_bytes
             self._add_counts(rows_moved=len(moved.keys), pages_moved=moved.pages, bytes_moved=bytes_moved)
         if new is not None:
-            self._cleaner.plan(snapshot, segments, kept, pages)
+            self._cleaner.plan(self._file.snapshot, segments, kept, appended)
+
+    def _change(self, rows: RowMap, dead: Dead, parts: Sequence[tuple[Segments, KeyedRows, bool]] = ()) -> list[int]:
+        """Delete dead segments and append rows in one transaction; returns the pages of each part. The flag: cleaning
+        has moved the rows. Those come first: a row may be newer in what is new."""
+        file, put = self._file, []
+        most = sum(segments.layout.pages_for(len(new.keys), is_mixed=True) for segments, new, _ in parts)
+        with self._changing(dead, most * file.page_bytes) as txn:
+            for segments, new, is_moved in parts:
+                put.append(self._put(txn, segments, new))
+                if is_moved:
+                    reach("cleaning: rows put")
+            reach("write-back: segments put" if parts else "prune: segments deleted")
+        reach("write-back: transaction committed" if parts else "prune: transaction committed")
+        pages = [int(each["pages"].sum()) for each in put]
+        freed = sum(int(each.arrays.pages[slots].sum()) + len(slots) for each, slots in dead)  # and leaves of the tree
+        with file.following() as snapshot:
+            for each, slots in dead:
+                each.spare(slots, slots[:0])
+                each.free(slots, snapshot.txn_id)
+            for stored, (segments, new, is_moved) in zip(put, parts, strict=True):
+                stored["first_page"] = snapshot.seek(np.zeros(len(stored), np.uint64), stored["number"].copy())["page"]
+                if not stored["first_page"].all():
+                    raise DamagedError(f"{file.path}: a segment that was just written is not in its tree. {RESTORE}")
+                rows.publish(segments, stored, new.keys, file.head.current, snapshot.txn_id, is_moved=is_moved)
+                if is_moved:
+                    reach("cleaning: rows published")
+        if parts:
+            reach("write-back: segments published")
+        live = sum(each.pages for each in rows.segments.values())
+        written = max(sum(pages), freed) + _TREE_PAGES
+        self._superblocks.wrote(written * file.page_bytes, live * file.page_bytes)
+        return pages
 
     def _clean(self) -> bool:
         """Clean a little; False if there is nothing to clean."""
@@ -252,17 +259,6 @@ class Writer:
                     return True
         return False
 
-    def _take_turns(self, rows: RowMap) -> int:
-        """How often to ``_clean`` and ``delete_dead``, at most, for what was appended since the last call and what is
-        dead by now: while others write there is always more."""
-        dead = sum(segments.dead_pages for segments in rows.segments.values())
-        turns, self._appended = 2 + self._appended // _CLEANED_PAGES + dead // DELETED_PAGES, 0
-        return turns
-
-    def _wrote(self, rows: RowMap, pages: int) -> None:
-        page_bytes, live = self._file.page_bytes, sum(segments.pages for segments in rows.segments.values())
-        self._superblocks.wrote((pages + _TREE_PAGES) * page_bytes, live * page_bytes)
-
     def _take_numbers(self) -> None:
         """Begin where no process before has numbered segments, and see that none after will."""
         if self._is_numbered:
@@ -271,11 +267,10 @@ class Writer:
         record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
         with self._transaction(0) as txn:
             txn.put(item_key(records.LOG_ITEM), records.pack_words(*record))
-            # The file may have been an older release's.
-            txn.put(item_key(records.STORE_ITEM), records.pack_store(self._file.store_id))
+            txn.put(item_key(records.STORE_ITEM), records.pack_store(self._file.store_id))  # was it an older release's?
         self._record = record
         reach("log: numbers taken")
-        self._file.follow(self._file.new_snapshot())
+        self._file.follow()
         self._superblocks.set()
         self._is_numbered = True
 
@@ -285,16 +280,9 @@ class Writer:
         with file.lock:
             file.require_open()
             rows = self.rows()
-            if not (dead := some_dead(rows, file.snapshot)):
-                return False
-            with self._changing(dead):
-                reach("prune: segments deleted")
-            reach("prune: transaction committed")
-            freed = pages_freed(dead)
-            with file.following() as snapshot:
-                forget(dead, snapshot.txn_id)
-            self._wrote(rows, freed)
-            return True
+            if dead := some_dead(rows, file.snapshot):
+                self._change(rows, dead)
+            return bool(dead)
 
     def _drop(self, stored: Stored) -> None:
         for start in range(0, len(stored), _DROPPED_TOGETHER):
@@ -303,7 +291,7 @@ class Writer:
             with self._changing([]) as txn:
                 self._delete(txn, part)
                 reach("rollback: segments deleted")
-            self._file.follow(self._file.new_snapshot())
+            self._file.follow()
 
     # -- versions
 
@@ -314,10 +302,8 @@ class Writer:
             file.map.locks.require_in_place()
             self.rows()
             if not file.head.last < version <= records.MAX_VERSION or keep < 1:
-                raise ValueError(
-                    f"version={version} must be above {file.head.last} and at most {records.MAX_VERSION}, and "
-                    f"keep={keep} at least 1"
-                )
+                words = f"above {file.head.last} and at most {records.MAX_VERSION}, and keep={keep} at least 1"
+                raise ValueError(f"version={version} must be {words}")
             before = (kept for kept in file.head.kept if kept not in dropped)
             head = Head(last=version, kept=(*before, version)[-keep:])
             record = CommitRecord(version, len(payload), bytes_checksum(payload))
@@ -326,11 +312,11 @@ class Writer:
             with file.lock:
                 read_head(file.snapshot)  # so LMDB's way to the records: a page that it cannot read ends the process
                 with self._transaction() as txn:
-                    txn.put(item_key(records.commit_item(version)), records.pack_words(*record))
+                    txn.put(item_key(records.version_item(version)), records.pack_words(*record))
                     txn.put(item_key(records.HEAD_ITEM), records.pack_head(head))
                     reach("commit: record put")
                 reach("commit: transaction committed")
-                file.follow(file.new_snapshot())
+                file.follow()
             try:
                 self._anchor()
             except BaseException as error:
@@ -343,7 +329,7 @@ class Writer:
 
     @contextlib.contextmanager
     def _making_current(self, version: int) -> Iterator[None]:
-        """For what makes a version current, and for what follows. An error that comes once it is durable is logged."""
+        """An error that comes once the version is durable is logged."""
         try:
             yield
         except BaseException as error:
@@ -357,8 +343,7 @@ class Writer:
             _LOG.warning("version %d is durable; what was to follow failed, and is left to later: %r", version, error)
 
     def _put_payload(self, record: CommitRecord, payload: bytes) -> None:
-        """Put a version's payload, some at a time, as LMDB keeps what a transaction puts in memory. No version that is
-        shown has it before the version is: code that drops what such do not have drops it."""
+        """Put a version's payload, some at a time, as LMDB keeps what a transaction puts in memory."""
         view, step = memoryview(payload), records.PAYLOAD_CHUNK_BYTES
         try:
             for first in range(0, record.num_payload_chunks, _CHUNKS_TOGETHER):
@@ -367,9 +352,9 @@ class Writer:
                     read_head(self._file.snapshot)
                     with self._transaction(_CHUNKS_TOGETHER * step) as txn:
                         for chunk in range(first, min(first + _CHUNKS_TOGETHER, record.num_payload_chunks)):
-                            key = item_key(records.payload_item(record.version, chunk))
+                            key = item_key(records.version_item(record.version, chunk))
                             txn.put(key, view[chunk * step : (chunk + 1) * step])
-                    self._file.follow(self._file.new_snapshot())
+                    self._file.follow()
                 reach("commit: payload put")
         except DiskFullError:
             with self._file.lock, contextlib.suppress(TierstoreError):
@@ -377,14 +362,15 @@ class Writer:
             raise
 
     def _prune(self) -> None:
-        """Delete what the kept versions do not need, and clean what that leaves too empty, a little at a time. A full
-        disk leaves that to later commits."""
+        """Delete what no kept version needs, and clean, a little at a time. On a full disk later commits do it."""
         file = self._file
         with file.lock:
             rows = self.rows()
             for segments in rows.segments.values():
                 segments.release(file.head.kept, file.head.last)
-            turns = self._take_turns(rows)
+            # For what was appended since the last call and what is dead: while others write there is always more.
+            dead = sum(segments.dead_pages for segments in rows.segments.values())
+            turns, self._appended = 2 + self._appended // _CLEANED_PAGES + dead // DELETED_PAGES, 0
         try:
             for work in (self.delete_dead, self._clean, self.delete_dead):
                 for _ in range(turns):
@@ -400,8 +386,8 @@ class Writer:
         reach("prune: done")
 
     def _count_held(self, live_bytes: int) -> None:
-        """Count what the oldest reader elsewhere keeps from being reused, by which the file grows. Log a warning
-        whenever it is more than ``live_bytes``, those of the segments, and has doubled since the last one."""
+        """Count what the oldest reader elsewhere keeps from being reused. Log a warning whenever it is more than
+        ``live_bytes``, those of the segments, and has doubled since the last one."""
         with self._file.lease_tree() as snapshot:
             locks, size_bytes = snapshot.file_map.locks, snapshot.file_map.file_bytes()
             oldest = locks.oldest_elsewhere(snapshot.txn_id)
@@ -434,7 +420,7 @@ class Writer:
             with self._transaction() as txn:
                 for item in items:
                     txn.delete(item_key(item))
-            self._file.follow(self._file.new_snapshot())
+            self._file.follow()
 
     def rollback(self, version: int) -> None:
         file = self._file
@@ -451,7 +437,7 @@ class Writer:
                     txn.put(item_key(records.HEAD_ITEM), records.pack_head(head))
                     reach("rollback: head put")
                 reach("rollback: transaction committed")
-                file.follow(file.new_snapshot())
+                file.follow()
                 self._superblocks.set()
                 file.head, file.record = head, record
                 reach("rollback: durable")
@@ -468,10 +454,3 @@ class Writer:
             self._delete_items()
             file.has_loose = False
         return rows
-
-
-def _find_pages(snapshot: Snapshot, put: Stored) -> None:
-    """Fill in where segments are, in the tree of the transaction that put them, or a later one."""
-    put["first_page"] = snapshot.seek(np.zeros(len(put), np.uint64), put["number"].copy())["page"]
-    if not put["first_page"].all():
-        raise DamagedError(f"{snapshot.path}: a segment that was just written is not in its tree. {RESTORE}")

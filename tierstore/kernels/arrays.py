@@ -11,5 +11,4 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 Ids = Int64s | Int32s
-Weights = Floats | NDArray[np.uint16] | Bytes
-"""Rows of a table as they are stored: float32, the bits of float16 or bfloat16, or quantized."""
+Weights = Floats | NDArray[np.uint16] | Bytes  # rows: float32, the bits of float16 or bfloat16, or quantized

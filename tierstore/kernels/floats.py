@@ -11,8 +11,7 @@ Learning with Limited Numerical Precision, ICML 2015). Beyond the largest half, 
 becomes what rounding to nearest gives.
 
 Random bits are those of ``init``. They depend on the seed of the table's initializer, the number of the table's update,
-the row's key (table index and row) and the column, and on nothing else: neither threads nor tiers nor the parts of a
-batch change a bit.
+the row's key (table index and row) and the column, and on nothing else.
 """
 
 from typing import Final
@@ -23,18 +22,9 @@ from .arrays import Floats, Weights
 from .hashing import mix64, unit
 from .jit import inline
 
-FLOAT32: Final = 0
-FLOAT16: Final = 1
-BFLOAT16: Final = 2
-INT8: Final = 3
-INT4: Final = 4
-"""The last two are quantized rows, which ``quantized`` has kernels for; nothing else knows them."""
-
-NEAREST: Final = 0
-"""The seed of updates that round to nearest."""
-_DOMAIN: Final = 0x726F756E64696E67
-"""Any constant: keeps these bits apart from those of first values, which start from the same seed."""
-
+FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 = range(5)  # the last two are of quantized rows, for ``quantized`` alone
+NEAREST: Final = 0  # the seed of updates that round to nearest
+_DOMAIN: Final = 0x726F756E64696E67  # any constant: first values start from the same seed
 _CODES: Final = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
 
 
@@ -45,7 +35,7 @@ def code_of_dtype(dtype: str) -> int:
 
 @inline
 def bits_to_float(bits: np.uint16, dtype_code: int) -> np.float32:
-    """float32 value of a uint16 bit pattern."""
+    """Of a uint16 bit pattern."""
     wide = np.uint32(bits)
     if dtype_code == BFLOAT16:
         return np.uint32(wide << np.uint32(16)).view(np.float32)
@@ -91,15 +81,9 @@ def update_seed(seed: int, step: int) -> int:
 
 @inline
 def stochastic_bits(value: np.float32, dtype_code: int, random: np.uint64) -> np.uint16:
-    """uint16 bit pattern of one of the two halfs next to a float32 value.
-
-    The outer one is chosen if ``random / 2**64`` is below its probability. That is a multiple of 2**-16 in bfloat16, of
-    2**-13 in float16 from 2**-14 on, and taken to within 2**-53 below: so many bits of ``random`` matter.
-
-    Args:
-        dtype_code: ``BFLOAT16`` or ``FLOAT16``.
-        random: uint64.
-    """
+    """uint16 bit pattern of one of the two halfs (``BFLOAT16`` or ``FLOAT16``) next to a float32 value: the outer one
+    if ``random / 2**64`` is below its probability. That is a multiple of 2**-16 in bfloat16, of 2**-13 in float16 from
+    2**-14 on, and taken to within 2**-53 below: so many bits of ``random`` matter."""
     bits = np.float32(value).view(np.uint32)
     sign = np.uint32((bits & np.uint32(0x80000000)) >> np.uint32(16))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))

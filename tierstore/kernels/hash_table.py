@@ -22,9 +22,7 @@ Uint32s = NDArray[np.uint32]
 Records = NDArray[Any]
 
 ABSENT: Final = -1
-FAR: Final = 32
-NEAR: Final = 16
-"""Keys ahead, for ``fetch``: time enough for a read from memory to arrive, and few enough to stay in cache."""
+FAR, NEAR = 32, 16  # keys ahead, for ``fetch_places``, ``fetch_record``: time for a read from memory to arrive
 _HALF: Final = np.uint64(32)
 _EMPTY: Final = np.uint64(0)
 _ONE: Final = np.uint64(1)

@@ -1,5 +1,4 @@
-"""Random bits from counters: SplitMix64's output function (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-Generators, OOPSLA 2014)."""
+"""Random bits from counters: SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014)."""
 
 import secrets
 from typing import Any, Final

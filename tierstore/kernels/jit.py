@@ -162,7 +162,7 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
                 gc.enable()
 
     def note_done(self) -> None:
-        """All that a first run needs is compiled: later processes that compile something else start no other one."""
+        """Later processes that compile something start no other one."""
         if self._done is not None:
             with contextlib.suppress(OSError):
                 self._done.write_text(self._stamp)
@@ -238,9 +238,8 @@ def kernel(function: F, **options: Any) -> F:
 
 
 def _by_type(function: F, *, constants: int = 0, **options: Any) -> F:
-    """A helper, compiled once for a type of number, not again for each place that passes it a constant, nor for the
-    constant that a loop's variable begins with: that took as long as all the rest. Of its first ``constants``
-    arguments, each constant has a version of its own."""
+    """A helper, compiled once for a type of number, not again for each constant that is passed: that took as long as
+    all the rest. Of its first ``constants`` arguments, each constant has a version of its own."""
     compiled: Any = _compile(function, from_python=False, **options)
     if JIT_ENABLED:
         compiled.__class__ = _Helper
@@ -259,9 +258,8 @@ def inline(function: F) -> F:
     return _by_type(function)
 
 
-# Uncounted: without reference counting; the function must create no array, string or other counted object. Passing a
-# tuple of arrays to a helper makes numba count references by atomic instructions: kernels of small helpers are two to
-# four times as fast without.
+# Uncounted: without reference counting; the function must create no array, string or other counted object. Where a
+# tuple of arrays is passed to a helper, numba counts by atomic instructions: two to four times as slow.
 
 
 def uncounted_kernel(function: F) -> F:
@@ -273,14 +271,12 @@ def uncounted_helper(function: F) -> F:
 
 
 def uncounted_inline(function: F) -> F:
-    """A helper of uncounted kernels, merged into its callers whatever its size: a row's update made of calls, which
-    pass each array by its seven words, took four times as long."""
+    """A helper of uncounted kernels, merged into its callers: calls, which pass an array by seven words, are dear."""
     return _by_type(function, _nrt=False, forceinline=True)
 
 
 def uncounted_template(function: F) -> F:
-    """As ``uncounted_inline``, compiled again for each constant that is its first argument; where arithmetic on vectors
-    depends on one, it took half as long again without."""
+    """As ``uncounted_inline``, compiled again for each constant that is its first argument."""
     return _by_type(function, constants=1, _nrt=False, forceinline=True)
 
 
@@ -449,11 +445,8 @@ else:
     prefetch_word = prefetch_item
 
     def fused_multiply_add(one: Any, other: Any, term: Any) -> Any:
-        """``one * other + term`` of float32, rounded once.
-
-        The product is exact in float64. Their sum is rounded to odd there, and that to nearest in float32 (Boldo and
-        Melquiond: Emulation of a FMA and Correctly Rounded Sums, IEEE Transactions on Computers 57, 2008).
-        """
+        """The product is exact in float64. The sum is rounded to odd there, and that to nearest in float32 (Boldo and
+        Melquiond: Emulation of a FMA and Correctly Rounded Sums, IEEE Transactions on Computers 57, 2008)."""
         product, addend = float(one) * float(other), float(term)
         total = product + addend
         back = total - product

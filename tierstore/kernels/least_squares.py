@@ -10,15 +10,9 @@ _MOST_STEPS: Final = 100
 
 
 def solve_nonnegative(matrix: Float64s, target: Float64s) -> Float64s:
-    """The x >= 0 for which ``matrix @ x`` is nearest to ``target``.
-
+    """The x >= 0 for which ``matrix @ x`` (float64 [equations, unknowns]) is nearest to ``target``.
     Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: unknowns are let off zero one by one, the one
-    along which the error falls fastest first; those that would fall below zero go back.
-
-    Args:
-        matrix: float64 [equations, unknowns].
-        target: float64 [equations].
-    """
+    along which the error falls fastest first; those that would fall below zero go back."""
     unknowns = matrix.shape[1]
     scale = np.maximum(np.linalg.norm(matrix, axis=0), np.finfo(np.float64).tiny)
     scaled = matrix / scale

@@ -16,18 +16,16 @@ from numpy.typing import NDArray
 from . import floats
 from .arrays import Bytes, Floats, Int32s, Int64s, Weights
 from .jit import fused_multiply_add, prefetch_item
-from .jit import kernel as counted_kernel
 from .jit import uncounted_inline as inline
 from .jit import uncounted_kernel as kernel
 from .simd import WIDE, bytes16, float_at, fma16, half_bits_at, load, nibbles16, store
-from .slots import MAX, MEAN, halving_sum, padded_width
+from .slots import MAX, MEAN
+from .slots import dot_rows as dot_float_rows
 
 _FLOAT_MAX: Final = float(np.finfo(np.float32).max)
-_AHEAD: Final = 16
-"""Rows fetched into the processor's caches ahead of the one that is added."""
+_AHEAD: Final = 16  # rows are fetched into the processor's caches so long before they are added
 _LINE_BYTES: Final = 64
-LEVELS: Final = 127
-"""Largest magnitude of a number of ``quantize_rows``, on both sides of zero."""
+LEVELS: Final = 127  # largest magnitude of a number of ``quantize_rows``
 _SMALLEST_BITS: Final = int(np.float32(1e-30).view(np.int32))
 
 
@@ -85,7 +83,7 @@ def pool_rows(
     begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, scale: Floats, mode: int,
     weights: Bytes, dim: int, dtype_code: int, columns: Int32s, batch: int, out: Floats, arg_max: Int32s,
 ) -> None:  # fmt: skip
-    """What ``kernels.pool_rows`` is for float rows, with the same arguments."""
+    """``slots.pool_rows`` of quantized rows."""
     for bag in range(begin, end):
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
         sample, column_first = bag % batch, np.int64(columns[bag // batch])
@@ -109,31 +107,22 @@ def pool_rows(
                 pooled[column] /= count
 
 
-@counted_kernel
-def dot_rows(
-    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Bytes, dim: int,
-    dtype_code: int, columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats,
-) -> None:  # fmt: skip
-    work = np.zeros((1, padded_width(dim)), np.float32)
-    products = work[0]
-    for bag in range(begin, end):
-        low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
-        column_first = columns[bag // batch]
-        gradient = grad_out[bag % batch, column_first : column_first + dim]
-        for position in range(low, high):
-            products[:] = 0
-            _add_row(weights[slots[position - first]], np.float32(1), dim, dtype_code, work, 0, 0)
-            for column in range(dim):
-                products[column] *= gradient[column]
-            grad_scale[position] = halving_sum(work, 0)
-
-
 @kernel
 def unpack_rows(slots: Int32s, weights: Weights, dim: int, dtype_code: int, out: Floats) -> None:
     """``out[i]`` (float32 [n, dim]) is row ``slots[i]``."""
     out[:] = 0
     for i in range(slots.shape[0]):
         _add_row(weights[slots[i]], np.float32(1), dim, dtype_code, out, i, 0)
+
+
+def dot_rows(
+    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Bytes, dim: int,
+    dtype_code: int, *others: Any,
+) -> None:  # fmt: skip
+    """``slots.dot_rows`` of quantized rows."""
+    rows, places = np.empty((len(slots), dim), np.float32), np.arange(len(slots), dtype=np.int32)
+    unpack_rows(slots, weights, dim, dtype_code, rows)
+    dot_float_rows(begin, end, first, last, bag_starts, places, rows, dim, floats.FLOAT32, *others)
 
 
 @inline
@@ -204,21 +193,19 @@ def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, dtype_c
         row[:] = 0
         if not is_finite:
             return i
-        packed = (
-            _pack_bytes(source, low, high, dim, row)
-            if dtype_code == floats.INT8
-            else _pack_nibbles(source, low, high, dim, row)
-        )
-        if not packed:
+        if dtype_code == floats.INT8:
+            is_packed = _pack_bytes(source, low, high, dim, row)
+        else:
+            is_packed = _pack_nibbles(source, low, high, dim, row)
+        if not is_packed:
             return i
     return -1
 
 
 @kernel
 def quantize_rows(values: Floats, bits: Int32s, levels: NDArray[np.int8], scales: Floats) -> None:
-    """``levels[i] * scales[i]`` is ``values[i]``, float32 [n, dim], to within half a scale, which is the row's largest
-    magnitude over ``LEVELS``. Rows whose numbers are all below 1e-30 become zeros. A row with NaN or infinity has a
-    scale of NaN. ``bits`` is ``values`` seen as int32."""
+    """``levels[i] * scales[i]`` is ``values[i]``, float32 [n, dim], to within half a scale: its largest magnitude over
+    ``LEVELS``; NaN for a row with NaN or infinity. Numbers all below 1e-30 become zeros. ``bits``: int32 view."""
     for i in range(values.shape[0]):
         largest = np.int32(_SMALLEST_BITS)
         for column in range(values.shape[1]):  # by their bits: LLVM makes vectors of integers' maximum, not of floats'

@@ -30,10 +30,8 @@ from . import floats
 from .arrays import Bytes, Floats, Weights
 from .jit import JIT_ENABLED, fused_multiply_add
 
-WIDE: Final = 16
-"""float32 of a cache line."""
-WIDEST: Final = 64
-"""Most lanes of a vector."""
+WIDE: Final = 16  # float32 of a cache line
+WIDEST: Final = 64  # most lanes of a vector
 
 if JIT_ENABLED:
     from llvmlite import ir

@@ -16,22 +16,14 @@ from .jit import uncounted_inline as inline
 from .jit import uncounted_template as template
 from .simd import WIDE, WIDEST, fill, halved, item, load, put, store
 
-SUM: Final = 0
-MEAN: Final = 1
-MAX: Final = 2
-MODES: Final = {"sum": SUM, "mean": MEAN, "max": MAX}
-"""By the names that configurations have."""
+SUM, MEAN, MAX = range(3)
+MODES: Final = {"sum": SUM, "mean": MEAN, "max": MAX}  # by the names that configurations have
 
-DONE: Final = -1
-ABSENT: Final = -2
-"""What ``look_up`` returns."""
-
-AHEAD: Final = 16
-"""Positions: rows are fetched from memory so long before they are used."""
+DONE, ABSENT = -1, -2  # what ``look_up`` returns
+AHEAD: Final = 16  # positions: rows are fetched from memory so long before they are used
 BLOCK_POSITIONS: Final = 1024
 """``look_up`` checks so many, at most, before it pools them: their slots are still in the innermost cache then."""
 SCRATCH_SLOTS: Final = BLOCK_POSITIONS + AHEAD
-"""Of ``look_up``."""
 
 
 @uncounted_kernel
@@ -61,8 +53,7 @@ def join_ids(
         bag_starts: int64 or int32 [features * batch + 1], where each bag begins in ``joined``.
         joined: int64 or int32 [N], out.
 
-    Returns:
-        -1, or the position in ``ids`` of the first id outside its table; of the feature's first, if none is any more.
+    Returns -1, or the position in ``ids`` of the first id outside its table; of the feature's first, if none is now.
     """
     if begin == end:
         return np.int64(-1)
@@ -144,10 +135,8 @@ def _pool_feature(
     begin: int, end: int, sample: int, target: Any, first: int, last: int, known: int, shift: int, bag_starts: Int64s,
     slots: Int32s, scale: Floats, mode: int, weights: Weights, dim: int, dtype_code: int, out: Floats, arg_max: Int32s,
 ) -> None:  # fmt: skip
-    """``pool_rows`` for bags of one feature: of ``sample`` and those that follow, from column ``target`` on.
-
-    The slot of a position is ``slots[position + shift]``, known up to position ``known``.
-    """
+    """``pool_rows`` for bags of one feature: of ``sample`` and those that follow, from column ``target`` on. The slot
+    of a position is ``slots[position + shift]``, known up to position ``known``."""
     for bag in range(begin, end):
         fresh = bag_starts[bag] >= first
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
@@ -196,9 +185,7 @@ def look_up(
         slots: int32 [N], or empty: receives the slot of each position.
         scratch: int32 [``SCRATCH_SLOTS``].
 
-    Returns:
-        ``DONE``; or, and then ``out`` holds anything, a position as ``join_ids``, or ``ABSENT`` if the flags of a row
-        are others.
+    Returns ``DONE``; or, ``out`` holding anything, a position as ``join_ids``, or ``ABSENT`` if flags are others.
     """
     known_slots = slots if slots.shape[0] else scratch
     bag, known = begin, bag_starts[begin]
@@ -271,8 +258,7 @@ def _all_flagged(slots: Int32s, begin: int, end: int, flags: Bytes, asked: int, 
 
 @uncounted_kernel
 def copy_offsets(offsets: Ids, num_ids: int, out: Ids) -> bool:
-    """Whether int64 or int32 offsets [n], n > 0, start at 0, never descend and end at ``num_ids``. They are copied to
-    ``out``, each read once; right ones must fit there."""
+    """Whether offsets [n > 0] start at 0, never descend and end at ``num_ids``; copied to ``out``, each read once."""
     first: Any = np.int64(item(offsets, 0))
     put(out, 0, first)
     before = first
@@ -312,9 +298,8 @@ def halving_sum(work: Floats, row: int) -> np.float32:
     """Sum of the float32 in a row of ``work`` ([rows, a power of two >= 64]), in the order of a halving tree; the lower
     half of the row is used up.
 
-    The upper half is added to the lower one, element by element, until one element is left, and that to +0.0. More
-    zeros behind the terms change no bit, and a CPU's vector unit can follow this order as well as a GPU's threads.
-    """
+    The upper half is added to the lower one until one element is left, and that to +0.0. More zeros behind the terms
+    change no bit, and a CPU's vector unit can follow this order as well as a GPU's threads."""
     width = work.shape[1]
     while width > WIDEST:
         width //= 2
@@ -329,10 +314,8 @@ def dot_rows(
     begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Weights, dim: int,
     dtype_code: int, columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats,
 ) -> None:  # fmt: skip
-    """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``.
-
-    The products are summed as ``halving_sum`` does.
-    """
+    """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``,
+    summed as ``halving_sum`` does."""
     work = np.zeros((1, padded_width(dim)), np.float32)
     for bag in range(begin, end):
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
@@ -401,10 +384,8 @@ def copy_rows_in(slots: Int32s, rows: Weights, weights: Weights, dim: int) -> No
 def put_rows(
     begin: int, end: int, slots: Int32s, weights: Words, state: Words, new_weights: Words, new_state: Words
 ) -> None:
-    """``arena[slots[i]] = new[i]`` for i in [begin, end), both arenas (uint64 [S, words]); slots are distinct.
-
-    Three times as fast as numpy's assignment. The other way round ``numpy.take`` is the faster one.
-    """
+    """``arena[slots[i]] = new[i]`` for i in [begin, end), both arenas (uint64 [S, words]); slots are distinct. Three
+    times as fast as numpy's assignment; the other way round ``numpy.take`` is the faster one."""
     for i in range(begin, end):
         row, source = weights[slots[i]], new_weights[i]
         for word in range(source.shape[0]):

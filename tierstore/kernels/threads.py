@@ -1,9 +1,8 @@
 """Splitting a kernel over threads: contiguous ranges, kernels without the GIL, results independent of the split.
 
 The main thread borrows the threads that torch computes with: after an operation of torch they spin for a while, and
-take the processors from other threads (0.65 ms of work for each of two threads took 1.35 ms in threads of our own and
-0.70 ms in torch's). Other threads, such as the prefetch pipeline's, use a pool of our own, and so does everybody where
-torch's OpenMP is not GNU's."""
+take the processors from other threads. Other threads, such as the prefetch pipeline's, use a pool of our own, and so
+does everybody where torch's OpenMP is not GNU's."""
 
 import contextlib
 import ctypes
@@ -23,8 +22,7 @@ from ..system.signals import shielded
 from ..system.sizes import cpu_limit
 from .arrays import Int64s
 
-MIN_WORK: Final = 4096
-"""Row operations below which handing work to another thread costs more than it saves."""
+MIN_WORK: Final = 4096  # row operations below which handing work to another thread costs more than it saves
 
 
 def default_threads() -> int:
@@ -66,8 +64,7 @@ class _Shared:
 
 
 class _TorchTeam:
-    """The threads of GNU's OpenMP that this process has loaded, which are torch's; for the main thread. ``address`` is
-    that of ``GOMP_parallel``."""
+    """The threads of torch's OpenMP, GNU's, for the main thread. ``address``: of ``GOMP_parallel``."""
 
     def __init__(self, library: Path) -> None:
         self._parallel = ctypes.CDLL(str(library)).GOMP_parallel

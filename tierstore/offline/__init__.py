@@ -1,3 +1,1 @@
 """Work on whole stores: a look inside, compacting, quantizing, saving what is sound."""
-
-__all__: list[str] = []

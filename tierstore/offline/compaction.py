@@ -1,11 +1,9 @@
 """A copy of a store whose rows lie in the order asked for, in full segments, without free space.
 
 The source is read as one snapshot. For each version that it keeps, the rows that are others than in the version before
-are appended to a new store: by their keys, or first those of a trace, most frequent first, ties by first lookup. So
-blocks of rows that are seldom read are seldom touched, and rows that came up together are neighbours. A row's epoch in
-the copy is the number of the first kept version that shows it.
-
-The copy is made and verified in a directory of its own within the target and moved into its place at the end.
+are appended to a new store: by their keys, or first those of a trace, most frequent first. A row's epoch in the copy is
+the number of the first kept version that shows it. The copy is made and verified in a directory of its own within the
+target and moved into its place at the end.
 """
 
 import contextlib
@@ -38,10 +36,7 @@ _BATCH_BYTES: Final = 8 << 20  # of segments that are written in one transaction
 _DDR: Final = "64MiB"
 
 
-class CompactReport(NamedTuple):
-    """What was copied: ``rows`` are the version's, ``segments`` of all versions; bytes are of the two row files, as
-    they take space on the device."""
-
+class CompactReport(NamedTuple):  # ``segments`` are of all versions, bytes those that row files take on the device
     target: Path
     version: int
     segments: int
@@ -54,10 +49,8 @@ def compact_store(
     directory: str | os.PathLike[str], target: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CompactReport:  # fmt: skip
-    """Copy a store, all versions that it keeps, into full segments with rows in key order; then verify the copy.
-
-    With a trace, rows that it reads come first, most frequent first, whatever table they are of, so that one page has
-    several of a batch's rows. Training on the copy appends rows again, in the order of eviction.
+    """Copy a store, all versions that it keeps, into full segments with rows in key order; then verify the copy. With a
+    trace, rows that it reads come first, most frequent first, so that one page has several of a batch's rows.
 
     The source is opened read-only and may be trained on meanwhile; what it has not committed is not in the copy. The
     copy has the same identity, to put in the source's place. Memory: 8 bytes a row, some 32 MiB, and the trace.
@@ -65,8 +58,7 @@ def compact_store(
     Args:
         directory: the source.
         target: the copy's directory; must not exist, or be empty, or hold what a copy that was cut short left.
-        trace: a file as trace.py describes it, of tables of the store.
-        progress: called as ``progress(done_bytes, total_bytes)`` while rows are copied and verified.
+        trace: a file as trace.py describes it. progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:
         ValueError: the trace is none, or of other tables or rows than the store has; the target is inside the store.
@@ -82,17 +74,15 @@ def compact_store(
     with new_store(target, WORK_NAME) as work:
         tier = LmdbColdTier(source, store_id=bytes.fromhex(known.store_id), readonly=True)
         with contextlib.closing(tier), tier.lease_tree() as snapshot:
-            # Read after the snapshot was taken: a writer makes a table before it commits rows of it.
-            manifest = Manifest.read(source)
+            manifest = Manifest.read(source)  # a writer makes a table before it commits rows of it
             _copy_rows(snapshot, manifest, lookups, work, steps.copied)
         manifest.write(work)
         try:
             with open_store(work, mode="r", ddr=_DDR) as store:
                 found, version = store.verify(progress=steps.verified), store.version
         except DamagedError as error:
-            raise DamagedError(
-                f"the copy of {source} did not keep what was written to it; try again ({error})"
-            ) from error
+            words = f"the copy of {source} did not keep what was written to it; try again ({error})"
+            raise DamagedError(words) from error
         sizes = bytes_on_device(source), bytes_on_device(work)
     return CompactReport(target, version, found.segments, found.rows, *sizes)
 
@@ -105,9 +95,8 @@ def _copy_rows(
     rows = RowMap(manifest.shapes)
     rows.enter(snapshot, stored, head.current, head.kept)
     if rows.unknown:
-        raise DamagedError(
-            f"{snapshot.path} has {rows.unknown:,} rows of tables that its manifest does not have. {RESTORE}"
-        )
+        words = f"{rows.unknown:,} rows of tables that its manifest does not have"
+        raise DamagedError(f"{snapshot.path} has {words}. {RESTORE}")
     total = sum(int(segments.rows * layout.stored_row_bytes) for layout, segments in rows.segments.items())
     leading = _leading(trace, manifest)
     require_room(rows_path(work), total)
@@ -130,7 +119,7 @@ def _copy_rows(
 
 
 def _leading(trace: Trace | None, manifest: Manifest) -> dict[RowLayout, Int64s]:
-    """Which keys come first, by layout. ValueError: the trace has no lookup, or is of other tables or rows."""
+    """Which keys come first, by layout."""
     layouts = [config.layout(manifest.page_bytes) for config in manifest.tables]
     leading = dict.fromkeys(layouts, np.empty(0, np.int64))
     if trace is None:
@@ -150,8 +139,8 @@ def _leading(trace: Trace | None, manifest: Manifest) -> dict[RowLayout, Int64s]
 
 
 def keys_by_frequency(trace: Trace, indexes: Mapping[str, int]) -> Int64s:
-    """The distinct keys that a trace looks up, most frequent first, ties by first lookup, entry by entry. ``indexes``:
-    of the tables that count, in the store, by name."""
+    """The distinct keys that a trace looks up, most frequent first, ties by first lookup. ``indexes``: of the tables
+    that count, in the store, by name."""
     tables = {indexes[name]: table for name, table in trace.tables.items() if name in indexes}
     keys = [np.empty(0, np.int64), *((index << KEY_ROW_BITS) + table.ids for index, table in tables.items())]
     entries = (np.repeat(np.arange(trace.num_entries), np.diff(table.offsets)) for table in tables.values())

@@ -56,9 +56,8 @@ def describe_store(directory: str | Path) -> str:
             )
         old_reader = store.describe_old_reader()
     files = sorted(path for path in Path(directory).iterdir() if path.is_file())
-    lines += ["files"]
     # Row files are sparse: what counts is what they take on the device.
-    lines += [f"  {path.name}  {format_size(path.stat().st_blocks * 512)} on disk" for path in files]
+    lines += ["files", *(f"  {path.name}  {format_size(path.stat().st_blocks * 512)} on disk" for path in files)]
     lines += [f"  {old_reader}"] if old_reader else []
     if tensors:
         size = format_size(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
@@ -69,21 +68,18 @@ def describe_store(directory: str | Path) -> str:
 
 
 def verify_store(directory: str | Path) -> str:
-    """Check everything in a store, with a progress bar; returns what was checked. DamagedError, StoreNotFoundError."""
+    """Check everything in a store, with a progress bar; returns what was checked."""
     with open_store(directory, mode="r") as store, byte_bar("verify") as show:
         report = store.verify(progress=show)
         if not store.version:
             return f"{store.directory}: nothing committed yet, so there are no rows to check; what is there is sound"
-        return (
-            f"{store.directory}: version {store.version} is sound: {format_count(report.rows, 'row')} in "
-            f"{format_count(report.segments, 'segment')} of {format_count(report.tables, 'table')}, "
-            f"{format_size(report.bytes)}"
-        )
+        rows, segments = format_count(report.rows, "row"), format_count(report.segments, "segment")
+        found = f"{rows} in {segments} of {format_count(report.tables, 'table')}, {format_size(report.bytes)}"
+        return f"{store.directory}: version {store.version} is sound: {found}"
 
 
 def roll_back_store(directory: str | Path, version: int) -> str:
-    """Make a kept version the current one; returns what the store shows then. StoreNotFoundError, StoreLockedError,
-    DamagedError. ValueError: the version is not kept; names those that are."""
+    """Make a kept version the current one. ValueError: the version is not kept; names those that are."""
     Manifest.read(Path(directory))  # an open for writing would make a store where there is none
     with open_store(directory, keep=MAX_KEPT_VERSIONS) as store:
         store.rollback(version)

@@ -1,8 +1,5 @@
-"""An inference store from a trained one: rows in fewer bytes, without optimizer state.
-
-Rows go from one cold tier to another in key order, past any cache, and fill whole segments. The new store is made in a
-directory of its own within the target, verified there, and moved into its place at the end. It keeps the version's
-number, extra and tensors.
+"""An inference store from a trained one: rows in fewer bytes, without optimizer state; the version's number, extra and
+tensors stay. It is made in a directory of its own within the target, verified, and moved into its place at the end.
 """
 
 import contextlib
@@ -22,7 +19,7 @@ from ..errors import DamagedError, TableError
 from ..io.files import ROW_FILE_NAME
 from ..io.lmdb import LmdbColdTier
 from ..io.reads import by_key, stored_batches
-from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName
+from ..layout import MAX_ROWS, DtypeName
 from ..pool.converting import converted
 from ..store import open_store
 from ..store.copies import bytes_on_device, new_store, new_tier, require_outside
@@ -38,7 +35,7 @@ WORK_NAME: Final = "quantize.partial"  # where in the target the store is made; 
 
 
 class QuantizedTable(NamedTuple):
-    """One table. ``rows`` are those that were ever written; the others keep their first values, quantized."""
+    """``rows`` are those that were ever written; the others keep their first values, quantized."""
 
     name: str
     dtype_before: DtypeName
@@ -47,7 +44,7 @@ class QuantizedTable(NamedTuple):
 
 
 class QuantizeReport(NamedTuple):
-    """What was made: ``version`` is the source's; bytes are of the two row files, as they take space on the device."""
+    """``version`` is the source's; bytes are those that row files take on the device."""
 
     target: Path
     version: int
@@ -63,17 +60,16 @@ def quantize(
 ) -> QuantizeReport:  # fmt: skip
     """Make a store for inference: the same tables in another dtype, without optimizer state; then verify it.
 
-    int8 and int4 rows have the bits that ``torch.ops.quantized.embedding_bag_byte_prepack`` and
-    ``embedding_bag_4bit_prepack`` give for each row (but for the sign of a bias of zero, where both zeros are in the
-    row). Rows never written stay so; their first values are quantized when they are read, from float32 whatever dtype
-    the source has. The source is opened read-only and may be trained on meanwhile. Memory: 8 bytes a row, some 32 MiB.
+    int8 and int4 rows have the bits of ``torch.ops.quantized.embedding_bag_byte_prepack`` and
+    ``embedding_bag_4bit_prepack`` (but for the sign of a bias of zero, where both zeros are in the row). First values
+    of rows never written are quantized when they are read, from float32 whatever dtype the source has. The source is
+    opened read-only and may be trained on meanwhile. Memory: 8 bytes a row, some 32 MiB.
 
     Args:
         directory: the source. target: the new store's directory; must not exist, or be empty.
         dtype: "int8", "int4", "float16" or "bfloat16"; or that of each table that is converted, by name.
         tables: names of the tables to convert; default: all. The others keep their dtype.
-        version: which of the source's kept versions; default: the last.
-        progress: called as ``progress(done_bytes, total_bytes)`` of the source's rows.
+        version: a kept one; default: the last. progress: called as ``progress(done_bytes, total_bytes)`` of rows.
         tensors: what becomes of the version's tensors. files: texts that the new store's folder holds too, by name.
 
     Raises, and nothing is left of the target:
@@ -105,12 +101,9 @@ def quantize(
             if (found := store.verify().rows) != sum(rows):
                 raise DamagedError(f"{work}: {found} rows are there and {sum(rows)} were written; try again")
         sizes = bytes_on_device(source), bytes_on_device(work)
-    done = tuple(
-        QuantizedTable(new.name, old.dtype, new.dtype, count)
-        for old, new, count in zip(known.tables, configs, rows, strict=True)
-        if not new.is_hidden
-    )
-    return QuantizeReport(target, before.version, done, *sizes)
+    pairs = zip(known.tables, configs, rows, strict=True)
+    done = (QuantizedTable(new.name, old.dtype, new.dtype, count) for old, new, count in pairs if not new.is_hidden)
+    return QuantizeReport(target, before.version, tuple(done), *sizes)
 
 
 def _configs(
@@ -136,27 +129,24 @@ def _copy(
     known: Manifest, made: Manifest, before: LmdbColdTier, after: LmdbColdTier, tensors: Callable[[dict[str, Tensor]],
     dict[str, Tensor]], progress: Callable[[int, int], None] | None,
 ) -> list[int]:  # fmt: skip
-    """Append the stored rows of one tier to the other, and commit; returns how many there are of each table."""
+    """Append stored rows to the other tier, and commit; returns how many there are of each table."""
     version, done = before.version, 0
     if not version:
         return [0] * len(known.tables)
-    layouts = [
-        (config.layout(known.page_bytes), new.layout(made.page_bytes))
-        for config, new in zip(known.tables, made.tables, strict=True)
-    ]
+    before_and_after = ([config.layout(each.page_bytes) for config in each.tables] for each in (known, made))
+    layouts = list(zip(*before_and_after, strict=True))
     with before.lease() as (snapshot, rows):
         total = sum(int(each.arrays.live.sum()) * layout.row_bytes for layout, each in rows.segments.items())
-        for pair in dict.fromkeys(layouts):
-            old, new = pair
-            tables = [index for index, each in enumerate(layouts) if each == pair]
+        for old, new in dict.fromkeys(layouts):
+            tables = [index for index, each in enumerate(layouts) if each == (old, new)]
             size = max(1, _CHUNK_BYTES // (old.row_bytes * new.rows_per_segment)) * new.rows_per_segment
             for found in stored_batches(snapshot, rows, by_key(rows, tables), size):
                 words, bad = converted(found.weights, old, new)
                 if bad >= 0:
-                    name = known.tables[int(found.keys[bad]) >> KEY_ROW_BITS].name
+                    table, row = divmod(int(found.keys[bad]), MAX_ROWS)
                     raise ValueError(
-                        f"row {found.keys[bad] % MAX_ROWS} of table {name!r} holds NaN, infinity or numbers too large "
-                        f"for {new.dtype}; leave the table as it is (name the others with tables=, --table) or choose "
+                        f"row {row} of table {known.tables[table].name!r} holds NaN, infinity or numbers too large for "
+                        f"{new.dtype}; leave the table as it is (name the others with tables=, --table) or choose "
                         "another dtype"
                     )
                 state = np.zeros((len(words), new.state_words), np.uint64)

@@ -1,8 +1,7 @@
 """What is sound of a damaged store, saved into a new one, and a list of what was lost.
 
-The source is only read. Its trees are followed as far as they are sound (io/superblock.py). Rows are those of its last
-version, each held against its own checksum; io/verify.py tells which of them are certain to be of that version. The new
-store keeps the version's number. A row that was lost has its first value there, as if it had never been written.
+Rows are those of the last version, each held against its own checksum (io/survivors.py). The new store keeps the
+version's number. A row that was lost has its first value there, as if it had never been written.
 """
 
 import contextlib
@@ -24,9 +23,7 @@ from ..io.mapped import FileMap, queue_parts
 from ..io.places import Segments
 from ..io.reader_locks import FileLocks
 from ..io.row_map import RowMap
-from ..io.superblock import Remains, choose_tree
-from ..io.verify import LOST, Runs, choose_rows, read_rows, settled, surviving_rows
-from ..kernels.arrays import Bools
+from ..io.survivors import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
 from ..layout import KEY_ROW_BITS
 from ..store import open_store
 from ..store.copies import Steps, new_store, new_tier, require_outside
@@ -46,19 +43,16 @@ _SHOWN: Final = 20
 
 
 class Loss(NamedTuple):
-    """Rows ``first`` to ``last`` of a table were lost."""
-
     table: str
-    first: int
+    first: int  # row that was lost, and those up to the last
     last: int
 
 
 @dataclass(kw_only=True)
 class SalvageReport:
-    """What was saved, and what was not.
+    """What was saved of ``version``, and what was not.
 
     Attributes:
-        version: whose rows, extra and tensors these are; the new store has the same number. rows: saved.
         lost: what was lost of each table, in order; rows without proof that they are of the version are among it.
         missing: segments of which not all rows are known; rows that only they held are not in ``lost``. -1 where a part
             of the tree that leads to segments is damaged.
@@ -77,31 +71,25 @@ class SalvageReport:
     doubts: list[str] = field(default_factory=list)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all of the version was saved, for certain."""
+    def is_whole(self) -> bool:  # all of the version was saved, for certain
         return not (self.lost or self.missing or self.unproven or self.payload_lost or self.doubts)
 
     def describe(self) -> str:
-        """What came of it; not all lines of very many."""
         saved = f"{self.target}: version {self.version}, {self.rows:,} rows saved and verified"
         if self.is_whole:
             return f"{saved}; nothing was lost"
-        lines = self.lines()
-        more = [f"  {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
-        title = (
-            f"{saved}. Lost rows have their first values. Lost or in doubt, all listed in {self.target / LOST_NAME}:"
-        )
-        return "\n".join([title, *(f"  {line}" for line in lines[:_SHOWN]), *more])
+        lines, where = self.lines(), self.target / LOST_NAME
+        more = [f"{len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+        title = f"{saved}. Lost rows have their first values. Lost or in doubt, all listed in {where}:"
+        return "\n  ".join([title, *lines[:_SHOWN], *more])
 
     def lines(self) -> list[str]:
         lines = [*self.doubts]
         if self.payload_lost:
             lines.append(f"extra and tensors of version {self.version}, and how many updates each table has had")
         if self.missing > 0:
-            lines.append(
-                f"{format_count(self.missing, 'segment')} of which not all rows are known; rows that may be newer "
-                "there are lost, or taken with --stale-ok"
-            )
+            words = "of which not all rows are known; rows that may be newer there are lost, or taken with --stale-ok"
+            lines.append(f"{format_count(self.missing, 'segment')} {words}")
         if self.unproven:
             lines.append(f"{format_count(self.unproven, 'row')} saved that may be older than version {self.version}")
         return lines + [f"table {excerpt(loss.table)}: rows {loss.first} to {loss.last}" for loss in self.lost]
@@ -111,8 +99,8 @@ def salvage(
     directory: str | os.PathLike[str], target: str | os.PathLike[str], *, manifest: str | os.PathLike[str] | None =
     None, stale_ok: bool = False, progress: Callable[[int, int], None] | None = None,
 ) -> SalvageReport:  # fmt: skip
-    """Save every sound row of a store's last version, its extra and its tensors into a new store. Takes 8 bytes of
-    memory a row, and some 200 a segment.
+    """Save every sound row of a store's last version, its extra and its tensors into a new store. Memory: 8 bytes a
+    row, and some 200 a segment.
 
     Args:
         directory: the damaged store; only read, and no process may have it open for writing.
@@ -124,8 +112,7 @@ def salvage(
     Raises:
         ValueError: the target is inside the store. FileExistsError: it holds something.
         FileNotFoundError: there is no directory to make it in. TierstoreError: the system refuses to write there.
-        StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing says which version is
-            last.
+        StoreNotFoundError, DamagedError: manifest or row file is missing, or nothing says which version is last.
         FormatError: the store is of an older release, or the manifest of other tables. StoreLockedError. DiskFullError.
         TableError: ``stale_ok``, and a table has dynamic ids, which older rows may not be of.
     """
@@ -186,8 +173,8 @@ def _save(
             survivors = surviving_rows(remains, rows)
             report.missing = survivors.missing
             total, done = sum(int(runs["rows"].sum()) for runs in survivors.runs), 0
-            for segments, runs, proven in zip(rows.segments.values(), survivors.runs, survivors.proven, strict=True):
-                for count in _take(file_map, tier, rows, segments, runs, proven, stale_ok, report):
+            for segments, runs in zip(rows.segments.values(), survivors.runs, strict=True):
+                for count in _take(file_map, tier, rows, segments, runs, stale_ok, report):
                     steps.copied(size * (done := done + count) // total, size)
             for index, each in enumerate(known.tables):
                 name = f"of ids of {known.tables[index - 1].name}" if each.is_table_of_ids else each.name
@@ -209,27 +196,25 @@ def _drop_ids(tier: LmdbColdTier, index: int, config: TableConfig, epoch: int) -
 
 
 def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
-    """The version's payload, or an empty one for its tables. As a commit of the new store it is made from no other."""
+    """The version's, or an empty one; as a commit of the new store it is made from no other."""
     if (payload := remains.payload) is not None:
         with contextlib.suppress(DamagedError):
             version = unpack(report.version, payload)
             tables = dict(list(version.tables.items())[: len(known.tables)])
             return repack(version._replace(tables=tables), NO_LINEAGE.following(0))
     report.payload_lost = True
-    return pack(
-        {config.name: TableState(0, config.optimizer.lr) for config in known.tables}, {}, {}, NO_LINEAGE.following(0)
-    )
+    states = {config.name: TableState(0, config.optimizer.lr) for config in known.tables}
+    return pack(states, {}, {}, NO_LINEAGE.following(0))
 
 
 def _take(
-    file_map: FileMap, tier: LmdbColdTier, rows: RowMap, segments: Segments, runs: Runs, proven: Bools, stale_ok: bool,
+    file_map: FileMap, tier: LmdbColdTier, rows: RowMap, segments: Segments, runs: Runs, stale_ok: bool,
     report: SalvageReport,
 ) -> Iterator[int]:  # fmt: skip
-    """Copy the sound rows of one layout into the new store, some runs at a time; gives how many it looked at each time.
-    ``rows`` says of each what became of it."""
+    """Copy the sound rows of one layout, some runs at a time, and note in ``rows`` which; gives how many were seen."""
     layout, geo, stops, start = segments.layout, segments.geo, np.cumsum(runs["rows"]), 0
     most, page_bytes = max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes), 8 * geo.page_words
-    keys, sound, taken = np.empty(most, np.int64), np.empty(most, np.bool_), np.empty(most, np.int32)
+    keys, trust, taken = np.empty(most, np.int64), np.empty(most, np.uint8), np.empty(most, np.int32)
     weights, state = (np.empty((most, words), np.uint64) for words in (layout.weight_words, layout.state_words))
     while start < len(stops):
         before = int(stops[start] - runs["rows"][start])
@@ -239,11 +224,8 @@ def _take(
         ends = own["data_page"] + -(-own["rows"] // geo.rows_per_block) * geo.pages_per_block
         queue_parts(file_map.address, firsts * page_bytes, ends * page_bytes)
         limit, flat = file_map.file_bytes() // page_bytes, (weights.reshape(-1), state.reshape(-1))
-        count = settled(file_map, partial(read_rows, geo, file_map.words, limit, own, keys, sound, *flat))
-        num_taken, unproven = choose_rows(
-            geo.layout_id, rows.tables, rows.places, keys[:count], sound, np.repeat(proven[part], own["rows"]),
-            stale_ok, taken,
-        )  # fmt: skip
+        count = settled(file_map, partial(read_rows, geo, file_map.words, limit, own, keys, trust, *flat))
+        num_taken, unproven = choose_rows(geo.layout_id, rows.tables, rows.places, keys[:count], trust, stale_ok, taken)
         if num_taken:
             slots = taken[:num_taken]
             tier.write(keys[slots], slots, weights, state, epoch=report.version)
@@ -256,7 +238,5 @@ def _losses(rows: RowMap, table: int, name: str) -> Iterator[Loss]:
     """What was lost of a table, neighbouring rows together."""
     base, count = int(rows.tables.bases[table]), int(rows.tables.num_rows[table])
     lost = np.flatnonzero(rows.places[base : base + count] == LOST)
-    ends = np.flatnonzero(np.diff(lost, append=-1) != 1)
-    begins = np.append(0, ends[:-1] + 1)[: len(ends)]
-    for first, last in zip(lost[begins].tolist(), lost[ends].tolist(), strict=True):
-        yield Loss(name, first, last)
+    firsts, lasts = lost[np.diff(lost, prepend=-2) != 1].tolist(), lost[np.diff(lost, append=-1) != 1].tolist()
+    yield from map(partial(Loss, name), firsts, lasts)
