@@ -23,11 +23,8 @@ ADMIN_HEADER: Final = "x-tierstore-admin"
 """With any value it marks a POST as meant: a web page elsewhere cannot send it without asking first."""
 
 _LOG: Final = logging.getLogger("tierstore.serve")
-_HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(?::\d+)?")
-"""A Host header's value: a name or address, and a port."""
+_HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(?::\d+)?")  # and a port
 _FORWARDED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
-
-
 Call = Callable[[], Awaitable[object]]
 
 
@@ -92,7 +89,8 @@ class _Access:
             refused.headers.append("WWW-Authenticate", "Bearer")
             refused.headers.append("WWW-Authenticate", 'Basic realm="tierstore", charset="UTF-8"')
             return refused
-        if scope["method"] == "POST" and not _is_meant(headers):
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and ADMIN_HEADER not in headers and kind != "application/json":
             return _error(403, f"a POST needs the header {ADMIN_HEADER} or the content type application/json")
         return None
 
@@ -106,22 +104,10 @@ def _why_not_local(scope: Scope, headers: Headers) -> str | None:
     if any(name in headers for name in _FORWARDED):
         return "a request that a proxy forwards is not served" + way_out
     hosts = headers.getlist("host")
-    if len(hosts) != 1 or not _is_loopback_host(hosts[0]):
+    matched = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    if matched is None or not is_loopback(matched["address"] or matched["name"]):
         return "the Host header must be localhost or a loopback address" + way_out
     return None
-
-
-def _is_loopback_host(host: str) -> bool:
-    matched = _HOST.fullmatch(host)
-    if matched is None:
-        return False
-    name = matched["address"] or matched["name"]
-    return is_loopback(name)
-
-
-def _is_meant(headers: Headers) -> bool:
-    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    return ADMIN_HEADER in headers or content_type == "application/json"
 
 
 def _error(status_code: int, message: str) -> JSONResponse:
