@@ -299,7 +299,7 @@ def _write_update(payload: bytes, ids: bytes) -> Path:
             writer.add_rows(0, _LAYOUT, rows, np.zeros((len(rows), _LAYOUT.weight_words), np.uint64))
         origin = Origin("0" * 32, 1, "1" * 16)
         fields: dict[str, Any] = {"since": 0, "since_commit_id": "", "tables": (_CONFIG,)}
-        writer.finish(UpdateHeader(origin=origin, chunks=writer.chunks, **fields))
+        writer.finish(UpdateHeader(origin=origin, chunks=tuple(writer.chunks), **fields))
     return _UPDATE
 
 

@@ -1,5 +1,7 @@
 """An update becomes the replica's version whole or not at all: wrong and damaged ones, and a process that is killed."""
 
+import errno
+import json
 import os
 import shutil
 import zlib
@@ -18,9 +20,11 @@ import tierstore
 from tests.children import run
 from tests.updates.support import ROWS, SMALL, assign, change, contents, edited, same, table_config, version_of
 from tierstore import errors
+from tierstore.io.lmdb import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
 from tierstore.updates.apply import _Old
+from tierstore.updates.child import answer
 from tierstore.updates.header import MAX_CHUNK_BYTES, MAX_PAYLOAD_BYTES, decompress, pack_chunk, unpack_chunk
 from tierstore.updates.update_file import UpdateFile
 
@@ -189,6 +193,60 @@ def test_any_bytes_are_refused_in_the_same_way(data: st.DataObject) -> None:
         assert pack_chunk(ids, weights, layout) == raw
     with pytest.raises(errors.FormatError):
         decompress(raw, 64)
+
+
+def named(file: Path) -> Path:
+    """As a replica has it: by its digest."""
+    return Path(shutil.copyfile(file, file.with_name(xxhash.xxh64_hexdigest(file.read_bytes()))))
+
+
+SHORTAGES = [
+    OSError(errno.EMFILE, "no handles"), PermissionError(errno.EACCES, "no"), FileNotFoundError(errno.ENOENT, "gone"),
+    type("ArrayMemoryError", (MemoryError,), {})(), errors.TierstoreError("out of file descriptors"),
+    errors.DiskFullError("full"), errors.StoreLockedError("another has it"), errors.UnreadableError("not now"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", ["write", "commit"])
+def test_what_is_at_fault_is_told(
+    step: str, source: Path, replica: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A passing shortage says nothing of a file, nor does a damaged replica; and of several files one is at fault."""
+    sound = [named(write_update(source, tmp_path / str(end), since=end - 1, version=end).path) for end in (2, 3)]
+    told: dict[str, Any] = {}
+
+    def apply(*files: Path) -> dict[str, str]:
+        told.update(json.loads(answer(json.dumps(["apply", "", str(replica), *map(str, files)]))))
+        faults: dict[str, str] = told["faults"]
+        return faults
+
+    for error in (*SHORTAGES, errors.ChecksumError("of the replica")):
+
+        def fail(*_: Any, error: Any = error, **__: Any) -> None:
+            raise (
+                error if isinstance(error, Exception) else np._core._exceptions._ArrayMemoryError((9,), np.dtype("u8"))
+            )
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LmdbColdTier, step, fail)
+            assert apply(*sound) == {}
+            assert told["is_refused"] == isinstance(error, errors.ChecksumError)
+            assert told["is_full"] == isinstance(error, errors.DiskFullError)
+    updates = [SimpleNamespace(path=each) for each in sound]
+    for edit in (twice, assign("since_commit_id", value="0" * 16), assign("tables", 0, "name", value="another")):
+        wrong: Any = named(edited(updates[1], tmp_path / "wrong", edit))
+        assert apply(sound[0], wrong) == {str(wrong): "refused"}
+        wrong.write_bytes(wrong.read_bytes()[:-1] + b"?")
+        assert apply(sound[0], wrong) == {str(wrong): "damaged"}
+    assert version_of(replica) == 1
+    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", sum(header_bytes(each) for each in sound) - 1)
+    assert apply(*sound) == {str(sound[1]): "refused"}, "headers take memory together"
+    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", sum(header_bytes(each) for each in sound))
+    assert json.loads(answer(json.dumps(["apply", "", str(replica), *map(str, sound)])))["version"] == 3
+
+
+def header_bytes(file: Path) -> int:
+    return int.from_bytes(file.read_bytes()[:8], "little")
 
 
 def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, updates: dict[int, Update]) -> None:

@@ -179,14 +179,24 @@ def drip(listener: socket.socket, head: bytes) -> None:
                 return
 
 
-@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nA: ", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"])
-def test_a_source_that_drips_is_left(head: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+DRIPS = {
+    "head": ("http", b"HTTP/1.1 200 OK\r\nA: "),
+    "body": ("http", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"),
+    "length of a part": ("http", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"),
+    "handshake": ("https", b"\x16\x03\x03\x40\x00"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", DRIPS)
+def test_a_source_that_drips_is_left(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would hold the list, or a file, for as long as it likes."""
+    scheme, head = DRIPS[name]
     monkeypatch.setattr(fetch, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(fetch, "PATIENCE_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=drip, args=(listener, head), daemon=True).start()
-        source = fetch.Source(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        source = fetch.Source(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}")
         assert source.poll() == Listing()
         assert source.error
         with contextlib.suppress(OSError, fetch.FetchError, http.client.HTTPException):

@@ -1,9 +1,8 @@
 """An update's rows in a replica: all of them as one version, or none.
 
-A replica is a store that only updates write. It numbers its commits itself; which version of the source a commit shows
-stands in its ``extra`` (``header.Origin``), and that is the number to tell clients: it means the same rows on every
-server, also after going back and forth. Two versions are kept, so that the one before is one call away; three if the
-second is urgent, the first with some rows of the third: nobody goes back to a part of a version.
+A replica is a store that only updates write, and numbers its commits itself. Which version of the source a commit shows
+stands in its ``extra`` (``header.Origin``). Two versions are kept; three if the second is urgent, the first with some
+rows of the third: nobody goes back to a part of a version.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..config import TableConfig
-from ..errors import StoreNotFoundError, TableError, TierstoreError
+from ..errors import TierstoreError
 from ..io.lmdb import LmdbColdTier
 from ..io.reads import ChangedRows
 from ..kernels.arrays import Int64s, Words
@@ -26,13 +25,11 @@ from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import ORIGIN_KEY, TableState, repack, unpack, unpack_tensors
 from ..system.files import translate_os_error
-from .delta import open_tier
 from .header import Origin, UpdateHeader, origin_of
-from .update_file import UpdateFile
+from .update_file import MAX_HEADER_BYTES, NoBaseError, UnfitError, UnfitTablesError, UpdateFile
 
 KEEP: Final = 2
-_TRANSACTION_BYTES: Final = 16 << 20
-"""Of segments in one transaction, all of which LMDB holds in memory."""
+_TRANSACTION_BYTES: Final = 16 << 20  # of segments, all of which LMDB holds in memory
 
 
 class Applied(NamedTuple):
@@ -57,7 +54,7 @@ def apply_update(
     brought them that failed or was gone back from, give way to those of this one; nobody is shown them.
 
     Memory, whatever the files hold: 128 MiB, the map of the rows, twice the payload (at most ``MAX_PAYLOAD_BYTES``),
-    and some 25 bytes for each byte of the files' headers.
+    and some 25 bytes for each byte of the files' headers, which have 32 MiB together at most.
 
     Args:
         id: what the file must be, as ``Update.id``; it is then read twice. Default: not checked.
@@ -71,32 +68,31 @@ def apply_update(
     """
     directory = Path(directory).absolute()
     with contextlib.ExitStack() as opened:
-        updates = [opened.enter_context(UpdateFile(Path(file), id=id)) for file in files]
-        _make_store(directory, updates[0].header)
+        updates, left = list[UpdateFile](), MAX_HEADER_BYTES
+        for file in files:
+            updates.append(opened.enter_context(UpdateFile(Path(file), id=id, header_bytes=left)))
+            left -= updates[-1].header_bytes
+        is_there, first = (directory / MANIFEST_NAME).exists(), updates[0]
+        if first.header.since and not is_there:
+            raise NoBaseError(f"{directory} is empty, and the update {_wants(first.header)}", first.path)
+        if not is_there or not Manifest.read(directory).has_rows:  # or only begun
+            open_store(directory, mode="w", ddr="64MiB", threads=1).close()
         with _open(directory) as tier:
             return _apply(directory, tier, updates, replaces)
-
-
-def _make_store(directory: Path, header: UpdateHeader) -> None:
-    """Make an empty store where there is none, or one that was only begun."""
-    is_there = (directory / MANIFEST_NAME).exists()
-    if header.since and not is_there:
-        raise StoreNotFoundError(f"{directory} is empty, and the update {_wants(header)}")
-    if not is_there or not Manifest.read(directory).has_rows:
-        open_store(directory, mode="w", ddr="64MiB", threads=1).close()
 
 
 @contextlib.contextmanager
 def _open(directory: Path) -> Iterator[LmdbColdTier]:
     try:
-        with contextlib.closing(open_tier(directory, Manifest.read(directory))) as tier:
+        store_id = bytes.fromhex(Manifest.read(directory).store_id)
+        with contextlib.closing(LmdbColdTier(directory, store_id=store_id, readonly=False, create=False)) as tier:
             yield tier
     except OSError as error:
         raise translate_os_error(error, error.filename or directory) from error
 
 
 def _apply(directory: Path, tier: LmdbColdTier, updates: Sequence[UpdateFile], replaces: str) -> Applied:
-    first, last, manifest = updates[0].header, updates[-1].header, Manifest.read(directory)
+    last, manifest = updates[-1].header, Manifest.read(directory)
     before = unpack(tier.version, tier.payload)
     before = before if last.is_urgent else before._replace(tensors=b"")
     origin = origin_of(before.extra)
@@ -104,15 +100,15 @@ def _apply(directory: Path, tier: LmdbColdTier, updates: Sequence[UpdateFile], r
         raise TierstoreError(f"{directory} was written by others than updates; choose another directory for a replica")
     if origin is not None and (last.origin.is_same(origin) or last.shown.is_same(origin)):
         return Applied(origin.version, 0, True)
-    _require_base(directory, origin, first)
-    for one, other in itertools.pairwise(each.header for each in updates):
-        _require_base(directory, one.origin, other)
+    _require_base(directory, origin, updates[0])
+    for one, other in itertools.pairwise(updates):
+        _require_base(directory, one.header.origin, other)
     if origin is not None and origin.version > last.origin.version and origin.commit_id != replaces:
         raise TierstoreError(
             f"{directory} has {origin}, and the update is of version {last.origin.version}, before that; roll the "
             "replica back, or name the commit that it has as replaces="
         )
-    _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), last)
+    _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), updates[-1])
     sent = before if last.is_urgent else updates[-1].version()
     unpack_tensors(sent)
     writer = _Writer(tier, last.tables)
@@ -132,34 +128,36 @@ def _wants(header: UpdateHeader) -> str:
     return f"goes from {header.base} to version {header.origin.version}; a full copy brings what is missing here"
 
 
-def _require_base(directory: Path, origin: Origin | None, header: UpdateHeader) -> None:
-    """TierstoreError unless the update can be applied to what the replica has."""
+def _require_base(directory: Path, origin: Origin | None, update: UpdateFile) -> None:
+    header = update.header
     if origin is not None and origin.source != header.origin.source:
-        raise TierstoreError(
+        raise UnfitError(
             f"{directory} has {origin}, and the update is {header.origin}. A replica takes updates of one store; to "
-            "have another one's, start its server with a new, empty directory"
+            "have another one's, start its server with a new, empty directory",
+            update.path,
         )
     if not header.has_rows_of(origin) or (header.is_urgent and origin is not None and origin.urgent):
         has = "is empty" if origin is None else f"has {origin}"
-        raise TierstoreError(f"{directory} {has}, and the update {_wants(header)}")
+        raise UnfitError(f"{directory} {has}, and the update {_wants(header)}", update.path)
 
 
-def _require_tables(directory: Path, tables: tuple[TableConfig, ...], header: UpdateHeader) -> None:
+def _require_tables(directory: Path, tables: tuple[TableConfig, ...], update: UpdateFile) -> None:
     """TableError unless the update begins with the replica's tables: first values depend on their places."""
+    header = update.header
     for index, config in enumerate(tables):
         sent = header.tables[index] if index < len(header.tables) else None
         if config != sent:
-            raise TableError(
+            raise UnfitTablesError(
                 f"table {index} of {directory} is {config}, and of the update {sent}; to have tables that are others "
-                "than they were, start the server with a new, empty directory"
+                "than they were, start the server with a new, empty directory",
+                update.path,
             )
     if header.is_urgent and len(tables) != len(header.tables):
-        raise TableError(f"{directory} lacks {header.tables[-1].name!r}: tables come with the whole update")
+        lacked = f"{directory} lacks {header.tables[-1].name!r}: tables come with the whole update"
+        raise UnfitTablesError(lacked, update.path)
 
 
 class _Writer:
-    """Writes rows of updates to what will be the next version."""
-
     def __init__(self, tier: LmdbColdTier, tables: tuple[TableConfig, ...]) -> None:
         self._tier = tier
         self._tables = tables
@@ -171,7 +169,7 @@ class _Writer:
         """All its rows; how many. TableError: its tables are not the first ones of the version's."""
         header = update.header
         if header.tables != self._tables[: len(header.tables)]:
-            raise TableError(f"{update.path} has other tables than the update after it")
+            raise UnfitTablesError(f"{update.path} has other tables than the update after it", update.path)
         is_reset = not header.since and self._tier.version > 0
         for index in range(len(header.tables)):
             with self._tier.changes(0) if is_reset else contextlib.nullcontext() as stored:
@@ -192,7 +190,6 @@ class _Writer:
             self._tier.write(keys[part], slots[part], weights, state, epoch=self._tier.last_version + 1)
 
     def _reset(self, index: int, lost: Iterable[Int64s]) -> None:
-        """Give rows that the replica has and the update has not their first values again."""
         for rows in lost:
             keys = rows | (index << KEY_ROW_BITS)
             self._write(index, rows, self._tables[index].init.rows(keys, self._layouts[index]))
@@ -224,11 +221,12 @@ def roll_back_replica(directory: str | os.PathLike[str], left: str = "") -> Orig
     directory = Path(directory).absolute()
     with _open(directory) as tier:
         if (origin := origin_of(unpack(tier.version, tier.payload).extra)) is None:
-            raise TierstoreError(f"{directory} is no replica; go back in it with tierstore rollback")
+            raise UnfitError(f"{directory} is no replica; go back in it with tierstore rollback", directory)
         if left not in ("", origin.urgent or origin.commit_id):
-            raise TierstoreError(f"{directory} has {origin}, and the server shows commit {left}; go back again")
+            told = f"{directory} has {origin}, and the server shows commit {left}; go back again"
+            raise UnfitError(told, directory)
         if len(tier.versions) < 2:
-            raise TierstoreError(f"{directory} keeps no version before this one")
+            raise UnfitError(f"{directory} keeps no version before this one", directory)
         tier.rollback(tier.versions[0])
         origin = origin_of(unpack(tier.version, tier.payload).extra)
         assert origin is not None, "a replica's kept version is no replica's"

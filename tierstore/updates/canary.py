@@ -6,10 +6,8 @@ from typing import Final, NamedTuple
 
 from ..system.checks import require_int
 
-WINDOW_SECONDS: Final = 60
-"""A server keeps its latencies for so long."""
-MIN_REQUESTS: Final = 100
-"""Fewer tell nothing of the 99th percentile, or of a share of one in a hundred."""
+WINDOW_SECONDS: Final = 60  # for which a server keeps its latencies
+MIN_REQUESTS: Final = 100  # fewer tell nothing of the 99th percentile, or of a share of one in a hundred
 
 
 class Measures(NamedTuple):

@@ -5,23 +5,18 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import optim
-from ..config import TableConfig
 from ..errors import StoreNotFoundError
-from ..io.lmdb import LmdbColdTier
 from ..kernels.arrays import Int64s
 from ..store.directory import Opened, open_files
 from ..store.manifest import Manifest
 from ..store.version import NO_LINEAGE, ORIGIN_KEY, Lineage, pack, unpack, unpack_tensors
 from .header import Origin, UpdateHeader
 from .update_file import UpdateWriter
-
-_OPTIMIZER_PREFIX: Final = "optimizer."
-"""Names of the tensors that only training needs."""
 
 
 class Update(NamedTuple):
@@ -50,16 +45,6 @@ class Head(NamedTuple):
             and self.lineage.id_of(origin.version) == origin.commit_id
             and origin.urgent in own
         )
-
-
-def replica_config(config: TableConfig) -> TableConfig:
-    """The table as a replica has it: no optimizer state, as its rows are only looked up."""
-    return replace(config, optimizer=optim.SGD(), rounding="nearest")
-
-
-def open_tier(directory: Path, manifest: Manifest) -> LmdbColdTier:
-    """The row file of a replica, for writing, with no table added."""
-    return LmdbColdTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=False, create=False)
 
 
 @contextlib.contextmanager
@@ -119,7 +104,11 @@ def write_update(
             raise ValueError(
                 f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
             )
-        writer.add_payload(_payload(tier.version, tier.payload) if only is None else pack({}, {}, {}, NO_LINEAGE))
+        sent, tensors, extra = unpack(tier.version, tier.payload), {}, {}
+        if only is None:
+            tensors = {name: each for name, each in unpack_tensors(sent).items() if not name.startswith("optimizer.")}
+            extra = {key: value for key, value in sent.extra.items() if key != ORIGIN_KEY}
+        writer.add_payload(pack({}, extra, tensors, NO_LINEAGE))
         origin, lineage = source_in(manifest, tier)
         since_commit_id = lineage.id_of(since)
         since = since if since_commit_id else 0
@@ -129,22 +118,18 @@ def write_update(
             for index, config in enumerate(manifest.tables):
                 for chunk in changes.rows(index):
                     writer.add_rows(index, config.layout(manifest.page_bytes), chunk.rows, chunk.weights)
+        lookup_only: dict[str, Any] = {
+            "optimizer": optim.SGD(),
+            "rounding": "nearest",
+        }  # a replica's rows have no state
         header = UpdateHeader(
             origin=origin,
             since=since,
             since_commit_id=since_commit_id,
-            tables=tuple(map(replica_config, manifest.tables)),
-            chunks=writer.chunks,
+            tables=tuple(replace(config, **lookup_only) for config in manifest.tables),
+            chunks=tuple(writer.chunks),
             passed=tuple(each.commit_id for each in lineage.ancestors if 0 < since < each.version),
             is_urgent=only is not None,
         )
         update_id = writer.finish(header)
     return Update(out, update_id, out.stat().st_size, header)
-
-
-def _payload(number: int, payload: bytes) -> bytes:
-    """``extra`` and tensors of the version, without what only training needs."""
-    version = unpack(number, payload)
-    tensors = {name: each for name, each in unpack_tensors(version).items() if not name.startswith(_OPTIMIZER_PREFIX)}
-    extra: dict[str, Any] = {key: value for key, value in version.extra.items() if key != ORIGIN_KEY}
-    return pack({}, extra, tensors, NO_LINEAGE)

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import xxhash
 
-from ..errors import DiskFullError, FormatError, TierstoreError
+from ..errors import DiskFullError, TierstoreError
 from ..system.checks import excerpt, require_token
 from ..system.files import free_bytes, translate_os_error, write_all
 from ..system.killpoints import reach
@@ -27,15 +28,11 @@ from .listing import LIST_NAME, MAX_LIST_BYTES, Listing, Offered
 
 DEFAULT_PORT: Final = 8002
 DEFAULT_PATH: Final = "/updates"
-ROOM_BYTES: Final = 64 << 20
-"""Left free on the file system, by each part that arrives."""
-SILENT_SECONDS: Final = 5.0
-"""A source that gives nothing for so long is left for another."""
-ANSWER_SECONDS: Final = 10.0
-"""For a list, or the head of a file, to arrive; and how long a file may come at less than ``LEAST_BYTES_A_SECOND``."""
-LEAST_BYTES_A_SECOND: Final = 1024
-PATIENCE_SECONDS: Final = 60.0
-"""Without a byte from any source."""
+ROOM_BYTES: Final = 64 << 20  # left free on the file system, by each part that arrives
+SILENT_SECONDS: Final = 5.0  # without a byte; then a source is left for another
+ANSWER_SECONDS: Final = 10.0  # for a list, the head of a file, or a part of it to arrive
+LEAST_BYTES_A_SECOND: Final = 1024  # after so many seconds
+PATIENCE_SECONDS: Final = 60.0  # without a byte from any source
 PAUSE_SECONDS: Final = 0.1
 _PART_BYTES: Final = 256 << 10
 _LOG: Final = logging.getLogger("tierstore.updates")
@@ -70,59 +67,57 @@ class Source:
     def __init__(self, url: str, token: str | None = None) -> None:
         parts = parse_url(url)
         self.url, self.listing, self.error = url, Listing(), ""
-        self._tag = ""
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._place = str(parts.hostname), parts.port or (DEFAULT_PORT if not parts.path.strip("/") else None)
+        self._tag, is_tls = "", parts.scheme == "https"
+        self._kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
+        self._tls = ssl.create_default_context() if is_tls else None
         self._path = parts.path.rstrip("/") or DEFAULT_PATH
+        port = DEFAULT_PORT if not parts.path.strip("/") else self._kind.default_port
+        self._place = str(parts.hostname), parts.port or port
         self._headers = {} if token is None else {"Authorization": f"Bearer {require_token(token)}"}
-        if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
+        if token is not None and not is_tls and not is_loopback(str(parts.hostname)):
             _warn_of_plain_token(url)
 
     @contextlib.contextmanager
-    def _get(self, name: str, *, is_long: bool = False, **headers: Any) -> Iterator[http.client.HTTPResponse]:
-        """The whole answer comes within ``ANSWER_SECONDS``; with ``is_long`` all but its body."""
+    def _get(self, name: str, **headers: Any) -> Iterator[tuple[http.client.HTTPResponse, "_Watch"]]:
         connection = self._kind(*self._place, timeout=SILENT_SECONDS)
-        with contextlib.closing(connection), contextlib.ExitStack() as timed:
-            connection.connect()
-            timer = threading.Timer(ANSWER_SECONDS, _shut, [connection.sock])
-            timer.daemon = True
-            timed.callback(timer.cancel)
-            timer.start()
+        with contextlib.closing(connection), contextlib.ExitStack() as opened:
+            raw = opened.enter_context(socket.create_connection(self._place, SILENT_SECONDS))
+            watch = opened.enter_context(contextlib.closing(_Watch(raw)))
+            connection.sock = self._tls.wrap_socket(raw, server_hostname=self._place[0]) if self._tls else raw
             connection.request("GET", f"{self._path}/{name}", headers=self._headers | headers)
             response = connection.getresponse()
             if response.status not in (200, 206, 304):
                 said = excerpt(response.read(1000).decode(errors="replace"), 300)
                 raise FetchError(f"{self.url}: {response.status} {said}")
-            if is_long:
-                timer.cancel()
-            yield response
+            yield response, watch
 
     def poll(self) -> Listing:
         """Its list now; what it said before if it does not answer, and ``error`` says why."""
         try:
             known: dict[str, Any] = {"If-None-Match": self._tag} if self._tag else {}
-            with self._get(LIST_NAME, **known) as response:
+            with self._get(LIST_NAME, **known) as (response, _):
                 if response.status != 304:
                     self.listing = Listing.from_json(response.read(MAX_LIST_BYTES + 1))
                     self._tag = response.headers.get("ETag", "")
             self.error = ""
-        except (FetchError, FormatError, OSError, http.client.HTTPException) as error:
-            self.error = f"{self.url}: {str(error) or type(error).__name__}"
+        except Exception as error:  # it may answer anything
+            self.error = f"{self.url}: {excerpt(str(error) or type(error).__name__, 300)}"
         return self.listing
 
     def lookups(self) -> dict[int, int]:
         """How often rows were looked up at a server, by key, of the hottest ones and in a sample of queries. Errors as
         of ``read``, and ValueError."""
-        with self._get("lookups") as response:
+        with self._get("lookups") as (response, _):
             found = json.loads(response.read(_MAX_LOOKUPS_BYTES))["lookups"]
         return {int(key): int(count) for key, count in found}
 
     def read(self, offered: Offered, start: int) -> Iterator[bytes]:
         """A file from a byte on. OSError, HTTPException, FetchError: it breaks off."""
-        with self._get(offered.id, is_long=True, Range=f"bytes={start}-") as response:
+        with self._get(offered.id, Range=f"bytes={start}-") as (response, watch):
             left = 0 if response.status == 206 else start  # a plain file server may know no ranges
             begun, got = time.monotonic(), 0
             while data := response.read1(_PART_BYTES):
+                watch.put_off()
                 got += len(data)
                 if (seconds := time.monotonic() - begun) > ANSWER_SECONDS and got < seconds * LEAST_BYTES_A_SECOND:
                     raise FetchError(f"{self.url}: {got} bytes came in {seconds:.0f} s")
@@ -130,9 +125,30 @@ class Source:
                 left = max(0, left - len(data))
 
 
-def _shut(connected: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(connected, socket.SHUT_RDWR)
+class _Watch(threading.Thread):
+    """Shuts a connection ``ANSWER_SECONDS`` after it was made or put off, whatever drips from it: a TLS handshake, a
+    head, or the length of a part."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__(daemon=True)
+        self._connected = connected.dup()  # TLS takes the other one
+        self._is_over = threading.Event()
+        self.put_off()
+        self.start()
+
+    def put_off(self) -> None:
+        self._end = time.monotonic() + ANSWER_SECONDS
+
+    def run(self) -> None:
+        while not self._is_over.wait(max(0.0, self._end - time.monotonic())):
+            if time.monotonic() >= self._end:
+                with contextlib.suppress(OSError):
+                    self._connected.shutdown(socket.SHUT_RDWR)
+                return
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._connected.close()
 
 
 def require_room(folder: Path, size_bytes: int) -> None:
@@ -173,11 +189,17 @@ class Transfer:
 
     def _fill(self, file: Any) -> None:
         for sources in (self._sources, *([each] for each in self._sources)):  # the damaged bytes may be any one's
-            self._digest, self._have = xxhash.xxh64(), 0
+            digest, have = xxhash.xxh64(), 0
             while data := file.read(_PART_BYTES):  # what an earlier transfer left
-                self._note(data)
-            self._read_rest(file, list(sources))
-            if (self._have, self._digest.hexdigest()) == (self.offered.size_bytes, self.offered.id):
+                digest.update(data)
+                have += len(data)
+            for data in self._rest(have, list(sources)):
+                require_room(self._folder, len(data))
+                write_all(file.fileno(), data, have)
+                digest.update(data)
+                have += len(data)
+                reach("fetch: part written")
+            if (have, digest.hexdigest()) == (self.offered.size_bytes, self.offered.id):
                 os.fsync(file.fileno())
                 return
             _LOG.warning("update %s was damaged on its way", self.offered.id)
@@ -185,43 +207,27 @@ class Transfer:
             file.seek(0)
         raise FetchError(f"update {self.offered.id} was damaged on its way from each of {len(self._sources)} sources")
 
-    def _note(self, data: bytes) -> None:
-        self._digest.update(data)
-        self._have += len(data)
-
-    def _read_rest(self, file: Any, sources: list[Source]) -> None:
-        """Until all is there, from one source after the other."""
+    def _rest(self, have: int, sources: list[Source]) -> Iterator[bytes]:
+        """What is missing after so many bytes, from one source after the other."""
         grew_at, size = time.monotonic(), self.offered.size_bytes
-        while (had := self._have) < size:
-            source, why = sources[0], "it has no more"
+        while have < size:
+            source, had, why = sources[0], have, "it has no more"
             try:
                 for data in source.read(self.offered, had):
-                    self._require_wanted()
-                    self._write(file, data[: size - self._have])
-                    if self._have == size:
+                    if self.is_stopped:
                         break
-            except (FetchError, OSError, http.client.HTTPException) as error:
+                    have += len(part := data[: size - have])
+                    yield part
+                    if have == size:
+                        return
+            except Exception as error:  # it may answer anything
                 why = str(error) or type(error).__name__
-            self._require_wanted()
-            if self._have == size:
-                return
+            if self.is_stopped:
+                raise FetchError(f"update {self.offered.id} is not wanted any more")
             sources.append(sources.pop(0))
-            if self._have > had:
+            if have > had:
                 grew_at = time.monotonic()
             elif time.monotonic() - grew_at > PATIENCE_SECONDS:
-                there = f"{self._have} of {size} bytes"
+                there = f"{have} of {size} bytes"
                 raise FetchError(f"there is {there} of update {self.offered.id}: {source.url}: {why}")
             time.sleep(PAUSE_SECONDS)
-
-    def _write(self, file: Any, data: bytes) -> None:
-        require_room(self._folder, len(data))
-        try:
-            write_all(file.fileno(), data, self._have)
-        except OSError as error:  # of this disk, not of the source
-            raise translate_os_error(error, self._folder) from error
-        self._note(data)
-        reach("fetch: part written")
-
-    def _require_wanted(self) -> None:
-        if self.is_stopped:
-            raise FetchError(f"update {self.offered.id} is not wanted any more")

@@ -4,7 +4,6 @@ Neighbouring ids differ by little, and the first bytes of neighbouring floats ar
 differences, and of both ids and rows first all elements' first bytes, then all their second bytes, and so on.
 """
 
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,10 +22,9 @@ from ..system.checks import excerpt, require_int
 
 
 class Origin(NamedTuple):
-    """A version of another store."""
+    """A version of another store, whose id is ``source``, in hex."""
 
     source: str
-    """That store's id, hex."""
     version: int
     """Its number there, which a server tells its clients."""
     commit_id: str = ""
@@ -88,7 +86,6 @@ def _from_planes(raw: bytes, dtype: "np.dtype[Any]") -> NDArray[Any]:
 
 
 def chunk_bytes(num_rows: int, layout: RowLayout) -> int:
-    """Of a chunk with so many rows, before compression."""
     return num_rows * (_ID_BYTES + layout.stored_columns * layout.numpy_dtype.itemsize)
 
 
@@ -112,27 +109,18 @@ def unpack_chunk(raw: bytes, num_rows: int, layout: RowLayout) -> tuple[NDArray[
 
 
 _FORMAT: Final = 3
-PAYLOAD: Final = -1
-"""Stands for a table's index in chunks of the version's own payload."""
-MAX_PAYLOAD_BYTES: Final = 256 << 20
-"""Dense tensors and ``extra`` of an update: each server that applies it holds them in memory several times."""
-PAGE_BYTES: Final = 4096
-"""Of the layouts by which rows are packed, which have nothing of a page in them."""
-_BASES: Final = ("nothing", "rows")
-"""What a file says that its rows are: every row ever written, or those written since a version."""
-_CHECKSUM: Final = re.compile("[0-9a-f]{16}")
+PAYLOAD: Final = -1  # in place of a table's index
+MAX_PAYLOAD_BYTES: Final = 256 << 20  # which a server that applies the update holds in memory several times
+PAGE_BYTES: Final = 4096  # of the layouts by which rows are packed, which have nothing of a page in them
+_BASES: Final = ("nothing", "rows")  # every row ever written, or those written since a version
 _MAX_VERSION: Final = 2**40
 
 
 class Chunk(NamedTuple):
-    table: int
-    """Index of its table, or ``PAYLOAD``."""
-    rows: int
-    """0 in the payload."""
-    raw_bytes: int
-    """Before it was compressed."""
-    checksum: str
-    """XXH64 of the compressed bytes, hex."""
+    table: int  # its index, or PAYLOAD
+    rows: int  # 0 in the payload
+    raw_bytes: int  # before it was compressed
+    checksum: str  # XXH64 of the compressed bytes, hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,16 +164,6 @@ class UpdateHeader:
             wanted = config.with_ids(place)[1:]
             if wanted != tuple(replace(each, init=wanted[0].init) for each in self.tables[place + 1 :][: len(wanted)]):
                 raise ValueError(f"table {excerpt(config.name)} has dynamic ids, and the next table does not hold them")
-        self._check_chunks()
-        order = [chunk.table for chunk in self.chunks]
-        if order != sorted(order) or PAYLOAD not in order:
-            raise ValueError("its chunks are in no order, or there is no payload")
-        payload_bytes = sum(chunk.raw_bytes for chunk in self.chunks if chunk.table == PAYLOAD)
-        if payload_bytes > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are taken")
-
-    def _check_chunks(self) -> None:
-        """ValueError or TypeError unless each has the size that its rows have, and no table more rows than it can."""
         layouts = [config.layout(PAGE_BYTES) for config in self.tables]
         for chunk in self.chunks:
             require_int(chunk.table, "table", PAYLOAD, len(self.tables) - 1)
@@ -193,11 +171,17 @@ class UpdateHeader:
             require_int(chunk.raw_bytes, "raw_bytes", 1, MAX_CHUNK_BYTES)
             if chunk.table != PAYLOAD and chunk.raw_bytes != chunk_bytes(chunk.rows, layouts[chunk.table]):
                 raise ValueError(f"{chunk.rows} rows of table {chunk.table} in {chunk.raw_bytes} bytes")
-            if not isinstance(chunk.checksum, str) or not _CHECKSUM.fullmatch(chunk.checksum):
+            if not is_commit_id(chunk.checksum):  # 16 hex digits, as well
                 raise ValueError(f"checksum={excerpt(chunk.checksum)}")
         for config, rows in zip(self.tables, self.rows_of_tables().values(), strict=True):
             if rows > config.num_embeddings:
                 raise ValueError(f"{rows} rows of table {excerpt(config.name)}, which has {config.num_embeddings}")
+        order = [chunk.table for chunk in self.chunks]
+        if order != sorted(order) or PAYLOAD not in order:
+            raise ValueError("its chunks are in no order, or there is no payload")
+        payload_bytes = sum(chunk.raw_bytes for chunk in self.chunks if chunk.table == PAYLOAD)
+        if payload_bytes > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are taken")
 
     @property
     def base(self) -> Origin | None:
@@ -248,10 +232,8 @@ class UpdateHeader:
     def from_dict(cls, fields: Any) -> "UpdateHeader":
         """Inverse of ``to_dict``. ValueError, TypeError, KeyError or OverflowError for anything it did not write."""
         if fields["update_format_version"] != _FORMAT:
-            raise ValueError(
-                f"format version {excerpt(fields['update_format_version'])}; this release reads version {_FORMAT}: "
-                "publish with the same release"
-            )
+            found = excerpt(fields["update_format_version"])
+            raise ValueError(f"format version {found}, this release reads {_FORMAT}: publish with the same release")
         made = cls(
             origin=Origin(fields["source"], fields["version"], fields["commit_id"]),
             since=fields["since"],

@@ -30,18 +30,16 @@ _LOG: Final = logging.getLogger("tierstore.updates")
 LIST_NAME: Final = "list.json"
 MADE_NAME: Final = "made"
 _LOCK_NAME, _BAD_NAME = "lock", f"{LIST_NAME}.bad"
+# Names of what may be deleted in a folder once the list does not name it.
 _PASSING: Final = re.compile(rf"[0-9a-f]{{16}}(\.partial)?|{MADE_NAME}(\.partial)?|{LIST_NAME}\.partial")
-"""Names of what may be deleted in a folder once the list does not name it."""
 MAX_LIST_BYTES: Final = 1 << 20
 MAX_FILES: Final = 256
-MAX_NAMED: Final = 64
-"""Verdicts, and commits that were gone back from, in a list: the newest."""
+MAX_NAMED: Final = 64  # verdicts, and commits that were gone back from: the newest
 _MAX_FILE_BYTES: Final = 1 << 40
 _MAX_NUMBER: Final = 1 << 62
 _MAX_WHY: Final = 300
 _MAX_FIGURES: Final = 16
-Figures = tuple[float | None, ...]
-"""Measures of a server, as ``canary.Measures`` has them; None of what it cannot tell."""
+Figures = tuple[float | None, ...]  # as of ``canary.Measures``
 
 
 def _require_ids(*ids: str) -> None:
@@ -50,7 +48,6 @@ def _require_ids(*ids: str) -> None:
 
 
 def _told(figures: Figures) -> Figures:
-    """JSON has no others, and NaN is equal to nothing."""
     return tuple(None if each is None or not math.isfinite(each) else each for each in figures[:_MAX_FIGURES])
 
 
@@ -75,8 +72,7 @@ class Offered:
 
     @classmethod
     def of(cls, file_id: str, size_bytes: int, header: UpdateHeader) -> "Offered":
-        commit = header.origin
-        ends = header.since, header.since_commit_id, commit.version, commit.commit_id
+        ends = header.since, header.since_commit_id, header.origin.version, header.origin.commit_id
         return cls(file_id, size_bytes, *ends, header.is_urgent)
 
 
@@ -158,12 +154,8 @@ class Listing:
             found = json.loads(text, parse_constant=int)  # no NaN, which is equal to nothing
             for name in ("target", "trial", "shown", "before"):
                 found[name] = found[name] and origin_of({ORIGIN_KEY: Origin(*found[name])._asdict()})
-            kinds: dict[str, Any] = {
-                "files": tuple[Offered, ...],
-                "verdicts": tuple[Verdict, ...],
-                "left": tuple[str, ...],
-            }
-            kinds |= {"serial": int, "trial_of": str, "trial_before": Figures}
+            kinds: dict[str, Any] = {"files": tuple[Offered, ...], "verdicts": tuple[Verdict, ...], "serial": int}
+            kinds |= {"left": tuple[str, ...], "trial_of": str, "trial_before": Figures}
             made = cls(**found | {name: converted(found[name], kind, name) for name, kind in kinds.items()})
             _require_ids(*made.left)
             require_int(made.serial, "serial", 0, _MAX_NUMBER)
@@ -174,31 +166,22 @@ class Listing:
         return made
 
 
-def _steps(files: Iterable[Offered], commit_id: str) -> dict[str, int]:
-    """Commits from which deltas lead to one, and how many."""
-    found, new, steps = {commit_id: 0}, {commit_id}, 0
-    while new:
-        new = {each.since_commit_id for each in files if each.commit_id in new and each.since and not each.is_urgent}
-        new, steps = new - found.keys(), steps + 1
-        found |= dict.fromkeys(new, steps)
-    return found
-
-
 def way(
     files: Sequence[Offered], own: Origin | None, target: Origin, here: Collection[str] = ()
 ) -> list[Offered] | None:
     """The files that bring a replica to a version, in order; None if some are missing. Urgent rows of that version go
     first, by themselves. A full copy is among them only if deltas alone do not lead there. ``here``: ids of files that
     have arrived, or begun to."""
-    steps = _steps(files, target.commit_id)
+    steps, new = {target.commit_id: 0}, {target.commit_id}  # deltas from a commit to that one
+    while new:
+        new = {each.since_commit_id for each in files if each.commit_id in new and each.since and not each.is_urgent}
+        new -= steps.keys()
+        steps |= dict.fromkeys(new, max(steps.values()) + 1)
     found, end = list[Offered](), "" if own is None else own.commit_id
     if end not in steps:
         wholes = [each for each in files if not each.since and each.commit_id in steps]
-        if not wholes:
-            end = ""
-        else:
-            found = [min(wholes, key=lambda each: (each.id not in here, steps[each.commit_id], each.size_bytes))]
-            end = found[0].commit_id
+        wholes.sort(key=lambda each: (each.id not in here, steps[each.commit_id], each.size_bytes))
+        found, end = wholes[:1], wholes[0].commit_id if wholes else ""
     while end and end != target.commit_id:
         found += [
             each for each in files

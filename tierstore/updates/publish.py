@@ -1,8 +1,7 @@
 """A store's versions as files in a folder, which replicas pull: the process that offers them, and a plain folder.
 
-A new version is offered as what changed since the one that replicas show, and from time to time as a full copy: when
-the changes since the last copy are larger than that. Urgent rows are offered before the rest. With a canary one version
-is on trial at a time, and others are to show it only if the canary approved it.
+A new version is offered as what changed since the one that replicas show, and as a full copy when the changes since the
+last copy are larger than that. With a canary, one version is on trial at a time.
 """
 
 import logging
@@ -78,7 +77,6 @@ class Publisher:
             return self._offer(opened)
 
     def run(self) -> None:
-        """``step`` now and then; what fails is logged once, and tried again."""
         said = ""
         while True:
             try:
@@ -92,7 +90,6 @@ class Publisher:
                 return
 
     def stop(self) -> None:
-        """End ``run``, soon."""
         self._stop.set()
 
     # The canary
@@ -162,7 +159,6 @@ class Publisher:
             _LOG.warning("no urgent rows go first: %s", error)
 
     def _counts(self) -> Counter[int]:
-        """Lookups of rows at those servers that tell them."""
         counts = Counter[int]()
         for server in self._lookups:
             try:
@@ -183,7 +179,6 @@ class Publisher:
         return Offered.of(update.id, update.size_bytes, update.header)
 
     def _lacks_copy(self, made: Offered, base: Origin | None) -> bool:
-        """Whether no full copy leads to the version that this changes, or what follows it is too much."""
         listing = self.folder.listing
         found = way(listing.files, None, base) if base else None
         if not found or base is None or base.commit_id in listing.declined:
@@ -193,7 +188,6 @@ class Publisher:
         )
 
     def _put(self, new: Origin, made: Iterable[Offered]) -> None:
-        """Offer files, and have replicas or the canary show the version."""
         listing = self.folder.listing
         shown = _shown(listing, new)
         listing = replace(listing, files=(*listing.files, *made))
@@ -206,19 +200,16 @@ class Publisher:
 
 
 def _serial(listing: Listing, version: int = 0) -> int:
-    """Above that of the list; for a newer version above those of a folder that was lost."""
     return max(listing.serial + 1, version << 20)
 
 
 def _is_whole(listing: Listing, version: Origin | None) -> bool:
-    """Whether more of a version is offered than its urgent rows."""
     return version is not None and any(
         each.commit_id == version.commit_id and not each.is_urgent for each in listing.files
     )
 
 
 def _base(listing: Listing) -> Origin | None:
-    """The last version that replicas can have as a whole."""
     return listing.target if listing.before is None or _is_whole(listing, listing.target) else listing.before
 
 

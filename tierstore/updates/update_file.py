@@ -13,7 +13,6 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +20,15 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from ..errors import ChecksumError, DiskFullError, FormatError, TruncatedError
+from ..errors import (
+    ChecksumError,
+    DiskFullError,
+    FormatError,
+    StoreNotFoundError,
+    TableError,
+    TierstoreError,
+    TruncatedError,
+)
 from ..exchange.tensor_files import METADATA_KEY, SafetensorsFile, TensorSpec
 from ..layout import RowLayout
 from ..store.version import Version, json_bytes, unpack
@@ -38,19 +45,17 @@ from .header import (
     decompress,
     pack_chunk,
     unpack_chunk,
-)  # fmt: skip
+)
 
 _PAYLOAD_CHUNK_BYTES: Final = 8 << 20
-_MAX_HEADER_BYTES: Final = 32 << 20
-"""Some 200,000 chunks; read as JSON, a hostile header of this size takes 20 times as much memory."""
+MAX_HEADER_BYTES: Final = 32 << 20
+"""Some 200,000 chunks, of all files that are applied together. As JSON it takes up to 20 times as much memory."""
 _LENGTH_BYTES: Final = 8
 _STEP_BYTES: Final = 1 << 20
-_MAX_JSON_BYTES: Final = 4 << 20
-"""Of ``extra``, and of the names of the tensors: read as JSON, they take 25 times as much memory."""
+_MAX_JSON_BYTES: Final = 4 << 20  # of extra, and of the tensors' names: as JSON, 25 times as much memory
 
 
 def _require_small(payload: "bytes | memoryview") -> None:
-    """ValueError if a payload takes too much memory to apply."""
     extra_bytes, names_bytes = json_bytes(payload)
     for what, size, limit in (
         ("tensors and extra", len(payload), MAX_PAYLOAD_BYTES),
@@ -67,7 +72,7 @@ class UpdateWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._chunks: list[Chunk] = []
+        self.chunks: list[Chunk] = []
         self._sizes: list[int] = []
         with self._room():
             require_parent(path)
@@ -88,7 +93,7 @@ class UpdateWriter:
         with self._room():
             write_all(self._spool.fileno(), data, sum(self._sizes))
         self._sizes.append(len(data))
-        self._chunks.append(Chunk(table, rows, len(raw), xxhash.xxh64_hexdigest(data)))
+        self.chunks.append(Chunk(table, rows, len(raw), xxhash.xxh64_hexdigest(data)))
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
@@ -100,15 +105,11 @@ class UpdateWriter:
                 f"{error}: an update takes twice its size as it is made, {format_size(sum(self._sizes))} so far"
             ) from error
 
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        return tuple(self._chunks)
-
     def finish(self, header: UpdateHeader) -> str:
         """Write the file; its id. FileExistsError if there is one; DiskFullError: nothing is left of it."""
         specs = [TensorSpec(f"chunk.{number}", torch.uint8, (size,)) for number, size in enumerate(self._sizes)]
         head = SafetensorsFile(specs, header.to_dict()).head
-        if len(head) > _MAX_HEADER_BYTES:
+        if len(head) > MAX_HEADER_BYTES:
             raise ValueError(
                 f"an update with a header of {len(head)} bytes; publish more often, or fewer rows at a time"
             )
@@ -124,6 +125,20 @@ class UpdateWriter:
         self._spool.close()
 
 
+class UnfitError(TierstoreError):
+    """What is at ``path``, as it was offered, does not fit the replica or what is applied with it."""
+
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class UnfitTablesError(UnfitError, TableError): ...
+
+
+class NoBaseError(UnfitError, StoreNotFoundError): ...
+
+
 class UpdateFile:
     """An update, open for reading.
 
@@ -132,28 +147,36 @@ class UpdateFile:
 
     Args:
         id: what it must be, the XXH64 of the whole in 16 hex digits; default: not checked.
+        header_bytes: that its header may have; ``self.header_bytes`` is what it has.
 
     Raises:
         FileNotFoundError. FormatError, TruncatedError: no update, or damaged. ChecksumError: it is not ``id``.
+        UnfitError: a larger header, as others take memory, too.
     """
 
-    def __init__(self, path: Path, *, id: str | None = None) -> None:  # noqa: A002 - the word for it
+    def __init__(
+        self, path: Path, *, id: str | None = None, header_bytes: int = MAX_HEADER_BYTES,  # noqa: A002 - the word for it
+    ) -> None:  # fmt: skip
         self.path = path
         self._file = open_plain_file(path)
         try:
             if id is not None and hashlib.file_digest(self._file, xxhash.xxh64).hexdigest() != id:  # type: ignore[arg-type]
                 raise ChecksumError(f"{path} is not the update {id}: it was damaged on its way; send it again")
             self._file.seek(0)
-            self._read_header()
+            self._read_header(header_bytes)
         except BaseException:
             self.close()
             raise
 
-    def _read_header(self) -> None:
+    def _read_header(self, limit: int) -> None:
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
-        if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+        if not 0 < length <= min(MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise TruncatedError(f"{self.path} is no update, or cut short: its header would have {length} bytes")
+        if length > limit:
+            said = f"has a header of {length} bytes, and {limit} are left for files applied together; take a full copy"
+            raise UnfitError(f"{self.path} {said}", self.path)
+        self.header_bytes = length
         try:
             fields = json.loads(self._file.read(length))
             self.header = UpdateHeader.from_dict(json.loads(fields["__metadata__"][METADATA_KEY]))
@@ -176,7 +199,6 @@ class UpdateFile:
         return unpack(self.header.origin.version, joined.getvalue())
 
     def _numbers(self, table: int) -> range:
-        """Of the chunks of a table, which are neighbours."""
         first, stop = (bisect_left(self.header.chunks, (each,)) for each in (table, table + 1))
         return range(first, stop)
 
@@ -211,7 +233,7 @@ class UpdateFile:
     def __enter__(self) -> "UpdateFile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,9 +1,8 @@
 """Which of the changed rows servers should have first: new ones, then those whose change most lookups see.
 
-M. Sima et al., Ekko (OSDI 2022), sends updates by freshness, share of requests and size of the change. Here rows that
-the servers' version does not have come first, and within both kinds those of the greatest product of lookups, as
-servers counted them, and L2 norm of the change. The earlier values are read from the store, if it keeps that version
-(``keep=``); else all changes count alike, and no row as new.
+After M. Sima et al., Ekko (OSDI 2022): freshness, share of requests, size of the change. Within both kinds the greatest
+product of lookups, as servers counted them, and L2 norm of the change comes first. Earlier values are read from the
+store, if it keeps that version (``keep=``); else all changes count alike, and no row as new.
 """
 
 import contextlib

@@ -213,8 +213,8 @@ def test_a_canary_that_is_at_the_trial_already_decides(site: Site, source: Path)
 
 
 def test_a_version_that_cannot_be_applied_is_declined(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(*_: str) -> Any:
-        raise UpdateError(422, "table 0 is another", "TableError")
+    async def refuse(*request: str) -> Any:
+        raise UpdateError(422, "table 0 is another", faults={request[-1]: "refused"})
 
     monkeypatch.setattr(site.canary.taker._writer, "ask", refuse)
     site.publisher.step()

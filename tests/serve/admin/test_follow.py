@@ -23,7 +23,7 @@ import tierstore
 from tests.following import Child
 from tests.serve import whole
 from tests.serve.loops import wait_for
-from tests.serve.replicas import Shown, following, publishing, publishing_changes
+from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change, contents, make, same
 from tierstore import errors
 from tierstore.cli import entry as cli
@@ -44,6 +44,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("PAUSE_SECONDS", 0.01), ("SILENT_SECONDS", 0.5), ("PATIENCE_SECONDS", 2.0)):
         monkeypatch.setattr(fetch, name, seconds)
     monkeypatch.setattr(offer, "_BEGIN_SECONDS", 0.1)
+    monkeypatch.setattr(updates, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(updates, "_LISTS_SECONDS", 20.0)
 
 
 @pytest.fixture
@@ -400,55 +402,6 @@ def test_a_drained_server_waits_and_then_moves_on(source: Path, tmp_path: Path, 
     publisher.step()
     assert replica.follow() == 6
     require_same(replica, source)
-
-
-def test_a_copy_that_has_arrived_outlives_a_restart(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
-    publisher = stack.enter_context(publishing_changes(source))
-    directory = tmp_path / "replica"
-
-    async def refuse(*_: str) -> Any:
-        raise UpdateError(507, "ended", "OSError")
-
-    with following(directory, [publisher.url]) as replica:
-        replica.taker._writer.ask = refuse
-        with pytest.raises(UpdateError, match="ended"):
-            replica.follow()
-    with following(directory, [publisher.url]) as replica:
-        assert replica.follow() == 2
-    assert publisher.folder.given_bytes == sum(each.size_bytes for each in publisher.folder.listing.files)
-
-
-def test_a_full_disk_keeps_what_leads_on(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
-) -> None:
-    publisher = stack.enter_context(publishing_changes(source))
-    replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
-    copy, delta = publisher.folder.listing.files
-    arrived = replica.directory / "incoming" / copy.id
-
-    def require_room(*_: Any) -> None:
-        if arrived.exists():
-            raise errors.DiskFullError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(updates, "require_room", require_room)
-        for _ in range(2):
-            with pytest.raises(errors.DiskFullError):
-                replica.follow()
-    assert arrived.exists()
-    ask, said = replica.taker._writer.ask, [errors.DiskFullError.__name__] * 2
-
-    async def refuse(*request: str) -> Any:
-        if said:
-            raise UpdateError(507, "no space left", said.pop())
-        return await ask(*request)
-
-    monkeypatch.setattr(replica.taker._writer, "ask", refuse)
-    for _ in range(2):
-        with pytest.raises(UpdateError, match="no space left"):
-            replica.follow()
-    assert replica.follow() == 2
-    assert publisher.folder.given_bytes == copy.size_bytes + delta.size_bytes
 
 
 def test_any_file_server_can_offer_a_folder(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

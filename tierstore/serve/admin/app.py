@@ -23,11 +23,8 @@ ADMIN_HEADER: Final = "x-tierstore-admin"
 """With any value it marks a POST as meant: a web page elsewhere cannot send it without asking first."""
 
 _LOG: Final = logging.getLogger("tierstore.serve")
-_HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(?::\d+)?")
-"""A Host header's value: a name or address, and a port."""
+_HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(?::\d+)?")  # and a port
 _FORWARDED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
-
-
 Call = Callable[[], Awaitable[object]]
 
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -16,10 +16,8 @@ from ...errors import TierstoreError
 from ...system.files import open_plain_file
 from ...updates.listing import Folder, Offered
 
-_IDLE_SECONDS: Final = 60.0
-"""A file that has not grown for so long ends early."""
-_BEGIN_SECONDS: Final = 3.0
-"""For which a request waits for a file to begin here."""
+_IDLE_SECONDS: Final = 60.0  # without growth; then a file ends early
+_BEGIN_SECONDS: Final = 3.0  # for which a request waits for a file to begin here
 _GROWTH_SECONDS: Final = 0.02
 """How often a file is looked at that grows: each server that passes it on adds half of that."""
 _PART_BYTES: Final = 256 << 10
@@ -27,12 +25,14 @@ _FROM: Final = re.compile(r"bytes=([0-9]{1,16})-")
 
 
 class UpdateError(TierstoreError):
-    """A call that cannot be done; ``kind``: name of the error's class in the process that writes the replica, or ""."""
+    """A call that cannot be done. ``is_passing``: for a reason that says nothing of versions and files. ``faults``: of
+    files, by path, "refused" for what was offered, "damaged" for what this disk made of it."""
 
-    def __init__(self, http_status: int, message: str, kind: str = "") -> None:
+    def __init__(
+        self, http_status: int, message: str, *, is_passing: bool = False, faults: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.http_status = http_status
-        self.kind = kind
+        self.http_status, self.is_passing, self.faults = http_status, is_passing, faults or {}
 
 
 def offer_routes(folder: Folder, lookups: Callable[[], Sequence[tuple[int, int]]] | None = None) -> list[Route]:
@@ -111,4 +111,4 @@ async def _parts(folder: Folder, file: BinaryIO, offered: Offered, offset: int) 
             else:
                 await asyncio.sleep(_GROWTH_SECONDS)
     finally:
-        file.close()
+        asyncio.get_running_loop().run_in_executor(None, file.close)  # not awaited: the request may be cancelled

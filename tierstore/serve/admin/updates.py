@@ -1,8 +1,7 @@
 """A replica: follows sources, applies what they offer, and offers it to others.
 
-One task polls the sources' lists, fetches the files that lead to the wanted version, and has them applied by a process
-of its own, which is started once. Whatever waits for a disk or a socket runs in a thread. A canary takes versions on
-trial; its verdict is in the list that it offers.
+One task takes the sources' lists as they come, fetches the files that lead to the wanted version, and has them applied
+by a process of its own. Whatever waits for a disk or a socket runs in a thread. A canary takes versions on trial.
 """
 
 import asyncio
@@ -12,8 +11,11 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,53 +36,59 @@ from .offer import UpdateError, offer_routes
 _LOG: Final = logging.getLogger("tierstore.serve")
 POLL_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 2.0
+_MAX_RETRY_SECONDS: Final = 64.0  # up to which each failure on the way to a version doubles the pause
+_FULL: Final = 507
 _WRITE_LIMIT_SECONDS: Final = 4 * 3600.0
 _MAX_KEPT: Final = 64
-_MAX_KEPT_BYTES: Final = 1 << 30
-"""Of files before the last one, which is kept in any case, and the last one together."""
+_MAX_KEPT_BYTES: Final = 1 << 30  # of files, the last one counted, which is kept in any case
 _REFUSED: Final = 422
 _UNKNOWN: Final = Measures()
-_OF_THIS_MOMENT: Final = frozenset({"StoreLockedError", "OSError", "MemoryError", DiskFullError.__name__})
-"""What says nothing of the update: it may be applied later."""
+_MAX_REMEMBERED: Final = 1024  # files that were refused, and commits that could not be shown: the newest
+_LISTS_SECONDS: Final = 0.25
+"""For which a step waits for lists. A later list counts in a later step, which does not wait for it again."""
+_MAX_POLLS: Final = 64
 
 _Act = Callable[[], Awaitable[object]]
-_OF_THE_VERSION: Final = frozenset({"TableError", "FormatError"})
-"""What says that a version can be applied nowhere."""
 
 
 class Writer:
-    """The process that writes a replica, which this one has open for reading; started when needed, and if it ended."""
+    """The process that writes a replica, which this one has open for reading; started when needed, and if it ended.
+    ``start`` and ``close`` wait for the system: for threads."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._turn = asyncio.Lock()
+        self._starting = threading.RLock()
 
     def start(self) -> None:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            command, parent = [sys.executable, "-P", "-m", "tierstore.updates.child"], str(os.getpid())
-            self._process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, text=True,
-                **child_options(subprocess.PIPE, TIERSTORE_PARENT=parent),
-            )  # fmt: skip
+        with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+                command, parent = [sys.executable, "-P", "-m", "tierstore.updates.child"], str(os.getpid())
+                self._process = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, text=True,
+                    **child_options(subprocess.PIPE, TIERSTORE_PARENT=parent),
+                )  # fmt: skip
 
     async def ask(self, *request: str) -> dict[str, Any]:
         """Its answer. UpdateError: it refuses, or ended."""
         async with self._turn:
-            self.start()
             try:
+                await asyncio.to_thread(self.start)
                 async with asyncio.timeout(_WRITE_LIMIT_SECONDS):
                     line = await asyncio.to_thread(self._exchange, json.dumps(request))
                 outcome: dict[str, Any] = json.loads(line)
             except (OSError, ValueError, TimeoutError) as error:
                 await asyncio.to_thread(self.close)
-                raise UpdateError(500, f"the process that writes ended: {error}", OSError.__name__) from error
+                raise UpdateError(500, f"the process that writes ended: {error}", is_passing=True) from error
             except asyncio.CancelledError:
-                self.close()  # its answer would be taken for the next one's
+                await asyncio.to_thread(self.close)  # its answer would be taken for the next one's
                 raise
         if "error" in outcome:
-            status = 507 if outcome["kind"] == DiskFullError.__name__ else _REFUSED
-            raise UpdateError(status, str(outcome["error"]), str(outcome["kind"]))
+            raise UpdateError(
+                _FULL if outcome["is_full"] else _REFUSED, outcome["error"],
+                is_passing=not outcome["is_refused"], faults=outcome["faults"],
+            )  # fmt: skip
         return outcome
 
     def _exchange(self, line: str) -> str:
@@ -93,8 +101,9 @@ class Writer:
         return process.stdout.readline()
 
     def close(self) -> None:
-        if self._process is not None:
+        with self._starting:
             process, self._process = self._process, None
+        if process is not None:
             process.kill()
             with process:
                 pass
@@ -123,8 +132,13 @@ class Replica:
         self._writer = Writer()
         self._turn = asyncio.Lock()  # of what changes the replica
         self._transfer: tuple[Transfer, asyncio.Task[None]] | None = None
-        self._refused: set[str] = set()  # ids of files that cannot be applied
-        self._unfit: set[str] = set()  # commits that cannot be shown
+        self._pollers = ThreadPoolExecutor(_MAX_POLLS, "polls")
+        self._polls: dict[Source, asyncio.Future[Listing]] = {}
+        self._lists: dict[Source, Listing] = {}
+        self._refused: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # ids of files that cannot be applied
+        self._unfit: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # commits that cannot be shown
+        self._tried: Origin | None = None  # what was tried last, for how long a failure pauses it, and until when
+        self._pause = self._try_at = 0.0
         self._shown_at = self._judge_at = 0.0
         self._said = ""
         self._rest: Callable[[], Awaitable[bool]] | None = None  # of a move that is written, and not shown
@@ -137,9 +151,8 @@ class Replica:
         return origin_of(self._extra())
 
     async def run(self) -> None:
-        """Follow, until cancelled."""
         try:
-            self._writer.start()
+            await asyncio.to_thread(self._writer.start)
             with contextlib.suppress(TierstoreError, OSError):  # of a full disk; later steps say so
                 await self.begin()
             while True:
@@ -155,9 +168,9 @@ class Replica:
             await self.end()
 
     async def end(self) -> None:
-        """Let go of transfers and of the process."""
         await self._stop_transfer()
-        self._writer.close()
+        self._pollers.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._writer.close)
 
     def _say(self, what: str, trace: Exception | None = None) -> None:
         """Log something once, not at each step."""
@@ -166,7 +179,6 @@ class Replica:
         self._said = what
 
     async def begin(self) -> None:
-        """Take up what the process before left."""
         await asyncio.to_thread(self.folder.open)
         await asyncio.to_thread(self.folder.put, replace(self.folder.listing, shown=self.own))
 
@@ -185,20 +197,34 @@ class Replica:
             if target.is_same(own):
                 await self._stop_transfer()
                 return await self._judge(target)
-            files = await self._fetched(own, target)
-            if files is None:
+            if target != self._tried:
+                self._tried, self._pause, self._try_at = target, 0.0, 0.0
+            if time.monotonic() < self._try_at:
                 return False
-            return await self._apply(files, own, target)
-
-    # What the sources say
+            try:
+                files = await self._fetched(own, target)
+                return files is not None and await self._apply(files, own, target)
+            except Exception:
+                self._pause = min(max(_RETRY_SECONDS, 2 * self._pause), _MAX_RETRY_SECONDS)
+                self._try_at = time.monotonic() + self._pause
+                raise
 
     async def _poll(self) -> None:
-        lists = await asyncio.gather(*(asyncio.to_thread(each.poll) for each in self._sources))
+        begun = []
+        for each in self._sources:
+            if each not in self._polls:
+                self._polls[each] = asyncio.get_running_loop().run_in_executor(self._pollers, each.poll)
+                begun.append(self._polls[each])
+        if begun:
+            await asyncio.wait(begun, timeout=_LISTS_SECONDS)
+        for source in [each for each, poll in self._polls.items() if poll.done()]:
+            self._lists[source] = self._polls.pop(source).result()
+        lists = [self._lists[each] for each in self._sources if each in self._lists]
         if errors := [each.error for each in self._sources if each.error]:
             self._say("; ".join(errors))
         known = self.folder.listing
-        for each in lists:
-            known = known.judged(each.verdicts)
+        for found in lists:
+            known = known.judged(found.verdicts)
         own, stores = self.own, {each.target.source: each.target for each in lists if each.target is not None}
         if own is not None and (others := stores.keys() - {own.source}):
             raise UpdateError(
@@ -229,9 +255,9 @@ class Replica:
         try:
             await self._go_back(own)
         except UpdateError as error:
-            if error.kind in _OF_THIS_MOMENT:
+            if error.is_passing:
                 raise
-            self._unfit.add(own.commit_id)  # a full copy brings it elsewhere
+            self._unfit.append(own.commit_id)  # a full copy brings it elsewhere
             self._say(str(error))
             return False
         return True
@@ -270,10 +296,10 @@ class Replica:
             try:
                 origin = await self._go_back(own)
             except UpdateError as error:
-                if error.kind not in _OF_THIS_MOMENT:  # it was refused
+                if not error.is_passing:  # it was refused
                     await asyncio.to_thread(self.folder.put, known)
                 raise
-            self._unfit.discard(left)
+            self._unfit = deque((each for each in self._unfit if each != left), _MAX_REMEMBERED)
         return origin.version
 
     async def _decline(self, own: Origin, why: str, before: Measures = _UNKNOWN, after: Measures = _UNKNOWN) -> None:
@@ -284,14 +310,12 @@ class Replica:
             _LOG.warning("version %d is declined: %s", own.version, why)
         await asyncio.to_thread(self.folder.put, known)
 
-    # Files
-
     async def _fetched(self, own: Origin | None, target: Origin) -> list[Offered] | None:
         """The files that lead to a version, once they are here; None while they are not."""
         own_files = self.folder.listing.files
         whole = await asyncio.to_thread(lambda: [each for each in own_files if self._path(each).exists()])
         offered = {
-            each.id: each for each in (*whole, *(each for source in self._sources for each in source.listing.files))
+            each.id: each for each in (*whole, *(each for found in self._lists.values() for each in found.files))
         }
         # A canary takes a version as a whole.
         is_urgent_fit = self._canary is None
@@ -329,9 +353,8 @@ class Replica:
         except DiskFullError:
             await self._put(files=tuple(files[: files.index(offered) + 1]), way=files)
             await asyncio.to_thread(require_room, self.folder.path, offered.size_bytes)
-        transfer = Transfer(
-            self.folder.path, offered, [each for each in self._sources if offered in each.listing.files]
-        )
+        having = [each for each, found in self._lists.items() if offered in found.files]
+        transfer = Transfer(self.folder.path, offered, having)
         self._transfer = transfer, asyncio.create_task(asyncio.to_thread(transfer.run))
 
     async def _stop_transfer(self) -> None:
@@ -361,30 +384,33 @@ class Replica:
         known = replace(known, files=tuple(each for each in known.files if each in kept))
         await asyncio.to_thread(self.folder.put, known)
 
-    # Versions
-
     async def _apply(self, files: Sequence[Offered], own: Origin | None, target: Origin) -> bool:
         """Apply files as one version, and show it; if that fails, the one before stays. False: a canary waits."""
         listing = self.folder.listing
         if self._canary is not None and own is not None and target.is_same(listing.trial):
-            before = await self._measured(own)
-            if before is None:
+            window = min(self._canary.seconds, WINDOW_SECONDS)
+            before = await asyncio.to_thread(self._measure, window, own.commit_id + own.urgent)
+            if before is None or before == Measures():
+                self._say(f"the canary has fewer than {MIN_REQUESTS} requests, or its watch has not measured {own}")
                 return False
             listing = replace(listing, trial_of=target.commit_id, trial_before=tuple(before))
             await asyncio.to_thread(self.folder.put, listing)
         started, commit = time.monotonic(), "" if own is None else own.commit_id
         try:
-            applied = await self._writer.ask(
-                "apply", commit, str(self._directory), *(str(self._path(each)) for each in files)
-            )
+            paths = [str(self._path(each)) for each in files]
+            applied = await self._writer.ask("apply", commit, str(self._directory), *paths)
         except UpdateError as error:
-            if error.kind == DiskFullError.__name__:
-                await self._put(files=tuple(files), way=files)
-            elif error.kind not in _OF_THIS_MOMENT:
-                self._refused |= {each.id for each in files}
-                await self._put(files=tuple(each for each in self.folder.listing.files if each.id not in self._refused))
-                if self._canary is not None and error.kind in _OF_THE_VERSION and target.is_same(listing.trial):
-                    await self._decline(target, f"it cannot be applied: {excerpt(str(error), 300)}")
+            faults = {each.id: error.faults.get(str(self._path(each))) for each in files}
+            for path in [self._path(each) for each in files if faults[each.id] == "damaged"]:  # fetched again
+                await asyncio.to_thread(path.unlink, missing_ok=True)
+            self._refused.extend(each for each, fault in faults.items() if fault == "refused")
+            kept = tuple(each for each in files if each.id not in self._refused)
+            if error.http_status == _FULL:
+                await self._put(files=kept, way=kept)
+            elif len(kept) < len(files):
+                await self._put(files=tuple(each for each in listing.files if each.id not in self._refused), way=kept)
+            if faults[files[-1].id] == "refused" and self._canary is not None and target.is_same(listing.trial):
+                await self._decline(target, f"it cannot be applied: {excerpt(str(error), 300)}")
             raise
         reach("update: applied")
 
@@ -401,25 +427,13 @@ class Replica:
         try:
             await self._refresh()
         except Exception as error:
-            self._unfit.add(target.commit_id)
+            self._unfit.append(target.commit_id)
             if not applied["was_there"]:  # what is shown and what the replica has are the same again
                 with contextlib.suppress(UpdateError):  # of a first version there is none before
                     await self._writer.ask("rollback", "", str(self._directory))
             if self._canary is not None and target.is_same(self.folder.listing.trial):
                 await self._decline(target, f"it cannot be shown: {excerpt(str(error), 300)}")
             raise
-
-    # A canary's verdict
-
-    async def _measured(self, own: Origin) -> Measures | None:
-        """What a version on trial is compared with; None while there is too little."""
-        assert self._canary is not None
-        seconds = min(self._canary.seconds, WINDOW_SECONDS)
-        found = await asyncio.to_thread(self._measure, seconds, own.commit_id + own.urgent)
-        if found is None or found == Measures():
-            self._say(f"the canary has fewer than {MIN_REQUESTS} requests, or its watch has not measured {own}")
-            return None
-        return found
 
     async def _judge(self, own: Origin) -> bool:
         """Compare what is on trial with before, once it was shown for long enough; whether there is a new verdict."""
