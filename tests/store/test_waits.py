@@ -172,7 +172,7 @@ ENDING: Final[dict[str, tuple[str, Callable[[Scene], object]]]] = {
 
 BETWEEN_ROOMS: Final = {
     "Store": "find_or_require has_rows_of note_partly_trained pool_of require_whole_steps use_optimizer use_rows",
-    "Table": "columns converted follows give_rows go_on_at id_error ids in_pool is_whole jagged keys_of leave local "
+    "Table": "columns converted follows give_rows go_on_at id_error ids in_pool is_whole jagged keys_of local "
     "lookup name next_hyper note_change pool pooled_directly require_float require_whole restore rounding_seed "
     "size_bytes state",
     "Recorder": "add_table note_bags note_lookups note_rows",
