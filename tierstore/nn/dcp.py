@@ -28,11 +28,8 @@ from ..store import Store, Table
 from ..store.table_ids import TableIds
 from ..store.version import TableState
 
-__all__ = ["StoreVersion", "rows"]
-
 _ATEN: Final = torch.ops.aten
-_WRITING: Final = threading.RLock()
-"""Weights and state of a row are written together, and a reader may load them in several threads."""
+_WRITING: Final = threading.RLock()  # weights and state are written together, and a reader may have several threads
 
 
 class _Content(NamedTuple):

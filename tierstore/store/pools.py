@@ -213,22 +213,14 @@ class Pools:
             waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
         )
         ssd = TierStats(
-            lookups=counters.rows_read,
-            unique=counters.rows_read,
-            hits=counters.rows_read - counters.rows_absent,
-            misses=counters.rows_absent,
+            lookups=counters.rows_read, unique=counters.rows_read, misses=counters.rows_absent,
+            hits=counters.rows_read - counters.rows_absent, bytes_read=counters.pages_read * cold.page_bytes,
             capacity_rows=sum(len(table.rows) for table in list(self._catalog.tables.values())),
-            bytes=cold.map_bytes,
-            held_bytes=cold.held_bytes,
+            bytes=cold.map_bytes, held_bytes=cold.held_bytes, page_cache_bytes=file_memory_bytes(),
             seconds=counters.read_seconds + counters.write_seconds,
-            bytes_read=counters.pages_read * cold.page_bytes,
-            bytes_written=counters.bytes_written,
-            rows_written=counters.rows_written,
-            bytes_moved=counters.bytes_moved,
-            rows_moved=counters.rows_moved,
-            pages_moved=counters.pages_moved,
-            page_cache_bytes=file_memory_bytes(),
-        )
+            bytes_written=counters.bytes_written, rows_written=counters.rows_written,
+            bytes_moved=counters.bytes_moved, rows_moved=counters.rows_moved, pages_moved=counters.pages_moved,
+        )  # fmt: skip
         return Stats(hbm_stats(pools), ddr, ssd, ids)
 
 
