@@ -17,8 +17,6 @@ ROWS, DIM = 300, 20
 
 
 class Job:
-    """A model over a store, with everything that has a state."""
-
     def __init__(self, store: tierstore.Store, **config: Any) -> None:
         self.store = store
         if "t" not in store:
@@ -121,8 +119,6 @@ def test_a_commit_of_rows_alone_drops_no_checkpoint(tmp_path: Path) -> None:
 
 
 class Kept:
-    """What has a state."""
-
     def __init__(self, value: Any = None) -> None:
         self.value = value
 

@@ -17,8 +17,6 @@ ROWS, DIM = 300, 20
 
 
 class Model(nn.Module):
-    """Rows' gradients are ``x`` to the bit, however a compiler orders the rest."""
-
     def __init__(self, store: tierstore.Store) -> None:
         super().__init__()
         self.row, self.bag = tierstore.TieredEmbedding(store["t"]), tierstore.TieredEmbeddingBag(store["t"])
@@ -131,8 +129,6 @@ PAIR = torch.tensor([[1, 2]])
 
 
 class Case:
-    """A model with fused rows and one optimizer of all its parameters."""
-
     def __init__(self, store: tierstore.Store, weight_decay: float = 0.0) -> None:
         store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4))
         self.model = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(4, 1))

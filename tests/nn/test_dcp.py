@@ -35,7 +35,6 @@ def state_of(job: Job) -> dict[str, Any]:
 
 
 def everything(store: tierstore.Store) -> list[Tensor]:
-    """Rows by ``Table.read``, their optimizer state, count of updates and rate."""
     table = store["t"]
     state = torch.from_numpy(read_rows(table, 0, ROWS).state)
     return [table.read(torch.arange(ROWS)).float(), state, torch.tensor(table.state, dtype=torch.float64)]

@@ -31,8 +31,6 @@ OTHERS = 6000
 
 
 class Call:
-    """A lookup of one or two tables, by a module or a collection."""
-
     def __init__(self, tables: list[int], batch: int, weighted: bool, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tables = tables
@@ -45,7 +43,6 @@ class Call:
         self.batch = batch
 
     def of(self, place: int) -> tuple[Tensor, Tensor]:
-        """Ids and offsets of one of its tables."""
         offsets = self.offsets[place * self.batch : (place + 1) * self.batch + 1]
         return self.ids[self.bounds[place] : self.bounds[place + 1]], offsets - offsets[0]
 
@@ -73,7 +70,6 @@ class Call:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[str], list[list[Call]]]:
-    """(poolings of three tables, the calls of each pass)."""
     poolings = [draw(st.sampled_from(["sum", "sum", "mean", "max"])) for _ in range(3)]
     passes = []
     for _ in range(draw(st.integers(1, 2))):
@@ -109,7 +105,6 @@ def scales_of(calls: list[Call]) -> list[Tensor | None]:
 def train(
     poolings: list[str], passes: list[list[Call]], rule: Any, backwards: bool, setting: Any, way: str
 ) -> list[Tensor]:
-    """Gradients of all weights, and all rows."""
     ended: list[Tensor] = []
     with tempfile.TemporaryDirectory() as directory, tierstore.open(directory, **setting) as store:
         for number, pooling in enumerate([*poolings, "sum"]):

@@ -63,7 +63,6 @@ ROWS, DIM, SAMPLES = 40, 4, 6
 
 
 def lists(seed: int = 0) -> tuple[list[list[Tensor]], Tensor]:
-    """(of each feature the ids of its own samples; int64 [features, samples], which of them each sample has)."""
     random = torch.Generator().manual_seed(seed)
     of_features = [
         [torch.randint(ROWS, (int(torch.randint(4, (1,), generator=random)),), generator=random) for _ in range(stride)]
@@ -83,7 +82,6 @@ def uneven(seed: int = 0, *, has_inverse: bool = True) -> KeyedJaggedTensor:
 
 
 def even(seed: int = 0) -> KeyedJaggedTensor:
-    """The same samples, each with lists of its own."""
     (of_features, inverse), parts = lists(seed), []
     lengths = [len(each) for own in of_features for each in own]
     weights = iter(torch.arange(1.0, 1.0 + sum(lengths)).split(lengths))

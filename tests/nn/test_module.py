@@ -221,7 +221,6 @@ def test_collections_look_up_each_id(store: tierstore.Store) -> None:
 
 
 def modules(store: tierstore.Store) -> list[tuple[nn.Module, Any]]:
-    """Each with what it looks up."""
     jagged = tierstore.KeyedJaggedTensor(["t"], IDS[0].flatten(), lengths=torch.full((3,), 4))
     return [
         (tierstore.TieredEmbedding(store["t"]), IDS[0]),

@@ -30,7 +30,6 @@ RULES: list[tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = [
 
 @contextlib.contextmanager
 def opened(rule: Optimizer, **tiers: Any) -> Iterator[tierstore.Store]:
-    """A store with a table "t"."""
     with tierstore.open(cold="memory", **(tiers or TIERS["in place"])) as store:
         store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule))
         yield store
@@ -45,8 +44,6 @@ def batches(count: int) -> list[Tensor]:
 
 
 class Twins:
-    """The same model twice: over a store, and over torch's own bag with the same rows."""
-
     def __init__(
         self, store: tierstore.Store, reference: Callable[[Any], torch.optim.Optimizer], *, pooled: bool = True
     ) -> None:

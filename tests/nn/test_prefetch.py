@@ -216,7 +216,6 @@ def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> Non
 
 @functools.cache
 def skewed() -> list[Any]:
-    """Rows of 40 batches, each once, in the order of use."""
     generator = np.random.default_rng(1)
     drawn = (generator.zipf(1.2, 20_000) % MANY for _ in range(40))
     return [each[np.sort(np.unique(each, return_index=True)[1])] for each in drawn]
@@ -246,8 +245,6 @@ def test_prefetching_reads_no_more_than_a_plain_loop(caches: float, trained: boo
 
 
 class Stuck:
-    """A source that gives some batches and then waits, as one that reads from a network does."""
-
     def __init__(self, *, last: Callable[[], None] = lambda: None) -> None:
         self.waits, self.goes_on = threading.Event(), threading.Event()
         self._last = last
@@ -262,7 +259,6 @@ class Stuck:
 
 
 def within(seconds: float, action: Callable[[], object]) -> None:
-    """AssertionError if it takes longer: far longer than it should."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)

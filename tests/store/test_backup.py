@@ -32,15 +32,12 @@ Rows = dict[str, Tensor]
 
 
 class Trained:
-    """A store under training, and what each of its versions holds, kept beside it."""
-
     def __init__(self, store: tierstore.Store) -> None:
         self.store = store
         self.versions: dict[int, Rows] = {}
         self._generator = torch.Generator().manual_seed(1)
 
     def train(self, rows: int = ROWS // 2) -> None:
-        """Change rows, one table by gradients, the other by writing."""
         ids = torch.randperm(ROWS, generator=self._generator)[:rows]
         values = torch.randn(rows, 16, generator=self._generator)
         tables = list(self.store.tables.values())
@@ -56,7 +53,6 @@ class Trained:
         self.versions[number] = seen
 
     def check(self, directory: Path, version: int) -> None:
-        """The store there holds these versions and nothing of later ones, and all of it is sound."""
         with tierstore.open(directory, mode="r", ddr="8MiB", threads=1) as store:
             assert store.version == version
             kept = store.versions
@@ -76,7 +72,6 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trained(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trained]:
-    """A store with three commits, two of them kept, and rows beyond the last; it is copied in small parts."""
     monkeypatch.setattr(files, "_PART_BYTES", 128 << 10)
     with tierstore.open(source, ddr=DDR, keep=2, threads=1) as store:
         for name in ("a", "b"):
@@ -97,7 +92,6 @@ def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(trained:
     parts = []
 
     def train_on(done: int, total: int) -> None:
-        """Between two parts of the copy every row changes, and what is not kept is deleted and its pages used again."""
         parts.append((done, total))
         if len(parts) <= 6:
             trained.train(ROWS)

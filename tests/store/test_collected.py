@@ -37,8 +37,6 @@ IDS = torch.arange(ROWS)
 
 
 class Job:
-    """An ordinary reference cycle: a trial of a sweep that knows its store, its model and itself."""
-
     def __init__(self, directory: Path, options: dict[str, Any]) -> None:
         self.store = tierstore.open(directory, threads=2, **options)
         self.table = self.store.create_table(CONFIG)
@@ -51,11 +49,9 @@ class Job:
             raise self.error
 
     def write(self, value: float) -> None:
-        """All rows become this."""
         self.table.write(IDS, torch.full((ROWS, DIM), value))
 
     def change_some(self, draw: random.Random) -> None:
-        """Train, which no commit will have."""
         for _ in range(draw.randint(1, 4)):
             start = draw.randrange(ROWS - 3000)
             self.bag(IDS[start : start + 3000].view(-1, 3)).sum().backward()
@@ -108,7 +104,6 @@ OPTIONS: list[dict[str, Any]] = [{"ddr": "1MiB"}, {"ddr": "16MiB"}, {"ddr": "4Mi
 
 
 def _run(directory: Path, moment: Callable[[Job, random.Random], None], draw: random.Random) -> "weakref.ref[Job]":
-    """Train, commit, and leave the store open at this moment."""
     job = Job(directory, draw.choice(OPTIONS))
     job.write(1.0)
     job.store.commit()
@@ -162,7 +157,6 @@ def _drop(directory: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch)
 
 
 def _store_threads() -> list[str]:
-    """But for the one that waits for what is dropped."""
     names = [each.name for each in threading.enumerate()]
     return [name for name in names if name.startswith("tierstore") and name != "tierstore-dropped"]
 
@@ -264,7 +258,6 @@ def _fail(_: torch.Tensor) -> None:
 
 
 def _rings(store: tierstore.Store) -> list[object]:
-    """A ring of io_uring, where the system has it."""
     ring = store._cold._file.map.locks.rings.take()  # type: ignore[union-attr]
     return [] if ring is None else [ring]
 

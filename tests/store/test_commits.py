@@ -41,7 +41,6 @@ def put(store: tierstore.Store, rows: torch.Tensor, value: float) -> None:
 
 
 def shown(directory: Path, version: int | None = None) -> torch.Tensor:
-    """First column of every row of a version."""
     with tierstore.open(directory, mode="r", version=version) as store:
         store.verify()
         return store["t"].read(ALL)[:, 0]
@@ -100,7 +99,6 @@ def test_a_version_shows_what_was_there_when_it_was_asked_for(
 
 
 def failing(store: tierstore.Store, should_fail: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the cold tier's writes for some epochs meet a full disk."""
     write = store._cold.write
 
     def refuse(*arguments: Any, epoch: int) -> None:
@@ -208,8 +206,6 @@ def test_a_commit_that_cannot_begin_holds_nothing_up(
 
 
 class _Rests(Flag):
-    """A flag that nobody sets, and that keeps no writer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seconds: list[float] = []

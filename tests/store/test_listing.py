@@ -20,7 +20,6 @@ POLICIES = ["lru", "lfu", "tinylfu"]
 
 
 def pool_over(cache: Any) -> Any:
-    """What a listing asks of a pool."""
     return SimpleNamespace(cache=cache, arena=SimpleNamespace(lock=threading.RLock()))
 
 

@@ -28,7 +28,6 @@ CONFIG = tierstore.TableConfig(
 
 @pytest.fixture
 def path(store_dir: Path) -> Path:
-    """The manifest of a store with one table and one commit."""
     with tierstore.open(store_dir, ddr="1MiB") as store:
         store.create_table(CONFIG).write(torch.tensor([1]), torch.ones(1, 4, dtype=torch.bfloat16))
         store.commit()

@@ -32,7 +32,6 @@ def commit_changed(writer: Writer) -> None:
 
 
 def require_nothing_held(store: Store) -> None:
-    """No second snapshot."""
     assert store._follower._found is store._cold._found is None
 
 
@@ -129,7 +128,7 @@ def test_a_table_that_goes_while_its_pool_is_asked_for_is_gone(
         find = store.pool_of
 
         def overtaken(layout: Any) -> Any:
-            table.leave()
+            table.is_gone = True
             return find(layout)
 
         monkeypatch.setattr(store, "pool_of", overtaken)
@@ -171,7 +170,6 @@ def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_d
 
 
 def replaced(how: str, store_dir: Path) -> None:
-    """Put another store, or none, where the store is."""
     shutil.rmtree(store_dir)
     if how == "compacted":
         store_dir.with_name("copy").rename(store_dir)

@@ -41,7 +41,6 @@ def new_reader(children: ExitStack, folder: Path, **options: Any) -> Reader:
 
 
 def begin(writer: Writer) -> None:
-    """A table that does not fit in the writer's memory, all 1, committed."""
     writer("create", "big", len(BIG), 32)
     write(writer, 1)
     writer("commit", 1)

@@ -33,8 +33,6 @@ Act = Callable[[], None]
 
 
 class Scene:
-    """A store with all that its public calls are made of. ``made``: a directory with the store, to be copied."""
-
     def __init__(self, folder: Path, kind: str, made: Path | None = None) -> None:
         options: dict[str, Any] = {"ddr": "1MiB", "threads": 1, "keep": 2}
         self.folder, self.count = folder, 0
@@ -74,7 +72,6 @@ class Scene:
         return self.store.optimizer()
 
     def new(self, name: str) -> Path:
-        """A name that is not taken."""
         self.count += 1
         return self.folder / f"{self.count}-{name}"
 
@@ -175,7 +172,7 @@ ENDING: Final[dict[str, tuple[str, Callable[[Scene], object]]]] = {
 
 BETWEEN_ROOMS: Final = {
     "Store": "find_or_require has_rows_of note_partly_trained pool_of require_whole_steps use_optimizer use_rows",
-    "Table": "columns converted follows give_rows go_on_at id_error ids in_pool is_whole jagged keys_of leave local "
+    "Table": "columns converted follows give_rows go_on_at id_error ids in_pool is_whole jagged keys_of local "
     "lookup name next_hyper note_change pool pooled_directly require_float require_whole restore rounding_seed "
     "size_bytes state",
     "Recorder": "add_table note_bags note_lookups note_rows",
@@ -206,7 +203,6 @@ def _half_listed(scene: Scene, act: Act) -> None:
 
 
 def _half_used(scene: Scene, act: Act) -> None:
-    """A forward pass without its backward."""
     out = scene.bag(IDS[:64].view(2, -1))
     act()
     del out
@@ -330,8 +326,6 @@ ERRORS = (TierstoreError, ValueError, TypeError, RuntimeError, KeyError, StopIte
 
 
 class Watch:
-    """What a thread is doing, since when."""
-
     def __init__(self) -> None:
         self.doing = ""
         self.since = 0.0

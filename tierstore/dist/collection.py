@@ -107,7 +107,7 @@ class ShardedModule(TieredModule):
 
     @property
     def _owners(self) -> Owners:
-        owners: Owners = self._store.owners  # type: ignore[attr-defined]
+        owners: Owners = self._store.owners
         return owners
 
     def _prepare(self, sources: Any, *arguments: Any) -> Prepared:  # noqa: ARG002

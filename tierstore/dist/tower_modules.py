@@ -258,7 +258,7 @@ class _OfPeers(Prepared):
             if isinstance(first, TowerBags):
                 samples = first.num_samples
             else:  # of dynamic ids, which are looked for again
-                peers = self.store.owners.towers.peers  # type: ignore[attr-defined]
+                peers = self.store.owners.towers.peers
                 samples = sum(peers.counts([batch] * peers.size, "samples of a batch"))
             self._found = samples, columns
         return self._found

@@ -91,7 +91,6 @@ def _saved(state: Any) -> memoryview:
 
 
 def _unreadable(state: Any, place: str) -> str:
-    """What ``_saved`` refuses, and where it is."""
     parts = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list | tuple) else ()
     for key, part in parts:
         try:

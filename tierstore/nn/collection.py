@@ -79,7 +79,6 @@ class Collection(TieredModule):
         return features.values(), features.offsets(), features.weights_or_none()
 
     def _alike(self, table: Table) -> Any:
-        """Equal of tables that one lookup can serve."""
         return table.layout, table.config.pooling
 
     def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
@@ -88,7 +87,6 @@ class Collection(TieredModule):
     def _checked(
         self, features: JaggedLike, sources: Any, scale: Tensor | None = None
     ) -> tuple[Jagged | DeviceJagged, dict[str, int]]:
-        """(ids, the place of each feature there)."""
         keys = list(features.keys())
         place = {name: index for index, name in enumerate(keys)}
         if len(place) < len(keys):
@@ -234,18 +232,15 @@ class TieredEmbeddingCollection(Collection):
 
     def _prepare(self, sources: Any, features: JaggedLike) -> Prepared:
         checked, place = self._checked(features, sources)
-        of_tables, jagged = list[Jagged](), checked.on_host
+        lookups, elements, jagged = list[AnyLookup](), 0, checked.on_host
         for table in self.tables:  # a bag for each id of its features
             bounds = [place[name] * jagged.batch for name in table.config.feature_names]
             lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]
             flat: Any = np.concatenate(lists)
             offsets: Any = np.arange(len(flat) + 1, dtype=jagged.offsets.dtype)
-            of_tables.append(Jagged(flat, offsets, len(flat)))
-        lookups = [
-            self._make_lookup(ids.join(Features.of([table], [0]), [0]), table.config.pooling)
-            for table, ids in zip(self.tables, of_tables, strict=True)
-        ]  # whose ``joined`` is not asked for: of dynamic ids it may be an exchange with other ranks
-        elements = sum(ids.batch * table.layout.dim for table, ids in zip(self.tables, of_tables, strict=True))
+            ids = Jagged(flat, offsets, len(flat))
+            lookups.append(self._make_lookup(ids.join(Features.of([table], [0]), [0]), table.config.pooling))
+            elements += len(flat) * table.layout.dim  # ``joined`` may be an exchange with other ranks
         return Prepared(lookups, (elements,), None, sources, self.store)
 
     def embedding_configs(self) -> list[TableConfig]:

@@ -25,8 +25,6 @@ from ..system.checks import require_int
 from .embedding import TieredEmbedding, TieredEmbeddingBag
 from .module import OF_TABLES, TieredModule, joins_gradients, plain_names, take_place
 
-__all__ = ["convert", "plain_model"]
-
 Embedding = nn.Embedding | nn.EmbeddingBag
 Rules = optim.Optimizer | Mapping[str, optim.Optimizer] | torch.optim.Optimizer
 """One for all tables, by name, or what trains the weights."""
@@ -38,8 +36,7 @@ _COUNTERPARTS: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
     **dict.fromkeys(("Adam", "AdamW", "SparseAdam"), (optim.Adam, ("betas", "eps"))),
 }
 """Of torch's optimizers, by class: the update rule, and the options that it takes besides rate and weight decay."""
-_NO_COUNTERPART: Final = {"momentum": 0, "lr_decay": 0, "amsgrad": False, "maximize": False}
-"""Options of torch's optimizers, each with the only value that is taken."""
+_NO_COUNTERPART: Final = {"momentum": 0, "lr_decay": 0, "amsgrad": False, "maximize": False}  # the only values taken
 
 
 class Rule(NamedTuple):
@@ -157,8 +154,6 @@ class Weight(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A weight, and the table that it becomes."""
-
     of: Weight
     config: TableConfig
     trained: Rule
@@ -249,12 +244,10 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def _options(module: Any) -> dict[str, Any]:
-    """Arguments in common of modules of torch and over tables."""
     return {name: getattr(module, name) for name in ("padding_idx", "include_last_offset") if hasattr(module, name)}
 
 
 def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weights: dict[Table, nn.Parameter]) -> nn.Module:
-    """``weights``: of tables met before."""
     made: Embedding
     table, rows, dim = module.table, module.num_embeddings, module.embedding_dim
     if (weight := weights.get(table)) is None:
@@ -345,7 +338,6 @@ def hung_on(what: nn.Module | Tensor) -> str:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """Equal of tensors that share memory."""
     has_none = tensor.is_meta or not tensor.numel() or type(tensor) not in (Tensor, nn.Parameter)
     return id(tensor) if has_none else tensor.untyped_storage().data_ptr()
 

@@ -28,11 +28,8 @@ from ..store import Store, Table
 from ..store.table_ids import TableIds
 from ..store.version import TableState
 
-__all__ = ["StoreVersion", "rows"]
-
 _ATEN: Final = torch.ops.aten
-_WRITING: Final = threading.RLock()
-"""Weights and state of a row are written together, and a reader may load them in several threads."""
+_WRITING: Final = threading.RLock()  # weights and state are written together, and a reader may have several threads
 
 
 class _Content(NamedTuple):
@@ -82,7 +79,6 @@ def rows(store: Any, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
 
 
 def _contents(table: Any, key: str) -> list[tuple[str, _Content]]:
-    """Of a ``Table``, or of a ``ShardedTable``, of which this rank has ``local``."""
     layout, num_rows = table.layout, table.config.num_embeddings
     local: Table = table.local
     if local is not table:
@@ -141,8 +137,7 @@ def _contents(table: Any, key: str) -> list[tuple[str, _Content]]:
 
 
 class _Range(Tensor):
-    """Rows from ``start`` on of a table's tensor, of the columns that are here those from ``first`` on; in the store
-    and not in memory."""
+    """Rows from ``start`` on, columns from ``first`` on of those here, of a table's tensor: not in memory."""
 
     _content: _Content
     _start: int
@@ -304,9 +299,7 @@ class StoreVersion:
 
 
 class _Committed:
-    """Is pickled, or copied, as the version that this commits: bytes of JSON, which ``torch.load(weights_only=True)``
-    takes, and which ``torch.distributed.checkpoint`` does not look into. Loading takes a ``state_dict`` too, and
-    pickles nothing."""
+    """Pickled or copied it commits, and is bytes of JSON, which ``torch.load(weights_only=True)`` takes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -73,7 +73,6 @@ class TieredEmbedding(_OfTable):
         return self._run((input,), (input,), shape)
 
     def _write_padding(self) -> None:
-        """Zeros, unless it was written or the table is only read."""
         table, at = self.table, self.table.store.shown.changes
         if self._written_at != at and not (table.store.readonly or table.layout.is_quantized):
             row = torch.tensor([self.padding_idx])
@@ -103,9 +102,9 @@ class TieredEmbedding(_OfTable):
                 row = self.table.jagged(torch.tensor([self.padding_idx]), torch.tensor([0, 1]), mode="sum")
                 places = (~is_used).to(self.table.store.device)
                 padding = Padding(self.table.lookup(row, mode="sum"), places, self._empty)
-        jagged = self.table.jagged(flat, offsets, mode=mode)
-        lookup = self.table.lookup(jagged, mode=mode)
-        return Prepared([lookup], (jagged.batch, self.embedding_dim), None, sources, self.table.store, padding)
+        lookup = self.table.lookup(self.table.jagged(flat, offsets, mode=mode), mode=mode)
+        shape = len(offsets) - 1, self.embedding_dim
+        return Prepared([lookup], shape, None, sources, self.table.store, padding)
 
 
 @hinting(NO_COUNTERPART)
@@ -147,11 +146,8 @@ class TieredEmbeddingBag(_OfTable):
         self.include_last_offset = include_last_offset
 
     def forward(
-        self,
-        input: Tensor,  # noqa: A002 - torch.nn.EmbeddingBag's name
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> Tensor:
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None  # noqa: A002
+    ) -> Tensor:  # fmt: skip
         """Pooled rows.
 
         Args:
@@ -173,11 +169,11 @@ class TieredEmbeddingBag(_OfTable):
     ) -> Tensor | None:
         if per_sample_weights is not None or self.padding_idx is not None:
             return None
-        if offsets is None:
-            if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.is_cpu:
-                return None
-            return self.table.pooled_directly(ids.reshape(-1), _evenly(ids), self.mode)
-        return self.table.pooled_directly(ids, offsets, self.mode, is_last_given=self.include_last_offset)
+        if offsets is not None:
+            return self.table.pooled_directly(ids, offsets, self.mode, is_last_given=self.include_last_offset)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.is_cpu:
+            return None
+        return self.table.pooled_directly(ids.reshape(-1), _evenly(ids), self.mode)
 
     def _prepare(
         self, sources: Any, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from ..lookup.gradients import NUMBERS, collect, note_pass, require_engine
 from ..lookup.lookup import AnyLookup, DynamicLookup
 from ..optim.curvature import OF_THREAD
-from ..store.table import TableStore
 
 _MISSED: Final = 2  # batches in turn: one may well have been left out
 _NOT_TAKEN: Final = (
@@ -22,8 +21,8 @@ _NOT_TAKEN: Final = (
 
 
 class Padding(NamedTuple):
-    """Places of the output (bool [n], on the store's device) that are one row, which is not trained there. A row of the
-    bits ``empty``, float32 [1, dim], was never written, and gives zeros."""
+    """Places of the output (bool [n], on the store's device) that are one row, not trained there. Of the bits
+    ``empty``, float32 [1, dim], it was never written, and gives zeros."""
 
     lookup: AnyLookup
     places: Tensor
@@ -36,13 +35,12 @@ class Padding(NamedTuple):
 
 
 class Prepared:
-    """Lookups ready to run, and the tensors they were made from. ``shape`` is the output's: (batch, columns), of which
-    each has columns; or (elements,), of which each has a run, in order, as long as its ``batch`` times the dim of
-    its rows. ``features``: the object that it waits for, see ``PreparedLookups``."""
+    """Lookups ready to run, and the tensors they were made from. ``shape`` is the output's: (batch, columns); or
+    (elements,), of which each lookup has a run, in order. ``features``: the object that it waits for."""
 
     def __init__(
         self, lookups: list[AnyLookup], shape: tuple[int, ...], scale: Tensor | None,
-        sources: Sequence[Tensor | None], store: TableStore, padding: Padding | None = None,
+        sources: Sequence[Tensor | None], store: Any, padding: Padding | None = None,
     ) -> None:  # fmt: skip
         self.lookups, self.shape, self.scale, self.store, self.padding = lookups, shape, scale, store, padding
         self.features: object = None
@@ -62,7 +60,6 @@ class Prepared:
         return [run.view(shape) for run, shape in zip(runs, shapes, strict=True)]
 
     def has_room(self) -> bool:
-        """Whether ``stage`` would bring the rows in; some lookups of one pool together may not have what each has."""
         return all(lookup.has_room() for lookup in self._all)
 
     def stage(self) -> bool:
@@ -80,10 +77,9 @@ class Prepared:
 
 
 class PreparedLookups:
-    """What the prefetch pipeline made ready, waiting for the forward call that will use it. It is found by the identity
-    of the very object that forward will be given, which is kept alive meanwhile; an object that comes several times
-    has a batch for each, taken in order. Ids are not compared: a batch whose memory is written over is looked up as
-    it was prepared. Several threads may call it: a batch is whose ``_remove`` found it."""
+    """What prefetching made ready, found by the identity of the object that forward will be given, which is kept alive
+    meanwhile; one that comes several times has a batch for each, in order. Ids are not compared. Several threads may
+    call it: a batch is whose ``_remove`` found it."""
 
     def __init__(self) -> None:
         self.waiting: list[Prepared] = []
@@ -107,7 +103,6 @@ class PreparedLookups:
         return None
 
     def _remove(self, prepared: Prepared) -> bool:
-        """Whether it was waiting, and no other thread took it."""
         try:
             self.waiting.remove(prepared)
         except ValueError:
@@ -131,10 +126,8 @@ def _versions(sources: Sequence[Tensor | None]) -> list[tuple[int, int]]:
 
 
 def run_lookups(prepared: Prepared, anchor: Tensor, shape: Sequence[int], *, trainable: bool) -> Tensor:
-    """float32 of a shape with as many elements as ``prepared.shape`` has. With gradients enabled and ``trainable``, a
-    backward pass that ends well trains the rows, unless it was asked for gradients of other tensors only.
-    ``anchor``: a leaf that requires grad and stands for the rows, so that autograd runs backward though ids have no
-    gradient; it gets none itself."""
+    """float32 of a shape with as many elements as ``prepared.shape`` has. With ``trainable`` a backward pass trains the
+    rows, unless it was asked for other gradients only. ``anchor``: a leaf that stands for the rows."""
     scale = prepared.scale
     if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
         start = anchor if trainable else anchor.detach()
@@ -218,20 +211,17 @@ def _scale_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     """Gradient of the per-sample weights. RuntimeError: the rows are not those that forward read."""
     prepared: Any = ctx.prepared
     found = torch.zeros(prepared.scale.shape, dtype=torch.float32, device="cpu")
-    _require_rows_as_read(ctx)
-    for lookup in prepared.lookups:
-        lookup.scale_gradient(gradient.detach(), found.numpy())
-        if lookup.joined.unseen is not None:
-            lookup.joined.unseen.scale_gradient(gradient.detach(), found.numpy())
-    _require_rows_as_read(ctx)
+    for each in (*prepared.lookups, None):  # rows are compared before the first and after the last
+        for table, num_changes in ctx.rows_read:
+            if table.num_changes != num_changes:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"rows of table {table.name!r}, which the gradient of per_sample_weights needs as forward read "
+                    "them. Run backward before you write, train or roll back the table, or give weights that require "
+                    "no gradient"
+                )
+        if each is not None:
+            each.scale_gradient(gradient.detach(), found.numpy())
+            if each.joined.unseen is not None:
+                each.joined.unseen.scale_gradient(gradient.detach(), found.numpy())
     return found.to(prepared.scale.device)
-
-
-def _require_rows_as_read(ctx: Any) -> None:
-    for table, num_changes in ctx.rows_read:
-        if table.num_changes != num_changes:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: rows "
-                f"of table {table.name!r}, which the gradient of per_sample_weights needs as forward read them. Run "
-                "backward before you write, train or roll back the table, or give weights that require no gradient"
-            )

@@ -228,8 +228,7 @@ class KeyedJaggedTensor(JaggedTensor):
 
     def length_per_key(self) -> list[int]:
         """How many values each feature has."""
-        starts = self.offset_per_key()
-        return [stop - start for start, stop in itertools.pairwise(starts)]
+        return [stop - start for start, stop in itertools.pairwise(self.offset_per_key())]
 
     def offset_per_key(self) -> list[int]:
         """Where each feature's values begin, and where the last end."""

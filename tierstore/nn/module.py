@@ -15,7 +15,6 @@ from ..lookup.gradients import note_pass
 from ..optim.curvature import OF_THREAD
 from ..store import Table
 from ..store.arguments import NOT_TRACED, refuse_traces
-from ..store.table import TableStore
 from ..system.checks import Unpicklable, require_int
 from .function import Prepared, PreparedLookups, run_lookups
 from .placeholder import Placeholder
@@ -35,10 +34,9 @@ _NO_WEIGHT: Final = (
 OF_TABLES: Final = {"table", "rows", "_store", "_prepared", "_has_padding_row", "_empty", "_written_at", "_replicated"}
 """Attributes of modules over a table that torch's do not have."""
 _JOINS: Final = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule", "DDP"}
-"""Classes of torch.distributed; the last is of ``replicate``."""
+# Names that wrappers give to what they wrap; the classes below call it ``module``.
 _ADDED: Final = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _WRAPPERS: Final = {"DataParallel", "DistributedDataParallel", "AveragedModel"}
-"""Names that wrappers give to what they wrap; these classes call it ``module``."""
 
 
 class TieredModule(Unpicklable, nn.Module, ABC):
@@ -49,10 +47,9 @@ class TieredModule(Unpicklable, nn.Module, ABC):
             module or a model, freezes the tables; it is not in ``state_dict()``.
     """
 
-    _replicated = "", 1
-    """By what, and by how many processes: a reentrant checkpoint trains in backward, where nothing says so."""
+    _replicated = "", 1  # by what, by how many: a reentrant checkpoint trains in backward, where nothing says so
 
-    def __init__(self, store: TableStore) -> None:
+    def __init__(self, store: Any) -> None:
         require_store(store)
         super().__init__()
         self.rows = Placeholder.of(self, requires_grad=not store.readonly)
@@ -72,8 +69,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         return arguments
 
     def _pooled_directly(self, *arguments: Any) -> Tensor | None:  # noqa: ARG002
-        """What a call without gradients gives, where one compiled call does it: most of a small lookup's time is
-        Python's. None: ``_prepare`` must."""
+        """``forward`` without gradients where one compiled call does it; None: ``_prepare`` must."""
         return None
 
     def _run(
@@ -88,8 +84,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         raise RuntimeError(NOT_TRACED)
 
     def _require_one_process(self, rows: Tensor) -> None:
-        """RuntimeError if rows are trained in a module that brings several processes' gradients of parameters together,
-        as DDP and FSDP do: each process would train rows of its own, and rows are no parameters."""
+        """RuntimeError if rows are trained in a module that joins processes' gradients, as DDP and FSDP do."""
         processes, kind = distributed.get_world_size(), "DTensor" if type(rows).__name__ == "DTensor" else None
         frame = sys._getframe(1)
         while frame is not None and kind is None:
@@ -168,7 +163,6 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TieredModule":  # noqa: ARG002
-        """Called by ``to``, ``half`` and the like."""
         wanted = fn(torch.empty(0, dtype=torch.float32, device=self._store.device))
         if wanted.dtype != torch.float32:
             raise TypeError(

@@ -27,11 +27,10 @@ _CHANGE_GRADIENTS: Final = {
     grad_scaler.__file__: "a GradScaler does not reach them, and they are trained by scaled gradients",
 }
 """Files whose functions read ``grad`` of parameters to change it, with what is then wrong."""
-_GRAD: Final[Any] = Tensor.grad
-"""torch's property, to which mypy knows no setter."""
+_GRAD: Final[Any] = Tensor.grad  # torch's property, to which mypy knows no setter
 _SEEN: Final = "_tierstore_seen"
-"""An attribute of optimizers: by the ``id`` of a placeholder, the updates of its rows as of the last step, and whether
-there was more than one before that step."""
+"""An attribute of optimizers: by the ``id`` of a placeholder, its rows' updates as of the last step, and whether there
+was more than one before that step."""
 
 
 class Placeholder(nn.Parameter):
@@ -126,7 +125,6 @@ def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _with_placeholders(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give torch.distributed.checkpoint, which asks for a state of each parameter, one of placeholders."""
     callers = [each.f_globals.get("__name__") for each, _ in itertools.islice(traceback.walk_stack(None), 8)]
     if "torch.distributed.checkpoint.state_dict" in callers and state_dict["state"]:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]

@@ -21,16 +21,14 @@ from ..system.signals import ClosedWhenDropped, Flag, settle, shielded
 from .module import plain_names
 
 Batch = TypeVar("Batch")
-_Item = tuple[()] | tuple[Any, Any] | BaseException
-"""A batch and the source's position, nothing at the end, or what went wrong."""
+_Item = tuple[()] | tuple[Any, Any] | BaseException  # a batch and its position, nothing at the end, or an error
 _NO_MORE: Final = object()
 _OF_A_FORK: Final = ("the pipeline", "open the store here, and call tierstore.prefetch here")
 _NAME: Final = "tierstore-prefetch"
 _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0
 _READ_SECONDS: Final = 0.005  # what takes longer to be read is read while other batches are used
-_LEFT: Final[dict[int, Flag]] = {}
-"""Set once nobody reads a source, by its ``id``, that a pipeline was reading from when it was closed."""
+_LEFT: Final[dict[int, Flag]] = {}  # by a source's ``id``; set once a pipeline that was closed reads it no more
 _AUTO_DEPTH: Final = 2
 _GROUP: Final = _AUTO_DEPTH + 1  # batches that are read together between steps
 _RUN_STEPS: Final = 6 * _GROUP
@@ -183,12 +181,9 @@ class Prefetched(ClosedWhenDropped, Generator[Batch, None, None]):
 
 
 def prefetch(
-    batches: Iterable[Batch],
-    module: Any,
-    *,
-    depth: int | Literal["auto"] = "auto",
+    batches: Iterable[Batch], module: Any, *, depth: int | Literal["auto"] = "auto",
     features: Callable[[Batch], Any] | None = None,
-) -> Prefetched[Batch]:
+) -> Prefetched[Batch]:  # fmt: skip
     """Iterate over ``batches`` while a thread reads ahead and brings the rows of up to ``depth`` later batches in.
 
     Closing the generator (``contextlib.closing``, or its end) releases what was not used and ends the thread; where
@@ -412,7 +407,6 @@ class _Worker:
                 self._release()
 
     def _go_on(self) -> bool:
-        """Read a batch, unless one waits for room, and if there is room bring its rows in and hand it over."""
         if self._next is None:
             item = self.read()
             module = self._module
@@ -466,7 +460,6 @@ class _Worker:
             self._vacant = self._add_places(self._vacant)
 
     def _add_places(self, count: int) -> int:
-        """Returns how many are left to add: 0."""
         for _ in range(count):
             self._places.put(None)
         return 0

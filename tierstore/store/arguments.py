@@ -18,7 +18,6 @@ from ..pool.joined import Jagged
 
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)
-_INT32_MAX: Final = 2**31 - 1
 FLOAT_TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)  # of per-sample weights, and of rows written
 OffsetsType = type[np.int64] | type[np.int32]  # of the offsets that a lookup keeps
 _OF_LENGTHS: Final = "(where lengths were given, the sum of those before)"
@@ -67,14 +66,9 @@ _is_included: Final[Any] = torch._C._dispatch_tls_is_dispatch_key_included
 _IN_TRACES: Final = ("FakeTensor", "FunctionalTensor")  # classes of tensors; to import them takes long
 
 
-def may_trace() -> bool:
-    """Whether ``refuse_traces`` may refuse plain tensors; 0.2 us."""
-    return _tracing_state() is not None or _num_modes() > 0 or _is_included(_PRE_DISPATCH)
-
-
 def refuse_traces(given: Sequence[object]) -> None:
     """RuntimeError while torch traces; ``given`` is what would be looked up."""
-    if may_trace():
+    if _tracing_state() is not None or _num_modes() > 0 or _is_included(_PRE_DISPATCH):
         proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # without it nothing makes proxies of tensors
         if _tracing_state() is not None or (proxies is not None and proxies.get_proxy_mode() is not None):
             raise RuntimeError(NOT_TRACED)
@@ -99,11 +93,9 @@ def _to_host(values: Tensor, name: str, device: torch.device) -> NDArray[Any]:
             f"{name} is on {values.device}; this store works on {device}: pass {name}.cpu(), or open the store with "
             f'device="{values.device}"'
         )
-    if values.requires_grad:
-        values = values.detach()
     if values.is_cpu and values.numel() and not values.data_ptr():
         raise ValueError(f"{name} has no elements in memory: a fake tensor, or one whose storage was freed")
-    return (values.cpu() if values.device.type != "cpu" else values).contiguous().numpy()
+    return values.detach().cpu().contiguous().numpy()
 
 
 def check_offsets(
@@ -114,7 +106,7 @@ def check_offsets(
     not given, it is added. Where ``dtype`` does not hold ``num_ids``, the copy is int64."""
     given = check_ids(offsets, name, device=device)
     whole = given if is_last_given else np.concatenate((given, (num_ids,)))
-    array: Any = np.empty(len(whole), dtype if num_ids <= _INT32_MAX else np.int64)
+    array: Any = np.empty(len(whole), dtype if num_ids < 2**31 else np.int64)
     if len(array) and kernels.copy_offsets(whole, num_ids, array):
         return array
     found = "there are none"
@@ -163,9 +155,8 @@ def check_jagged(
         return on_host()
     refuse_transforms()
     count, own = len(require_ids(ids, ids_name)), require_scale(scale, len(ids), mode, scale_name)
-    given = DeviceIds(
-        ids.contiguous(), require_ids(offsets, "offsets").contiguous(), None if own is None else own.contiguous()
-    )
+    starts = require_ids(offsets, "offsets").contiguous()
+    given = DeviceIds(ids.contiguous(), starts, None if own is None else own.contiguous())
     rule = _offsets_rule("offsets", count, is_last_given=is_last_given)
 
     def offsets_error(index: int) -> ValueError:

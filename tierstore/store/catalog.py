@@ -14,6 +14,7 @@ A process that ends before the third leaves the table as it was. Rows of an empt
 import contextlib
 import logging
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -31,7 +32,7 @@ from ..pool.converting import Converter, RowSource
 from ..system.sizes import format_count
 from .directory import Opened
 from .manifest import Manifest
-from .table import Table, TableStore
+from .table import Table
 from .table_ids import TableIds
 from .version import ORIGIN_KEY, RANK_KEY, TableState, Version, repack, unpack
 
@@ -51,12 +52,11 @@ class ShownVersion:
 
 
 class Catalog:
-    """The tables of an open store, each in the manifest, in the cold tier, and a ``Table``, all in one order.
-    ``epoch``: the version that rows are written for. ``minutes``: the time of batches from now on, for
-    ``TTL(minutes=)``; 0: it was not set."""
+    """The tables of an open store: each in the manifest, in the cold tier, and a ``Table``, all in one order.
+    ``epoch``: the version that rows are written for. ``minutes``: the time for ``TTL(minutes=)``; 0: not set."""
 
     def __init__(
-        self, store: "weakref.ref[TableStore]", directory: Path, files: Opened, *, readonly: bool, has_hbm: bool,
+        self, store: "weakref.ref[Any]", directory: Path, files: Opened, *, readonly: bool, has_hbm: bool,
         dtype: KeptAs,
     ) -> None:  # fmt: skip
         self.tables: dict[str, Table] = {}
@@ -81,13 +81,19 @@ class Catalog:
 
     @property
     def states(self) -> dict[str, TableState]:
-        """What a commit keeps of each table besides its rows."""
         states = {config.name: TableState(0, config.optimizer.lr) for config in self.manifest.tables}
         return states | {name: table.state for name, table in self.tables.items()}
 
     @property
     def ids(self) -> list[TableIds]:
         return [table.ids for table in list(self.tables.values()) if table.ids is not None]
+
+    @contextlib.contextmanager
+    def ids_locked(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for ids in self.ids:
+                stack.enter_context(ids.lock)
+            yield
 
     @property
     def num_changes(self) -> dict[str, int]:
@@ -101,7 +107,6 @@ class Catalog:
         return tuple(name for name, count in self.num_changes.items() if count != self.shown.committed.get(name, 0))
 
     def source(self, read: RowSource) -> RowSource:
-        """``read``, for rows as they are kept in memory."""
         if self._dtype is None:
             return read
         return lambda keys, slots, weights, _state, present: self._converter.read(read, keys, slots, weights, present)
@@ -131,8 +136,7 @@ class Catalog:
         return known
 
     def require_possible(self, config: TableConfig) -> None:
-        """ValueError if a table's rows are too wide, or there are too many tables. TableError if the tier in device
-        memory cannot have it."""
+        """ValueError: rows too wide, or too many tables. TableError: the tier in device memory cannot have it."""
         self._require_supported(config)
         config.layout(self.manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
         if len(self.manifest.tables) + (config.ids is not None) >= MAX_TABLES:
@@ -170,7 +174,6 @@ class Catalog:
         self._change(manifest)
 
     def change(self, table: Table, config: TableConfig) -> Table:
-        """See ``Store.change_table``."""
         before, manifest = table.config, self.manifest
         if any(each.name == config.name for place, each in enumerate(manifest.tables) if place != table.index):
             raise TableError(f"there is a table {config.name!r}: choose another name")
@@ -206,14 +209,12 @@ class Catalog:
         for gone, each in moved.items():
             manifest = manifest.with_table(each.dropped(gone + shift))
         self._change(manifest)
-        number = self.epoch
+        number, version, shapes = self.epoch, self.version, dict(self._entered)
         try:
-            shapes = {
-                gone + shift: (self._entered[gone + shift][0], each.num_embeddings) for gone, each in moved.items()
-            }
-            self._enter(self._entered | shapes)  # rows may be written for places that are empty in the manifest
+            for gone, each in moved.items():
+                shapes[gone + shift] = shapes[gone + shift][0], each.num_embeddings
+            self.enter(shapes)  # rows may be written for places that are empty in the manifest
             counts = [self._copy_rows(gone, each, gone + shift) for gone, each in moved.items()]
-            version = self.version
             payload = repack(version._replace(tables=self.states), version.lineage.following(version.number))
             self.epoch, made = number + 1, unpack(number, payload)
             self._cold.commit(payload, number, keep=1)
@@ -223,7 +224,7 @@ class Catalog:
                 manifest = manifest.with_place(gone + shift, each)
             self._change(manifest)
         finally:
-            self._enter(self.manifest.shapes)
+            self.enter(self.manifest.shapes)
         _LOG.warning(
             "table %r: the optimizer state of %s begins again, of %s in the place of %s",
             config.name, format_count(counts[0], "row"), config.optimizer.kind, table.config.optimizer.kind,
@@ -247,8 +248,7 @@ class Catalog:
         return count
 
     def _change(self, manifest: Manifest) -> None:
-        """Have other tables, durably, when no row changed since the last commit. Those that change are others
-        (``Table.leave``)."""
+        """Have other tables, durably, when no row changed since the last commit."""
         try:
             self._replace(manifest)
         finally:
@@ -257,39 +257,32 @@ class Catalog:
     def _replace(self, manifest: Manifest) -> None:
         """Have the tables of another manifest, once that is on disk. Errors as of ``_write``; nothing changes then."""
         try:
-            self._enter(manifest.shapes)
+            self.enter(manifest.shapes)
             tables = self._made(manifest)
-            self._write(manifest)
+            if isinstance(self._cold, LmdbColdTier):
+                self._write(manifest, self._cold)
         except BaseException:
             with contextlib.suppress(TierstoreError):  # of files that are of no more use, as the first error says
-                self._enter(self.manifest.shapes)
+                self.enter(self.manifest.shapes)
             raise
         self._take(manifest, tables)
 
-    def _write(self, manifest: Manifest) -> None:
+    def _write(self, manifest: Manifest, cold: LmdbColdTier) -> None:
         """Returns once it is on disk, whatever is raised then. StoreReplacedError; others as ``Manifest.write``."""
-        if not isinstance(self._cold, LmdbColdTier):
-            return
-        self._cold.require_in_place()
+        cold.require_in_place()
         try:
             manifest.write(self._directory)
         except BaseException:  # handlers of signals wait until the call ends
             with contextlib.suppress(TierstoreError):
                 if Manifest.read(self._directory) == manifest:
-                    self._cold.sync_names()
-                    return
+                    return cold.sync_names()
             raise
 
     # Following a writer
 
     def prepare(self, version: Version) -> tuple[Manifest, bool]:
-        """Make ready the tables of a newer version: the cold tier knows them, empty, and nothing shows them. Returns
-        the manifest that goes with it, and whether the cold tier knows tables, or rows, that it did not know before.
-
-        Raises:
-            StoreReplacedError: a table is in the place of another. TableError: a table cannot be kept in memory as
-                asked. BudgetError: the system refuses memory for the map of its rows.
-        """
+        """Make the tables of a newer version known to the cold tier, empty. Returns its manifest, and whether tables or
+        rows are new. StoreReplacedError, TableError, BudgetError as of ``Store.find_newer``."""
         manifest, entered = version.manifest_of(self._read_manifest()), self._entered
         shapes, shown = dict(manifest.shapes), self.manifest.shapes
         # A replica's tables go with the versions that brought them, and others may have come before anybody looked.
@@ -302,26 +295,21 @@ class Catalog:
                     f"{self._directory}: table {after.name!r} is in the place of {before.name!r}, which is shown; open "
                     "the store again"
                 )
-        for index, config in enumerate(manifest.tables):
-            if index >= len(self.manifest.tables):
-                self._require_supported(config)
-                self._kept(index, config)
-        self._enter(shapes)
+        for index, config in enumerate(manifest.tables[len(shown) :], len(shown)):
+            self._require_supported(config)
+            self._kept(index, config)
+        self.enter(shapes)
         return manifest, self._entered != entered
 
-    def drop_prepared(self) -> None:
-        self._enter(self.manifest.shapes)
-
     def move(self, manifest: Manifest, version: Version) -> None:
-        """Show a version, of the tables of its manifest."""
-        self._enter(manifest.shapes)
+        self.enter(manifest.shapes)
         self._take(manifest, self._made(manifest))
         self.show(version)
 
     # Tables and the cold tier
 
     def _made(self, manifest: Manifest) -> dict[str, Table]:
-        """The tables of a manifest, which the cold tier knows; those that are in it as they are stay."""
+        """Those of a manifest, which the cold tier knows; tables that are in it as they are stay."""
         before, tables = {table.index: table for table in self.tables.values()}, dict[str, Table]()
         store = self._store()
         assert store is not None, "the caller of a store has it"
@@ -341,15 +329,14 @@ class Catalog:
 
     def _take(self, manifest: Manifest, tables: dict[str, Table]) -> None:
         before, self.tables, self.manifest = self.tables, tables, manifest
-        for table in before.values():
-            if tables.get(table.name) is not table:
-                table.leave()
         store = self._store()
+        for table in before.values():
+            table.is_gone = tables.get(table.name) is not table
         for table in tables.values():
             if store is not None and store.recorder is not None and before.get(table.name) is not table:
                 store.recorder.add_table(table.index, table.name)
 
-    def _enter(self, shapes: dict[int, tuple[RowLayout, int]]) -> None:
+    def enter(self, shapes: dict[int, tuple[RowLayout, int]]) -> None:
         """Have the cold tier know these tables, and no others."""
         known = self._entered
         if known == shapes:
@@ -377,7 +364,6 @@ class Catalog:
 
 def _difference(known: Table, asked: TableConfig) -> str:
     def said(config: TableConfig) -> dict[str, Any]:
-        """By name, those of its parts by dotted names."""
         found: dict[str, Any] = {}
         for name, part in ((field.name, getattr(config, field.name)) for field in fields(config)):
             found[name] = type(part).__name__ if is_dataclass(part) else part

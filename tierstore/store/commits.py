@@ -23,8 +23,7 @@ from .pools import Pools
 from .table_ids import TableIds
 from .version import pack, unpack
 
-_Frozen = Sequence[WriteBack | TableIds]
-"""What is as it was when a commit began, until ``write_frozen``, or ``abandon``, by which it is of the next version."""
+_Frozen = Sequence[WriteBack | TableIds]  # until ``write_frozen``, or ``abandon``, which makes it the next version's
 
 
 class PendingCommit(Future[int]):
@@ -96,18 +95,13 @@ class Commits:
         payload = pack(catalog.states, extra or {}, dict(tensors or {}), lineage)
         self._pending = pending = PendingCommit(catalog.epoch, self._writer)
         try:
-            with contextlib.ExitStack() as held:  # nothing is admitted between the two
-                for ids in catalog.ids:
-                    held.enter_context(ids.lock)
+            with catalog.ids_locked():  # nothing is admitted between the two
                 frozen: _Frozen = [*(pool.writeback for pool in self._pools.freeze(pending.wanted)), *catalog.ids]
                 for ids in catalog.ids:
                     ids.freeze(pending.version)
-            num_changes = catalog.num_changes
+            parts = pending, frozen, self._cold, catalog.shown, payload, keep, dropped, catalog.num_changes
             reach("commit: rows frozen")
-            work = self.thread.submit(
-                _finish, pending, frozen, self._cold, catalog.shown, payload, keep, dropped, num_changes
-            )
-            work.add_done_callback(
+            self.thread.submit(_finish, *parts).add_done_callback(
                 lambda ended: None if pending.done() else _give_up(pending, frozen, ended.exception())
             )
         except BaseException:
@@ -150,10 +144,9 @@ class Commits:
             raise ValueError(
                 f"version={version} of {self._directory} is not kept; kept: {kept}. Open with keep=N to keep more"
             )
-        with contextlib.ExitStack() as held:
-            locks: list[Any] = [ids.lock for ids in self._catalog.ids]
-            for lock in (self._shown.changing(), *locks, self._pools.lock):
-                held.enter_context(lock)
+        with (
+            self._shown.changing(), self._catalog.ids_locked(), self._pools.lock, contextlib.ExitStack() as held,
+        ):  # fmt: skip
             try:
                 self._pools.require_unused("go back")
             except TableError as error:
@@ -203,7 +196,6 @@ def _finish(
 
 
 def _give_up(pending: PendingCommit | None, frozen: _Frozen, error: BaseException | None = None) -> None:
-    """Have all that was frozen be of the next version, even if a part of it fails to be."""
     with contextlib.ExitStack() as stack:
         if pending is not None:
             stack.callback(pending.set_exception, error)

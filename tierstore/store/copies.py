@@ -13,14 +13,7 @@ from ..io.files import FILE_NAMES, ROW_FILE_NAME, copied_bytes, copy_rows_file, 
 from ..io.lmdb import LmdbColdTier
 from ..io.records import read_head
 from ..io.snapshot import Snapshot
-from ..system.files import (
-    names_in,
-    output_errors,
-    output_locked,
-    require_parent,
-    require_room,
-    sync_directory,
-)
+from ..system.files import names_in, output_errors, output_locked, require_parent, require_room, sync_directory
 from ..system.killpoints import reach
 from ..system.signals import shielded
 from .directory import open_files
@@ -39,8 +32,8 @@ def require_outside(target: Path, source: Path) -> None:
 
 @contextlib.contextmanager
 def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAME, MANIFEST_NAME)) -> Iterator[Path]:
-    """A working directory within the target, of which what is in it may be deleted. On leaving, its files move to the
-    target; after an error nothing is left. The next call replaces what a killed process left.
+    """A directory to work in within the target. On leaving, its files move to the target; after an error nothing is
+    left. The next call replaces what a killed process left.
 
     ``names`` are of the files or folders, synced, in the order in which they are moved. The last one makes the target
     whole: a store has no manifest before.
@@ -117,8 +110,7 @@ class Steps:
     """One progress bar for copying and verifying, half of it each; both give bytes done, of how many."""
 
     def __init__(self, show: Callable[[int, int], None] | None) -> None:
-        self._show = show or (lambda done, total: None)  # noqa: ARG005
-        self._total = 0
+        self._show, self._total = show or (lambda *_: None), 0
 
     def copied(self, done: int, total: int) -> None:
         self._total = total
@@ -140,7 +132,6 @@ def new_tier(work: Path, manifest: Manifest) -> Iterator[LmdbColdTier]:
 
 
 def bytes_on_device(directory: Path) -> int:
-    """Bytes that a store's row file takes on the device."""
     return rows_path(directory).stat().st_blocks * 512
 
 

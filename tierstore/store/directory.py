@@ -35,17 +35,14 @@ def open_files(directory: Path, *, readonly: bool, version: int | None = None, s
             the name of one rank's part and holds another's. Others as ``Manifest.read`` and ``LmdbColdTier``.
     """
     if readonly and _is_sharded(directory):
-        opened: Opened = system.open_whole(directory, version)
-        return opened
+        return Opened(*system.open_whole(directory, version))
     if not readonly:
         if directory.exists() and not directory.is_dir():
             raise StoreNotFoundError(f"{directory} is a file, and a store is a directory; give another path")
         make_directory(directory)
     manifest = _open_manifest(directory, readonly=readonly)
-    cold = LmdbColdTier(
-        directory, store_id=bytes.fromhex(manifest.store_id), readonly=readonly, version=version, slack=slack,
-        follow=version is None,
-    )  # fmt: skip
+    options: dict[str, Any] = {"version": version, "slack": slack, "follow": version is None}
+    cold = LmdbColdTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=readonly, **options)
     try:
         if cold.page_bytes != manifest.page_bytes:
             raise FormatError(

@@ -50,8 +50,7 @@ class Lifetime:
             time.sleep(seconds)
 
     def keep(self, *parts: object) -> None:
-        """Keep what closing a store needs until ``let_go``, also where the garbage collector finds the store: it clears
-        the weak references to what it finds, and an executor's threads know their executor by one."""
+        """Keep what closing needs until ``let_go``: the garbage collector clears weak references to what it finds."""
         _KEPT[self] = parts
 
     def let_go(self) -> None:
@@ -59,7 +58,6 @@ class Lifetime:
 
     @property
     def is_over(self) -> bool:
-        """Whether the store was closed, or this process was forked since it was opened."""
         return self.is_closed or self._process_id != os.getpid()
 
     def require_open(self) -> None:
@@ -101,8 +99,7 @@ class Shown:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Within it, rows become those of another version. Order of locks: the follower's, this, those of dynamic ids,
-        that of the pools."""
+        """Within it rows become another version's. Locks: the follower's, this, of dynamic ids, of the pools."""
         with self._lock:
             self.changes += 1
             try:

@@ -39,25 +39,14 @@ class Part(NamedTuple):
 
     @classmethod
     def named(cls, path: Path) -> "Part | None":
-        """The one that a folder's name says it is, or None."""
         name = _PART.fullmatch(path.name)
         return None if name is None else cls(int(name[2]), int(name[1]), path)
 
 
 def parts_in(directory: Path) -> list[Part]:
-    """Those of a sharded store, by size and rank; empty for the folder of a store that is not sharded."""
+    """Of a sharded store, by size and rank; empty of another folder."""
     named = [part for path in directory.glob("*-of-*") if (part := Part.named(path)) is not None]
     return sorted(part for part in named if (part.path / MANIFEST_NAME).exists())
-
-
-def _require_not_sharded(directory: Path) -> None:
-    if parts := parts_in(directory):
-        size = parts[-1].size
-        raise StoreNotFoundError(
-            f"{directory} was written by {size} ranks: start ranks, as by torchrun --nproc-per-node {size}, which open "
-            "it by tierstore.dist.open_sharded, or make a store of theirs that is not sharded, by tierstore reshard "
-            f"{directory} NEW_DIR --plain"
-        ) from None
 
 
 def is_store_id(value: object) -> bool:
@@ -83,13 +72,11 @@ class Manifest:
         }
 
     def add_tables(self, tier: ColdTier) -> None:
-        """Make the tables known to a cold tier, which knows none."""
         for index, shape in self.shapes.items():
             tier.add_table(index, *shape)
 
     @classmethod
     def new(cls, page_bytes: int) -> "Manifest":
-        """A store without tables and with a new identity."""
         return cls(store_id=uuid.uuid4().hex, page_bytes=page_bytes)
 
     def create(self, directory: Path) -> None:
@@ -135,7 +122,6 @@ class Manifest:
         return other
 
     def with_place(self, index: int, config: TableConfig) -> "Manifest":
-        """One with another table in the place of one."""
         return replace(self, tables=(*self.tables[:index], config, *self.tables[index + 1 :]))
 
     @cached_property
@@ -218,6 +204,16 @@ class Manifest:
         for layout in {table.layout(page_bytes) for table in tables}:
             layout.pages_per_block  # noqa: B018 - ValueError for rows too wide
         return cls(store_id=store_id, page_bytes=page_bytes, has_rows=has_rows, tables=tables)
+
+
+def _require_not_sharded(directory: Path) -> None:
+    if parts := parts_in(directory):
+        size = parts[-1].size
+        raise StoreNotFoundError(
+            f"{directory} was written by {size} ranks: start ranks, as by torchrun --nproc-per-node {size}, which open "
+            "it by tierstore.dist.open_sharded, or make a store of theirs that is not sharded, by tierstore reshard "
+            f"{directory} NEW_DIR --plain"
+        ) from None
 
 
 def _canonical(value: Any) -> str:

@@ -4,7 +4,7 @@ import gc
 import os
 import time
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from ..cache.ddr import AUTO, POLICIES
 from ..config import MAX_KEPT_VERSIONS, require_slack
@@ -21,10 +21,7 @@ from .lifetime import is_open_here
 from .pools import Memory
 from .store import Store
 
-__all__ = ["open_store"]
-
-_PAUSES_SECONDS: Final = (0.0, 0.1, 0.4, 1.0)
-"""Before a store that this process has open is looked for again among what is garbage."""
+_PAUSES_SECONDS: Final = (0.0, 0.1, 0.4, 1.0)  # before a store that this process has open is sought in garbage again
 _DROPPED_SECONDS: Final = 60.0  # for such a store to be closed
 
 
@@ -73,15 +70,13 @@ def open_store(
     threads = require_int(default_threads() if threads is None else threads, "threads", 1, 1024)
     place = None if directory is None else Path(directory)
     memory = Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy)
+    options: dict[str, Any] = {"version": version, "keep": keep, "slack": slack, "threads": threads, "dtype": dtype}
     pauses = [*_PAUSES_SECONDS] if place is not None and mode == "w" else []
     while True:
         is_here = False
         try:
             is_here = bool(pauses) and place is not None and is_open_here(place)
-            return Store(
-                place, memory, readonly=mode == "r", version=version, keep=keep, slack=slack, threads=threads,
-                dtype=dtype,
-            )  # fmt: skip
+            return Store(place, memory, readonly=mode == "r", **options)
         except StoreLockedError:
             if not is_here:
                 raise

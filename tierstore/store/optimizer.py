@@ -18,7 +18,7 @@ from ..lookup.lookup import AnyLookup, LookupTable, make_lookup
 from ..pool.joined import Joined
 from ..system.checks import Unpicklable
 from ..system.signals import shielded
-from .table import Table, TableStore
+from .table import Table
 
 _LOG: Final = logging.getLogger("tierstore")
 _KEPT: Final = (
@@ -44,8 +44,7 @@ class _Waiting:
 
     @shielded
     def merge(self) -> None:
-        holds = self.lookup.holds
-        found = self.lookup.gradients(self.grad_out)
+        holds, found = self.lookup.holds, self.lookup.gradients(self.grad_out)
         for rows in self.rows:
             if rows.waiting is self:
                 rows.waiting = None
@@ -61,17 +60,10 @@ class _Waiting:
 class _GradAnchor(torch.nn.Parameter):
     """Stands for a table's rows: of their shape, without content. Its ``grad`` is merged when it is first read."""
 
-    table: Table  # the table
+    table: Table
     waiting: _Waiting | None  # of the pass that has its gradient, if that is not merged yet
     is_applied: bool  # ``step`` has applied the gradient
     holds: list[Hold]  # what keeps the ids of the rows that have a merged gradient, until that is applied
-
-    @classmethod
-    def of(cls, table: Table) -> "_GradAnchor":
-        content = torch.zeros((), dtype=torch.float32, device=table.store.device)
-        made = cls(content.expand(table.config.num_rows, table.layout.dim), requires_grad=False)  # no gradient of zeros
-        made.table, made.waiting, made.is_applied, made.holds = table, None, False, []
-        return made
 
     @property
     def grad(self) -> Tensor | None:
@@ -122,7 +114,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     ``dense``: steps with this one, whose groups and state then are those of both, its own first.
     """
 
-    def __init__(self, store: TableStore, dense: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, store: Any, dense: torch.optim.Optimizer | None = None) -> None:
         if not isinstance(dense, torch.optim.Optimizer | None):
             raise TypeError(f"dense must be a torch.optim.Optimizer, not {type(dense).__name__}")
         self._store = store
@@ -268,15 +260,14 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._apply()
+        if self.has_grad:  # else the rates in force stay those of the last update
+            self._apply()
         if self._dense is not None:
             self._dense.step()
         return loss
 
     @shielded
     def _apply(self) -> None:
-        if not self.has_grad:
-            return  # the rates in force stay those of the last update
         for rows in self._rows:
             for hold in rows.all_holds:
                 hold.require(_MOVED)
@@ -327,7 +318,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         return norm
 
     def _row_gradients(self, chosen: Callable[[str], bool] = lambda _: True) -> list[Tensor]:
-        """float32 [U, dim] of each chosen table that has a gradient."""
         found = [rows.grad for rows in self._rows if chosen(rows.table.name)]
         return [each._values() for each in found if each is not None]
 
@@ -338,7 +328,10 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 def _group(table: Any) -> dict[str, Any]:
     if table.follows is not None:
         table.learning_rate = table.learning_rate  # by its own group from here on
-    return {"params": [_GradAnchor.of(table)], "lr": table.first_rate, "name": table.name, "place": table.index}
+    content = torch.zeros((), dtype=torch.float32, device=table.store.device)
+    rows = _GradAnchor(content.expand(table.config.num_rows, table.layout.dim), requires_grad=False)
+    rows.table, rows.waiting, rows.is_applied, rows.holds = table, None, False, []  # no gradient of zeros
+    return {"params": [rows], "lr": table.first_rate, "name": table.name, "place": table.index}
 
 
 def _is_of_rows(group: dict[str, Any]) -> bool:

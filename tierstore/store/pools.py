@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ..cache import ddr
+from ..cache.base import RowCache
 from ..cache.ddr import DdrCache
 from ..cache.full import TABLE_BYTES, FullCache, full_size_bytes
 from ..errors import BudgetError, TableError
@@ -34,7 +35,7 @@ from ..system.sizes import (
     is_share_of_tables,
     parse_size,
     require_memory,
-)
+)  # fmt: skip
 from .catalog import Catalog
 from .stored_ids import ids_bytes
 
@@ -58,7 +59,7 @@ MAX_STAGING_BYTES: Final = 8 * 2**20  # of each buffer that rows are moved throu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a store may use, as its owner wrote it: see ``open_store``."""
+    """See ``open_store``."""
 
     ddr: int | str
     hbm: int | str
@@ -88,8 +89,7 @@ class Pools:
         return iter(list(self._by_layout.values()))
 
     def of(self, layout: RowLayout) -> Pool:
-        """The pool of rows of this layout. BudgetError: a budget is too small, or larger than what the machine has
-        free."""
+        """BudgetError: a budget is too small, or larger than what the machine has free."""
         with self.lock:
             if not self._by_layout:
                 self._by_layout = self._build()
@@ -101,7 +101,7 @@ class Pools:
             pool.tier.look()
 
     def require_unused(self, action: str) -> None:
-        """TableError, which says what to do before, if rows are in use; errors as ``look``."""
+        """TableError if rows are in use: do ``action`` before. Others as of ``look``."""
         self.look()
         if not all(pool.becomes_unused() for pool in self) or any(ids.in_use for ids in self._catalog.ids):
             raise TableError(f"rows are in use by {IN_USE}; {action} before it")
@@ -137,10 +137,8 @@ class Pools:
 
     def _refuse_if_clean(self) -> bool:
         with contextlib.ExitStack() as stack:
-            for pool in self:
-                stack.enter_context(pool.tier.lock)
-            for pool in self:
-                stack.enter_context(pool.arena.lock)
+            for lock in (*(pool.tier.lock for pool in self), *(pool.arena.lock for pool in self)):
+                stack.enter_context(lock)
             if any(pool.in_use or not pool.is_clean for pool in self):
                 return False
             try:
@@ -153,7 +151,6 @@ class Pools:
             return True
 
     def close(self) -> None:
-        """Forget the caches, with what is dirty in them."""
         before, self._by_layout = self._by_layout, {}
         for pool in before.values():
             pool.close()
@@ -165,9 +162,8 @@ class Pools:
         table_bytes = sum(table.size_bytes for table in tables)
         hbm_sizes = {}
         if memory.has_hbm:
-            budget = parse_size(
-                memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=device_memory_bytes(memory.device)
-            )
+            free_bytes = device_memory_bytes(memory.device)
+            budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=free_bytes)
             if memory.device.type == "cpu":
                 require_memory(budget, f"hbm={memory.hbm!r}")
             hbm_sizes = divide_hbm(budget, rows, given=memory.hbm)
@@ -176,17 +172,18 @@ class Pools:
             policy=memory.policy, given=memory.ddr, ids_bytes=self._ids_bytes,
             hbm_staging=sum(size.host_bytes(layout) for layout, size in hbm_sizes.items()),
         )  # fmt: skip
+        cache: RowCache
         read, pools = self._catalog.source(self._cold.read), {}
         for layout, size in division.pools.items():
             words = _words(layout)
-            own = {table.index: table.rows for table in tables if table.layout == layout}
+            if size.is_full:
+                cache = FullCache({table.index: table.rows for table in tables if table.layout == layout}, **words)
+            else:
+                cache = DdrCache(size.cached_rows, policy=memory.policy, **words)
             pools[layout] = Pool(
-                layout,
-                FullCache(own, **words)
-                if size.is_full
-                else DdrCache(size.cached_rows, policy=memory.policy, **words),
-                self._cold, self._workers, transaction_bytes=division.transaction_bytes, outbox_rows=size.outbox_rows,
-                epoch=self._catalog.epoch, readonly=self._readonly, read=read,
+                layout, cache, self._cold, self._workers,
+                transaction_bytes=division.transaction_bytes, outbox_rows=size.outbox_rows, epoch=self._catalog.epoch,
+                readonly=self._readonly, read=read,
             )  # fmt: skip
         for table in tables:
             pools[table.layout].leases.add_table(table.index, table.config)
@@ -216,22 +213,14 @@ class Pools:
             waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
         )
         ssd = TierStats(
-            lookups=counters.rows_read,
-            unique=counters.rows_read,
-            hits=counters.rows_read - counters.rows_absent,
-            misses=counters.rows_absent,
+            lookups=counters.rows_read, unique=counters.rows_read, misses=counters.rows_absent,
+            hits=counters.rows_read - counters.rows_absent, bytes_read=counters.pages_read * cold.page_bytes,
             capacity_rows=sum(len(table.rows) for table in list(self._catalog.tables.values())),
-            bytes=cold.map_bytes,
-            held_bytes=cold.held_bytes,
+            bytes=cold.map_bytes, held_bytes=cold.held_bytes, page_cache_bytes=file_memory_bytes(),
             seconds=counters.read_seconds + counters.write_seconds,
-            bytes_read=counters.pages_read * cold.page_bytes,
-            bytes_written=counters.bytes_written,
-            rows_written=counters.rows_written,
-            bytes_moved=counters.bytes_moved,
-            rows_moved=counters.rows_moved,
-            pages_moved=counters.pages_moved,
-            page_cache_bytes=file_memory_bytes(),
-        )
+            bytes_written=counters.bytes_written, rows_written=counters.rows_written,
+            bytes_moved=counters.bytes_moved, rows_moved=counters.rows_moved, pages_moved=counters.pages_moved,
+        )  # fmt: skip
         return Stats(hbm_stats(pools), ddr, ssd, ids)
 
 
@@ -247,7 +236,6 @@ class Division(NamedTuple):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes outside the pools."""
         return STAGING_BYTES + self.transaction_bytes
 
 
@@ -255,9 +243,8 @@ def divide(
     budget: int, rows: Mapping[RowLayout, int], *, num_tables: int, policy: str, given: object, hbm_staging: int = 0,
     ids_bytes: int = 0,
 ) -> Division:  # fmt: skip
-    """Give each layout its minimum of rows, and a share of the rest in proportion to its full size. ``rows``: of all
-    tables of a layout together. ``given``: the budget as its owner wrote it. ``hbm_staging``, ``ids_bytes``: bytes of
-    the budget that the tier above and dynamic ids need. BudgetError names what is enough."""
+    """Give each layout its minimum of rows, and a share of the rest in proportion to its full size. ``given``: the
+    budget as its owner wrote it. ``hbm_staging``, ``ids_bytes``: bytes of it that others need. BudgetError."""
 
     def size_of(layout: RowLayout, count: int) -> int:
         outbox = max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE))
@@ -278,15 +265,13 @@ def divide(
             f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
             f"({format_size(fewest)}) alongside write staging{named}; give at least {enough // 1024}KiB"
         )
-    full, full_outbox = {}, {}
+    pools, full = {}, {}
     for layout, count in rows.items():
-        full_outbox[layout] = max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE))
+        pools[layout] = PoolSize(count, max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE)), is_full=True)
         full[layout] = full_size_bytes(count, **_words(layout)) + num_tables * TABLE_BYTES
-        full[layout] += outbox_bytes(layout, full_outbox[layout])
-    pools = {}
+        full[layout] += outbox_bytes(layout, pools[layout].outbox_rows)
     for layout, share in _shares(available, rows, size_of, full).items():
         if share >= full[layout]:
-            pools[layout] = PoolSize(rows[layout], full_outbox[layout], is_full=True)
             continue
         outbox_rows = max(MIN_OUTBOX_ROWS, int(_fitting(share, layout, rows[layout], size_of) * OUTBOX_SHARE))
         cached = ddr.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
@@ -296,10 +281,8 @@ def divide(
 
 def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> dict[RowLayout, HbmSize]:
     """The same of device memory; arguments and errors as of ``divide``."""
-    full = {
-        layout: count * (layout.row_bytes + DIRTY_BYTES)  # what ``FullRows.size_bytes`` says
-        if count <= CAPACITY_MAX  # slots have numbers of int32
-        else _MANY_BYTES
+    full = {  # what ``FullRows.size_bytes`` says; slots have numbers of int32
+        layout: count * (layout.row_bytes + DIRTY_BYTES) if count <= CAPACITY_MAX else _MANY_BYTES
         for layout, count in rows.items()
     }
     wanted = {layout: min(count, _MOST_SLOTS) for layout, count in rows.items()}
@@ -314,7 +297,7 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> 
     sizes: dict[RowLayout, HbmSize] = {}
     for layout, share in _shares(budget, wanted, hbm_bytes_of, full).items():
         if share >= full[layout]:
-            sizes[layout] = HbmSize(rows[layout], 0, _staging_rows(layout, rows[layout]))
+            sizes[layout] = _hbm_size(layout, rows[layout])._replace(overflow_rows=0)
         else:
             fitting = _fitting(share, layout, wanted[layout], hbm_bytes_of)
             sizes[layout] = _hbm_size(layout, max(fitting, min(MIN_CACHED_ROWS, wanted[layout])))
@@ -341,16 +324,12 @@ def _shares(
 
 
 def _fitting(share: int, layout: RowLayout, most: int, size_of: _SizeOf) -> int:
-    """Rows of a cache that fit its share."""
     return bisect.bisect_right(range(1, most + 1), share, key=lambda count: size_of(layout, count))
 
 
-def _staging_rows(layout: RowLayout, cached: int) -> int:
-    return max(MIN_STAGING_ROWS, min(int(cached * HBM_STAGING_SHARE), MAX_STAGING_BYTES // layout.row_bytes))
-
-
 def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
-    return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), _staging_rows(layout, cached))
+    staging = max(MIN_STAGING_ROWS, min(int(cached * HBM_STAGING_SHARE), MAX_STAGING_BYTES // layout.row_bytes))
+    return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), staging)
 
 
 def hbm_bytes_of(layout: RowLayout, cached: int) -> int:

@@ -32,12 +32,9 @@ from ..trace.sampling import ALL, is_sampled, select
 _LOG: Final = logging.getLogger("tierstore")
 
 _BYTES_MIN: Final = 1 << 16
-_SUFFIX: Final = ".npz"
 _WRITE_SECONDS: Final = 60.0
-_REST: Final = 100
-"""Times as long as writing the file took, until it is written again: one hundredth of a thread's time at most."""
-_Sources = tuple[Ids, Int64s, Int64s, Int64s, int, Ids]
-"""As ``Joined.ids_of_bags``."""
+_REST: Final = 100  # times as long as writing the file took, until it is written again: 1 % of a thread's time at most
+_Sources = tuple[Ids, Int64s, Int64s, Int64s, int, Ids]  # as ``Joined.ids_of_bags``
 _ZERO: Final = np.zeros(1, np.int64)
 _ANY: Final = np.array([2**62], np.int64)
 
@@ -46,8 +43,8 @@ def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64M
     """The bytes meant by ``max_bytes``, if a file of as many can be made. ValueError: the name does not end in .npz, or
     a size that is none or too small. FileExistsError, FileNotFoundError, DiskFullError."""
     size_bytes, target = parse_size(max_bytes, name="max_bytes"), Path(path)
-    if target.suffix != _SUFFIX:
-        raise ValueError(f"{target}: a recording is a {_SUFFIX} file; choose a name that ends so")
+    if target.suffix != ".npz":
+        raise ValueError(f"{target}: a recording is a .npz file; choose a name that ends so")
     if size_bytes < _BYTES_MIN:
         raise ValueError(f"max_bytes={max_bytes!r}: a recording takes {format_size(_BYTES_MIN)} at least")
     if os.path.lexists(target):
@@ -104,12 +101,10 @@ class Recorder:
         """The store has one more table. In the place of another it ends the recording: a trace has one name for what is
         looked up there."""
         with self._lock:
-            missing = index - len(self._recorded.tables)
-            if missing >= 0:
-                for each in [""] * missing + [name]:
-                    self._recorded.add_table(each)
-            elif self._recorded.tables[index] != name:
-                self._is_over = True
+            known = self._recorded.tables
+            for each in [""] * (index - len(known)) + [name] * (index >= len(known)):
+                self._recorded.add_table(each)
+            self._is_over |= known[index] != name
 
     @shielded
     def note_lookups(self, lookups: Sequence[Joined]) -> None:

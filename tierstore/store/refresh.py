@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -71,12 +71,10 @@ class CachedRows(NamedTuple):
         if len(cached) > most:
             listed = resident_keys(pool)  # likely next victims first
             cached = listed[np.isin(listed, cached)][-most:] if most else cached[:0]
-        count = len(cached)
-        weights = np.zeros((count, layout.weight_words), np.uint64)
-        state = np.zeros((count, layout.state_words), np.uint64)
-        present = np.ones(count, np.bool_)
-        step = max(1, _CHUNK_BYTES // layout.row_bytes)
-        for begin in range(0, count, step):
+        weights = np.zeros((len(cached), layout.weight_words), np.uint64)
+        state = np.zeros((len(cached), layout.state_words), np.uint64)
+        present, step = np.ones(len(cached), np.bool_), max(1, _CHUNK_BYTES // layout.row_bytes)
+        for begin in range(0, len(cached), step):
             own = slice(begin, begin + step)
             slots = np.arange(len(cached[own]), dtype=np.int32)
             read(cached[own], slots, weights[own], state[own], present[own])
@@ -88,8 +86,7 @@ class CachedRows(NamedTuple):
         """Put them into the cache. No row of the pool is in use."""
         pool, cache = self.pool, self.pool.cache
         with pool.arena.fill_lock, pool.arena.lock:
-            slots = cache.find(self.keys)
-            is_here = slots >= 0
+            is_here = (slots := cache.find(self.keys)) >= 0
             slots = slots[is_here]
             cache.weights[slots] = self.weights[is_here]
             cache.state[slots] = self.state[is_here]
@@ -136,17 +133,18 @@ class Follower:
 
     @shielded
     def find(self) -> Newer | None:
-        with self.lock, contextlib.ExitStack() as failed:
+        with self.lock:
             self._lifetime.require_open()
             self.give_up(self._found)
-            failed.callback(lambda: self.give_up(self._found))
-            found = self._find()
-            failed.pop_all()
-            return found
+            try:
+                return self._find()
+            except BaseException:
+                self.give_up(self._found)
+                raise
 
     def _find(self) -> Newer | None:
         catalog = self._catalog
-        catalog.drop_prepared()
+        catalog.enter(catalog.manifest.shapes)  # without the tables of what was found before
         while True:
             try:
                 self._found = found = self._cold.find_newer()
@@ -199,10 +197,8 @@ class Follower:
 
     @shielded
     def show(self, newer: Newer) -> int:
-        with contextlib.ExitStack() as held:
-            locks: list[Any] = [each.lock for each in self._catalog.ids]
-            for lock in (self.lock, self._shown.changing(), *locks, self._pools.lock):
-                held.enter_context(lock)
+        catalog, pools = self._catalog, self._pools
+        with self.lock, self._shown.changing(), catalog.ids_locked(), pools.lock, contextlib.ExitStack() as held:
             self._lifetime.require_open()
             if newer.found is not self._found:
                 raise ClosedError(
@@ -211,7 +207,7 @@ class Follower:
                 )
             for rows in newer.rows or ():  # no row of the version before comes in, or is pinned, from here on
                 held.enter_context(rows.pool.arena.fill_lock)
-            self._pools.require_unused("move to a newer version")
+            pools.require_unused("move to a newer version")
             try:
                 for rows in newer.rows or ():
                     rows.show()
@@ -219,13 +215,13 @@ class Follower:
                 for show in newer.show_ids:
                     show()
             except BaseException:
-                self._pools.close()
-                for ids in self._catalog.ids:
+                pools.close()
+                for ids in catalog.ids:
                     ids.forget()
                 raise
             finally:
                 self.give_up(newer.found)
             if newer.rows is None:
-                self._pools.close()
-            self._catalog.move(newer.manifest, newer.version)
+                pools.close()
+            catalog.move(newer.manifest, newer.version)
             return newer.version.number

@@ -134,8 +134,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.require_open()
         if not isinstance(config, TableConfig):
             raise TypeError(f"create_table takes a TableConfig, not {type(config).__name__}")
-        known = self._catalog.find(config)
-        if known is None:
+        if (known := self._catalog.find(config)) is None:
             self.require_writable()
             self._catalog.require_possible(config)
         return known
@@ -169,14 +168,14 @@ class Store(ClosedWhenDropped, Unpicklable):
                 the name; or others decide about the tables: the store is a replica, or a rank's part.
             ValueError: wrong values. DiskFullError: the table is as it was. ReadOnlyError, ClosedError.
         """
-        asked: dict[str, Any] = {
-            "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids, "name": name,
-            "feature_names": feature_names,
-        }  # fmt: skip
         with self._changing(table) as known:
             before = known.config
             if feature_names is None and name is not None and before.feature_names == (before.name,):
-                asked["feature_names"] = ()
+                feature_names = ()
+            asked: dict[str, Any] = {
+                "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer, "ids": ids, "name": name,
+                "feature_names": feature_names,
+            }  # fmt: skip
             config = replace(before, **{field: value for field, value in asked.items() if value is not None})
             return known if config == before else self._catalog.change(known, config)
 
@@ -210,7 +209,7 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     @contextlib.contextmanager
     def _retired(self) -> Iterator[None]:
-        """Within it there are no pools, which are made for the tables and rows that there are."""
+        """Within it there are no pools."""
         settle(_SETTLE_SECONDS)
         self._commits.end_pending()
         with self._pools.lock:
@@ -468,7 +467,6 @@ class Store(ClosedWhenDropped, Unpicklable):
         self.require_open()
         return self._cold.describe_old_reader() if isinstance(self._cold, LmdbColdTier) else ""
 
-    @shielded
     def close(self) -> None:
         """End the commit in flight, then release files, memory and threads, and stop a recorder. Again is fine.
 
@@ -476,9 +474,13 @@ class Store(ClosedWhenDropped, Unpicklable):
         block, that of ids on a device that were wrong; everything is released even so. What was not committed is
         dropped, which the logger "tierstore" warns of, but for a store in memory or an exception that ends a ``with``
         block."""
-        self._close(is_logged=True)
+        self.__exit__(None)
 
-    def _close(self, *, is_logged: bool) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    @shielded
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._lifetime.is_over:
             self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
@@ -486,7 +488,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self._commits.end_writing()
         try:
             self._commits.end_pending()
-            if is_logged:
+            if kind is None:
                 names = self.changed_tables
                 if names and not self.readonly and self.directory is not _IN_MEMORY:
                     _LOG.warning(
@@ -499,13 +501,6 @@ class Store(ClosedWhenDropped, Unpicklable):
                 self._lifetime.is_closed = True
                 if self.recorder is not None:
                     held.callback(self.recorder.stop)
-
-    def __enter__(self) -> Self:
-        return self
-
-    @shielded
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close(is_logged=kind is None)
 
     def __repr__(self) -> str:
         mode = "r" if self.readonly else "w"

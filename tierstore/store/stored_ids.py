@@ -26,7 +26,6 @@ class Changed(NamedTuple):
 
     @classmethod
     def read(cls, read: RowSource, keys: Int64s) -> "Changed":
-        """Zeros of rows that are not there."""
         words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
         read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
         return cls(keys & ROW_MASK, words)
@@ -46,14 +45,14 @@ class TableOfIds:
         self._step = 2 if self.shares[1] else 1
 
     def own_rows(self, stored: Int64s, part: int = 0) -> tuple[Bools, Int64s]:
-        """Which rows of the table of ids, int64 [n], are of a part, and of which of all owners' rows of that part."""
+        """Which rows of the table of ids, int64 [n], are of a part, and their numbers in that part of all owners."""
         owners, rest = np.divmod(stored, self.section_rows)
         rows, parts = np.divmod(rest - 1, self._step)
         own = (rest > 0) & (parts == part) & (rows < self.shares[part])
         return own, (owners * self.shares[part] + rows)[own]
 
     def within(self, stored: Int64s, part: int) -> tuple[Bools, Int64s]:
-        """Which rows of the table of ids are of a part and an owner here, and of which of the part's rows here."""
+        """The same of owners here, numbered from the first one's."""
         own, rows = self.own_rows(stored, part)
         rows -= self.owned.start * self.shares[part]
         here = (rows >= 0) & (rows < len(self.owned) * self.shares[part])
@@ -61,7 +60,6 @@ class TableOfIds:
         return own, rows[here]
 
     def of(self, known: IdMap, part: int, rows: Int64s) -> Changed:
-        """What the table of ids has of these rows of a part here."""
         words, scores = np.empty((len(rows), 2), np.uint64), known.scores(rows)
         words[:, 0] = known.ids_of(rows).view(np.uint64)
         words[:, 1] = (scores != 0).astype(np.uint64) << _HALF | scores

@@ -1,10 +1,9 @@
 """A table of a store: read, write and pooled lookup by id."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from ..errors import TableError
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.slots import MODES, row_keys
-from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS
 from ..lookup.dynamic import Found, Use
 from ..lookup.jagged import DeviceJagged
@@ -26,53 +24,17 @@ from ..pool.pool import Pool
 from ..pool.stats import IdStats
 from ..system.checks import Unpicklable, require_choice
 from ..system.signals import shielded
-from .arguments import (
-    FLOAT_TYPES,
-    OffsetsType,
-    check_ids,
-    check_jagged,
-    may_trace,
-    refuse_traces,
-    refuse_transforms,
-    require_tensor,
-)
-from .lifetime import Shown
-from .recording import Recorder
+from .arguments import FLOAT_TYPES, check_ids, check_jagged, refuse_traces, refuse_transforms, require_tensor
 from .table_ids import TableIds
 from .version import TableState
 
 _CHUNK_ROWS: Final = 2**16
 
 
-class TableStore(Protocol):
-    """What tables and their optimizer use of ``Store``."""
-
-    directory: Path
-    device: torch.device
-    readonly: bool
-    workers: Workers
-    offsets_type: OffsetsType
-    recorder: Recorder | None
-    shown: Shown
-    require_open: Callable[[], None]
-    require_writable: Callable[[], None]
-    optimizer_in_use: Any
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def tables(self) -> "Mapping[str, Table]": ...
-    def calling(self, name: str) -> contextlib.AbstractContextManager[None]: ...
-    def written_rows(self, table: "Table") -> Iterator[Int64s]: ...
-    def has_rows_of(self, name: str) -> bool: ...
-    def note_partly_trained(self, error: BaseException) -> None: ...
-
-
 class Table(Unpicklable, LookupTable):
     """One table; made by ``Store.create_table`` and found as ``store[name]``. Attributes as of ``LookupTable``.
     ``ids``: of a table with dynamic ids, which have rows; else None."""
 
-    store: TableStore
     ids: TableIds | None = None
     _one_table: OneTable | None = None
 
@@ -90,10 +52,6 @@ class Table(Unpicklable, LookupTable):
     def size_bytes(self) -> int:
         """Bytes of all rows, were they all in memory."""
         return len(self.rows) * self.layout.row_bytes
-
-    def leave(self) -> None:
-        """The store has moved to a version without this table."""
-        self.is_gone, self._one_table = True, None
 
     @property
     def state(self) -> TableState:
@@ -152,8 +110,8 @@ class Table(Unpicklable, LookupTable):
         return self.in_pool(lambda pool: pool.tier.are_in_memory(keys[keys >= 0]))
 
     def rows_in_memory(self, ids: Int64s) -> Floats | None:
-        """float32 [n, embedding_dim]: what ``read`` gives, if ``are_in_memory``; else None. ValueError: an id that is
-        no row. TableError: the table is only a part here."""
+        """float32 [n, embedding_dim]: what ``read`` gives, if ``are_in_memory``, else None. ValueError: an id is no
+        row. TableError: the table is only a part here."""
 
         def look_up() -> tuple[Int64s, Floats | None]:
             if (direct := self._direct()) is not None:
@@ -164,6 +122,7 @@ class Table(Unpicklable, LookupTable):
             rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))
             return keys, None if rows is None else rows.float().numpy()
 
+        rows: Floats | None
         keys, rows = self.store.shown.at_one(look_up)
         if rows is not None and self.store.recorder is not None:
             self.store.recorder.note_rows(keys)
@@ -172,7 +131,7 @@ class Table(Unpicklable, LookupTable):
     def _direct(self) -> OneTable | None:
         if self._one_table is None or self._one_table.is_over:
             self.require_whole()
-            if self.ids is not None:
+            if self.ids is not None or self.layout.is_quantized:
                 return None
             self._one_table = self.pool.tier.one_table(self.index, self.config.num_embeddings)
         return self._one_table
@@ -203,6 +162,7 @@ class Table(Unpicklable, LookupTable):
                 out[~has_row] = self.first_values(ids[~has_row]).to(out)
             return keys, out
 
+        rows: Tensor
         keys, rows = self.store.shown.at_one(look_up)
         if self.store.recorder is not None:
             self.store.recorder.note_rows(keys)
@@ -221,17 +181,17 @@ class Table(Unpicklable, LookupTable):
             pool.tier.flush()
             pool.host.read_state(keys, rows)
 
-        def look_up() -> Tensor:
+        def look_up() -> Floats:
             keys = self._keys(ids)
             self.store.require_open()
             out, has_row = np.zeros((len(keys), self.layout.state_dim), np.float32), keys >= 0
             rows = out[has_row]
             if rows.size:
-                self.in_pool(lambda pool: copy(pool, keys[has_row], rows))
+                self.in_pool(copy, keys[has_row], rows)
             out[has_row] = rows
-            return torch.from_numpy(out)
+            return out
 
-        return self.store.shown.at_one(look_up)
+        return torch.from_numpy(self.store.shown.at_one(look_up))
 
     def written(self) -> Iterator[Tensor]:
         """Which rows were ever trained or written: int64 [n], ascending, in parts. All others have first values.
@@ -242,9 +202,7 @@ class Table(Unpicklable, LookupTable):
         """
         if self.ids is not None:
             self.store.require_open()
-            yield torch.from_numpy(self.ids.listed())
-            return
-        for part in self.store.written_rows(self):
+        for part in self.store.written_rows(self) if self.ids is None else [self.ids.listed()]:
             yield torch.from_numpy(part)
 
     def first_values(self, ids: Tensor) -> Tensor:
@@ -290,8 +248,7 @@ class Table(Unpicklable, LookupTable):
         self.store.require_writable()
         if not self.is_whole:
             raise TableError(f"table {self.name!r} is sharded over ranks, which admit ids by training alone")
-        self._require_dynamic("admit")
-        found = self.keys_of(check_ids(ids, device=self.store.device).astype(np.int64), Use.ADMIT)
+        found = self._admit(check_ids(ids, device=self.store.device).astype(np.int64))
         return int(np.count_nonzero(found.keys >= 0))
 
     @shielded
@@ -353,8 +310,7 @@ class Table(Unpicklable, LookupTable):
         Returns:
             float32 [bags, embedding_dim], on the store's device.
         """
-        if may_trace():  # what is no plain tensor is refused below
-            refuse_traces((ids, offsets))
+        refuse_traces((ids, offsets))
         mode = self.config.pooling if mode is None else mode
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
@@ -374,21 +330,15 @@ class Table(Unpicklable, LookupTable):
     def pooled_directly(self, ids: Tensor, offsets: Tensor, mode: str, *, is_last_given: bool = True) -> Tensor | None:
         """``pooled`` by a ``OneTable``; None where a ``Lookup`` must do it, as for the mode "max". Unless
         ``is_last_given``, ``offsets`` are all but the last."""
-        known, store = self._one_table, self.store
-        if mode == "max" or (known is None and (self.ids is not None or self.layout.is_quantized)):
+        if mode == "max":
             return None
-        arguments, shown = (ids, offsets, MODES[mode], is_last_given), store.shown
-        before = shown.changes
+        known, store, pooled = self._one_table, self.store, None
+        arguments = ids, offsets, MODES[mode], is_last_given
         try:
-            try:
-                pooled = None if known is None else known.pooled(*arguments)
-            except Exception:
-                if shown.changes == before:
-                    raise
-                pooled = None
-            if pooled is None or before & 1 or shown.changes != before:
-                failed = known if pooled is None else None
-                pooled = shown.at_one(lambda: self._pooled_at_one(failed, *arguments))
+            if known is not None:
+                pooled = store.shown.at_one(partial(known.pooled, *arguments))
+            if pooled is None and (made := self._direct()) is not known and made is not None:
+                pooled = store.shown.at_one(partial(made.pooled, *arguments))
         except RuntimeError:
             refuse_transforms()
             raise
@@ -396,12 +346,6 @@ class Table(Unpicklable, LookupTable):
             ends = offsets.numpy() if is_last_given else np.append(offsets.numpy(), len(ids))
             store.recorder.note_bags(self.index, self.config.num_embeddings, ids.numpy(), ends)
         return pooled
-
-    def _pooled_at_one(self, failed: OneTable | None, *arguments: Any) -> Tensor | None:
-        self.store.require_open()
-        self.require_whole()
-        direct = self._direct()
-        return None if direct is None or direct is failed else direct.pooled(*arguments)
 
     def jagged(
         self, ids: Tensor, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None,

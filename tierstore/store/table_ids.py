@@ -10,7 +10,7 @@ row for it than that of the id that had it before, in the version that has the n
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -43,9 +43,9 @@ _Order = Callable[[Int64s], Sequence[Any]]
 
 
 class TableIds:
-    """See the module's docstring. One thread at a time may admit. ``on_evict`` is given the keys of rows that are about
-    to lose their ids, and the ids. ``num_changes``: how often ids were admitted or evicted; ``num_moves``: how often
-    rows lost their ids. ``time``: in minutes, of the batches from now on, from 1 on; 0 if it was not set."""
+    """See the module's docstring. One thread at a time may admit. ``on_evict`` is given keys and ids of rows that are
+    about to lose their ids. ``num_changes``: of admissions and evictions; ``num_moves``: how often rows lost their ids.
+    ``time``: in minutes, of the batches from now on, from 1 on; 0 if it was not set."""
 
     def __init__(
         self, config: TableConfig, index: int, cold: ColdTier, workers: Workers, time: Callable[[], int]
@@ -84,12 +84,12 @@ class TableIds:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many ids have rows, and how many are candidates."""
+        """Ids with rows, and candidates."""
         with self.lock:
             return self._rows.num_used, self._candidates.num_used
 
     def stats(self) -> IdStats:
-        """Zeros if they were not looked at. Takes no lock: a batch may be admitted meanwhile."""
+        """Takes no lock: a batch may be admitted meanwhile."""
         known = self.__dict__.get("_known")
         if known is None:
             return IdStats()
@@ -104,8 +104,7 @@ class TableIds:
             return self._clock
 
     def find(self, ids: Int64s, use: Use = Use.READ) -> Found:
-        """The keys of ids' rows; not to admit them. IdError for one without a row, if the table asks for it and they
-        are not only prepared."""
+        """IdError for an id without a row, if the table asks for it and they are not only prepared."""
         with self.lock:
             found = self._found(self._rows.find(ids), is_held=use is Use.KEEP)
         if use is not Use.PREPARE:
@@ -120,7 +119,6 @@ class TableIds:
 
     @property
     def in_use(self) -> bool:
-        """Whether an in-flight batch keeps rows."""
         return any(map(len, self._held))
 
     def _require_seen(self, ids: Int64s, rows: Int64s) -> None:
@@ -134,18 +132,16 @@ class TableIds:
             raise IdError(f"id {int(ids[int(np.argmax(rows < 0))])} has no row in table {self._config.name!r}: {way}")
 
     def listed(self) -> Int64s:
-        """All ids that have rows, int64, ascending."""
         with self.lock:
             return np.sort(self._rows.ids[self._rows.used_rows])
 
     def scores_of(self, ids: Int64s) -> Int64s:
-        """Of ids that have rows, int64 [n]."""
         with self.lock:
             return self._rows.scores(self._rows.find(ids)).astype(np.int64)
 
     def give(self, ids: Int64s, scores: Int64s | None, put: Put) -> Int64s:
-        """Keys of ids' rows, distinct; those without one get one whatever the rules of admission. ``scores``: int64
-        [n], of all of them; default: as if used now. TableError: there are too few rows. ValueError: no scores."""
+        """Keys of ids' rows, distinct; no rule of admission counts. ``scores``: int64 [n]; default: as if used now.
+        TableError: there are too few rows. ValueError: no scores."""
         if scores is not None and not are_scores(scores):
             raise ValueError(f"scores of ids are in [{scores.min()}, {scores.max()}], not in [1, {MAX_SCORE}]")
         with self.lock:
@@ -171,8 +167,7 @@ class TableIds:
             return rows + self.first_key
 
     def admit(self, ids: Int64s, put: Put) -> Found:
-        """``find`` for a batch that trains: counts uses, gives ids rows by the rules, and takes rows from others. If
-        ``put`` fails, no id has got a row, though some may have lost theirs."""
+        """``find`` for a batch that trains: counts uses, gives ids rows by the rules; none if ``put`` fails."""
         with self.lock:
             self._require_idle()
             self.num_changes += 1
@@ -191,8 +186,8 @@ class TableIds:
             try:
                 found = rows.find(ids, score=0 if self._counts_uses else self._clock)
                 new, counts = absent(ids, found, SECRET)
-                seen = self._seen(new, counts)
-                chosen, free = self._with_rows(np.flatnonzero(self._are_admitted(new, seen, step)), found, order)
+                seen, are_admitted = self._admitted(new, counts, step)
+                chosen, free = self._with_rows(np.flatnonzero(are_admitted), found, order)
             except BaseException:
                 rows.put(expired, *were)  # nobody has their rows yet
                 raise
@@ -216,9 +211,8 @@ class TableIds:
         with self.lock:
             self._require_idle()
             rows = self._rows.find(np.unique(ids))
-            rows = rows[rows >= 0]
             self.num_changes += 1
-            rows = self._not_held(rows)
+            rows = self._not_held(rows[rows >= 0])
             self._note_leaving(rows)
             self._rows.remove(rows)
             return self._note_evicted(rows)
@@ -245,20 +239,17 @@ class TableIds:
                 return self._not_held(used[rows.scores(used) < self._clock - rule.span])
         return np.empty(0, np.int64)
 
-    def _seen(self, ids: Int64s, counts: Int64s) -> Int64s:
-        """How often ids without rows, distinct, have been seen, this batch's ``counts`` included."""
-        if not isinstance(self._rules.admission, Frequency):
-            return counts
-        known = self._candidates.find(ids)
-        return counts + np.where(known >= 0, self._candidates.scores(known) & _SEEN, 0)
-
-    def _are_admitted(self, ids: Int64s, seen: Int64s, step: int) -> Bools:
+    def _admitted(self, ids: Int64s, counts: Int64s, step: int) -> tuple[Int64s, Bools]:
+        """Of ids without rows, distinct: how often they have been seen, this batch's ``counts`` included, and which are
+        to get rows."""
         rule = self._rules.admission
         if isinstance(rule, Frequency):
-            return seen >= rule.times
+            known = self._candidates.find(ids)
+            seen = counts + np.where(known >= 0, self._candidates.scores(known) & _SEEN, 0)
+            return seen, seen >= rule.times
         if isinstance(rule, Probability):
-            return draws(ids, np.uint64(rule.seed % 2**64), step) < rule.share
-        return np.ones(len(ids), np.bool_)
+            return counts, draws(ids, np.uint64(rule.seed % 2**64), step) < rule.share
+        return counts, np.ones(len(ids), np.bool_)
 
     def _count(self, ids: Int64s, seen: Int64s, has_row: Bools, step: int, order: _Order) -> None:
         """Count those that have got no row; the others are counted no more."""
@@ -279,10 +270,9 @@ class TableIds:
             wanted = max(lacking - too_many, int(most * EVICTED_SHARE))
             oldest = lowest(used := candidates.used_rows, self._seen_at(used, step), candidates.ids_of, wanted)
 
-            def by_age(rows: Int64s) -> Sequence[Any]:
-                return self._seen_at(rows, step), as_words(candidates.ids[rows])
-
-            candidates.remove(oldest[self.peers.lowest(oldest, by_age, wanted)])
+            candidates.remove(oldest[self.peers.lowest(
+                oldest, lambda rows: (self._seen_at(rows, step), as_words(candidates.ids[rows])), wanted
+            )])  # fmt: skip
         new = new[: candidates.num_free]
         candidates.put(candidates.free_rows(len(new)), ids[new], scores[new])
 
@@ -304,8 +294,7 @@ class TableIds:
         return rows[~np.isin(rows, np.concatenate([rows[:0], *self._held]))]
 
     def _with_rows(self, chosen: Int64s, batch: Int64s, order: _Order) -> tuple[Int64s, Int64s]:
-        """Of chosen ids those that can have rows, and rows without ids for them; other ids lose theirs, if need be.
-        ``batch``: rows of this batch, or less than 0."""
+        """Which chosen ids can have rows, and free rows for them; others lose theirs. ``batch``: its rows, or < 0."""
         rows, victims, capacity = self._rows, chosen[:0], self._config.num_embeddings
         lacking = self.peers.excess(0, rows.num_used + len(chosen), capacity)
         if lacking > 0:
@@ -316,11 +305,8 @@ class TableIds:
                 most = MAX_SCORE
                 kept.append(batch[batch >= 0])
 
-            def by_score(some: Int64s) -> Sequence[Any]:
-                return rows.scores(some), as_words(rows.ids[some])
-
             def choose(some: Int64s) -> Bools:
-                go = self.peers.lowest(some, by_score, wanted)
+                go = self.peers.lowest(some, lambda some: (rows.scores(some), as_words(rows.ids[some])), wanted)
                 self._note_leaving(some[go])
                 return go
 
@@ -351,7 +337,6 @@ class TableIds:
         return len(rows)
 
     def freeze(self, version: int) -> None:
-        """What is known now is of that version."""
         with self.lock:
             self._require_idle()
             self.abandon()
@@ -366,25 +351,21 @@ class TableIds:
 
     @property
     def _of_all(self) -> Changed:
-        """The first row of each section."""
         starts = np.array(self._stored.owned) * self._stored.section_rows
         words = self._step | self._clock << 32, self._rows.cursor
         return Changed(starts, np.full((len(starts), 2), words, np.uint64))
 
     def write_frozen(self) -> None:
-        """Write what was frozen; errors as of ``ColdTier.write``."""
-        frozen = self._frozen
-        if frozen is None:
+        if (frozen := self._frozen) is None:
             return
         for first in range(0, len(frozen.rows), _CHUNK_ROWS):
             part = slice(first, first + _CHUNK_ROWS)
             rows, words = frozen.rows[part], frozen.words[part]
-            slots = np.arange(len(rows), dtype=np.int32)
-            self._cold.write(self._keys(rows), slots, words, np.empty((len(rows), 0), np.uint64), epoch=self._version)
+            slots, state = np.arange(len(rows), dtype=np.int32), np.empty((len(rows), 0), np.uint64)
+            self._cold.write(self._keys(rows), slots, words, state, epoch=self._version)
         self._frozen = None  # what is written is of the next version if this one fails
 
     def abandon(self) -> None:
-        """Have what was frozen be of the next version. Again is fine."""
         with self.lock:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
@@ -433,8 +414,8 @@ class TableIds:
             (self._clock, self._step), known[0].cursor = divmod(int(words[0]), 2**32), int(words[1])
 
     def take_over(self, other: "TableIds") -> Int64s:
-        """Have those of another table's ids that this one's owners have, in a table that has none. Returns the keys of
-        their rows there, ascending, to which rows here belong from the first on."""
+        """Have another table's ids that this one's owners have, in a table without any. Returns the keys of their rows
+        there, ascending, to which rows here belong from the first on."""
         owners, (first, stop) = self._rules.owners, self._rules.owned
         keys = []
         for own, given in zip(self._known, other._known, strict=True):
@@ -448,24 +429,26 @@ class TableIds:
         return keys[0]
 
     def changed(self, newer: NewerVersion) -> Callable[[], None]:
-        """Have ready what a newer version has of them; to call once the store shows that version."""
-        if "_known" not in self.__dict__:
-            return partial(self._show, None)
-        first, stop = (np.searchsorted(newer.changed, (self._index + after) << KEY_ROW_BITS) for after in (1, 2))
-        return partial(self._show, Changed.read(newer.read, newer.changed[first:stop]))
+        """What has a newer version's ids shown, to call once the store shows it."""
+        changed = None
+        if "_known" in self.__dict__:
+            first, stop = (np.searchsorted(newer.changed, (self._index + after) << KEY_ROW_BITS) for after in (1, 2))
+            changed = Changed.read(newer.read, newer.changed[first:stop])
+
+        def show() -> None:
+            with self.lock:
+                known = self.__dict__.pop("_known", None)
+                if changed is not None and known is not None:
+                    self._enter(changed, known)
+                    self._known = known
+
+        return show
 
     def rehearse(self) -> None:
         """Compile what ``changed`` uses."""
         made, rows = IdMap(1, self._workers), np.zeros(1, np.int64)
         made.put(rows, rows, rows.astype(np.uint32))
         made.remove(rows)
-
-    def _show(self, changed: Changed | None) -> None:
-        with self.lock:
-            known = self.__dict__.pop("_known", None)
-            if changed is not None and known is not None:
-                self._enter(changed, known)
-                self._known = known
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -481,8 +464,7 @@ class TableIds:
         return words
 
     def restore(self, words: Words) -> None:
-        """Have ids as ``words`` has them. TableError, nothing changed: rows are in use. ValueError: not of ``shape``.
-        DamagedError."""
+        """TableError, nothing changed: rows are in use. ValueError: not of ``shape``. DamagedError."""
         if words.shape != self.shape:
             raise ValueError(f"ids of table {self._config.name!r} are {list(self.shape)}, not {list(words.shape)}")
         with self.lock:

@@ -27,10 +27,8 @@ _MAX_VERSION: Final = 2**40
 
 
 class Ancestor(NamedTuple):
-    """A commit before another: its number, and its identity, 16 hex digits."""
-
     version: int
-    commit_id: str
+    commit_id: str  # 16 hex digits
 
 
 def is_commit_id(value: object) -> bool:
@@ -77,10 +75,8 @@ class Lineage(NamedTuple):
 
 
 NO_LINEAGE: Final = Lineage()  # of version 0, and of a commit by a release without identities
-ORIGIN_KEY: Final = "tierstore.update"
-"""In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
-RANK_KEY: Final = "tierstore.dist"
-"""In the ``extra`` of a rank's commits: whose part it is and of what run, see ``dist.parts``."""
+ORIGIN_KEY: Final = "tierstore.update"  # in the ``extra`` of a replica's commits: whose rows they have
+RANK_KEY: Final = "tierstore.dist"  # in the ``extra`` of a rank's commits: whose part it is, see ``dist.parts``
 CHECKPOINT_NAME: Final = "tierstore.checkpoint"  # of the tensor, uint8 [n], that holds what ``nn.checkpoint`` wrote
 _LENGTH_BYTES: Final = 8
 
@@ -252,7 +248,6 @@ def unpack_tensors(version: Version) -> dict[str, Tensor]:
     if not version.tensors:
         return {}
     try:
-        loaded: dict[str, Tensor] = safetensors.torch.load(bytes(version.tensors))
+        return safetensors.torch.load(bytes(version.tensors))
     except (RuntimeError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise DamagedError(f"the tensors of version {version.number} cannot be read: {excerpt(str(error))}") from error
-    return loaded
