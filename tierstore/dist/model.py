@@ -3,7 +3,7 @@
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -119,8 +119,8 @@ def shard(
         raise TypeError(f"store must be a ShardedStore, as open_sharded gives, not {type(store).__name__}")
     with contextlib.ExitStack() as opened:
         with store.ranks.together("shard"):
-            found = _Model(model, store, tables, optimizer, init)
-            new = found.new_in(store)
+            found, known = _Model(model, store, tables, optimizer, init), store.tables.keys() - store.unloaded
+            new = {name: each for name, each in found.tables.items() if name not in known}
             rows = _rows_of(source if new else None, new, opened)
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
         require_alike(store.ranks, weights={name: own.checksum for name, own in rows.items() if isinstance(own, _Rows)})
@@ -128,24 +128,21 @@ def shard(
             from .placement.auto import found_plan  # which training without it has no use for
 
             planned = found_plan(store, unplanned, demand, costs, rank_bytes)
-        _create(store, found.tables.values(), new, planned)
+        for name, each in found.tables.items():
+            is_planned = name in planned and name not in store.tables
+            store.create_table(each.config, **planned[name]._asdict() if is_planned else {})
+        store.unloaded |= new.keys()  # until they have their rows, another call makes them again
         with store.ranks.together("shard"):
             for name, own in rows.items():
                 _load(own, store[name], store.ranks.rank)
             made = [(module, make(store)) for module, make in found.made.values()]
     store.unloaded -= new.keys()
-    found.hand_over(store, made)
+    for pair in made:
+        take_place(*pair)
+    for name, trained in found.trained.items():
+        trained.hand_over(store[name].local)
     is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Placeholder))
     return data_parallel(model, **options) if is_trained else model
-
-
-def _create(store: ShardedStore, tables: Iterable[_Found], new: Iterable[str], planned: Mapping[str, Sharding]) -> None:
-    """Create or find tables; collective. Until ``new`` ones have their rows, another call makes them again."""
-    for each in tables:
-        name = each.config.name
-        is_planned = name in planned and name not in store.tables
-        store.create_table(each.config, **planned[name]._asdict() if is_planned else {})
-    store.unloaded |= set(new)
 
 
 class _Model:
@@ -192,11 +189,6 @@ class _Model:
         if self._refused:
             why = "".join(f"\n  {path or 'embedding'!r}: {reason}" for path, reason in self._refused.items())
             raise ValueError(f"nothing was sharded. Change these modules, or leave them out by tables={{...}}:{why}")
-
-    def new_in(self, store: ShardedStore) -> dict[str, _Found]:
-        """Tables that the store lacks, or that an earlier call did not fill."""
-        known = store.tables.keys() - store.unloaded
-        return {name: each for name, each in self.tables.items() if name not in known}
 
     def _add(self, found: _Found) -> None:
         known = self.tables.setdefault(found.config.name, found)
@@ -271,13 +263,6 @@ class _Model:
             self._put(weight.name, module, [name], is_trained=weight.weight.requires_grad)
         config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=weight.mode, init=init)
         self._add_weight(weight.name, weight.weight, config, f"{prefix}weight")
-
-    def hand_over(self, store: ShardedStore, made: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        """Have these modules take their places, and the tables be trained as their weights were."""
-        for each in made:
-            take_place(*each)
-        for name, trained in self.trained.items():
-            trained.hand_over(store[name].local)
 
     def _add_weight(self, path: str, weight: Tensor, config: TableConfig, key: str) -> None:
         try:
