@@ -3,7 +3,7 @@
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -88,7 +88,6 @@ def shard(
     Replaced are modules over a plain store, TorchRec's ``EmbeddingBagCollection`` and ``EmbeddingCollection``,
     ``nn.EmbeddingBag`` and ``nn.Embedding``. Those that share a weight or a table still do. The result is bit-identical
     to sharded modules written by hand. A rank reads only rows that it owns, 8 MiB at a time; weights may be on "meta".
-
     Tables that the store has stay: a resumed run goes on. New ones get the rows of ``source``; else the model's, with
     optimizer state; on "meta", or of a plain store without rows, first values. Nothing is committed.
 
@@ -128,19 +127,16 @@ def shard(
             from .placement.auto import found_plan  # which training without it has no use for
 
             planned = found_plan(store, unplanned, demand, costs, rank_bytes)
-        for name, each in found.tables.items():
-            is_planned = name in planned and name not in store.tables
-            store.create_table(each.config, **planned[name]._asdict() if is_planned else {})
+        for name, table in found.tables.items():
+            made_so = {} if name in store.tables or name not in planned else planned[name]._asdict()
+            store.create_table(table.config, **made_so)
         store.unloaded |= new.keys()  # until they have their rows, another call makes them again
         with store.ranks.together("shard"):
             for name, own in rows.items():
                 _load(own, store[name], store.ranks.rank)
             made = [(module, make(store)) for module, make in found.made.values()]
     store.unloaded -= new.keys()
-    for pair in made:
-        take_place(*pair)
-    for name, trained in found.trained.items():
-        trained.hand_over(store[name].local)
+    found.hand_over(store, made)
     is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Placeholder))
     return data_parallel(model, **options) if is_trained else model
 
@@ -263,6 +259,13 @@ class _Model:
             self._put(weight.name, module, [name], is_trained=weight.weight.requires_grad)
         config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=weight.mode, init=init)
         self._add_weight(weight.name, weight.weight, config, f"{prefix}weight")
+
+    def hand_over(self, store: ShardedStore, made: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Have these modules take their places, and the tables be trained as their weights were."""
+        for pair in made:
+            take_place(*pair)
+        for name, trained in self.trained.items():
+            trained.hand_over(store[name].local)
 
     def _add_weight(self, path: str, weight: Tensor, config: TableConfig, key: str) -> None:
         try:
