@@ -18,7 +18,7 @@ __all__ = [
     "plain_model", "prefetch", "quantize",
 ]  # fmt: skip
 
-_system.open_whole = lambda *source: importlib.import_module(f"{__name__}.dist.whole").open_whole(*source)
+_system.open_whole = lambda *source: importlib.import_module(f"{__name__}.dist.unsharded").open_whole(*source)
 _HOMES: Final = (
     "config", "nn.prefetch", "nn.jagged", "nn.embedding", "nn.collection", "nn.convert", "store", "pool.stats",
     "offline.quantization",

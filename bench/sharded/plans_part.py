@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import tierstore
 from tierstore.dist import Plan, ShardedStore, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
-from tierstore.dist.placement import Demand, RankCosts, Search, demand_of, greedy, predict
-from tierstore.dist.placement.baselines import RULES
+from tierstore.dist.placement import Demand, RankCosts, Search, demand_of, predict
 from tierstore.dist.placement.costs import KINDS
 from tierstore.dist.placement.measure import measure_ranks
 from tierstore.plan.traces import draw_zipf
@@ -31,6 +30,7 @@ from tierstore.trace import TableTrace, Trace
 from ..common import Goal, Part, Report, Run, Table
 from ..data import require_criteo
 from ..steps import criteo
+from .greedy import RULES, greedy
 from .ranks import run_ranks
 from .step_part import joined
 from .systems import System

@@ -20,7 +20,7 @@ from tierstore.dist import (
     even,
     open_sharded,
 )
-from tierstore.dist.even import empty_of
+from tierstore.dist.uneven_batches import empty_of
 from tierstore.errors import RankError
 
 from .ranks import run

@@ -40,7 +40,7 @@ from tierstore.dist import (
 )
 from tierstore.dist import model as dist_model
 from tierstore.dist.placement import Demand, demand_of
-from tierstore.dist.placement.auto import _demand
+from tierstore.dist.placement.auto import _of_batches
 from tierstore.errors import RankError, TableError
 from tierstore.exchange.rows import read_rows
 from tierstore.models import DLRM
@@ -326,7 +326,7 @@ def planned() -> tuple[dict[str, Sharding], Demand]:
             first, local = plain[name].read(own), store[name].local
             assert torch.equal(local.read(own[list(local.rows)]), first[list(local.rows)])
         train(store, model, jagged)
-        demand = _demand(store.ranks, [plain[name].config for name in "ac"], batches)
+        demand = _of_batches(store.ranks, [plain[name].config for name in "ac"], batches)
         return {name: table.sharding for name, table in store.tables.items()}, demand
 
 

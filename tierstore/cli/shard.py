@@ -23,8 +23,6 @@ _DRAWN_IDS: Final = 20_000_000
 _DRAWN_BATCHES: Final = 8
 _TABLES_SHOWN: Final = 40
 _NAME_CHARACTERS: Final = 28
-_BEAM: Final = "beam"
-_SEARCHES: Final = (_BEAM, "size", "dim", "lookups", "size-lookups", "random")
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -56,7 +54,7 @@ def _describe_costs(costs: "RankCosts") -> str:
 
 def _plan(options: argparse.Namespace) -> int:
     from ..dist import Plan, Sharding
-    from ..dist.placement import RankCosts, Search, demand_of, greedy, predict
+    from ..dist.placement import RankCosts, Search, demand_of, predict
     from ..plan.presets import load_workload
     from ..system.files import require_new, require_other
     from ..trace import read_trace
@@ -70,11 +68,8 @@ def _plan(options: argparse.Namespace) -> int:
     tables, ranks = _tables_of(workload), costs.world_size
     demand = demand_of(_drawn(workload) if options.trace is None else read_trace(options.trace), tables, ranks)
     search = Search(tables, demand, costs, rank_bytes=limit)
-    if options.search == _BEAM:
-        with progress_bar("planning", unit=" rounds") as show:
-            found = search.best(show)
-    else:
-        found = greedy(tables, demand, costs, options.search, rank_bytes=limit)
+    with progress_bar("planning", unit=" rounds") as show:
+        found = search.best(show)
     found.plan.save(options.plan)
     by_rows = Plan(ranks, {table.name: Sharding("row_wise", tuple(range(ranks))) for table in tables})
     print(
@@ -123,19 +118,16 @@ def _describe(tables: "list[TableConfig]", found: "Prediction") -> list[str]:
 
 def _towers(options: argparse.Namespace) -> int:
     from ..settings.sections import Override
-    from ..system.files import require_new, require_other, write_text
+    from ..system.files import require_new, require_other
     from ..train.config import load
     from ..train.partition import partition_run
 
-    for path in map(Path, filter(None, (options.out, options.svg))):
-        require_other(path, [options.run_file])
-        require_new(path, force=options.force)
+    require_other(Path(options.out), [options.run_file])
+    require_new(Path(options.out), force=options.force)
     flags = (("data", options.data), ("store", options.store))
     given = [Override(name, "path", value, f"--{name} {value}") for name, value in flags if value is not None]
     found = partition_run(load(options.run_file, given), options.towers, rows=options.rows, seed=options.seed)
     found.save(options.out, force=options.force)
-    if options.svg is not None:
-        write_text(Path(options.svg), found.svg(), force=options.force)
     lines: list[tuple[str, ...]] = [("  tower", "lookups", "bytes", "alike", "others", "tables")]
     for tower, (names, shares, alike) in enumerate(zip(found.towers, found.shares, found.alike, strict=True)):
         figures = (*shares, alike[tower], (alike.sum() - alike[tower]) / max(len(alike) - 1, 1))
@@ -182,12 +174,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg("--costs", required=True, metavar="FILE", help="of the ranks, by tierstore shard measure"),
             arg("--trace", metavar="TRACE.npz", help="what is looked up (default: Zipf's law, as the workload says)"),
             arg("--limit", metavar="SIZE", help="of each rank's rows with optimizer state (default: none)"),
-            arg(
-                "--search",
-                default=_BEAM,
-                choices=_SEARCHES,
-                help="beam, or table-wise by a greedy rule, to compare with (default: beam)",
-            ),
             arg("--force", help="replace PLAN.json if it exists"),
         ),
         "decide which rank gets which tables",
@@ -206,11 +192,10 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg("--store", metavar="DIR", help="folder of the store (store.path)"),
             arg("--rows", type=int, default=10_000, metavar="N", help="of the data, to compare by (default: 10000)"),
             arg("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)"),
-            arg("--svg", metavar="PATH", help="draw the tables by similarity"),
-            arg("--force", help="replace files that exist"),
+            arg("--force", help="replace TOWERS.json if it exists"),
         ),
         "decide which tables are a host's",
         "Group a trained run's tables into towers: tables with similar vectors together, loads about equal.",
-        "example:\n  tierstore shard towers run.toml towers.json --towers 2 --svg towers.svg",
+        "example:\n  tierstore shard towers run.toml towers.json --towers 2",
     ),
 }

@@ -9,11 +9,11 @@ from .collection import (
     data_parallel,
     own_tensors,
 )
-from .even import even
 from .model import shard
 from .plan import Plan, Sharding
 from .store import ShardedStore, open_sharded
 from .tower_modules import TowerTieredEmbeddingBagCollection, TowerTieredEmbeddingCollection
+from .uneven_batches import even
 
 __all__ = [
     "Plan",

@@ -10,20 +10,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Pooling
-from ..lookup.lookup import AnyLookup
+from ..lookup.base import AnyLookup
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.function import Prepared
 from ..nn.module import TieredModule, arguments_of
 from ..pool.joined import Features, Jagged, Joined
 from ..store import Table
-from .even import Even
 from .ids import DynamicLookupOverRanks
 from .lookup import DeviceRowsLookup, ReplicatedLookup, RowsLookup, ShardedLookup
+from .owners import Owners
 from .pooled import PooledLookup
 from .ranks import Ranks
 from .store import ShardedStore
-from .table import Owners, ShardedTable
+from .table import ShardedTable
+from .uneven_batches import Even
 
 _NO_MORE: Final = object()
 _FEW_VALUES: Final = 2**16
@@ -88,7 +89,7 @@ class Ahead:
         """Tell the other ranks that there are no more batches, and wait until they have none. In the pass's thread."""
         with contextlib.suppress(RuntimeError):  # of a rank that is gone, as forward will say
             if not self._is_over:
-                self._ranks.end()
+                self._ranks.counts([0] * self._ranks.size, "no more batches")
         self._is_over = True
         self._ranks.release()
 
@@ -138,12 +139,14 @@ class ShardedCollection(ShardedModule, Collection):
         jagged, place = super()._checked(*arguments)
         return jagged.on_host, place
 
+    _of_rows = False  # whether owners may not pool
+
     def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
         tables: list[Any] = joined.features.tables
         return _lookup(self._kind_of(tables[0]), joined, mode=mode, owners=self._owners)
 
     def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:
-        return _kind_of(table)
+        return _kind_of(table, of_rows=self._of_rows)
 
     def _alike(self, table: Any) -> Any:
         return (*super()._alike(table), self._kind_of(table), table.num_parts, table.config.ids is None)
@@ -155,7 +158,7 @@ def _lookup(kind: type[ShardedLookup], joined: Joined, *, mode: str, owners: Own
     return kind(joined, mode=mode, owners=owners)
 
 
-def _kind_of(table: ShardedTable, *, of_rows: bool = False) -> type[ShardedLookup]:
+def _kind_of(table: ShardedTable, *, of_rows: bool) -> type[ShardedLookup]:
     """The lookup in a table's rows: pooled by owners, if they may (``of_rows``: no)."""
     if table.sharding.sharding_type == "data_parallel":
         return ReplicatedLookup
@@ -213,8 +216,7 @@ class ShardedTieredEmbeddingCollection(ShardedCollection, TieredEmbeddingCollect
     """``TieredEmbeddingCollection`` over a sharded store, as ``ShardedTieredEmbeddingBagCollection``. A table's
     ``exchange`` plays no part."""
 
-    def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:
-        return _kind_of(table, of_rows=True)
+    _of_rows = True
 
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:

@@ -16,10 +16,11 @@ import torch
 from ..ids.id_map import owners_of
 from ..ids.peers import Peers
 from ..kernels.arrays import Bools, Int64s, Words
-from ..lookup.dynamic import Found, Sought, Use, with_rows
-from ..lookup.lookup import AnyLookup, DynamicLookup
+from ..lookup.base import AnyLookup, Found, Use
+from ..lookup.dynamic_ids import DynamicLookup, Sought, with_rows
+from .owners import Owners
 from .ranks import Ranks
-from .table import Owners, ShardedTable
+from .table import ShardedTable
 
 _DIGIT_BITS = 8
 _HEAD = 4

@@ -11,7 +11,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,18 +25,15 @@ from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Int64s
 from ..kernels.slots import MODES
 from ..layout import KEY_ROW_BITS
-from ..lookup.dynamic import Hold
-from ..lookup.lookup import AnyLookup, Ready, RowGradients, by_table, make_lookup
+from ..lookup.base import AnyLookup, Hold, Ready, RowGradients, by_table
+from ..lookup.lookup import make_lookup
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..optim.rules import mean_squares
 from ..pool.backward import merged
 from ..pool.joined import NO_ARG_MAX, Joined, Numbering
 from ..pool.leases import RowArrays
-from ..store import Table
-from .ranks import Ranks
-from .table import Owners, ShardedTable
-
-_R = TypeVar("_R")
+from .owners import Owners
+from .ranks import Precision, Ranks
 
 
 def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: Owners) -> Tensor:
@@ -79,17 +76,9 @@ class SendsGradients(ABC):
     """A lookup whose gradients go to the owners of its rows, who train them. ``tables`` are this rank's parts;
     ``holds`` keep the ids of its rows, if they are dynamic."""
 
-    def __init__(self, tables: Sequence[Table], holds: Sequence[Hold]) -> None:
-        self.tables = tables
-        self.holds = holds
-
-    @abstractmethod
-    def release(self) -> None:
-        """Release the rows. The lookup still works, but must bring them in again."""
-
-    @property
-    @abstractmethod
-    def _ranks(self) -> Ranks: ...
+    tables: Any
+    holds: Sequence[Hold]
+    _ranks: Ranks
 
     @abstractmethod
     def sent(self, grad_out: Tensor) -> "Sent":
@@ -99,7 +88,7 @@ class SendsGradients(ABC):
         """Exchange gradients and bring the rows in for the update. If this rank fails once the exchange began, others
         may train all the same, so the step must not be repeated. What all ranks refuse before it may be."""
         may_be_trained = False
-        self._ranks.note_backward(self.tables[0].name)
+        self._ranks.clock.note_backward(self.tables[0].name)
         try:
             sent = self.sent(grad_out)
             may_be_trained = True
@@ -122,7 +111,7 @@ class SendsGradients(ABC):
                     "several ranks and row-wise Adagrad needs whole rows; shard it by rows, or call step() after each "
                     "backward and clip nothing"
                 )
-        self._ranks.note_backward(self.tables[0].name)
+        self._ranks.clock.note_backward(self.tables[0].name)
         sent = self.sent(grad_out)
         if not sent.keys:
             return sent.lookup.gradients(sent.gradient)
@@ -133,32 +122,27 @@ class SendsGradients(ABC):
         return [each for keys, part in pairs for each in by_table(self.tables, keys.to(part.device), part)]
 
 
-class ShardedLookup(SendsGradients):
-    """The contract is that of ``lookup.Lookup``; ``joined`` has this rank's ids, in ``ShardedTable`` of one layout."""
+class ShardedLookup(SendsGradients, AnyLookup):
+    """A lookup whose ``joined`` has this rank's ids, in ``ShardedTable`` of one layout."""
 
     own: Any
     """Looks up what ranks ask of this one, once ids are exchanged."""
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
-        tables: Any = joined.tables
-        super().__init__([table.local for table in tables], joined.holds)
-        self.joined = joined
-        self.mode = mode
-        self._owners = owners
-        self._sharded: list[ShardedTable] = tables
+        self.joined, self.mode, self.holds = joined, mode, joined.holds
+        self._sharded: Any = joined.tables
+        self.tables: Any = [table.local for table in self._sharded]
+        self._owners, self._ranks = owners, owners.ranks
+        self._names = ", ".join([table.name for table in self._sharded])
+        self._width: int = self.tables[0].config.embedding_dim
+        self._device: torch.device = self.tables[0].store.device
 
     @property
-    def _ranks(self) -> Ranks:
-        return self._owners.ranks
-
-    @property
-    def _names(self) -> str:
-        return ", ".join([table.config.name for table in self._sharded])
-
-    @property
-    def _rates(self) -> str:
-        """What rows are trained at, likewise; the same on all ranks."""
-        return f"learning rate {', '.join([str(table.learning_rate) for table in self._sharded])}"
+    def _backward(self) -> str:
+        """The words of the call; rates are the same on all ranks."""
+        return (
+            f"backward of {self._names}, learning rate {', '.join([str(each.learning_rate) for each in self._sharded])}"
+        )
 
     @property
     def group(self) -> Hashable:
@@ -170,36 +154,27 @@ class ShardedLookup(SendsGradients):
         """Exchange ids, if they were not. ``ranks``: whose group no other thread uses now."""
 
     def has_room(self) -> bool:
-        """Whether ``stage`` would bring in the rows that are asked of this rank, once ids are exchanged."""
+        """Of the rows that are asked of this rank, once ids are exchanged; so in ``stage``."""
         found: bool = self.own.has_room()
         return found
 
     def stage(self) -> bool:
-        """Bring in the rows that are asked of this rank, and hold them until used; False if they do not fit."""
         found: bool = self.own.stage()
         return found
 
-    @abstractmethod
-    def forward(self, out: Tensor, *, keep: bool) -> None:
-        """Pool every bag into ``out``."""
 
-    @abstractmethod
-    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
-        """Gradient of the per-sample weights into ``grad_scale``."""
-
-
-class RoutedLookup(ShardedLookup, Generic[_R]):
-    """A lookup whose ids go to the owners of the rows, whence values come. ``_R``: what is known once they went."""
+class RoutedLookup(ShardedLookup):
+    """A lookup whose ids go to the owners of the rows, whence values come."""
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)
-        self._known_route: _R | None = None
+        self._known_route: Any = None
         self._epoch = 0
         self._batch = ""
 
     @abstractmethod
-    def _find_route(self, ranks: Ranks) -> _R:
-        """Exchange ids."""
+    def _find_route(self, ranks: Ranks) -> Any:
+        """Exchange ids; what is known then."""
 
     def route(self, ranks: Ranks) -> None:
         if self._known_route is None:
@@ -213,20 +188,9 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
             )
 
     @property
-    def _route(self) -> _R:
+    def _route(self) -> Any:
         self.route(self._ranks)
-        assert self._known_route is not None
         return self._known_route
-
-    @property
-    def _width(self) -> int:
-        return self.tables[0].config.embedding_dim
-
-    @property
-    def _device(self) -> torch.device:
-        """Where values are, unless they are on the way between ranks."""
-        device: torch.device = self.tables[0].store.device
-        return device
 
     def release(self) -> None:
         if "own" in self.__dict__:
@@ -237,19 +201,19 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
         with self._ranks.together(f"lookup of {self._names}, {self._batch}", then=1):
             out = torch.empty((1, sum(given) * self._width), dtype=torch.float32, device=self._device)
             self.own.forward(out, keep=keep)
-        return self._carried(out.view(-1, self._width), given, asked)
-
-    def _carried(self, rows: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
-        return self._ranks.exchange_rows(rows, given, asked, self._owners.wire.forward)
+        return self._crossed(out.view(-1, self._width), given, asked, self._owners.wire.forward)
 
     def _sending(self, *, then: int = 1) -> contextlib.AbstractContextManager[None]:
         """Around what makes gradients to be sent, which are then exchanged."""
         self.route(self._ranks)
-        return self._ranks.together(f"backward of {self._names}, {self._batch}, {self._rates}", then=then)
+        return self._ranks.together(f"{self._backward}, {self._batch}", then=then)
 
     def _to_owners(self, gradients: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
         """Send gradients of what ``_from_owners`` gave; what came to this rank: float32 [sum of given, width]."""
-        return self._ranks.exchange_rows(gradients, asked, given, self._owners.wire.backward)
+        return self._crossed(gradients, asked, given, self._owners.wire.backward)
+
+    def _crossed(self, rows: Tensor, given: Sequence[int], taken: Sequence[int], precision: Precision) -> Tensor:
+        return self._ranks.exchange_rows(rows, given, taken, precision)
 
 
 class RowsRoute(NamedTuple):
@@ -268,33 +232,32 @@ class RowsRoute(NamedTuple):
     keys: Int64s
 
 
-class RowsLookup(RoutedLookup[RowsRoute]):
+class RowsLookup(RoutedLookup):
     """A lookup whose distinct rows come from their owners. Where a table's columns are on several ranks, each gives
     its part of the row."""
+
+    _no_arg_max: Any = NO_ARG_MAX
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self._mode = MODES[mode]
-        self._arg_max: Any = self._no_arg_max()
+        self._arg_max = self._no_arg_max
         self._rows: Tensor | None = None
-        self._num_parts = self._sharded[0].num_parts
+        self._num_parts: int = self._sharded[0].num_parts
+        self._dim: int = joined.tables[0].layout.dim
 
     @classmethod
     def merged(cls, lookups: Sequence["RowsLookup"], widths: Sequence[int]) -> Self:
         joined = Joined.merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
         if made._mode == kernels.MAX and joined.parts is not None:
-            made._arg_max = made._end_to_end(joined.parts.winners([lookup._arg_max for lookup in lookups]))
+            winners = joined.parts.winners([lookup._arg_max for lookup in lookups])
+            made._arg_max = (torch.cat if isinstance(winners[0], Tensor) else np.concatenate)(winners)
         return made
 
     @cached_property
     def own(self) -> AnyLookup:
         return make_lookup(Joined.of_keys(self.tables, self._route.keys), mode="sum")
-
-    @property
-    def _dim(self) -> int:
-        dim: int = self.joined.tables[0].layout.dim
-        return dim
 
     def _find_route(self, ranks: Ranks) -> RowsRoute:
         with ranks.telling():
@@ -313,7 +276,8 @@ class RowsLookup(RoutedLookup[RowsRoute]):
     @cached_property
     def _slots(self) -> Int32s:
         """int32 [N], where the row of each position is."""
-        return self._route.places[self.joined.distinct[0]]
+        places: Int32s = self._route.places
+        return places[self.joined.distinct[0]]
 
     def release(self) -> None:
         self._rows = None
@@ -330,12 +294,6 @@ class RowsLookup(RoutedLookup[RowsRoute]):
             return
         assert self._rows is not None, "after a forward that keeps, with scale"
         self.joined.scatter(self._dot(self._rows, grad_out), grad_scale)
-
-    def _no_arg_max(self) -> Any:
-        return NO_ARG_MAX
-
-    def _end_to_end(self, arg_max: Sequence[Any]) -> Any:
-        return np.concatenate(arg_max)
 
     def _pool(self, rows: Tensor, out: Tensor) -> None:
         """Pool every bag of the rows, float32 [U, dim], into ``out``."""
@@ -390,6 +348,8 @@ class DeviceRowsLookup(RowsLookup):
     """``RowsLookup`` where rows are pooled, and their gradients merged, in device memory. The order of all additions is
     that of the host, so the bits are."""
 
+    _no_arg_max = None
+
     @cached_property
     def _sent_batch(self) -> tuple[DeviceRows, DeviceBatch]:
         """The batch, where ``rows`` are the places of its rows."""
@@ -410,12 +370,6 @@ class DeviceRowsLookup(RowsLookup):
             yield rows, batch, slots
         finally:
             rows.retain(batch, self._arg_max)
-
-    def _no_arg_max(self) -> Any:
-        return None
-
-    def _end_to_end(self, arg_max: Sequence[Any]) -> Any:
-        return torch.cat(list(arg_max))
 
     def _pool(self, rows: Tensor, out: Tensor) -> None:
         joined, shape = self.joined, (self.joined.num_bags, self._dim)
@@ -468,7 +422,7 @@ class ReplicatedLookup(ShardedLookup):
         self.own.release()
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        with self._ranks.together(f"lookup of {self._names}, {self._ranks.next_batch()}"):
+        with self._ranks.telling():
             self.own.forward(out, keep=keep)
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
@@ -482,7 +436,7 @@ class ReplicatedLookup(ShardedLookup):
             keys = own.repeat(ranks.size)
             values = (torch.cat([each.values for each in found]) / ranks.size).repeat(ranks.size, 1)
             given = [len(keys) // ranks.size] * ranks.size
-        taken = ranks.counts(given, f"backward of {self._names}, {self._rates}", then=2)
+        taken = ranks.counts(given, self._backward, then=2)
         all_keys = ranks.exchange(keys, given, taken)
         gradients = ranks.exchange_rows(values, given, taken, self._owners.wire.backward)
         lookup = make_lookup(Joined.of_keys(self.tables, np.ascontiguousarray(all_keys.numpy())), mode="sum")

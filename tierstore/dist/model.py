@@ -88,7 +88,6 @@ def shard(
     Replaced are modules over a plain store, TorchRec's ``EmbeddingBagCollection`` and ``EmbeddingCollection``,
     ``nn.EmbeddingBag`` and ``nn.Embedding``. Those that share a weight or a table still do. The result is bit-identical
     to sharded modules written by hand. A rank reads only rows that it owns, 8 MiB at a time; weights may be on "meta".
-
     Tables that the store has stay: a resumed run goes on. New ones get the rows of ``source``; else the model's, with
     optimizer state; on "meta", or of a plain store without rows, first values. Nothing is committed.
 
@@ -119,8 +118,8 @@ def shard(
         raise TypeError(f"store must be a ShardedStore, as open_sharded gives, not {type(store).__name__}")
     with contextlib.ExitStack() as opened:
         with store.ranks.together("shard"):
-            found = _Model(model, store, tables, optimizer, init)
-            new = found.new_in(store)
+            found, known = _Model(model, store, tables, optimizer, init), store.tables.keys() - store.unloaded
+            new = {name: each for name, each in found.tables.items() if name not in known}
             rows = _rows_of(source if new else None, new, opened)
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
         require_alike(store.ranks, weights={name: own.checksum for name, own in rows.items() if isinstance(own, _Rows)})
@@ -128,7 +127,10 @@ def shard(
             from .placement.auto import found_plan  # which training without it has no use for
 
             planned = found_plan(store, unplanned, demand, costs, rank_bytes)
-        _create(store, found.tables.values(), new, planned)
+        for name, table in found.tables.items():
+            made_so = {} if name in store.tables or name not in planned else planned[name]._asdict()
+            store.create_table(table.config, **made_so)
+        store.unloaded |= new.keys()  # until they have their rows, another call makes them again
         with store.ranks.together("shard"):
             for name, own in rows.items():
                 _load(own, store[name], store.ranks.rank)
@@ -137,15 +139,6 @@ def shard(
     found.hand_over(store, made)
     is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Placeholder))
     return data_parallel(model, **options) if is_trained else model
-
-
-def _create(store: ShardedStore, tables: Iterable[_Found], new: Iterable[str], planned: Mapping[str, Sharding]) -> None:
-    """Create or find tables; collective. Until ``new`` ones have their rows, another call makes them again."""
-    for each in tables:
-        name = each.config.name
-        is_planned = name in planned and name not in store.tables
-        store.create_table(each.config, **planned[name]._asdict() if is_planned else {})
-    store.unloaded |= set(new)
 
 
 class _Model:
@@ -192,11 +185,6 @@ class _Model:
         if self._refused:
             why = "".join(f"\n  {path or 'embedding'!r}: {reason}" for path, reason in self._refused.items())
             raise ValueError(f"nothing was sharded. Change these modules, or leave them out by tables={{...}}:{why}")
-
-    def new_in(self, store: ShardedStore) -> dict[str, _Found]:
-        """Tables that the store lacks, or that an earlier call did not fill."""
-        known = store.tables.keys() - store.unloaded
-        return {name: each for name, each in self.tables.items() if name not in known}
 
     def _add(self, found: _Found) -> None:
         known = self.tables.setdefault(found.config.name, found)
@@ -274,8 +262,8 @@ class _Model:
 
     def hand_over(self, store: ShardedStore, made: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Have these modules take their places, and the tables be trained as their weights were."""
-        for each in made:
-            take_place(*each)
+        for pair in made:
+            take_place(*pair)
         for name, trained in self.trained.items():
             trained.hand_over(store[name].local)
 

@@ -132,9 +132,14 @@ class OwnPart:
                 if (self._path / MANIFEST_NAME).exists():
                     local = opened.enter_context(contextlib.closing(open_store(self._path, **self._options)))
                 own = NO_COMMITS if local is None else Commits.of(local)
-                seen = self._seen(held, refused, own)
-            gathered = ranks.gather(seen)
-            _require_held(gathered)
+                moving = {path.name for path in (*self._held, self._path) if path.exists()}
+                moved = {f"{path.parent.name}/{path.name}" for path in self._folder.glob("replaced-at-*/*-of-*")}
+            gathered = ranks.gather(_Seen(held, refused, own._replace(shardings={}), moving, moved))
+            all_held = set[_Mark]().union(*(each.held for each in gathered))
+            for each in gathered:
+                for mark in each.refused.keys() - all_held:
+                    raise StoreLockedError(each.refused[mark])
+            reach("reshard: other parts held")
             all_own = [each.own for each in gathered]
             self.source = self._choose(all_own)
             number = self.source.number if self.source else max(in_common(all_own), default=0)
@@ -183,11 +188,6 @@ class OwnPart:
                 held |= {mark, _mark(part.path)}  # an open may write a manifest that was cut short
         return held, refused
 
-    def _seen(self, held: set[_Mark], refused: dict[_Mark, str], own: Commits) -> _Seen:
-        moving = {path.name for path in (*self._held, self._path) if path.exists()}
-        moved = {f"{path.parent.name}/{path.name}" for path in self._folder.glob("replaced-at-*/*-of-*")}
-        return _Seen(held, refused, own._replace(shardings={}), moving, moved)
-
     def _choose(self, all_own: Sequence[Commits]) -> Source | None:
         """The parts of another number of ranks that are the run, or None: those of as many ranks as there are, if any.
         All ranks must have them."""
@@ -231,7 +231,8 @@ class OwnPart:
                 require_room(self._path, sum(each for other, each in needs if other == device))
             with ranks.together():
                 if not is_there:
-                    if _is_in_the_way(self._path):
+                    names = {each.name for each in self._path.iterdir()} if self._path.exists() else set[str]()
+                    if names and (MANIFEST_NAME in names or WORK_NAME not in names):  # more than a part cut short
                         with output_errors(self._path):
                             self._move_aside(self._path)
                         reach("reshard: stale part set aside")
@@ -269,24 +270,9 @@ class OwnPart:
             opened.cold.close()
 
 
-def _require_held(gathered: Sequence[_Seen]) -> None:
-    """StoreLockedError unless each part is held by some rank."""
-    held = set[_Mark]().union(*(each.held for each in gathered))
-    for each in gathered:
-        for mark in each.refused.keys() - held:
-            raise StoreLockedError(each.refused[mark])
-    reach("reshard: other parts held")
-
-
 def _mark(path: Path) -> _Mark:
     found = (path / MANIFEST_NAME).stat()
     return found.st_ino, found.st_mtime_ns
-
-
-def _is_in_the_way(path: Path) -> bool:
-    """Whether a folder holds something else than what a part that was cut short leaves."""
-    names = {each.name for each in path.iterdir()} if path.exists() else set()
-    return bool(names) and (MANIFEST_NAME in names or WORK_NAME not in names)
 
 
 def _aside_name(number: int, gathered: Sequence[_Seen]) -> str:

@@ -126,7 +126,12 @@ def newer_set(directory: Path, sets: Mapping[int, Sequence[Part]], number: int) 
     """The one of some sets with the newest commit, if that is above ``number``; errors as of ``newest_set``."""
     best, last, wrong, runs = Source(number, ()), number, list[str](), set[str]()
     for size, parts in sets.items():
-        commits, missing = _commits_of(parts)
+        commits, missing = list[Commits](), list[str]()
+        for part in parts:
+            try:
+                commits.append(read_commits(part.path))
+            except TierstoreError as error:
+                missing.append(str(error))
         own_last = max([int(bool(missing)), *(each.last for each in commits)])  # a part that cannot be read has one
         if own_last <= number:
             continue
@@ -148,17 +153,6 @@ def newer_set(directory: Path, sets: Mapping[int, Sequence[Part]], number: int) 
             "to give up what they hold, move them away"
         )
     return best if best.commits else None
-
-
-def _commits_of(parts: Sequence[Part]) -> tuple[list[Commits], list[str]]:
-    """Of the parts that can be read, and what is wrong with others."""
-    found, wrong = list[Commits](), list[str]()
-    for part in parts:
-        try:
-            found.append(read_commits(part.path))
-        except TierstoreError as error:
-            wrong.append(str(error))
-    return found, wrong
 
 
 def read_commits(path: Path, version: int | None = None) -> Commits:

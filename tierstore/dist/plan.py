@@ -162,17 +162,14 @@ class Plan(NamedTuple):
                 replicated = kind == "data_parallel"
                 ranks = range(world_size) if replicated else each.ranks
                 own = exchange if kind in ("table_wise", "row_wise", "table_row_wise") else "rows"
-                columns = _column_ranges(name, each) if kind == "grid_shard" else 1
+                spec, columns = getattr(each, "sharding_spec", None), 1
+                if kind == "grid_shard":
+                    if spec is None:
+                        why = "grid_shard, without the sharding_spec that says where its shards begin"
+                        raise ValueError(f"table {name!r}: {why}")
+                    columns = len({shard.shard_offsets[1] for shard in spec.shards})
                 try:
                     found[name] = Sharding.checked(kind, ranks, own, world_size, columns)
                 except (ValueError, TypeError) as error:
                     raise type(error)(f"table {name!r}: {error}") from None
         return cls(world_size, found)
-
-
-def _column_ranges(name: str, planned: Any) -> int:
-    """Of TorchRec's plan for a table; ValueError if it does not say where its shards begin."""
-    spec = getattr(planned, "sharding_spec", None)
-    if spec is None:
-        raise ValueError(f"table {name!r}: grid_shard, without the sharding_spec that says where its shards begin")
-    return len({shard.shard_offsets[1] for shard in spec.shards})

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
-from ..lookup.lookup import AnyLookup, make_lookup
+from ..lookup.base import AnyLookup
+from ..lookup.lookup import make_lookup
 from ..pool.joined import NO_FLOATS, Features, Joined
 from ..store import Table
 from .lookup import RoutedLookup, SendsGradients, Sent
@@ -82,7 +83,7 @@ class BagsRoute(NamedTuple):
     requests: list[_Request]
 
 
-class PooledLookup(RoutedLookup[BagsRoute]):
+class PooledLookup(RoutedLookup):
     @classmethod
     def merged(cls, lookups: Sequence["PooledLookup"], widths: Sequence[int]) -> "_MergedPooled":
         return _MergedPooled(lookups, widths)
@@ -123,8 +124,16 @@ class PooledLookup(RoutedLookup[BagsRoute]):
             scale = torch.from_numpy(joined.scale[order] if len(joined.scale) else NO_FLOATS)
         given = ranks.counts(lengths, f"lookup of {self._names}", then=1)
         taken = torch.split(ranks.exchange(joint, lengths, given), given)
-        requests = [_parsed(each.numpy(), len(features[ranks.rank])) for each in taken]
-        if self._any_scale(taken):
+        requests = []
+        for message in (each.numpy() for each in taken):
+            num_features, batch = len(features[ranks.rank]), int(message[0])
+            keys = _HEADER + num_features * batch
+            sizes = message[_HEADER:keys].reshape(num_features, batch)
+            requests.append(_Request(sizes, message[keys:], NO_FLOATS))
+        num_weights, num_ids = torch.stack([message[1:_HEADER] for message in taken]).sum(0).tolist()
+        if num_weights not in (0, num_ids):  # so in all ranks
+            raise ValueError("some ranks' batches have weights and others' have none; give all some, or none")
+        if num_weights:
             ids = [len(request.keys) for request in requests]
             ranks.one_more()
             scales = torch.split(ranks.exchange(scale, [len(chosen) for chosen in positions], ids), ids)
@@ -144,13 +153,6 @@ class PooledLookup(RoutedLookup[BagsRoute]):
             sizes = np.bincount(bag_of[chosen], minlength=len(joined.starts) - 1).reshape(len(joined.columns), -1)
             messages.append(np.concatenate([header, sizes[own].ravel(), keys[chosen]]))
         return positions, messages
-
-    def _any_scale(self, messages: Sequence[Tensor]) -> bool:
-        """Whether ids have weights. ValueError, in all ranks, if those of some have not."""
-        num_weights, num_ids = torch.stack([message[1:_HEADER] for message in messages]).sum(0).tolist()
-        if num_weights not in (0, num_ids):
-            raise ValueError("some ranks' batches have weights and others' have none; give all some, or none")
-        return bool(num_weights)
 
     @property
     def num_samples(self) -> int:
@@ -219,14 +221,10 @@ class _MergedPooled(SendsGradients):
     """Several lookups: each sends its gradients, and this rank's bags of all are merged."""
 
     def __init__(self, lookups: Sequence[PooledLookup], widths: Sequence[int]) -> None:
-        tables = list(dict.fromkeys(table for lookup in lookups for table in lookup.tables))
-        super().__init__(tables, [hold for lookup in lookups for hold in lookup.holds])
-        self._lookups = lookups
+        self.tables = list(dict.fromkeys(table for lookup in lookups for table in lookup.tables))
+        self.holds = [hold for lookup in lookups for hold in lookup.holds]
+        self._lookups, self._ranks = lookups, lookups[0]._ranks
         self._sizes = [(lookup.num_samples, width) for lookup, width in zip(lookups, widths, strict=True)]
-
-    @property
-    def _ranks(self) -> Ranks:
-        return self._lookups[0]._ranks
 
     def release(self) -> None:
         for lookup in self._lookups:
@@ -244,9 +242,3 @@ class _MergedPooled(SendsGradients):
 
 def piece_sizes(pieces: Sequence[tuple[slice, PooledPlace]]) -> list[int]:
     return [samples.stop - samples.start for samples, _ in pieces]
-
-
-def _parsed(message: Int64s, num_features: int) -> _Request:
-    batch = int(message[0])
-    keys = _HEADER + num_features * batch
-    return _Request(message[_HEADER:keys].reshape(num_features, batch), message[keys:], NO_FLOATS)

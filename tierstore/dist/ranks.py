@@ -15,14 +15,14 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankError
-from .pace import NO_REPORT, Pace
+from .load import StepClock, Traffic
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 """TorchRec's names. "int8": each row as 8-bit integers and one float32, the largest magnitude of the row over 127."""
@@ -91,14 +91,6 @@ def ranks_on_host(size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
-class Traffic(NamedTuple):
-    """Running totals of one rank: bytes to and from others, and seconds in exchanges, waiting for others included."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    seconds: float = 0.0
-
-
 class Ranks:
     """A process group, None for all ranks, as lookups use it. Every rank makes the same calls in the same order.
 
@@ -108,7 +100,7 @@ class Ranks:
     Attributes:
         rank: this one's number in the group. size: how many there are. traffic: of this object's exchanges.
         run: the identity of what is trained, once it is known: calls of different runs differ.
-        pace: of the steps that backward passes of this object's calls are in, or None.
+        clock: of the steps that backward passes of this object's calls are in.
 
     Raises:
         ValueError: this process is not in the group, or the group cannot exchange tensors on the CPU.
@@ -128,7 +120,7 @@ class Ranks:
         self._numbers = range(self.size) if numbers is None else numbers
         self.traffic = Traffic()
         self.run = ""
-        self.pace: Pace | None = None
+        self.clock = StepClock(lambda: self.traffic.seconds, lambda: 0.0)
         self._backend: Any = group or dist.group.WORLD
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size
@@ -227,10 +219,6 @@ class Ranks:
         of_first: _T = found[0]
         return of_first
 
-    def end(self) -> None:
-        """Tell the others, who go on with batches or end too, that this one has no more. Errors as of ``counts``."""
-        self.counts([0] * self.size, "no more batches")
-
     def counts(self, given: Sequence[int], call: str, *, then: int = 0) -> list[int]:
         """Begin a call, in words that are equal on all ranks: what each rank has for this one, where this one has
         ``given`` for each. ``then`` more exchanges belong to the call.
@@ -251,31 +239,34 @@ class Ranks:
             failed = self._numbers[counts.index(_FAILED)]
             raise RankError(f"rank {failed} cannot take part in this step; its own error says why")
         if len(set(words)) > 1:
-            calls = self._calls(call)
+            differing = self._differing(call)
             self._owed = 0
-            raise RankError(_differing(calls, self._numbers))
+            raise RankError(differing)
         self._owed = then
         return counts
 
     def _meet(self, call: str, given: Sequence[int]) -> tuple[list[int], list[int]]:
         """Of each rank what it calls, as a number, and what it has for this one."""
         word = zlib.crc32(f"{self.run} {call}".encode())
-        report = NO_REPORT if self.pace is None else self.pace.report
-        sent = torch.tensor([[word, count, *report] for count in given], dtype=torch.int64)
-        words, counts, windows, *times_us = self._exchange(sent, self._ones, self._ones).T.tolist()
-        if self.pace is not None:
-            self.pace.note(windows, times_us, self.rank, self._numbers)
+        sent = torch.tensor([[word, count] for count in given], dtype=torch.int64)
+        words, counts = self._exchange(sent, self._ones, self._ones).T.tolist()
         return words, counts
 
-    def note_backward(self, table: str) -> None:
-        if self.pace is not None:
-            self.pace.note_backward(table)
-
-    def _calls(self, call: str) -> list[str]:
+    def _differing(self, call: str) -> str:
+        """What to tell of ranks that call different things."""
         own = call.encode()[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).repeat(self.size, 1)
-        found = self._exchange(sent, self._ones, self._ones)
-        return [each.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for each in found]
+        by_call: dict[str, list[str]] = {}
+        for rank, each in zip(self._numbers, self._exchange(sent, self._ones, self._ones), strict=True):
+            found = each.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
+            by_call.setdefault(found, []).append(str(rank))
+        if len(by_call) == 1:
+            return f"all ranks call {call}, but in different stores: all must use their stores in the same order"
+        told = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {each}" for each, ranks in by_call.items())
+        return (
+            f"ranks make different calls ({told}). All ranks must make the same calls in the same order; where one has "
+            "fewer batches, tierstore.dist.even gives it empty ones"
+        )
 
     # Exchanges
 
@@ -328,17 +319,3 @@ class Ranks:
     def exchange_rows(self, rows: Tensor, given: Sequence[int], taken: Sequence[int], precision: Precision) -> Tensor:
         """``exchange`` of rows of float32 [n, dim], in so few bits on the way."""
         return decoded(self.exchange(encoded(rows, precision), given, taken), precision)
-
-
-def _differing(calls: Sequence[str], numbers: Sequence[int]) -> str:
-    """What to tell of ranks that call different things."""
-    by_call: dict[str, list[str]] = {}
-    for rank, call in zip(numbers, calls, strict=True):
-        by_call.setdefault(call, []).append(str(rank))
-    if len(by_call) == 1:
-        return f"all ranks call {calls[0]}, but in different stores: all must use their stores in the same order"
-    each = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {call}" for call, ranks in by_call.items())
-    return (
-        f"ranks make different calls ({each}). All ranks must make the same calls in the same order; where one has "
-        "fewer batches, tierstore.dist.even gives it empty ones"
-    )

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..config import TableConfig
 from ..errors import TableError
 from ..exchange.rows import chunks, read_keys, read_rows, write_rows
 from ..io.files import ROW_FILE_NAME, rows_path
 from ..io.lmdb import LmdbColdTier
-from ..store import Store, Table, open_store
+from ..store import Table, open_store
 from ..store.copies import new_store, require_outside
 from ..store.directory import open_files
 from ..store.manifest import MANIFEST_NAME
@@ -58,13 +57,22 @@ def _write(parts: Parts, path: Path, rank: int, plan: Plan | None, progress: Pro
     """Make a rank's part, or without a plan a store that is not sharded."""
     ddr = _DDR + sum(ids_bytes(table.config) for table in parts.store.tables.values())
     with open_store(path, keep=2, ddr=ddr) as local:
-        pieces, extra = [], parts.store.extra
-        for name, config in _in_place(parts).items():
-            sharding = _PLAIN if plan is None else plan.tables[name]
-            made = local.create_table(local_config(config, sharding, rank))
-            shards = ShardedTable(whole_config(made.config, sharding), sharding, made, rank).shards
-            pieces += [(made, shard) for shard in shards if shard.rank == rank]
-        _copy(parts, local, pieces, progress)
+        pieces, extra, place = list[tuple[Table, Shard]](), parts.store.extra, 0
+        for name, whole in parts.store.tables.items():
+            config, sharding = whole.config, _PLAIN if plan is None else plan.tables[name]
+            if whole.index != place and whole.ids is None:  # a table before it is gone, so its place is another
+                config = replace(config, init=config.init.of_place(whole.index))
+            place += 1 + (whole.ids is not None)
+            table = local.create_table(local_config(config, sharding, rank))
+            shards = ShardedTable(whole_config(table.config, sharding), sharding, table, rank).shards
+            pieces += [(table, shard) for shard in shards if shard.rank == rank]
+        done, total = 0, sum(shard.num_rows for _, shard in pieces)
+        for table, shard in pieces:
+            for count in copied(parts.store[table.name], table, shard):
+                done += count
+                progress(done, total)
+        for name, table in local.tables.items():  # what optimizers need besides, of those without rows here too
+            table.restore(parts.store[name].state)
         if plan is not None:
             commit_id = made_id(parts, plan)
             commits = Commits(parts.run, {}, to_json(plan), {parts.number: commit_id} if commit_id else {})
@@ -116,28 +124,6 @@ def share_bytes(parts: Parts, plan: Plan, rank: int, stored: Mapping[str, int]) 
             if shard.rank == rank:
                 total += page_bytes * layout.pages_for(-(-rows * shard.num_rows // config.num_embeddings))
     return total
-
-
-def _in_place(parts: Parts) -> dict[str, TableConfig]:
-    """The tables' configurations for places where tables before them may be missing."""
-    found, place = {}, 0
-    for name, table in parts.store.tables.items():
-        config, is_dynamic = table.config, table.ids is not None
-        is_moved = table.index != place and not is_dynamic  # first values of dynamic ids do not go by the place
-        found[name] = replace(config, init=config.init.of_place(table.index)) if is_moved else config
-        place += 1 + is_dynamic
-    return found
-
-
-def _copy(parts: Parts, store: Store, pieces: Sequence[tuple[Table, Shard]], progress: Progress) -> None:
-    """Rows with optimizer state, and what the optimizers of all tables need besides."""
-    done, total = 0, sum(shard.num_rows for _, shard in pieces)
-    for table, shard in pieces:
-        for count in copied(parts.store[table.name], table, shard):
-            done += count
-            progress(done, total)
-    for name, table in store.tables.items():
-        table.restore(parts.store[name].state)
 
 
 def copied(whole: Table, table: Table, shard: Shard) -> Iterator[int]:

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Literal, NamedTuple, Self, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -28,13 +28,14 @@ from ..store import Store, open_store
 from ..store.lifetime import Shown
 from ..store.optimizer import TieredOptimizer
 from ..system.checks import require_choice
+from .load import Load, StepClock
 from .opening import OwnPart, open_to_read, require_alike
-from .pace import Pace, StepTime
+from .owners import Owners, Wire
 from .parts import NO_COMMITS, SECTION, Commits, in_common
 from .plan import Exchange, Plan, Sharding, ShardingType
-from .ranks import Precision, Ranks, Traffic, ranks_on_host
+from .ranks import Precision, Ranks, ranks_on_host
 from .rebalance import moved_rows, require_idle, require_movable
-from .table import Owners, ShardedTable, Wire, local_config, whole_config
+from .table import ShardedTable, local_config, whole_config
 from .towers import Towers
 
 _ALIKE: Final = (
@@ -62,23 +63,6 @@ class ShardedOptimizer(TieredOptimizer):
 
     def _is_replicated(self, name: str) -> bool:
         return self._sharded.tables[name].sharding.sharding_type == "data_parallel"
-
-
-class Load(NamedTuple):
-    """What a rank holds, and did.
-
-    Attributes:
-        num_rows, size_bytes: that it owns; with their optimizer state, were they all in memory.
-        lookups: rows that ranks asked it for.
-        traffic: of its exchanges, without those of ids that ``prefetch`` sent.
-        step: of its last whole window of 100 steps; a rank whose ``busy`` is far above the others' keeps them waiting.
-    """
-
-    num_rows: int
-    size_bytes: int
-    lookups: int
-    traffic: Traffic
-    step: StepTime
 
 
 def open_sharded(
@@ -125,7 +109,7 @@ def open_sharded(
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
-            wire = _checked(mode, keep, forward_precision, backward_precision)
+            wire = _checked(mode, keep, Wire(forward_precision, backward_precision))
             planned = planned_tables(plan, ranks)
         require_alike(ranks, mode=mode, plan=planned, precision=wire, towers=towers)
         groups = None if towers is None else Towers.of(towers, ranks, mesh)
@@ -152,13 +136,13 @@ def open_sharded(
     return made
 
 
-def _checked(mode: str, keep: int, forward: Precision, backward: Precision) -> Wire:
+def _checked(mode: str, keep: int, wire: Wire) -> Wire:
     require_choice(mode, ("r", "w"), "mode")
     if keep < 2:
         raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
-    require_choice(forward, get_args(Precision), "forward_precision")
-    require_choice(backward, get_args(Precision), "backward_precision")
-    return Wire(forward, backward)
+    for name, precision in wire._asdict().items():
+        require_choice(precision, get_args(Precision), f"{name}_precision")
+    return wire
 
 
 def _options(size: int, *, ddr: int | str | None, threads: int | None, **others: Any) -> dict[str, Any]:
@@ -200,7 +184,7 @@ class ShardedStore:
         self.shown = Shown()
         self.planned = planned
         self.unloaded = set[str]()
-        self._pace = ranks.pace = Pace(lambda: owners.traffic.seconds, lambda: local.stats().ssd.seconds)
+        self._clock = ranks.clock = StepClock(lambda: owners.traffic.seconds, lambda: local.stats().ssd.seconds)
         self.device, self.offsets_type = local.device, local.offsets_type
         self.readonly, self.directory = local.readonly, local.directory
         with ranks.together():
@@ -322,23 +306,18 @@ class ShardedStore:
             raise ValueError(f"table {name!r} is sharded {known.sharding_type} over ranks {list(known.ranks)}")
         return sharding
 
-    def _used_bytes(self) -> list[float]:
-        """Of the tables that each rank has."""
-        used = [0.0] * self.ranks.size
+    def _default(self, sharding_type: str, within: range | None) -> Sequence[int]:
+        """Ranks: of the fewest bytes so far. ``within``: those of the table's tower, if it is in one."""
+        used, size = [0.0] * self.ranks.size, self.ranks.size
         for table in self.tables.values():
             for rank in table.sharding.ranks:
                 used[rank] += table.config.size_bytes(table.layout.page_bytes) / len(table.shards)
-        return used
-
-    def _default(self, sharding_type: str, within: range | None) -> Sequence[int]:
-        """``within``: the ranks of the table's tower, if it is in one."""
-        size = self.ranks.size
         if sharding_type == "table_wise":
-            return [min(within or range(size), key=self._used_bytes().__getitem__)]
+            return [min(within or range(size), key=used.__getitem__)]
         if within is not None and sharding_type != "data_parallel":
             return within
         if sharding_type in ("table_row_wise", "table_column_wise"):
-            used, on_host = self._used_bytes(), ranks_on_host(size)
+            on_host = ranks_on_host(size)
             hosts = [range(first, min(first + on_host, size)) for first in range(0, size, on_host)]
             return min(hosts, key=lambda host: sum(used[rank] for rank in host))
         return range(size)
@@ -358,11 +337,12 @@ class ShardedStore:
         return self.local.use_optimizer(ShardedOptimizer(self, dense))
 
     def balance(self) -> list[Load]:
-        """What each rank holds, and did since it opened the store, in order of the ranks. Collective."""
+        """What each rank holds, and did since it opened the store (``step``: since the last call), in order of the
+        ranks. Collective."""
         with self.ranks.telling():
             own_rows = sum(len(table.rows) for table in self.tables.values())
             size_bytes = sum(table.local.size_bytes for table in self.tables.values())
-            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic, self._pace.recent())
+            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic, self._clock.mean())
         return self.ranks.gather(own, "balance")
 
     @property

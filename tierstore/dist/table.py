@@ -1,26 +1,14 @@
-"""A sharded table as lookups see it: whole, with this rank's part behind it; and which rank owns a row."""
+"""A sharded table as lookups see it: whole, with this rank's part behind it."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..config import TableConfig
-from ..kernels.arrays import Int64s
-from ..layout import KEY_ROW_BITS, RowLayout
-from ..lookup.lookup import id_error
+from ..layout import RowLayout
+from ..lookup.base import id_error
 from ..optim.configs import RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool.pool import Pool
 from ..store import Table
 from .plan import Shard, Sharding
-from .ranks import Precision, Ranks, Traffic
-from .towers import Towers
-
-_T = TypeVar("_T")
-_P = ParamSpec("_P")
-Ranks16 = NDArray[np.uint16]
 
 
 class ShardedTable:
@@ -34,7 +22,8 @@ class ShardedTable:
 
     def __init__(self, config: TableConfig, sharding: Sharding, local: Table, rank: int) -> None:
         self.name, self.store, self.config = config.name, local.store, config
-        self.local = local
+        self.local, self.index = local, local.index
+        self.in_pool, self.require_float, self.require_whole = local.in_pool, local.require_float, lambda: None
         self.layout: RowLayout = config.layout(local.layout.page_bytes)
         self._rank = rank
         self.take(sharding)
@@ -49,15 +38,8 @@ class ShardedTable:
         self.local.rows = self.rows or range(1)  # nobody asks for that row: a store has no table without rows
 
     @property
-    def index(self) -> int:
-        return self.local.index
-
-    @property
     def pool(self) -> Pool:
         return self.local.pool
-
-    def in_pool(self, work: Callable[Concatenate[Pool, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return self.local.in_pool(work, *args, **kwargs)
 
     @property
     def learning_rate(self) -> float:
@@ -75,12 +57,6 @@ class ShardedTable:
 
     def id_error(self, row: int) -> ValueError:
         return id_error(self.name, row, range(self.config.num_embeddings))
-
-    def require_float(self) -> None:
-        self.local.require_float()
-
-    def require_whole(self) -> None:
-        """All its rows are there, on some rank."""
 
     def __repr__(self) -> str:
         config = self.config
@@ -137,60 +113,3 @@ def whole_config(local: TableConfig, sharding: Sharding) -> TableConfig:
 def _of_owners(config: TableConfig, owners: int, owned: tuple[int, int]) -> TableConfig:
     assert config.ids is not None
     return replace(config, ids=replace(config.ids, owners=owners, owned=owned))
-
-
-class Wire(NamedTuple):
-    """How values cross: rows or pooled rows in forward, gradients in backward."""
-
-    forward: Precision
-    backward: Precision
-
-
-class _Firsts(NamedTuple):
-    """Shards that have the same of their tables' ranges of columns: the keys of their first rows, ascending; ranks."""
-
-    keys: Int64s
-    ranks: Ranks16
-
-
-class Owners:
-    """Owners of the rows of a store's tables, by key. ``epoch`` counts how often rows got other owners: what goes by
-    earlier ones is to be made again."""
-
-    def __init__(self, ranks: Ranks, wire: Wire, towers: Towers | None = None) -> None:
-        self.ranks = ranks
-        self.wire = wire
-        self.towers = towers
-        self.epoch = 0
-        self._by_part: list[_Firsts] = []
-
-    @property
-    def traffic(self) -> Traffic:
-        """Of the ranks' exchanges, those within hosts and between peers included."""
-        groups = [self.ranks] if self.towers is None else [self.ranks, self.towers.host, self.towers.peers]
-        return Traffic(*map(sum, zip(*(group.traffic for group in groups), strict=True)))
-
-    def close(self) -> None:
-        """Leave the groups that were made for the store."""
-        if self.towers is not None:
-            self.towers.close()
-        self.ranks.close()
-
-    def set(self, tables: Iterable[ShardedTable]) -> None:
-        """All tables. Of those that all ranks have whole, each rank owns every row."""
-        parts: dict[int, list[tuple[int, int]]] = {}
-        for table in tables:
-            width = table.local.config.embedding_dim
-            for shard in table.shards:
-                if table.sharding.sharding_type != "data_parallel":
-                    first = (table.index << KEY_ROW_BITS) | shard.first_row
-                    parts.setdefault(shard.first_column // width, []).append((first, shard.rank))
-        pairs = [np.array(sorted(parts[part]), np.int64) for part in sorted(parts)]
-        self._by_part = [_Firsts(each[:, 0].copy(), each[:, 1].astype(np.uint16)) for each in pairs]
-
-    def of(self, keys: Int64s, num_parts: int) -> Ranks16:
-        """uint16 [n, num_parts]: the rank of each range of columns of each key's row."""
-        found = np.empty((len(keys), num_parts), np.uint16)
-        for part, firsts in enumerate(self._by_part[:num_parts]):
-            found[:, part] = firsts.ranks[np.searchsorted(firsts.keys, keys, side="right") - 1]
-        return found

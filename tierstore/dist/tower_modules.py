@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from ..nn.function import Prepared
 from ..nn.jagged import JaggedLike, KeyedTensor
 from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average
 from .lookup import ShardedLookup
+from .owners import Owners
 from .pooled import BagsRoute, PooledLookup, PooledPlace, piece_sizes
 from .ranks import Precision, Ranks, decoded, encoded
 from .store import ShardedStore
-from .table import Owners, ShardedTable
-from .towers import Towers, sums
+from .table import ShardedTable
+from .towers import Towers
 
 
 class TowerBags(PooledLookup):
@@ -66,7 +67,7 @@ class TowerBags(PooledLookup):
     def _find_route(self, ranks: Ranks) -> BagsRoute:
         route, towers = super()._find_route(ranks), self._towers
         samples = sum(request.sizes.shape[1] for request in route.requests[self._own])
-        wanted = sums([route.given[rank] for rank in towers.order], towers.hosts)
+        wanted = np.array(route.given)[towers.order].reshape(-1, towers.hosts).sum(1).tolist()
         route = route._replace(given=wanted, asked=[len(places) * samples for places in self._of_host])
         if self.mode == "mean":
             own = torch.from_numpy(np.concatenate([route.requests[rank].sizes.ravel() for rank in towers.order]))
@@ -84,11 +85,8 @@ class TowerBags(PooledLookup):
                 of_bags[samples] += sizes
         return {feature: sizes.clamp_(min=1)[:, None].to(self._device) for feature, sizes in found.items()}
 
-    def _carried(self, rows: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
-        return self._ranks.exchange(rows, given, asked, self._towers.host)
-
-    def _to_owners(self, gradients: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
-        return self._ranks.exchange(gradients, asked, given, self._towers.host)
+    def _crossed(self, rows: Tensor, given: Sequence[int], taken: Sequence[int], _precision: Precision) -> Tensor:
+        return self._ranks.exchange(rows, given, taken, self._towers.host)
 
 
 class TowerTieredEmbeddingCollection(ShardedTieredEmbeddingCollection):
@@ -141,7 +139,13 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
             raise ValueError(f"tower {empty[0]} has none of the tables {[table.name for table in self.tables]}")
         self.widths = list(self._columns_of_towers)
         if modules is not None:
-            self.widths = _widths(modules, towers)
+            if len(modules) != towers.hosts:
+                raise ValueError(f"{len(modules)} modules are given for {towers.hosts} towers: give each its own")
+            found: list[Any] = [getattr(module, "out_features", None) for module in modules]
+            for module, width in zip(modules, found, strict=True):
+                if not isinstance(width, int):
+                    raise TypeError(f"{type(module).__name__} has no out_features, the number of columns that it gives")
+            self.widths = found
             first = store.ranks.first([each.state_dict() for each in modules])
             for module, weights in zip(modules, first, strict=True):
                 module.load_state_dict(weights)
@@ -165,7 +169,7 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
             given = self._compressed(pooled)
             if torch.is_grad_enabled() and not given.requires_grad and any(p.requires_grad for p in self.parameters()):
                 given = given.detach().requires_grad_()  # another tower has gradients, so all exchange them
-        out = _ToPeers.apply(given, _Way(self._owners, towers.peers, self.widths, batch))  # type: ignore[no-untyped-call]
+        out = _ToPeers.apply(given, self._owners, self.widths, batch)  # type: ignore[no-untyped-call]
         if self.towers is None:
             return KeyedTensor(self.feature_names, self._dims, out if self._order is None else out[:, self._order])
         return KeyedTensor([f"tower{number}" for number in range(towers.hosts)], self.widths, out)
@@ -186,7 +190,8 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
         peers = self._towers.peers
         with peers.telling():
             own = self.towers[peers.rank]
-            state = [_state_of(each, own) for each in optimizers]
+            given = [getattr(each, "state", {}) for each in optimizers]
+            state = [[dict(each.get(parameter, {})) for parameter in own.parameters()] for each in given]
         for module, (weights, states) in zip(
             self.towers, peers.gather((own.state_dict(), state), "weights of towers"), strict=True
         ):
@@ -286,39 +291,32 @@ class _OfHost(torch.autograd.Function):
         return None, *means
 
 
-class _Way(NamedTuple):
-    """Of results to a rank that has ``batch`` samples, from its peers, whose towers give ``widths``."""
-
-    owners: Owners
-    peers: Ranks
-    widths: Sequence[int]
-    batch: int
-
-
 class _ToPeers(torch.autograd.Function):
-    """float32 [B, columns of all towers] of this rank's samples, of [samples of the peers, columns] of this tower."""
+    """float32 [B, columns of all towers] of this rank's B samples, of [samples of the peers, columns] of this tower.
+    ``widths``: columns that each tower gives."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, way: _Way) -> Tensor:
-        peers, precision = way.peers, way.owners.wire.forward
-        ctx.way = way
-        ctx.samples = peers.counts([way.batch] * peers.size, "results of towers", then=1)
-        widths = [_width(each, precision) for each in way.widths]
-        sent, taken = encoded(given, precision).reshape(-1), [way.batch * width for width in widths]
-        found = peers.exchange(sent, [count * widths[peers.rank] for count in ctx.samples], taken)
-        parts = zip(torch.split(found, taken), widths, strict=True)
-        return torch.cat([decoded(part.view(way.batch, width), precision) for part, width in parts], dim=1)
+    def forward(ctx: Any, given: Tensor, owners: Owners, widths: Sequence[int], batch: int) -> Tensor:
+        peers, precision = owners.towers.peers, owners.wire.forward  # type: ignore[union-attr]
+        ctx.owners, ctx.widths = owners, list(widths)
+        ctx.samples = peers.counts([batch] * peers.size, "results of towers", then=1)
+        sizes = [_width(each, precision) for each in widths]
+        sent, taken = encoded(given, precision).reshape(-1), [batch * size for size in sizes]
+        found = peers.exchange(sent, [count * sizes[peers.rank] for count in ctx.samples], taken)
+        parts = zip(torch.split(found, taken), sizes, strict=True)
+        return torch.cat([decoded(part.view(batch, size), precision) for part, size in parts], dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        way, ranks, precision = ctx.way, ctx.way.owners.ranks, ctx.way.owners.wire.backward
+        ranks, peers, precision = ctx.owners.ranks, ctx.owners.towers.peers, ctx.owners.wire.backward
         ranks.counts([0] * ranks.size, "backward of towers", then=1)
-        parts = torch.split(gradient, list(way.widths), dim=1)
-        sent, width = [encoded(each, precision).reshape(-1) for each in parts], way.widths[way.peers.rank]
-        taken = [count * _width(width, precision) for count in ctx.samples]
-        found = ranks.exchange(torch.cat(sent), [each.numel() for each in sent], taken, way.peers)
-        return decoded(found.view(-1, _width(width, precision)), precision), None
+        sent = [encoded(each, precision).reshape(-1) for each in torch.split(gradient, ctx.widths, dim=1)]
+        size = _width(ctx.widths[peers.rank], precision)
+        found = ranks.exchange(
+            torch.cat(sent), [each.numel() for each in sent], [count * size for count in ctx.samples], peers
+        )
+        return decoded(found.view(-1, size), precision), None, None, None
 
 
 def _width(columns: int, precision: Precision) -> int:
@@ -333,19 +331,3 @@ def _require_towers(store: ShardedStore, tables: Sequence[str] | None) -> Towers
     for name in store.tables if tables is None else tables:
         towers.tower_of(name)
     return towers
-
-
-def _widths(modules: Sequence[nn.Module], towers: Towers) -> list[int]:
-    if len(modules) != towers.hosts:
-        raise ValueError(f"{len(modules)} modules are given for {towers.hosts} towers: give each its own")
-    for module in modules:
-        if not isinstance(getattr(module, "out_features", None), int):
-            raise TypeError(f"{type(module).__name__} has no out_features, the number of columns that it gives")
-    found: list[Any] = [module.out_features for module in modules]
-    return found
-
-
-def _state_of(optimizer: Any, module: nn.Module) -> list[Any]:
-    """Of each of the module's parameters, if it has one."""
-    state = getattr(optimizer, "state", {})
-    return [dict(state.get(parameter, {})) for parameter in module.parameters()]

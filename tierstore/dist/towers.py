@@ -4,6 +4,7 @@ With H hosts of L ranks, rank h * L + l is number l of host h. Its peers are the
 of the rows of tower h go to the ranks of host h, each of which takes those for its peers' samples; then to the peers.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
@@ -13,11 +14,6 @@ from torch import Tensor
 
 from .plan import Sharding
 from .ranks import Ranks, leave, ranks_on_host
-
-
-def sums(counts: Sequence[int], size: int) -> list[int]:
-    """Of each ``size`` that follow each other."""
-    return [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
 
 
 class Towers:
@@ -45,11 +41,15 @@ class Towers:
         members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
         counts = ranks.gather(ranks_on_host(ranks.size), "open_sharded")
         with ranks.together():
-            shape = _shape(counts, mesh, members)
-            _require_towers(tables, shape[0])
+            hosts, on_host = _shape(counts, mesh, members)
+            if any(isinstance(names, str) for names in tables) or len(tables) != hosts:
+                raise ValueError(
+                    f"towers={list(tables)}: expected the tables of each host, and there are {hosts} hosts"
+                )
+            if twice := [name for name, count in Counter(chain.from_iterable(tables)).items() if count > 1]:
+                raise ValueError(f"towers={list(tables)}: table {twice[0]!r} is in two towers; leave one out")
             if mesh is None and ranks.size != dist.get_world_size():
                 raise ValueError("towers= with group= needs mesh=, a DeviceMesh of hosts x ranks of a host")
-        on_host = shape[1]
         own, number = divmod(ranks.rank, on_host)
         of_host = range(own * on_host, (own + 1) * on_host)
         of_number = range(number, ranks.size, on_host)
@@ -122,12 +122,3 @@ def _shape(counts: Sequence[int], mesh: Any, members: Sequence[int]) -> tuple[in
             f"{', '.join(map(str, found))}"
         )
     return len(counts) // found[0], found[0]
-
-
-def _require_towers(tables: Sequence[Sequence[str]], hosts: int) -> None:
-    if any(isinstance(names, str) for names in tables) or len(tables) != hosts:
-        raise ValueError(f"towers={list(tables)}: expected the tables of each host, and there are {hosts} hosts")
-    names = list(chain.from_iterable(tables))
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"towers={list(tables)}: table {name!r} is in two towers; leave one out")

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import TierstoreError
 from ..kernels.arrays import Int64s
-from ..lookup.dynamic import Use
+from ..lookup.base import Use
 from ..store import Store, Table, open_store
 from ..system.checks import require_choice
 from ..system.files import partial_file, require_room, write_all

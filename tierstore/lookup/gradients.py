@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from ..system.signals import shielded
-from .lookup import AnyLookup
+from .base import AnyLookup
 
 NUMBERS: Final = itertools.count()
 """Of forward calls, ascending."""
 _LOCK: Final = threading.RLock()
-_STORE_OF: Final = operator.attrgetter("store")
 
 
 def train(updates: Sequence[tuple[AnyLookup, Tensor]]) -> None:
@@ -45,9 +44,7 @@ def train(updates: Sequence[tuple[AnyLookup, Tensor]]) -> None:
         PartlyTrainedError: some rows were trained, or may have been, by this step or an earlier one.
         DiskFullError, DamagedError, BudgetError, MemoryError: no row was trained.
     """
-    stores, ready = set[Any](), []
-    for lookup, _ in updates:
-        stores.update(map(_STORE_OF, lookup.tables))
+    stores, ready = {table.store for lookup, _ in updates for table in lookup.tables}, []
     for store in stores:
         store.require_whole_steps()
     try:
@@ -100,7 +97,7 @@ class _Pass:
     def end(self) -> None:
         """Called by autograd when every node has run; the streams that its caller had as current are so again."""
         _PASSES.pop(self.number, None)
-        collected, self.collected = sorted(self.collected, key=_BY_NUMBER), []
+        collected, self.collected = sorted(self.collected, key=operator.attrgetter("number")), []
         if self.outer is not None and self.outer.number in _PASSES:
             self.outer.collected.extend(collected)
             return
@@ -112,17 +109,11 @@ class _Pass:
             raise
 
 
-_BY_NUMBER: Final = operator.attrgetter("number")
 _PASSES: Final[dict[int, weakref.ref[_Pass]]] = {}
 
 
-class _Innermost(threading.local):
-    """The pass that the thread's last forward call was made in, if any; it may have ended since."""
-
-    noted: weakref.ref[_Pass] | None = None
-
-
-_INNERMOST: Final = _Innermost()
+_INNERMOST: Final = threading.local()
+"""``noted``: a reference to the pass that the thread's last forward call was made in, if any; it may have ended."""
 
 
 def require_engine() -> None:
@@ -137,10 +128,9 @@ def require_engine() -> None:
 
 def _current_pass(number: int) -> _Pass:
     with _LOCK:  # autograd runs nodes of one pass in several threads, one for each device
-        known = _PASSES.get(number)
-        found = None if known is None else known()
+        found = _PASSES.get(number, lambda: None)()
         if found is None:
-            noted = None if _INNERMOST.noted is None else _INNERMOST.noted()
+            noted = getattr(_INNERMOST, "noted", lambda: None)()
             outer = noted if noted is not None and noted.number in _PASSES else None
             found = _Pass(number, outer)
             _PASSES[number] = weakref.ref(found, partial(_PASSES.pop, number))  # which is in C, where one is dropped
@@ -157,8 +147,8 @@ def collect(number: int, inside: int, lookups: Sequence[AnyLookup], gradients: S
         number: of the forward call; inside: the backward pass that it was made in, of ``note_pass``.
         gradients: float32 [batch, columns], C-contiguous, kept as they are.
     """
-    into, known = _current_pass(torch._C._current_graph_task_id()), _PASSES.get(inside)
-    outer = None if known is None else known()
+    into = _current_pass(torch._C._current_graph_task_id())
+    outer = _PASSES.get(inside, lambda: None)()
     if outer is not None and outer is not into:
         into.outer = outer
     for lookup, gradient in zip(lookups, gradients, strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import TableConfig, require_names
 from ..errors import TableError
 from ..lookup.jagged import DeviceJagged
-from ..lookup.lookup import AnyLookup, make_lookup
+from ..lookup.lookup import make_lookup
 from ..pool.joined import Features, Jagged, Joined
 from ..store import Store, Table
 from ..store.arguments import check_jagged
@@ -81,7 +81,7 @@ class Collection(TieredModule):
     def _alike(self, table: Table) -> Any:
         return table.layout, table.config.pooling
 
-    def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
+    def _make_lookup(self, joined: Joined, mode: str) -> Any:
         return make_lookup(joined, mode=mode)
 
     def _checked(

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..lookup.base import AnyLookup
+from ..lookup.dynamic_ids import DynamicLookup
 from ..lookup.gradients import NUMBERS, collect, note_pass, require_engine
-from ..lookup.lookup import AnyLookup, DynamicLookup
 from ..optim.curvature import OF_THREAD
 
 _MISSED: Final = 2  # batches in turn: one may well have been left out
@@ -44,8 +45,7 @@ class Prepared:
     ) -> None:  # fmt: skip
         self.lookups, self.shape, self.scale, self.store, self.padding = lookups, shape, scale, store, padding
         self.features: object = None
-        self.sources = sources
-        self.versions: list[tuple[int, int]] = []
+        self.sources, self.versions = sources, list[tuple[int, int]]()
 
     @property
     def _all(self) -> Sequence[AnyLookup]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..layout import KEY_ROW_BITS
-from ..lookup.dynamic import Hold
+from ..lookup.base import AnyLookup, Hold, LookupTable
 from ..lookup.gradients import train
-from ..lookup.lookup import AnyLookup, LookupTable, make_lookup
+from ..lookup.lookup import make_lookup
 from ..pool.joined import Joined
 from ..system.checks import Unpicklable
 from ..system.signals import shielded

@@ -13,9 +13,9 @@ from ..errors import TableError
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS
-from ..lookup.dynamic import Found, Use
+from ..lookup.base import AnyLookup, Found, LookupTable, Use
 from ..lookup.jagged import DeviceJagged
-from ..lookup.lookup import AnyLookup, LookupTable, make_lookup
+from ..lookup.lookup import make_lookup
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool.converting import floats
 from ..pool.joined import Features, Jagged

@@ -25,7 +25,7 @@ from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import SECRET
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS
-from ..lookup.dynamic import Found, Hold, Use
+from ..lookup.base import Found, Hold, Use
 from ..pool.stats import IdStats
 from .stored_ids import Changed, TableOfIds, ids_bytes
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.sharded.greedy import RULES, greedy
 from tests.dist.placement.support import costs_of, drawn, table, trace_of
 from tierstore import TableConfig
 from tierstore.dist import Plan, Sharding
-from tierstore.dist.placement import Demand, RankCosts, Search, TableDemand, demand_of, greedy, predict
-from tierstore.dist.placement.baselines import RULES
+from tierstore.dist.placement import Demand, RankCosts, Search, TableDemand, demand_of, predict
 from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe, group_of, shares_of
 from tierstore.trace import TableTrace, Trace
 
@@ -182,18 +182,6 @@ def test_what_cannot_be_is_refused() -> None:
     assert found.plan.tables["t"].sharding_type in ("row_wise", "column_wise")
     with pytest.raises(ValueError, match="shard measure --optimizer sgd"):
         Search(tables, demand, costs_of(2, optimizer="adam"))
-
-
-def test_greedy_plans_by_hand() -> None:
-    shapes = {"a": (1000, 4, 1.0), "b": (300, 8, 30.0), "c": (500, 4, 10.0), "d": (100, 16, 1.0)}  # rows, columns, ids
-    tables = [table(name, rows, dim) for name, (rows, dim, _) in shapes.items()]
-    demand = Demand(10, {name: TableDemand(10 * ids, min(10 * ids, 50), 60) for name, (_, _, ids) in shapes.items()})
-    # Size: 4000, 2400, 2000, 1600; dim: 16, 8, 4, 4; lookups: 240, 40, 16, 4; both: 72000, 20000, 4000, 1600.
-    for rule, together in (("size", "a d"), ("dim", "b a c"), ("lookups", "b"), ("size-lookups", "b")):
-        found = greedy(tables, demand, costs_of(2), rule).plan.tables
-        parts = [{name for name, each in found.items() if each.ranks == (rank,)} for rank in (0, 1)]
-        assert set(together.split()) in parts, rule
-        assert sum(map(len, parts)) == len(tables)
 
 
 @settings(max_examples=25, deadline=None)

@@ -31,7 +31,10 @@ def found_plan(
     """The sharding of each table without dynamic ids; collective. Arguments and errors as of ``shard``. Tables of one
     optimizer are planned together, as costs are of one."""
     ranks, counted, found = store.ranks, [table for table in tables if table.ids is None], dict[str, Sharding]()
-    asked = _demand(ranks, counted, demand)
+    if isinstance(demand, Trace):
+        asked = demand_of(demand, counted, ranks.size)
+    else:
+        asked = _evenly(ranks, counted) if demand is None else _of_batches(ranks, counted, list(demand))
     for kind in dict.fromkeys(table.optimizer.kind for table in counted):
         known = _measured(ranks, kind) if costs is None else costs
         with ranks.telling():
@@ -63,12 +66,6 @@ def _possible(store: ShardedStore, table: TableConfig, sharding: Sharding) -> Sh
     except (ValueError, TableError):
         return Sharding("row_wise", tuple(range(store.ranks.size)))
     return sharding
-
-
-def _demand(ranks: Ranks, tables: Sequence[TableConfig], given: Any) -> Demand:
-    if isinstance(given, Trace):
-        return demand_of(given, tables, ranks.size)
-    return _evenly(ranks, tables) if given is None else _of_batches(ranks, tables, list(given))
 
 
 def _evenly(ranks: Ranks, tables: Sequence[TableConfig]) -> Demand:

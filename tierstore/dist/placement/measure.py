@@ -85,10 +85,10 @@ def measure_ranks(
 
     tried(0)  # compiles what it needs
     trials.clear()
-    begun, reduces = time.monotonic(), [_reduces_us(ranks)]
+    begun, reduces = time.monotonic(), [[_reduce_us(ranks, is_busy=is_busy) for is_busy in (False, True)]]
     sets = next(sets for sets in itertools.count(1) if tried(sets - 1) >= seconds / _ROUNDS and sets >= _FEWEST_SETS)
     for number in range(1, _ROUNDS):
-        reduces.append(_reduces_us(ranks))
+        reduces.append([_reduce_us(ranks, is_busy=is_busy) for is_busy in (False, True)])
         for seed in np.random.default_rng(number).permutation(sets).tolist():
             tried(seed)
     probes = {key: Probe(*works[key], statistics.median(taken)) for key, taken in trials.items()}
@@ -191,10 +191,6 @@ def _zipf(generator: np.random.Generator, num_rows: int, exponent: float, size: 
     places = ((num_rows**power - 1) * generator.random(size) + 1) ** (1 / power)
     found: Int64s = (places.astype(np.int64) - 1) * _PRIME % num_rows
     return found
-
-
-def _reduces_us(ranks: Ranks) -> tuple[float, float]:
-    return _reduce_us(ranks, is_busy=False), _reduce_us(ranks, is_busy=True)
 
 
 def _reduce_us(ranks: Ranks, *, is_busy: bool) -> float:

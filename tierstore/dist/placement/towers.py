@@ -7,7 +7,6 @@ lookups and bytes. It moves and exchanges tables (Hartigan, 1975) rather than ce
 A file of towers is JSON: ``{"towers": [["user", "item"], ["shop"]]}``, names of tables.
 """
 
-import html
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -49,23 +48,6 @@ class TowerPlan(NamedTuple):
         """Write the file that ``load_towers`` reads; FileExistsError if there is one, without ``force``."""
         lines = ",\n  ".join(json.dumps(tower) for tower in self.towers)
         write_text(Path(path), f'{{"towers": [\n  {lines}]}}\n', force=force)
-
-    def svg(self) -> str:
-        """The plane as a picture: tables by their names, in the colours of their towers."""
-        low, size = self.plane.min(axis=0), max(float(np.ptp(self.plane, axis=0).max()), 1e-9)
-        tower_of = {name: number for number, tower in enumerate(self.towers) for name in tower}
-        parts = [
-            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 750" font-family="sans-serif" font-size="15">'
-            '<rect width="800" height="750" fill="#fffefb"/>'
-            f'<text x="10" y="20">tables by similarity, stress {self.stress:.2f}</text>'
-        ]
-        for name, (x, y) in zip(self.tables, 50 + 650 * (self.plane - low) / size, strict=True):
-            text, tower = html.escape(name), tower_of[name]
-            parts.append(
-                f'<g fill="hsl({360 * tower // len(self.towers)} 65% 40%)"><title>{text}: tower {tower}</title>'
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7"/><text x="{x + 10:.1f}" y="{y + 5:.1f}">{text}</text></g>'
-            )
-        return "\n".join([*parts, "</svg>", ""])
 
 
 def load_towers(path: str | os.PathLike[str]) -> Names:

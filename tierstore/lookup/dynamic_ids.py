@@ -1,11 +1,10 @@
-"""Batches of tables with dynamic ids: their ids that have rows, and those without a row that count as rows of their
-first values, ``DynamicIds(unseen="init")``."""
+"""Lookups in tables with dynamic ids: of a batch's ids that have rows, and of those without a row that count as rows of
+their first values, ``DynamicIds(unseen="init")``."""
 
-import enum
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,46 +15,7 @@ from ..kernels.floats import code_of_dtype
 from ..kernels.slots import MODES
 from ..pool.joined import Bags, Joined
 from ..pool.leases import RowArrays
-
-_TWICE: Final = (
-    "a batch is trained a second time (retain_graph=True), and some ids have lost their rows since the first: run the "
-    "backward passes of a batch before the next batch's forward"
-)
-
-
-class Use(enum.Enum):
-    """Why rows of dynamic ids are looked up."""
-
-    PREPARE = enum.auto()  # to bring them in; ids without a row are no error
-    READ = enum.auto()
-    KEEP = enum.auto()  # a backward follows: they keep their ids until then
-    ADMIT = enum.auto()  # so too, and they will be trained: ids count, and get rows by the table's rules
-
-
-class Hold:
-    """Keeps the ids of a batch's ``rows``, int64 [n] and -1, as long as somebody refers to it. ``num_moves``: how often
-    rows of the table have lost their ids."""
-
-    def __init__(self, rows: Int64s, num_moves: Callable[[], int]) -> None:
-        self.rows = rows
-        self._num_moves = num_moves
-        self._moves_when_let_go: int | None = None
-
-    def let_go(self) -> None:
-        """Keep them no longer: the batch has been trained."""
-        self.rows, self._moves_when_let_go = self.rows[:0], self._num_moves()
-
-    def require(self, why: str = _TWICE) -> None:
-        """RuntimeError if they were let go of, and some ids have lost their rows since."""
-        if self._moves_when_let_go is not None and self._moves_when_let_go < self._num_moves():
-            raise RuntimeError(why)
-
-
-class Found(NamedTuple):
-    """int64 [n]: keys of the rows of some ids, -1 of one that has none."""
-
-    keys: Int64s
-    hold: Hold | None = None
+from .base import AnyLookup, Found, Use
 
 
 class Sought(NamedTuple):
@@ -149,3 +109,45 @@ class Unseen:
         own = np.zeros(len(self._slots), np.float32)
         self._values.dot(self._bags, gradient[self._where].cpu().numpy(), 0, self._slots, own)
         grad_scale[self._places] += own
+
+
+class DynamicLookup:
+    """Which rows a batch has is known when it is looked up, not when it is prepared. Until ``admitted`` makes a lookup
+    of one kind more, it is of the ids that have rows. All that it lacks of ``AnyLookup`` is of the lookup of these."""
+
+    def __init__(self, batch: Joined, *, mode: str, make: Callable[[Joined], AnyLookup]) -> None:
+        self.mode = mode
+        self.tables: Any = batch.tables
+        self._batch, self._make = batch, make
+        self._known: AnyLookup | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found(), name)
+
+    def _found(self) -> AnyLookup:
+        if self._known is None:
+            self._known = self._joined(Use.PREPARE)
+        return self._known
+
+    def _joined(self, use: Use) -> AnyLookup:
+        def find(sought: Sequence[Sought]) -> Sequence[Found]:
+            return [each.table.keys_of(each.ids, use) for each in sought]
+
+        return self._make(with_rows(self._batch, find))
+
+    def admitted(self) -> AnyLookup:
+        """A lookup whose ids were admitted, for a forward pass that trains."""
+        self.release()
+        return self._joined(Use.ADMIT)
+
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """Of the ids that have rows now: since it was prepared, rows may have got other ids."""
+        self.release()
+        self._known = self._joined(Use.KEEP if keep else Use.READ)
+        self._known.forward(out, keep=keep)
+
+    def release(self) -> None:
+        """What is looked up next is looked for again: ids may have got other rows."""
+        known, self._known = self._known, None
+        if known is not None:
+            known.release()

@@ -39,6 +39,31 @@ class Piece(NamedTuple):
     state_columns: Int64s
 
 
+class Rows(NamedTuple):
+    """Rows in arrays of their own, as ``ColdTier.read`` takes them."""
+
+    weights: Words
+    state: Words
+    present: Bools
+
+    @classmethod
+    def read(cls, read: RowSource, layout: RowLayout, keys: Int64s) -> "Rows":
+        """Zeros where there is no row."""
+        weights, state = (
+            np.zeros((len(keys), words), np.uint64) for words in (layout.weight_words, layout.state_words)
+        )
+        found = cls(weights, state, np.zeros(len(keys), np.bool_))
+        read(keys, np.arange(len(keys), dtype=np.int32), *found)
+        return found
+
+    def fill_first_values(self, piece: Piece, keys: Int64s, places: Int64s) -> None:
+        """Of rows that another rank wrote its columns of: this one's had the bits that they began with."""
+        layout, config = piece.layout, piece.config
+        weights: Any = self.weights.view(layout.numpy_dtype)
+        config.init.fill(keys[places], places.astype(np.int32), weights, layout.dim, code_of_dtype(layout.dtype))
+        self.state.view(np.float32)[places, : layout.state_dim] = config.optimizer.initial_state
+
+
 class WholeTable(NamedTuple):
     """Reads rows of one table from the ranks that have them."""
 
@@ -54,34 +79,29 @@ class WholeTable(NamedTuple):
                 first = shard.first_row
                 yield shard.rank, range(first, first + shard.num_rows)
 
-    def with_first_values(self, found: "Found", keys: Int64s) -> "Found":
-        """With those of rows that were not found."""
-        found.fill_first_values(self.pieces[0], keys, np.flatnonzero(~found.present))
-        return found._replace(present=np.ones(len(keys), np.bool_))
-
     def read(self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words) -> Bools:
         """``ColdTier.read`` by each rank's; returns ``present``."""
-        if self.pieces[0].layout.dim < self.layout.dim:
-            return self._read_columns(reads, keys, slots, weights, state)
-        present = np.zeros(len(keys), np.bool_)
+        rows, places = keys & ROW_MASK, list[Int64s]()
         for shard, *_ in self.pieces:
-            own = _rows_in(shard, keys)
+            places.append(np.flatnonzero((rows >= shard.first_row) & (rows < shard.first_row + shard.num_rows)))
+        present = np.zeros(len(keys), np.bool_)
+        if self.pieces[0].layout.dim < self.layout.dim:
+            whole = self._read_columns(reads, keys, places, present)
+            weights[slots[present]], state[slots[present]] = whole.weights[present], whole.state[present]
+            return present
+        for (shard, *_), own in zip(self.pieces, places, strict=True):
             here = np.zeros(len(own), np.bool_)
             reads[shard.rank](keys[own], slots[own], weights, state, here)
             present[own] = here
         return present
 
-    def _read_columns(
-        self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words
-    ) -> Bools:
-        rows = [_rows_in(piece.shard, keys) for piece in self.pieces]
-        found = [
-            _read_part(reads[piece.shard.rank], piece, keys[own]) for piece, own in zip(self.pieces, rows, strict=True)
-        ]
-        whole, present = Found.empty(self.layout, len(keys)), np.zeros(len(keys), np.bool_)
-        for own, part in zip(rows, found, strict=True):
-            present[own] |= part.present
-        for piece, own, part in zip(self.pieces, rows, found, strict=True):
+    def _read_columns(self, reads: Sequence[RowSource], keys: Int64s, places: Sequence[Int64s], present: Bools) -> Rows:
+        """Whole rows of their columns; a row is ``present``, which is set, where a rank has some."""
+        whole, parts = Rows.read(lambda *_: None, self.layout, keys), list[Rows]()
+        for piece, own in zip(self.pieces, places, strict=True):
+            parts.append(Rows.read(reads[piece.shard.rank], piece.layout, keys[own]))
+            present[own] |= parts[-1].present
+        for piece, own, part in zip(self.pieces, places, parts, strict=True):
             part.fill_first_values(piece, keys[own], np.flatnonzero(present[own] & ~part.present))
             shard, layout = piece.shard, piece.layout
             columns = np.arange(shard.first_column, shard.first_column + shard.num_columns)
@@ -89,44 +109,10 @@ class WholeTable(NamedTuple):
             whole.weights.view(layout.numpy_dtype)[np.ix_(own, columns)] = values
             of_part = part.state.view(np.float32)[:, : layout.state_dim]
             whole.state.view(np.float32)[np.ix_(own, piece.state_columns)] = of_part
-        weights[slots[present]], state[slots[present]] = whole.weights[present], whole.state[present]
-        return present
+        return whole
 
 
-def _rows_in(shard: Shard, keys: Int64s) -> Int64s:
-    """int64 [n]: places of the keys whose rows a shard has."""
-    rows = keys & ROW_MASK
-    found: Int64s = np.flatnonzero((rows >= shard.first_row) & (rows < shard.first_row + shard.num_rows))
-    return found
-
-
-class Found(NamedTuple):
-    """Rows in arrays of their own, as ``ColdTier.read`` takes them."""
-
-    weights: Words
-    state: Words
-    present: Bools
-
-    @classmethod
-    def empty(cls, layout: RowLayout, count: int) -> "Found":
-        weights, state = (np.zeros((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
-        return cls(weights, state, np.zeros(count, np.bool_))
-
-    def fill_first_values(self, piece: Piece, keys: Int64s, places: Int64s) -> None:
-        """Of rows that another rank wrote its columns of: this one's had the bits that they began with."""
-        layout, config = piece.layout, piece.config
-        weights: Any = self.weights.view(layout.numpy_dtype)
-        config.init.fill(keys[places], places.astype(np.int32), weights, layout.dim, code_of_dtype(layout.dtype))
-        self.state.view(np.float32)[places, : layout.state_dim] = config.optimizer.initial_state
-
-
-def _read_part(read: RowSource, piece: Piece, keys: Int64s) -> Found:
-    found = Found.empty(piece.layout, len(keys))
-    read(keys, np.arange(len(keys), dtype=np.int32), *found)
-    return found
-
-
-class _Joined(NamedTuple):
+class _Joint(NamedTuple):
     """A commit of all ranks: as that of one store, its tables' shardings, and each rank's versions by commit."""
 
     version: Version
@@ -134,28 +120,24 @@ class _Joined(NamedTuple):
     commits: list[Commits]
 
     @classmethod
-    def of(cls, versions: Sequence[Version]) -> "_Joined | None":
+    def of(cls, versions: Sequence[Version]) -> "_Joint | None":
         """Of each rank's version; None if they are of different commits. TierstoreError: of different runs."""
         sections = [each.extra[SECTION] for each in versions]
         if len({each["run"] for each in sections}) > 1:
             raise TierstoreError("the ranks' stores are of different runs; put the parts of one run into the folder")
         commits = [Commits.read(each.extra[SECTION], each.number) for each in versions]
-        numbers = [each["number"] for each in sections]
+        first, numbers = versions[0], [each["number"] for each in sections]
         if len({(number, own.ids.get(number)) for number, own in zip(numbers, commits, strict=True)}) > 1:
             return None
-        first, number = versions[0], numbers[0]
-        lineage = Lineage(_joint_id([each.lineage.commit_id for each in versions]), tuple(_past(versions, commits)))
+        past = []
+        for each in filter(None, in_common(commits)):  # ascending
+            pairs = zip(versions, commits, strict=True)
+            past.append(Ancestor(each, _joint_id([own.lineage.id_of(known.versions[each]) for own, known in pairs])))
+        ancestors = tuple(each for each in past if each.commit_id)
+        lineage = Lineage(_joint_id([each.lineage.commit_id for each in versions]), ancestors)
         shardings = {name: Sharding.from_json(each, len(versions)) for name, each in commits[0].shardings.items()}
-        joint = Version(number, first.tables, first.extra["extra"], first.tensors, lineage)
+        joint = Version(numbers[0], first.tables, first.extra["extra"], first.tensors, lineage)
         return cls(joint, shardings, commits)
-
-
-def _past(versions: Sequence[Version], commits: Sequence[Commits]) -> Iterator[Ancestor]:
-    """Those commits of all ranks that these versions were made from, ascending."""
-    for number in filter(None, in_common(commits)):
-        ids = [own.lineage.id_of(known.versions[number]) for own, known in zip(versions, commits, strict=True)]
-        if joint_id := _joint_id(ids):
-            yield Ancestor(number, joint_id)
 
 
 def _joint_id(commit_ids: Sequence[str]) -> str:
@@ -178,7 +160,7 @@ class WholeTier:
     of the ranks' stores, in order, at the versions of one commit; this one's to close."""
 
     def __init__(self, paths: Sequence[Path], tiers: Sequence[LmdbColdTier]) -> None:
-        joined = _Joined.of([unpack(each.version, each.payload) for each in tiers])
+        joined = _Joint.of([unpack(each.version, each.payload) for each in tiers])
         assert joined is not None, "they are opened at the versions of one commit"
         self.page_bytes = tiers[0].page_bytes
         self.tables: dict[int, WholeTable] = {}
@@ -283,7 +265,7 @@ class WholeTier:
         """A commit that all ranks have and that is the newest of each; None if there is none."""
         found = [newer for tier in self._tiers if (newer := tier.find_newer()) is not None]
         is_all = len(found) == len(self._tiers)
-        joined = _Joined.of([unpack(each.version, each.payload) for each in found]) if is_all else None
+        joined = _Joint.of([unpack(each.version, each.payload) for each in found]) if is_all else None
         if joined is None:  # a rank has not committed yet
             for each in found:
                 each.close()
@@ -292,7 +274,7 @@ class WholeTier:
         tables = {index: self._whole(index, each.layout, each.num_rows) for index, each in self.tables.items()}
         return _NewerWhole(self, found, joined, tables)
 
-    def move(self, joined: _Joined, tables: Mapping[int, WholeTable]) -> None:
+    def move(self, joined: _Joint, tables: Mapping[int, WholeTable]) -> None:
         self._shown = joined
         self.tables |= tables  # rows may have other owners
 
@@ -330,7 +312,7 @@ class WholeTier:
 class _NewerWhole(NamedTuple):
     tier: WholeTier
     found: Sequence[NewerVersion]
-    joined: _Joined
+    joined: _Joint
     tables: Mapping[int, WholeTable]
 
     @property
@@ -370,10 +352,10 @@ class WholeChanges:
         whole, keys = self.tier.tables[table], self._keys(table)
         for start in range(0, len(keys), step := max(1, CHUNK_BYTES // whole.layout.row_bytes)):
             chunk = np.array(keys[start : start + step], np.int64)
-            found = Found.empty(whole.layout, len(chunk))
-            self.tier.read(chunk, np.arange(len(chunk), dtype=np.int32), *found)
+            found = Rows.read(self.tier.read, whole.layout, chunk)
             if self.written is not None:  # a row that moved to a rank with the same bits was not written there
-                found = whole.with_first_values(found, chunk)
+                found.fill_first_values(whole.pieces[0], chunk, np.flatnonzero(~found.present))
+                found.present[:] = True
             if found.present.any():
                 yield ChangedRows(chunk[found.present] & ROW_MASK, found.weights[found.present])
 
@@ -393,23 +375,23 @@ def open_whole(directory: Path, version: int | None = None) -> Opened:
     for attempt in range(_ATTEMPTS):
         source = newest_set(directory)
         try:
-            return _open(directory, source, source.number if version is None else version, follow=version is None)
+            return _open(directory, source, version)
         except StoreNotFoundError:
             if version is not None or attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError
 
 
-def _open(directory: Path, source: Source, number: int, *, follow: bool) -> Opened:
-    common = list(filter(None, in_common(source.commits)))
+def _open(directory: Path, source: Source, version: int | None) -> Opened:
+    number, common = source.number if version is None else version, list(filter(None, in_common(source.commits)))
     if number not in common:
         raise StoreNotFoundError(f"{directory} has no version {number} in all its parts; they have {common}")
     with contextlib.ExitStack() as opened:
         paths = [directory / f"{rank}-of-{source.size}" for rank in range(source.size)]
         tiers = []
         for path, commits in zip(paths, source.commits, strict=True):
-            store_id = bytes.fromhex(Manifest.read(path).store_id)
-            tier = LmdbColdTier(path, store_id=store_id, readonly=True, version=commits.versions[number], follow=follow)
+            store_id, own = bytes.fromhex(Manifest.read(path).store_id), commits.versions[number]
+            tier = LmdbColdTier(path, store_id=store_id, readonly=True, version=own, follow=version is None)
             opened.callback(tier.close)
             tiers.append(tier)
         whole = WholeTier(paths, tiers)
