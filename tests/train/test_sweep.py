@@ -12,8 +12,8 @@ from tierstore import cli
 from tierstore.settings.sections import ConfigError
 from tierstore.train import sharpness_of, sweep, trainer
 from tierstore.train.config import load
+from tierstore.train.report import groups_of, rows_of, sweep_page, sweep_table
 from tierstore.train.sweep import Axis, Choice, axis_of, axis_of_runs, prepare, run_all, runs_of, seed_axis
-from tierstore.train.sweep_report import groups_of, page_of, rows_of, table_of
 
 COLUMNS = ["sharpness 1e-3", "sharpness 5e-4", "sharpness in 100 dims", "largest eigenvalue"]
 
@@ -177,12 +177,12 @@ def test_figures_over_seeds_are_means_and_deviations(run_file, tmp_path):
     for number, group in enumerate(groups_of(runs)):
         own = values[3 * number : 3 * number + 3]
         assert group.ended == len(own)
-        point = group.points["AUC"]
+        point = group.measured["AUC"]
         assert (point.low, point.high) == (min(own), max(own))
         assert point.mean == pytest.approx(np.mean(own))
         assert point.deviation == pytest.approx(np.std(own, ddof=1))
-        assert "training loss" not in group.points
-    head, *lines = table_of(runs).splitlines()
+        assert "training loss" not in group.measured
+    head, *lines = sweep_table(runs).splitlines()
     assert " ".join(head.split()) == "train.batch_size store.ddr runs AUC log loss steps seconds samples/s"
     assert [line.split()[:3] for line in lines] == [
         [size, ddr, str(3 - (size == "64" and ddr == "5%"))] for size in ("32", "64") for ddr in ("<b>", "5%")
@@ -191,15 +191,15 @@ def test_figures_over_seeds_are_means_and_deviations(run_file, tmp_path):
 
 def test_the_page_has_a_line_and_a_band_for_each_combination_and_shows_no_markup_of_names(run_file, tmp_path):
     runs = made_runs(run_file, tmp_path)
-    page = page_of("<i>", runs)
+    page = sweep_page("<i>", runs)
     assert page.count("<figure") == 3
-    assert all(f": {group.points['AUC'].mean:,.4g} AUC" in page for group in groups_of(runs)), "lines are means"
+    assert all(f": {group.measured['AUC'].mean:,.4g} AUC" in page for group in groups_of(runs)), "lines are means"
     assert page.count("<polyline") == page.count('band"') == 3 * 2
     assert "<b>" not in page
     assert "<i>" not in page
     assert "11 of 12 runs have ended" in page
     assert "train.batch_size 64" in page
-    assert "<svg" not in page_of("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))
+    assert "<svg" not in sweep_page("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))
 
 
 def test_a_sweep_measures_once_what_it_lacks(run_file, tmp_path, capsys, monkeypatch):

@@ -178,11 +178,11 @@ def _tell(summary: "Summary", options: argparse.Namespace) -> None:
         summary.write(options.json)
     if options.html is not None:
         from ..system.files import write_text
-        from ..train.page import page_of
+        from ..train.report import run_page
 
         name = Path(options.run_file).name
         write_text(
-            Path(options.html), page_of(f"tierstore train {name}", {name: summary.to_dict()}), force=options.force
+            Path(options.html), run_page(f"tierstore train {name}", {name: summary.to_dict()}), force=options.force
         )
         print(f"page     {options.html}")
     if summary.interrupted:

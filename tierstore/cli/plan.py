@@ -41,13 +41,13 @@ def _run(options: argparse.Namespace) -> int:
     if options.html and options.json and Path(options.html).resolve() == Path(options.json).resolve():
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
     from ..plan.planning import plan, write_json
-    from ..plan.report import describe, page_of
+    from ..plan.report import describe, plan_page
     from ..system.files import write_text
 
     result = plan(asked)
     print(describe(result, colours=sys.stdout.isatty()))
     if options.html:
-        write_text(Path(options.html), page_of(result), force=options.force)
+        write_text(Path(options.html), plan_page(result), force=options.force)
         print(f"\nthe report: {options.html}")
     if options.json:
         write_json(result.to_dict(), Path(options.json), force=options.force)

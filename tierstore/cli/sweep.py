@@ -18,8 +18,8 @@ _INTERRUPTED: Final = 130
 
 def _sweep(options: argparse.Namespace) -> int:
     from ..train.config import load
+    from ..train.report import rows_of, sweep_table
     from ..train.sweep import axis_of, axis_of_runs, failure_of, measure_sharpness, prepare, run_all, runs_of, seed_axis
-    from ..train.sweep_report import rows_of, table_of
 
     for name, least in (("seeds", 1), ("jobs", 1), ("warmup_samples", 0), ("sharpness", 0)):
         if getattr(options, name) < least:
@@ -53,7 +53,9 @@ def _sweep(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on")
         return _INTERRUPTED
-    print(f"\n{table_of(runs)}\n\npage     {Path(options.folder) / 'sweep.html'}, beside it sweep.json and sweep.csv")
+    print(
+        f"\n{sweep_table(runs)}\n\npage     {Path(options.folder) / 'sweep.html'}, beside it sweep.json and sweep.csv"
+    )
     if failed:
         print(f"{len(failed)} of {len(runs)} runs failed; the same command tries them again")
     return 1 if failed else 0
@@ -61,13 +63,13 @@ def _sweep(options: argparse.Namespace) -> int:
 
 def _write(options: argparse.Namespace, runs: "Sequence[SweepRun]") -> None:
     """What has ended, for notebooks and eyes."""
-    from ..train.sweep_report import csv_of, page_of, rows_of
+    from ..train.report import csv_of, rows_of, sweep_page
 
     folder = Path(options.folder)
     rows = rows_of(runs)
     write_text(folder / "sweep.json", json.dumps(rows, indent=2) + "\n", force=True)
     write_text(folder / "sweep.csv", csv_of(rows), force=True)
-    write_text(folder / "sweep.html", page_of(f"tierstore sweep {Path(options.run_file).name}", runs), force=True)
+    write_text(folder / "sweep.html", sweep_page(f"tierstore sweep {Path(options.run_file).name}", runs), force=True)
 
 
 SWEEP: Final = command(

@@ -1,30 +1,22 @@
-"""A plan as text of 100 columns, and as one page of HTML that has no script and loads nothing: the same sections, the
-answer first, and on the page pictures."""
+"""A plan as text and as a page: the same sections, the answer first, and on the page pictures."""
 
 import html
 import math
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
+from ..report import Line, Section, Step, figure, page_of, text_of
 from ..settings.sections import to_toml
 from ..system.sizes import format_size
-from ..system.terminal import columns_of
-from ..train.page import Line, Step, draw
 from .host import first_worn
 from .loads import in_words
 from .model import Prediction
 from .planning import PlanResult, ShownCurve
 from .setup import describe_setup, some
 
-__all__ = ["describe", "page_of"]
-
-_WIDTH: Final = 100
-_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 _SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
 _DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _MAX_NAME: Final = 60
@@ -85,17 +77,6 @@ def named(text: str) -> str:
         return shown + ("..." if len(each) > _MAX_NAME else "")
 
     return " ".join(map(word, text.split(" ")))
-
-
-class Section(NamedTuple):
-    """A table of texts, its columns first, and sentences below it; not escaped. ``is_text_last``: its last column.
-    ``picture``: SVG, of the page."""
-
-    title: str
-    lines: Sequence[str] = ()
-    table: Sequence[Sequence[str]] = ()
-    is_text_last: bool = False
-    picture: str = ""
 
 
 def sections_of(result: PlanResult) -> list[Section]:
@@ -264,41 +245,18 @@ def _tiers(prediction: Prediction) -> tuple[list[str], list[tuple[str, ...]]]:
 
 
 def describe(result: PlanResult, *, colours: bool = False) -> str:
-    """The answer, and what supports it."""
-    lines: list[str] = []
-    for each in sections_of(result):
-        table = columns_of(each.table, is_last_text=each.is_text_last) if each.table else []
-        lines.append(f"{_BOLD}{each.title}{_PLAIN}" if colours else each.title)
-        lines += [shown for line in (*table, *each.lines) for shown in _wrapped(line)]
-        lines.append("")
-    return "\n".join(lines).rstrip()
+    """The answer, and what supports it, as text."""
+    return text_of(sections_of(result), colours=colours)
 
 
-def _wrapped(line: str) -> list[str]:
-    if len(line) <= _WIDTH - 2:
-        return [f"  {line}".rstrip()]
-    begins = len(line) - len(line.lstrip())
-    indent = " " * (begins + (4 if line.lstrip().startswith(("- ", "! ")) else 2))
-    return textwrap.wrap(line.lstrip(), _WIDTH, initial_indent=" " * (begins + 2), subsequent_indent=indent)
+def plan_page(result: PlanResult) -> str:
+    """The same as a page, some 40 KB, with the curves."""
+    curves = [section for each in result.curves for section in _picture(each)]
+    title = f"{named(result.prediction.setup.workload.name)}: a plan"
+    return page_of(title, [*sections_of(result), *curves], file=to_toml(result.asked))
 
 
-def page_of(result: PlanResult) -> str:
-    """The page, in UTF-8 some 40 KB."""
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    title = "How often memory misses a row, by how many it has"
-    note = "Each row counts once a batch. The upright line is this plan."
-    curves = [Section(f"{title}: {named(each.name)}", [note], picture=_picture(each)) for each in result.curves]
-    return page.get_template("plan.html").render(
-        title=f"{named(result.prediction.setup.workload.name)}: a plan",
-        sections=[*sections_of(result), *curves],
-        plan_file=to_toml(result.asked),
-    )
-
-
-def _picture(shown: ShownCurve) -> str:
+def _picture(shown: ShownCurve) -> list[Section]:
     """The curve, and a line up to it where the plan is."""
     curve = shown.curve
     top = max(int(curve.sizes[-1]), _POINTS)
@@ -312,4 +270,8 @@ def _picture(shown: ShownCurve) -> str:
     rows = round(min(max(shown.chosen_rows / scale, 1), ends[-1]))
     plan = [Step(rows, rows, value) for value in (0.0, percent(rows))]
     lines = [Line("missed", "c1", steps), Line("this plan", "mark", plan)]
-    return draw(lines, title="missed, %", unit="%", low=0, over=over)
+    title, notes = (
+        f"How often memory misses a row, by how many it has: {named(shown.name)}",
+        ["Each row counts once a batch."],
+    )
+    return figure(title, lines, unit="%", low=0, over=over, notes=notes)

@@ -15,14 +15,15 @@ from typing import Any, Final, Literal, NamedTuple
 from torch import Tensor
 
 from ..offline.quantization import quantize
+from ..report import Line, Section, figure
+from ..report import Step as Point
+from ..report import page_of as _page_of
 from ..serve.models.dense import lowered
 from ..store.copies import require_outside
 from ..store.manifest import MANIFEST_NAME
 from ..system.files import output_errors, output_locked, require_parent
 from ..system.sizes import format_size
 from ..system.terminal import columns_of
-from ..train.page import Line, figure, filled
-from ..train.page import Step as Point
 from .held_out import LAYER, ROWS, Choice, HeldOut, Part, Unit
 
 Measure = Callable[[Choice, Part], float]
@@ -222,7 +223,12 @@ def page_of(units: Sequence[Unit], found: Found, bound: float, summary: Sequence
         [f"{i}. {each.unit}: {each.dtype}", format_size(each.size_bytes), _percent(each.added), each.became]
         for i, each in enumerate(found.steps, 1)
     ]
-    return filled("tierstore quantize", summary, [["", "bytes then", "log loss added", ""], *steps], plots)
+    sections = [
+        Section("Answer", summary),
+        *plots,
+        Section("Steps", table=[["step", "bytes then", "log loss added", "became"], *steps]),
+    ]
+    return _page_of("tierstore quantize", sections)
 
 
 def _percent(share: float) -> str:

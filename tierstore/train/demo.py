@@ -27,7 +27,7 @@ from ..system.sizes import format_size
 from ..system.terminal import columns_of
 from .build import table_configs, trace_run
 from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
-from .page import page_of, table_of
+from .report import run_page, table_of
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
 from .terminal import command_name, python_name
 from .trainer import warm_up
@@ -103,7 +103,7 @@ def run_demo(
     print("", *columns_of([*table_of(runs), on_disk], is_last_text=False), "", *notes, sep="\n")
     page = folder / "demo.html"
     title = "tierstore: the same training, with a tenth of the memory and with all of it"
-    write_text(page, page_of(title, runs, notes=notes), force=True)
+    write_text(page, run_page(title, runs, notes=notes), force=True)
     print(_next_steps(folder, page, ranks))
     return equal
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...report.page import BASE_STYLE
 from .metrics import CONTENT_TYPE, WINDOW_SECONDS, Metrics, Source
 from .status import snapshot
 
@@ -24,9 +25,8 @@ _HEADERS: Final = {
 
 
 def monitoring_routes(metrics: Metrics, source: Source) -> list[Route]:
-    """GET / (the status page), /status.json (``?seconds=N``: of the last N) and /metrics; the last two are made in a
-    thread, as that takes milliseconds."""
-    page = Path(__file__).with_name("page.html").read_bytes()
+    """GET / (the status page), /status.json (``?seconds=N``: of the last N) and /metrics; threads make the last two."""
+    page = Path(__file__).with_name("page.html").read_bytes().replace(b"/* report/base.css */", BASE_STYLE.encode())
     page_headers = {**_HEADERS, "Content-Security-Policy": _content_security_policy(page)}
 
     async def show_page(_: Request) -> Response:
