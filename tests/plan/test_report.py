@@ -14,10 +14,10 @@ from playwright.sync_api import Browser
 from tests.chromium import WatchedPage
 from tests.plan.asking import HOSTILE, planned, served
 from tierstore.plan import report
+from tierstore.plan.host import describe_setup
 from tierstore.plan.loads import in_words
 from tierstore.plan.model import Prediction
 from tierstore.plan.report import describe, duration, money, plan_page, sections_of, watts
-from tierstore.plan.setup import describe_setup
 
 WAIT_MS = 60_000
 

@@ -124,8 +124,8 @@ def _describe(tables: "list[TableConfig]", found: "Prediction") -> list[str]:
 def _towers(options: argparse.Namespace) -> int:
     from ..settings.sections import Override
     from ..system.files import require_new, require_other, write_text
+    from ..train.build import partition_run
     from ..train.config import load
-    from ..train.partition import partition_run
 
     for path in map(Path, filter(None, (options.out, options.svg))):
         require_other(path, [options.run_file])

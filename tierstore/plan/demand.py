@@ -11,8 +11,7 @@ from ..cache.ddr import resolve_policy
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..settings.sections import nearest
 from ..system.checks import excerpt
-from .analytic import Popularity, frequency_curve, lru_curve, popularity
-from .curves import POLICIES, MissRatioCurve, curve
+from .curves import POLICIES, MissRatioCurve, Popularity, curve, frequency_curve, lru_curve, popularity
 from .traces import Accesses, of_tables, once_a_batch
 from .workload import TableShape, Workload
 

@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from ..dist.ranks import Precision
 from ..kernels.threads import MIN_WORK
-from .host import AHEAD_BATCHES, HANDED_OVER_BATCHES, ID_BYTES, TRAINING_FLOPS
-from .setup import Setup
+from .host import AHEAD_BATCHES, HANDED_OVER_BATCHES, ID_BYTES, TRAINING_FLOPS, Setup
 from .tiers import PoolLoad, segment_bytes
 
 SERIAL: Final = ("batch", "lookups", "hbm", "model", "network", "wait for a core")

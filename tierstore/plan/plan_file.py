@@ -11,10 +11,9 @@ from ..settings import sections
 from ..settings.sections import Checked, ConfigError, Override, option
 from ..system.checks import excerpt
 from ..system.sizes import format_size, parse_size
-from .host import Host, Pricing, example_hosts, load_host
+from .host import Choices, Host, Pricing, Setup, example_hosts, load_host, with_accelerators, with_memory
 from .presets import PRESETS, load_workload, preset, scaled
 from .search import SearchSpace, Target
-from .setup import Choices, Setup, with_accelerators, with_memory
 from .workload import TableSpec, Workload, specified
 
 _MAX_SCALE, _MAX_HOSTS, _MAX_PARTS = 1e6, 1 << 16, 1 << 10

@@ -17,11 +17,10 @@ from ..system.files import write_text
 from ..system.sizes import format_size
 from .curves import MissRatioCurve, curve
 from .demand import Demand
-from .host import Host, first_worn, years_of_life
+from .host import Host, Setup, describe_setup, first_worn, years_of_life
 from .model import Marginal, Prediction, marginal_values, predict
 from .plan_file import PlanFile, SetupSection, hosts_of, query_sizes_of, setup_of, workload_of
 from .search import Attempt, SearchResult, lacks, search
-from .setup import Setup, describe_setup
 from .tiers import pool_loads
 from .traces import Accesses, read_accesses
 from .workload import Workload, assumptions

@@ -11,11 +11,10 @@ import numpy as np
 from ..report import Line, Section, Step, figure, page_of, text_of
 from ..settings.sections import to_toml
 from ..system.sizes import format_size
-from .host import first_worn
+from .host import describe_setup, first_worn, some
 from .loads import in_words
 from .model import Prediction
 from .planning import PlanResult, ShownCurve
-from .setup import describe_setup, some
 
 _SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
 _DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))

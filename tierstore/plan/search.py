@@ -11,11 +11,9 @@ from ..layout import DtypeName
 from ..settings.sections import Checked, option
 from ..system.sizes import format_size
 from .demand import Demand
-from .host import Host, Pricing, years_of_life
+from .host import Host, Pricing, Setup, describe_setup, with_accelerators, with_memory, years_of_life
 from .loads import in_words
-from .model import Prediction, predict
-from .queueing import Latency, latency_alone
-from .setup import Setup, describe_setup, with_accelerators, with_memory
+from .model import Latency, Prediction, latency_alone, predict
 from .workload import Workload
 
 _MAX_RATE: Final = 1e12

@@ -18,7 +18,7 @@ from ..pool.leases import HELD_SHARE
 from ..pool.writeback import rows_a_write
 from ..store.pools import Division, divide, divide_hbm
 from .demand import Demand, PoolDemand
-from .setup import Setup
+from .host import Setup
 from .workload import Workload
 
 _BY_COUNT: Final = {"lfu": 0, "tinylfu": MOVED_MAX}

@@ -16,7 +16,7 @@ from ..kernels.arrays import Bytes, Float64s, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
 from .metrics import Evaluation, Predictions
-from .readers.hashing import STEP
+from .readers.categories import STEP
 
 CARDINALITIES: Final = (
     *(400_000, 250_000, 150_000, 100_000, 60_000, 40_000, 25_000, 15_000, 10_000, 6_000, 4_000, 2_500, 1_500),

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ...kernels.arrays import Bools, Floats
 from ...nn.jagged import KeyedJaggedTensor
-from .categories import FROM_ZERO, Categories, CategoryRule
-from .hashing import FeatureHasher, OutsideTableError
+from .categories import FROM_ZERO, Categories, CategoryRule, FeatureHasher, OutsideTableError
 
 
 class DataError(ValueError):

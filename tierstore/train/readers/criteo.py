@@ -77,16 +77,11 @@ class _Text:
     """A window over the file's text: bytes ``[_begin, _end)`` of the buffer are read and not yet consumed."""
 
     def __init__(self, path: Path, file: BinaryIO, rule: CategoryRule) -> None:
-        self.row = 0
-        """Rows consumed."""
-        self._path = path
-        self._file = file
-        self._rule = rule.are_ids, np.uint64(rule.seed)
+        self.row = 0  # consumed
+        self._path, self._file, self._rule = path, file, (rule.are_ids, np.uint64(rule.seed))
         # One byte more, for the newline that the last line may lack.
         self._buffer = np.empty(BUFFER_BYTES + 1, np.uint8)
-        self._begin = 0
-        self._end = 0
-        self._at_end = False
+        self._begin, self._end, self._at_end = 0, 0, False
 
     def skip(self, rows: int) -> None:
         while self.row < rows:
