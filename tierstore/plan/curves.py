@@ -59,22 +59,15 @@ _MOST_POINTS: Final = 2.0  # that a curve may be off without a warning, at worst
 
 @dataclass(frozen=True, kw_only=True)
 class MissRatioCurve:
-    """One policy's.
-
-    Attributes:
-        sizes, miss_ratios: int64 [k], ascending, rows of the cache, from 1 on; float64 [k].
-        num_accesses, num_rows: accesses, and distinct rows; of a recorded sample what the whole has by estimate.
-        sampling_rate: of the rows that were recorded.
-        warning: how far it may be off, and what to do, if that is much; else "".
-    """
+    """One policy's."""
 
     policy: str
-    sizes: Int64s
-    miss_ratios: Float64s
-    num_accesses: int
-    num_rows: int
-    sampling_rate: float = 1.0
-    warning: str = ""
+    sizes: Int64s  # int64 [k], ascending, rows of the cache, from 1 on
+    miss_ratios: Float64s  # float64 [k]
+    num_accesses: int  # of a recorded sample what the whole has by estimate
+    num_rows: int  # distinct ones, likewise
+    sampling_rate: float = 1.0  # of the rows that were recorded
+    warning: str = ""  # how far it may be off, and what to do, if that is much
 
     def miss_ratio(self, rows: float) -> float:
         """Between two sizes by a straight line over the logarithm of the size; beyond the largest its own."""
@@ -316,13 +309,13 @@ def _in_batch(shares: Float64s, lookups: float) -> Float64s:
 
 def lru_curve(found: Popularity) -> MissRatioCurve:
     """Of least-recently-used, by Che's approximation (H. Che, Y. Tung, Z. Wang, Hierarchical web caching systems, IEEE
-    JSAC 20, 2002; C. Fricker, P. Robert, J. Roberts, A versatile and accurate approximation for LRU
-    cache performance, ITC 24, 2012), here over batches. A cache holds what was accessed in a window that reaches back so far
-    that it has as many rows. The time of a row's first use in a batch has an exponential density, cut off at the
-    batch's end. So the window holds what the batch has used so far, whole batches before, and the end of one more."""
+    JSAC 20, 2002; C. Fricker, P. Robert, J. Roberts, A versatile and accurate approximation for LRU cache performance,
+    ITC 24, 2012), here over batches. A cache holds what was accessed in a window that reaches back so far that it has
+    as many rows. The time of a row's first use in a batch has an exponential density, cut off at the batch's end. So
+    the window holds what the batch has used so far, whole batches before, and the end of one more."""
     used = found.chances > 0
     rows, chances = found.rows[used], np.minimum(found.chances[used], _ALMOST_CERTAIN)
-    sizes = _bins_sizes(found)
+    sizes = _formula_sizes(found)
     if not len(rows):
         return _by_formula("lru", sizes, np.zeros(len(sizes)), found)
     rates = -np.log1p(-chances)
@@ -350,12 +343,11 @@ def frequency_curve(found: Popularity, policy: str = "tinylfu") -> MissRatioCurv
     rows, chances = found.rows[order], found.chances[order]
     held = np.append(0.0, np.cumsum(rows))
     hits = np.append(0.0, np.cumsum(rows * chances)) / (found.unique or 1.0)
-    sizes = _bins_sizes(found)
+    sizes = _formula_sizes(found)
     return _by_formula(policy, sizes, 1 - np.interp(sizes, held, hits), found)
 
 
-def _bins_sizes(found: Popularity) -> Float64s:
-    """Whole, log-spaced, up to all rows."""
+def _formula_sizes(found: Popularity) -> Float64s:
     return np.unique(np.round(np.geomspace(1, max(round(found.rows.sum()), 1), _FORMULA_SIZES)))
 
 

@@ -20,21 +20,15 @@ RowsOf = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolDemand:
-    """Of the tables of one row layout, which share a cache.
-
-    Attributes:
-        lookups, unique: ids and distinct rows of a batch, on average.
-        curve: of once-a-batch accesses, in rows of this pool.
-        rows_of: distinct rows of one of so many equal parts of a batch, on average; None where that is not known.
-    """
+    """Of the tables of one row layout, which share a cache."""
 
     layout: RowLayout
     tables: tuple[str, ...]
     num_rows: int
-    lookups: float
-    unique: float
-    curve: MissRatioCurve
-    rows_of: RowsOf | None = field(default=None, compare=False)
+    lookups: float  # ids of a batch, on average
+    unique: float  # distinct rows of them
+    curve: MissRatioCurve  # of once-a-batch accesses, in rows of this pool
+    rows_of: RowsOf | None = field(default=None, compare=False)  # distinct rows of one of so many parts of a batch
 
     def rows_of_a_part(self, parts: int) -> float:
         """Of ``rows_of``; where that is not known, the most that there can be."""

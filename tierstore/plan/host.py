@@ -260,8 +260,21 @@ def load_host(source: str | os.PathLike[str]) -> Host:
         if name not in example_hosts():
             raise ValueError(f"there is no host named {name[:100]!r}; {nearest(name, example_hosts())}")
         return example_hosts()[name]
+    path = Path(name)
     try:
-        found: Host = converted(_document(Path(name)), Host, "a host", is_whole=True)  # a figure left out would be 0
+        if path.suffix not in (".json", ".toml"):
+            raise ValueError("the name of a host's file ends in .json or .toml")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"has more than {_MAX_BYTES:,} bytes, which no host's file has")
+        try:
+            document = json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is not valid {path.suffix[1:].upper()}: {str(error)[:_MAX_REASON]}") from None
+        found: Host = converted(document, Host, "a host", is_whole=True)  # a figure left out would be 0
+    except OSError as error:
+        raise ValueError(f"{name}: cannot be read: {error.strerror or error}") from None
     except ConfigError as error:
         reason = str(error).removeprefix("a host: ").removeprefix("a host.")
         hint = "; a host's file has all that tierstore plan measure writes: run it again" if "key " in reason else ""
@@ -269,22 +282,6 @@ def load_host(source: str | os.PathLike[str]) -> Host:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return found
-
-
-def _document(path: Path) -> Any:
-    if path.suffix not in (".json", ".toml"):
-        raise ValueError("the name of a host's file ends in .json or .toml")
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror or error}") from None
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"has more than {_MAX_BYTES:,} bytes, which no host's file has")
-    try:
-        return json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid {path.suffix[1:].upper()}: {str(error)[:_MAX_REASON]}") from None
 
 
 def host_text(host: Host) -> str:

@@ -14,6 +14,9 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from ..cache.ddr import POLICIES, resolve_policy
+from ..io.log import DEFAULT_SLACK
+from ..io.places import NARROW, place_type
+from ..io.segments import geometry
 from ..kernels.arrays import Float64s
 from ..kernels.jit import kernel
 from ..system.checks import excerpt
@@ -31,7 +34,7 @@ from .loads import (
     read_latency_s,
     written_bytes,
 )
-from .tiers import ID_LAYOUT, PoolLoad, file_of, pool_loads
+from .tiers import FILE_SHARE, ID_LAYOUT, PoolLoad, pool_loads, segment_bytes
 
 NUM_QUERIES: Final = 100_000
 _WARM_SHARE: Final = 0.1  # of the queries, the first, which meet an emptier queue; they do not count
@@ -52,19 +55,13 @@ class Latency(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """Executors, and the time that they need.
+    """Executors, and the time that they need."""
 
-    Attributes:
-        base_s, sample_s: seconds of a batch, whatever its samples, and of each of its samples.
-        sizes: samples of a query, each entry as likely as any other.
-        batch_samples: most samples of a batch of several queries; 1: every query is a batch of its own.
-    """
-
-    base_s: float
-    sample_s: float
-    sizes: tuple[float, ...] = (1.0,)
+    base_s: float  # of a batch, whatever its samples
+    sample_s: float  # of each of its samples
+    sizes: tuple[float, ...] = (1.0,)  # samples of a query, each entry as likely as any other
     executors: int = 1
-    batch_samples: float = 1.0
+    batch_samples: float = 1.0  # most samples of a batch of several queries; 1: every query is a batch of its own
 
     @property
     def rate_max(self) -> float:
@@ -87,30 +84,20 @@ class TierLoad(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of a setup.
-
-    Attributes:
-        step_s: seconds of a training step, or of a query served alone.
-        samples_per_s: of all hosts.
-        lanes: the longest first; a step takes as long as that.
-        is_in_memory: every row has a place in DDR or HBM, and the drives are not read.
-        latency: None for training, and where no rate is asked for.
-        queue: of one replica that serves; None for training.
-        drive_writes_a_day: of the most worn drive.
-    """
+    """Of a setup."""
 
     setup: Setup
-    step_s: float
-    samples_per_s: float
+    step_s: float  # of training, or a query served alone
+    samples_per_s: float  # of all hosts
     tiers: tuple[TierLoad, ...]
     loads: tuple[ResourceLoad, ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Lane, ...]  # the longest first; a step takes as long as that
     bottleneck: str
-    drive_writes_a_day: float
+    drive_writes_a_day: float  # of the most worn drive
     price: Price
-    is_in_memory: bool = False
-    latency: Latency | None = None
-    queue: Queue | None = None
+    is_in_memory: bool = False  # every row has a place in DDR or HBM, and the drives are not read
+    latency: Latency | None = None  # None for training, and where no rate is asked for
+    queue: Queue | None = None  # of one replica that serves; None for training
 
 
 def predict(
@@ -183,38 +170,37 @@ def misfit(setup: Setup, demand: Demand) -> str:
     """Why the setup does not fit its host, or "". ``pool_loads`` says what a budget cannot hold."""
     host = setup.host
     if setup.hbm_bytes:
-        if reason := _unsupported(setup):
+        reason, gpus, name = "", len(host.accelerators), excerpt(host.name)
+        if not setup.workload.is_training:
+            reason = "tierstore serve has rows in DDR and computes on cores; leave it out"
+        elif setup.hosts > 1:
+            reason = (
+                f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs; leave it out"
+            )
+        elif gpus != 1:
+            way = "give host.accelerators = 1" if gpus else "leave it out"
+            reason = f"a store uses one GPU, host {name} has {gpus}; {way}"
+        if reason:
             return f"rows in device memory (setup.hbm): {reason}"
         if setup.hbm_bytes > setup.gpu.hbm.capacity_bytes:
             return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)
     rows = [*((pool.layout, pool.num_rows) for pool in demand.pools), (ID_LAYOUT, setup.workload.id_rows)]
-    files = [file_of(layout, -(-count // setup.hosts), setup.workload) for layout, count in rows if count]
-    wide = max((file.place_bytes for file in files), default=0)
-    maps = sum(wide * file.rows + SEGMENT_BYTES * file.segments for file in files)
+    versions = 2 * DEFAULT_SLACK if setup.workload.is_training else 1  # both of all rows may be there, with their slack
+    wide, maps, stored, kinds = 0, 0, 0.0, [(layout, -(-count // setup.hosts)) for layout, count in rows if count]
+    for layout, count in kinds:
+        segments = versions * count / layout.rows_per_segment
+        wide = max(wide, place_type(geometry(layout, 0), [math.ceil(segments)], NARROW).itemsize)
+        maps += SEGMENT_BYTES * math.ceil(segments)
+        stored += FILE_SHARE * segments * segment_bytes(layout)
+    maps += sum(wide * count for _, count in kinds)  # of the map, a row takes as many bytes as its widest place
     memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps
     if memory > host.ddr.capacity_bytes:
         return _too_little("memory", memory, host.ddr.capacity_bytes)
-    stored = sum(file.bytes for file in files)
     capacity = sum(drive.capacity_bytes for drive in host.storage)
     if stored > capacity:
         return _too_little("SSD", stored, capacity)
     if any(not drive.capacity_bytes for drive in host.storage):
         return f"a drive of host {excerpt(host.name)} has a capacity of 0 bytes"
-    return ""
-
-
-def _unsupported(setup: Setup) -> str:
-    """Why tierstore has no such rows in device memory; "" if it has."""
-    gpus = len(setup.host.accelerators)
-    if not setup.workload.is_training:
-        return "tierstore serve has rows in DDR and computes on cores; leave it out"
-    if setup.hosts > 1:
-        return f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs; leave it out"
-    if gpus != 1:
-        host = excerpt(setup.host.name)
-        return (
-            f"a store uses one GPU, host {host} has {gpus}; {'give host.accelerators = 1' if gpus else 'leave it out'}"
-        )
     return ""
 
 

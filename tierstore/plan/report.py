@@ -81,6 +81,16 @@ def named(text: str) -> str:
 def sections_of(result: PlanResult) -> list[Section]:
     prediction = result.prediction
     step, terms = "step" if prediction.setup.workload.is_training else "query", result.asked.pricing
+    workload, target = prediction.setup.workload, result.asked.target
+    rows = sum(table.num_embeddings for table in workload.tables)
+    use = f"training with {workload.optimizer}" if workload.is_training else "serving"
+    tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
+    asked = [
+        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {step}; on "
+        f"{', '.join(result.hosts)}"
+    ]
+    if wanted := {key: value for key, value in vars(target).items() if value}:
+        asked.append(f"target: {', '.join(f'{key} = {value:,g}' for key, value in wanted.items())}")
     money_terms = (
         f"money: hosts are bought over {terms.years:g} years and used {terms.hours_a_day:g} hours a day, with power at "
         f"${terms.usd_per_kwh:g} a kWh, {terms.pue:g} W of the building for each of theirs"
@@ -88,7 +98,7 @@ def sections_of(result: PlanResult) -> list[Section]:
     found = [
         Section("Answer", [_answer(result)]),
         Section("Warnings", [f"! {text}" for text in result.warnings]),
-        Section("Asked", list(_asked(result, step))),
+        Section("Asked", asked),
         Section("Assumed", [f"- {text}" for text in (*result.assumptions, money_terms)]),
         Section("Setups compared", *_compared(result), is_text_last=True),
         Section(f"Time of a {step}", [_RULE], _loads(prediction), is_text_last=True, picture=_bars(prediction)),
@@ -104,35 +114,18 @@ def sections_of(result: PlanResult) -> list[Section]:
 
 
 def _answer(result: PlanResult) -> str:
-    found, price = result.prediction, result.prediction.price
-    parts = [f"{describe_setup(found.setup)}: {_speed(found)}", f"bound by {in_words(found.bottleneck)}"]
+    """Samples a second; of serving what its queries wait."""
+    found, price, latency = result.prediction, result.prediction.price, result.prediction.latency
+    if latency is None:
+        speed = f"{count(found.samples_per_s)} samples/s, {duration(found.step_s)} a step"
+    elif math.isinf(latency.p99_s):
+        speed = f"{count(latency.queries_per_s)} queries/s come faster than they are answered"
+    else:
+        waits = f"half of them within {duration(latency.p50_s)}, 99 % within {duration(latency.p99_s)}"
+        speed = f"{count(latency.queries_per_s)} queries/s, {waits}"
+    parts = [f"{describe_setup(found.setup)}: {speed}", f"bound by {in_words(found.bottleneck)}"]
     parts += [f"{money(price.usd)} to buy, {money(price.usd_a_month)} a month, {watts(price.watts)}", *result.marks]
     return "; ".join(parts)
-
-
-def _speed(prediction: Prediction) -> str:
-    """Samples a second; of serving what its queries wait."""
-    latency = prediction.latency
-    if latency is None:
-        return f"{count(prediction.samples_per_s)} samples/s, {duration(prediction.step_s)} a step"
-    queries = f"{count(latency.queries_per_s)} queries/s"
-    if math.isinf(latency.p99_s):
-        return f"{queries} come faster than they are answered"
-    return f"{queries}, half of them within {duration(latency.p50_s)}, 99 % within {duration(latency.p99_s)}"
-
-
-def _asked(result: PlanResult, step: str) -> Iterator[str]:
-    workload, target = result.prediction.setup.workload, result.asked.target
-    rows = sum(table.num_embeddings for table in workload.tables)
-    use = f"training with {workload.optimizer}" if workload.is_training else "serving"
-    tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
-    yield (
-        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {step}; on "
-        f"{', '.join(result.hosts)}"
-    )
-    wanted = {key: value for key, value in vars(target).items() if value and not isinstance(value, str)}
-    if wanted:
-        yield f"target: {', '.join(f'{key} = {value:,g}' for key, value in wanted.items())}"
 
 
 def _compared(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
