@@ -254,7 +254,8 @@ _COMMANDS: Final = {
                     dest=key,
                     type=kind,
                     help=f"{text} ({key})",
-                    **{"metavar" if isinstance(what, str) else "choices": what},
+                    metavar=what if isinstance(what, str) else None,
+                    choices=None if isinstance(what, str) else what,
                 )
                 for flag, (key, kind, what, text) in _TRAIN_FLAGS.items()
             ),

@@ -40,8 +40,7 @@ _LEAST_CHANCE: Final = 1e-300
 _WINDOWS: Final = 160
 _FEW_BATCHES: Final = np.linspace(0.0, 4.0, 81)  # windows where hit rates bend most
 _PHASES: Final = np.linspace(0.0, 1.0, 25) ** 2  # times in a batch, most of them early, where most rows are used first
-_LONG: Final = 40.0
-"""Accesses that a row has had, on average, when it is certain that it had one: the odds are e^-40."""
+_LONG: Final = 40.0  # accesses that a row has had, on average, when it is certain that it had one: the odds are e^-40
 _FORMULA_SIZES: Final = 512
 _FORMULA_BATCHES: Final = 1_000_000  # whose accesses a curve says it is of
 _ALMOST_CERTAIN: Final = 1 - 1e-15
@@ -319,22 +318,18 @@ def lru_curve(found: Popularity) -> MissRatioCurve:
     if not len(rows):
         return _by_formula("lru", sizes, np.zeros(len(sizes)), found)
     rates = -np.log1p(-chances)
-    absent = _absent(rates, np.union1d(_FEW_BATCHES, np.geomspace(1, 1 + _LONG / float(rates.min()), _WINDOWS)))
+    windows = np.union1d(_FEW_BATCHES, np.geomspace(1, 1 + _LONG / float(rates.min()), _WINDOWS))
+    # float64 [windows, rows]: the chance that a row has no use in the last so many batches, of which the first, a part
+    # of one, counts first uses within the batch only.
+    whole = np.floor(windows)[:, None]
+    begin = 1 - (windows[:, None] - whole)
+    absent = np.exp(-rates * whole) * (1 - np.exp(-rates * begin) + np.exp(-rates))
     hits = np.zeros(len(sizes))
     for start, stop in itertools.pairwise(_PHASES):
         held = rows.sum() - absent @ (rows * np.exp(-rates * (start + stop) / 2))
         first_used = rows * (np.exp(-rates * start) - np.exp(-rates * stop))
         hits += np.interp(sizes, held, first_used.sum() - absent @ first_used, left=0.0)
     return _by_formula("lru", sizes, 1 - hits / found.unique, found)
-
-
-def _absent(rates: Float64s, windows: Float64s) -> Float64s:
-    """float64 [windows, rows]: the chance that a row has no use in the last so many batches, of which the first, a part
-    of one, counts first uses within the batch only."""
-    whole = np.floor(windows)[:, None]
-    begin = 1 - (windows[:, None] - whole)
-    absent: Float64s = np.exp(-rates * whole) * (1 - np.exp(-rates * begin) + np.exp(-rates))
-    return absent
 
 
 def frequency_curve(found: Popularity, policy: str = "tinylfu") -> MissRatioCurve:

@@ -109,9 +109,7 @@ class SoftwareCosts(Checked):
     docs/planning/model.md says how a step adds it up."""
 
     batch_us: float = option(
-        0.0,
-        "a batch or a query, whatever its ids; a training step takes three times this, one fetched ahead twelve more",
-        low=0,
+        0.0, "a batch or a query, whatever its ids; a step takes three times this, one fetched ahead twelve more", low=0
     )
     id_ns: float = option(0.0, "an id, and again a distinct row: found in a cache, or updated", low=0)
     byte_ns: float = option(0.0, "a byte of a row or a bag in memory", low=0)
@@ -121,9 +119,7 @@ class SoftwareCosts(Checked):
     append_ns_per_byte: float = option(0.0, "a byte of such a row", low=0)
     transaction_us: float = option(0.0, "a transaction in which rows are appended, however many", low=0)
     wake_us: float = option(
-        0.0,
-        "sharing a matrix product between threads, and starting it; a pool's lookups or updates take 1.7 of it",
-        low=0,
+        0.0, "sharing a matrix product between threads, and starting it; a pool's lookups take 1.7 of it", low=0
     )
     value_ns: float = option(0.0, "a value that a dense model reads or writes, on one core", low=0)
 

@@ -38,8 +38,7 @@ from .tiers import FILE_SHARE, ID_LAYOUT, PoolLoad, pool_loads, segment_bytes
 
 NUM_QUERIES: Final = 100_000
 _WARM_SHARE: Final = 0.1  # of the queries, the first, which meet an emptier queue; they do not count
-SEGMENT_BYTES: Final = 50
-"""Of the map of rows, for each segment."""
+SEGMENT_BYTES: Final = 50  # of the map of rows, for each segment
 _STEP: Final = 0.1
 TierName = Literal["hbm", "ddr", "ssd"]
 

@@ -310,7 +310,12 @@ def plan(asked: PlanFile) -> PlanResult:
                 in_memory = str(error)
     best, setup, most = found.best, found.best.setup, asked.search.runners_up
     demand = demand.laid_out(setup.workload)
-    curves, marks, written = tuple(_curves(setup, demand)), (), best.drive_writes_a_day
+    shown, marks, written = list[ShownCurve](), tuple[str, ...](), best.drive_writes_a_day
+    for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
+        others = "" if len(demand.pools) == 1 else f", {len(pool.tables)} tables of {pool.layout.dim}"
+        held = float(setup.hosts * (load.hbm_rows + load.ddr_rows))
+        shown.append(ShownCurve(f"{pool.curve.policy}{others}", pool.curve, held))
+    curves = tuple(shown)
     if setup.host.storage and written > (rated := first_worn(setup.host).drive_writes_a_day):
         months = 12 * years_of_life(setup.host, written, asked.pricing)
         last = f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {months:.3g} months"
@@ -351,14 +356,6 @@ def _searched(
     except ValueError as error:
         assumed = f"; assumed: {'; '.join(assumptions(workload))}" if workload.assumed else ""
         raise ValueError(f"{error}{assumed}") from None
-
-
-def _curves(setup: Setup, demand: Demand) -> Iterator[ShownCurve]:
-    """Those of the pools, with what the plan holds of them."""
-    for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
-        policy = pool.curve.policy
-        name = policy if len(demand.pools) == 1 else f"{policy}, {len(pool.tables)} tables of {pool.layout.dim}"
-        yield ShownCurve(name, pool.curve, float(setup.hosts * (load.hbm_rows + load.ddr_rows)))
 
 
 def _warnings(asked: PlanFile, prediction: Prediction, curves: tuple[ShownCurve, ...]) -> Iterator[str]:

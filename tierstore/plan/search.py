@@ -120,10 +120,9 @@ def search(
     pricing: Pricing | None = None,
     query_sizes: Sequence[float] | None = None,
 ) -> SearchResult:
-    """Look at every setup of the grid, at most ``_MAX_SETUPS``; of each with as few hosts as meet the target.
-    Deterministic. ``hosts``: each with the most memory, drives and accelerators that it can be bought with;
-    ``query_sizes``: as for ``predict``. ValueError: no setup meets the target; names what is nearest and what stops it.
-    Or the grid is too large."""
+    """Look at every setup of the grid, of each with as few hosts as meet the target. Deterministic. ``hosts``: each has
+    the most memory, drives and accelerators that it can be bought with; ``query_sizes``: as for ``predict``.
+    ValueError: no setup meets the target, and what is nearest; or the grid has over 100,000 setups."""
     finder = _Finder(demand, target, space or SearchSpace(), pricing or Pricing(), query_sizes)
     target.require()
     if not hosts:

@@ -29,16 +29,13 @@ class Run(NamedTuple):
     """What a training step needs, but its batch: the model is on the store's device, the optimizer that of its dense
     weights. Rows are updated inside backward."""
 
-    store: Any
-    """A ``Store``, or over ranks a ``ShardedStore``."""
+    store: Any  # a ``Store``, or over ranks a ``ShardedStore``
     model: DLRM
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
     processes: Processes = ALONE
-    clip_norm: float = 0.0
-    """Of the dense gradients; 0: they are not cut."""
-    curvature_share: float = 1.0
-    """Of a batch's rows, with ``HessianFree``."""
+    clip_norm: float = 0.0  # of the dense gradients; 0: they are not cut
+    curvature_share: float = 1.0  # of a batch's rows, with ``HessianFree``
 
     @property
     def local(self) -> Store:
@@ -162,7 +159,7 @@ def table_configs(config: RunConfig) -> list[TableConfig]:
     if section.ids == "dynamic":
         admission = Frequency(section.admit_after) if section.admit_after > 1 else None
         ids = DynamicIds(admission=admission, eviction=LFU() if section.evict == "lfu" else LRU())
-    given = {"lr": rule.sparse_lr, "weight_decay": rule.sparse_weight_decay, "eps": rule.sparse_eps}
+    given: dict[str, Any] = {"lr": rule.sparse_lr, "weight_decay": rule.sparse_weight_decay, "eps": rule.sparse_eps}
     given["initial_accumulator_value"] = rule.sparse_initial_accumulator
     taken = {each.name for each in dataclasses.fields(RULES[rule.sparse])}
     optimizer = RULES[rule.sparse](**{name: value for name, value in given.items() if name in taken})

@@ -45,8 +45,7 @@ _MARKER: Final = ".tierstore-demo"
 _PAGE_BYTES: Final = 4096
 _MIN_TABLE_ROWS: Final = 1000
 _RUN_FILE: Final = "demo.toml"
-_IN_MEMORY_SHARE: Final = 2.0
-"""Of the bytes of the rows that training touches: enough for all of them, with the index."""
+_IN_MEMORY_SHARE: Final = 2.0  # of the bytes of the rows that training touches: enough for all of them, with the index
 
 
 def run_demo(

@@ -32,8 +32,7 @@ from .config import RunConfig, StoreSection
 
 _T = TypeVar("_T")
 _POLL_SECONDS: Final = 0.02
-_MIN_KEPT: Final = 2
-"""Commits that each rank keeps: not all may have the last."""
+_MIN_KEPT: Final = 2  # commits that each rank keeps: not all may have the last
 
 
 class OneProcess:
@@ -50,12 +49,9 @@ class OneProcess:
         return store
 
     def make_embeddings(
-        self,
-        store: Store,
-        tables: Sequence[str],
-        modules: Sequence[nn.Module],  # noqa: ARG002
+        self, store: Store, tables: Sequence[str], _modules: Sequence[nn.Module]
     ) -> TieredEmbeddingBagCollection:
-        """Over all tables; over hosts with ``modules``, one for each tower."""
+        """Over all tables; over hosts with modules, one for each tower."""
         return TieredEmbeddingBagCollection(store, tables=tables)
 
     def commit(self, store: Store, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:

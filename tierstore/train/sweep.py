@@ -45,8 +45,7 @@ _LOG: Final = "log.txt"
 _SHARPNESS: Final = "sharpness.json"
 _POLL_SECONDS: Final = 0.05
 _TRAIN: Final = "from tierstore.system.signals import end_with; end_with({}); import tierstore.__main__"
-_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-"""Of the machine's memory, which runs at the same time divide."""
+_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")  # of the machine's memory, which runs at the same time divide
 
 
 class Axis(NamedTuple):

@@ -36,10 +36,8 @@ from .terminal import Progress, StopRequest
 _STEPS: Final = 4
 _MAX_BATCH: Final = 64
 _MAX_TABLE_ROWS: Final = 2048
-_FIXED_BYTES: Final = 400 * 2**10
-"""Write staging, and a little more."""
-_CACHED_ROWS: Final = 256
-"""Of float32 with two values of optimizer state for each: few enough that some are evicted."""
+_FIXED_BYTES: Final = 400 * 2**10  # write staging, and a little more
+_CACHED_ROWS: Final = 256  # of float32 with two values of optimizer state for each: few enough that some are evicted
 _HBM_ROWS: Final = 768
 """At as many bytes a row: space for a batch, not for those of all steps, also if a row needs half as many bytes."""
 _warm: set[object] = set()
@@ -88,7 +86,8 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         recorder = run.local.record(section.record, rate=section.record_rate) if section.record else None
         with recorder or contextlib.nullcontext():
             training.train()
-            ranks = processes.gather(training.measure())
+            folder, begun, tiers, end = str(run.local.directory), training.start_bytes, run.local.stats(), own_bytes()
+            ranks = processes.gather(RankSummary(folder, tiers, begun, end, peak_rss_bytes()))
             history = together(processes.gather(training.history.points()))
             try:
                 test = training.evaluate() if config.data.has_test and training.is_whole else None
@@ -98,7 +97,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
                     "--resume"
                 ) from error
         return Summary(
-            store=str(run.local.directory),
+            store=folder,
             device=str(run.local.device),
             version=store.version,
             commit_id=run.local.commit_id(run.local.version),
@@ -244,15 +243,6 @@ class _Training:
         found = Predictions.merged(self.run.processes.gather(predictions)).evaluate()
         self._tested = self.position.step, found
         return found
-
-    def measure(self) -> RankSummary:
-        return RankSummary(
-            store=str(self.run.local.directory),
-            tiers=self.run.local.stats(),
-            start_bytes=self.start_bytes,
-            end_bytes=own_bytes(),
-            peak_rss_bytes=peak_rss_bytes(),
-        )
 
 
 def warm_up(config: RunConfig) -> None:

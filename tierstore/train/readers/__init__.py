@@ -8,8 +8,8 @@ from ...system.checks import excerpt_names as _excerpt_names
 from .arrow import ParquetReader
 from .arrow import is_data as _is_data
 from .arrow import names_below as _names_below
-from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, RawRows, Reader, Schema, dense_features
-from .categories import Categories, CategoryRule, FeatureHasher, HashedIds
+from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, Reader, Schema, dense_features
+from .categories import Categories, CategoryRule, FeatureHasher
 from .criteo import CriteoReader
 from .csv import CsvReader
 from .npy import NpyReader
@@ -25,10 +25,8 @@ __all__ = [
     "DataFile",
     "DataFormat",
     "FeatureHasher",
-    "HashedIds",
     "NpyReader",
     "ParquetReader",
-    "RawRows",
     "Reader",
     "Schema",
     "dense_features",

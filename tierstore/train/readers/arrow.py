@@ -35,12 +35,9 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("tierstore")
 _HIDDEN: Final = (".", "_")
 """How names begin that Hadoop, Spark and pyarrow pass over: half-written files, checksums, notes."""
-_RECORD_ROWS: Final = 32768
-_RECORD_BYTES: Final = 8 << 20
-"""Converted at a time: so many rows, or fewer whose values take so much."""
+_RECORD_ROWS, _RECORD_BYTES = 32768, 8 << 20  # converted at a time: so many rows, or fewer whose values take so much
 _VALUE_BYTES: Final = 8
-_BUFFER_BYTES: Final = 1 << 20
-"""Read at a time of each column."""
+_BUFFER_BYTES: Final = 1 << 20  # read at a time of each column
 
 _TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LABEL_TEXTS: Final = {"0": 0, "1": 1, "-1": -1, "false": 0, "true": 1, "0.0": 0, "1.0": 1, "-1.0": -1}
@@ -52,8 +49,7 @@ class ArrowReader(Reader):
     its column cannot hold."""
 
     endings: ClassVar[tuple[str, ...]]
-    what: ClassVar[str]
-    """What a file of the format is, for messages."""
+    what: ClassVar[str]  # what a file of the format is, for messages
     reads_floats: ClassVar[bool] = False
     """Whether texts may be integers that are written as "12.0"."""
 

@@ -17,11 +17,9 @@ from ...kernels.jit import inline, kernel
 from ...system.checks import require_choice
 
 Hashing = Literal["mix", "mod", "none"]
-STEP: Final = np.uint64(0x9E3779B97F4A7C15)
-"""Between the hashes' counters of two columns."""
+STEP: Final = np.uint64(0x9E3779B97F4A7C15)  # between the hashes' counters of two columns
 MOST: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
-MISSING: Final = -1
-"""What a reader puts where a category is absent, before it is left out."""
+MISSING: Final = -1  # what a reader puts where a category is absent, before it is left out
 
 _MAX_DIGITS: Final = 19
 MAX_CATEGORY: Final = np.iinfo(np.int64).max

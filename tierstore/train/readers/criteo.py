@@ -17,8 +17,7 @@ from ...system.checks import excerpt
 from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, require_data_file
 from .categories import MISSING, Categories, CategoryRule, read_text
 
-BUFFER_BYTES: Final = 1 << 20
-"""Text held at a time, and so the longest line."""
+BUFFER_BYTES: Final = 1 << 20  # text held at a time, and so the longest line
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _NUM_DENSE: Final = len(CRITEO_SCHEMA.dense)
 _NUM_SPARSE: Final = len(CRITEO_SCHEMA.sparse)

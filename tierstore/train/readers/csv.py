@@ -16,8 +16,7 @@ from .base import CRITEO_SCHEMA, DataError, Schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BLOCK_BYTES: Final = 4 << 20
-"""Text read at a time."""
+_BLOCK_BYTES: Final = 4 << 20  # text read at a time
 _MAX_ROW_BYTES: Final = 16 << 20
 _NO_NUMBER: Final = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to double: .*'(.*)'", re.DOTALL)
 _OTHER_FIELDS: Final = re.compile(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
