@@ -129,10 +129,7 @@ def _count_distances(numbers: Any, begin: Any, end: Any, latest: Any, tree: Any,
 
 def distances(accesses: Numbered, *, skip: int = 0) -> Int64s:
     """int64 [rows]: accesses by how many other rows came since the row's last one, without the first ``skip``. A row's
-    first access is in none.
-
-    8 bytes of memory a row, and 4 an access.
-    """
+    first access is in none. 8 bytes of memory a row, and 4 an access."""
     total, num_rows = len(accesses.numbers), accesses.num_rows
     tree, latest = np.zeros(total + 1, np.int32), np.full(num_rows, -1, np.int64)
     skipped, counted = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
@@ -153,20 +150,16 @@ def curve(
 
     Of a recorded sample of the rows (``accesses.sampling_rate``) the curve is that of all rows, by estimate: caches are
     as much smaller (C. Waldspurger et al., Efficient MRC construction with SHARDS, FAST 2015, and Cache modeling and
-    optimization using miniature simulations, ATC 2017); ``all_lookups`` make it better.
+    optimization using miniature simulations, ATC 2017). ValueError: no access, no such policy, a size out of range.
 
     Args:
         accesses: each counts; one to a row that its batch has used before hits. What the tiers of a store count is
             ``once_a_batch(accesses)``.
         policy: of ``POLICIES``, or "auto" for what that stands for.
-        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
-            size: 24, and the largest batch's rows. Up to all rows there are.
-        prefetch_depth: batches whose rows are fetched ahead of the one in use, as ``tierstore.prefetch`` has them if it
-            is never waited for; 0: a plain loop, or serving. LRU does not depend on it.
+        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, replayed once a size: 24.
+        prefetch_depth: batches whose rows are fetched ahead of the one in use; 0: a plain loop, or serving. LRU does
+            not depend on it.
         skip: batches at the start that fill the cache and do not count.
-
-    Raises:
-        ValueError: there is no access; no such policy; a size is out of range.
     """
     if not len(accesses.keys):
         raise ValueError("there is no access: a curve needs one at least")

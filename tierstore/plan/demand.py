@@ -78,16 +78,9 @@ class Demand:
         *,
         make_curve: Callable[[Accesses, str], MissRatioCurve] = curve,
     ) -> "Demand":
-        """As a trace has it. Its batches are taken for those of the workload; the last one may be a part of one, and
-        averages leave it out if there are others and all are listed.
-
-        Args:
-            accesses: every access, not once a batch only; sampled or not.
-            make_curve: called as ``curves.curve``.
-
-        Raises:
-            ValueError: it has no access, or a table that the workload has not, or a row beyond its table.
-        """
+        """As a trace has it, of every access, not once a batch only. Its batches are taken for those of the workload;
+        the last may be a part of one, and averages leave it out if there are others and all are listed. ``make_curve``:
+        called as ``curves.curve``. ValueError: it has no access, a table that the workload has not, or a row beyond."""
         _check(workload, accesses)
         size, never = np.ones(1, np.int64), np.zeros(1)
         unused = MissRatioCurve(  # of tables that nobody looks anything up in

@@ -247,9 +247,7 @@ def load_host(source: str | os.PathLike[str]) -> Host:
     """A host that ships, by its name, or that of a file: what has a slash in it or ends in .toml or .json. The file has
     every figure of a ``Host`` under its field's name, as ``tierstore plan measure`` writes it.
 
-    Raises:
-        ValueError: there is no such host or file, it is not JSON or TOML, or a key is unknown, missing or out of range;
-            names the file, the key and the nearest.
+    ValueError: there is none, it is not JSON or TOML, or a key is unknown, missing or out of range; names file and key.
     """
     name = os.fspath(source)
     if isinstance(source, str) and os.sep not in name and Path(name).suffix not in (".toml", ".json"):

@@ -217,9 +217,8 @@ def require_device(folder: Path) -> None:
 
 
 def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage:
-    """Write a file in ``folder``, each part synced, read it at random places, and remove it. What a drive does after
-    minutes of writing is not seen. ValueError: too little is free. TierstoreError: the file system has no direct
-    reads, or refuses. OSError: it fails."""
+    """Write a file in ``folder``, each part synced, read it at random places, and remove it. Minutes of writing are not
+    seen. ValueError: too little is free. TierstoreError: the file system has no direct reads, or refuses."""
     stat, free = os.statvfs(folder), free_bytes(folder)
     size_bytes = int(min(file_bytes, free * _FILE_SHARE)) // _LARGE_BYTES * _LARGE_BYTES
     if size_bytes < min(_LEAST_FILE_BYTES, file_bytes):

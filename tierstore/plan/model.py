@@ -108,14 +108,12 @@ def predict(
     pricing: Pricing | None = None,
 ) -> Prediction:
     """What one host's parts, or one rank's share of them, do in a step or query, and what follows for all hosts.
+    ValueError: the setup does not fit its host, or the demand is not of its policy and tables.
 
     Args:
         demand: of the workload; layouts are taken from the setup, so that another dtype needs no other demand.
         query_sizes: of serving: samples of a query, each as likely as any other; default: the workload's batch.
         queries_per_s: of serving, to all replicas: for the latency.
-
-    Raises:
-        ValueError: the setup does not fit its host, or the demand is not of its policy and tables.
     """
     if demand.policy in POLICIES and resolve_policy(demand.policy) != resolve_policy(setup.policy):
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")

@@ -245,17 +245,9 @@ def zipf_bins(num_rows: int, exponent: float) -> tuple[Float64s, Float64s]:
 
 
 def draw_zipf(rows: int, exponent: float, count: int, *, seed: int, scatter_seed: int = 0) -> Int64s:
-    """Rows of a table, independent of each other: the r-th most frequent with a chance as r to the power -exponent, of
-    the rows that ``zipf_bins`` takes together the mean of theirs.
-
-    Args:
-        rows: up to 2^40.
-        exponent: from 0, all alike, to 100.
-        scatter_seed: decides which rows are the frequent ones.
-
-    Returns:
-        int64 [count], rows from 0 to ``rows - 1``. ValueError, TypeError: an argument is out of range.
-    """
+    """Rows of a table of up to 2^40, independent of each other, int64 [count]: the r-th most frequent with a chance as
+    r to the power -exponent (0, all alike, to 100), of rows that ``zipf_bins`` takes together the mean of theirs.
+    ``scatter_seed`` decides which rows are the frequent ones. ValueError, TypeError: an argument is out of range."""
     require_int(rows, "rows", 1, MAX_ROWS)
     require_int(count, "count", 0, _MAX_DRAWS)
     if not 0 <= exponent <= _MAX_EXPONENT:
@@ -269,9 +261,8 @@ def draw_zipf(rows: int, exponent: float, count: int, *, seed: int, scatter_seed
 
 
 def generate(workload: Workload, *, samples: int, seed: int) -> Trace:
-    """Samples of the workload, in batches of its ``batch_samples``.
-
-    A pooling factor of 2.5 means 2 or 3 ids by chance. Which rows of a table are the frequent ones depends on the
+    """Samples of the workload, in batches of its ``batch_samples``. A pooling factor of 2.5 means 2 or 3 ids by chance.
+    Which rows of a table are the frequent ones depends on the
     table's place in the workload and not on ``seed``: other seeds give other samples of the same users. 40 bytes of
     memory an id of the largest table, 8 an id and 8 a sample and table. ValueError, TypeError: ``samples`` is below 1.
     """
