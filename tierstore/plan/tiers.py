@@ -98,15 +98,9 @@ def segment_bytes(layout: RowLayout) -> int:
 
 
 def _load(
-    setup: Setup,
-    pool: PoolDemand,
-    num_rows: int,
-    hbm_rows: int,
-    ddr_rows: int,
-    is_full: bool,
-    cached_share: float,
+    setup: Setup, pool: PoolDemand, num_rows: int, hbm_rows: int, ddr_rows: int, is_full: bool, cached_share: float,
     transaction_rows: int,
-) -> PoolLoad:
+) -> PoolLoad:  # fmt: skip
     layout, hosts, is_training = pool.layout, setup.hosts, setup.workload.is_training
     unique, top = pool.unique / hosts, hbm_rows or ddr_rows
 

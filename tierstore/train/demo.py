@@ -67,13 +67,7 @@ def run_demo(
     if device != "cpu" or hbm is not None:  # what a store would refuse is reported before anything is made
         open_store(cold="memory", device=device, hbm=math.ceil(default_hbm) if hbm is None else hbm).close()
     folder = Path(directory).absolute()
-    if folder.exists() and (not folder.is_dir() or names_in(folder)):
-        if not (folder / _MARKER).exists():
-            raise ValueError(f"{folder} exists and is no demonstration; choose another folder with --dir")
-        print(f"Overwriting the demonstration in {folder}.")
-        shutil.rmtree(folder)
-    make_directory(folder)
-    (folder / _MARKER).touch()
+    _empty(folder)
     started = time.perf_counter()
     test_rows = int(rows * _TEST_SHARE)
     data = write_synthetic(folder / "clicks.tsv", train_rows=rows - test_rows, test_rows=test_rows)
@@ -121,6 +115,17 @@ def run_demo(
     write_text(page, run_page(title, runs, notes=notes), force=True)
     print(_next_steps(folder, page, ranks))
     return equal
+
+
+def _empty(folder: Path) -> None:
+    """Make the folder, or empty it if it is a demonstration's."""
+    if folder.exists() and (not folder.is_dir() or names_in(folder)):
+        if not (folder / _MARKER).exists():
+            raise ValueError(f"{folder} exists and is no demonstration; choose another folder with --dir")
+        print(f"Overwriting the demonstration in {folder}.")
+        shutil.rmtree(folder)
+    make_directory(folder)
+    (folder / _MARKER).touch()
 
 
 def _explain(
