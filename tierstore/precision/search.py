@@ -14,10 +14,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor
 
+from .. import report
 from ..offline.quantization import quantize
-from ..report import Line, Section, figure
-from ..report import Step as Point
-from ..report import page_of as _page_of
 from ..serve.models.dense import lowered
 from ..store.copies import require_outside
 from ..store.manifest import MANIFEST_NAME
@@ -214,21 +212,17 @@ def page_of(units: Sequence[Unit], found: Found, bound: float, summary: Sequence
     for each in found.steps:
         now = (whole - each.size_bytes) // 1024
         if each.became != "refused" and now > done:
-            saved.append(Point(done + 1, now, 100 * each.added))
+            saved.append(report.Step(done + 1, now, 100 * each.added))
             done = now
-    limit = [Point(1, done, 100 * bound)] if saved else []
-    lines = [Line("rows searched on", "c1", saved), Line("bound", "c2 dashed", limit)]
-    plots = figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="saved kibibyte")
-    steps = [
-        [f"{i}. {each.unit}: {each.dtype}", format_size(each.size_bytes), _percent(each.added), each.became]
-        for i, each in enumerate(found.steps, 1)
-    ]
-    sections = [
-        Section("Answer", summary),
-        *plots,
-        Section("Steps", table=[["step", "bytes then", "log loss added", "became"], *steps]),
-    ]
-    return _page_of("tierstore quantize", sections)
+    limit = [report.Step(1, done, 100 * bound)] if saved else []
+    lines = [report.Line("rows searched on", "c1", saved), report.Line("bound", "c2 dashed", limit)]
+    plots = report.figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="saved kibibyte")
+    table = [["step", "bytes then", "log loss added", "became"]]
+    for i, each in enumerate(found.steps, 1):
+        size = format_size(each.size_bytes)
+        table.append([f"{i}. {each.unit}: {each.dtype}", size, _percent(each.added), each.became])
+    sections = [report.Section("Answer", summary), *plots, report.Section("Steps", table=table)]
+    return report.page_of("tierstore quantize", sections)
 
 
 def _percent(share: float) -> str:
