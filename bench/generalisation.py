@@ -24,8 +24,7 @@ import torch
 from tierstore.train import RunConfig, sharpness_of, train
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.metrics import Predictions
-from tierstore.train.steps import feed, set_rates, train_step
-from tierstore.train.trainer import warm_up
+from tierstore.train.trainer import feed, set_rates, train_step, warm_up
 
 from .common import Report, Run, Table, fresh_folder, start
 from .data import ROOT, require_criteo

@@ -26,7 +26,7 @@ from tierstore.plan.presets import preset
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
 from tierstore.train.readers import Batch
-from tierstore.train.steps import feed, train_step
+from tierstore.train.trainer import feed, train_step
 
 from .common import Goal, Report, Run, Spread, Table, fresh_folder, measure, per_second, start
 from .data import ROOT

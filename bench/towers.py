@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from tierstore.train.build import partition_run
 from tierstore.train.config import RunConfig
-from tierstore.train.partition import partition_run
 
 from .common import Goal, Report, Run, Table, fresh_folder, start
 from .runs import run_config, trained

@@ -11,7 +11,7 @@ import torch
 
 import tierstore
 from tests.train.readers.rows import category_of, some_rows, to_text
-from tierstore.plan import plan_file
+from tierstore.plan import planning
 from tierstore.train import train
 from tierstore.train.config import Override, load, parse_override
 from tierstore.train.summary import Summary
@@ -137,7 +137,7 @@ def test_the_table_names_every_example() -> None:
 
 
 def test_the_example_of_a_plan_is_valid() -> None:
-    asked = plan_file.load(PLAN)
+    asked = planning.load(PLAN)
     assert asked.target.samples_per_s > 0
     assert not asked.is_fixed
 

@@ -146,7 +146,7 @@ def test_what_is_built_holds_the_package_and_nothing_else(built: dict[str, Path]
         for path in package
         if path.suffix in (".py", ".html", ".css", ".toml", ".proto", ".binpb") or path.name == "py.typed"
     }
-    assert {"tierstore/py.typed", "tierstore/serve/monitoring/page.html", "tierstore/train/page.html"} <= own
+    assert {"tierstore/py.typed", "tierstore/serve/monitoring/page.html", "tierstore/report/page.html"} <= own
     assert {metadata + "licenses/LICENSE", metadata + "entry_points.txt"} <= names
 
 
@@ -198,7 +198,7 @@ def imported() -> Iterator[str]:
 
 
 def test_what_is_imported_is_asked_for_and_nothing_else(project: dict[str, Any]) -> None:
-    extras = [each for extra in ("parquet", "serve", "plan") for each in project["optional-dependencies"][extra]]
+    extras = [each for extra in ("parquet", "serve") for each in project["optional-dependencies"][extra]]
     asked = {each.split(">")[0] for each in (*project["dependencies"], *extras)}
     used = set(imported()) - set(sys.stdlib_module_names) - {"tierstore"}
     assert {MODULES.get(name, name) for name in asked} == used - BROUGHT

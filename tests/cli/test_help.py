@@ -1,53 +1,61 @@
-"""The help of every command is that of ``help.txt``; ``python -m tests.cli.test_help`` writes that file."""
+"""What each command takes, frozen in ``arguments.txt``; ``python -m tests.cli.test_help`` writes that file."""
 
 import argparse
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tierstore.cli import entry as cli
+from tierstore import cli
+from tierstore.cli.entry import build_parser
 
-SNAPSHOT = Path(__file__).parent / "help.txt"
-HEAD = "\n=== "
-
-
-def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    found = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return found[0] if found else {}
+FROZEN = Path(__file__).with_name("arguments.txt")
 
 
 def parsers(*words: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """A command's parser, and those of the commands in it."""
-    parser = cli.build_parser(words)
+    parser = build_parser(words)
     for word in words:
         parser = commands(parser)[word]
-    yield " ".join(["tierstore", *words]), parser
+    yield " ".join(words), parser
     for child in commands(parser):
         yield from parsers(*words, child)
 
 
-def snapshot() -> str:
-    return "".join(f"{HEAD}{name}\n{parser.format_help()}" for name, parser in parsers())
+def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return next((each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)), {})
 
 
-def by_command(text: str) -> dict[str, list[str]]:
-    """Words only: Python's versions break lines differently."""
-    parts = (part.split("\n", 1) for part in text.split(HEAD)[1:])
-    return {name: words.split() for name, words in parts}
+def shown(action: argparse.Action) -> str:
+    """A name, how often it may stand, what it may be, and its default."""
+    name = "/".join(action.option_strings) or f"{action.metavar}"
+    choices = f"{{{','.join(map(str, action.choices))}}}" if action.choices else ""
+    default = "" if action.default in (None, False, argparse.SUPPRESS, []) else f"={action.default}"
+    return f"{name}{action.nargs if isinstance(action.nargs, str) else ''}{choices}{default}"
 
 
-def test_help_is_that_of_the_snapshot() -> None:
-    found, expected = by_command(snapshot()), by_command(SNAPSHOT.read_text())
-    assert list(found) == list(expected)
-    for name, words in found.items():
-        assert words == expected[name], f"{name}; is that meant? python -m tests.cli.test_help"
+def arguments() -> str:
+    lines = []
+    for name, parser in parsers():
+        actions = [each for each in parser._actions if not isinstance(each, argparse._SubParsersAction)]
+        lines.append(" ".join([f"{name}:", *map(shown, actions)]))
+    return "\n".join(lines) + "\n"
 
 
-def test_no_command_prints_the_help(capsys):
+def test_commands_take_what_they_took() -> None:
+    assert arguments() == FROZEN.read_text(), "is that meant? python -m tests.cli.test_help"
+
+
+def test_every_command_and_argument_says_what_it_is() -> None:
+    for name, parser in parsers():
+        assert parser.description, name
+        assert parser.format_help().startswith(f"usage: {' '.join(['tierstore', *name.split()])}")
+        for action in parser._actions:
+            assert action.help or isinstance(action, argparse._SubParsersAction), (name, action)
+
+
+def test_no_command_prints_the_help(capsys) -> None:
     assert cli.main([]) == 2
     assert "usage: tierstore" in capsys.readouterr().out
 
 
 if __name__ == "__main__":
-    os.environ |= {"COLUMNS": "110", "NO_COLOR": "1"}
-    SNAPSHOT.write_text(snapshot())
+    FROZEN.write_text(arguments())

@@ -10,8 +10,7 @@ from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.cli.plan import COMMANDS
 from tierstore.plan import Host, TableShape, Workload
 from tierstore.plan.host import write_host
-from tierstore.plan.plan_file import PlanFile, load, parse_override
-from tierstore.plan.planning import PlanResult, plan
+from tierstore.plan.planning import PlanFile, PlanResult, load, parse_override, plan
 from tierstore.plan.presets import workload_toml
 from tierstore.plan.workload import Assumed
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.workload import ids_of
-from tierstore.plan.analytic import frequency_curve, lru_curve, popularity
+from tierstore.plan.curves import frequency_curve, lru_curve, popularity
 from tierstore.plan.traces import zipf_bins
 
 SHAPES = [(2000, 1.05, 300), (2000, 0.6, 300), (1000, 0.0, 200), (20_000, 1.2, 1000)]

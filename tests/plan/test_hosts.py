@@ -10,8 +10,7 @@ import pytest
 
 from tests.plan.asking import run
 from tierstore.plan import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
-from tierstore.plan.host import example_hosts, load_host, write_host
-from tierstore.plan.setup import with_accelerators
+from tierstore.plan.host import example_hosts, load_host, with_accelerators, write_host
 
 
 def whole_host() -> Host:

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from tests.plan.hosts import COSTS, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
 from tierstore.plan import Host, Prediction, Setup, SoftwareCosts
 from tierstore.plan.demand import Demand
-from tierstore.plan.host import Pricing, drive_writes_a_day, first_worn, price_of, years_of_life
+from tierstore.plan.host import Pricing, drive_writes_a_day, first_worn, price_of, times, years_of_life
 from tierstore.plan.loads import lanes_of
-from tierstore.plan.model import marginal_values, misfit, predict
-from tierstore.plan.queueing import latency_at
-from tierstore.plan.setup import times
+from tierstore.plan.model import latency_at, marginal_values, misfit, predict
 
 TRAINED = make_workload(rows=300_000, tables=2)
 SERVED = make_workload(rows=300_000, tables=2, training=False)

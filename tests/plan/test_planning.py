@@ -13,17 +13,15 @@ from bench.data import ROOT
 from tests.dist.placement.support import costs_of
 from tests.plan.asking import shop_plan
 from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
-from tierstore.plan import plan_file
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.host import write_host
 from tierstore.plan.model import predict
-from tierstore.plan.plan_file import PlanFile, query_sizes_of, setup_of, workload_of
-from tierstore.plan.planning import PlanResult, plain, plan
+from tierstore.plan.planning import PlanFile, PlanResult, load, plain, plan, setup_of, workload_of
 from tierstore.plan.presets import PRESETS, describe_workload, load_workload, workload_toml
 from tierstore.plan.report import describe
 from tierstore.plan.traces import accesses_of, generate, once_a_batch
-from tierstore.settings.sections import ConfigError, to_toml
+from tierstore.settings.sections import to_toml
 from tierstore.trace import write_trace
 
 Asked = Callable[..., PlanFile]
@@ -129,41 +127,8 @@ def test_the_workload_may_be_changed_scaled_or_written_in_the_file(asked: Asked,
     assert (changed.name, changed.dtype, changed.tables[0].num_embeddings) == ("mine", "float16", 200_000)
     path = tmp_path / "own.toml"
     path.write_text('[[workload.tables]]\nname = "a"\ncount = 2\n[[workload.tables]]\nname = "b"\nnum_embeddings = 9\n')
-    own = workload_of(plan_file.load(path))
+    own = workload_of(load(path))
     assert [(table.name, table.num_embeddings) for table in own.tables] == [("a0", 1), ("a1", 1), ("b", 9)]
-
-
-def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
-    path = tmp_path / "sizes.txt"
-    path.write_text("100, 200\n200")
-    assert query_sizes_of(asked(f"target.query_sizes={path}")) == (100.0, 200.0, 200.0)
-    with pytest.raises(ConfigError, match="No such file"):
-        query_sizes_of(asked(f"target.query_sizes={tmp_path}/nosuch"))
-    for text in ("", "0", "-1", "nan", "1e999", "100, many"):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"expected numbers of samples|many"):
-            query_sizes_of(asked(f"target.query_sizes={path}"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["workload.file="], r"workload\.preset = '': give one of .*rmc1"),
-        (["workload.optimizer=adams"], r"workload: optimizer='adams' is not one of none, sgd"),
-        (["host.file="], r"host\.name = '': give one of workstation"),
-        (["host.accelerators=2"], r"host\.accelerators = 2: host 'box' has none to have more of"),
-        (["host.memory=5% of tables", "setup.ddr=8MiB"], r"host\.memory = '5% of tables' is 0 B, host 'box' has 16"),
-        (["trace.path=nosuch.npz", "setup.ddr=8MiB"], r"nosuch\.npz"),
-        (["setup.ddr=64 GG"], r"setup\.ddr = '64 GG': expected a size, as \"512MiB\""),
-        (["workload.preset=rmc1"], r"workload\.file = '.*shop\.toml': preset is given too"),
-        (["search.drives=[-1]"], r"search\.drives=\(-1,\): expected counts from 0 on"),
-        ([], r"\[target\]: the target names no rate and no limit.*or give setup\.ddr"),
-        (["target.queries_per_s=5"], r"target\.queries_per_s = 5: the workload trains, with rowwise_adagrad; set "),
-    ],
-)
-def test_what_cannot_be_is_said_with_what_can(asked: Asked, overrides: list[str], message: str) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        plan(asked(*overrides))
 
 
 def test_a_workload_is_written_as_it_is_read(tmp_path: Path) -> None:
@@ -205,7 +170,7 @@ def test_the_first_question_of_the_page_is_answered_as_the_page_says(tmp_path: P
     page = (ROOT / "docs" / "planning.md").read_text()
     found = re.findall(r"^```toml\n(# 26 tables.*?)^```\n.*?^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "ads.toml").write_text(found[0][0])
-    assert found[0][1] in describe(plan(plan_file.load(tmp_path / "ads.toml")))
+    assert found[0][1] in describe(plan(load(tmp_path / "ads.toml")))
     assert "<- bottleneck" in found[0][1]
 
 
@@ -213,4 +178,4 @@ def test_an_empty_file_is_all_defaults_and_keys_print_one(tmp_path: Path) -> Non
     path = tmp_path / "plan.toml"
     for text in ("", to_toml(PlanFile(), with_help=True)):
         path.write_text(text)
-        assert plan_file.load(path) == PlanFile()
+        assert load(path) == PlanFile()

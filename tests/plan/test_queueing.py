@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tierstore.plan.queueing import Queue, latencies, latency_at
+from tierstore.plan.model import Queue, latencies, latency_at
 
 pytestmark = pytest.mark.kernel
 FEW = 2000

@@ -14,10 +14,10 @@ from playwright.sync_api import Browser
 from tests.chromium import WatchedPage
 from tests.plan.asking import HOSTILE, planned, served
 from tierstore.plan import report
+from tierstore.plan.host import describe_setup
 from tierstore.plan.loads import in_words
 from tierstore.plan.model import Prediction
-from tierstore.plan.report import describe, duration, money, page_of, sections_of, watts
-from tierstore.plan.setup import describe_setup
+from tierstore.plan.report import describe, duration, money, plan_page, sections_of, watts
 
 WAIT_MS = 60_000
 
@@ -100,7 +100,7 @@ def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
     browser: Browser, tmp_path: Path, width: int, name: str
 ) -> None:
     path, result = tmp_path / "plan.html", planned(name)
-    path.write_text(page_of(result), encoding="utf-8")
+    path.write_text(plan_page(result), encoding="utf-8")
     assert path.stat().st_size < 50_000
     watched = WatchedPage(browser, wait_ms=WAIT_MS, viewport={"width": width, "height": 800})
     page = watched.page
@@ -122,7 +122,7 @@ def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
 
 def test_the_pictures_have_the_curve_and_where_the_plan_is_and_a_bar_for_each_load() -> None:
     result = planned()
-    (shown,), drawn, found = result.curves, page_of(result), result.prediction
+    (shown,), drawn, found = result.curves, plan_page(result), result.prediction
     strips = re.findall(r"rows [0-9,]+ - ([0-9,]+)\nmissed: (\S+) %", drawn)
     told = [(int(last.replace(",", "")), float(value)) for last, value in strips]
     assert len(told) == 120

@@ -5,7 +5,7 @@ import pytest
 from tierstore.settings.sections import ConfigError
 from tierstore.train import trainer
 from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.steps import feed, train_step
+from tierstore.train.trainer import feed, train_step
 
 from .runs import config_of
 

@@ -11,7 +11,7 @@ from tierstore.pool.stats import Stats, TierStats
 from tierstore.settings.sections import to_toml
 from tierstore.train.history import Point
 from tierstore.train.metrics import Evaluation
-from tierstore.train.page import page_of
+from tierstore.train.report import run_page
 from tierstore.train.summary import Summary
 
 from .runs import config_of
@@ -62,7 +62,7 @@ class Parsed:
 
 def test_both_runs_are_in_the_table_and_in_every_plot():
     runs = {"one": made_run(hits=70), "two": made_run(hits=90, samples_per_second=7.0)}
-    page = Parsed(page_of("Two", {name: as_read(run) for name, run in runs.items()}))
+    page = Parsed(run_page("Two", {name: as_read(run) for name, run in runs.items()}))
     table = {label: cells for label, *cells in page.rows[1:]}
     assert table["samples/s"] == ["123,456", "7"]
     assert table["hit rate of the DDR tier"] == ["70.0 %", "90.0 %"]
@@ -71,7 +71,8 @@ def test_both_runs_are_in_the_table_and_in_every_plot():
     assert table["bits (SHA-256)"] == ["0123456789abcdef"] * 2
     assert "hit rate of the HBM tier" not in table
     names = [heading.partition(":")[0] for heading in page.headings]
-    assert names == ["Loss, mean of the steps", "Hit rate of the DDR tier", "Read from SSD", "Written to SSD"]
+    assert names[1:-1] == ["Loss, mean of the steps", "Hit rate of the DDR tier", "Read from SSD", "Written to SSD"]
+    assert (names[0], names[-1]) == ("Answer", "Figures"), "the answer comes first, the table below the plots"
     assert [tone for tone, _ in page.lines] == ["c1", "c2"] * 4
     assert {len(points) for _, points in page.lines} == {STEPS // 4}
     losses, hits, read, written = (page.strips[begin : begin + STEPS // 4] for begin in range(0, STEPS, STEPS // 4))
@@ -93,8 +94,8 @@ def test_train_writes_it_and_says_so(tmp_path, capsys):
 
 
 def test_names_are_no_markup():
-    page = page_of(HOSTILE, {HOSTILE: as_read(made_run()), "two": as_read(made_run(hbm=4))}, notes=[HOSTILE])
+    page = run_page(HOSTILE, {HOSTILE: as_read(made_run()), "two": as_read(made_run(hbm=4))}, notes=[HOSTILE])
     assert "<script" not in page
     parsed = Parsed(page)
     assert parsed.rows[0] == [HOSTILE, "two"]
-    assert parsed.headings[1] == "Hit rate of the HBM tier"
+    assert parsed.headings[2] == "Hit rate of the HBM tier"

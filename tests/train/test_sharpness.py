@@ -10,13 +10,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 import tierstore
 from tests.train.runs import commit_scaled, config_of
 from tierstore.models import box_sharpness
-from tierstore.train import sharpness, sharpness_of, trainer
+from tierstore.train import sharpness_of, sweep, trainer
 from tierstore.train.build import open_data
 
 
 def test_figures_are_those_of_plain_torch(tmp_path, monkeypatch):
     """Rows of the store and weights of its commit; the Hessian formed whole. Batches are added up, the last shorter."""
-    monkeypatch.setattr(sharpness, "_BATCH", 100)
+    monkeypatch.setattr(sweep, "_BATCH", 100)
     config = config_of(tmp_path, "store", model__bottom_mlp=[], model__top_mlp=[])
     trainer.train(config)
     reader, hasher = open_data(config)

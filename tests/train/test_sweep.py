@@ -12,8 +12,8 @@ from tierstore import cli
 from tierstore.settings.sections import ConfigError
 from tierstore.train import sharpness_of, sweep, trainer
 from tierstore.train.config import load
-from tierstore.train.sweep import Axis, Choice, axis_of, axis_of_runs, prepare, run_all, runs_of, seed_axis
-from tierstore.train.sweep_report import groups_of, page_of, rows_of, table_of
+from tierstore.train.report import groups_of, rows_of, sweep_page, sweep_table
+from tierstore.train.sweep import axis_of, prepare, run_all, runs_of, seed_axis
 
 COLUMNS = ["sharpness 1e-3", "sharpness 5e-4", "sharpness in 100 dims", "largest eigenvalue"]
 
@@ -29,7 +29,7 @@ def run_file(tmp_path):
 
 
 def labels(text):
-    return [choice.label for choice in axis_of(text).choices]
+    return [label for label, _ in axis_of(text).choices]
 
 
 def test_values_are_toml_or_words():
@@ -37,10 +37,7 @@ def test_values_are_toml_or_words():
     assert labels("model.top_mlp=[64,32],[8]") == ["[64, 32]", "[8]"]
     assert labels("optimizer.dense=sgd,adam") == ["sgd", "adam"]
     assert labels("store.ddr=5% of tables, 64MiB") == ["5% of tables", "64MiB"]
-    assert [each.value for choice in axis_of("model.top_mlp=[64,32],[8]").choices for each in choice.overrides] == [
-        [64, 32],
-        [8],
-    ]
+    assert [set_.value for _, set_ in axis_of("model.top_mlp=[64,32],[8]").choices] == [[64, 32], [8]]
 
 
 @pytest.mark.parametrize(
@@ -56,23 +53,6 @@ def test_values_are_toml_or_words():
 def test_what_is_no_list_of_values_is_refused(text, reason):
     with pytest.raises(ConfigError, match=reason):
         axis_of(text)
-
-
-def test_a_list_of_runs(tmp_path):
-    path = tmp_path / "runs.toml"
-    path.write_text('[[runs]]\nname = "a"\nset = ["train.epochs=3"]\n[[runs]]\nname = "b"\nset = []\n')
-    axis = axis_of_runs(path)
-    assert [(each.label, [own[:3] for own in each.overrides]) for each in axis.choices] == [
-        ("a", [("train", "epochs", 3)]),
-        ("b", []),
-    ]
-    for text in ("", "runs = 3", '[[runs]]\nname = "a"', '[[runs]]\nname = "a"\nset = [3]', "[[runs]]\nset = []"):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match="write"):
-            axis_of_runs(path)
-    path.write_text('[[runs]]\nname = "a"\nset = []\n' * 2)
-    with pytest.raises(ConfigError, match="one name"):
-        axis_of_runs(path)
 
 
 def test_every_combination_has_a_folder_and_its_keys(run_file, tmp_path):
@@ -93,9 +73,6 @@ def test_every_combination_has_a_folder_and_its_keys(run_file, tmp_path):
         runs_of(run_file, tmp_path, [axis_of("train.epochs=1"), axis_of("train.epochs=2")])
     with pytest.raises(ConfigError, match="--seeds N"):
         runs_of(run_file, tmp_path, [axis_of("train.seed=1,2"), seed_axis(0, 1)])
-    listed = Axis("run", (Choice("a", axis_of("train.epochs=1").choices[0].overrides),))
-    with pytest.raises(ConfigError, match=r"train\.epochs is set by run and by train\.epochs"):
-        runs_of(run_file, tmp_path, [listed, axis_of("train.epochs=2")])
     with pytest.raises(ConfigError, match="20,000 runs"):
         runs_of(run_file, tmp_path, [axis_of("train.epochs=1,2"), seed_axis(0, 10_000)])
 
@@ -177,12 +154,12 @@ def test_figures_over_seeds_are_means_and_deviations(run_file, tmp_path):
     for number, group in enumerate(groups_of(runs)):
         own = values[3 * number : 3 * number + 3]
         assert group.ended == len(own)
-        point = group.points["AUC"]
+        point = group.measured["AUC"]
         assert (point.low, point.high) == (min(own), max(own))
         assert point.mean == pytest.approx(np.mean(own))
         assert point.deviation == pytest.approx(np.std(own, ddof=1))
-        assert "training loss" not in group.points
-    head, *lines = table_of(runs).splitlines()
+        assert "training loss" not in group.measured
+    head, *lines = sweep_table(runs).splitlines()
     assert " ".join(head.split()) == "train.batch_size store.ddr runs AUC log loss steps seconds samples/s"
     assert [line.split()[:3] for line in lines] == [
         [size, ddr, str(3 - (size == "64" and ddr == "5%"))] for size in ("32", "64") for ddr in ("<b>", "5%")
@@ -191,15 +168,15 @@ def test_figures_over_seeds_are_means_and_deviations(run_file, tmp_path):
 
 def test_the_page_has_a_line_and_a_band_for_each_combination_and_shows_no_markup_of_names(run_file, tmp_path):
     runs = made_runs(run_file, tmp_path)
-    page = page_of("<i>", runs)
+    page = sweep_page("<i>", runs)
     assert page.count("<figure") == 3
-    assert all(f": {group.points['AUC'].mean:,.4g} AUC" in page for group in groups_of(runs)), "lines are means"
+    assert all(f": {group.measured['AUC'].mean:,.4g} AUC" in page for group in groups_of(runs)), "lines are means"
     assert page.count("<polyline") == page.count('band"') == 3 * 2
     assert "<b>" not in page
     assert "<i>" not in page
     assert "11 of 12 runs have ended" in page
     assert "train.batch_size 64" in page
-    assert "<svg" not in page_of("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))
+    assert "<svg" not in sweep_page("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))
 
 
 def test_a_sweep_measures_once_what_it_lacks(run_file, tmp_path, capsys, monkeypatch):

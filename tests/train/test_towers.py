@@ -10,9 +10,8 @@ import tierstore
 from tierstore.dist.placement.towers import partition, similarity_of
 from tierstore.models import DCNTower, DLRMTower
 from tierstore.settings.sections import to_toml
-from tierstore.train.build import build_model, open_data
+from tierstore.train.build import build_model, open_data, partition_run
 from tierstore.train.config import ConfigError, load
-from tierstore.train.partition import partition_run
 
 from .runs import config_of
 

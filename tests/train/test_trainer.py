@@ -17,9 +17,10 @@ from tierstore.errors import BudgetError, ReadOnlyError
 from tierstore.models import DLRM
 from tierstore.trace import read_trace
 from tierstore.trace.sampling import is_sampled
-from tierstore.train import steps, train, trainer
+from tierstore.train import train, trainer
 from tierstore.train.build import open_data, trace_run
 from tierstore.train.metrics import Evaluation, roc_auc
+from tierstore.train.trainer import train_step
 
 from .runs import TEST_ROWS, TRAIN_ROWS, clicks, config_of
 
@@ -312,7 +313,7 @@ def test_rates_rise_and_fall_and_dense_gradients_are_cut(run, monkeypatch):
     told = []
 
     def watched(own, batch, wants_stop):
-        result = steps.train_step(own, batch, wants_stop)
+        result = train_step(own, batch, wants_stop)
         rates = {table.learning_rate for table in own.store.tables.values()}
         norm = torch.stack([each.grad.norm() for each in own.model.dense_parameters().values()]).norm().item()
         told.append((*rates, own.optimizer.param_groups[0]["lr"], norm))

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -40,22 +40,25 @@ _VERSION: Final = arg("--at", type=int, metavar="VERSION", help="a version that 
 _MEMORY: Final = arg("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
 
 
+def require_outputs(named: Mapping[str, str | None], sources: Sequence[str | None] = (), *, force: bool) -> None:
+    """Report what would prevent the files that are written in the end, by their flags, before minutes of work."""
+    from ..system.files import require_new, require_other
+
+    paths = [Path(name) for name in named.values() if name]
+    for path in paths:
+        require_other(path, [each for each in sources if each])
+        require_new(path, force=force)
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"{' and '.join(named)} are both {paths[0]}; give each a name of its own")
+
+
 def _export(options: argparse.Namespace) -> int:
     from ..exchange import export_store
 
     with byte_bar("export") as show:
+        given = {name: getattr(options, name) for name in ("format", "key", "state", "dense", "force", "ddr")}
         report = export_store(
-            options.directory,
-            options.out,
-            format=options.format,
-            tables=options.table,
-            key=options.key,
-            state=options.state,
-            dense=options.dense,
-            version=options.at,
-            force=options.force,
-            ddr=options.ddr,
-            progress=show,
+            options.directory, options.out, tables=options.table, version=options.at, progress=show, **given
         )
     is_of_columns = (options.format or report.path.suffix).endswith("parquet")
     print(
@@ -71,30 +74,18 @@ def _import(options: argparse.Namespace) -> int:
     from ..exchange import import_files
 
     mapping, optimizer = _mapping(options.map), _optimizer(options)
-    with byte_bar("import") as show, _by_flags():
-        report = import_files(
-            options.directory,
-            options.files,
-            mapping=mapping,
-            optimizer=optimizer,
-            dtype=options.dtype,
-            pooling=options.pooling,
-            ddr=options.ddr,
-            progress=show,
-        )
-    _describe_import(options.directory, report)
-    return 0
-
-
-@contextlib.contextmanager
-def _by_flags() -> Iterator[None]:
-    """Errors of ``import_files`` name flags where they name its arguments."""
+    given = {name: getattr(options, name) for name in ("dtype", "pooling", "ddr")}
     try:
-        yield
+        with byte_bar("import") as show:
+            report = import_files(
+                options.directory, options.files, mapping=mapping, optimizer=optimizer, progress=show, **given
+            )
     except (ValueError, TableError) as error:
         if type(error) not in (ValueError, TableError):
             raise
         raise type(error)(_in_flags(str(error))) from error
+    _describe_import(options.directory, report)
+    return 0
 
 
 def _in_flags(text: str) -> str:
@@ -291,14 +282,8 @@ def _quantize(options: argparse.Namespace) -> int:
     from ..offline.quantization import quantize
 
     with byte_bar("quantize") as show:
-        report = quantize(
-            options.directory,
-            options.target,
-            dtype=options.dtype,
-            tables=options.table,
-            version=options.at,
-            progress=show,
-        )
+        chosen = {"dtype": options.dtype, "tables": options.table, "version": options.at}
+        report = quantize(options.directory, options.target, **chosen, progress=show)
     print(
         f"{report.target}: version {report.version}, verified; "
         f"{format_size(report.bytes_before)} before, {format_size(report.bytes_after)} after"

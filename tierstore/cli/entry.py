@@ -1,12 +1,14 @@
 """The command line: ``tierstore COMMAND``."""
 
 import argparse
+import importlib
 import io
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ..errors import TierstoreError
 from ..serve.command import add_arguments as add_serve_arguments
@@ -16,7 +18,7 @@ from ..system import __version__
 from ..system.checks import excerpt
 from ..system.processes import launched_rank
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
-from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD
+from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, require_outputs
 from .sweep import SWEEP
 
 if TYPE_CHECKING:
@@ -152,22 +154,11 @@ def _train(options: argparse.Namespace) -> int:
     config = load(options.run_file, _overrides(options))
     if not launched_rank():
         options.force |= options.resume
-        _require_outputs(options)
+        require_outputs({"--html": options.html, "--json": options.json}, [options.run_file], force=options.force)
     summary = train(config, resume=options.resume, bits=options.digest)
     if not launched_rank():
         _tell(summary, options)
     return EXIT_INTERRUPTED if summary.interrupted else 0
-
-
-def _require_outputs(options: argparse.Namespace) -> None:
-    """Report what would prevent the files that are written after training, before it begins."""
-    from ..system.files import require_new
-
-    named = [name for name in (options.json, options.html) if name is not None]
-    for name in named:
-        require_new(Path(name), force=options.force)
-    if len(named) > len(set(named)):
-        raise ValueError(f"--html and --json are both {options.html}; give each a name of its own")
 
 
 def _tell(summary: "Summary", options: argparse.Namespace) -> None:
@@ -178,11 +169,11 @@ def _tell(summary: "Summary", options: argparse.Namespace) -> None:
         summary.write(options.json)
     if options.html is not None:
         from ..system.files import write_text
-        from ..train.page import page_of
+        from ..train.report import run_page
 
         name = Path(options.run_file).name
         write_text(
-            Path(options.html), page_of(f"tierstore train {name}", {name: summary.to_dict()}), force=options.force
+            Path(options.html), run_page(f"tierstore train {name}", {name: summary.to_dict()}), force=options.force
         )
         print(f"page     {options.html}")
     if summary.interrupted:
@@ -246,26 +237,9 @@ def _repair(options: argparse.Namespace) -> int:
     return 0 if report.is_whole else EXIT_FAILED
 
 
-def _shard_commands() -> "Mapping[str, Command]":
-    from .shard import COMMANDS
-
-    return COMMANDS
-
-
-def _trace_commands() -> "Mapping[str, Command]":
-    from .trace import COMMANDS
-
-    return COMMANDS
-
-
-def _plan_commands() -> "Mapping[str, Command]":
-    from .plan import COMMANDS
-
-    return COMMANDS
-
-
-def _values(what: str | tuple[str, ...]) -> dict[str, Any]:
-    return {"metavar": what} if isinstance(what, str) else {"choices": what}
+def _commands_of(room: str) -> "Mapping[str, Command]":
+    found: Mapping[str, Command] = importlib.import_module(f".{room}", __package__).COMMANDS
+    return found
 
 
 _DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
@@ -275,7 +249,14 @@ _COMMANDS: Final = {
         (
             arg("run_file", metavar="FILE.toml", nargs="?", help="the run file"),
             *(
-                arg(flag, dest=key, type=kind, help=f"{text} ({key})", **_values(what))
+                arg(
+                    flag,
+                    dest=key,
+                    type=kind,
+                    help=f"{text} ({key})",
+                    metavar=what if isinstance(what, str) else None,
+                    choices=None if isinstance(what, str) else what,
+                )
                 for flag, (key, kind, what, text) in _TRAIN_FLAGS.items()
             ),
             arg("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key"),
@@ -341,10 +322,12 @@ _COMMANDS: Final = {
     "compact": COMPACT,
     "reshard": RESHARD,
     "shard": group(
-        _shard_commands, "plan which rank gets which tables", "Measure ranks, and plan which of them gets which tables."
+        partial(_commands_of, "shard"),
+        "plan which rank gets which tables",
+        "Measure ranks, and plan which of them gets which tables.",
     ),
     "trace": group(
-        _trace_commands,
+        partial(_commands_of, "trace"),
         "write down, draw and describe which rows are looked up",
         "Traces: which rows are looked up, for tierstore plan, shard plan, compact and serve --warm-up.",
         of_file="record",
@@ -368,7 +351,7 @@ _COMMANDS: Final = {
     "publish": PUBLISH,
     "compile": COMPILE,
     "plan": group(
-        _plan_commands,
+        partial(_commands_of, "plan"),
         "say what machines a workload needs, before they are bought",
         "Say what machines a workload needs, before they are bought: memory, drives, hosts, speed, latency and cost.",
         """examples:

@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 from ..system.terminal import Command, progress_bar
 from ..system.terminal import arg as _arg
 from ..system.terminal import command as _part
+from .commands import require_outputs
 
 if TYPE_CHECKING:
     from ..plan.curves import MissRatioCurve
     from ..plan.traces import Accesses
-
-
-def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
-    """What would prevent the file, reported before minutes of work."""
-    from ..system.files import require_new, require_other
-
-    if path:
-        require_other(Path(path), sources)
-        require_new(Path(path), force=force)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -28,26 +20,23 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     import sys
 
-    from ..plan.plan_file import PlanFile, load, parse_override
+    from ..plan.planning import PlanFile, load, parse_override
     from ..settings.sections import to_toml
 
     if options.keys:
         print(to_toml(PlanFile(), with_help=True), end="")
         return 0
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
-    read = [options.plan_file, asked.workload.file, asked.trace.path, asked.target.query_sizes, asked.host.file]
-    for path in (options.html, options.json):
-        _require_writable(path, [*read, *asked.host.others], force=options.force)
-    if options.html and options.json and Path(options.html).resolve() == Path(options.json).resolve():
-        raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
+    read = [options.plan_file, asked.workload.file, asked.trace.path, asked.host.file, *asked.host.others]
+    require_outputs({"--html": options.html, "--json": options.json}, read, force=options.force)
     from ..plan.planning import plan, write_json
-    from ..plan.report import describe, page_of
+    from ..plan.report import describe, plan_page
     from ..system.files import write_text
 
     result = plan(asked)
     print(describe(result, colours=sys.stdout.isatty()))
     if options.html:
-        write_text(Path(options.html), page_of(result), force=options.force)
+        write_text(Path(options.html), plan_page(result), force=options.force)
         print(f"\nthe report: {options.html}")
     if options.json:
         write_json(result.to_dict(), Path(options.json), force=options.force)
@@ -60,7 +49,7 @@ def _curve(options: argparse.Namespace) -> int:
     from ..plan.planning import write_json
     from ..plan.traces import once_a_batch, read_accesses
 
-    _require_writable(options.json, [options.trace], force=options.force)
+    require_outputs({"--json": options.json}, [options.trace], force=options.force)
     policies = dict.fromkeys(resolve_policy(name.strip()) for name in options.policy.split(","))
     accesses = read_accesses(options.trace)
     accesses = once_a_batch(accesses) if options.once_a_batch else accesses

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..system.checks import excerpt
 from ..system.sizes import format_size, parse_size
 from ..system.terminal import Command, arg, columns_of, command, progress_bar
-from .commands import OPTIMIZERS
+from .commands import OPTIMIZERS, require_outputs
 
 if TYPE_CHECKING:
     from ..config import TableConfig
@@ -56,11 +56,9 @@ def _plan(options: argparse.Namespace) -> int:
     from ..dist import Plan, Sharding
     from ..dist.placement import RankCosts, Search, demand_of, predict
     from ..plan.presets import load_workload
-    from ..system.files import require_new, require_other
     from ..trace import read_trace
 
-    require_other(Path(options.plan), [each for each in (options.workload, options.costs, options.trace) if each])
-    require_new(Path(options.plan), force=options.force)
+    require_outputs({"PLAN": options.plan}, [options.workload, options.costs, options.trace], force=options.force)
     limit = float("inf") if options.limit is None else parse_size(options.limit, name="--limit")
     workload, costs = load_workload(options.workload), RankCosts.load(options.costs)
     if not workload.is_training:
@@ -118,12 +116,10 @@ def _describe(tables: "list[TableConfig]", found: "Prediction") -> list[str]:
 
 def _towers(options: argparse.Namespace) -> int:
     from ..settings.sections import Override
-    from ..system.files import require_new, require_other
+    from ..train.build import partition_run
     from ..train.config import load
-    from ..train.partition import partition_run
 
-    require_other(Path(options.out), [options.run_file])
-    require_new(Path(options.out), force=options.force)
+    require_outputs({"TOWERS.json": options.out}, [options.run_file], force=options.force)
     flags = (("data", options.data), ("store", options.store))
     given = [Override(name, "path", value, f"--{name} {value}") for name, value in flags if value is not None]
     found = partition_run(load(options.run_file, given), options.towers, rows=options.rows, seed=options.seed)

@@ -18,15 +18,14 @@ _INTERRUPTED: Final = 130
 
 def _sweep(options: argparse.Namespace) -> int:
     from ..train.config import load
-    from ..train.sweep import axis_of, axis_of_runs, failure_of, measure_sharpness, prepare, run_all, runs_of, seed_axis
-    from ..train.sweep_report import rows_of, table_of
+    from ..train.report import rows_of, sweep_table
+    from ..train.sweep import axis_of, failure_of, measure_sharpness, prepare, run_all, runs_of, seed_axis
 
     for name, least in (("seeds", 1), ("jobs", 1), ("warmup_samples", 0), ("sharpness", 0)):
         if getattr(options, name) < least:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} {getattr(options, name)}: expected a whole number from {least}")
-    listed = [] if options.runs is None else [axis_of_runs(options.runs)]
-    axes = [*listed, *map(axis_of, options.set), seed_axis(load(options.run_file).train.seed, options.seeds)]
+    axes = [*map(axis_of, options.set), seed_axis(load(options.run_file).train.seed, options.seeds)]
     runs = runs_of(
         options.run_file, options.folder, axes, rate_rule=options.rate, warmup_samples=options.warmup_samples
     )
@@ -53,7 +52,9 @@ def _sweep(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on")
         return _INTERRUPTED
-    print(f"\n{table_of(runs)}\n\npage     {Path(options.folder) / 'sweep.html'}, beside it sweep.json and sweep.csv")
+    print(
+        f"\n{sweep_table(runs)}\n\npage     {Path(options.folder) / 'sweep.html'}, beside it sweep.json and sweep.csv"
+    )
     if failed:
         print(f"{len(failed)} of {len(runs)} runs failed; the same command tries them again")
     return 1 if failed else 0
@@ -61,13 +62,13 @@ def _sweep(options: argparse.Namespace) -> int:
 
 def _write(options: argparse.Namespace, runs: "Sequence[SweepRun]") -> None:
     """What has ended, for notebooks and eyes."""
-    from ..train.sweep_report import csv_of, page_of, rows_of
+    from ..train.report import csv_of, rows_of, sweep_page
 
     folder = Path(options.folder)
     rows = rows_of(runs)
     write_text(folder / "sweep.json", json.dumps(rows, indent=2) + "\n", force=True)
     write_text(folder / "sweep.csv", csv_of(rows), force=True)
-    write_text(folder / "sweep.html", page_of(f"tierstore sweep {Path(options.run_file).name}", runs), force=True)
+    write_text(folder / "sweep.html", sweep_page(f"tierstore sweep {Path(options.run_file).name}", runs), force=True)
 
 
 SWEEP: Final = command(
@@ -82,7 +83,6 @@ SWEEP: Final = command(
             metavar="SECTION.KEY=VALUE,...",
             help="values of a key, as train.batch_size=256,1024; of several keys, every combination",
         ),
-        arg("--runs", metavar="LIST.toml", help='a list: [[runs]] with name = "..." and set = ["SECTION.KEY=VALUE"]'),
         arg("--seeds", type=int, default=1, metavar="N", help="seeds of each, from train.seed on (default: 1)"),
         arg("--jobs", type=int, default=1, metavar="N", help="runs at the same time (default: 1)"),
         arg(

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..system.files import require_new, require_other, write_text
+from ..system.files import write_text
 from ..system.terminal import Command, arg, command
+from .commands import require_outputs
 
 if TYPE_CHECKING:
     from ..trace import Trace
@@ -41,8 +42,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     if options.samples < 1:
         raise ValueError(f"--samples {options.samples}: expected 1 or more")
-    require_other(Path(options.out), [options.workload])
-    require_new(Path(options.out), force=options.force)
+    require_outputs({"OUT.npz": options.out}, [options.workload], force=options.force)
     workload = load_workload(options.workload)
     if options.scale != 1:
         workload = scaled(workload, options.scale)
@@ -53,9 +53,7 @@ def _describe(options: argparse.Namespace) -> int:
     from ..plan.traces import describe
     from ..trace import read_trace
 
-    if options.json is not None:
-        require_other(Path(options.json), [options.source])
-        require_new(Path(options.json), force=options.force)
+    require_outputs({"--json": options.json}, [options.source], force=options.force)
     summary = describe(read_trace(options.source))
     print(summary.text())
     if options.json is not None:

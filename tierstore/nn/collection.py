@@ -232,7 +232,7 @@ class TieredEmbeddingCollection(Collection):
 
     def _prepare(self, sources: Any, features: JaggedLike) -> Prepared:
         checked, place = self._checked(features, sources)
-        lookups, elements, jagged = list[AnyLookup](), 0, checked.on_host
+        lookups, elements, jagged = list[Any](), 0, checked.on_host
         for table in self.tables:  # a bag for each id of its features
             bounds = [place[name] * jagged.batch for name in table.config.feature_names]
             lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]

@@ -8,12 +8,16 @@ while not all slots are pinned the least recently used row is none of them, and 
 distances hold at every size.
 
 *LFU and TinyLFU* by the DDR tier's own code, once a size: batch by batch, with the pins that it has.
+
+*Under Zipf's law* by formula, over rows in bins, so that 2^40 rows are few. Each id is drawn independently of all
+others (the *independent reference model*); a row is accessed at most once a batch, as the tiers of a store count.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,11 +30,20 @@ from ..pool.leases import HELD_SHARE
 from ..settings.sections import nearest
 from ..system.checks import excerpt, require_int
 from ..system.terminal import columns_of
-from .traces import Accesses, Numbered, first_uses, numbered, of_tables
+from .traces import BIN_GROWTH, Accesses, Numbered, first_uses, numbered, of_tables, zipf_bins
 
 __all__ = ["POLICIES", "MissRatioCurve", "by_table", "curve", "describe_curves"]
 
 POLICIES: Final = ("lru", "lfu", "tinylfu")
+_MANY_BINS: Final = 2048
+_LEAST_CHANCE: Final = 1e-300
+_WINDOWS: Final = 160
+_FEW_BATCHES: Final = np.linspace(0.0, 4.0, 81)  # windows where hit rates bend most
+_PHASES: Final = np.linspace(0.0, 1.0, 25) ** 2  # times in a batch, most of them early, where most rows are used first
+_LONG: Final = 40.0  # accesses that a row has had, on average, when it is certain that it had one: the odds are e^-40
+_FORMULA_SIZES: Final = 512
+_FORMULA_BATCHES: Final = 1_000_000  # whose accesses a curve says it is of
+_ALMOST_CERTAIN: Final = 1 - 1e-15
 _NUM_SIZES: Final = 10
 _INTERPOLATED: Final = 16  # rows; below, a part of a row makes a difference
 _EVERY_SIZE, _STEP = 4096, 1.02  # and the ratio of sizes beyond
@@ -45,22 +58,15 @@ _MOST_POINTS: Final = 2.0  # that a curve may be off without a warning, at worst
 
 @dataclass(frozen=True, kw_only=True)
 class MissRatioCurve:
-    """One policy's.
-
-    Attributes:
-        sizes, miss_ratios: int64 [k], ascending, rows of the cache, from 1 on; float64 [k].
-        num_accesses, num_rows: accesses, and distinct rows; of a recorded sample what the whole has by estimate.
-        sampling_rate: of the rows that were recorded.
-        warning: how far it may be off, and what to do, if that is much; else "".
-    """
+    """One policy's."""
 
     policy: str
-    sizes: Int64s
-    miss_ratios: Float64s
-    num_accesses: int
-    num_rows: int
-    sampling_rate: float = 1.0
-    warning: str = ""
+    sizes: Int64s  # int64 [k], ascending, rows of the cache, from 1 on
+    miss_ratios: Float64s  # float64 [k]
+    num_accesses: int  # of a recorded sample what the whole has by estimate
+    num_rows: int  # distinct ones, likewise
+    sampling_rate: float = 1.0  # of the rows that were recorded
+    warning: str = ""  # how far it may be off, and what to do, if that is much
 
     def miss_ratio(self, rows: float) -> float:
         """Between two sizes by a straight line over the logarithm of the size; beyond the largest its own."""
@@ -123,10 +129,7 @@ def _count_distances(numbers: Any, begin: Any, end: Any, latest: Any, tree: Any,
 
 def distances(accesses: Numbered, *, skip: int = 0) -> Int64s:
     """int64 [rows]: accesses by how many other rows came since the row's last one, without the first ``skip``. A row's
-    first access is in none.
-
-    8 bytes of memory a row, and 4 an access.
-    """
+    first access is in none. 8 bytes of memory a row, and 4 an access."""
     total, num_rows = len(accesses.numbers), accesses.num_rows
     tree, latest = np.zeros(total + 1, np.int32), np.full(num_rows, -1, np.int64)
     skipped, counted = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
@@ -147,20 +150,16 @@ def curve(
 
     Of a recorded sample of the rows (``accesses.sampling_rate``) the curve is that of all rows, by estimate: caches are
     as much smaller (C. Waldspurger et al., Efficient MRC construction with SHARDS, FAST 2015, and Cache modeling and
-    optimization using miniature simulations, ATC 2017); ``all_lookups`` make it better.
+    optimization using miniature simulations, ATC 2017). ValueError: no access, no such policy, a size out of range.
 
     Args:
         accesses: each counts; one to a row that its batch has used before hits. What the tiers of a store count is
             ``once_a_batch(accesses)``.
         policy: of ``POLICIES``, or "auto" for what that stands for.
-        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
-            size: 24, and the largest batch's rows. Up to all rows there are.
-        prefetch_depth: batches whose rows are fetched ahead of the one in use, as ``tierstore.prefetch`` has them if it
-            is never waited for; 0: a plain loop, or serving. LRU does not depend on it.
+        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, replayed once a size: 24.
+        prefetch_depth: batches whose rows are fetched ahead of the one in use; 0: a plain loop, or serving. LRU does
+            not depend on it.
         skip: batches at the start that fill the cache and do not count.
-
-    Raises:
-        ValueError: there is no access; no such policy; a size is out of range.
     """
     if not len(accesses.keys):
         raise ValueError("there is no access: a curve needs one at least")
@@ -259,4 +258,92 @@ def _warning(num_rows: int, rate: float) -> str:
     return (
         f"{num_rows:,} sampled rows say little: hit rates may be off by {_MEAN_POINTS / root:.1f} points, "
         f"{_WORST_POINTS / root:.0f} at worst; record {rows}"
+    )
+
+
+class Popularity(NamedTuple):
+    """Bins of rows that are alike, float64 [bins]: how many, and the chance that one is in a batch."""
+
+    rows: Float64s
+    chances: Float64s
+
+    @property
+    def unique(self) -> float:
+        """Distinct rows of a batch, on average."""
+        return float(self.rows @ self.chances)
+
+
+def popularity(tables: Sequence[tuple[int, float, float]]) -> Popularity:
+    """Of the rows of tables that share a cache."""
+    kinds: dict[tuple[int, float, float], int] = {}
+    for table in tables:
+        kinds[table] = kinds.get(table, 0) + 1
+    bins = [(count, *zipf_bins(num_rows, exponent), ids) for (num_rows, exponent, ids), count in kinds.items()]
+    rows = np.concatenate([count * own for count, own, _, _ in bins])
+    chances = np.concatenate([_in_batch(shares, lookups) for _, _, shares, lookups in bins])
+    if len(rows) <= _MANY_BINS:
+        return Popularity(rows, chances)
+    # Bins of nearly equal chance as one, of their mean.
+    steps = np.round(np.log(np.maximum(chances, _LEAST_CHANCE)) / math.log(BIN_GROWTH))
+    _, places = np.unique(steps, return_inverse=True)
+    merged = np.bincount(places, weights=rows).astype(np.float64)
+    return Popularity(merged, np.bincount(places, weights=rows * chances) / merged)
+
+
+def _in_batch(shares: Float64s, lookups: float) -> Float64s:
+    """That a row of this share of all ids is among so many: never more than the ids it has on average."""
+    if not lookups:
+        return np.zeros_like(shares)
+    with np.errstate(divide="ignore"):
+        some = -np.expm1(lookups * np.log1p(-np.minimum(shares, 1.0)))
+    return np.minimum(some, lookups * shares)
+
+
+def lru_curve(found: Popularity) -> MissRatioCurve:
+    """Of least-recently-used, by Che's approximation (H. Che, Y. Tung, Z. Wang, Hierarchical web caching systems, IEEE
+    JSAC 20, 2002; C. Fricker, P. Robert, J. Roberts, A versatile and accurate approximation for LRU cache performance,
+    ITC 24, 2012), here over batches. A cache holds what was accessed in a window that reaches back so far that it has
+    as many rows. The time of a row's first use in a batch has an exponential density, cut off at the batch's end. So
+    the window holds what the batch has used so far, whole batches before, and the end of one more."""
+    used = found.chances > 0
+    rows, chances = found.rows[used], np.minimum(found.chances[used], _ALMOST_CERTAIN)
+    sizes = _formula_sizes(found)
+    if not len(rows):
+        return _by_formula("lru", sizes, np.zeros(len(sizes)), found)
+    rates = -np.log1p(-chances)
+    windows = np.union1d(_FEW_BATCHES, np.geomspace(1, 1 + _LONG / float(rates.min()), _WINDOWS))
+    # float64 [windows, rows]: the chance that a row has no use in the last so many batches, of which the first, a part
+    # of one, counts first uses within the batch only.
+    whole = np.floor(windows)[:, None]
+    begin = 1 - (windows[:, None] - whole)
+    absent = np.exp(-rates * whole) * (1 - np.exp(-rates * begin) + np.exp(-rates))
+    hits = np.zeros(len(sizes))
+    for start, stop in itertools.pairwise(_PHASES):
+        held = rows.sum() - absent @ (rows * np.exp(-rates * (start + stop) / 2))
+        first_used = rows * (np.exp(-rates * start) - np.exp(-rates * stop))
+        hits += np.interp(sizes, held, first_used.sum() - absent @ first_used, left=0.0)
+    return _by_formula("lru", sizes, 1 - hits / found.unique, found)
+
+
+def frequency_curve(found: Popularity, policy: str = "tinylfu") -> MissRatioCurve:
+    """Of a cache of the rows that are accessed most: what counting every row's accesses for ever leads to."""
+    order = np.argsort(-found.chances, kind="stable")
+    rows, chances = found.rows[order], found.chances[order]
+    held = np.append(0.0, np.cumsum(rows))
+    hits = np.append(0.0, np.cumsum(rows * chances)) / (found.unique or 1.0)
+    sizes = _formula_sizes(found)
+    return _by_formula(policy, sizes, 1 - np.interp(sizes, held, hits), found)
+
+
+def _formula_sizes(found: Popularity) -> Float64s:
+    return np.unique(np.round(np.geomspace(1, max(round(found.rows.sum()), 1), _FORMULA_SIZES)))
+
+
+def _by_formula(policy: str, sizes: Float64s, miss_ratios: Float64s, found: Popularity) -> MissRatioCurve:
+    return MissRatioCurve(
+        policy=policy,
+        sizes=sizes.astype(np.int64),
+        miss_ratios=np.minimum.accumulate(np.clip(miss_ratios, 0.0, 1.0)),
+        num_accesses=round(found.unique * _FORMULA_BATCHES),
+        num_rows=round(found.rows.sum()),
     )

@@ -11,8 +11,7 @@ from ..cache.ddr import resolve_policy
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..settings.sections import nearest
 from ..system.checks import excerpt
-from .analytic import Popularity, frequency_curve, lru_curve, popularity
-from .curves import POLICIES, MissRatioCurve, curve
+from .curves import POLICIES, MissRatioCurve, Popularity, curve, frequency_curve, lru_curve, popularity
 from .traces import Accesses, of_tables, once_a_batch
 from .workload import TableShape, Workload
 
@@ -21,21 +20,15 @@ RowsOf = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolDemand:
-    """Of the tables of one row layout, which share a cache.
-
-    Attributes:
-        lookups, unique: ids and distinct rows of a batch, on average.
-        curve: of once-a-batch accesses, in rows of this pool.
-        rows_of: distinct rows of one of so many equal parts of a batch, on average; None where that is not known.
-    """
+    """Of the tables of one row layout, which share a cache."""
 
     layout: RowLayout
     tables: tuple[str, ...]
     num_rows: int
-    lookups: float
-    unique: float
-    curve: MissRatioCurve
-    rows_of: RowsOf | None = field(default=None, compare=False)
+    lookups: float  # ids of a batch, on average
+    unique: float  # distinct rows of them
+    curve: MissRatioCurve  # of once-a-batch accesses, in rows of this pool
+    rows_of: RowsOf | None = field(default=None, compare=False)  # distinct rows of one of so many parts of a batch
 
     def rows_of_a_part(self, parts: int) -> float:
         """Of ``rows_of``; where that is not known, the most that there can be."""
@@ -85,16 +78,9 @@ class Demand:
         *,
         make_curve: Callable[[Accesses, str], MissRatioCurve] = curve,
     ) -> "Demand":
-        """As a trace has it. Its batches are taken for those of the workload; the last one may be a part of one, and
-        averages leave it out if there are others and all are listed.
-
-        Args:
-            accesses: every access, not once a batch only; sampled or not.
-            make_curve: called as ``curves.curve``.
-
-        Raises:
-            ValueError: it has no access, or a table that the workload has not, or a row beyond its table.
-        """
+        """As a trace has it, of every access, not once a batch only. Its batches are taken for those of the workload;
+        the last may be a part of one, and averages leave it out if there are others and all are listed. ``make_curve``:
+        called as ``curves.curve``. ValueError: it has no access, a table that the workload has not, or a row beyond."""
         _check(workload, accesses)
         size, never = np.ones(1, np.int64), np.zeros(1)
         unused = MissRatioCurve(  # of tables that nobody looks anything up in

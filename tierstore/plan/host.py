@@ -1,5 +1,5 @@
 """A host: what its parts can do, take and cost, and what tierstore's own work takes on it; hosts from files, and what
-they cost a month.
+they cost a month. A setup: what a plan chooses for a workload on hosts.
 
 The hosts that ship are in ``hosts.toml``, with the documents that their figures come from.
 """
@@ -10,21 +10,32 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from ..cache.ddr import POLICIES
 from ..layout import RowLayout
 from ..settings.sections import Checked, ConfigError, converted, nearest, option
+from ..system.checks import require_choice
 from ..system.files import require_new, write_text
 from ..system.sizes import format_size
-from .workload import DenseWork
+from .workload import DenseWork, Workload
+
+if TYPE_CHECKING:
+    from ..dist.placement import RankCosts
 
 _MOST: Final = 1e18
 _SECONDS_A_DAY: Final = 86_400.0
 _DAYS_A_MONTH: Final = 365.25 / 12
 _MAX_BYTES: Final = 1 << 20  # of a host's file
 _MAX_REASON: Final = 200
+_DIVIDED: Final = (
+    "ddr_bytes", "page_cache_bytes", "host.processor.flops", "host.ddr.capacity_bytes", "host.ddr.bytes_per_s",
+    "host.ddr.row_bytes_per_s", "host.storage.capacity_bytes", "host.storage.reads_per_s",
+    "host.storage.read_bytes_per_s", "host.storage.write_bytes_per_s",
+)  # fmt: skip
+"""Between ranks that share a host."""
 ID_BYTES: Final = 8
 TRAINING_FLOPS: Final = 3
 """Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own. Other
@@ -98,9 +109,7 @@ class SoftwareCosts(Checked):
     docs/planning/model.md says how a step adds it up."""
 
     batch_us: float = option(
-        0.0,
-        "a batch or a query, whatever its ids; a training step takes three times this, one fetched ahead twelve more",
-        low=0,
+        0.0, "a batch or a query, whatever its ids; a step takes three times this, one fetched ahead twelve more", low=0
     )
     id_ns: float = option(0.0, "an id, and again a distinct row: found in a cache, or updated", low=0)
     byte_ns: float = option(0.0, "a byte of a row or a bag in memory", low=0)
@@ -110,9 +119,7 @@ class SoftwareCosts(Checked):
     append_ns_per_byte: float = option(0.0, "a byte of such a row", low=0)
     transaction_us: float = option(0.0, "a transaction in which rows are appended, however many", low=0)
     wake_us: float = option(
-        0.0,
-        "sharing a matrix product between threads, and starting it; a pool's lookups or updates take 1.7 of it",
-        low=0,
+        0.0, "sharing a matrix product between threads, and starting it; a pool's lookups take 1.7 of it", low=0
     )
     value_ns: float = option(0.0, "a value that a dense model reads or writes, on one core", low=0)
 
@@ -240,17 +247,28 @@ def load_host(source: str | os.PathLike[str]) -> Host:
     """A host that ships, by its name, or that of a file: what has a slash in it or ends in .toml or .json. The file has
     every figure of a ``Host`` under its field's name, as ``tierstore plan measure`` writes it.
 
-    Raises:
-        ValueError: there is no such host or file, it is not JSON or TOML, or a key is unknown, missing or out of range;
-            names the file, the key and the nearest.
+    ValueError: there is none, it is not JSON or TOML, or a key is unknown, missing or out of range; names file and key.
     """
     name = os.fspath(source)
     if isinstance(source, str) and os.sep not in name and Path(name).suffix not in (".toml", ".json"):
         if name not in example_hosts():
             raise ValueError(f"there is no host named {name[:100]!r}; {nearest(name, example_hosts())}")
         return example_hosts()[name]
+    path = Path(name)
     try:
-        found: Host = converted(_document(Path(name)), Host, "a host", is_whole=True)  # a figure left out would be 0
+        if path.suffix not in (".json", ".toml"):
+            raise ValueError("the name of a host's file ends in .json or .toml")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"has more than {_MAX_BYTES:,} bytes, which no host's file has")
+        try:
+            document = json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is not valid {path.suffix[1:].upper()}: {str(error)[:_MAX_REASON]}") from None
+        found: Host = converted(document, Host, "a host", is_whole=True)  # a figure left out would be 0
+    except OSError as error:
+        raise ValueError(f"{name}: cannot be read: {error.strerror or error}") from None
     except ConfigError as error:
         reason = str(error).removeprefix("a host: ").removeprefix("a host.")
         hint = "; a host's file has all that tierstore plan measure writes: run it again" if "key " in reason else ""
@@ -258,22 +276,6 @@ def load_host(source: str | os.PathLike[str]) -> Host:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return found
-
-
-def _document(path: Path) -> Any:
-    if path.suffix not in (".json", ".toml"):
-        raise ValueError("the name of a host's file ends in .json or .toml")
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror or error}") from None
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"has more than {_MAX_BYTES:,} bytes, which no host's file has")
-    try:
-        return json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid {path.suffix[1:].upper()}: {str(error)[:_MAX_REASON]}") from None
 
 
 def host_text(host: Host) -> str:
@@ -293,3 +295,117 @@ def require_writable(path: Path, *, force: bool) -> None:
     if path.suffix != ".json":
         raise ValueError(f"{path}: the name of a host's file that is written ends in .json")
     require_new(path, force=force)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices(Checked):
+    """Of a setup, as a plan file gives them."""
+
+    prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
+    rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1, high=4096)
+    wire: Literal["fp32", "fp16", "bf16", "int8"] = option(
+        "fp32", "of rows and gradients between hosts: fp32, fp16, bf16 or int8"
+    )
+    workers: int = option(1, "of serving: processes of a host, each with its part of ddr", low=1, high=1024)
+    batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Choices):
+    """What a plan chooses. ``rank_costs``: of training, ranks share a host as these were measured to."""
+
+    workload: Workload
+    host: Host
+    ddr_bytes: float = option(0.0, "budget for rows, of one host, as ``tierstore.open`` takes it", low=0, high=_MOST)
+    hbm_bytes: float = option(0.0, "the same, of the host's one GPU; of training on one host", low=0, high=_MOST)
+    page_cache_bytes: float = option(0.0, "of a host's memory: left for pages of the stores' files", low=0, high=_MOST)
+    hosts: int = option(1, "of training: each holds an equal part of the rows; 1: no network", low=1)
+    policy: str = "lru"
+    threads: int = option(1, "of the store", low=1)
+    cleaning: float = option(1.0, "of a store's cleaning after long training; a new store does less, or none", low=0)
+    replicas: int = option(1, "of serving: hosts, each with all rows, that share the queries", low=1)
+    rank_costs: "RankCosts | None" = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice(self.policy, POLICIES, "policy")
+        if self.workload.is_training and (self.workers > 1 or self.replicas > 1):
+            raise ValueError("workers and replicas are for serving; training has hosts")
+        if not self.workload.is_training and self.hosts > 1:
+            raise ValueError("hosts are for training; serving has replicas, as each host that serves has all tables")
+
+    @property
+    def of_a_rank(self) -> "Setup":
+        """Each rank as a host of its own, with its share of the host's parts; without ``rank_costs`` itself.
+        ValueError: they are of other ranks, or it serves."""
+        costs = self.rank_costs
+        if costs is None:
+            return self
+        if not self.workload.is_training:
+            raise ValueError("rank_costs are of training, and the workload's optimizer is none")
+        ranks = costs.local_world_size
+        if costs.world_size != self.hosts * ranks:
+            raise ValueError(
+                f"rank_costs are of {costs.world_size} ranks, {ranks} on a host, and hosts is {self.hosts}; measure "
+                "them again with tierstore shard measure"
+            )
+        cores = max(1, self.host.processor.cores // ranks)
+        host = replace(self.host, processor=replace(self.host.processor, cores=cores))
+        own: Setup = times(replace(self, host=host), 1 / ranks, *_DIVIDED)
+        return replace(own, hosts=self.hosts * ranks, threads=1)  # lookups were measured as they are
+
+    @property
+    def gpu(self) -> Accelerator:
+        """The one that has rows: a store uses one."""
+        return self.host.accelerators[0]
+
+    @property
+    def num_hosts(self) -> int:
+        """Of all replicas."""
+        return self.hosts * self.replicas
+
+
+def times(value: Any, factor: float, *paths: str) -> Any:
+    """With some numbers multiplied; "ddr.usd" is a field of a field, of several parts that of each."""
+    for path in paths:
+        name, _, rest = path.partition(".")
+        part = getattr(value, name)
+        if isinstance(part, tuple):
+            changed: Any = tuple(times(each, factor, rest) for each in part)
+        else:
+            changed = times(part, factor, rest) if rest else part * factor
+        value = replace(value, **{name: changed})
+    return value
+
+
+def with_memory(host: Host, memory_bytes: float) -> Host:
+    """With so much memory, whose watts and price follow."""
+    share = memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
+    found: Host = times(host, share, "ddr.watts", "ddr.usd")
+    return replace(found, ddr=replace(found.ddr, capacity_bytes=memory_bytes))
+
+
+def with_accelerators(host: Host, accelerators: tuple[Accelerator, ...]) -> Host:
+    """With these; its name says so where they are fewer than before."""
+    most, left = len(host.accelerators), len(accelerators)
+    name = host.name
+    if left < most:
+        name += f" with {left} of {most} GPUs" if left else f" without {'its GPU' if most == 1 else 'GPUs'}"
+    return replace(host, name=name, accelerators=accelerators)
+
+
+def some(number: int, noun: str) -> str:
+    """1 SSD, 2 SSDs."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def describe_setup(setup: Setup) -> str:
+    """Its machines and budgets, in one line."""
+    host = setup.host
+    of_it = [f"{format_size(setup.ddr_bytes)} of it for {setup.workload.dtype} rows"]
+    of_it += [f"{format_size(setup.page_cache_bytes)} page cache"] if setup.page_cache_bytes else []
+    parts = [f"{format_size(host.ddr.capacity_bytes)} DDR, {', '.join(of_it)}"]
+    parts += [f"1 GPU, {format_size(setup.hbm_bytes)} of its HBM for rows"] if setup.hbm_bytes else []
+    parts += [some(len(host.storage), "SSD")] if host.storage else []
+    parts += [f"{setup.workers} workers"] if setup.workers > 1 else []
+    return f"{setup.num_hosts:,} x {host.name} ({'; '.join(parts)})"

@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from ..dist.ranks import Precision
 from ..kernels.threads import MIN_WORK
-from .host import AHEAD_BATCHES, HANDED_OVER_BATCHES, ID_BYTES, TRAINING_FLOPS
-from .setup import Setup
+from .host import AHEAD_BATCHES, HANDED_OVER_BATCHES, ID_BYTES, TRAINING_FLOPS, Setup
 from .tiers import PoolLoad, segment_bytes
 
 SERIAL: Final = ("batch", "lookups", "hbm", "model", "network", "wait for a core")
@@ -47,8 +46,7 @@ _WIRE_SCALE_BYTES: Final = 4  # of a row or bag as int8
 _TOGETHER: Final = 3  # exchanges of a pool with every batch, and as many before them, of ids
 _MOVED_AS: Final = 3
 """Rows appended: one that cleaning moves is read and checked, too; measured, of rows of 72 bytes to 1 KiB: 1 to 5."""
-_WAKES: Final = 1.7
-"""Times that lookups, or updates, of a pool wake other threads; a product is started, too."""
+_WAKES: Final = 1.7  # times that lookups, or updates, of a pool wake other threads; a product is started, too
 _FLOPS_PER_WEIGHT: Final = 2  # of a dense layer, forward, a sample
 
 

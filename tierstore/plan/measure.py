@@ -81,14 +81,11 @@ _DENSE: Final[dict[str, Any]] = {
 def measure(
     folder: str | Path, *, seconds: float = _DEFAULT_SECONDS, progress: Callable[[str, float], None] | None = None
 ) -> Host:
-    """Time this machine: memory, cores, the SSD under ``folder``, and tierstore's own work on a core.
-
-    Prices, watts, GPUs, the network and what a drive may be written are not measured; ``Host.source`` says so. A file
-    of up to 1 GiB and small stores are made in ``folder`` and removed.
+    """Time this machine: memory, cores, the SSD under ``folder``, and tierstore's own work on a core, in about so many
+    seconds; with fewer, figures are less sure. Prices, watts, GPUs, the network and what a drive may be written are not
+    measured; ``Host.source`` says so. A file of up to 1 GiB and small stores are made in ``folder`` and removed.
 
     Args:
-        folder: on the SSD that stores will be on.
-        seconds: to spend, about; with fewer, figures are less sure.
         progress: called with what is measured next, and the share of all that is done, from 0 to 1.
 
     Raises:
@@ -220,9 +217,8 @@ def require_device(folder: Path) -> None:
 
 
 def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage:
-    """Write a file in ``folder``, each part synced, read it at random places, and remove it. What a drive does after
-    minutes of writing is not seen. ValueError: too little is free. TierstoreError: the file system has no direct
-    reads, or refuses. OSError: it fails."""
+    """Write a file in ``folder``, each part synced, read it at random places, and remove it. Minutes of writing are not
+    seen. ValueError: too little is free. TierstoreError: the file system has no direct reads, or refuses."""
     stat, free = os.statvfs(folder), free_bytes(folder)
     size_bytes = int(min(file_bytes, free * _FILE_SHARE)) // _LARGE_BYTES * _LARGE_BYTES
     if size_bytes < min(_LEAST_FILE_BYTES, file_bytes):
@@ -281,10 +277,8 @@ class Lab(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """Nanoseconds of a batch, and how many of them some costs explain."""
-
-    ns: float
-    explained: Callable[[SoftwareCosts], float]
+    ns: float  # of a batch
+    explained: Callable[[SoftwareCosts], float]  # how many of them some costs explain
 
 
 def measure_costs(lab: Lab) -> SoftwareCosts:
@@ -333,9 +327,9 @@ class _Subject(NamedTuple):
 
         def done() -> Float64s:
             """Rows read from SSD, pages read for them, rows written, and transactions."""
-            ssd, page_bytes = self.store.stats().ssd, self.layout.page_bytes
-            transactions = transactions_in(self.file, page_bytes)
-            return np.array([ssd.lookups, ssd.bytes_read / page_bytes, ssd.rows_written, transactions], np.float64)
+            ssd, size = self.store.stats().ssd, self.layout.page_bytes
+            counts = ssd.lookups, ssd.bytes_read / size, ssd.rows_written, transactions_in(self.file, size)
+            return np.array(counts, np.float64)
 
         taken, before = list[float](), done()
         for batch in batches:

@@ -1,15 +1,28 @@
 """The prediction: what a setup would do with a demand, and with a tenth more of each resource. docs/planning/model.md
-has the formulas."""
+has the formulas.
 
+Latency of queries is by simulation of their queue: they come at random times (a Poisson process), wait in order, and
+are answered by executors that each take what waits, as far as a batch holds it, in a time that grows with its samples.
+"""
+
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
 
 from ..cache.ddr import POLICIES, resolve_policy
+from ..io.log import DEFAULT_SLACK
+from ..io.places import NARROW, place_type
+from ..io.segments import geometry
+from ..kernels.arrays import Float64s
+from ..kernels.jit import kernel
 from ..system.checks import excerpt
 from ..system.sizes import format_size
 from .demand import Demand
-from .host import Price, Pricing, drive_writes_a_day, price_of
+from .host import Price, Pricing, Setup, drive_writes_a_day, price_of, times
 from .loads import (
     DRIVES,
     SHARED,
@@ -21,14 +34,40 @@ from .loads import (
     read_latency_s,
     written_bytes,
 )
-from .queueing import Latency, Queue, latency_at
-from .setup import Setup, times
-from .tiers import ID_LAYOUT, PoolLoad, file_of, pool_loads
+from .tiers import FILE_SHARE, ID_LAYOUT, PoolLoad, pool_loads, segment_bytes
 
-SEGMENT_BYTES: Final = 50
-"""Of the map of rows, for each segment."""
+NUM_QUERIES: Final = 100_000
+_WARM_SHARE: Final = 0.1  # of the queries, the first, which meet an emptier queue; they do not count
+SEGMENT_BYTES: Final = 50  # of the map of rows, for each segment
 _STEP: Final = 0.1
 TierName = Literal["hbm", "ddr", "ssd"]
+
+
+class Latency(NamedTuple):
+    """Of queries at a rate, waiting included, in seconds; infinite where they come faster than they are answered."""
+
+    queries_per_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Executors, and the time that they need."""
+
+    base_s: float  # of a batch, whatever its samples
+    sample_s: float  # of each of its samples
+    sizes: tuple[float, ...] = (1.0,)  # samples of a query, each entry as likely as any other
+    executors: int = 1
+    batch_samples: float = 1.0  # most samples of a batch of several queries; 1: every query is a batch of its own
+
+    @property
+    def rate_max(self) -> float:
+        """Queries a second that could be answered were there always some waiting."""
+        together = _queries_a_batch(self.sizes, float(self.batch_samples))
+        busy = self.base_s / together + self.sample_s * float(np.mean(self.sizes))
+        return self.executors / busy if busy else math.inf
 
 
 class TierLoad(NamedTuple):
@@ -44,30 +83,20 @@ class TierLoad(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of a setup.
-
-    Attributes:
-        step_s: seconds of a training step, or of a query served alone.
-        samples_per_s: of all hosts.
-        lanes: the longest first; a step takes as long as that.
-        is_in_memory: every row has a place in DDR or HBM, and the drives are not read.
-        latency: None for training, and where no rate is asked for.
-        queue: of one replica that serves; None for training.
-        drive_writes_a_day: of the most worn drive.
-    """
+    """Of a setup."""
 
     setup: Setup
-    step_s: float
-    samples_per_s: float
+    step_s: float  # of training, or a query served alone
+    samples_per_s: float  # of all hosts
     tiers: tuple[TierLoad, ...]
     loads: tuple[ResourceLoad, ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Lane, ...]  # the longest first; a step takes as long as that
     bottleneck: str
-    drive_writes_a_day: float
+    drive_writes_a_day: float  # of the most worn drive
     price: Price
-    is_in_memory: bool = False
-    latency: Latency | None = None
-    queue: Queue | None = None
+    is_in_memory: bool = False  # every row has a place in DDR or HBM, and the drives are not read
+    latency: Latency | None = None  # None for training, and where no rate is asked for
+    queue: Queue | None = None  # of one replica that serves; None for training
 
 
 def predict(
@@ -79,14 +108,12 @@ def predict(
     pricing: Pricing | None = None,
 ) -> Prediction:
     """What one host's parts, or one rank's share of them, do in a step or query, and what follows for all hosts.
+    ValueError: the setup does not fit its host, or the demand is not of its policy and tables.
 
     Args:
         demand: of the workload; layouts are taken from the setup, so that another dtype needs no other demand.
         query_sizes: of serving: samples of a query, each as likely as any other; default: the workload's batch.
         queries_per_s: of serving, to all replicas: for the latency.
-
-    Raises:
-        ValueError: the setup does not fit its host, or the demand is not of its policy and tables.
     """
     if demand.policy in POLICIES and resolve_policy(demand.policy) != resolve_policy(setup.policy):
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
@@ -140,38 +167,37 @@ def misfit(setup: Setup, demand: Demand) -> str:
     """Why the setup does not fit its host, or "". ``pool_loads`` says what a budget cannot hold."""
     host = setup.host
     if setup.hbm_bytes:
-        if reason := _unsupported(setup):
+        reason, gpus, name = "", len(host.accelerators), excerpt(host.name)
+        if not setup.workload.is_training:
+            reason = "tierstore serve has rows in DDR and computes on cores; leave it out"
+        elif setup.hosts > 1:
+            reason = (
+                f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs; leave it out"
+            )
+        elif gpus != 1:
+            way = "give host.accelerators = 1" if gpus else "leave it out"
+            reason = f"a store uses one GPU, host {name} has {gpus}; {way}"
+        if reason:
             return f"rows in device memory (setup.hbm): {reason}"
         if setup.hbm_bytes > setup.gpu.hbm.capacity_bytes:
             return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)
     rows = [*((pool.layout, pool.num_rows) for pool in demand.pools), (ID_LAYOUT, setup.workload.id_rows)]
-    files = [file_of(layout, -(-count // setup.hosts), setup.workload) for layout, count in rows if count]
-    wide = max((file.place_bytes for file in files), default=0)
-    maps = sum(wide * file.rows + SEGMENT_BYTES * file.segments for file in files)
+    versions = 2 * DEFAULT_SLACK if setup.workload.is_training else 1  # both of all rows may be there, with their slack
+    wide, maps, stored, kinds = 0, 0, 0.0, [(layout, -(-count // setup.hosts)) for layout, count in rows if count]
+    for layout, count in kinds:
+        segments = versions * count / layout.rows_per_segment
+        wide = max(wide, place_type(geometry(layout, 0), [math.ceil(segments)], NARROW).itemsize)
+        maps += SEGMENT_BYTES * math.ceil(segments)
+        stored += FILE_SHARE * segments * segment_bytes(layout)
+    maps += sum(wide * count for _, count in kinds)  # of the map, a row takes as many bytes as its widest place
     memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps
     if memory > host.ddr.capacity_bytes:
         return _too_little("memory", memory, host.ddr.capacity_bytes)
-    stored = sum(file.bytes for file in files)
     capacity = sum(drive.capacity_bytes for drive in host.storage)
     if stored > capacity:
         return _too_little("SSD", stored, capacity)
     if any(not drive.capacity_bytes for drive in host.storage):
         return f"a drive of host {excerpt(host.name)} has a capacity of 0 bytes"
-    return ""
-
-
-def _unsupported(setup: Setup) -> str:
-    """Why tierstore has no such rows in device memory; "" if it has."""
-    gpus = len(setup.host.accelerators)
-    if not setup.workload.is_training:
-        return "tierstore serve has rows in DDR and computes on cores; leave it out"
-    if setup.hosts > 1:
-        return f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs; leave it out"
-    if gpus != 1:
-        host = excerpt(setup.host.name)
-        return (
-            f"a store uses one GPU, host {host} has {gpus}; {'give host.accelerators = 1' if gpus else 'leave it out'}"
-        )
     return ""
 
 
@@ -247,3 +273,62 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup, float]]:
     grown = replace(processor, cores=cores + 1, flops=processor.flops * (cores + 1) / cores)
     threads = setup.threads + (setup.threads >= cores)
     yield "cores", replace(setup, host=replace(host, processor=grown), threads=threads), processor.usd / cores
+
+
+@lru_cache(maxsize=64)
+def _queries_a_batch(sizes: tuple[float, ...], batch_samples: float) -> float:
+    """The mean while there are always some waiting: the first that does not fit ends a batch, however full that is."""
+    drawn = np.random.default_rng(0).choice(sizes, NUM_QUERIES)
+    num_batches, nothing = np.zeros(1), np.zeros(NUM_QUERIES)
+    _serve(nothing, drawn, 1.0, 0.0, batch_samples, num_batches, np.empty(NUM_QUERIES))
+    return float(NUM_QUERIES / num_batches[0])
+
+
+def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES) -> Float64s:
+    """Seconds from arrival to answer of simulated queries, float64 [num_queries], in order of arrival: the same queries
+    at every rate, and the same gaps but for their scale. ValueError: the rate is not more than 0."""
+    if not queries_per_s > 0 or not math.isfinite(queries_per_s):
+        raise ValueError(f"queries_per_s={queries_per_s!r}: expected more than 0")
+    generator = np.random.default_rng(0)
+    arrivals = np.cumsum(generator.standard_exponential(num_queries)) / queries_per_s
+    sizes = np.array(queue.sizes, np.float64)[generator.integers(0, len(queue.sizes), num_queries)]
+    waited, free = np.empty(num_queries), np.zeros(queue.executors)
+    _serve(arrivals, sizes, queue.base_s, queue.sample_s, float(queue.batch_samples), free, waited)
+    return waited
+
+
+@kernel
+def _serve(
+    arrivals: Any, sizes: Any, base_s: float, sample_s: float, batch_samples: float, free: Any, waited: Any
+) -> None:
+    """``free``: when each executor has done what it took."""
+    first = 0
+    while first < arrivals.size:
+        executor = np.argmin(free)
+        start = max(free[executor], arrivals[first])
+        samples = sizes[first]
+        stop = first + 1
+        while stop < arrivals.size and arrivals[stop] <= start and samples + sizes[stop] <= batch_samples:
+            samples += sizes[stop]
+            stop += 1
+        free[executor] = start + base_s + sample_s * samples
+        for query in range(first, stop):
+            waited[query] = free[executor] - arrivals[query]
+        first = stop
+
+
+def latency_at(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES) -> Latency:
+    """Percentiles, without the first tenth of the queries; all infinite at a rate that no queue can carry."""
+    if queries_per_s >= queue.rate_max:
+        return Latency(queries_per_s, math.inf, math.inf, math.inf)
+    found = latencies(queue, queries_per_s, num_queries=num_queries)
+    return _percentiles(queries_per_s, found[int(len(found) * _WARM_SHARE) :])
+
+
+def latency_alone(queue: Queue) -> Latency:
+    """Of queries so rare that none waits."""
+    return _percentiles(0.0, queue.base_s + queue.sample_s * np.array(queue.sizes))
+
+
+def _percentiles(queries_per_s: float, seconds: Float64s) -> Latency:
+    return Latency(queries_per_s, *np.quantile(seconds, (0.5, 0.95, 0.99), method="higher").tolist())

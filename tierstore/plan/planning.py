@@ -1,34 +1,245 @@
-"""``plan``: from a plan file to its answer, and to all that a report shows of it."""
+"""``plan``: from a plan file to its answer, and to all that a report shows of it.
+
+One TOML file says what is to be planned. The help of a section's field is what ``--keys`` shows.
+"""
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from ..cache.ddr import resolve_policy
-from ..settings.sections import ConfigError
+from ..settings import sections
+from ..settings.sections import Checked, ConfigError, Override, option
+from ..system.checks import excerpt
 from ..system.files import write_text
-from ..system.sizes import format_size
+from ..system.sizes import format_size, parse_size
 from .curves import MissRatioCurve, curve
 from .demand import Demand
-from .host import Host, first_worn, years_of_life
+from .host import (
+    Choices,
+    Host,
+    Pricing,
+    Setup,
+    describe_setup,
+    example_hosts,
+    first_worn,
+    load_host,
+    with_accelerators,
+    with_memory,
+    years_of_life,
+)
 from .model import Marginal, Prediction, marginal_values, predict
-from .plan_file import PlanFile, SetupSection, hosts_of, query_sizes_of, setup_of, workload_of
-from .search import Attempt, SearchResult, lacks, search
-from .setup import Setup, describe_setup
+from .presets import PRESETS, load_workload, preset, scaled
+from .search import Attempt, SearchResult, SearchSpace, Target, lacks, search
 from .tiers import pool_loads
 from .traces import Accesses, read_accesses
-from .workload import Workload, assumptions
+from .workload import TableSpec, Workload, assumptions, specified
 
 _SEARCHED: Final = ("ddr", "hosts", "policy")  # keys of [setup] that a search heeds: hosts as the only count
 _FULL: Final = 0.9  # of a memory: more, and the system has little left
 _LONG_TRACE: Final = 20  # batches: with fewer, most of what a trace has are first uses
+_MAX_SCALE, _MAX_HOSTS, _MAX_PARTS = 1e6, 1 << 16, 1 << 10
+
+
+def _require_size(section: str, key: str, value: int | str) -> None:
+    if value == "":
+        return
+    try:
+        parse_size(value, name=key, memory_bytes=0)
+    except ValueError:
+        raise ConfigError(
+            f'{section}.{key} = {excerpt(value)}: expected a size, as "512MiB", "64GiB", "50%" of what the host has or '
+            '"5% of tables"'
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSection(Checked):
+    """[workload]: the model in use: a preset, a file, or tables written here."""
+
+    preset: str = option("", "one of tierstore plan presets")
+    file: str = option("", "a workload in TOML, as tierstore plan presets NAME prints one, or a run file")
+    tables: tuple[TableSpec, ...] = option((), "tables, each as [[workload.tables]] with name, num_embeddings, ...")
+    name: str = option("", "what the report calls it")
+    scale: float = option(1.0, "of the rows of every table: 0.01 plans for a hundredth of them", low=0, high=_MAX_SCALE)
+    batch_samples: int = option(0, "samples of a training step, or of a query; 0: the workload's own", low=0)
+    optimizer: str = option("", 'of training: "sgd", "rowwise_adagrad", "adagrad", "adam"; "none": lookups only')
+    dtype: str = option("", 'of the rows: "float32", "float16", "bfloat16", "int8" or "int4"')
+    dense_flops: float = option(
+        0.0,
+        "of the model beside its tables, forward, a sample; 0: the workload's own, or as of MLPerf's DLRM-DCNv2 over "
+        "these tables; 1: tables alone",
+        low=0,
+        high=1e15,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [key for key in ("preset", "file", "tables") if getattr(self, key)]
+        if len(given) > 1:
+            raise ConfigError(f"workload.{given[1]} = {excerpt(getattr(self, given[1]))}: {given[0]} is given too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSection(Checked):
+    """[trace]: which rows are asked for. Without one the tables' exponents say it."""
+
+    path: str = option("", "a trace, of tierstore trace or a recording")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSection(Checked):
+    """[host]: the machine."""
+
+    name: str = option("", "one of tierstore plan hosts")
+    file: str = option("", "a host in TOML or JSON, as tierstore plan measure writes one")
+    ssds: int = option(-1, "drives of the host's kind; -1: as many as it has", low=-1, high=_MAX_PARTS)
+    accelerators: int = option(-1, "GPUs of the host's kind; -1: as many as it has", low=-1, high=_MAX_PARTS)
+    memory: int | str = option("", 'its DDR, as "512GiB"; "": what it has')
+    others: tuple[str, ...] = option((), "names or files of hosts that the search compares with it")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_size("host", "memory", self.memory)
+        if self.name and self.file:
+            raise ConfigError(f"host.file = {excerpt(self.file)}: a name is given too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupSection(Choices):
+    """[setup]: what is decided already. With ddr it is predicted as it is; without, the search finds the rest."""
+
+    ddr: int | str = option("", 'memory for rows, of a host: "64GiB", "50%" of its memory, "5% of tables"; "": search')
+    hbm: int | str = option(
+        "", 'memory for rows, of the GPU that trains; written as ddr is; "": none, or what the search finds'
+    )
+    page_cache: int | str = option(0, "memory that the system has left for pages of the stores' files")
+    hosts: int = option(
+        0,
+        "in training each holds an equal part of the rows, in serving all; 0: one, or what the search finds",
+        low=0,
+        high=_MAX_HOSTS,
+    )
+    policy: Literal["auto", "lru", "lfu", "tinylfu"] = option(
+        "auto", "which rows leave memory first: auto, lru, lfu or tinylfu"
+    )
+    threads: int = option(0, "of the store; 0: the host's cores", low=0, high=1 << 16)
+    rank_costs: str = option(
+        "", 'of training: file of tierstore shard measure, if ranks share a host; "": each has a host of its own'
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("ddr", "hbm", "page_cache"):
+            _require_size("setup", key, getattr(self, key))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """A whole plan's input. ``load`` reads it from TOML."""
+
+    workload: WorkloadSection = field(default_factory=WorkloadSection)
+    trace: TraceSection = field(default_factory=TraceSection)
+    host: HostSection = field(default_factory=HostSection)
+    setup: SetupSection = field(default_factory=SetupSection)
+    target: Target = field(default_factory=Target)
+    pricing: Pricing = field(default_factory=Pricing)
+    search: SearchSpace = field(default_factory=SearchSpace)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the setup is given, rather than to be found."""
+        return self.setup.ddr != ""
+
+
+parse_override = functools.partial(sections.parse_override, example="setup.ddr=64GiB")
+
+
+def load(path: str | Path, overrides: Iterable[Override] = ()) -> PlanFile:
+    """As of ``sections.load_sections``."""
+    return sections.load_sections(PlanFile, path, overrides, what="plan file")
+
+
+def workload_of(asked: PlanFile) -> Workload:
+    """ValueError: it names none, or one that there is not, or a value that cannot be."""
+    section = asked.workload
+    if not (section.preset or section.file or section.tables):
+        raise ConfigError(
+            f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
+        )
+    if section.tables:
+        found = specified(section.tables, name=section.name or "workload")
+    else:
+        found = preset(section.preset) if section.preset else load_workload(Path(section.file))
+    found = scaled(found, section.scale) if section.scale != 1 else found
+    keys = ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
+    given = {name: getattr(section, name) for name in keys if getattr(section, name)}
+    if section.dense_flops:  # the layers are not those of the file then
+        found = replace(found, dense_products=0.0, dense_values=0.0)
+        given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")
+    try:
+        return replace(found, **given)
+    except ValueError as error:
+        raise ConfigError(f"workload: {error}") from None
+
+
+def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
+    """The host, with the counts of the section, and those that the search compares it with. ValueError: there is none,
+    or none of a part that is counted."""
+    section = asked.host
+    if not section.name and not section.file:
+        raise ConfigError(f"host.name = '': give one of {', '.join(example_hosts())}; or host.file")
+    own = load_host(section.name) if section.name else load_host(Path(section.file))
+    for key, parts in (("ssds", own.storage), ("accelerators", own.accelerators)):
+        if getattr(section, key) > 0 and not parts:
+            raise ConfigError(
+                f"host.{key} = {getattr(section, key)}: host {excerpt(own.name)} has none to have more of"
+            )
+    if section.ssds >= 0:
+        own = replace(own, storage=own.storage[:1] * section.ssds)
+    if section.accelerators >= 0:
+        own = with_accelerators(own, own.accelerators[:1] * section.accelerators)
+    if section.memory != "":
+        size_bytes = parse_size(section.memory, name="memory", memory_bytes=int(own.ddr.capacity_bytes))
+        if not size_bytes or not own.ddr.capacity_bytes:
+            raise ConfigError(
+                f"host.memory = {excerpt(section.memory)} is {format_size(size_bytes)}, host {excerpt(own.name)} has "
+                f'{format_size(int(own.ddr.capacity_bytes))}: expected a size, as "512GiB", or "50%" of what it has'
+            )
+        own = with_memory(own, size_bytes)
+    return own, *map(load_host, section.others)
+
+
+def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
+    """What the file leaves open is the least: one host, no memory of GPUs. ValueError: a size cannot be read."""
+    from ..dist.placement import RankCosts
+
+    section, memory = asked.setup, int(host.ddr.capacity_bytes)
+    hbm = int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=0))
+
+    def size(key: str, of_bytes: int) -> int:
+        given = getattr(section, key) or 0
+        return parse_size(given, name=f"setup.{key}", table_bytes=workload.table_bytes, memory_bytes=of_bytes)
+
+    counts: dict[str, Any] = {"hosts" if workload.is_training else "replicas": max(1, section.hosts)}
+    return Setup(
+        workload=workload,
+        host=host,
+        ddr_bytes=size("ddr", memory),
+        hbm_bytes=size("hbm", hbm),
+        page_cache_bytes=size("page_cache", memory),
+        policy=section.policy,
+        threads=section.threads or host.processor.cores,
+        rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
+        **counts | {each.name: getattr(section, each.name) for each in fields(Choices)},
+    )
 
 
 class ShownCurve(NamedTuple):
@@ -41,30 +252,21 @@ class ShownCurve(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """The answer to a plan file.
+    """The answer to a plan file."""
 
-    Attributes:
-        assumptions: what nobody said, each with the value that was taken.
-        hosts: names of those that were asked about.
-        searched: whether the setup was chosen among others, ``num_setups`` of them, hosts counted once.
-        in_memory: the cheapest that has every row in DDR or HBM and meets the target, or why there is none; None where
-            the setup is given, no rate is asked for, or rows are in memory by the file's wish.
-        curves: of the pools that the prediction is made of.
-        alternatives: the next best first, then those that fail.
-        marks: clauses that belong to the answer: what wears out.
-    """
-
-    assumptions: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()  # what nobody said, each with the value that was taken
     asked: PlanFile
     prediction: Prediction
-    hosts: tuple[str, ...]
-    searched: bool
-    num_setups: int = 1
+    hosts: tuple[str, ...]  # names of those that were asked about
+    searched: bool  # whether the setup was chosen among others
+    num_setups: int = 1  # so many of them, hosts counted once
+    # The cheapest that has every row in DDR or HBM and meets the target, or why there is none; None where the setup is
+    # given, no rate is asked for, or rows are in memory by the file's wish.
     in_memory: Prediction | str | None = None
-    curves: tuple[ShownCurve, ...] = ()
+    curves: tuple[ShownCurve, ...] = ()  # of the pools that the prediction is made of
     marginals: tuple[Marginal, ...] = ()
-    alternatives: tuple[Attempt, ...] = ()
-    marks: tuple[str, ...] = ()
+    alternatives: tuple[Attempt, ...] = ()  # the next best first, then those that fail
+    marks: tuple[str, ...] = ()  # clauses that belong to the answer: what wears out
     warnings: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
 
@@ -92,13 +294,12 @@ def plan(asked: PlanFile) -> PlanResult:
     else:  # it says what tables were assumed to do
         workload = replace(workload, assumed=tuple(each for each in workload.assumed if not each.tables))
         depth = asked.setup.prefetch_depth if workload.is_training else 0  # serving fetches nothing ahead
-        make_curve = partial(curve, prefetch_depth=depth)
+        make_curve = functools.partial(curve, prefetch_depth=depth)
         demand = Demand.from_accesses(workload, accesses, asked.setup.policy, make_curve=make_curve)
     in_memory: Prediction | str | None = None
     if asked.is_fixed:
-        sizes, rate = query_sizes_of(asked), target.queries_per_s or None
-        given = setup_of(asked, workload, hosts[0])
-        best = predict(given, demand, query_sizes=sizes, queries_per_s=rate, pricing=asked.pricing)
+        given, rate = setup_of(asked, workload, hosts[0]), target.queries_per_s or None
+        best = predict(given, demand, queries_per_s=rate, pricing=asked.pricing)
         found = SearchResult(best, (), (), 1)
     else:
         found = _searched(asked, workload, demand, hosts, in_memory=asked.search.in_memory)
@@ -109,7 +310,16 @@ def plan(asked: PlanFile) -> PlanResult:
                 in_memory = str(error)
     best, setup, most = found.best, found.best.setup, asked.search.runners_up
     demand = demand.laid_out(setup.workload)
-    curves = tuple(_curves(setup, demand))
+    shown, marks, written = list[ShownCurve](), tuple[str, ...](), best.drive_writes_a_day
+    for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
+        others = "" if len(demand.pools) == 1 else f", {len(pool.tables)} tables of {pool.layout.dim}"
+        held = float(setup.hosts * (load.hbm_rows + load.ddr_rows))
+        shown.append(ShownCurve(f"{pool.curve.policy}{others}", pool.curve, held))
+    curves = tuple(shown)
+    if setup.host.storage and written > (rated := first_worn(setup.host).drive_writes_a_day):
+        months = 12 * years_of_life(setup.host, written, asked.pricing)
+        last = f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {months:.3g} months"
+        marks = (last,)
     return PlanResult(
         assumptions=tuple(assumptions(workload)),
         asked=asked,
@@ -121,7 +331,7 @@ def plan(asked: PlanFile) -> PlanResult:
         curves=curves,
         marginals=marginal_values(setup, demand),
         alternatives=(*(Attempt(each.setup, each) for each in found.runners_up[:most]), *found.failures[:most]),
-        marks=tuple(_marks(asked, best)),
+        marks=marks,
         warnings=tuple(dict.fromkeys(_warnings(asked, best, curves))),
         sources=tuple(_sources(asked, setup, accesses)),
     )
@@ -141,20 +351,11 @@ def _searched(
         hosts=(asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts,
         in_memory=in_memory,
     )
-    sizes = query_sizes_of(asked)
     try:
-        return search(workload, demand, hosts, asked.target, space=space, pricing=asked.pricing, query_sizes=sizes)
+        return search(workload, demand, hosts, asked.target, space=space, pricing=asked.pricing)
     except ValueError as error:
         assumed = f"; assumed: {'; '.join(assumptions(workload))}" if workload.assumed else ""
         raise ValueError(f"{error}{assumed}") from None
-
-
-def _curves(setup: Setup, demand: Demand) -> Iterator[ShownCurve]:
-    """Those of the pools, with what the plan holds of them."""
-    for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
-        policy = pool.curve.policy
-        name = policy if len(demand.pools) == 1 else f"{policy}, {len(pool.tables)} tables of {pool.layout.dim}"
-        yield ShownCurve(name, pool.curve, float(setup.hosts * (load.hbm_rows + load.ddr_rows)))
 
 
 def _warnings(asked: PlanFile, prediction: Prediction, curves: tuple[ShownCurve, ...]) -> Iterator[str]:
@@ -181,13 +382,6 @@ def _warnings(asked: PlanFile, prediction: Prediction, curves: tuple[ShownCurve,
     for name, value in () if asked.is_fixed else vars(asked.setup).items():
         if name not in _SEARCHED and value != getattr(SetupSection(), name):
             yield f"the search does not heed setup.{name}; give setup.ddr too to predict one setup"
-
-
-def _marks(asked: PlanFile, prediction: Prediction) -> Iterator[str]:
-    setup, written = prediction.setup, prediction.drive_writes_a_day
-    if setup.host.storage and written > (rated := first_worn(setup.host).drive_writes_a_day):
-        months = 12 * years_of_life(setup.host, written, asked.pricing)
-        yield f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {months:.3g} months"
 
 
 def _sources(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> Iterator[str]:

@@ -27,8 +27,7 @@ _MLPERF_ROWS: Final = (
 _MLPERF_MULTI_HOT: Final = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 """Ids a sample of each of these tables: ``--multi_hot_sizes`` of the same."""
 _REQUIRED: Final = ("name", "num_embeddings", "embedding_dim")
-_OF_RUNS: Final = {"data", "embedding", "model", "train"}
-"""Sections of a run file, one of which it has."""
+_OF_RUNS: Final = {"data", "embedding", "model", "train"}  # sections of a run file, one of which it has
 
 
 def _workload(

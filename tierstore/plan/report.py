@@ -1,30 +1,21 @@
-"""A plan as text of 100 columns, and as one page of HTML that has no script and loads nothing: the same sections, the
-answer first, and on the page pictures."""
+"""A plan as text and as a page: the same sections, the answer first, and on the page pictures."""
 
 import html
 import math
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
+from ..report import Line, Section, Step, figure, page_of, text_of
 from ..settings.sections import to_toml
 from ..system.sizes import format_size
-from ..system.terminal import columns_of
-from ..train.page import Line, Step, draw
-from .host import first_worn
+from .host import describe_setup, first_worn, some
 from .loads import in_words
 from .model import Prediction
 from .planning import PlanResult, ShownCurve
-from .setup import describe_setup, some
 
-__all__ = ["describe", "page_of"]
-
-_WIDTH: Final = 100
-_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 _SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
 _DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _MAX_NAME: Final = 60
@@ -87,20 +78,19 @@ def named(text: str) -> str:
     return " ".join(map(word, text.split(" ")))
 
 
-class Section(NamedTuple):
-    """A table of texts, its columns first, and sentences below it; not escaped. ``is_text_last``: its last column.
-    ``picture``: SVG, of the page."""
-
-    title: str
-    lines: Sequence[str] = ()
-    table: Sequence[Sequence[str]] = ()
-    is_text_last: bool = False
-    picture: str = ""
-
-
 def sections_of(result: PlanResult) -> list[Section]:
     prediction = result.prediction
     step, terms = "step" if prediction.setup.workload.is_training else "query", result.asked.pricing
+    workload, target = prediction.setup.workload, result.asked.target
+    rows = sum(table.num_embeddings for table in workload.tables)
+    use = f"training with {workload.optimizer}" if workload.is_training else "serving"
+    tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
+    asked = [
+        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {step}; on "
+        f"{', '.join(result.hosts)}"
+    ]
+    if wanted := {key: value for key, value in vars(target).items() if value}:
+        asked.append(f"target: {', '.join(f'{key} = {value:,g}' for key, value in wanted.items())}")
     money_terms = (
         f"money: hosts are bought over {terms.years:g} years and used {terms.hours_a_day:g} hours a day, with power at "
         f"${terms.usd_per_kwh:g} a kWh, {terms.pue:g} W of the building for each of theirs"
@@ -108,7 +98,7 @@ def sections_of(result: PlanResult) -> list[Section]:
     found = [
         Section("Answer", [_answer(result)]),
         Section("Warnings", [f"! {text}" for text in result.warnings]),
-        Section("Asked", list(_asked(result, step))),
+        Section("Asked", asked),
         Section("Assumed", [f"- {text}" for text in (*result.assumptions, money_terms)]),
         Section("Setups compared", *_compared(result), is_text_last=True),
         Section(f"Time of a {step}", [_RULE], _loads(prediction), is_text_last=True, picture=_bars(prediction)),
@@ -124,35 +114,18 @@ def sections_of(result: PlanResult) -> list[Section]:
 
 
 def _answer(result: PlanResult) -> str:
-    found, price = result.prediction, result.prediction.price
-    parts = [f"{describe_setup(found.setup)}: {_speed(found)}", f"bound by {in_words(found.bottleneck)}"]
+    """Samples a second; of serving what its queries wait."""
+    found, price, latency = result.prediction, result.prediction.price, result.prediction.latency
+    if latency is None:
+        speed = f"{count(found.samples_per_s)} samples/s, {duration(found.step_s)} a step"
+    elif math.isinf(latency.p99_s):
+        speed = f"{count(latency.queries_per_s)} queries/s come faster than they are answered"
+    else:
+        waits = f"half of them within {duration(latency.p50_s)}, 99 % within {duration(latency.p99_s)}"
+        speed = f"{count(latency.queries_per_s)} queries/s, {waits}"
+    parts = [f"{describe_setup(found.setup)}: {speed}", f"bound by {in_words(found.bottleneck)}"]
     parts += [f"{money(price.usd)} to buy, {money(price.usd_a_month)} a month, {watts(price.watts)}", *result.marks]
     return "; ".join(parts)
-
-
-def _speed(prediction: Prediction) -> str:
-    """Samples a second; of serving what its queries wait."""
-    latency = prediction.latency
-    if latency is None:
-        return f"{count(prediction.samples_per_s)} samples/s, {duration(prediction.step_s)} a step"
-    queries = f"{count(latency.queries_per_s)} queries/s"
-    if math.isinf(latency.p99_s):
-        return f"{queries} come faster than they are answered"
-    return f"{queries}, half of them within {duration(latency.p50_s)}, 99 % within {duration(latency.p99_s)}"
-
-
-def _asked(result: PlanResult, step: str) -> Iterator[str]:
-    workload, target = result.prediction.setup.workload, result.asked.target
-    rows = sum(table.num_embeddings for table in workload.tables)
-    use = f"training with {workload.optimizer}" if workload.is_training else "serving"
-    tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
-    yield (
-        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {step}; on "
-        f"{', '.join(result.hosts)}"
-    )
-    wanted = {key: value for key, value in vars(target).items() if value and not isinstance(value, str)}
-    if wanted:
-        yield f"target: {', '.join(f'{key} = {value:,g}' for key, value in wanted.items())}"
 
 
 def _compared(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -264,41 +237,18 @@ def _tiers(prediction: Prediction) -> tuple[list[str], list[tuple[str, ...]]]:
 
 
 def describe(result: PlanResult, *, colours: bool = False) -> str:
-    """The answer, and what supports it."""
-    lines: list[str] = []
-    for each in sections_of(result):
-        table = columns_of(each.table, is_last_text=each.is_text_last) if each.table else []
-        lines.append(f"{_BOLD}{each.title}{_PLAIN}" if colours else each.title)
-        lines += [shown for line in (*table, *each.lines) for shown in _wrapped(line)]
-        lines.append("")
-    return "\n".join(lines).rstrip()
+    """The answer, and what supports it, as text."""
+    return text_of(sections_of(result), colours=colours)
 
 
-def _wrapped(line: str) -> list[str]:
-    if len(line) <= _WIDTH - 2:
-        return [f"  {line}".rstrip()]
-    begins = len(line) - len(line.lstrip())
-    indent = " " * (begins + (4 if line.lstrip().startswith(("- ", "! ")) else 2))
-    return textwrap.wrap(line.lstrip(), _WIDTH, initial_indent=" " * (begins + 2), subsequent_indent=indent)
+def plan_page(result: PlanResult) -> str:
+    """The same as a page, some 40 KB, with the curves."""
+    curves = [section for each in result.curves for section in _picture(each)]
+    title = f"{named(result.prediction.setup.workload.name)}: a plan"
+    return page_of(title, [*sections_of(result), *curves], file=to_toml(result.asked))
 
 
-def page_of(result: PlanResult) -> str:
-    """The page, in UTF-8 some 40 KB."""
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    title = "How often memory misses a row, by how many it has"
-    note = "Each row counts once a batch. The upright line is this plan."
-    curves = [Section(f"{title}: {named(each.name)}", [note], picture=_picture(each)) for each in result.curves]
-    return page.get_template("plan.html").render(
-        title=f"{named(result.prediction.setup.workload.name)}: a plan",
-        sections=[*sections_of(result), *curves],
-        plan_file=to_toml(result.asked),
-    )
-
-
-def _picture(shown: ShownCurve) -> str:
+def _picture(shown: ShownCurve) -> list[Section]:
     """The curve, and a line up to it where the plan is."""
     curve = shown.curve
     top = max(int(curve.sizes[-1]), _POINTS)
@@ -312,4 +262,8 @@ def _picture(shown: ShownCurve) -> str:
     rows = round(min(max(shown.chosen_rows / scale, 1), ends[-1]))
     plan = [Step(rows, rows, value) for value in (0.0, percent(rows))]
     lines = [Line("missed", "c1", steps), Line("this plan", "mark", plan)]
-    return draw(lines, title="missed, %", unit="%", low=0, over=over)
+    title, notes = (
+        f"How often memory misses a row, by how many it has: {named(shown.name)}",
+        ["Each row counts once a batch."],
+    )
+    return figure(title, lines, unit="%", low=0, over=over, notes=notes)

@@ -11,11 +11,9 @@ from ..layout import DtypeName
 from ..settings.sections import Checked, option
 from ..system.sizes import format_size
 from .demand import Demand
-from .host import Host, Pricing, years_of_life
+from .host import Host, Pricing, Setup, describe_setup, with_accelerators, with_memory, years_of_life
 from .loads import in_words
-from .model import Prediction, predict
-from .queueing import Latency, latency_alone
-from .setup import Setup, describe_setup, with_accelerators, with_memory
+from .model import Latency, Prediction, latency_alone, predict
 from .workload import Workload
 
 _MAX_RATE: Final = 1e12
@@ -90,11 +88,6 @@ class SearchSpace(Checked):
         if list(self.hosts) != sorted(set(self.hosts)):
             raise ValueError(f"hosts={self.hosts}: expected counts, ascending")
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Of hosts that train."""
-        return self.hosts or _HOSTS
-
 
 class Attempt(NamedTuple):
     """A setup that was looked at: ``prediction`` is None if it does not fit, ``reason`` "" if it meets the target. It
@@ -108,16 +101,12 @@ class Attempt(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """Attributes:
-    best: the cheapest that meets the target; the fastest if it names no rate.
-    runners_up: the next ones, each of other parts, and cheaper, faster or of less power than every one before.
-    failures: nearest to the target first.
-    num_setups: of the grid; those that must cost more than all runners-up were passed over.
-    """
+    """What a search found; ``num_setups``: of the grid; those that must cost more than all runners-up were passed
+    over."""
 
-    best: Prediction
-    runners_up: tuple[Prediction, ...]
-    failures: tuple[Attempt, ...]
+    best: Prediction  # the cheapest that meets the target; the fastest if it names no rate
+    runners_up: tuple[Prediction, ...]  # each of other parts, and cheaper, faster or of less power than all before it
+    failures: tuple[Attempt, ...]  # nearest to the target first
     num_setups: int
 
 
@@ -131,10 +120,9 @@ def search(
     pricing: Pricing | None = None,
     query_sizes: Sequence[float] | None = None,
 ) -> SearchResult:
-    """Look at every setup of the grid, at most ``_MAX_SETUPS``; of each with as few hosts as meet the target.
-    Deterministic. ``hosts``: each with the most memory, drives and accelerators that it can be bought with;
-    ``query_sizes``: as for ``predict``. ValueError: no setup meets the target; names what is nearest and what stops it.
-    Or the grid is too large."""
+    """Look at every setup of the grid, of each with as few hosts as meet the target. Deterministic. ``hosts``: each has
+    the most memory, drives and accelerators that it can be bought with; ``query_sizes``: as for ``predict``.
+    ValueError: no setup meets the target, and what is nearest; or the grid has over 100,000 setups."""
     finder = _Finder(demand, target, space or SearchSpace(), pricing or Pricing(), query_sizes)
     target.require()
     if not hosts:
@@ -142,7 +130,7 @@ def search(
     if target.queries_per_s and workload.is_training:
         raise ValueError("queries_per_s is a target of serving; a workload that trains has samples_per_s")
     grid = [setup for host in hosts for setup in finder.grid(workload, host)]
-    size = len(grid) * len(finder.space.counts)
+    size = len(grid) * len(finder.space.hosts or _HOSTS)
     if not grid:
         raise ValueError(
             "the search space allows no setup of these hosts: ask for drives and GPUs that they have; a GPU is to "
@@ -182,7 +170,7 @@ class _Finder(NamedTuple):
     def grid(self, workload: Workload, host: Host) -> Iterator[Setup]:
         """All but the count of hosts. A GPU is to train on one host."""
         space, cores = self.space, host.processor.cores
-        may_use_gpu = host.accelerators and workload.is_training and space.counts[0] == 1
+        may_use_gpu = host.accelerators and workload.is_training and (space.hosts or _HOSTS)[0] == 1
         gpus = [count for count in space.accelerators or (0, 1) if count <= bool(may_use_gpu)]
         workers = (1,) if workload.is_training else [each for each in space.workers or _WORKERS if each <= cores]
         most = len(host.storage)
@@ -225,7 +213,7 @@ class _Finder(NamedTuple):
 
     def best_count(self, setup: Setup) -> Attempt:
         """With the fewest hosts that meet the target, or without a rate as fast as limits allow; or what is nearest."""
-        counts: Sequence[int] = (1,) if setup.hbm_bytes else self.space.counts
+        counts: Sequence[int] = (1,) if setup.hbm_bytes else self.space.hosts or _HOSTS
         if not setup.workload.is_training:
             try:
                 fewest = self._fewest(self._predicted(setup))

@@ -11,65 +11,46 @@ from ..cache.tinylfu import MOVED_MAX, MOVED_SHARE
 from ..errors import BudgetError
 from ..hbm.cache import HbmSize
 from ..io.log import DEFAULT_SLACK
-from ..io.places import NARROW, place_type
 from ..io.segments import geometry
 from ..layout import BLOCK_HEADER_WORDS, PAIR_WORDS, RowLayout
 from ..pool.leases import HELD_SHARE
 from ..pool.writeback import rows_a_write
 from ..store.pools import Division, divide, divide_hbm
 from .demand import Demand, PoolDemand
-from .setup import Setup
-from .workload import Workload
+from .host import Setup
 
 _BY_COUNT: Final = {"lfu": 0, "tinylfu": MOVED_MAX}
 """Policies whose next victim is mostly a dirty row of a batch shortly before. Those that are used again before they are
 evicted are written twice, which is left out. Rows that become victims together are written together, up to so many."""
 _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
-_FILE_SHARE: Final = 1.05  # of a file, over the bytes of its segments: the tree above them, and free pages
+FILE_SHARE: Final = 1.05  # of a file, over the bytes of its segments: the tree above them, and free pages
 ID_LAYOUT: Final = RowLayout(dim=4)  # of rows that keep ids
 _Counts = tuple[tuple[RowLayout, int], ...]
 
 
 class PoolLoad(NamedTuple):
-    """One pool of one host, or of one worker, in one step or query.
-
-    Attributes:
-        num_rows: that the host has of it, on SSD.
-        lookups, bags: ids, and lists of ids, one a sample and table.
-        unique: distinct rows of the ids.
-        sent_rows: distinct rows of a host's own part of the batch; of one host ``unique``.
-        asked: rows asked of the highest tier: ``unique``, twice where backward has to fetch them again.
-        hbm_rows, ddr_rows: slots, of device memory and of host memory.
-        hbm_misses, misses, device_misses: rows asked of host memory, of the SSD, and of the drives, as the system has
-            not their page in memory.
-        is_full: every row has a slot in host memory, and stays there.
-        is_in_memory: the same, or in device memory.
-        keeps_two: the rows of two batches can stay pinned, so that one is fetched while the other is in use.
-        pages_read: by the drives, for missing rows.
-        rows_written, rows_moved: appended as they were evicted, and once more by cleaning.
-        segments_cleaned: that the drives have to read.
-    """
+    """One pool of one host, or of one worker, in one step or query."""
 
     layout: RowLayout
-    num_rows: int
+    num_rows: int  # that the host has of it, on SSD
     lookups: float
-    bags: float
-    unique: float
-    sent_rows: float
-    asked: float
-    hbm_rows: int
+    bags: float  # lists of ids, one a sample and table
+    unique: float  # distinct rows of the ids
+    sent_rows: float  # distinct rows of a host's own part of the batch; of one host ``unique``
+    asked: float  # of the highest tier: ``unique``, twice where backward has to fetch them again
+    hbm_rows: int  # slots of device memory, and below of host memory
     ddr_rows: int
-    hbm_misses: float
-    misses: float
-    device_misses: float
-    is_full: bool
-    is_in_memory: bool
-    keeps_two: bool
-    pages_read: float
-    rows_written: float
-    rows_moved: float
-    segments_cleaned: float
+    hbm_misses: float  # rows asked of host memory
+    misses: float  # of the SSD
+    device_misses: float  # of the drives, as the system has not their page in memory
+    is_full: bool  # every row has a slot in host memory, and stays there
+    is_in_memory: bool  # the same, or in device memory
+    keeps_two: bool  # the rows of two batches can stay pinned: one is fetched while the other is in use
+    pages_read: float  # by the drives, for missing rows
+    rows_written: float  # appended as they were evicted
+    rows_moved: float  # once more, by cleaning
+    segments_cleaned: float  # that the drives have to read
     transactions: float
 
     @property
@@ -116,32 +97,10 @@ def segment_bytes(layout: RowLayout) -> int:
     return layout.segment_pages(layout.rows_per_segment) * layout.page_bytes
 
 
-class StoreFile(NamedTuple):
-    """Rows of one layout in a store's file, at its largest; ``place_bytes``: of the map, a row."""
-
-    rows: int
-    segments: int
-    place_bytes: int
-    bytes: float
-
-
-def file_of(layout: RowLayout, num_rows: int, workload: Workload) -> StoreFile:
-    """In training both versions of all rows may be there, with their slack."""
-    segments = (2 * DEFAULT_SLACK if workload.is_training else 1) * num_rows / layout.rows_per_segment
-    width = place_type(geometry(layout, 0), [math.ceil(segments)], NARROW).itemsize
-    return StoreFile(num_rows, math.ceil(segments), width, _FILE_SHARE * segments * segment_bytes(layout))
-
-
 def _load(
-    setup: Setup,
-    pool: PoolDemand,
-    num_rows: int,
-    hbm_rows: int,
-    ddr_rows: int,
-    is_full: bool,
-    cached_share: float,
+    setup: Setup, pool: PoolDemand, num_rows: int, hbm_rows: int, ddr_rows: int, is_full: bool, cached_share: float,
     transaction_rows: int,
-) -> PoolLoad:
+) -> PoolLoad:  # fmt: skip
     layout, hosts, is_training = pool.layout, setup.hosts, setup.workload.is_training
     unique, top = pool.unique / hosts, hbm_rows or ddr_rows
 
@@ -178,6 +137,10 @@ def _load(
     # Other rows of a page may have brought it into the page cache.
     others = max(0.0, 1 - layout.pages_per_block / layout.rows_per_block)
     from_device *= 0.0 if cached_share >= 1 else (1 - cached_share) ** others
+    # Missing rows lie anywhere: some of them on one page.
+    pages = row_pages(layout)
+    crowding = from_device * pages / num_pages
+    shared = -math.expm1(-crowding) / crowding if crowding else 1.0
     cleaned = written * setup.cleaning
     return PoolLoad(
         layout=layout,
@@ -195,7 +158,7 @@ def _load(
         is_full=is_full,
         is_in_memory=is_full or stays,
         keeps_two=stays or 2 * unique <= HELD_SHARE * top,
-        pages_read=_pages_read(layout, from_device, num_pages, setup.rows_per_read),
+        pages_read=from_device * min(pages * shared, pages / setup.rows_per_read),
         rows_written=written,
         rows_moved=cleaned * live / (1 - live),
         segments_cleaned=cleaned / (1 - live) / layout.rows_per_segment * (1 - cached_share),
@@ -217,14 +180,6 @@ def row_pages(layout: RowLayout) -> float:
     at = index // geo.rows_per_block * block_words + BLOCK_HEADER_WORDS + index % geo.rows_per_block * geo.pair_stride
     length = 1 if geo.pages_per_block == 1 else geo.row_words + PAIR_WORDS
     return float(np.mean((at + length - 1) // geo.page_words - at // geo.page_words + 1))
-
-
-def _pages_read(layout: RowLayout, read: float, num_pages: float, rows_per_read: float) -> float:
-    """For so many rows that a batch reads, which lie anywhere: some of them on one page."""
-    pages = row_pages(layout)
-    crowding = read * pages / num_pages
-    shared = -math.expm1(-crowding) / crowding if crowding else 1.0
-    return read * min(pages * shared, pages / rows_per_read)
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ from ..layout import KEY_ROW_BITS, MAX_ROWS
 from ..system.checks import excerpt, require_int
 from ..system.terminal import columns_of
 from ..trace import TableTrace, Trace, read_trace
-from .workload import TableShape, Workload
+from .workload import Workload
 
 _TOP_SHARE: Final = 100
 _MAX_SHOWN, _MAX_NAME = 40, 24
@@ -30,23 +30,14 @@ BIN_GROWTH: Final = 1.02
 
 
 class Accesses(NamedTuple):
-    """Rows in the order in which they are asked for.
+    """Rows in the order in which they are asked for."""
 
-    Attributes:
-        keys: int64 [n], ``table index << 40 | row``.
-        starts: int64 [batches + 1], ascending from 0 to n: where each batch begins.
-        tables: names, by table index.
-        sampling_rate: the share of all rows that are in it, each with every access (``sampling.is_sampled``).
-        unlisted: further batches, in which none of the sampled rows was.
-        all_lookups: accesses to all rows, sampled or not, by table index; None where they are not known.
-    """
-
-    keys: Int64s
-    starts: Int64s
-    tables: tuple[str, ...]
-    sampling_rate: float = 1.0
-    unlisted: int = 0
-    all_lookups: tuple[int, ...] | None = None
+    keys: Int64s  # int64 [n], ``table index << 40 | row``
+    starts: Int64s  # int64 [batches + 1], ascending from 0 to n: where each batch begins
+    tables: tuple[str, ...]  # names, by table index
+    sampling_rate: float = 1.0  # the share of all rows that are in it, each with every access (``sampling.is_sampled``)
+    unlisted: int = 0  # further batches, in which none of the sampled rows was
+    all_lookups: tuple[int, ...] | None = None  # to all rows, sampled or not, by table index; None: not known
 
     @property
     def num_batches(self) -> int:
@@ -138,21 +129,14 @@ def of_tables(accesses: Accesses, indexes: Sequence[int]) -> Accesses:
 
 
 class TableSummary(NamedTuple):
-    """Of one table, or of all.
-
-    Attributes:
-        accesses: to the rows that are in the trace.
-        all_accesses: to all rows; None where the trace is a sample that does not say.
-        rows: distinct ones that are used.
-        top_share: of the accesses, by the hundredth of the used rows that is used most.
-    """
+    """Of one table, or of all; ``rows``: distinct ones that are used."""
 
     name: str
-    accesses: int
-    all_accesses: int | None
+    accesses: int  # to the rows that are in the trace
+    all_accesses: int | None  # to all rows; None where the trace is a sample that does not say
     rows: int
     ids_a_sample: float
-    top_share: float
+    top_share: float  # of the accesses, by the hundredth of the used rows that is used most
     used_once: int
 
 
@@ -252,32 +236,18 @@ def zipf_bins(num_rows: int, exponent: float) -> tuple[Float64s, Float64s]:
     ends = np.unique(np.minimum(np.append(np.arange(1, single + 1), np.ceil(growing)), num_rows))
     starts = np.append(0.0, ends[:-1])
     rows = ends - starts
-    weights = np.where(rows == 1, ends**-exponent, _integral(starts + 0.5, ends + 0.5, exponent) / rows)
+    low, power = starts + 0.5, 1 - exponent
+    logs = np.log((ends + 0.5) / low)
+    scaled = power * logs  # near 0 where the exponent is near 1
+    growth = np.where(np.abs(scaled) < 1e-12, 1.0, np.expm1(scaled) / np.where(scaled == 0, 1.0, scaled))
+    weights = np.where(rows == 1, ends**-exponent, low**power * logs * growth / rows)
     return rows, weights / (rows @ weights)
 
 
-def _integral(low: Float64s, high: Float64s, exponent: float) -> Float64s:
-    """Of ``x ** -exponent``; exact where the exponent is near 1, too."""
-    power = 1 - exponent
-    logs = np.log(high / low)
-    scaled = power * logs
-    growth = np.where(np.abs(scaled) < 1e-12, 1.0, np.expm1(scaled) / np.where(scaled == 0, 1.0, scaled))
-    integral: Float64s = low**power * logs * growth
-    return integral
-
-
 def draw_zipf(rows: int, exponent: float, count: int, *, seed: int, scatter_seed: int = 0) -> Int64s:
-    """Rows of a table, independent of each other: the r-th most frequent with a chance as r to the power -exponent, of
-    the rows that ``zipf_bins`` takes together the mean of theirs.
-
-    Args:
-        rows: up to 2^40.
-        exponent: from 0, all alike, to 100.
-        scatter_seed: decides which rows are the frequent ones.
-
-    Returns:
-        int64 [count], rows from 0 to ``rows - 1``. ValueError, TypeError: an argument is out of range.
-    """
+    """Rows of a table of up to 2^40, independent of each other, int64 [count]: the r-th most frequent with a chance as
+    r to the power -exponent (0, all alike, to 100), of rows that ``zipf_bins`` takes together the mean of theirs.
+    ``scatter_seed`` decides which rows are the frequent ones. ValueError, TypeError: an argument is out of range."""
     require_int(rows, "rows", 1, MAX_ROWS)
     require_int(count, "count", 0, _MAX_DRAWS)
     if not 0 <= exponent <= _MAX_EXPONENT:
@@ -291,23 +261,20 @@ def draw_zipf(rows: int, exponent: float, count: int, *, seed: int, scatter_seed
 
 
 def generate(workload: Workload, *, samples: int, seed: int) -> Trace:
-    """Samples of the workload, in batches of its ``batch_samples``.
-
-    A pooling factor of 2.5 means 2 or 3 ids by chance. Which rows of a table are the frequent ones depends on the
+    """Samples of the workload, in batches of its ``batch_samples``. A pooling factor of 2.5 means 2 or 3 ids by chance.
+    Which rows of a table are the frequent ones depends on the
     table's place in the workload and not on ``seed``: other seeds give other samples of the same users. 40 bytes of
     memory an id of the largest table, 8 an id and 8 a sample and table. ValueError, TypeError: ``samples`` is below 1.
     """
     require_int(samples, "samples", 1, _MAX_SAMPLES)
-    tables = {table.name: _table(table, index, samples, seed) for index, table in enumerate(workload.tables)}
+    tables = {}
+    for index, table in enumerate(workload.tables):
+        generator, whole = np.random.default_rng((index, seed & _WORD)), int(table.pooling_factor)
+        lengths = np.full(samples, whole, np.int64)
+        if table.pooling_factor > whole:
+            lengths += generator.random(samples) < table.pooling_factor - whole
+        offsets = np.append(0, np.cumsum(lengths))
+        drawn, rows = int(generator.integers(1 << 63)), table.num_embeddings
+        ids = draw_zipf(rows, table.exponent, int(offsets[-1]), seed=drawn, scatter_seed=index)
+        tables[table.name] = TableTrace(ids, offsets)
     return Trace(tables=tables, batch_samples=workload.batch_samples)
-
-
-def _table(table: TableShape, index: int, samples: int, seed: int) -> TableTrace:
-    generator, whole = np.random.default_rng((index, seed & _WORD)), int(table.pooling_factor)
-    lengths = np.full(samples, whole, np.int64)
-    if table.pooling_factor > whole:
-        lengths += generator.random(samples) < table.pooling_factor - whole
-    offsets = np.append(0, np.cumsum(lengths))
-    drawn = int(generator.integers(1 << 63))
-    ids = draw_zipf(table.num_embeddings, table.exponent, int(offsets[-1]), seed=drawn, scatter_seed=index)
-    return TableTrace(ids, offsets)

@@ -126,8 +126,7 @@ class Workload(Checked):
     batch_samples: int = option(2048, "samples of a training step, or of a query", low=1)
     optimizer: OptimizerName = "none"
     """Of training; "none": rows are looked up only."""
-    dtype: DtypeName = "float32"
-    """Of the weights, in memory and on SSD."""
+    dtype: DtypeName = "float32"  # of the weights, in memory and on SSD
     dense_flops: float = option(0.0, "of the model beside its tables, forward, a sample", low=0, high=1e15)
     dense_products: float = option(0.0, "of matrices, of the same, a batch; 0: not known", low=0, high=1e15)
     dense_values: float = option(0.0, "that it reads and writes, a sample", low=0, high=1e15)

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor
 
+from .. import report
 from ..offline.quantization import quantize
 from ..serve.models.dense import lowered
 from ..store.copies import require_outside
@@ -21,8 +22,6 @@ from ..store.manifest import MANIFEST_NAME
 from ..system.files import output_errors, output_locked, require_parent
 from ..system.sizes import format_size
 from ..system.terminal import columns_of
-from ..train.page import Line, figure, filled
-from ..train.page import Step as Point
 from .held_out import LAYER, ROWS, Choice, HeldOut, Part, Unit
 
 Measure = Callable[[Choice, Part], float]
@@ -213,16 +212,17 @@ def page_of(units: Sequence[Unit], found: Found, bound: float, summary: Sequence
     for each in found.steps:
         now = (whole - each.size_bytes) // 1024
         if each.became != "refused" and now > done:
-            saved.append(Point(done + 1, now, 100 * each.added))
+            saved.append(report.Step(done + 1, now, 100 * each.added))
             done = now
-    limit = [Point(1, done, 100 * bound)] if saved else []
-    lines = [Line("rows searched on", "c1", saved), Line("bound", "c2 dashed", limit)]
-    plots = figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="saved kibibyte")
-    steps = [
-        [f"{i}. {each.unit}: {each.dtype}", format_size(each.size_bytes), _percent(each.added), each.became]
-        for i, each in enumerate(found.steps, 1)
-    ]
-    return filled("tierstore quantize", summary, [["", "bytes then", "log loss added", ""], *steps], plots)
+    limit = [report.Step(1, done, 100 * bound)] if saved else []
+    lines = [report.Line("rows searched on", "c1", saved), report.Line("bound", "c2 dashed", limit)]
+    plots = report.figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="saved kibibyte")
+    table = [["step", "bytes then", "log loss added", "became"]]
+    for i, each in enumerate(found.steps, 1):
+        size = format_size(each.size_bytes)
+        table.append([f"{i}. {each.unit}: {each.dtype}", size, _percent(each.added), each.became])
+    sections = [report.Section("Answer", summary), *plots, report.Section("Steps", table=table)]
+    return report.page_of("tierstore quantize", sections)
 
 
 def _percent(share: float) -> str:

@@ -1,6 +1,7 @@
 """From a run file to the things it names: data, tables, model, optimizer of the dense part."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,16 +11,17 @@ from torch import Tensor
 from .. import init, optim
 from ..config import TableConfig
 from ..dist import TowerTieredEmbeddingBagCollection
+from ..dist.placement.towers import TowerPlan, partition, similarity_of
 from ..ids import LFU, LRU, DynamicIds, Frequency
-from ..kernels.arrays import Int64s
 from ..models import DLRM, DCNTower, DLRMTower, Towers
 from ..nn.collection import TieredEmbeddingBagCollection
+from ..optim.configs import RULES
 from ..settings.sections import nearest
-from ..store import Store
+from ..store import Store, open_store
 from ..trace import TableTrace, Trace
-from .config import DataSection, EmbeddingSection, OptimizerSection, RunConfig
+from .config import DataSection, RunConfig
 from .processes import ALONE, Processes
-from .readers import Categories, CategoryRule, FeatureHasher, Reader, Schema, open_reader
+from .readers import Categories, DataError, FeatureHasher, Reader, Schema, open_reader
 from .readers.categories import read_texts
 
 
@@ -27,16 +29,13 @@ class Run(NamedTuple):
     """What a training step needs, but its batch: the model is on the store's device, the optimizer that of its dense
     weights. Rows are updated inside backward."""
 
-    store: Any
-    """A ``Store``, or over ranks a ``ShardedStore``."""
+    store: Any  # a ``Store``, or over ranks a ``ShardedStore``
     model: DLRM
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
     processes: Processes = ALONE
-    clip_norm: float = 0.0
-    """Of the dense gradients; 0: they are not cut."""
-    curvature_share: float = 1.0
-    """Of a batch's rows, with ``HessianFree``."""
+    clip_norm: float = 0.0  # of the dense gradients; 0: they are not cut
+    curvature_share: float = 1.0  # of a batch's rows, with ``HessianFree``
 
     @property
     def local(self) -> Store:
@@ -71,7 +70,12 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
         raise ValueError(f"column={column!r}: {nearest(column, columns)}")
     values: Any = categories.tolist() if isinstance(categories, Tensor) else list(categories)
     rule = config.data.rule
-    found = np.array([each if isinstance(each, int) else _category(each, rule) for each in values], np.int64)
+
+    def category(text: str) -> int:
+        raw = text.encode()
+        return int(read_texts(np.frombuffer(raw, np.uint8), np.array([0, len(raw)]), rule).item())
+
+    found = np.array([each if isinstance(each, int) else category(each) for each in values], np.int64)
     at = next((i for i, each in enumerate(values) if each == "" or found[i] < rule.least), None)
     if at is not None:
         raise ValueError(
@@ -81,11 +85,6 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
     lengths[columns.index(column)] = 1
     given = Categories.of_columns([found if each == column else none for each in columns], lengths, len(found))
     return torch.from_numpy(FeatureHasher(config.table_sizes, mode=config.data.hashing)(given).values)
-
-
-def _category(text: str, rule: CategoryRule) -> int:
-    raw = text.encode()
-    return int(read_texts(np.frombuffer(raw, np.uint8), np.array([0, len(raw)]), rule).item())
 
 
 def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
@@ -156,8 +155,14 @@ def build_towers(config: RunConfig) -> list[DLRMTower] | list[DCNTower]:
 
 def table_configs(config: RunConfig) -> list[TableConfig]:
     """One table a categorical column, of the column's name."""
-    section = config.embedding
-    rule = _sparse_optimizer(config.optimizer)
+    section, rule, ids = config.embedding, config.optimizer, None
+    if section.ids == "dynamic":
+        admission = Frequency(section.admit_after) if section.admit_after > 1 else None
+        ids = DynamicIds(admission=admission, eviction=LFU() if section.evict == "lfu" else LRU())
+    given: dict[str, Any] = {"lr": rule.sparse_lr, "weight_decay": rule.sparse_weight_decay, "eps": rule.sparse_eps}
+    given["initial_accumulator_value"] = rule.sparse_initial_accumulator
+    taken = {each.name for each in dataclasses.fields(RULES[rule.sparse])}
+    optimizer = RULES[rule.sparse](**{name: value for name, value in given.items() if name in taken})
     first = init.Uniform(-section.init_range, section.init_range, seed=config.train.seed)
     return [
         TableConfig(
@@ -169,29 +174,11 @@ def table_configs(config: RunConfig) -> list[TableConfig]:
             feature_names=(name,),
             pooling=section.pooling,
             init=first,
-            optimizer=rule,
-            ids=_dynamic_ids(section),
+            optimizer=optimizer,
+            ids=ids,
         )
         for name, size in zip(config.data.sparse_columns, config.table_sizes, strict=True)
     ]
-
-
-def _dynamic_ids(section: EmbeddingSection) -> DynamicIds | None:
-    if section.ids == "fixed":
-        return None
-    admission = Frequency(section.admit_after) if section.admit_after > 1 else None
-    return DynamicIds(admission=admission, eviction=LFU() if section.evict == "lfu" else LRU())
-
-
-def _sparse_optimizer(section: OptimizerSection) -> optim.Optimizer:
-    lr, decay, eps = section.sparse_lr, section.sparse_weight_decay, section.sparse_eps
-    if section.sparse == "sgd":
-        return optim.SGD(lr=lr, weight_decay=decay)
-    if section.sparse == "adam":
-        return optim.Adam(lr=lr, weight_decay=decay, eps=eps)
-    rule = optim.RowWiseAdagrad if section.sparse == "rowwise_adagrad" else optim.Adagrad
-    first = section.sparse_initial_accumulator
-    return rule(lr=lr, weight_decay=decay, eps=eps, initial_accumulator_value=first)
 
 
 def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
@@ -201,16 +188,39 @@ def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
     stop = config.data.train_rows or None if rows is None else rows
     if stop is not None and stop < 1:
         raise ValueError(f"rows={rows}: a trace is of one row at least")
-    names = config.data.sparse_columns
-    ids: dict[str, list[Int64s]] = {name: [] for name in names}
-    lengths: dict[str, list[Int64s]] = {name: [] for name in names}
-    batch_size = config.train.batch_size
+    names, batch_size = config.data.sparse_columns, config.train.batch_size
+    ids, lengths = ({name: [np.empty(0, np.int64)] for name in names} for _ in range(2))
     for batch in reader.batches(hasher, batch_size=batch_size, stop_row=stop):
         values, offsets = batch.sparse.values().numpy(), batch.sparse.offsets().numpy()
         for column, name in enumerate(names):
             own = offsets[column * len(batch) : (column + 1) * len(batch) + 1]
             ids[name].append(values[own[0] : own[-1]])
             lengths[name].append(np.diff(own))
-    joined = [[np.concatenate(each[name] or [np.empty(0, np.int64)]) for each in (ids, lengths)] for name in names]
-    tables = [TableTrace(own, np.append(0, np.cumsum(sizes))) for own, sizes in joined]
-    return Trace(tables=dict(zip(names, tables, strict=True)), batch_samples=batch_size)
+    offsets_of = {name: np.append(0, np.cumsum(np.concatenate(lengths[name]))) for name in names}
+    tables = {name: TableTrace(np.concatenate(ids[name]), offsets_of[name]) for name in names}
+    return Trace(tables=tables, batch_samples=batch_size)
+
+
+@torch.no_grad()
+def partition_run(config: RunConfig, count: int, *, rows: int = 10_000, seed: int = 0) -> TowerPlan:
+    """``partition`` of a run's tables by what its store's last commit holds and its first ``rows`` training rows look
+    up. Loads are lookups, and bytes of rows with optimizer state. Changes nothing.
+
+    Raises:
+        ValueError: there are fewer tables than towers, or no rows. StoreNotFoundError, TableError: it is not trained.
+    """
+    columns, (reader, hasher) = list(config.data.sparse_columns), open_data(config)
+    lookups, size, stop = np.zeros(len(columns)), config.train.batch_size, min(rows, config.data.train_rows or rows)
+    with open_store(config.store.path, mode="r", ddr=config.store.ddr) as store:
+        embeddings = TieredEmbeddingBagCollection(store, tables=columns)
+
+        def vectors() -> Iterator[Tensor]:
+            for batch in reader.batches(hasher, batch_size=size, stop_row=stop):
+                lookups[:] += batch.sparse.lengths().view(len(columns), -1).sum(dim=1).numpy()
+                yield embeddings(batch.sparse).values().view(len(batch), len(columns), -1)
+
+        similarity = similarity_of(vectors(), columns)
+        bytes_each = [table.layout.row_bytes * table.config.num_embeddings for table in embeddings.tables]
+    if not lookups.any():
+        raise DataError(f"{reader.path}: its first {stop:,} rows look up nothing to compare tables by; read more")
+    return partition(columns, similarity, np.stack([lookups, bytes_each], axis=1), count, seed=seed)

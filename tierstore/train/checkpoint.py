@@ -86,22 +86,20 @@ def require_same_files(store: Any, config: RunConfig, files: Sequence[DataFile])
     saved = _saved(store) if store.version else {}
     before = [DataFile(*file) for file in saved.get("files", ())]
     row = saved["position"]["row"] if before else 0
+
+    def described(file: DataFile | None) -> str:
+        rows = "" if file is None or file.num_rows is None else f" and {file.num_rows:,} rows"
+        return "no file" if file is None else f"{excerpt(file.name)} of {file.size_bytes:,} bytes{rows}"
+
     if not row or not config.data.check_files:
         return
     for old, new in zip_longest(before, files):
         if old != new:
             raise DataError(
                 f"{config.data.path} is not what it was when the run stood at row {row:,}: there "
-                f"is {_described(new)} in place of {_described(old)}. Put the data back as they were, or go on at that "
+                f"is {described(new)} in place of {described(old)}. Put the data back as they were, or go on at that "
                 "row of what is there now with --set data.check_files=false"
             )
-
-
-def _described(file: DataFile | None) -> str:
-    if file is None:
-        return "no file"
-    rows = "" if file.num_rows is None else f" and {file.num_rows:,} rows"
-    return f"{excerpt(file.name)} of {file.size_bytes:,} bytes{rows}"
 
 
 def _differing(other: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> str:

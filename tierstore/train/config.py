@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
 from ..dist.placement.towers import load_towers
@@ -19,18 +19,14 @@ from ..io.log import DEFAULT_SLACK
 from ..layout import MAX_ROWS
 from ..optim.configs import RuleName
 from ..settings import sections
-from ..settings.sections import ConfigError, Override, check_ranges, option
+from ..settings.sections import Checked, ConfigError, Override, option
 from ..system.checks import excerpt
 from ..system.sizes import parse_size
 from .readers import CategoryRule, DataFormat
-from .readers.hashing import Hashing
+from .readers.categories import Hashing
 
-_MAX_THREADS: Final = 1024
-_MAX_WIDTH: Final = 1 << 20
-_MAX_LAYERS: Final = 1000
-_MAX_COUNT: Final = (1 << 63) - 1
-_MAX_TIMEOUT: Final = 1 << 20
-_MAX_RATE: Final = 1e30
+_MAX_THREADS, _MAX_WIDTH, _MAX_LAYERS = 1024, 1 << 20, 1000
+_MAX_COUNT, _MAX_TIMEOUT, _MAX_RATE = (1 << 63) - 1, 1 << 20, 1e30
 """Bounds far above any use, so that a typing error is reported at once and not by what overflows later."""
 
 
@@ -39,8 +35,8 @@ def _require(condition: bool, key: str, value: object, expected: str) -> None:
         raise ConfigError(f"{key} = {excerpt(value)}: expected {expected}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSection:
+@dataclass(frozen=True, kw_only=True)
+class StoreSection(Checked):
     """[store]: where the tables live and what memory they get. Nothing here but ``device`` changes a result."""
 
     path: str = option("./run", "folder of the store")
@@ -57,7 +53,7 @@ class StoreSection:
     record_rate: float = option(0.01, "share of the rows that is recorded; less once the recording has 64 MiB")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         _require(bool(self.path), "store.path", self.path, "a path")
         _require(bool(self.device), "store.device", self.device, 'a device, as "cpu" or "cuda"')
         _require(1 < self.slack <= MAX_SLACK, "store.slack", self.slack, f"a number above 1, and at most {MAX_SLACK}")
@@ -69,8 +65,8 @@ class StoreSection:
         return parse_size(self.hbm, name="hbm", table_bytes=_MAX_COUNT) > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection:
+@dataclass(frozen=True, kw_only=True)
+class DataSection(Checked):
     """[data]: what to read. Rows are taken in file order: the first ``train_rows``, then ``test_rows``."""
 
     path: str = option("", "file or folder to read")
@@ -90,7 +86,7 @@ class DataSection:
     check_files: bool = option(True, "go on within an epoch only if files have the names, sizes and rows they had")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         is_after = self.test_rows > 0 and not self.test_path
         _require(not is_after or self.train_rows > 0, "data.train_rows", 0, "1 or more with data.test_rows")
 
@@ -105,8 +101,8 @@ class DataSection:
         return self.test_rows > 0 or bool(self.test_path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingSection:
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSection(Checked):
     """[embedding]: one table for each categorical column."""
 
     dim: int = option(16, "columns of an embedding vector", low=1, high=_MAX_WIDTH)
@@ -124,7 +120,7 @@ class EmbeddingSection:
     init_range: float = option(0.01, "untrained rows are uniform in [-init_range, init_range)", low=0, high=_MAX_RATE)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         sizes = self.num_embeddings if isinstance(self.num_embeddings, tuple) else (self.num_embeddings,)
         good = bool(sizes) and all(1 <= size <= MAX_ROWS for size in sizes)
         _require(good, "embedding.num_embeddings", self.num_embeddings, f"1 or more, up to {MAX_ROWS}")
@@ -133,8 +129,8 @@ class EmbeddingSection:
         _require(is_known, "embedding.rounding", self.rounding, expected)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection:
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(Checked):
     """[model]: DLRM."""
 
     interaction: Literal["dot", "dcn"] = option("dot", '"dot": products of all pairs; "dcn": DCN-v2 cross network')
@@ -150,15 +146,15 @@ class ModelSection:
     tower_flat: int = option(4, 'vectors that it gives for all of them together ("dot")', low=0, high=1000)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         for key, widths in (("model.bottom_mlp", self.bottom_mlp), ("model.top_mlp", self.top_mlp)):
             good = len(widths) <= _MAX_LAYERS and all(1 <= width <= _MAX_WIDTH for width in widths)
             _require(good, key, widths, f"up to {_MAX_LAYERS} widths of 1 or more, up to {_MAX_WIDTH}")
         _require(self.tower_per_feature + self.tower_flat > 0, "model.tower_flat", 0, "1 or more vectors of a tower")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSection:
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection(Checked):
     """[optimizer]: update rules of the embedding rows (sparse) and of the MLPs (dense)."""
 
     sparse: RuleName = option("rowwise_adagrad", "rule for embedding rows")
@@ -183,7 +179,7 @@ class OptimizerSection:
     decay_to: float = option(0.0, "the share of them that is left then, and stays", low=0, high=1)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         good = (self.decay != "none") == (self.decay_steps > 0)
         _require(good, "optimizer.decay_steps", self.decay_steps, '1 or more with optimizer.decay, 0 with "none"')
         share, unused = self.curvature_share, self.dense_weight_decay or self.dense_clip_norm
@@ -202,8 +198,8 @@ class OptimizerSection:
         return self.decay_to + (1 - self.decay_to) * left
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSection:
+@dataclass(frozen=True, kw_only=True)
+class TrainSection(Checked):
     """[train]: how to go through the data."""
 
     batch_size: int = option(128, "rows of a step; over ranks, of all together", low=1, high=1 << 24)
@@ -216,12 +212,9 @@ class TrainSection:
     test_each_epoch: bool = option(False, "evaluate after each epoch, not only after the last")
     torch_threads: int = option(1, "threads of torch, which decide last bits", low=1, high=_MAX_THREADS)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksSection:
+@dataclass(frozen=True, kw_only=True)
+class RanksSection(Checked):
     """[ranks]: of a run that torchrun starts in several processes."""
 
     plan: str = option("", 'file that says which rank has which table, of tierstore shard plan; "": all share all rows')
@@ -229,11 +222,8 @@ class RanksSection:
     backward_precision: Precision = option("fp32", "the same of their gradients; fewer bits cost accuracy")
     timeout_seconds: int = option(300, "wait for a rank until it counts as hung", low=1, high=_MAX_TIMEOUT)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run; ``load`` reads it from TOML."""
 

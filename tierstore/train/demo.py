@@ -27,7 +27,7 @@ from ..system.sizes import format_size
 from ..system.terminal import columns_of
 from .build import table_configs, trace_run
 from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
-from .page import page_of, table_of
+from .report import run_page, table_of
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
 from .terminal import command_name, python_name
 from .trainer import warm_up
@@ -45,8 +45,7 @@ _MARKER: Final = ".tierstore-demo"
 _PAGE_BYTES: Final = 4096
 _MIN_TABLE_ROWS: Final = 1000
 _RUN_FILE: Final = "demo.toml"
-_IN_MEMORY_SHARE: Final = 2.0
-"""Of the bytes of the rows that training touches: enough for all of them, with the index."""
+_IN_MEMORY_SHARE: Final = 2.0  # of the bytes of the rows that training touches: enough for all of them, with the index
 
 
 def run_demo(
@@ -64,8 +63,9 @@ def run_demo(
     require_int(ranks, "ranks", 1, MAX_RANKS)
     if ranks > 1 and (device != "cpu" or hbm is not None):
         raise ValueError(f"ranks={ranks}: several train on the CPU for now; leave device and hbm away")
+    default_hbm = 0.0 if device == "cpu" else _HBM_SHARE  # of the bytes of the rows that training touches
     if device != "cpu" or hbm is not None:  # what a store would refuse is reported before anything is made
-        open_store(cold="memory", device=device, hbm=_hbm(device, hbm, 1)).close()
+        open_store(cold="memory", device=device, hbm=math.ceil(default_hbm) if hbm is None else hbm).close()
     folder = Path(directory).absolute()
     _empty(folder)
     started = time.perf_counter()
@@ -85,10 +85,9 @@ def run_demo(
     row_bytes = layout.row_bytes
     # Rows of the tables that the training rows' categories fall on; several categories may share one.
     touched = sum(len(np.unique(table.ids)) for table in trace_run(config).tables.values())
-    ddr, own_hbm = int(_BUDGET_SHARE * touched * row_bytes / ranks), _hbm(device, hbm, touched * row_bytes)
-    config = dataclasses.replace(
-        config, store=StoreSection(path=str(folder / "tiered"), ddr=ddr, hbm=own_hbm, device=device)
-    )
+    ddr, own_hbm = int(_BUDGET_SHARE * touched * row_bytes / ranks), math.ceil(default_hbm * touched * row_bytes)
+    store = StoreSection(path=str(folder / "tiered"), ddr=ddr, hbm=own_hbm if hbm is None else hbm, device=device)
+    config = dataclasses.replace(config, store=store)
     (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
     _explain(data, config, touched, layout, ranks, time.perf_counter() - started)
     warm_up(config)  # a process that compiles keeps what its compiler took: let it be this one, which is not measured
@@ -98,20 +97,24 @@ def run_demo(
     in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *flags], ranks)
     runs = {"budget of 10 %": tiered, "all in memory": in_memory}
     equal: bool = tiered["bits"] == in_memory["bits"]
-    notes = [*_verdict(equal, tiered, data), *_NOTES]
-    on_disk = ["store's rows on disk", *(format_size(_bytes_on_disk(run)) for run in runs.values())]
+    notes = ["The two trainings ended in DIFFERENT bits. That is a bug in tierstore: please report it.", *_NOTES]
+    if equal:
+        notes[:1] = [
+            "Both ended in the same bits: every row of every table and every dense weight.",
+            f"AUC {tiered['test']['auc']:.4f}, where the true probabilities reach {data.best.auc:.4f}: "
+            "what is missing is mostly categories seen too seldom to learn.",
+        ]
+    on_disk = ["store's rows on disk"]
+    for run in runs.values():
+        stores = [each["store"] for each in run["ranks"]] or [run["store"]]
+        blocks = sum((Path(store) / ROW_FILE_NAME).stat().st_blocks for store in stores)
+        on_disk.append(format_size(512 * blocks))
     print("", *columns_of([*table_of(runs), on_disk], is_last_text=False), "", *notes, sep="\n")
     page = folder / "demo.html"
     title = "tierstore: the same training, with a tenth of the memory and with all of it"
-    write_text(page, page_of(title, runs, notes=notes), force=True)
+    write_text(page, run_page(title, runs, notes=notes), force=True)
     print(_next_steps(folder, page, ranks))
     return equal
-
-
-def _hbm(device: str, given: int | str | None, touched_bytes: int) -> int | str:
-    if given is not None:
-        return given
-    return 0 if device == "cpu" else math.ceil(_HBM_SHARE * touched_bytes)
 
 
 def _empty(folder: Path) -> None:
@@ -150,29 +153,11 @@ def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[st
     print(f"\n$ {command_name(ranks)} {shlex.join(arguments)}", flush=True)
     launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     one = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # which torchrun sets too, and says so at length
-    threads = {} if ranks == 1 else one
-    finished = subprocess.run(
-        [sys.executable, "-P", "-m", *launcher, "tierstore", *arguments], check=False, **child_options(**threads)
-    )
+    command = [sys.executable, "-P", "-m", *launcher, "tierstore", *arguments]
+    finished = subprocess.run(command, check=False, **child_options(**({} if ranks == 1 else one)))
     if finished.returncode:
         raise TierstoreError(f"training {name} ended with status {finished.returncode}; its message is above")
-    summary: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    return summary
-
-
-def _bytes_on_disk(run: dict[str, Any]) -> int:
-    stores = [each["store"] for each in run["ranks"]] or [run["store"]]
-    return sum((Path(store) / ROW_FILE_NAME).stat().st_blocks * 512 for store in stores)
-
-
-def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> list[str]:
-    if not equal:
-        return ["The two trainings ended in DIFFERENT bits. That is a bug in tierstore: please report it."]
-    return [
-        "Both ended in the same bits: every row of every table and every dense weight.",
-        f"AUC {tiered['test']['auc']:.4f}, where the true probabilities reach {data.best.auc:.4f}: "
-        "what is missing is mostly categories seen too seldom to learn.",
-    ]
+    return dict(json.loads(report.read_text(encoding="utf-8")))
 
 
 def _next_steps(folder: Path, page: Path, ranks: int) -> str:

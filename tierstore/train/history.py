@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..pool.stats import Stats
 
-RANGES_MAX: Final = 200
-"""Ranges of steps that a history tells apart; even, so that all of them merge in pairs."""
+RANGES_MAX: Final = 200  # ranges of steps that a history tells apart; even, so that all of them merge in pairs
 _LOSS_STEPS: Final = 100
 _OF_EACH_RANK: Final = ("hbm_hits", "hbm_unique", "ddr_hits", "ddr_unique", "bytes_read", "bytes_written")
 
@@ -20,22 +19,16 @@ class Point(NamedTuple):
     """Running totals after a step, since this process began to train. Neighbours differ by what the steps between
     them did."""
 
-    step: int
-    """Steps since the run was begun, those of earlier processes included."""
+    step: int  # steps since the run was begun, those of earlier processes included
     samples: int
-    seconds: float
-    """On a GPU the last steps may still be in flight."""
-    loss_sum: float
-    """Of the steps' mean losses."""
+    seconds: float  # on a GPU the last steps may still be in flight
+    loss_sum: float  # of the steps' mean losses
     hbm_hits: int
-    hbm_unique: int
-    """Rows asked for, as ``TierStats.unique``."""
+    hbm_unique: int  # rows asked for, as ``TierStats.unique``
     ddr_hits: int
     ddr_unique: int
-    bytes_read: int
-    """From SSD, rows fetched ahead included."""
-    bytes_written: int
-    """To SSD, rows written back and committed."""
+    bytes_read: int  # from SSD, rows fetched ahead included
+    bytes_written: int  # to SSD, rows written back and committed
 
 
 class History:

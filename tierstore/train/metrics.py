@@ -13,8 +13,7 @@ from ..kernels.arrays import Bools, Float64s, Floats
 
 class Evaluation(NamedTuple):
     rows: int
-    auc: float
-    """NaN where the labels are all alike."""
+    auc: float  # NaN where the labels are all alike
     log_loss: float
 
 

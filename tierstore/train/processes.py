@@ -31,8 +31,8 @@ from ..system.processes import launched_rank
 from .config import RunConfig, StoreSection
 
 _T = TypeVar("_T")
-_MIN_KEPT: Final = 2
-"""Commits that each rank keeps: not all may have the last."""
+_POLL_SECONDS: Final = 0.02
+_MIN_KEPT: Final = 2  # commits that each rank keeps: not all may have the last
 
 
 class OneProcess:
@@ -49,12 +49,9 @@ class OneProcess:
         return store
 
     def make_embeddings(
-        self,
-        store: Store,
-        tables: Sequence[str],
-        modules: Sequence[nn.Module],  # noqa: ARG002
+        self, store: Store, tables: Sequence[str], _modules: Sequence[nn.Module]
     ) -> TieredEmbeddingBagCollection:
-        """Over all tables; over hosts with ``modules``, one for each tower."""
+        """Over all tables; over hosts with modules, one for each tower."""
         return TieredEmbeddingBagCollection(store, tables=tables)
 
     def commit(self, store: Store, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:
@@ -84,7 +81,7 @@ class ManyProcesses:
         self.rank, self.size = self._ranks.rank, self._ranks.size
 
     def open(self, config: RunConfig, **options: Any) -> Any:
-        section = config.store
+        section, ranks = config.store, config.ranks
         with self._ranks.together():
             if section.record:
                 raise ValueError(
@@ -93,15 +90,9 @@ class ManyProcesses:
                 )
         if section.ddr == StoreSection().ddr:
             options["ddr"] = None
-        opened = partial(
-            open_sharded,
-            section.path,
-            plan=config.ranks.plan or None,
-            forward_precision=config.ranks.forward_precision,
-            backward_precision=config.ranks.backward_precision,
-            keep=max(section.keep, _MIN_KEPT),
-            **options,
-        )
+        options |= {"plan": ranks.plan or None, "keep": max(section.keep, _MIN_KEPT)}
+        options |= {name: getattr(ranks, name) for name in ("forward_precision", "backward_precision")}
+        opened = partial(open_sharded, section.path, **options)
         towers, on_host = config.model.towers, self.gather(ranks_on_host(self.size))
         if len(towers) > 1 and set(on_host) == {self.size / len(towers)}:
             with contextlib.suppress(ValueError):  # the plan, or the last commit, has tables on other hosts
@@ -160,9 +151,6 @@ def joined(config: RunConfig) -> Iterator[Processes]:
         yield ALONE
 
 
-_POLL_SECONDS: Final = 0.02
-
-
 @contextlib.contextmanager
 def meeting(seconds: int) -> Iterator[None]:
     """All ranks are in a process group of gloo within, by torchrun's environment, with a store of this start's own.
@@ -186,21 +174,20 @@ def meeting(seconds: int) -> Iterator[None]:
 def _start(store: Any, rank: int, size: int, seconds: int) -> str:
     """A name of this start, the same in all ranks and in no other start: torchrun's store outlives restarts. Each rank
     draws a token and shows which tokens it sees. All see the same once each shows those of now."""
+
+    def shown(what: str) -> list[str]:
+        """By each rank; "" if nothing yet."""
+        keys = [f"tierstore/{what}/{other}" for other in range(size)]
+        return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+
     token, deadline = secrets.token_hex(8), time.monotonic() + seconds
     store.set(f"tierstore/token/{rank}", token)
-    others = range(size)
     while time.monotonic() < deadline:
-        tokens = _read(store, "token", others)
+        tokens = shown("token")
         seen = " ".join(tokens)
         store.set(f"tierstore/seen/{rank}", seen)
-        if all(tokens) and set(_read(store, "seen", others)) == {seen}:
+        if all(tokens) and set(shown("seen")) == {seen}:
             return hashlib.sha256(seen.encode()).hexdigest()
         time.sleep(_POLL_SECONDS)
     missing = ", ".join(str(other) for other, one in enumerate(tokens) if not one)
     raise RuntimeError(f"rank {missing} did not come" if missing else "a rank left again")
-
-
-def _read(store: Any, what: str, ranks: range) -> list[str]:
-    """What each left; "" if nothing yet."""
-    keys = [f"tierstore/{what}/{rank}" for rank in ranks]
-    return [store.get(key).decode() if store.check([key]) else "" for key in keys]

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import resource
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -19,7 +18,6 @@ from ..system.sizes import format_count, format_size
 from .build import Run
 from .history import Point
 from .metrics import Evaluation
-from .processes import Processes
 
 _DIGEST_ROWS: Final = 65_536
 _BITS: Final = "bits (SHA-256)"
@@ -39,40 +37,27 @@ class RankSummary(NamedTuple):
 class Summary:
     """One run of the trainer; over ranks of all together, but for ``store`` and where ``ranks`` tells them apart."""
 
-    store: str
-    """Of this process."""
-    device: str
-    """Where the model computed."""
+    store: str  # of this process
+    device: str  # where the model computed
     version: int
-    commit_id: str
-    """Of the last commit: its number, and its identity."""
-    interrupted: bool
-    """Whether Ctrl-C ended it early."""
-    step: int
-    epochs: int
-    """Steps, and whole times through the training rows, since the run was begun, in earlier processes too."""
-    rows: int
-    """Rows trained on since this process began."""
-    seconds: float
-    """Time it took to train on them, commits included; evaluation and compiling kernels not."""
+    commit_id: str  # of the last commit, as its number is
+    interrupted: bool  # whether Ctrl-C ended it early
+    step: int  # steps since the run was begun, in earlier processes too
+    epochs: int  # whole times through the training rows, likewise
+    rows: int  # rows trained on since this process began
+    seconds: float  # time it took to train on them, commits included; evaluation and compiling kernels not
     samples_per_second: float
-    loss: float | None
-    """Mean of the last 100 steps."""
+    loss: float | None  # mean of the last 100 steps
     test: Evaluation | None
-    tiers: Stats
-    """When training ended."""
+    tiers: Stats  # when training ended
     start_bytes: int
     """The process's own memory after its first step: Python, torch, compiled kernels, the rows of a few batches."""
     end_bytes: int
     """The process's own memory when training ended, without mapped pages of files, which the system takes back."""
-    peak_rss_bytes: int
-    """The most memory that the process had, mapped pages included."""
-    bits: str | None
-    """Digest of all rows of all tables and the dense weights: equal digests, equal bits."""
-    recorded: str | None = None
-    """What the run recorded of its lookups, and where."""
-    ranks: tuple[RankSummary, ...] = ()
-    """Of each rank, in order; none of one process."""
+    peak_rss_bytes: int  # the most memory that the process had, mapped pages included
+    bits: str | None  # digest of all rows of all tables and the dense weights: equal digests, equal bits
+    recorded: str | None = None  # what the run recorded of its lookups, and where
+    ranks: tuple[RankSummary, ...] = ()  # of each rank, in order; none of one process
     history: tuple[Point, ...] = ()
     """Totals over the steps of this process, the last as the fields above say them; over ranks of all together."""
 
@@ -142,22 +127,17 @@ def digest_bits(run: Run) -> str:
     for name in sorted(run.store.tables):
         table = run.store.tables[name]
         digest.update(f"{name} {table.config.num_embeddings} {table.config.embedding_dim}\n".encode())
-        for ids in _ids(run.processes, table):
-            digest.update(_bytes(run.processes.read(run.store, name, ids)))
+        count, parts = table.config.num_embeddings, None  # all ids that have rows, ascending
+        if table.config.ids is not None:
+            ids = torch.cat(run.processes.gather(torch.cat([*table.local.written()])))
+            parts = torch.split(ids.sort().values, _DIGEST_ROWS)
+        begins = range(0, count, _DIGEST_ROWS)
+        for part in parts or (torch.arange(begin, min(begin + _DIGEST_ROWS, count)) for begin in begins):
+            digest.update(_bytes(run.processes.read(run.store, name, part)))
     for name, parameter in sorted(run.model.dense_parameters().items()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
         digest.update(_bytes(parameter.detach()))
     return run.processes.gather(digest.hexdigest())[0]
-
-
-def _ids(processes: Processes, table: Any) -> Iterator[Tensor]:
-    """All ids that have rows, ascending, in parts. Collective."""
-    if table.config.ids is None:
-        for begin in range(0, table.config.num_embeddings, _DIGEST_ROWS):
-            yield torch.arange(begin, min(begin + _DIGEST_ROWS, table.config.num_embeddings))
-    else:
-        ids = torch.cat(processes.gather(torch.cat([*table.local.written()])))
-        yield from torch.split(ids.sort().values, _DIGEST_ROWS)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,4 +1,5 @@
-"""Runs of the trainer over swept keys and seeds. Each is a folder with a run file of its own, and resumes."""
+"""Runs of the trainer over swept keys and seeds, each a folder with a run file of its own that resumes; and how sharp
+the minimum is that a run ended in."""
 
 import itertools
 import json
@@ -10,20 +11,28 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
 from ..errors import TierstoreError
-from ..settings.sections import ConfigError, Override, read_toml, to_dict, to_toml
+from ..models import Towers, box_sharpness, hessian_eigenvalues
+from ..nn.collection import TieredEmbeddingBagCollection
+from ..settings.sections import ConfigError, Override, to_dict, to_toml
+from ..store import open_store
 from ..system.checks import excerpt
 from ..system.files import make_directory, write_text
 from ..system.processes import child_options
 from ..system.signals import handlers_restored
+from .build import build_model, open_data
+from .checkpoint import load_model, saved_config
 from .config import RunConfig, load, parse_override
-from .sharpness import sharpness_of
 
 RateRule = Literal["none", "linear", "sqrt"]
 """How learning rates follow the batch: not, by its size (Goyal et al. 2017), by its root (Krizhevsky 2014)."""
@@ -34,25 +43,16 @@ _RUN_FILE: Final = "run.toml"
 _RESULT: Final = "result.json"
 _LOG: Final = "log.txt"
 _SHARPNESS: Final = "sharpness.json"
-_PATHS: Final = ("path", "test_path")
 _POLL_SECONDS: Final = 0.05
 _TRAIN: Final = "from tierstore.system.signals import end_with; end_with({}); import tierstore.__main__"
-_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-"""Of the machine's memory, which runs at the same time divide."""
-
-
-class Choice(NamedTuple):
-    """What an axis may be: as people read it, and what it sets."""
-
-    label: str
-    overrides: tuple[Override, ...]
+_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")  # of the machine's memory, which runs at the same time divide
 
 
 class Axis(NamedTuple):
-    """A swept key, or the runs of a list."""
+    """A swept key; of each of its values how people read it, and what sets it."""
 
     name: str
-    choices: tuple[Choice, ...]
+    choices: tuple[tuple[str, Override], ...]
 
 
 class SweepRun(NamedTuple):
@@ -90,27 +90,10 @@ def axis_of(text: str) -> Axis:
         written = [value.strip() for value in values.split(",")]
     if equals and "" in written:
         raise ConfigError(f"--set {excerpt(text)}: a value is empty; write train.batch_size=256,1024")
-    choices = [Choice(value, (parse_override(f"{name}{equals}{value}"),)) for value in written]
+    choices = [(value, parse_override(f"{name}{equals}{value}")) for value in written]
     if len(set(written)) < len(written):
         raise ConfigError(f"--set {excerpt(text)}: a value stands there twice; give each once")
     return Axis(name.strip(), tuple(choices))
-
-
-def axis_of_runs(path: str | Path) -> Axis:
-    """Of a TOML file of ``[[runs]]``, each with a ``name`` and a list ``set`` of ``section.key=value``. ConfigError."""
-    runs, choices = read_toml(Path(path), "list of runs").get("runs"), []
-    for run in runs if isinstance(runs, list) else ():
-        match run:
-            case {"name": str(name), "set": [*texts], **rest} if not rest and all(type(own) is str for own in texts):
-                choices.append(Choice(name, tuple(map(parse_override, texts))))
-            case _:
-                way = "write name = ... and set = ['train.batch_size=512']"
-                raise ConfigError(f"{path}: {excerpt(run)} is no run; {way}")
-    if not choices:
-        raise ConfigError(f"{path}: no [[runs]]; write one for each run, with name = ... and set = [...]")
-    if len({choice.label for choice in choices}) < len(choices):
-        raise ConfigError(f"{path}: two runs have one name; give each its own")
-    return Axis("run", tuple(choices))
 
 
 def seed_axis(first: int, count: int) -> Axis:
@@ -146,27 +129,19 @@ def runs_of(
     if count > MAX_RUNS:
         raise ConfigError(f"these are {count:,} runs; a sweep has at most {MAX_RUNS:,}")
     base = load(run_file).train.batch_size
-    _require_once(axes)
     runs = []
     for choices in itertools.product(*(axis.choices for axis in axes)):
-        labels = {axis.name: choice.label for axis, choice in zip(axes, choices, strict=True)}
-        own = Path(folder).absolute() / _file_name(",".join(f"{name}={label}" for name, label in labels.items()))
+        labels = {name: label for name, (label, _) in zip(names, choices, strict=True)}
+        text = ",".join(f"{name}={label}" for name, label in labels.items())
+        plain = re.sub(r"[^\w.,=+-]+", "_", text)[:_MAX_NAME]
+        is_plain = plain == text  # else a digest keeps names apart
+        own = Path(folder).absolute() / (plain if is_plain else f"{plain}-{sha256(text.encode()).hexdigest()[:8]}")
         try:
-            config = load(run_file, [override for choice in choices for override in choice.overrides])
+            config = load(run_file, [override for _, override in choices])
         except ConfigError as error:
             raise ConfigError(f"{own.name}: {error}") from None
         runs.append(SweepRun(own, labels, _adapted(config, base, own, rate_rule, warmup_samples)))
     return runs
-
-
-def _require_once(axes: Sequence[Axis]) -> None:
-    """ConfigError if two axes set one key."""
-    owners: dict[str, str] = {}
-    for axis in axes:
-        for key in {f"{own.section}.{own.key}" for choice in axis.choices for own in choice.overrides}:
-            if (other := owners.setdefault(key, axis.name)) != axis.name:
-                way = "--seeds N takes N of them from the run file's on" if key == SEED else "leave it out of one"
-                raise ConfigError(f"{key} is set by {other} and by {axis.name}: {way}")
 
 
 def _adapted(config: RunConfig, base: int, folder: Path, rule: RateRule, warmup_samples: int) -> RunConfig:
@@ -178,38 +153,27 @@ def _adapted(config: RunConfig, base: int, folder: Path, rule: RateRule, warmup_
         dense_lr=config.optimizer.dense_lr * factor,
         warmup_steps=math.ceil(warmup_samples / config.train.batch_size) or config.optimizer.warmup_steps,
     )
-    paths = {name: os.path.abspath(path) for name in _PATHS if (path := getattr(config.data, name))}
+    paths = {name: os.path.abspath(path) for name in ("path", "test_path") if (path := getattr(config.data, name))}
     record = config.store.record and os.path.abspath(config.store.record)
     store = replace(config.store, path=str(folder / "store"), record=record)
-    data = replace(config.data, **paths)
-    return replace(config, store=store, data=data, optimizer=optimizer)
-
-
-def _file_name(text: str) -> str:
-    """The text where it is a plain file name; else its plain characters and a digest."""
-    plain = re.sub(r"[^\w.,=+-]+", "_", text)[:_MAX_NAME]
-    return plain if plain == text else f"{plain}-{sha256(text.encode()).hexdigest()[:8]}"
+    return replace(config, store=store, data=replace(config.data, **paths), optimizer=optimizer)
 
 
 def prepare(runs: Sequence[SweepRun]) -> None:
     """Give each run its folder and run file. ConfigError, and nothing is written, if one was begun with other keys."""
     for run in runs:
         path = run.folder / _RUN_FILE
-        if path.exists():
-            _require_same(path, to_dict(load(path)), to_dict(run.config))
+        before = to_dict(load(path)) if path.exists() else {}
+        for section, keys in to_dict(run.config).items() if before else ():
+            for key, value in keys.items():
+                if before[section][key] != value:
+                    raise ConfigError(
+                        f"{run.folder} was begun with {section}.{key} = {excerpt(before[section][key])}, now "
+                        f"{excerpt(value)}; name another folder for this sweep, or delete that run's"
+                    )
     for run in runs:
         make_directory(run.folder)
         write_text(run.folder / _RUN_FILE, to_toml(run.config), force=True)
-
-
-def _require_same(path: Path, before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> None:
-    for section, keys in now.items():
-        for key, value in keys.items():
-            if before[section][key] != value:
-                raise ConfigError(
-                    f"{path.parent} was begun with {section}.{key} = {excerpt(before[section][key])}, now "
-                    f"{excerpt(value)}; name another folder for this sweep, or delete that run's"
-                )
 
 
 def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, told: Callable[[SweepRun, int], None]) -> None:
@@ -276,3 +240,50 @@ def failure_of(run: SweepRun) -> str:
     """The last line that the run wrote, and where the others are."""
     lines = (run.folder / _LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     return f"{next((line for line in reversed(lines) if line.strip()), 'it said nothing')} ({run.folder / _LOG})"
+
+
+class Sharpness(NamedTuple):
+    """Of the mean loss over ``rows`` training rows, at the dense weights of a store's ``version``: ``box_sharpness``
+    by epsilon, of all weights or in a random subspace of 100 dimensions; and the largest eigenvalue of the Hessian."""
+
+    version: int
+    rows: int
+    whole_1e3_percent: float
+    whole_5e4_percent: float
+    subspace_1e3_percent: float
+    largest_eigenvalue: float
+    commit_id: str = ""
+
+
+def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
+    """Of a run's last commit, on its first ``rows`` training rows, at most ``data.train_rows`` (Keskar et al., "On
+    large-batch training for deep learning: generalization gap and sharp minima", ICLR 2017). Rows of tables are
+    constants; NaN where the loss is no number. The store is only read. Memory: some 1,000 bytes for each dense weight.
+
+    Raises:
+        ValueError: ``folder`` is no store of ``tierstore train``, or its data are not there or have fewer rows.
+        StoreNotFoundError, DamagedError.
+    """
+    with torch.no_grad(), torch.random.fork_rng([]), open_store(folder, mode="r", ddr="256MiB") as store:
+        config, version = saved_config(store.extra, str(folder)), store.version
+        if config is None or rows < 1:
+            raise ValueError(f"{folder}, rows={rows}: give the store of a run of tierstore train, and 1 row or more")
+        embeddings = TieredEmbeddingBagCollection(store, tables=list(config.data.sparse_columns))
+        model = build_model(config, embeddings).eval()
+        load_model(model, store.tensors())
+        (reader, hasher), stop = open_data(config), min(rows, config.data.train_rows or rows)
+        batches = reader.batches(hasher, batch_size=2048, stop_row=stop, log_dense=config.data.log_dense)
+        parts = [(batch.dense, embeddings(batch.sparse).values(), batch.labels) for batch in batches]
+
+    def losses() -> Iterator[Tensor]:
+        for dense, pooled, labels in parts:
+            towers = model.embeddings
+            logits = model.dense_part(dense, towers.compressed(pooled) if isinstance(towers, Towers) else pooled)
+            yield binary_cross_entropy_with_logits(logits, labels, reduction="sum") / stop
+
+    if not math.isfinite(sum(float(loss.detach()) for loss in losses())):
+        return Sharpness._make([version, stop, *[math.nan] * 4, store.commit_id(version)])
+    weights, boxes = list(model.dense_parameters().values()), ((1e-3, None), (5e-4, None), (1e-3, 100))
+    percents = [box_sharpness(losses, weights, epsilon=epsilon, dims=dims) for epsilon, dims in boxes]
+    largest = hessian_eigenvalues(losses, weights, iterations=50, tolerance=1e-3).largest
+    return Sharpness._make([version, stop, *percents, largest, store.commit_id(version)])

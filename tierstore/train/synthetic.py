@@ -16,7 +16,7 @@ from ..kernels.arrays import Bytes, Float64s, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
 from .metrics import Evaluation, Predictions
-from .readers.hashing import STEP
+from .readers.categories import STEP
 
 CARDINALITIES: Final = (
     *(400_000, 250_000, 150_000, 100_000, 60_000, 40_000, 25_000, 15_000, 10_000, 6_000, 4_000, 2_500, 1_500),
@@ -25,15 +25,12 @@ CARDINALITIES: Final = (
 """Categories of each column."""
 _NUM_DENSE: Final = 13
 _CHUNK_ROWS: Final = 16_384
-_EXPONENT: Final = 1.1
-"""Of the Zipf law: the chance of rank r falls as r to this power."""
+_EXPONENT: Final = 1.1  # of the Zipf law: the chance of rank r falls as r to this power
 _CATEGORY_STD: Final = 0.4
 _DENSE_STD: Final = 0.15
-_RARE_POWER: Final = 0.05
-"""Weights fall as the rank to this power: rare categories say a little less."""
+_RARE_POWER: Final = 0.05  # weights fall as the rank to this power: rare categories say a little less
 _BIAS: Final = -2.0
-_MISSING_SHARE: Final = 0.04
-"""In every second column."""
+_MISSING_SHARE: Final = 0.04  # in every second column
 _MISSING: Final = -1
 _MISSING_WORD: Final = "0" * 8
 
@@ -42,15 +39,13 @@ class SyntheticData(NamedTuple):
     path: Path
     train_rows: int
     test_rows: int
-    best: Evaluation
-    """Of the true probabilities, on the test rows."""
+    best: Evaluation  # of the true probabilities, on the test rows
 
 
 class _Rows(NamedTuple):
     labels: Bytes
     dense: Int64s
-    hashes: NDArray[np.uint32]
-    """Of the categories; 0 where missing."""
+    hashes: NDArray[np.uint32]  # of the categories; 0 where missing
     logits: Float64s
 
 

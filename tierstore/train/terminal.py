@@ -9,11 +9,10 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 from tqdm import tqdm
 
-from ..pool.stats import Stats
 from ..system.processes import launched_rank
 from ..system.signals import handlers_restored
 from ..system.sizes import format_size
@@ -27,31 +26,21 @@ class Progress:
     """Samples/s, mean loss, hit rates and bytes from SSD, on a terminal's stderr; elsewhere only ``say`` writes."""
 
     def __init__(self, history: History, *, total_rows: int | None, done_rows: int, shown: bool = True) -> None:
-        self._history = history
-        self._next_refresh = 0.0
-        self._bar = tqdm(
-            total=total_rows,
-            initial=done_rows,
-            unit=" samples",
-            unit_scale=True,
-            disable=None if shown else True,
-            leave=False,
-        )
-        self._shown = shown
+        self._history, self._shown, self._next_refresh = history, shown, 0.0
+        look = {"unit": " samples", "unit_scale": True, "leave": False, "disable": None if shown else True}
+        self._bar: Any = tqdm(total=total_rows, initial=done_rows, **look)
 
     def step(self, rows: int) -> None:
         now = time.monotonic()
         if not self._bar.disable and now >= self._next_refresh:
-            self._next_refresh = now + _REFRESH_SECONDS
-            self._bar.set_postfix_str(self._describe(self._history.tiers()), refresh=False)
+            self._next_refresh, stats = now + _REFRESH_SECONDS, self._history.tiers()
+            hbm = f"HBM hits {100 * stats.hbm.hit_rate:.1f} %, " if stats.hbm.capacity_rows else ""
+            self._bar.set_postfix_str(
+                f"loss {self._history.loss:.4f}, {hbm}DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
+                f"from SSD {format_size(stats.ssd.bytes_read)}",
+                refresh=False,
+            )
         self._bar.update(rows)
-
-    def _describe(self, stats: Stats) -> str:
-        hbm = f"HBM hits {100 * stats.hbm.hit_rate:.1f} %, " if stats.hbm.capacity_rows else ""
-        return (
-            f"loss {self._history.loss:.4f}, {hbm}DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
-            f"from SSD {format_size(stats.ssd.bytes_read)}"
-        )
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

@@ -1,38 +1,43 @@
 """The training run: read, look up, step, commit, evaluate."""
 
 import contextlib
-import dataclasses
+import itertools
+import math
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ..dist import own_tensors
 from ..errors import TierstoreError
 from ..kernels.jit import JIT_ENABLED
+from ..nn.prefetch import prefetch
+from ..optim import HessianFree
 from ..pool.stats import total
 from ..store.commits import PendingCommit
 from ..store.copies import kept_if_committed
 from ..store.recording import require_recordable
 from .build import Run, build_run, open_data, open_run_store, open_test_data
 from .checkpoint import Position, commit_run, require_alike, require_resumable, require_same_files, restore_run
-from .config import RunConfig
+from .config import OptimizerSection, RunConfig
 from .history import History, together
 from .metrics import Evaluation, Predictions
 from .processes import Processes, joined
 from .readers import Batch, DataError, FeatureHasher, Reader
-from .steps import feed, set_rates, train_step
 from .summary import RankSummary, Summary, digest_bits, own_bytes, peak_rss_bytes
 from .terminal import Progress, StopRequest
 
 _STEPS: Final = 4
 _MAX_BATCH: Final = 64
 _MAX_TABLE_ROWS: Final = 2048
-_FIXED_BYTES: Final = 400 * 2**10
-"""Write staging, and a little more."""
-_CACHED_ROWS: Final = 256
-"""Of float32 with two values of optimizer state for each: few enough that some are evicted."""
+_FIXED_BYTES: Final = 400 * 2**10  # write staging, and a little more
+_CACHED_ROWS: Final = 256  # of float32 with two values of optimizer state for each: few enough that some are evicted
 _HBM_ROWS: Final = 768
 """At as many bytes a row: space for a batch, not for those of all steps, also if a row needs half as many bytes."""
 _warm: set[object] = set()
@@ -81,7 +86,8 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         recorder = run.local.record(section.record, rate=section.record_rate) if section.record else None
         with recorder or contextlib.nullcontext():
             training.train()
-            ranks = processes.gather(training.measure())
+            folder, begun, tiers, end = str(run.local.directory), training.start_bytes, run.local.stats(), own_bytes()
+            ranks = processes.gather(RankSummary(folder, tiers, begun, end, peak_rss_bytes()))
             history = together(processes.gather(training.history.points()))
             try:
                 test = training.evaluate() if config.data.has_test and training.is_whole else None
@@ -91,7 +97,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
                     "--resume"
                 ) from error
         return Summary(
-            store=str(run.local.directory),
+            store=folder,
             device=str(run.local.device),
             version=store.version,
             commit_id=run.local.commit_id(run.local.version),
@@ -132,23 +138,20 @@ class _Training:
     """A run from where its store's last commit left it; commits are written in the background, one at a time."""
 
     def __init__(self, config: RunConfig, reader: Reader, test_reader: Reader, hasher: FeatureHasher, run: Run) -> None:
-        self.run = run
+        self.run, self._config, self._hasher = run, config, hasher
+        self._reader, self._test_reader = reader, test_reader
         self.position = restore_run(run)
         self.start_bytes = own_bytes()
-        rows_per_epoch = config.data.train_rows
         self.history = History(run.local.stats, step=self.position.step)
+        rows = config.data.train_rows  # of an epoch
         self.progress = Progress(
             self.history,
-            total_rows=rows_per_epoch * config.train.epochs or None,
-            done_rows=rows_per_epoch * self.position.epoch + self.position.row,
+            total_rows=rows * config.train.epochs or None,
+            done_rows=rows * self.position.epoch + self.position.row,
             shown=run.processes.rank == 0,
         )
         self._stopped = False
-        self._config = config
-        self._reader = reader
-        self._test_reader = test_reader
         self._tested: tuple[int, Evaluation] | None = None  # the step after which, and the result
-        self._hasher = hasher
         self._pending: PendingCommit | None = None
         self._commit = (self.position, self.history.loss)  # where the last one stands, and the loss then
 
@@ -241,15 +244,6 @@ class _Training:
         self._tested = self.position.step, found
         return found
 
-    def measure(self) -> RankSummary:
-        return RankSummary(
-            store=str(self.run.local.directory),
-            tiers=self.run.local.stats(),
-            start_bytes=self.start_bytes,
-            end_bytes=own_bytes(),
-            peak_rss_bytes=peak_rss_bytes(),
-        )
-
 
 def warm_up(config: RunConfig) -> None:
     """Take a run's first steps twice in a temporary store of so small a budget that rows are evicted and fetched again;
@@ -266,35 +260,92 @@ def warm_up(config: RunConfig) -> None:
         contextlib.suppress(OSError, ValueError, TierstoreError),
         tempfile.TemporaryDirectory(prefix="tierstore-warm-up-", ignore_cleanup_errors=True) as folder,
     ):
-        _take_steps(_small(config, folder))
-
-
-def _small(config: RunConfig, folder: str) -> RunConfig:
-    batch_size = min(config.train.batch_size, _MAX_BATCH)
-    row_bytes = 12 * config.embedding.dim + 64
-    ddr = _FIXED_BYTES + _CACHED_ROWS * row_bytes
-    hbm = _HBM_ROWS * row_bytes if config.store.has_hbm else 0
-    return dataclasses.replace(
-        config,
-        store=dataclasses.replace(config.store, path=folder, ddr=ddr, hbm=hbm, record=""),
-        embedding=dataclasses.replace(
-            config.embedding, num_embeddings=tuple(min(size, _MAX_TABLE_ROWS) for size in config.table_sizes)
-        ),
-        train=dataclasses.replace(config.train, batch_size=batch_size),
-    )
+        row_bytes = 12 * config.embedding.dim + 64
+        hbm = _HBM_ROWS * row_bytes if store.has_hbm else 0
+        sizes = tuple(min(size, _MAX_TABLE_ROWS) for size in config.table_sizes)
+        _take_steps(
+            replace(
+                config,
+                store=replace(store, path=folder, ddr=_FIXED_BYTES + _CACHED_ROWS * row_bytes, hbm=hbm, record=""),
+                embedding=replace(config.embedding, num_embeddings=sizes),
+                train=replace(config.train, batch_size=min(config.train.batch_size, _MAX_BATCH)),
+            )
+        )
 
 
 def _take_steps(config: RunConfig) -> None:
-    reader, hasher = open_data(config)
-    limit = config.data.train_rows
-    stop_row = min(limit, _STEPS * config.train.batch_size) if limit else None
+    (reader, hasher), size, limit = open_data(config), config.train.batch_size, config.data.train_rows
+    stop_row = min(limit, _STEPS * size) if limit else None
     with open_run_store(config) as store:
         run = build_run(config, store)
         for epoch in range(2):
-            batches = reader.batches(hasher, batch_size=config.train.batch_size, stop_row=stop_row)
+            batches = reader.batches(hasher, batch_size=size, stop_row=stop_row)
             with contextlib.closing(feed(run, batches, depth=config.train.prefetch_depth)) as ahead:
-                for step, batch in enumerate(ahead, start=1):
+                for batch in itertools.islice(ahead, _STEPS):
                     train_step(run, batch)
-                    if step == _STEPS:
-                        break
             commit_run(run, config, Position(epoch=epoch + 1)).result()
+
+
+def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, bool]:
+    """One step; rows are updated inside backward. Returns the mean loss of the batch of all processes, a scalar, and
+    whether one of them wants to stop. On a GPU the step may still be in flight."""
+    share = len(batch) * run.processes.size / batch.total_rows
+    if isinstance(run.optimizer, HessianFree):
+        loss = _hessian_free_step(run, run.optimizer, batch, share)
+        return run.processes.average([], loss, wants_stop())
+    loss = _mean_loss(run.model(batch.dense, batch.sparse), batch.labels) * share
+    run.optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    dense, own = run.model.dense_parameters(), own_tensors(run.model)
+    gradients = [each.grad for name, each in dense.items() if name not in own and each.grad is not None]
+    agreed = run.processes.average(gradients, loss.detach(), wants_stop())
+    if run.clip_norm:
+        norm = get_total_norm(gradients)
+        if of_towers := [dense[name].grad for name in own if name in dense]:
+            norms = run.processes.gather([0.0 if each is None else float(each.norm()) for each in of_towers])
+            norm = torch.tensor([norm, *map(max, *norms)]).norm()  # each host has the gradients of its own tower
+        clip_grads_with_norm_(dense.values(), run.clip_norm, norm)
+    run.optimizer.step()
+    return agreed
+
+
+def _hessian_free_step(run: Run, optimizer: HessianFree, batch: Batch, share: float) -> Tensor:
+    """Rows are looked up once: the optimizer evaluates the dense part alone."""
+    pooled = run.model.embeddings(batch.sparse).values()
+    part = slice(math.ceil(len(batch) * run.curvature_share))
+
+    def evaluated(pooled: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        logits = run.model.dense_part(batch.dense[rows], pooled[rows])
+        return _mean_loss(logits, batch.labels[rows]) * share, logits
+
+    loss: Tensor = optimizer.step(lambda: evaluated(pooled, slice(None)), lambda: evaluated(pooled.detach(), part))
+    return loss
+
+
+def set_rates(run: Run, section: OptimizerSection, step: int) -> None:
+    """Set the learning rates of the step that follows so many, if they change at all."""
+    if section.warmup_steps or section.decay != "none":
+        share = section.rate_at(step)
+        for table in run.embeddings.tables:
+            table.learning_rate = section.sparse_lr * share
+        for group in run.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean of nothing would be NaN; but backward, in which all processes take part, needs a loss."""
+    return binary_cross_entropy_with_logits(logits, labels) if len(labels) else logits.sum()
+
+
+def feed(run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"]) -> Generator[Batch, None, None]:
+    """The batches, on the store's device but for their ids: up to ``depth`` prefetched. Closing it releases what was
+    prefetched and not used."""
+    device = run.local.device
+    ahead = prefetch(batches, run.embeddings, depth=depth, features=lambda batch: batch.sparse)
+    with contextlib.closing(ahead):
+        for batch in ahead:
+            yield replace(
+                batch,
+                dense=batch.dense.to(device, non_blocking=True),
+                labels=batch.labels.to(device, non_blocking=True),
+            )

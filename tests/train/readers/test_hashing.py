@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tierstore.train import load, row_ids
 from tierstore.train.build import open_data
 from tierstore.train.readers import Categories, FeatureHasher
-from tierstore.train.readers.hashing import MOST, OutsideTableError, modulo
+from tierstore.train.readers.categories import MOST, OutsideTableError, modulo
 
 from .rows import IDS, category_of
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...report.page import BASE_STYLE
 from ...system.sizes import machine_memory_bytes
 from .metrics import CONTENT_TYPE, OK, OTHER, WINDOW_SECONDS, Latencies, Metrics, Source, State, summarize
 
@@ -29,7 +30,7 @@ _HEADERS: Final = {
 def monitoring_routes(metrics: Metrics, source: Source) -> list[Route]:
     """GET / (the status page), /status.json (``?seconds=N``: of the last N) and /metrics; the last two are made in a
     thread, as that takes milliseconds."""
-    page = Path(__file__).with_name("page.html").read_bytes()
+    page = Path(__file__).with_name("page.html").read_bytes().replace(b"/* report/base.css */", BASE_STYLE.encode())
     # Only the page's own script and style run, known by their hashes, and they speak to this server alone.
     own = f"script-src {_hashes(page, b'script')}; style-src {_hashes(page, b'style')}; connect-src 'self'"
     nothing = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -8,11 +8,10 @@ from ...system.checks import excerpt_names as _excerpt_names
 from .arrow import ParquetReader
 from .arrow import is_data as _is_data
 from .arrow import names_below as _names_below
-from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, RawRows, Reader, Schema, dense_features
-from .categories import Categories, CategoryRule
+from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, Reader, Schema, dense_features
+from .categories import Categories, CategoryRule, FeatureHasher
 from .criteo import CriteoReader
 from .csv import CsvReader
-from .hashing import FeatureHasher, HashedIds
 from .npy import NpyReader
 
 __all__ = [
@@ -26,10 +25,8 @@ __all__ = [
     "DataFile",
     "DataFormat",
     "FeatureHasher",
-    "HashedIds",
     "NpyReader",
     "ParquetReader",
-    "RawRows",
     "Reader",
     "Schema",
     "dense_features",
@@ -69,10 +66,8 @@ def open_reader(
         return CsvReader(path, schema=schema, quoting=quoting)
     if not quoting:
         raise ValueError(f"data.quoting = false is for CSV; {path} is read as {data_format}: leave the key out")
-    if data_format == "parquet":
-        return ParquetReader(path, schema=schema)
-    if data_format == "npy":
-        return NpyReader(path, schema=schema)
+    if data_format in ("parquet", "npy"):
+        return (ParquetReader if data_format == "parquet" else NpyReader)(path, schema=schema)
     if data_format != "criteo":
         raise ValueError(f'data_format={data_format!r}: expected "auto", "criteo", "parquet", "csv" or "npy"')
     if path.is_dir():
@@ -95,8 +90,8 @@ def _guess(path: Path, *, is_criteo: bool) -> DataFormat:
         return "parquet" if is_parquet else "csv"
     if path.is_dir():
         raise DataError(
-            f"{path} holds neither a Parquet file ({_endings(ParquetReader.endings)}) nor a CSV file "
-            f"({_endings(csv)}) nor label.npy, but {_excerpt_names(names) or 'nothing'}; {_ONE_FILE}"
+            f"{path} holds neither a Parquet file (*{', *'.join(ParquetReader.endings)}) nor a CSV file "
+            f"(*{', *'.join(csv)}) nor label.npy, but {_excerpt_names(names) or 'nothing'}; {_ONE_FILE}"
         )
     if not is_criteo:
         raise DataError(
@@ -104,7 +99,3 @@ def _guess(path: Path, *, is_criteo: bool) -> DataFormat:
             "data.label_column, dense_columns and sparse_columns if it is Criteo's text"
         )
     return "criteo"
-
-
-def _endings(endings: tuple[str, ...]) -> str:
-    return ", ".join(f"*{each}" for each in endings)

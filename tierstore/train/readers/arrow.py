@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
@@ -35,24 +35,12 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("tierstore")
 _HIDDEN: Final = (".", "_")
 """How names begin that Hadoop, Spark and pyarrow pass over: half-written files, checksums, notes."""
-_RECORD_ROWS: Final = 32768
-_RECORD_BYTES: Final = 8 << 20
-"""Converted at a time: so many rows, or fewer whose values take so much."""
+_RECORD_ROWS, _RECORD_BYTES = 32768, 8 << 20  # converted at a time: so many rows, or fewer whose values take so much
 _VALUE_BYTES: Final = 8
-_BUFFER_BYTES: Final = 1 << 20
-"""Read at a time of each column."""
+_BUFFER_BYTES: Final = 1 << 20  # read at a time of each column
 
 _TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LABEL_TEXTS: Final = {"0": 0, "1": 1, "-1": -1, "false": 0, "true": 1, "0.0": 0, "1.0": 1, "-1.0": -1}
-
-
-class Head(NamedTuple):
-    """What a file tells without being read."""
-
-    names: Sequence[str]
-    """Of its columns."""
-    num_rows: int | None = None
-    """None where that is not known."""
 
 
 class ArrowReader(Reader):
@@ -61,24 +49,24 @@ class ArrowReader(Reader):
     its column cannot hold."""
 
     endings: ClassVar[tuple[str, ...]]
-    what: ClassVar[str]
-    """What a file of the format is, for messages."""
+    what: ClassVar[str]  # what a file of the format is, for messages
     reads_floats: ClassVar[bool] = False
     """Whether texts may be integers that are written as "12.0"."""
 
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
         self.path = Path(path)
         self.schema = schema
+        self._columns = [schema.label, *schema.dense, *schema.sparse]
         self._paths = files_of(self.path, self.endings) if self.path.is_dir() else [self.path]
         if not self._paths:
             raise DataError(f"{self.path} holds no *{' or *'.join(self.endings)} file")
         files = []
         for path in self._paths:
             with self._explained(path):
-                head = self._head(path)
-            self._require_columns(path, Counter(head.names))
+                names, num_rows = self._head(path)
+            self._require_columns(path, Counter(names))
             name = str(path.relative_to(self.path)) if path != self.path else path.name
-            files.append(DataFile(name, path.stat().st_size, head.num_rows))
+            files.append(DataFile(name, path.stat().st_size, num_rows))
         self.files = tuple(files)
         self._lengths = [file.num_rows for file in files]
         """Rows of each file, where they are known by now."""
@@ -106,12 +94,9 @@ class ArrowReader(Reader):
             index += 1
         return f"{self._paths[index]}, row {row}"
 
-    @property
-    def _columns(self) -> list[str]:
-        return [self.schema.label, *self.schema.dense, *self.schema.sparse]
-
     @abstractmethod
-    def _head(self, file: Path) -> Head: ...
+    def _head(self, file: Path) -> tuple[Sequence[str], int | None]:
+        """What a file tells without being read: names of columns, and its rows, or None."""
 
     @abstractmethod
     def _records(self, file: Path, skip: int, chunk_rows: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
@@ -164,18 +149,12 @@ class ArrowReader(Reader):
         try:
             yield
         except (OSError, MemoryError, UnicodeError, pa.ArrowException) as error:
-            raise DataError(self._explain(file, error)) from error
-
-    def _explain(self, file: Path, error: Exception) -> str:
-        return f"{file} is not {self.what}, or is broken: {str(error)[:MAX_REASON]}"
+            raise DataError(f"{file} is not {self.what}, or is broken: {str(error)[:MAX_REASON]}") from error
 
 
 class _Record:
     def __init__(self, path: Path, row: int, record: "pa.RecordBatch", *, reads_floats: bool) -> None:
-        self._path = path
-        self._row = row
-        self._record = record
-        self._reads_floats = reads_floats
+        self._path, self._row, self._record, self._reads_floats = path, row, record, reads_floats
 
     def convert(self, schema: Schema) -> RawRows:
         dense = np.empty((self._record.num_rows, len(schema.dense)), np.float32)
@@ -363,9 +342,9 @@ class ParquetReader(ArrowReader):
     endings: ClassVar = (".parquet", ".pq")
     what: ClassVar = "a Parquet file"
 
-    def _head(self, file: Path) -> Head:
+    def _head(self, file: Path) -> tuple[Sequence[str], int | None]:
         with _opened(file) as parquet:
-            return Head(parquet.schema_arrow.names, parquet.metadata.num_rows)
+            return parquet.schema_arrow.names, parquet.metadata.num_rows
 
     def _records(self, file: Path, skip: int, chunk_rows: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
         with _opened(file) as parquet:

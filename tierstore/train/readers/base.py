@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ...kernels.arrays import Bools, Floats
 from ...nn.jagged import KeyedJaggedTensor
-from .categories import FROM_ZERO, Categories, CategoryRule
-from .hashing import FeatureHasher, OutsideTableError
+from .categories import FROM_ZERO, Categories, CategoryRule, FeatureHasher, OutsideTableError
 
 
 class DataError(ValueError):
@@ -45,8 +44,7 @@ class Schema:
             raise ValueError("there are no sparse columns; name at least one in data.sparse_columns")
 
 
-MAX_REASON: Final = 200
-"""Characters of another library's words in a message."""
+MAX_REASON: Final = 200  # characters of another library's words in a message
 CRITEO_SCHEMA: Final = Schema(
     label="label", dense=tuple(f"I{i}" for i in range(1, 14)), sparse=tuple(f"C{i}" for i in range(1, 27))
 )
@@ -59,8 +57,7 @@ class RawRows(NamedTuple):
     """[n]: 0 or 1, or else -1 or 1."""
     dense: Floats
     """[n, C]; NaN where missing."""
-    categories: Categories
-    """Of F columns."""
+    categories: Categories  # of F columns
 
     @classmethod
     def joined(cls, parts: Sequence["RawRows"]) -> "RawRows":
@@ -82,8 +79,7 @@ class Batch:
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
-    total_rows: int
-    """Of the batch that this is a part of; B if it is whole."""
+    total_rows: int  # of the batch that this is a part of; B if it is whole
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -94,8 +90,7 @@ class DataFile(NamedTuple):
 
     name: str
     size_bytes: int
-    num_rows: int | None = None
-    """None where only reading it would tell."""
+    num_rows: int | None = None  # None where only reading it would tell
 
 
 class Reader(ABC):
@@ -103,8 +98,7 @@ class Reader(ABC):
 
     path: Path
     schema: Schema
-    files: tuple[DataFile, ...]
-    """The data set's, in the order in which they are read."""
+    files: tuple[DataFile, ...]  # the data set's, in the order in which they are read
 
     @property
     def num_rows(self) -> int | None:

@@ -17,8 +17,7 @@ from ...system.checks import excerpt
 from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, require_data_file
 from .categories import MISSING, Categories, CategoryRule, read_text
 
-BUFFER_BYTES: Final = 1 << 20
-"""Text held at a time, and so the longest line."""
+BUFFER_BYTES: Final = 1 << 20  # text held at a time, and so the longest line
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _NUM_DENSE: Final = len(CRITEO_SCHEMA.dense)
 _NUM_SPARSE: Final = len(CRITEO_SCHEMA.sparse)
@@ -77,16 +76,11 @@ class _Text:
     """A window over the file's text: bytes ``[_begin, _end)`` of the buffer are read and not yet consumed."""
 
     def __init__(self, path: Path, file: BinaryIO, rule: CategoryRule) -> None:
-        self.row = 0
-        """Rows consumed."""
-        self._path = path
-        self._file = file
-        self._rule = rule.are_ids, np.uint64(rule.seed)
+        self.row = 0  # consumed
+        self._path, self._file, self._rule = path, file, (rule.are_ids, np.uint64(rule.seed))
         # One byte more, for the newline that the last line may lack.
         self._buffer = np.empty(BUFFER_BYTES + 1, np.uint8)
-        self._begin = 0
-        self._end = 0
-        self._at_end = False
+        self._begin, self._end, self._at_end = 0, 0, False
 
     def skip(self, rows: int) -> None:
         while self.row < rows:

@@ -10,14 +10,13 @@ import numpy as np
 from ...kernels.arrays import Bytes
 from ...kernels.jit import kernel
 from ...system.checks import excerpt
-from .arrow import ArrowReader, Head
+from .arrow import ArrowReader
 from .base import CRITEO_SCHEMA, DataError, Schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BLOCK_BYTES: Final = 4 << 20
-"""Text read at a time."""
+_BLOCK_BYTES: Final = 4 << 20  # text read at a time
 _MAX_ROW_BYTES: Final = 16 << 20
 _NO_NUMBER: Final = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to double: .*'(.*)'", re.DOTALL)
 _OTHER_FIELDS: Final = re.compile(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
@@ -47,8 +46,8 @@ class CsvReader(ArrowReader):
         self._quoting = quoting
         super().__init__(path, schema=schema)
 
-    def _head(self, file: Path) -> Head:
-        return Head(_Text(file, quoting=self._quoting).names)
+    def _head(self, file: Path) -> tuple[list[str], None]:
+        return _Text(file, quoting=self._quoting).names, None
 
     def _records(self, file: Path, *_: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
         """Lines are read to be skipped, and come in blocks of so many bytes."""
@@ -62,7 +61,7 @@ class CsvReader(ArrowReader):
         convert = pyarrow.csv.ConvertOptions(
             column_types=types, null_values=[""], strings_can_be_null=True, include_columns=self._columns
         )
-        for rows in text.blocks():
+        while rows := text.cut():
             try:
                 table = text.parse(rows, column_names=text.names, convert=convert)
             except pa.ArrowInvalid as error:
@@ -80,20 +79,16 @@ class _Text:
     def __init__(self, path: Path, *, quoting: bool) -> None:
         import pyarrow as pa
 
-        self.row = 0
-        self._path = path
-        self._quoting = quoting
+        self.row, self._path, self._quoting = 0, path, quoting
         with path.open("rb") as file:
             begin = file.read(max(len(magic) for magic, _ in _PACKED))
         packed = next((name for magic, name in _PACKED if begin.startswith(magic)), None)
         self._stream = pa.input_stream(str(path), compression=packed)
-        self._rest = b""
-        self._at_end = False
-        self._delimiter = b","
+        self._rest, self._at_end, self._delimiter = b"", False, b","
         self._read()
         self._rest = self._rest.removeprefix(_BOM)
         self._delimiter = max(_DELIMITERS, key=self._rest.split(b"\n", 1)[0].count)
-        self.names: list[str] = self.parse(self._cut(is_header=True)).schema.names
+        self.names: list[str] = self.parse(self.cut(is_header=True)).schema.names
 
     def parse(self, rows: bytes, *, convert: Any = None, column_names: list[str] | None = None) -> "pa.Table":
         import pyarrow as pa
@@ -110,10 +105,6 @@ class _Text:
             convert_options=convert,
         )
 
-    def blocks(self) -> Iterator[bytes]:
-        while rows := self._cut():
-            yield rows
-
     def explain(self, reason: str) -> str:
         """The error of rows that pyarrow cannot parse or convert, with their place."""
         if found := _NO_NUMBER.search(reason):
@@ -127,7 +118,7 @@ class _Text:
             )
         return f"{self._path}, row {self.row} or after it: {excerpt(reason)}"
 
-    def _cut(self, *, is_header: bool = False) -> bytes:
+    def cut(self, *, is_header: bool = False) -> bytes:
         """Take whole rows off the text: the header, or as many as are read; b"" at the end."""
         while True:
             letters = np.frombuffer(self._rest, np.uint8)

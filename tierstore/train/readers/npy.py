@@ -163,7 +163,11 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...] | None) -> NDArray[Any]:
             "file for each sparse column"
         )
     require_data_file(path)
-    _check_header(path)
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    length = int.from_bytes(head[8 : 10 if head[6:7] == b"\x01" else 12], "little")
+    if length > _MAX_HEADER_BYTES:  # numpy would read up to 4 GiB of it before it looks
+        raise DataError(f"{path} is not an npy file, or is cut short: its header would take {length:,} bytes")
     try:
         with np.errstate(over="raise"), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the header is Python 2's, and read all the same
@@ -176,12 +180,3 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...] | None) -> NDArray[Any]:
         held = f"{str(array.dtype)[:MAX_REASON]} {list(array.shape)}"
         raise DataError(f"{path} holds {held}; expected {wanted} of numbers ({kinds})")
     return array
-
-
-def _check_header(path: Path) -> None:
-    """DataError for a header that claims to be long: numpy would read up to 4 GiB of it before it looks."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    length = int.from_bytes(head[8 : 10 if head[6:7] == b"\x01" else 12], "little")
-    if length > _MAX_HEADER_BYTES:
-        raise DataError(f"{path} is not an npy file, or is cut short: its header would take {length:,} bytes")
