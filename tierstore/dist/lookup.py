@@ -140,9 +140,8 @@ class ShardedLookup(SendsGradients, AnyLookup):
     @property
     def _backward(self) -> str:
         """The words of the call; rates are the same on all ranks."""
-        return (
-            f"backward of {self._names}, learning rate {', '.join([str(each.learning_rate) for each in self._sharded])}"
-        )
+        rates = ", ".join([str(each.learning_rate) for each in self._sharded])
+        return f"backward of {self._names}, learning rate {rates}"
 
     @property
     def group(self) -> Hashable:
@@ -159,8 +158,7 @@ class ShardedLookup(SendsGradients, AnyLookup):
         return found
 
     def stage(self) -> bool:
-        found: bool = self.own.stage()
-        return found
+        return bool(self.own.stage())
 
 
 class RoutedLookup(ShardedLookup):
@@ -422,7 +420,9 @@ class ReplicatedLookup(ShardedLookup):
         self.own.release()
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        with self._ranks.telling():
+        ranks = self._ranks
+        # Of what fails here others learn in backward, or now if there is none.
+        with ranks.telling() if keep else ranks.together(f"lookup of {self._names}, {ranks.next_batch()}"):
             self.own.forward(out, keep=keep)
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
