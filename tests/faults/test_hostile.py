@@ -23,11 +23,12 @@ PICKLE_WRITES = {"pickle.Pickler", "pickle.dump", "pickle.dumps", "pickle.Pickle
 FORBIDDEN_NAMES = {"__import__", "compile", "eval", "exec"}
 KNOWN = {
     "tierstore/__init__.py": ["importlib"],
+    "tierstore/cli/entry.py": ["importlib"],
     "tierstore/dist/ranks.py": ["loads"],
     "tierstore/warm_up/ahead.py": ["importlib", "load"],
 }
-"""The first imports modules of this package. The second loads what ranks of its own process group sent, as torch's
-``all_gather_object`` does; no file. The third what it wrote itself, into a pipe: names of kernels of this package, and
+"""The first two import modules of this package. The third loads what ranks of its own process group sent, as torch's
+``all_gather_object`` does; no file. The last what it wrote itself, into a pipe: names of kernels of this package, and
 types."""
 SOURCES = sorted((ROOT / "tierstore").rglob("*.py"))
 

@@ -44,6 +44,7 @@ _RESULT: Final = "result.json"
 _LOG: Final = "log.txt"
 _SHARPNESS: Final = "sharpness.json"
 _POLL_SECONDS: Final = 0.05
+_BATCH: Final = 2048  # samples, of which sharpness is the mean
 _TRAIN: Final = "from tierstore.system.signals import end_with; end_with({}); import tierstore.__main__"
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")  # of the machine's memory, which runs at the same time divide
 
@@ -272,7 +273,7 @@ def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
         model = build_model(config, embeddings).eval()
         load_model(model, store.tensors())
         (reader, hasher), stop = open_data(config), min(rows, config.data.train_rows or rows)
-        batches = reader.batches(hasher, batch_size=2048, stop_row=stop, log_dense=config.data.log_dense)
+        batches = reader.batches(hasher, batch_size=_BATCH, stop_row=stop, log_dense=config.data.log_dense)
         parts = [(batch.dense, embeddings(batch.sparse).values(), batch.labels) for batch in batches]
 
     def losses() -> Iterator[Tensor]:
