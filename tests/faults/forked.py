@@ -51,9 +51,6 @@ def fork(body: Callable[[Callable[..., None]], None], stacks: Path, kill: Kill |
     Args:
         stacks: the file to which a process that hangs writes where each of its threads stands, before it ends.
     """
-    for each in threading.enumerate():
-        if each.name == "tierstore-watch":  # of a request that has its answer: it ends
-            each.join()
     own = {each.name for each in threading.enumerate()} - {"tierstore-dropped"}  # which holds none while it waits
     assert len(own) == 1, f"a lock that one of {own} holds would stay locked after a fork"
     reader, writer = os.pipe()

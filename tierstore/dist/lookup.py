@@ -154,8 +154,7 @@ class ShardedLookup(SendsGradients, AnyLookup):
 
     def has_room(self) -> bool:
         """Of the rows that are asked of this rank, once ids are exchanged; so in ``stage``."""
-        found: bool = self.own.has_room()
-        return found
+        return bool(self.own.has_room())
 
     def stage(self) -> bool:
         return bool(self.own.stage())

@@ -503,10 +503,10 @@ def update_tile(
     DIM: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, STATE_STRIDE: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ROWS unique rows, those ruled by optimizer CODE: merge, update, store.
+    """Tiles of ROWS unique rows, those ruled by optimizer CODE (MIXED: others may be ruled otherwise): merge and store.
 
-    MIXED: other rows may be ruled otherwise. Of more tiles than there are programs each program takes several: U may be
-    far below N, and programs that find no rows cost an H200 up to half of the time.
+    Of more tiles than programs each takes several: U may be far below N, and programs without rows cost an H200 up to
+    half of the time. A slot is read again behind the sum: held, it would take registers of rows in flight.
     """
     num_rows = tl.minimum(count, tl.load(num_unique) - first_unique)
     for corner in tl.range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):

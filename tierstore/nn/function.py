@@ -209,19 +209,19 @@ class _PooledLookups(torch.autograd.Function):
 
 def _scale_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     """Gradient of the per-sample weights. RuntimeError: the rows are not those that forward read."""
-    prepared: Any = ctx.prepared
-    found = torch.zeros(prepared.scale.shape, dtype=torch.float32, device="cpu")
-    for each in (*prepared.lookups, None):  # rows are compared before the first and after the last
-        for table, num_changes in ctx.rows_read:
-            if table.num_changes != num_changes:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"rows of table {table.name!r}, which the gradient of per_sample_weights needs as forward read "
-                    "them. Run backward before you write, train or roll back the table, or give weights that require "
-                    "no gradient"
-                )
-        if each is not None:
-            each.scale_gradient(gradient.detach(), found.numpy())
-            if each.joined.unseen is not None:
-                each.joined.unseen.scale_gradient(gradient.detach(), found.numpy())
-    return found.to(prepared.scale.device)
+    found = torch.zeros(ctx.prepared.scale.shape, dtype=torch.float32, device="cpu")
+    _require_rows_as_read(ctx)
+    for each in [part for one in ctx.prepared.lookups for part in (one, one.joined.unseen) if part is not None]:
+        each.scale_gradient(gradient.detach(), found.numpy())
+    _require_rows_as_read(ctx)
+    return found.to(ctx.prepared.scale.device)
+
+
+def _require_rows_as_read(ctx: Any) -> None:
+    for table, num_changes in ctx.rows_read:
+        if table.num_changes != num_changes:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: rows "
+                f"of table {table.name!r}, which the gradient of per_sample_weights needs as forward read them. Run "
+                "backward before you write, train or roll back the table, or give weights that require no gradient"
+            )

@@ -118,10 +118,7 @@ def write_update(
             for index, config in enumerate(manifest.tables):
                 for chunk in changes.rows(index):
                     writer.add_rows(index, config.layout(manifest.page_bytes), chunk.rows, chunk.weights)
-        lookup_only: dict[str, Any] = {
-            "optimizer": optim.SGD(),
-            "rounding": "nearest",
-        }  # a replica's rows have no state
+        lookup_only: dict[str, Any] = {"optimizer": optim.SGD(), "rounding": "nearest"}  # rows without state
         header = UpdateHeader(
             origin=origin,
             since=since,

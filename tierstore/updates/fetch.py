@@ -130,7 +130,7 @@ class _Watch(threading.Thread):
     head, or the length of a part."""
 
     def __init__(self, connected: socket.socket) -> None:
-        super().__init__(name="tierstore-watch", daemon=True)
+        super().__init__(daemon=True)
         self._connected = connected.dup()  # TLS takes the other one
         self._is_over = threading.Event()
         self.put_off()
@@ -148,6 +148,7 @@ class _Watch(threading.Thread):
 
     def close(self) -> None:
         self._is_over.set()
+        self.join()
         self._connected.close()
 
 
