@@ -14,7 +14,7 @@ import pytest
 
 import tierstore
 from tests.serve import whole
-from tests.serve.admin.test_follow import KilledError, quick, require_same, source
+from tests.serve.admin.test_follow import KilledError, require_same
 from tests.serve.loops import wait_for
 from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change, contents, same
@@ -27,9 +27,6 @@ from tierstore.updates.canary import Canary, Measures, absent
 from tierstore.updates.fetch import Source
 from tierstore.updates.urgent import urgent_rows
 
-__all__ = ["quick", "source"]
-
-pytestmark = pytest.mark.usefixtures("warm_writer")
 BOUNDS = Canary(seconds=5, loss=0.25, errors=0.125, p99=0.5)
 GOOD, WORST = Measures(0.5, 0.02, 0.008), Measures(0.625, 0.145, 0.012)
 BAD = {
@@ -125,7 +122,7 @@ def test_an_approved_version_goes_to_all_and_a_declined_one_to_nobody(site: Site
     assert site.publisher.folder.listing.verdicts[-1].is_approved
 
 
-@pytest.mark.parametrize("name", Measures._fields)
+@pytest.mark.parametrize("name", ["log_loss", "seconds_p99"])
 def test_a_canary_that_is_silent_decides_nothing_and_the_publisher_says_so(site: Site, name: str, source: Path) -> None:
     """A measure that there was before, and is not of the new version; or a watch that has not ended."""
     site.fares[2] = None if name == "log_loss" else WORST._replace(**{name: None})
@@ -149,9 +146,14 @@ def test_a_canary_without_measures_takes_nothing_new(site: Site) -> None:
     assert site.round() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("is_good", [True, False])
 @pytest.mark.parametrize(
-    "point", ["update: applied", "update: shown", *killpoints.ROLLBACK_POINTS[:2], "rollback: written"]
+    ("point", "is_good"),
+    [
+        ("update: applied", True),
+        ("update: shown", True),
+        ("update: shown", False),
+        *((point, False) for point in (*killpoints.ROLLBACK_POINTS[:2], "rollback: written")),
+    ],
 )
 def test_a_canary_that_is_killed_goes_on(
     site: Site, source: Path, point: str, is_good: bool, monkeypatch: pytest.MonkeyPatch
@@ -212,18 +214,6 @@ def test_a_canary_that_is_at_the_trial_already_decides(site: Site, source: Path)
     assert site.canary.listing.verdicts[-1].is_approved
 
 
-def test_a_version_that_cannot_be_applied_is_declined(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(*request: str) -> Any:
-        raise UpdateError(422, "table 0 is another", faults={request[-1]: "refused"})
-
-    monkeypatch.setattr(site.canary.taker._writer, "ask", refuse)
-    site.publisher.step()
-    with pytest.raises(UpdateError, match="is another"):
-        site.canary.follow()
-    assert site.round() == [1, 1, 1]
-    assert "it cannot be applied" in site.publisher.folder.listing.verdicts[0].why
-
-
 def test_a_publisher_without_a_canary_ends_the_trial(site: Site, source: Path) -> None:
     site.publisher.step()
     assert site.follow() == [2, 1, 1]
@@ -233,18 +223,23 @@ def test_a_publisher_without_a_canary_ends_the_trial(site: Site, source: Path) -
     assert site.follow() == [2, 2, 2]
 
 
-def test_a_version_that_the_canary_cannot_show_is_declined(site: Site) -> None:
-    async def refuse() -> int:
-        raise ValueError("holds NaN")
+@pytest.mark.parametrize("what", ["applied", "shown"])
+def test_a_version_that_the_canary_cannot_apply_or_show_is_declined(site: Site, what: str) -> None:
+    async def refuse(*request: str) -> Any:
+        raise UpdateError(422, "holds NaN", faults=dict.fromkeys(request[-1:], "refused"))
 
-    show, site.canary.refresh = site.canary.refresh, refuse  # type: ignore[method-assign]
+    writer, ask, show = site.canary.taker._writer, site.canary.taker._writer.ask, site.canary.refresh
+    if what == "applied":
+        writer.ask = refuse
+    else:
+        site.canary.refresh = refuse  # type: ignore[method-assign]
     site.publisher.step()
-    with pytest.raises(ValueError, match="holds NaN"):
+    with pytest.raises(UpdateError, match="holds NaN"):
         site.canary.follow()
-    site.canary.refresh = show  # type: ignore[method-assign]
+    writer.ask, site.canary.refresh = ask, show  # type: ignore[method-assign]
     site.canary.show()
     assert site.round() == [1, 1, 1]
-    assert "cannot be shown: 'holds NaN'" in site.publisher.folder.listing.verdicts[0].why
+    assert f"cannot be {what}" in site.publisher.folder.listing.verdicts[0].why
 
 
 def test_urgent_rows_go_first_and_those_that_are_looked_up_most(

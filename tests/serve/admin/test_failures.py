@@ -1,10 +1,6 @@
 """Replicas that meet a full disk, a shortage, damage, or a slow source: what is kept, and what is tried again."""
 
-import asyncio
 import contextlib
-import io
-import os
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -13,67 +9,42 @@ from typing import Any
 
 import pytest
 
-from tests.serve.admin.test_follow import quick, require_same, source
+from tests.serve.admin.test_follow import require_same
 from tests.serve.loops import wait_for
 from tests.serve.replicas import following, publishing, publishing_changes
 from tests.updates.support import change
 from tierstore import errors
-from tierstore.serve.admin import offer, updates
+from tierstore.serve.admin import updates
 from tierstore.serve.admin.offer import UpdateError
-from tierstore.serve.admin.updates import Replica, Writer
-from tierstore.updates.listing import Listing, Offered
-
-__all__ = ["quick", "source"]
-
-pytestmark = pytest.mark.usefixtures("warm_writer")
+from tierstore.updates.listing import Listing
 
 
-def test_a_copy_that_has_arrived_outlives_a_restart(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
-    publisher = stack.enter_context(publishing_changes(source))
-    directory = tmp_path / "replica"
-
-    async def refuse(*_: str) -> Any:
-        raise UpdateError(507, "ended", is_passing=True)
-
-    with following(directory, [publisher.url]) as replica:
-        replica.taker._writer.ask = refuse
-        with pytest.raises(UpdateError, match="ended"):
-            replica.follow()
-    with following(directory, [publisher.url]) as replica:
-        assert replica.follow() == 2
-    assert publisher.folder.given_bytes == sum(each.size_bytes for each in publisher.folder.listing.files)
-
-
-def test_a_full_disk_keeps_what_leads_on(
+def test_what_has_arrived_outlives_a_full_disk_and_a_restart(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
 ) -> None:
     publisher = stack.enter_context(publishing_changes(source))
-    replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
     copy, delta = publisher.folder.listing.files
-    arrived = replica.directory / "incoming" / copy.id
+    arrived = tmp_path / "replica" / "incoming" / copy.id
 
     def require_room(*_: Any) -> None:
         if arrived.exists():
             raise errors.DiskFullError("no space left")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(updates, "require_room", require_room)
-        for _ in range(2):
-            with pytest.raises(errors.DiskFullError):
-                replica.follow()
-    assert arrived.exists()
-    ask, said = replica.taker._writer.ask, ["no space left"] * 2
+    async def refuse(*_: str) -> Any:
+        raise UpdateError(507, "no space left", is_passing=True)
 
-    async def refuse(*request: str) -> Any:
-        if said:
-            raise UpdateError(507, said.pop(), is_passing=True)
-        return await ask(*request)
-
-    monkeypatch.setattr(replica.taker._writer, "ask", refuse)
-    for _ in range(2):
+    with following(tmp_path / "replica", [publisher.url]) as replica:
+        with monkeypatch.context() as patch:
+            patch.setattr(updates, "require_room", require_room)
+            for _ in range(2):
+                with pytest.raises(errors.DiskFullError):
+                    replica.follow()
+        assert arrived.exists()
+        replica.taker._writer.ask = refuse
         with pytest.raises(UpdateError, match="no space left"):
             replica.follow()
-    assert replica.follow() == 2
+    with following(tmp_path / "replica", [publisher.url]) as replica:
+        assert replica.follow() == 2
     assert publisher.folder.given_bytes == copy.size_bytes + delta.size_bytes
 
 
@@ -147,50 +118,3 @@ def test_a_slow_source_does_not_delay_another(
     assert len(polls) == 1
     go_on.set()
     wait_for(lambda: replica.step() or len(polls) > 1)
-
-
-def test_no_loop_starts_or_ends_a_process_or_closes_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.undo()
-    popen, called = subprocess.Popen, list[tuple[str, int]]()
-
-    class Echo(popen):  # type: ignore[misc, valid-type]
-        """A quick child, which answers with what it is asked."""
-
-        def __init__(self, _: Any, **settings: Any) -> None:
-            called.append(("start", threading.get_ident()))
-            super().__init__(["cat"], **settings)
-
-        def wait(self, timeout: float | None = None) -> int:
-            called.append(("wait", threading.get_ident()))
-            return int(super().wait(timeout))
-
-    class File(io.BytesIO):
-        def close(self) -> None:
-            called.append(("close", threading.get_ident()))
-            super().close()
-
-    monkeypatch.setattr(updates.subprocess, "Popen", Echo)
-
-    async def use() -> None:
-        replica = Replica(tmp_path, [], extra=dict, refresh=Writer().ask)
-        running = asyncio.create_task(replica.run())
-        assert await replica._writer.ask("one") == ["one"]  # type: ignore[comparison-overlap]
-        monkeypatch.setattr(replica._writer, "_exchange", lambda _: time.sleep(0.2))
-        asking = asyncio.create_task(replica._writer.ask("two"))
-        await asyncio.sleep(0.1)
-        asking.cancel()
-        await asyncio.wait({asking})
-        assert replica._writer._process is None
-        await asyncio.to_thread(replica._writer.start)
-        running.cancel()
-        await asyncio.wait({running})
-        parts = offer._parts(replica.folder, File(), Offered("0" * 16, 9, 0, "", 2, "1" * 16), 0)
-        monkeypatch.setattr(os, "pread", lambda *_: b"x")
-        monkeypatch.setattr(File, "fileno", lambda _: 0)
-        async for _ in parts:
-            break
-        await parts.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(use())
-    assert {what for what, _ in called} == {"start", "wait", "close"}
-    assert threading.get_ident() not in {thread for _, thread in called}

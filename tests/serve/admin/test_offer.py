@@ -8,23 +8,15 @@ import httpx
 import pytest
 
 import tierstore
-from tests.serve.admin.test_follow import quick, source
 from tests.serve.replicas import following, publishing
 from tierstore import errors
 from tierstore.cli import entry as cli
 from tierstore.updates.fetch import Source
 from tierstore.updates.listing import MAX_FILES, Listing, Offered, way
 
-__all__ = ["quick", "source"]
-
-pytestmark = pytest.mark.usefixtures("warm_writer")
-
-
 GONE = [
     (["publish", "store", "--to", "http://a"], "tierstore serve --from URL"),
-    (["publish", "store", "--fan-out", "2"], "tierstore serve --from URL"),
     (["serve", "--store", "s", "--updates"], "give --from URL"),
-    (["serve", "--store", "s", "--peers", "http://a"], "give --from URL"),
     (["publish", "store", "--urgent", "1"], "above 0 and below 1"),
     (["publish", "store", "--host", "0.0.0.0"], "give --token-file"),
     (["publish", "store", "--tls-key", "k"], "--tls-certificate"),
@@ -32,11 +24,11 @@ GONE = [
 ]
 
 
-@pytest.mark.parametrize(("words", "why"), GONE, ids=lambda each: str(each[-1]) if isinstance(each, list) else "")
-def test_old_and_wrong_flags_name_the_way(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.suppress(SystemExit):  # of argparse
-        assert cli.main(words) == 2
-    assert why in capsys.readouterr().err
+def test_old_and_wrong_flags_name_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, why in GONE:
+        with contextlib.suppress(SystemExit):  # of argparse
+            assert cli.main(words) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_only_a_holder_of_the_token_has_anything(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
@@ -81,14 +73,11 @@ GOOD = (
 WRONG = {
     "id": ('"id": "0000000000000000"', '"id": "../../../../etc/x"'),
     "size": ('"size_bytes": 9', '"size_bytes": -1'),
-    "nan": ('"serial": 7', '"serial": NaN'),
     "huge": ('"size_bytes": 9', '"size_bytes": 9e99'),
     "base": ('"since": 0', '"since": 1'),
-    "text": ('"version": 2', '"version": "2"'),
     "serial": ('"serial": 7', '"serial": true'),
     "target": ('"target": [', '"target": ["x", '),
     "more": ('"serial"', '"more": 1, "serial"'),
-    "none": ('"left": []', '"left": ["x"]'),
     "deep": ('"left": []', '"left": ' + "[" * 100_000),
     "long": ('"left": []', '"left": [] ' + " " * (1 << 20)),
     "many": ('"left": []', '"left": ' + str(["1" * 16] * 65).replace("'", '"')),
@@ -96,13 +85,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_hostile_list_is_no_list(name: str) -> None:
+def test_a_hostile_list_is_no_list() -> None:
     assert Listing.from_json(GOOD.encode()).serial == 7
-    old, new = WRONG[name]
-    assert old in GOOD
-    with pytest.raises(errors.FormatError, match="no list of updates"):
-        Listing.from_json(GOOD.replace(old, new, 1).encode())
+    for old, new in WRONG.values():
+        assert old in GOOD
+        with pytest.raises(errors.FormatError, match="no list of updates"):
+            Listing.from_json(GOOD.replace(old, new, 1).encode())
     file = Offered("0" * 16, 9, 0, "", 2, "1" * 16)
     with pytest.raises(errors.FormatError, match="too many"):
         Listing.from_json(Listing(files=(file,) * (MAX_FILES + 1)).to_json())
