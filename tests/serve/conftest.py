@@ -1,4 +1,4 @@
-"""What a session makes once: a process that writes replicas, as to start one takes seconds, and a certificate."""
+"""What a session makes once: a process that writes replicas, as to start one takes seconds; a run; a certificate."""
 
 import threading
 from collections.abc import Iterator
@@ -8,8 +8,11 @@ import pytest
 
 from tests.following import Child
 from tests.serve.whole import make_certificate
+from tests.train.runs import config_of
 from tierstore.serve.admin.updates import Writer
 from tierstore.serve.tls import Tls
+from tierstore.train import train
+from tierstore.train.config import RunConfig
 
 WRITER = """
 import sys
@@ -43,6 +46,14 @@ def warm_writer(writing_child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Writer, "start", lambda _: None)
     monkeypatch.setattr(Writer, "_exchange", exchange)
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Of a small run that is done; tests commit more versions to its store."""
+    config = config_of(tmp_path_factory.mktemp("run"), "store", train__epochs=1, store__keep=4, store__threads=1)
+    train(config)
+    return config
 
 
 @pytest.fixture(scope="session")

@@ -15,13 +15,12 @@ import torch
 from tests.serve.loops import wait_for
 from tests.serve.models.stores import tensor
 from tests.serve.whole import serving
-from tests.train.runs import commit_scaled, config_of
+from tests.train.runs import commit_scaled
 from tierstore.models import DLRM
 from tierstore.serve.config import StoreConfig
 from tierstore.serve.engine import StoreEngine
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.watch import LabelledRows, Watch, WatchReading
-from tierstore.train import train
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
 from tierstore.train.readers import DataError
@@ -29,35 +28,25 @@ from tierstore.train.readers import DataError
 ROWS = 230  # more than one request, and no whole number of them
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Of a run that is done."""
-    made = config_of(tmp_path_factory.mktemp("run"), "store", train__epochs=1)
-    train(made)
-    return made
-
-
-def commit_and_evaluate(config: RunConfig, factor: float) -> tuple[int, float]:
+def commit_and_evaluate(run: RunConfig, factor: float) -> tuple[int, float]:
     """Multiply the dense weights, commit them, and return the version and its log loss on the data's first rows."""
-    reader, hasher = open_data(config)
+    reader, hasher = open_data(run)
     (batch,) = reader.batches(hasher, batch_size=ROWS, stop_row=ROWS)
 
     def loss_of(model: DLRM) -> float:
         logits = model(batch.dense, batch.sparse)
         return torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), batch.labels.double()).item()
 
-    return commit_scaled(config, factor, loss_of)
+    return commit_scaled(run, factor, loss_of)
 
 
-def test_each_version_is_measured_and_a_worse_one_is_told_of(
-    config: RunConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = {"watch": config.data.path, "watch_rows": ROWS, "watch_loss": 0.02}
+def test_each_version_is_measured_and_a_worse_one_is_told_of(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"watch": run.data.path, "watch_rows": ROWS, "watch_loss": 0.02}
     caplog.set_level(logging.INFO)
     first = None
-    with serving(Path(config.store.path), **settings) as server:
+    with serving(Path(run.store.path), **settings) as server:
         for factor, holds in ((1.0, True), (1.01, True), (-1.0, False)):
-            version, loss = commit_and_evaluate(config, factor)
+            version, loss = commit_and_evaluate(run, factor)
             first = first or loss
             assert (loss <= 1.02 * first) == holds
             wait_for(lambda version=version: server.metric("tierstore_watch_version") == version)
@@ -112,9 +101,9 @@ def test_another_commit_of_the_same_number_is_measured() -> None:
     assert measured == ["a", "b", "c"]
 
 
-def test_of_several_stores_each_is_watched_on_its_own(config: RunConfig) -> None:
-    watched, other = (StoreConfig(path=config.store.path, name=name) for name in ("a", "b"))
-    stores = (replace(watched, watch=config.data.path), other)
+def test_of_several_stores_each_is_watched_on_its_own(run: RunConfig) -> None:
+    watched, other = (StoreConfig(path=run.store.path, name=name) for name in ("a", "b"))
+    stores = (replace(watched, watch=run.data.path), other)
     with serving(stores=stores, watch_rows=ROWS) as server:
         wait_for(lambda: server.metric("tierstore_watch_rows", store="a") == ROWS)
         assert server.metric("tierstore_watch_rows") == ROWS, "b has none"
@@ -123,9 +112,8 @@ def test_of_several_stores_each_is_watched_on_its_own(config: RunConfig) -> None
     assert [each["watch"] and each["watch"]["rows"] for each in status["stores"]] == [ROWS, None]
 
 
-def test_what_cannot_be_watched_is_said_before_the_server_is_ready(config: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"), serving(config.store.path, watch=str(tmp_path / "none")):
-        pass
+def test_what_cannot_be_watched_is_said_before_the_server_is_ready(run: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "empty.tsv").write_text("")
-    with pytest.raises(ValueError, match="no rows"), serving(config.store.path, watch=str(tmp_path / "empty.tsv")):
-        pass
+    for name, error, says in (("none", DataError, "does not exist"), ("empty.tsv", ValueError, "no rows")):
+        with pytest.raises(error, match=says), serving(run.store.path, watch=str(tmp_path / name)):
+            pass

@@ -1,12 +1,11 @@
 """Whole servers: of a training run, as replicas, warming up, behind a token and with TLS."""
 
 import asyncio
-import json
 import os
 import shutil
 import socket
 import ssl
-from collections.abc import Iterator
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,163 +17,110 @@ import torch
 import tritonclient.grpc
 
 import tierstore
-from tests.following import Child
 from tests.serve.clients import Client
 from tests.serve.fronts import refused
 from tests.serve.loops import wait_for
 from tests.serve.replicas import publishing
 from tests.serve.test_engine import ids_of
-from tests.serve.whole import ADMIN, SMALL, InThread, make_certificate, serving
-from tests.train.runs import TRAIN_ROWS, config_of
+from tests.serve.whole import ADMIN, make_certificate, serving
+from tests.train.runs import TRAIN_ROWS
 from tests.updates.support import ROWS, change, table_config
 from tierstore.cli import entry as cli
 from tierstore.serve import hot_rows
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import Status
 from tierstore.serve.tls import Tls
-from tierstore.train import train
-from tierstore.train.build import open_data
+from tierstore.train.build import build_run, open_data, open_run_store
+from tierstore.train.checkpoint import Position, commit_run, restore_run
 from tierstore.train.config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 BATCH = 32
 
-TRAINER = """
-import json, sys
-from pathlib import Path
-import torch
-from tests.train.runs import TRAIN_ROWS, config_of
-from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.checkpoint import Position, commit_run, restore_run
-config = config_of(Path(sys.argv[1]), "store", store__keep=4, store__threads=1)
-reader, hasher = open_data(config)
-batch = next(iter(reader.batches(hasher, batch_size=32, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + 32)))
-torch.set_num_threads(1)
-with open_run_store(config) as store:
-    run = build_run(config, store)
-    restore_run(run)
-    for line in sys.stdin:
-        if line == "step\\n":  # dense weights and rows change together
+
+def go_on(config: RunConfig, back_to: int = 0) -> tuple[str, Any]:
+    """Train a step, which changes dense weights and rows, or go back; the version then, and the trainer's own answer
+    for the first rows of the test data."""
+    reader, hasher = open_data(config)
+    batch = next(iter(reader.batches(hasher, batch_size=BATCH, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + BATCH)))
+    with open_run_store(config) as store:
+        if back_to:
+            store.rollback(back_to)
+        run = build_run(config, store)
+        restore_run(run)
+        if not back_to:
             logits = run.model(batch.dense, batch.sparse)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
             run.optimizer.zero_grad()
             (loss * 100).backward()
             run.optimizer.step()
             commit_run(run, config, Position()).result()
-        else:
-            store.rollback(int(line))
-            restore_run(run)
         with torch.no_grad():
-            answer = torch.sigmoid(run.model(batch.dense, batch.sparse)).tolist()
-        print(json.dumps([store.version, answer]), flush=True)
-"""
-
-
-class Trainer(Child):
-    """Another process that trains the small run on, step by step."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(TRAINER, str(folder))
-
-    def __call__(self, order: str = "step") -> tuple[str, Any]:
-        """The version then, and the trainer's own answer for the first rows of the test data."""
-        version, answer = json.loads(self.ask(order))
-        return str(version), np.array(answer, np.float32)
+            return str(store.version), torch.sigmoid(run.model(batch.dense, batch.sparse)).numpy().tobytes()
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunConfig]:
-    folder = tmp_path_factory.mktemp("run")
-    config = config_of(folder, "store", store__keep=4, store__threads=1)
-    train(config)
-    return folder, config
-
-
-@pytest.fixture(scope="module")
-def trainer(run: tuple[Path, RunConfig]) -> Iterator[Trainer]:
-    made = Trainer(run[0])
-    yield made
-    made.end()
-
-
-@pytest.fixture(scope="module")
-def question(run: tuple[Path, RunConfig]) -> dict[str, Any]:
+def question(run: RunConfig) -> dict[str, Any]:
     """The first rows of the test data, as they are in the file."""
-    reader, _ = open_data(run[1])
-    raw = next(iter(reader.read_chunks(TRAIN_ROWS, TRAIN_ROWS + BATCH, BATCH)))
-    has = np.diff(raw.categories.offsets)
+    raw = next(iter(open_data(run)[0].read_chunks(TRAIN_ROWS, TRAIN_ROWS + BATCH, BATCH)))
+    lengths = np.diff(raw.categories.offsets).astype(np.int32)
     dense = np.nan_to_num(raw.dense, nan=0.0)
-    return {"dense": dense, "values": np.concatenate(raw.categories.columns), "lengths": has.astype(np.int32)}
+    return {"dense": dense, "values": np.concatenate(raw.categories.columns), "lengths": lengths}
 
 
-@pytest.mark.slow
-def test_dense_weights_and_rows_of_a_run_move_together(
-    run: tuple[Path, RunConfig], trainer: Trainer, question: dict[str, Any]
-) -> None:
-    expected = dict([trainer()])
-    with serving(Path(run[1].store.path)) as server, ThreadPoolExecutor(2) as pool:
-
-        def ask(last: str) -> list[tuple[str, Any]]:
-            answers = []
-            with Client(server.url) as client:
-                while not answers or answers[-1][0] != last:
-                    answer = client.infer("ranking", question)
-                    answers.append((answer.version, answer.outputs["probabilities"]))
-            return answers
-
-        first = int(next(iter(expected)))
-        asking = [pool.submit(ask, str(first + 6)) for _ in range(2)]
-        for _ in range(6):
-            version, answer = trainer()
-            expected[version] = answer
-            wait_for(lambda version=version: str(server.engine.version) == version)
-        for each in asking:
-            answers = each.result()
-            for version, probabilities in answers:
-                same = [each for each, wanted in expected.items() if wanted.tobytes() == probabilities.tobytes()]
-                assert same == [version], f"{version}: {probabilities} {expected[version]}"
-            assert len({version for version, _ in answers}) > 2
-        assert len({answer.tobytes() for answer in expected.values()}) == len(expected)
-        trainer(str(first + 4))
-        wait_for(lambda: server.engine.version == first + 4)
-        with Client(server.url) as client:
-            back = client.infer("ranking", question)
-        assert (back.version, back.outputs["probabilities"].tobytes()) == (
-            str(first + 4),
-            expected[str(first + 4)].tobytes(),
-        )
+def ranked(client: Client, question: dict[str, Any]) -> tuple[str, bytes]:
+    """The version of the answer, and its bits."""
+    answer = client.infer("ranking", question)
+    return answer.version, answer.outputs["probabilities"].tobytes()
 
 
-def test_a_replica_of_a_run_ranks_as_its_source(
-    run: tuple[Path, RunConfig], trainer: Trainer, question: dict[str, Any], tmp_path: Path
-) -> None:
-    source = run[1].store.path
+def test_dense_weights_and_rows_of_a_run_move_together(run: RunConfig, question: dict[str, Any]) -> None:
+    expected, answers, done = dict([go_on(run)]), list[tuple[str, bytes]](), threading.Event()
+    with serving(Path(run.store.path)) as server, Client(server.url) as client, ThreadPoolExecutor(1) as pool:
+
+        def ask() -> None:
+            while not done.is_set():
+                answers.append(ranked(client, question))
+
+        asking = pool.submit(ask)
+        try:
+            for _ in range(4):
+                version, bits = go_on(run)
+                expected[version] = bits
+                wait_for(lambda version=version: asking.done() or (answers and answers[-1][0] == version))
+            *_, back, _, _ = expected
+            assert go_on(run, int(back)) == (back, expected[back])
+            wait_for(lambda: asking.done() or answers[-1][0] == back)
+        finally:
+            done.set()
+        asking.result()
+    assert set(answers) <= set(expected.items())
+    assert len(set(answers)) >= 4
+    assert len(set(expected.values())) == len(expected)
+
+
+def test_a_replica_of_a_run_ranks_as_its_source(run: RunConfig, question: dict[str, Any], tmp_path: Path) -> None:
     with (
-        publishing(Path(source)) as publisher,
+        publishing(Path(run.store.path)) as publisher,
         serving(tmp_path / "replica", sources=(publisher.url,)) as server,
         Client(server.url) as client,
     ):
         assert not client.ready()
         with refused(Status.UNAVAILABLE):
             client.rank(**question)
-        expected = dict([trainer()])
+        expected = []
         for _ in range(2):
+            expected.append(go_on(run))
             publisher.step()
             wait_for(client.ready)
-            version, wanted = list(expected.items())[-1]
-            wait_for(lambda version=version: str(server.engine.version) == version)
-            answer = client.infer("ranking", question)
-            assert (answer.version, answer.outputs["probabilities"].tobytes()) == (version, wanted.tobytes())
-            expected |= dict([trainer()])
-        first, second, _ = expected
+            wait_for(lambda: str(server.engine.version) == expected[-1][0])
+            assert ranked(client, question) == expected[-1]
         back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
-        assert back.json() == {"version": int(first)}
-        answer = client.infer("ranking", question)
-        assert (answer.version, answer.outputs["probabilities"].tobytes()) == (first, expected[first].tobytes())
+        assert back.json() == {"version": int(expected[0][0])}
+        assert ranked(client, question) == expected[0]
         assert httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60).status_code in (422, 500)
         status = server.status()["version"]
-        assert (status["served"], status["update_failures"]) == (int(first), 0)
-        assert int(second) > int(first)
+        assert (status["served"], status["update_failures"]) == (int(expected[0][0]), 0)
 
 
 def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,32 +181,25 @@ def test_with_less_memory_the_last_hot_rows_of_each_table_are_loaded(tmp_path: P
         assert sum(map(len, found.values())) == room < 40_000
         for ids in found.values():
             assert ids.tolist() == list(range(20_000 - len(ids), 20_000))
+        assert hot_rows.warm_up(store, found, lambda: True) == 0, "it is stopped, as by a signal"
         assert 0 < hot_rows.warm_up(store, found, lambda: False) <= room
 
 
-def test_warm_up_from_a_trace(run: tuple[Path, RunConfig], tmp_path: Path) -> None:
-    trace = tmp_path / "run.npz"
-    run_file = tmp_path / "run.toml"
-    config = run[1]
+def test_warm_up_from_a_trace(run: RunConfig, tmp_path: Path) -> None:
+    trace, run_file = tmp_path / "run.npz", tmp_path / "run.toml"
     run_file.write_text(
-        f'[data]\npath = "{config.data.path}"\ntrain_rows = 200\ntest_rows = 50\n'
+        f'[data]\npath = "{run.data.path}"\ntrain_rows = 200\ntest_rows = 50\n'
         "[embedding]\ndim = 4\nnum_embeddings = 150\n[train]\nbatch_size = 32\nepochs = 1\n"
-        f'[store]\npath = "{config.store.path}"\n'
+        f'[store]\npath = "{run.store.path}"\n'
     )
     assert cli.main(["trace", str(run_file), str(trace)]) == 0
-    with serving(Path(config.store.path), warm_up=str(trace), ddr="8MiB") as server:
-        ddr = server.engine.state().tiers.ddr
-        assert ddr.misses > 500
-        with Client(server.url) as client:
-            ids = hot_rows.rows_of_trace(trace)["C1"]
-            client.rows(ids, table="C1")
-        assert server.engine.state().tiers.ddr.misses == ddr.misses
-    with pytest.raises(ValueError, match=r"run\.toml"):
-        InThread(config_with(config.store.path, warm_up=str(run_file)))
-
-
-def config_with(store: Any, **settings: Any) -> ServeConfig:
-    return ServeConfig(**(SMALL | {"store": str(store)} | settings))
+    with serving(Path(run.store.path), warm_up=str(trace), ddr="8MiB") as server, Client(server.url) as client:
+        misses = server.engine.state().tiers.ddr.misses
+        assert misses > 500
+        client.rows(hot_rows.rows_of_trace(trace)["C1"], table="C1")
+        assert server.engine.state().tiers.ddr.misses == misses
+    with pytest.raises(ValueError, match=r"run\.toml"), serving(run.store.path, warm_up=str(run_file)):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +235,7 @@ def test_clients_and_operators_have_a_token_each(plain: Path, tmp_path: Path) ->
         with pytest.raises(httpx.HTTPStatusError, match="401"):
             httpx.get(f"{server.url}/v2", headers=ADMIN).raise_for_status()
     with pytest.raises(ValueError, match="holds the token of clients"):
-        _ = config_with(plain, token_file=str(token_file), admin_token_file=str(token_file)).admin_token
+        _ = ServeConfig(store=str(plain), token_file=str(token_file), admin_token_file=str(token_file)).admin_token
 
 
 def test_without_an_admin_token_nothing_is_changed_whoever_asks(plain: Path) -> None:
@@ -304,9 +243,8 @@ def test_without_an_admin_token_nothing_is_changed_whoever_asks(plain: Path) -> 
     with serving(plain, admin_token_file="") as server:
         for path in ("/", "/metrics", "/status.json"):
             assert httpx.get(server.admin + path).status_code == 200
-        calls = [("POST", "drain"), ("POST", "refresh"), ("POST", "rollback")]
-        for method, call in calls:
-            refused = httpx.request(method, f"{server.admin}/admin/{call}", headers=ADMIN)
+        for call in ("drain", "refresh", "rollback"):
+            refused = httpx.post(f"{server.admin}/admin/{call}", headers=ADMIN)
             assert refused.status_code == 403
             assert "--admin-token-file" in refused.json()["error"]
         assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200

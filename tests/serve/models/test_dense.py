@@ -22,12 +22,6 @@ from tierstore.serve.models import Models, load_program
 from tierstore.serve.models.dense import LOW, Int8Linear
 from tierstore.train import train
 from tierstore.train.build import open_data
-from tierstore.train.config import RunConfig
-
-ROUNDING = 2.0**-24
-"""Relative error of a result in float32."""
-HALF_A_LEVEL = 0.5 + 127 * 4 * ROUNDING
-"""Numbers are divided by their scale in float32, in a few steps."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,24 +31,7 @@ def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(each, "is_fast", staticmethod(lambda: True))
 
 
-def bound16(layer: nn.Linear, rows: Tensor) -> Tensor:
-    """In bfloat16: inputs, parameters and results are off by a share of at most 2^-8."""
-    inputs, weights = rows.double().abs(), layer.weight.detach().double().abs()
-    bias = 0 if layer.bias is None else layer.bias.double().abs()
-    return 2.0**-8 * (3.02 * inputs @ weights.T + 2.01 * bias)
-
-
-def bound8(layer: nn.Linear, rows: Tensor) -> Tensor:
-    """How far results may be from exact ones, float64 [n, N]: each input and each weight is off by half a level."""
-    inputs, weights = rows.double().abs(), layer.weight.detach().double().abs()
-    input_off, weight_off = (HALF_A_LEVEL * each.amax(1) / 127 for each in (inputs, weights))
-    off = inputs.sum(1, keepdim=True) * weight_off + input_off.unsqueeze(1) * (weights + weight_off.unsqueeze(1)).sum(1)
-    return off + 4 * ROUNDING * (inputs @ weights.T + off + (0 if layer.bias is None else layer.bias.double().abs()))
-
-
 class Rounded(nn.Module):
-    """All of the layer in torch's bfloat16."""
-
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = copy.deepcopy(linear).bfloat16()
@@ -78,12 +55,11 @@ class Quantized(nn.Module):
 
 
 def quantized(rows: Any) -> tuple[Any, Any]:
-    largest = np.abs(rows).max(1)
+    largest = np.maximum(np.abs(rows).max(1), np.finfo(np.float32).tiny)
     return np.rint(rows * (np.float32(127) / largest)[:, None]).astype(np.int64), largest / np.float32(127)
 
 
 REFERENCES: dict[Any, type[nn.Module]] = {"bfloat16": Rounded, "int8": Quantized}
-BOUNDS = {"bfloat16": bound16, "int8": bound8}
 either = pytest.mark.parametrize("dense", REFERENCES)
 
 
@@ -98,16 +74,18 @@ def with_reference(model: nn.Module, dense: str) -> nn.Module:
 
 @either
 @pytest.mark.parametrize(("samples", "inputs", "outputs"), [(2, 128, 128), (7, 513, 33), (40, 367, 128)])
-def test_a_layer_is_as_near_as_its_format_lets_it_be(samples: int, inputs: int, outputs: int, dense: str) -> None:
+def test_a_layer_computes_as_its_format_says(samples: int, inputs: int, outputs: int, dense: str) -> None:
     torch.manual_seed(samples)
     layer, rows = nn.Linear(inputs, outputs, bias=samples != 7), torch.randn(samples, inputs)
     rows *= torch.logspace(-6, 6, samples).unsqueeze(1)
     rows[samples // 2] = 0
     packed = LOW[dense](layer.weight, layer.bias)
-    found = packed(rows)
-    assert ((found - copy.deepcopy(layer).double()(rows.double())).abs() <= BOUNDS[dense](layer, rows)).all()
-    assert torch.equal(packed(rows.reshape(samples, 1, -1))[:, 0], found)
-    assert not torch.equal(found, layer(rows))
+    with torch.inference_mode():
+        found = packed(rows)
+        assert torch.equal(found, REFERENCES[dense](layer)(rows))
+        assert torch.equal(packed(rows.reshape(samples, 1, -1))[:, 0], found)
+        off = (found - layer(rows)).abs().amax(1)
+    assert (off <= 0.02 * rows.abs().amax(1) * inputs**0.5 + 0.001).all()
 
 
 def test_other_samples_change_no_bit_even_if_they_are_no_numbers() -> None:
@@ -122,7 +100,7 @@ def test_other_samples_change_no_bit_even_if_they_are_no_numbers() -> None:
     assert torch.equal(found[6:], alone[6:])
 
 
-@pytest.mark.parametrize(("dense", "interaction"), [("int8", "dot"), ("int8", "dcn"), ("bfloat16", "dcn")])
+@pytest.mark.parametrize(("dense", "interaction"), [("int8", "dcn"), ("bfloat16", "dot")])
 def test_a_server_predicts_in_fewer_bits_and_follows_commits(dense: str, interaction: str, tmp_path: Path) -> None:
     model = {"interaction": interaction, "bottom_mlp": [128, 128], "top_mlp": [48, 32], "cross_rank": 48}
     changes = {f"model__{name}": value for name, value in model.items()}
@@ -130,20 +108,17 @@ def test_a_server_predicts_in_fewer_bits_and_follows_commits(dense: str, interac
     train(config)
     of_data = evaluated(config)
     inputs = {name: each.data for name, each in query(of_data.dense, of_data.categories).items()}
-    with serving(Path(config.store.path), dense=dense) as server, Client(server.url) as client:
-        for factor in (1.0, 1.5):
-            version, want = commit_and_predict(config, factor, dense)
-            wait_for(lambda version=version: server.engine.version == version)
-            assert client.rank(**inputs).tobytes() == want.tobytes()
-
-
-def commit_and_predict(config: RunConfig, factor: float, dense: str) -> tuple[int, Any]:
-    """Multiply the run's dense weights, commit them, and return the version and its probabilities, float32 [B]."""
     reader, hasher = open_data(config)
     batch = next(iter(reader.batches(hasher, batch_size=BATCH, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + BATCH)))
-    return commit_scaled(
-        config, factor, lambda model: torch.sigmoid(with_reference(model, dense)(batch.dense, batch.sparse)).numpy()
-    )
+
+    def predict(model: nn.Module) -> Any:
+        return torch.sigmoid(with_reference(model, dense)(batch.dense, batch.sparse)).numpy()
+
+    with serving(Path(config.store.path), dense=dense) as server, Client(server.url) as client:
+        for factor in (1.0, 1.5):
+            version, want = commit_scaled(config, factor, predict)
+            wait_for(lambda version=version: server.engine.version == version)
+            assert client.rank(**inputs).tobytes() == want.tobytes()
 
 
 @either

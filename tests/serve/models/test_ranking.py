@@ -11,7 +11,6 @@ import torch
 import tierstore
 from tests.serve.models.stores import Counted, asked, require_refused, tensor
 from tests.train.readers.rows import matrix
-from tests.train.readers.test_hashing import splitmix64
 from tests.train.runs import TRAIN_ROWS, config_of
 from tierstore.serve.messages import InferTensor, ServeError, Status
 from tierstore.serve.models import Models
@@ -21,10 +20,10 @@ from tierstore.train.checkpoint import restore_run
 from tierstore.train.config import RunConfig
 
 BATCH = 48
-RUNS = {
-    "dlrm": {"train__epochs": 1},
-    "dcn": {"train__epochs": 1, "model__interaction": "dcn", "data__log_dense": False},
-    "towers": {"train__epochs": 1, "model__towers": [[f"C{i}" for i in range(k, 27, 2)] for k in (2, 1)]},
+RUNS: dict[str, dict[str, Any]] = {
+    "dlrm": {},
+    "dcn": {"model__interaction": "dcn", "data__log_dense": False},
+    "towers": {"model__towers": [[f"C{i}" for i in range(k, 27, 2)] for k in (2, 1)]},
 }
 
 
@@ -55,7 +54,9 @@ def evaluated(config: RunConfig) -> Trained:
 
 @pytest.fixture(scope="module", params=RUNS)
 def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    config = config_of(tmp_path_factory.mktemp("ranking"), "store", **RUNS[request.param])
+    if request.param == "dlrm":
+        return evaluated(request.getfixturevalue("run"))
+    config = config_of(tmp_path_factory.mktemp("ranking"), "store", train__epochs=1, **RUNS[request.param])
     train(config)
     return evaluated(config)
 
@@ -78,41 +79,15 @@ def query(dense: Any, categories: Any) -> dict[str, InferTensor]:
 
 
 def test_it_gives_the_bits_of_the_trainers_own_evaluation(trained: Trained, store: tierstore.Store) -> None:
+    """Also of several requests in a batch, which are told apart."""
     model: Any = Models(store).by_name["ranking"]
-    (found,) = asked(model, query(trained.dense, trained.categories))
     assert (trained.categories < 0).any()
-    assert found["probabilities"].tobytes() == trained.probabilities.tobytes()
-    assert found["probabilities"].std() > 0.001
-
-
-def test_requests_of_one_batch_are_told_apart(trained: Trained, store: tierstore.Store) -> None:
-    model: Any = Models(store).by_name["ranking"]
-    bounds = [0, 1, 20, 21, BATCH]
-    parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    found = asked(model, *(query(trained.dense[part], trained.categories[part]) for part in parts))
-    together = np.concatenate([each["probabilities"] for each in found])
-    assert together.tobytes() == trained.probabilities.tobytes()  # the model's batch is the trainer's
-    for part, each in zip(parts, found, strict=True):
-        (alone,) = asked(model, query(trained.dense[part], trained.categories[part]))
-        # Of a probability like 1e-11 the relative error is that of a logit of -25, so it may be as many times larger.
-        logs = (np.log(found["probabilities"].astype(np.float64)) for found in (alone, each))
-        np.testing.assert_allclose(*logs, atol=5e-6, rtol=2e-6)
-
-
-def test_hashing_is_the_published_one(trained: Trained, store: tierstore.Store) -> None:
-    """By integers of Python, which do not overflow."""
-
-    def row_of(value: int, column: int) -> int:
-        return splitmix64(value + (column + 1) * 0x9E3779B97F4A7C15) % 150
-
-    values = [2**63 - 1, 5, 0, 2**40, 77, 78]
-    lengths = np.zeros((26, 2), np.int32)
-    lengths[0], lengths[3], lengths[25] = (2, 1), (0, 1), (2, 0)
-    features = [0, 0, 0, 3, 25, 25]
-    given = {"values": tensor("INT64", values), "lengths": tensor("INT32", lengths)}
-    model: Any = Models(store).by_name["ranking"]
-    parsed = model.parse(given | {"dense": tensor("FP32", np.zeros((2, 13)))})
-    assert parsed.values.tolist() == [row_of(*pair) for pair in zip(values, features, strict=True)]
+    assert trained.probabilities.std() > 0.001
+    for bounds in ([0, BATCH], [0, 1, 20, 21, BATCH]):
+        parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        found = asked(model, *(query(trained.dense[part], trained.categories[part]) for part in parts))
+        assert np.concatenate([each["probabilities"] for each in found]).tobytes() == trained.probabilities.tobytes()
+        assert [len(each["probabilities"]) for each in found] == list(np.diff(bounds))
 
 
 def wrong_queries(good: dict[str, InferTensor]) -> dict[str, dict[str, InferTensor]]:
