@@ -70,25 +70,3 @@ def asked(model: Any, *requests: Mapping[str, InferTensor]) -> list[dict[str, An
             assert each.data.dtype == np.float32
             assert each.data.flags.c_contiguous
     return [{name: each.data for name, each in outputs.items()} for outputs in found]
-
-
-def plain_pooled(
-    rows: torch.Tensor, ids: Sequence[int], lengths: Sequence[int], mode: str, weights: Sequence[float] | None = None
-) -> Any:
-    """Bags pooled one id after another in float32: the order that the project promises; zeros where empty."""
-    out = torch.zeros(len(lengths), rows.shape[1])
-    scale = [1.0] * len(ids) if weights is None else weights
-    position = 0
-    for bag, length in enumerate(lengths):
-        part = rows[list(ids[position : position + length])].float()
-        if length and mode == "max":
-            out[bag] = part.max(0).values
-        elif length:
-            offsets = torch.tensor([0])
-            pooled = torch.nn.functional.embedding_bag(
-                torch.arange(length), part, offsets, mode=mode,
-                per_sample_weights=None if mode == "mean" else torch.tensor(scale[position : position + length]),
-            )  # fmt: skip
-            out[bag] = pooled[0]
-        position += length
-    return out.numpy()

@@ -66,7 +66,7 @@ def by_hand(store: tierstore.Store, path: Path, inputs: Mapping[str, InferTensor
     return {name: each.numpy() for name, each in found.items()}
 
 
-@pytest.mark.parametrize("samples", [1, 2, 33])
+@pytest.mark.parametrize("samples", [1, 33])
 def test_its_outputs_are_those_of_the_program_called_by_hand(
     folder: Path, store: tierstore.Store, samples: int
 ) -> None:
@@ -122,9 +122,10 @@ WRONG_REQUESTS: dict[str, dict[str, InferTensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", WRONG_REQUESTS)
-def test_wrong_requests_are_told(folder: Path, store: tierstore.Store, message: str) -> None:
-    require_refused(served(store, folder / "mine.pt2"), query(3, 2)[0] | WRONG_REQUESTS[message], message)
+def test_wrong_requests_are_told(folder: Path, store: tierstore.Store) -> None:
+    model = served(store, folder / "mine.pt2")
+    for message, inputs in WRONG_REQUESTS.items():
+        require_refused(model, query(3, 2)[0] | inputs, message)
 
 
 class Same(torch.nn.Module):
