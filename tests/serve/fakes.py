@@ -26,13 +26,7 @@ VERSION = "7"
 class FakeEngine:
     """Models "echo" (each input comes back as an output of its name), "double" (x FP32 [-1, 3] as y, twice it), "slow"
     (waits until ``let_go``), "zeros" (so many as x INT64 [1] says, UINT8), "full", "late", "broken" (each fails in its
-    way).
-
-    Attributes:
-        seen: the requests, in order of arrival.
-        refused: what ``note_refused`` was told.
-        cancelled: requests whose task was cancelled while "slow" held them.
-    """
+    way). It keeps the requests ``seen``, those ``cancelled`` while "slow" held them, and what was ``refused``."""
 
     def __init__(self) -> None:
         self.is_live = True
@@ -41,15 +35,10 @@ class FakeEngine:
         self.refused: list[tuple[str, Exception]] = []
         self.cancelled: list[InferRequest] = []
         self.let_go = asyncio.Event()
+        x, y = (TensorSpec(name, "FP32", (-1, 3)) for name in "xy")
+        about: dict[str, Any] = {"versions": (VERSION,), "platform": "tierstore", "inputs": (x,), "outputs": (y,)}
         self._models = {
-            name: ModelMetadata(
-                name=name,
-                versions=(VERSION,),
-                platform="tierstore",
-                inputs=(TensorSpec("x", "FP32", (-1, 3)),),
-                outputs=(TensorSpec("y", "FP32", (-1, 3)),),
-                parameters={"features": "a,b"},
-            )
+            name: ModelMetadata(name=name, parameters={"features": "a,b"}, **about)
             for name in ("broken", "double", "echo", "full", "late", "slow", "zeros")
         }
 

@@ -1,14 +1,13 @@
 """REST and gRPC over the fake engine, each in a thread with an event loop of its own, and what speaks to them."""
 
 import asyncio
+import http.client
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
-import httptools
 import numpy as np
 import pytest
 import tritonclient.grpc
@@ -40,19 +39,11 @@ class Fronted(LoopThread):
     """
 
     def __init__(
-        self,
-        protocol: str,
-        limits: Limits | None = None,
-        *,
-        engine: FakeEngine | None = None,
-        use_uvloop: bool = False,
-        token: str | None = None,
-        tls: Tls | None = None,
-        **address: Any,
-    ) -> None:
+        self, protocol: str, limits: Limits | None = None, *, use_uvloop: bool = False, token: str | None = None,
+        tls: Tls | None = None, **address: Any,
+    ) -> None:  # fmt: skip
         self.protocol = protocol
-        self.engine = engine or FakeEngine()
-        self.is_secure = tls is not None
+        self.engine = FakeEngine()
         self.refused: list[Any] = []
         super().__init__(uvloop.new_event_loop() if use_uvloop else None)
         try:
@@ -173,35 +164,19 @@ def refused(status: Status, says: str = "") -> Iterator[Any]:
     assert says in str(raised.value)
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """One response of HTTP as it came over the wire."""
 
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
-    complete: bool = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.decode().lower()] = value.decode()
-
-    def on_body(self, body: bytes) -> None:
-        self.body += body
-
-    def on_message_complete(self) -> None:
-        self.complete = True
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
 
 
 def read_answer(sock: socket.socket) -> Answer:
-    """The next response of a connection on which no other follows it; OSError or AssertionError if none comes."""
-    answer = Answer()
-    parser = httptools.HttpResponseParser(answer)
-    while not answer.complete:
-        data = sock.recv(1 << 16)
-        assert data, "closed without an answer"
-        parser.feed_data(data)
-    answer.status = parser.get_status_code()
-    return answer
+    """The next response of a connection on which no other follows it; OSError if none comes."""
+    with http.client.HTTPResponse(sock) as response:
+        response.begin()
+        return Answer(response.status, response.headers, response.read())
 
 
 def read_to_end(sock: socket.socket) -> bytes:
