@@ -19,44 +19,26 @@ NOTHING = "\N{EN DASH}"
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 
 
-class Monitored:
-    """A server with something to show."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.metrics = Metrics(["dlrm", "items"], clock=self.clock)
-        self.source = FakeSource()
-
-        for _ in range(300):
-            self.metrics.answered("dlrm", "http", None, 0.004)
-        for _ in range(15):
-            self.metrics.answered("items", "grpc", Status.DEADLINE, 0.2)
-        self.metrics.batched("dlrm", 4, 96, [0.0005] * 4, 0.02)
-        self.metrics.refused("http", Status.TOO_LARGE)
-        self.metrics.out_of_range("items", 6)
-        self.metrics.updated(7, 0.25)
-        self.clock.now += 3
-        self.served = Served(admin_app(monitoring_routes(self.metrics, self.source)))
-
-    def stop(self) -> None:
-        self.served.stop()
-
-
-@pytest.fixture
-def monitored() -> Iterator[Monitored]:
-    found = Monitored()
-    yield found
-    found.stop()
-
-
 class Watched(WatchedPage):
-    """A page of a server."""
+    """The page of a server with something to show."""
 
     def __init__(self, browser: Browser) -> None:
         super().__init__(browser, wait_ms=WAIT_SECONDS * 1000, viewport=PHONE, locale="en-US")
+        clock, self.source = Clock(), FakeSource()
+        metrics = Metrics(["dlrm", "items"], clock=clock)
+        for _ in range(300):
+            metrics.answered("dlrm", "http", None, 0.004)
+        for _ in range(15):
+            metrics.answered("items", "grpc", Status.DEADLINE, 0.2)
+        metrics.batched("dlrm", 4, 96, [0.0005] * 4, 0.02)
+        metrics.refused("http", Status.TOO_LARGE)
+        metrics.out_of_range("items", 6)
+        metrics.updated(7, 0.25)
+        clock.now += 3
+        self.served = Served(admin_app(monitoring_routes(metrics, self.source)))
 
-    def open(self, url: str) -> None:
-        self.page.goto(url)
+    def open(self) -> None:
+        self.page.goto(self.served.url)
         self.until("#state-text", "Ready")
 
     def until(self, selector: str, text: str) -> None:
@@ -76,10 +58,11 @@ def watched(browser: Browser) -> Iterator[Watched]:
     found = Watched(browser)
     yield found
     found.context.close()
+    found.served.stop()
 
 
-def test_numbers_are_the_sources(watched: Watched, monitored: Monitored) -> None:
-    watched.open(monitored.served.url)
+def test_numbers_are_the_sources(watched: Watched) -> None:
+    watched.open()
     assert {name: watched.texts(f"#{name}")[0] for name in ("version", "staleness", "rate", "total")} == {
         "version": "7 of 9", "staleness": "2.5 s behind", "rate": "105/s", "total": "315 since the start",
     }  # fmt: skip
@@ -103,29 +86,25 @@ def test_numbers_are_the_sources(watched: Watched, monitored: Monitored) -> None
         assert watched.texts(f"#models [data-field={name}]") == texts
     assert watched.texts("#models th") == ["dlrm", "items"]
     assert watched.texts("#tables [data-field=rows]") == ["1,000,000"]
-    events = dict(zip(watched.texts("#events dt"), watched.texts("#events dd"), strict=True))
-    assert events == {
+    assert dict(zip(watched.texts("#events dt"), watched.texts("#events dd"), strict=True)) == {
         "Updates applied": "1", "Last update": "version 7 in 250 ms, 3 s ago", "Updates failed": "0",
         "Ids out of range": "6", "Failed: deadline": "15", "Refused, http: too_large": "1",
     }  # fmt: skip
     assert not watched.wrong
-    monitored.source.state = monitored.source.state._replace(ready=False)
+    watched.source.state = watched.source.state._replace(ready=False)
     watched.until("#state-text", "Not taking requests")
-    monitored.stop()
+    watched.served.stop()
     watched.until("#state-text", "Unreachable")
     assert watched.texts("#alert")[0].startswith("The server cannot be reached. The numbers are of ")
 
 
-def test_nothing_is_wider_than_the_screen_and_hostile_names_stay_text(watched: Watched, monitored: Monitored) -> None:
-    state = monitored.source.state
-    tables = [
-        TableInfo("a" * 200, 10**12, 4096, "float32"),
-        TableInfo("b c " * 50, 1, 1, "int4"),
-        TableInfo(HOSTILE, 5, 4, HOSTILE),
-    ]
+def test_nothing_is_wider_than_the_screen_and_hostile_names_stay_text(watched: Watched) -> None:
+    state = watched.source.state
+    names = ("a" * 200, "b c " * 50, HOSTILE)
+    tables = [TableInfo(name, 10**12, 4096, HOSTILE) for name in names]
     tiers = state.tiers._replace(ddr=state.tiers.ddr._replace(lookups=10**15, capacity_rows=10**12))
-    monitored.source.state = state._replace(tables=tables, tiers=tiers)
-    watched.open(monitored.served.url)
+    watched.source.state = state._replace(tables=tables, tiers=tiers)
+    watched.open()
     width = watched.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert width == 0
     cut_off = watched.page.evaluate("""[...document.querySelectorAll("dd, td, th, b, .big")]
