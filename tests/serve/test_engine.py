@@ -1,6 +1,5 @@
 """The whole server over real sockets, asked by independent clients, while another process commits."""
 
-import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -45,28 +44,19 @@ def number(writer: Writer, version: int, *tables: str) -> None:
 
 
 NOTED = """
-import json, sys
+import sys
 from pathlib import Path
+from tests.serve.clients import Client
 from tests.serve.loops import wait_for
 from tests.serve.whole import serving
 from tierstore.kernels import jit
-from tierstore.kernels.jit import JIT_ENABLED
-from tests.serve.clients import Client
 
-compiled = []
-compile_kernel = jit._Kernel.compile
-
-def note(kernel, types):
-    compiled.append(f"{kernel.py_func.__module__}.{kernel.py_func.__name__}")
-    return compile_kernel(kernel, types)
-
-jit._Kernel.compile = note
+compiled, compile_kernel = [], jit._Kernel.compile
+jit._Kernel.compile = lambda *each: (compiled.append(each[0].py_func.__name__), compile_kernel(*each))[1]
 with serving(Path(sys.argv[1]), ddr="440KiB") as server, Client(server.url) as client:
     for line in sys.stdin:
-        version = int(line)
-        wait_for(lambda: server.engine.version == version)
-        rows = client.rows(list(range(100)), table="t")
-        print(json.dumps([rows.min().item(), rows.max().item(), len(compiled), compiled[-20:]]), flush=True)
+        wait_for(lambda: server.engine.version == int(line))
+        print(client.rows(list(range(100)), table="t").min().item(), len(compiled), compiled[-20:], flush=True)
 """
 
 
@@ -75,16 +65,15 @@ def test_the_first_version_that_is_followed_compiles_nothing(writer: Writer, sto
     """Not even rows that came in meanwhile, or did not fit, do."""
     child = Child(NOTED, str(store_dir))
     try:
-        low, high, before, _ = json.loads(child.ask("1"))
-        assert (low, high) == (1, 1)
-        assert before
+        first, *before = child.ask("1").split(maxsplit=2)
         number(writer, 2)
-        low, high, after, last = json.loads(child.ask("2"))
-        assert (low, high) == (2, 2)
-        assert after == before, last
+        second, *after = child.ask("2").split(maxsplit=2)
         child.end()
     finally:
         child.kill()
+    assert (first, second) == ("1.0", "2.0")
+    assert int(before[0]) > 0
+    assert after == before
 
 
 @pytest.fixture
@@ -103,33 +92,15 @@ def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response
     return httpx.post(f"{server.url}/v2/models/rows.t/infer", json={"inputs": inputs} | options, timeout=60)
 
 
-def test_a_full_queue_refuses(writer: Writer, store_dir: Path) -> None:
-    with serving(store_dir, max_batch_samples=4, max_queue_samples=4) as server, ThreadPoolExecutor(2) as pool:
-        with server.held():
-            waiting = pool.submit(ask_rows, server, [1] * 3 * 16)
-            wait_for(lambda: server.engine.state().queued_samples["rows.t"] == 3)
-            refused = ask_rows(server, [4] * 2 * 16)
-            assert refused.status_code == 503
-            assert "max_queue_samples is 4; try again later" in refused.json()["error"]
-        assert waiting.result().status_code == 200
-        too_large = ask_rows(server, [1] * 5 * 16)
-        assert too_large.status_code == 400
-        assert "start the server with a larger --max-batch-samples" in too_large.json()["error"]
-        assert server.metric("tierstore_request_seconds_count", status="overloaded") == 1
-        assert server.metric("tierstore_request_seconds_count", status="invalid", model="rows.t") == 1
-
-
-def test_answers_are_of_one_version_while_another_process_commits(
-    writer: Writer, store_dir: Path, server: InThread
-) -> None:
+def test_answers_are_of_one_version_while_another_process_commits(writer: Writer, server: InThread) -> None:
     """The number of the version is in all its rows, so rows of two versions in one answer would show."""
-    committed, done = [1], threading.Event()
+    done = threading.Event()
 
     def ask(use_grpc: bool) -> list[int]:
         seen = []
         client: Any = tritonclient.grpc.InferenceServerClient(server.grpc) if use_grpc else Client(server.url)
+        generator = np.random.default_rng(use_grpc)
         with client:
-            generator = np.random.default_rng(use_grpc)
             while not done.is_set():
                 ids = generator.integers(0, ROWS, 100)
                 if use_grpc:
@@ -142,52 +113,53 @@ def test_answers_are_of_one_version_while_another_process_commits(
                 seen.append(int(version))
         return seen
 
-    with ThreadPoolExecutor(3) as pool:
-        asking = [pool.submit(ask, use_grpc) for use_grpc in (True, False, False)]
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask, use_grpc) for use_grpc in (True, False)]
         try:
-            for version in range(2, 12):
+            for version in range(2, 10):
                 number(writer, version)
-                committed.append(version)
                 wait_for(lambda version=version: server.engine.version == version)
         finally:
             done.set()
         for each in asking:
-            seen = each.result()
-            assert set(seen) <= set(committed)
-            assert seen == sorted(seen)
-            assert len(set(seen)) > 3
+            assert each.result() == sorted(each.result())
+            assert len({*each.result()}) > 2
     status = server.status()["version"]
-    assert (status["served"], status["newest"], status["updates"], status["update_failures"]) == (11, 11, 10, 0)
-    assert status["staleness_seconds"] == 0
-    assert server.metric("tierstore_version") == 11
+    assert (status["served"], status["newest"], status["updates"], status["update_failures"]) == (9, 9, 8, 0)
+    assert (status["staleness_seconds"], server.metric("tierstore_version")) == (0, 9)
 
 
-def test_a_server_that_cannot_follow_any_more_is_not_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_says_when_a_server_drains_or_cannot_follow_any_more(
+    server: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def health(name: str) -> int:
+        return httpx.get(f"{server.url}/v2/health/{name}").status_code
+
+    for call, status in (("drain", 503), ("resume", 200)):
+        answer = httpx.post(f"{server.admin}/admin/{call}", headers=ADMIN)
+        assert answer.json() == {"draining": call == "drain"}
+        assert (health("live"), health("ready"), ask_rows(server, [1]).status_code) == (200, status, status)
+
     def fail() -> None:
         raise BaseException("beyond what is expected to go wrong")
 
     monkeypatch.setattr(server.engine, "refresh", fail)
-    wait_for(lambda: httpx.get(f"{server.url}/v2/health/live").status_code == 503)
+    wait_for(lambda: health("live") == 503)
     assert ask_rows(server, [1]).status_code == 200
 
 
-def test_answers_name_the_version_of_their_rows_after_a_move_that_failed_half_way(
-    writer: Writer, server: InThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as broken:
-        broken.setattr(type(server.engine._models), "_made", fail)
-        writer("create", "u", ROWS, DIM)
-        number(writer, 2, "t", "u")
-        wait_for(lambda: server.engine.version == 2)
-        answer = ask_rows(server, [1]).json()
-        assert (answer["model_version"], answer["outputs"][0]["data"][0]) == ("2", 2.0)
-    number(writer, 3, "t", "u")
-    wait_for(lambda: server.engine.version == 3)
-    with Client(server.url) as client:
-        assert (client.rows([7], table="u") == 3.0).all(), "models are made at the next move"
+def test_a_full_queue_refuses(writer: Writer, store_dir: Path) -> None:
+    with serving(store_dir, max_batch_samples=4, max_queue_samples=4) as server, ThreadPoolExecutor(1) as pool:
+        with server.held():
+            waiting = pool.submit(ask_rows, server, [1] * 3 * 16)
+            wait_for(lambda: server.engine.state().queued_samples["rows.t"] == 3)
+            full = ask_rows(server, [4] * 2 * 16)
+        too_large = ask_rows(server, [1] * 5 * 16)
+        assert [each.status_code for each in (waiting.result(), full, too_large)] == [200, 503, 400]
+        assert "max_queue_samples is 4; try again later" in full.json()["error"]
+        assert "start the server with a larger --max-batch-samples" in too_large.json()["error"]
+        assert server.metric("tierstore_request_seconds_count", status="overloaded") == 1
+        assert server.metric("tierstore_request_seconds_count", status="invalid", model="rows.t") == 1
 
 
 def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: Writer, server: InThread) -> None:
@@ -217,16 +189,11 @@ def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: 
 
 def damage(store_dir: Path, version: int) -> None:
     """Flip a byte in each row that holds the version's number."""
-    row = np.full(DIM, version, np.float32).tobytes()
-    path = store_dir / "rows.lmdb"
+    row, path = np.full(DIM, version, np.float32).tobytes(), store_dir / "rows.lmdb"
     data = path.read_bytes()
     assert data.count(row) >= ROWS
-    with open(path, "r+b") as file:
-        position = data.find(row)
-        while position >= 0:
-            file.seek(position)
-            file.write(bytes([data[position] ^ 1]))
-            position = data.find(row, position + len(row))
+    with open(path, "r+b") as file:  # in place: the server has it mapped
+        file.write(data.replace(row, bytes([row[0] ^ 1]) + row[1:]))
 
 
 def test_a_damaged_version_is_not_served(
@@ -257,11 +224,9 @@ def test_a_store_that_is_replaced_goes_on_to_be_served(
 ) -> None:
     writer("close")
     shutil.rmtree(store_dir)
-    wait_for(lambda: server.status()["version"]["update_failures"] >= 2)
-    assert server.metric("tierstore_update_failures_total") >= 2
+    wait_for(lambda: server.metric("tierstore_update_failures_total") >= 2)
     status = server.status()["version"]
     assert (status["served"], status["staleness_seconds"] > 0) == (1, True)
-    assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [1.0] * DIM
     (said,) = [line for line in caplog.messages if "version 1 goes on to be served until" in line]
     assert "until this server is started again; to move on failed" in said
     assert "rows.lmdb was deleted" in said
@@ -272,12 +237,8 @@ def test_a_store_that_is_replaced_goes_on_to_be_served(
     assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [1.0] * DIM
 
 
-def ddr_of(status: dict[str, Any]) -> dict[str, Any]:
-    return next(tier for tier in status["tiers"] if tier["name"] == "ddr")
-
-
 def test_metrics_and_status_agree_with_what_was_asked(server: InThread) -> None:
-    rehearsed = ddr_of(server.status())["unique"]
+    rehearsed = server.engine.state().tiers.ddr.unique
     with Client(server.url) as client:
         for _ in range(3):
             client.rows([1, 2, 3], table="t")
@@ -288,16 +249,13 @@ def test_metrics_and_status_agree_with_what_was_asked(server: InThread) -> None:
         client.infer("rows.t", ids_of([4]))
     status = server.status()
     by_name = {model["name"]: model for model in status["models"]}
-    assert (by_name["rows.t"]["total"], by_name["rows.t"]["failed"]) == (5, 1)
+    assert (by_name["rows.t"]["total"], by_name["rows.t"]["failed"], status["requests"]["total"]) == (5, 1, 6)
     assert by_name["pooled.t"]["by_status"] == {"ok": 1}
     assert by_name["pooled.t"]["batch_samples_mean"] == 2
-    assert status["requests"]["total"] == 6
-    name = "tierstore_request_seconds_count"
-    assert server.metric(name, model="rows.t", protocol="http", status="ok") == 3
-    assert server.metric(name, model="rows.t", protocol="grpc", status="ok") == 1
-    assert server.metric(name, status="invalid") == 1
+    for count, labels in ((3, {"protocol": "http", "status": "ok"}), (1, {"protocol": "grpc"})):
+        assert server.metric("tierstore_request_seconds_count", model="rows.t", **labels) == count
     assert [each["name"] for each in status["tables"]] == ["t"]
-    ddr = ddr_of(status)
+    (ddr,) = [tier for tier in status["tiers"] if tier["name"] == "ddr"]
     assert ddr["unique"] - rehearsed == 3 * 3 + 2 + 1
     assert 0 < ddr["bytes"] <= 4 << 20
 
@@ -314,14 +272,3 @@ def test_fewer_bits_are_those_of_a_quantized_store(writer: Writer, store_dir: Pa
         assert np.array_equal(client.pooled(every, [4] * (ROWS // 4), table="t"), pooled)
         assert server.status()["tables"][0]["dtype"] == dtype
         assert server.engine.state().tiers.ddr.bytes <= 412 << 10
-
-
-def test_health_says_when_it_drains(server: InThread) -> None:
-    assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
-    assert httpx.post(f"{server.admin}/admin/drain", headers=ADMIN).json() == {"draining": True}
-    assert httpx.get(f"{server.url}/v2/health/ready").status_code == 503
-    assert httpx.get(f"{server.url}/v2/health/live").status_code == 200
-    assert ask_rows(server, [1]).status_code == 503
-    assert httpx.post(f"{server.admin}/admin/resume", headers=ADMIN).json() == {"draining": False}
-    assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
-    assert ask_rows(server, [1]).status_code == 200
