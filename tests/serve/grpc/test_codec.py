@@ -19,41 +19,22 @@ from tierstore.serve.messages import ServeError, Status
 ONE = Drawn([Tensor("the_input", "INT64", [1], [7])])
 
 
-def of_one(**contents: Any) -> Any:
-    """Typed, with contents beside those of ``ONE``."""
-    message = grpc_message(ONE, raw=False)
-    message.inputs[0].contents.MergeFrom(service_pb2.InferTensorContents(**contents))
-    return message
+def test_messages_that_do_not_agree_with_themselves() -> None:
+    messages = [grpc_message(ONE, raw=False) for _ in range(3)]
+    messages[0].inputs[0].contents.int_contents.append(1)
+    messages[1].raw_input_contents.append(bytes(8))
+    messages[2].parameters["timeout"].SetInParent()
+    messages.append(service_pb2.ModelInferRequest(raw_input_contents=[b""]))
+    says = ("input 'the_input': int_contents", "input 'the_input': contents", "timeout", "raw_input_contents for 0")
+    for message, each in zip(messages, says, strict=True):
+        with pytest.raises(ServeError, match=each) as raised:
+            decode(message)
+        assert raised.value.status is Status.INVALID
 
 
-def raw_beside_typed() -> Any:
-    message = of_one()
-    message.raw_input_contents.append(bytes(8))
-    return message
-
-
-def timeout_without_value() -> Any:
-    message = of_one()
-    message.parameters["timeout"].SetInParent()
-    return message
-
-
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        (of_one(int_contents=[1]), "input 'the_input': int_contents"),
-        (raw_beside_typed(), "input 'the_input': contents"),
-        (service_pb2.ModelInferRequest(raw_input_contents=[b""]), "raw_input_contents for 0"),
-        (timeout_without_value(), "timeout"),
-    ],
-)
-def test_messages_that_do_not_agree_with_themselves(message: Any, says: str) -> None:
-    with pytest.raises(ServeError, match=says) as raised:
-        decode(message)
-    assert raised.value.status is Status.INVALID
-
-
-def test_elements_handled_one_by_one_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_elements_that_are_handled_one_by_one_and_of_fields_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(codec, "MAX_ELEMENTS", 3)
     for count, raw in ((3, False), (4, True)):
         drawn = Drawn([Tensor("x", "FP32", [count], [1] * count)])
@@ -61,12 +42,6 @@ def test_elements_handled_one_by_one_are_bounded(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ServeError, match="raw_input_contents") as raised:
         decode(grpc_message(drawn, raw=False))
     assert raised.value.status is Status.TOO_LARGE
-
-
-# The wire format, against protobuf's own reading of it.
-
-
-def test_number_of_fields_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_FIELDS", 4)
     assert len(split_field(b"\x3a\0" * 4, 7)[1]) == 4
     with pytest.raises(ServeError, match="more than 4 fields"):
@@ -82,14 +57,6 @@ def test_splitting_reads_what_protobuf_reads(data: bytes) -> None:
         return
     split.raw_input_contents.extend(bytes(raw) for raw in raws)
     assert split == service_pb2.ModelInferRequest.FromString(data)
-
-
-NAMES = sorted(name for name in MESSAGES if not name.startswith("HealthCheck"))
-
-
-def theirs(name: str) -> Any:
-    assert model_config_pb2.DESCRIPTOR.package == "inference"
-    return service_pb2.DESCRIPTOR.pool.FindMessageTypeByName(f"inference.{name}")
 
 
 FIELD = re.compile(r"(\w+) = (\d+);")
@@ -113,16 +80,24 @@ def fields(message: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.filterwarnings("ignore:label:DeprecationWarning")
-@pytest.mark.parametrize("name", NAMES)
-def test_fields_are_the_protocols(name: str) -> None:
-    ours, there = MESSAGES[name].DESCRIPTOR, theirs(name)
-    nested = [(each, there.nested_types_by_name[each.name]) for each in ours.nested_types]
-    for own, other in [(ours, there), *nested]:
-        assert own.full_name == other.full_name
-        wanted = fields(other)
-        if own.name in PARTS:
-            wanted = [field for field in wanted if field[1] in own.fields_by_name]
-        assert fields(own) == wanted
+def test_fields_are_the_protocols() -> None:
+    assert model_config_pb2.DESCRIPTOR.package == "inference"
+    pool = service_pb2.DESCRIPTOR.pool
+    for name in MESSAGES:
+        if name.startswith("HealthCheck"):
+            continue
+        ours, there = MESSAGES[name].DESCRIPTOR, pool.FindMessageTypeByName(f"inference.{name}")
+        for own, other in [
+            (ours, there),
+            *((each, there.nested_types_by_name[each.name]) for each in ours.nested_types),
+        ]:
+            assert own.full_name == other.full_name
+            kept = (
+                fields(other)
+                if own.name not in PARTS
+                else [field for field in fields(other) if field[1] in own.fields_by_name]
+            )
+            assert fields(own) == kept
 
 
 def test_the_descriptors_are_of_the_proto_files() -> None:

@@ -1,9 +1,10 @@
 """Clients that accept no answers, send no requests, or reset calls: each loses that call, and nobody else any."""
 
+import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,35 +27,29 @@ STREAM = f"/{INFERENCE_SERVICE}/ModelStreamInfer"
 class RawClient:
     """A gRPC client over HTTP/2 alone: it can ask and not accept the answer, or begin to ask and not end.
 
-    A connection that lets the server send some bytes of each call's answer, and never more.
-
     Args:
         port: of a server on this machine.
-        window_bytes: of a call; all calls together may have up to 2 GiB.
-        timeout_seconds: of whatever waits for the server; then it raises TimeoutError.
+        window_bytes: that the server may send of each call's answer, and never more.
     """
 
-    def __init__(self, port: int, *, window_bytes: int = 1024, timeout_seconds: float = 20.0) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout_seconds)
+    def __init__(self, port: int, *, window_bytes: int = 1024) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), SECONDS)
         self._http2 = begun(window_bytes)
         self._received: dict[int, bytes] = {}
         self._ended: set[int] = set()
         self._flush()
 
-    def begin(self, method: str, message: bytes | None = None, *, is_whole: bool = True, length: int = -1) -> int:
-        """Open a call; returns its stream. Without a message, or if not whole, it stays half-open.
-
-        Args:
-            length: what the message says that it will have.
-        """
-        stream, frames = self.frames_to_begin(method, message, is_whole=is_whole, length=length)
+    def begin(self, method: str, message: bytes) -> int:
+        """Open a call; returns its stream."""
+        stream, frames = self.frames_to_begin(method, message)
         self._socket.sendall(frames)
         return stream
 
     def frames_to_begin(
         self, method: str, message: bytes | None = None, *, is_whole: bool = True, length: int = -1
     ) -> tuple[int, bytes]:
-        """A call's stream and frames; of a message longer than the server's windows the end follows as it takes it."""
+        """A call's stream and frames; without a message, or if not whole, it stays half-open. ``length``: what the
+        message says that it will have."""
         stream = self._http2.get_next_available_stream_id()
         self._http2.send_headers(stream, headers_of(method))
         if message is not None:
@@ -108,12 +103,6 @@ class RawClient:
     def close(self) -> None:
         self._socket.close()
 
-    def __enter__(self) -> "RawClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def request_of(size: int, model: str = "zeros") -> Any:
     """A short one, whose answer is as long as that."""
@@ -126,21 +115,15 @@ def request_of(size: int, model: str = "zeros") -> Any:
 LARGE, SMALL = (request_of(size).SerializeToString() for size in (4 * MEBIBYTE, 1))
 
 
-@pytest.fixture
-def resources() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def raw_client(served: Fronted, resources: ExitStack, **options: Any) -> RawClient:
-    client = resources.enter_context(RawClient(served.port, timeout_seconds=SECONDS, **options))
+def raw_client(served: Fronted, stack: ExitStack, **options: Any) -> RawClient:
+    client = stack.enter_context(contextlib.closing(RawClient(served.port, **options)))
     call_nobody(client)
     return client
 
 
 def call_nobody(client: RawClient) -> None:
     """gRPC's loop keeps the first call that came, and the last until there is another: that is to be one of these."""
-    client.wait_end(client.begin("/nobody/Nothing"))
+    client.wait_end(client.begin("/nobody/Nothing", b""))
 
 
 def answers_of(stub: Any, size: int = 1) -> int:
@@ -152,14 +135,13 @@ def answers_of(stub: Any, size: int = 1) -> int:
 
 
 @pytest.mark.parametrize(
-    ("method", "message"), [(INFER, LARGE), (INFER, SMALL), (STREAM, LARGE)], ids=["large", "small", "stream"]
+    ("method", "message", "window_bytes"), [(INFER, LARGE, 2), (INFER, SMALL, 0), (STREAM, LARGE, 0)]
 )
-@pytest.mark.parametrize("window_bytes", [0, 2])
 def test_an_answer_that_is_not_accepted_ends_its_call_alone(
-    resources: ExitStack, method: str, message: bytes, window_bytes: int, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, method: str, message: bytes, window_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving("grpc", Limits(send_seconds=0.2, stream_idle_seconds=0.2)) as served:
-        client = raw_client(served, resources, window_bytes=window_bytes)
+        client = raw_client(served, stack, window_bytes=window_bytes)
         calls = [client.begin(method, message) for _ in range(3)]
         served.wait_until(lambda: len(served.engine.seen) == 3, "them to be asked")
         slow = client.begin(INFER, request_of(1, "slow").SerializeToString())
@@ -178,13 +160,13 @@ def test_an_answer_that_is_not_accepted_ends_its_call_alone(
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "ServerLive"])
-def test_half_open_calls_do_not_keep_others_out(resources: ExitStack, method: str) -> None:
+def test_half_open_calls_do_not_keep_others_out(stack: ExitStack, method: str) -> None:
     """Nor those whose request has come in part, though the server holds but 16 of the 600 at a time."""
     limits = Limits(calls=2)
     with serving("grpc", limits) as served:
-        stub = resources.enter_context(served.stub())
+        stub = stack.enter_context(served.stub())
         for number in range(4):
-            client = raw_client(served, resources)
+            client = raw_client(served, stack)
             message = b"" if number % 2 else None
             begun = [
                 client.frames_to_begin(f"/{INFERENCE_SERVICE}/{method}", message, is_whole=False, length=100)[1]
@@ -202,13 +184,13 @@ def test_half_open_calls_do_not_keep_others_out(resources: ExitStack, method: st
 # Calls that are reset.
 
 
-def test_calls_that_are_reset_do_not_cancel_those_of_others(resources: ExitStack) -> None:
+def test_calls_that_are_reset_do_not_cancel_those_of_others(stack: ExitStack) -> None:
     """gRPC has calls wait for the event loop, and by default it cancels whatever comes above 3000."""
     may_go_on = threading.Event()
     with serving("grpc") as served:
-        stub = resources.enter_context(served.stub())
+        stub = stack.enter_context(served.stub())
         assert answers_of(stub) == 1
-        clients = [raw_client(served, resources) for _ in range(4)]
+        clients = [raw_client(served, stack) for _ in range(4)]
         served.loop.call_soon_threadsafe(may_go_on.wait, SECONDS)
         for client in clients:
             frames = b""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.serve.fronts import SECONDS, Fronted, read_answer, read_to_end, serving
@@ -135,7 +135,7 @@ def test_who_does_not_read_the_answer(server: Fronted) -> None:
     assert_serves(server)
 
 
-ENDLESS = [b"GET /", b"GET /v2?a=", b"GET /v2 HTTP/1.1\r\nhost: ", b"GET /v2 HTTP/1.1\r\n", CHUNKED + b"0\r\nhost: "]
+ENDLESS = [b"GET /", b"GET /v2 HTTP/1.1\r\nhost: ", b"GET /v2 HTTP/1.1\r\n", CHUNKED + b"0\r\nhost: "]
 
 
 @pytest.mark.parametrize("start", [*ENDLESS, CHUNKED + b"5;extension="])
@@ -183,15 +183,15 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("sent", NONSENSE)
-def test_nonsense(patient: Fronted, sent: bytes) -> None:
-    with patient.connect() as sock:
-        sock.sendall(sent)
-        answer = read_answer(sock)
-        assert (answer.status, list(orjson.loads(answer.body))) == (400, ["error"])
-        assert answer.headers["connection"] == "close"
-        sock.sendall(b"a" * (4 << 20))
-        assert sock.recv(1) == b"", "a reset, which would have taken back an answer that was not yet read"
+def test_nonsense(patient: Fronted) -> None:
+    for sent in NONSENSE:
+        with patient.connect() as sock:
+            sock.sendall(sent)
+            answer = read_answer(sock)
+            assert (answer.status, list(orjson.loads(answer.body))) == (400, ["error"]), sent
+            assert answer.headers["connection"] == "close"
+            sock.sendall(b"a" * (4 << 20))
+            assert sock.recv(1) == b"", "a reset, which would have taken back an answer that was not yet read"
     assert_serves(patient)
 
 
@@ -208,9 +208,9 @@ MESSAGES = {
 }
 
 
+@settings(max_examples=25)
 @given(
-    st.lists(st.tuples(st.sampled_from(list(MESSAGES)), st.booleans()), max_size=6),
-    st.sampled_from([1, 7, 64, 1 << 16]),
+    st.lists(st.tuples(st.sampled_from([*MESSAGES]), st.booleans()), max_size=6), st.sampled_from([1, 7, 64, 1 << 16])
 )
 def test_pipelined_requests_are_answered_in_order(patient: Fronted, drawn: list[tuple[bytes, bool]], step: int) -> None:
     """In pieces of any size; offers of another protocol are ignored, and trailers stay out of the headers."""
