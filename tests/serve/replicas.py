@@ -1,7 +1,7 @@
 """Replicas and publishers, as small as they can be: the routes under test, and a store that is open for reading."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from tests.serve import monitored
 from tests.updates.support import SMALL, change
 from tierstore.serve import admin
 from tierstore.serve.admin.publishing import publishing_app
-from tierstore.updates.canary import Canary, Measures
 from tierstore.updates.fetch import Source
 from tierstore.updates.publish import Publisher
 
@@ -68,17 +67,13 @@ class Shown:
 
 
 @contextlib.contextmanager
-def following(
-    directory: Path, urls: Sequence[str], *, token: str | None = None, canary: Canary | None = None,
-    measure: Callable[[int, str], Measures | None] = lambda *_: None,
-    lookups: Callable[[], Sequence[tuple[int, int]]] = tuple,
-) -> Iterator[Shown]:  # fmt: skip
-    """A replica that follows sources where it is told to, and offers what it has."""
+def following(directory: Path, urls: Sequence[str], *, token: str | None = None, **settings: Any) -> Iterator[Shown]:
+    """A replica that follows sources where it is told to, and offers what it has; ``settings`` are of ``Replica``."""
     replica = Shown(directory)
+    sources = [Source(url, token) for url in urls]
     taker = replica.taker = admin.Replica(
-        directory, [Source(url, token) for url in urls], extra=replica.extra, refresh=lambda: replica.refresh(),
-        canary=canary, measure=measure, lookups=lookups,
-    )  # fmt: skip
+        directory, sources, extra=replica.extra, refresh=lambda: replica.refresh(), **settings
+    )
     calls = admin.admin_routes(
         refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh, resume=replica.refresh
     )
