@@ -18,9 +18,8 @@ from tritonclient.utils import InferenceServerException
 
 from tests.serve.fronts import MODULES, PROTOCOLS, refused, tensor
 from tests.serve.loops import wait_for
-from tests.serve.models.programs import save
+from tests.serve.models.programs import Both, save
 from tests.serve.test_fronts import as_dict
-from tests.serve.test_own_model import Both
 from tests.serve.whole import ADMIN, ADMIN_TOKEN, FREE_PORTS, Command, InThread, command, serving
 from tests.updates.support import ROWS, change
 from tierstore.serve.command import parse_stores

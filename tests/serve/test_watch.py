@@ -1,11 +1,9 @@
 """The watched loss against the trainer's own model on the same rows, and what a worse version does to it."""
 
 import asyncio
-import contextlib
 import logging
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,8 @@ from tests.serve.whole import serving
 from tests.train.runs import commit_scaled
 from tierstore.models import DLRM
 from tierstore.serve.config import StoreConfig
-from tierstore.serve.engine import StoreEngine
 from tierstore.serve.messages import ServeError, Status
-from tierstore.serve.watch import LabelledRows, Watch, WatchReading
+from tierstore.serve.watch import LabelledRows, Watch
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
 from tierstore.train.readers import DataError
@@ -80,25 +77,6 @@ def test_a_reading_ends_and_bears_its_first_version(changes: bool, caplog: pytes
     want = -np.log([0.9, 0.8, 2.0**-24]).mean()
     assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
     assert ("version 7 (to 9 in the end) has" if changes else "version 7 has") in caplog.text
-
-
-def test_another_commit_of_the_same_number_is_measured() -> None:
-    """A source restored from a copy uses numbers again."""
-    engine: Any = SimpleNamespace(_config=SimpleNamespace(watch="rows"), _is_ready=True, version=3, commit_id="a")
-    measured = []
-
-    async def measure() -> None:
-        measured.append(engine.commit_id)
-        engine.watched.last = WatchReading(3, 0.5, 9, True, engine.commit_id)
-        engine.commit_id = {"a": "b", "b": "c", "c": "c"}[engine.commit_id]
-
-    async def watch() -> None:
-        engine.watched = SimpleNamespace(last=None, measure=measure)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(StoreEngine.watch_loss(engine), 1)
-
-    asyncio.run(watch())
-    assert measured == ["a", "b", "c"]
 
 
 def test_of_several_stores_each_is_watched_on_its_own(run: RunConfig) -> None:

@@ -21,6 +21,11 @@ class TwoTables(torch.nn.Module):
         return {"score": torch.sigmoid(score), "next": position + 1}
 
 
+class Both(torch.nn.Module):
+    def forward(self, dense: Tensor, item: Tensor, user: Tensor) -> Tensor:
+        return torch.cat([dense, item * 2, user], 1).cumsum(1)
+
+
 class OfDict(torch.nn.Module):
     """Takes a dict of features, whose names may be anything."""
 
