@@ -2,22 +2,19 @@
 
 import asyncio
 import contextlib
-import queue
 import select
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import tritonclient.grpc.aio
-import tritonclient.http.aio
 from google.protobuf.json_format import MessageToDict
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,24 +63,24 @@ def as_dict(answer: Any) -> Any:
     return answer if isinstance(answer, dict | list) else MessageToDict(answer, preserving_proto_field_name=True)
 
 
-def begin(served: Fronted, model: str = "slow", rows: int = 1, **options: Any) -> "queue.Queue[Any]":
-    """Ask in another thread; its queue gets the result, or the error."""
-    answers: queue.Queue[Any] = queue.Queue()
+def begin(served: Fronted, rows: int) -> "Future[Any]":
+    """Ask the model "slow" in another thread."""
+    answer: Future[Any] = Future()
 
     def run() -> None:
         with served.client(network_timeout=SECONDS) if served.protocol == "http" else served.client() as client:
             try:
-                answers.put(ask(served, client, model, rows, **options))
+                answer.set_result(ask(served, client, "slow", rows))
             except Exception as error:
-                answers.put(error)
+                answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return answers
+    return answer
 
 
-def begun(served: Fronted, count: int = 1) -> list["queue.Queue[Any]"]:
+def begun(served: Fronted, count: int, rows: int = 1) -> list["Future[Any]"]:
     """So many requests that the engine holds."""
-    answers = [begin(served) for _ in range(count)]
+    answers = [begin(served, rows) for _ in range(count)]
     served.wait_until(lambda: len(served.engine.seen) == count, "the requests to arrive")
     return answers
 
@@ -223,26 +220,6 @@ def test_outputs_and_the_deadline_reach_the_engine(served: Fronted, client: Any)
 # Many at once, and who leaves.
 
 
-def test_many_at_once(protocol: str) -> None:
-    module = {"http": tritonclient.http.aio, "grpc": tritonclient.grpc.aio}[protocol]
-
-    async def one(client: Any, number: int) -> None:
-        x = np.full((1 + number % 5, 3), number, np.float32)
-        result = await client.infer("double", [tensor(protocol, "x", "FP32", x)], request_id=str(number))
-        np.testing.assert_array_equal(result.as_numpy("y"), x * 2)
-        assert as_dict(result.get_response())["id"] == str(number)
-
-    async def main() -> None:
-        async with module.InferenceServerClient(served.address) as client:
-            await asyncio.wait_for(asyncio.gather(*(one(client, number) for number in range(100))), SECONDS)
-
-    with serving(protocol, use_uvloop=True) as served:
-        asyncio.run(main())
-        assert len(served.engine.seen) == 100
-        assert served.front.requests.held == 0
-        assert served.refused == served.engine.refused == []
-
-
 def test_who_leaves_is_not_worked_for(served: Fronted) -> None:
     with ExitStack() as stack:
         if served.protocol == "http":
@@ -277,20 +254,19 @@ def test_stop_lets_requests_end(protocol: str) -> None:
         assert not stopping.done()
         served.let_go()
         for each in answers:
-            assert each.get(timeout=SECONDS).as_numpy("x").shape == (1, 3)
+            assert each.result(SECONDS).as_numpy("x").shape == (1, 3)
         stopping.result(SECONDS)
 
 
-def test_stop_cuts_off_what_does_not_end(protocol: str) -> None:
+def test_stop_cuts_off_what_does_not_end_and_frees_the_port(protocol: str) -> None:
     with serving(protocol) as served:
-        (answer,) = begun(served)
+        (answer,) = begun(served, 1)
         served.call(served.server.stop(0.01))
-        assert isinstance(answer.get(timeout=SECONDS), Exception)
+        assert answer.exception(SECONDS)
         served.wait_until(lambda: served.engine.cancelled == served.engine.seen, "the engine to be told")
         served.call(served.server.stop(1))
-        port = served.port
-    with serving(protocol, port=port) as served:
-        assert served.port == port
+    with serving(protocol, port=served.port) as again:
+        assert again.port == served.port
 
 
 # Sizes and numbers.
@@ -306,15 +282,13 @@ def test_requests_that_are_too_large(protocol: str) -> None:
                 ask(served, client, "double", 200_000, **{name: way})
         assert len(served.engine.seen) == 3
         served.engine.seen.clear()
-        held = [begin(served, "slow", 80_000) for _ in range(2)]
-        served.wait_until(lambda: len(served.engine.seen) == 2, "two to be held")
+        held = begun(served, 2, 80_000)
         with refused(Status.OVERLOADED, "try again"):
             ask(served, client, "echo", 80_000)
         ask(served, client)
         served.let_go()
         for each in held:
-            assert each.get(timeout=SECONDS).as_numpy("x").shape == (80_000, 3)
-        ask(served, client, "echo", 80_000)
+            assert each.result(SECONDS).as_numpy("x").shape == (80_000, 3)
 
 
 def slow_elements(served: Fronted, count: int) -> Any:

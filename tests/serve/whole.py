@@ -151,24 +151,9 @@ class Command:
         has_line, _, _ = select.select([self.process.stdout], [], [], WAIT_SECONDS)
         assert has_line, f"not ready: {self.log.read_text()}"
         self.line = self.process.stdout.readline().decode()
-        assert self.line.startswith("ready: "), self.line + self.log.read_text()
-
-    def _found(self, pattern: str) -> str:
-        matched = re.search(pattern, self.line)
-        assert matched is not None, self.line
-        return matched[1]
-
-    @property
-    def url(self) -> str:
-        return self._found(r"REST (\S+?),")
-
-    @property
-    def grpc(self) -> str:
-        return self._found(r"gRPC (\S+?),")
-
-    @property
-    def admin(self) -> str:
-        return self._found(r"status (\S+?)/\s")
+        found = re.fullmatch(r"ready: REST (\S+), gRPC (\S+), status (\S+)/\n", self.line)
+        assert found is not None, self.line + self.log.read_text()
+        self.url, self.grpc, self.admin = found.groups()
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send the signal; the exit status."""

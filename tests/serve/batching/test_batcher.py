@@ -35,9 +35,9 @@ def answer(queries: Sequence[Ask]) -> list[int]:
 class Bench:
     """A batcher that moves step by step, and the batches that it ran."""
 
-    def __init__(self, **config: int) -> None:
+    def __init__(self) -> None:
         self.loop, self.executor = SteppedLoop(), SteppedExecutor()
-        self.config = ServeConfig(store="x", **config)
+        self.config = ServeConfig(store="x")
         self.batches: list[list[int]] = []
         self.run: Callable[[Sequence[Ask]], list[int]] = answer
         self.batcher = self.another("m", self.note)
@@ -63,25 +63,14 @@ class Bench:
 
 
 @pytest.fixture
-def make_bench() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
-
-    def make(**config: int) -> Bench:
-        made.append(Bench(**config))
-        return made[-1]
-
-    yield make
-    for bench in made:
-        bench.batcher.close()
-        bench.loop.settle()
-        bench.batcher.check_integrity()
-        assert not asyncio.all_tasks(bench.loop)
-        bench.loop.close()
-
-
-@pytest.fixture
-def bench(make_bench: Callable[..., Bench]) -> Bench:
-    return make_bench()
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.batcher.close()
+    made.loop.settle()
+    made.batcher.check_integrity()
+    assert not asyncio.all_tasks(made.loop)
+    made.loop.close()
 
 
 def status_of(task: asyncio.Task[int]) -> Status:
@@ -90,13 +79,12 @@ def status_of(task: asyncio.Task[int]) -> Status:
     return error.status
 
 
-def test_models_take_turns(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(max_batch_samples=1)
+def test_models_take_turns(bench: Bench) -> None:
     second = bench.another("n", bench.note)
     for number in range(4):
-        bench.submit(Ask(number))
+        bench.submit(Ask(number, bench.config.max_batch_samples))
     for number in range(10, 12):
-        bench.submit(Ask(number), to=second)
+        bench.submit(Ask(number, bench.config.max_batch_samples), to=second)
     bench.executor.submit(lambda: bench.batches.append([-1]))
     bench.work()
     assert bench.batches == [[0], [10], [-1], [1], [11], [2], [3]]
@@ -154,29 +142,6 @@ def test_a_client_whose_query_failed_is_asked_alone_for_a_while(bench: Bench) ->
     assert bench.batches == [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("leaves", ["cancelled", "late"])
-def test_a_long_query_that_nobody_waits_for_any_more_is_no_failure(bench: Bench, leaves: str) -> None:
-    """Others of its connection, which may be a proxy's, go on to be batched."""
-
-    def run(queries: Sequence[Ask], pause: Any) -> list[int]:
-        bench.batches.append([each.number for each in queries])
-        if pause:
-            if leaves == "cancelled":
-                long.cancel()
-            bench.loop.advance(2)
-            pause()
-        return answer(queries)
-
-    batcher = bench.another("m", run)
-    long = bench.submit(Ask(9, num_ids=LONG_IDS + 1), 1, to=batcher, client="proxy")
-    bench.work()
-    assert long.cancelled() if leaves == "cancelled" else status_of(long) is Status.DEADLINE
-    tasks = [bench.submit(Ask(number), to=batcher, client="proxy") for number in range(3)]
-    bench.work()
-    assert [task.result() for task in tasks] == [0, 1, 2]
-    assert bench.batches == [[9], [0, 1, 2]]
-
-
 def test_errors_after_the_first_reach_a_client_late(bench: Bench) -> None:
     """So it cannot ask what fails a thousand times a second; its deadline, and others' errors, are not held up."""
 
@@ -222,6 +187,9 @@ def test_in_the_pauses_of_a_long_query_short_ones_of_all_models_are_answered(ben
     assert runs == [part, short[0], part, short[1], part, part, short[0], part, short[1]]
     assert [task.result() for task in submitted if task is not submitted[1]] == [7, 1, 2, 1, 2]
     assert status_of(submitted[1]) is Status.DEADLINE
+    bench.executor.shutdown(cancel_futures=True)
+    late = bench.submit(Ask(1))
+    assert status_of(late) is Status.UNAVAILABLE
 
 
 @pytest.mark.parametrize("failure", ["short", "exit", "invalid", "gone"])
@@ -252,26 +220,6 @@ def test_whatever_run_does_its_queries_are_answered(
     good = bench.submit(Ask(1))
     bench.work()
     assert good.result() == 1
-
-
-def test_the_observer_hears_of_each_batch(bench: Bench) -> None:
-    heard: list[tuple[Any, ...]] = []
-    batcher = bench.another("n", bench.note, observer=lambda *what: heard.append(what))
-    bench.submit(Ask(0, 2), to=batcher)
-    bench.loop.advance(0.5)
-    bench.submit(Ask(1, 3), to=batcher)
-    bench.run = lambda queries: (bench.loop.advance(0.25), answer(queries))[1]
-    bench.work()
-    assert heard == [("n", 2, 5, [0.5, 0.0], 0.25)]
-
-
-def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(bench: Bench) -> None:
-    tasks = [bench.submit(Ask(0))]
-    bench.executor.shutdown(cancel_futures=True)
-    bench.loop.settle()
-    tasks.append(bench.submit(Ask(1)))
-    assert {status_of(task) for task in tasks} == {Status.UNAVAILABLE}
-    bench.loop.run_until_complete(bench.batcher.drain(0))
 
 
 def test_batches_of_several_stores_take_turns_and_others_run_while_one_pauses() -> None:
