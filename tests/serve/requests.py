@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
@@ -51,18 +50,6 @@ def tensors(draw: st.DrawFn, name: str = "x") -> Tensor:
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     count = math.prod(shape)
     return Tensor(name, datatype, shape, draw(st.lists(_VALUES[datatype], min_size=count, max_size=count)))
-
-
-@st.composite
-def plain_tensors(draw: st.DrawFn) -> dict[str, tuple[str, np.ndarray]]:
-    """One to three, as arrays by name; what goes into arrays of objects is bytes."""
-    found = {}
-    for name in draw(st.lists(st.text("nm", min_size=1, max_size=9), min_size=1, max_size=3, unique=True)):
-        _, datatype, shape, values, _ = draw(tensors())
-        array = np.empty(len(values), DATATYPES[datatype])
-        array[:] = [value.encode() for value in values] if datatype == "BYTES" else values
-        found[name] = (datatype, array.reshape(shape))
-    return found
 
 
 @st.composite

@@ -23,7 +23,7 @@ from tritonclient.grpc import service_pb2
 import tierstore
 from tests.serve.fakes import VERSION, Held
 from tests.serve.fronts import MODULES, PROTOCOLS, SECONDS, Fronted, ask, read_to_end, refused, serving, tensor
-from tests.serve.requests import plain_tensors
+from tests.serve.requests import WAYS, Drawn, valid
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import DATATYPES, ServeError, Status
 from tierstore.serve.tls import Tls
@@ -144,12 +144,13 @@ def test_tritons_configuration_and_statistics(client: Any) -> None:
             call("double", "99")
 
 
-@given(plain_tensors(), st.booleans(), st.text("abc-", max_size=9))
+@given(valid(), st.booleans(), st.text("abc-", max_size=9))
 def test_tensors_come_as_they_are_and_go_back(
-    running: dict[str, Fronted], tensors: dict[str, tuple[str, np.ndarray]], binary: bool, request_id: str
+    running: dict[str, Fronted], drawn: Drawn, binary: bool, request_id: str
 ) -> None:
     """Of any datatype and shape, and aligned: names of every length shift what follows by single bytes."""
     for protocol, served in running.items():
+        tensors = {name: (each.datatype, each.data) for name, each in WAYS["gRPC, raw"](drawn).inputs.items()}
         named = {name: each for name, each in tensors.items() if binary or each[0] != "BYTES"}
         inputs = [tensor(protocol, name, *each, binary=binary) for name, each in named.items()]
         with served.client() as client:

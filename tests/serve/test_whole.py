@@ -1,12 +1,15 @@
 """Whole servers: of a training run, as replicas, warming up, behind a token and with TLS."""
 
 import asyncio
+import copy
+import logging
 import os
 import shutil
 import socket
 import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +18,30 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc
+from torch import Tensor
 
 import tierstore
 from tests.serve.clients import Client
 from tests.serve.fronts import refused
 from tests.serve.loops import wait_for
+from tests.serve.models.programs import save
+from tests.serve.models.stores import tensor
 from tests.serve.replicas import publishing
 from tests.serve.test_engine import ids_of
 from tests.serve.whole import ADMIN, make_certificate, serving
-from tests.train.runs import TRAIN_ROWS
-from tests.updates.support import ROWS, change, table_config
+from tests.train.runs import TRAIN_ROWS, commit_scaled
+from tests.updates.support import ROWS, SMALL, change, table_config
 from tierstore.cli import entry as cli
+from tierstore.models import DLRM
 from tierstore.serve import hot_rows
-from tierstore.serve.config import ServeConfig
-from tierstore.serve.messages import Status
+from tierstore.serve.config import ServeConfig, StoreConfig
+from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.tls import Tls
+from tierstore.serve.watch import LabelledRows, Watch
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.checkpoint import Position, commit_run, restore_run
 from tierstore.train.config import RunConfig
+from tierstore.train.readers import DataError
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 BATCH = 32
@@ -286,3 +295,149 @@ def test_a_renewed_certificate_is_shown_on_all_ports(
     make_certificate("third", certificate, key, "-passout", "pass:secret")
     with pytest.raises(ValueError, match="has a pass phrase"):
         Tls(certificate, key)
+
+
+# The watched loss against the trainer's own model on the same rows.
+
+
+WATCHED = 230  # rows: more than one request, and no whole number of them
+
+
+def commit_and_evaluate(run: RunConfig, factor: float) -> tuple[int, float]:
+    """Multiply the dense weights, commit them, and return the version and its log loss on the data's first rows."""
+    reader, hasher = open_data(run)
+    (batch,) = reader.batches(hasher, batch_size=WATCHED, stop_row=WATCHED)
+
+    def loss_of(model: DLRM) -> float:
+        logits = model(batch.dense, batch.sparse)
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), batch.labels.double()).item()
+
+    return commit_scaled(run, factor, loss_of)
+
+
+def test_each_version_is_measured_and_a_worse_one_is_told_of(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"watch": run.data.path, "watch_rows": WATCHED, "watch_loss": 0.02}
+    caplog.set_level(logging.INFO)
+    first = None
+    with serving(Path(run.store.path), **settings) as server:
+        for factor, holds in ((1.0, True), (1.01, True), (-1.0, False)):
+            version, loss = commit_and_evaluate(run, factor)
+            first = first or loss
+            assert (loss <= 1.02 * first) == holds
+            wait_for(lambda version=version: server.metric("tierstore_watch_version") == version)
+            assert server.metric("tierstore_watch_log_loss") == pytest.approx(loss, rel=1e-5)
+            told = server.status()["watch"]
+            assert (told["version"], told["rows"], told["holds"]) == (version, WATCHED, holds)
+            said = [each for each in caplog.records if f"version {version} has a log loss of" in each.message]
+            assert [each.levelname for each in said] == ["INFO" if holds else "WARNING"]
+        assert server.metric("tierstore_request_seconds_count") == 0, "they are not a client's requests"
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_reading_ends_and_bears_its_first_version(changes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """However fast versions come: the last one is then measured next."""
+    caplog.set_level(logging.INFO)
+    asked = iter(range(9))
+
+    async def score(inputs: Any) -> tuple[Any, int]:
+        return inputs["dense"].data[:, 0], 7 + changes * next(asked)
+
+    rows = [LabelledRows({"dense": tensor("FP32", [[p]])}, np.array([label])) for p, label in
+            ((0.9, True), (0.2, False), (1.0, False))]  # fmt: skip
+    commits = iter("abaa")
+    watch = Watch(score, rows, bound=0.1, store="store", commit_id=lambda: next(commits))
+    with pytest.raises(ServeError, match="the version changed as") as caught:
+        asyncio.run(watch.measure())
+    assert (caught.value.status, watch.last) == (Status.UNAVAILABLE, None)
+    asked = iter(range(9))
+    found = asyncio.run(watch.measure())
+    assert found.commit_id == "a"
+    want = -np.log([0.9, 0.8, 2.0**-24]).mean()
+    assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
+    assert ("version 7 (to 9 in the end) has" if changes else "version 7 has") in caplog.text
+
+
+def test_of_several_stores_each_is_watched_on_its_own(run: RunConfig) -> None:
+    watched, other = (StoreConfig(path=run.store.path, name=name) for name in ("a", "b"))
+    stores = (replace(watched, watch=run.data.path), other)
+    with serving(stores=stores, watch_rows=WATCHED) as server:
+        wait_for(lambda: server.metric("tierstore_watch_rows", store="a") == WATCHED)
+        assert server.metric("tierstore_watch_rows") == WATCHED, "b has none"
+        status = server.status()
+    assert status["watch"] is None
+    assert [each["watch"] and each["watch"]["rows"] for each in status["stores"]] == [WATCHED, None]
+
+
+def test_what_cannot_be_watched_is_said_before_the_server_is_ready(run: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "empty.tsv").write_text("")
+    for name, error, says in (("none", DataError, "does not exist"), ("empty.tsv", ValueError, "no rows")):
+        with pytest.raises(error, match=says), serving(run.store.path, watch=str(tmp_path / name)):
+            pass
+
+
+# A program of torch.export.
+
+
+class Scored(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(6, 1)
+
+    def forward(self, item: Tensor) -> Tensor:
+        return self.out(item)
+
+
+class Trained(torch.nn.Module):
+    """Of which ``Scored`` is a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Scored()
+        self.other = torch.nn.Linear(6, 1)
+
+
+def test_dense_weights_are_those_of_the_version_if_it_has_them_and_without_its_table_there_is_no_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else they are the file's, also after another version had them; the metadata and the log tell which."""
+    directory, model = tmp_path / "store", Trained()
+    program = save(model.part, tmp_path / "scored.pt2", torch.zeros(2, 6))
+    of_file = copy.deepcopy(model.part)
+
+    def commit(scale: float, way: str) -> None:
+        with torch.no_grad():
+            model.part.out.weight.fill_(scale)
+        with tierstore.open(directory, **SMALL) as store:
+            if way == "no table":
+                store.change_table("item", name="gone")
+            elif "gone" in store.tables:
+                store.change_table("gone", name="item")
+            if way != "no table":
+                store["item"].write(torch.arange(2), torch.full((2, 6), scale))
+            if way == "checkpoint":
+                tierstore.checkpoint.save(store, model)
+            else:
+                weights = {f"model.{name}": each for name, each in model.state_dict().items()}
+                store.commit(tensors=weights if way == "tensors" else {})
+
+    caplog.set_level(logging.INFO, "tierstore")
+    change(directory, 1, names=("item",))
+    inputs = {"values": np.array([0, 1]), "lengths": np.array([[1, 1]], np.int32)}
+    with serving(directory, model=str(program)) as server, Client(server.url) as client:
+        for version, way in enumerate(("checkpoint", "tensors", "", "no table", "checkpoint"), 2):
+            commit(float(version), way)
+            wait_for(lambda version=version: server.engine.version == version)
+            if way == "no table":
+                with refused(Status.NOT_FOUND, "no model 'scored'"):
+                    client.infer("scored", inputs)
+                assert f"version {version} is served without the model of" in caplog.text
+                continue
+            answer = client.infer("scored", inputs)
+            with torch.no_grad():
+                want = (model.part if way else of_file)(torch.full((2, 6), float(version)))
+            assert answer.outputs["output"].tobytes() == want.numpy().tobytes(), way
+            assert answer.version == str(version)
+            told = "of the version" if way else "of the file"
+            assert client.get("/v2/models/scored").json()["parameters"]["dense_weights"] == told
+            where = "the version" if way else "its file"
+            assert f"model scored: version {version} with the dense weights of {where}" in caplog.text

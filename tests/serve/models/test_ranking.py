@@ -1,19 +1,28 @@
 """The ranking model against the trainer's own evaluation of the same rows."""
 
+import copy
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import tierstore
-from tests.serve.models.stores import Counted, asked, require_refused, tensor
+from tests.serve.clients import Client
+from tests.serve.loops import wait_for
+from tests.serve.models.programs import save, save_two_tables
+from tests.serve.models.stores import Counted, asked, make_store, require_refused, tensor
+from tests.serve.whole import FREE_PORTS, serving
 from tests.train.readers.rows import matrix
-from tests.train.runs import TRAIN_ROWS, config_of
+from tests.train.runs import TRAIN_ROWS, commit_scaled, config_of
+from tierstore.cli import entry as cli
 from tierstore.serve.messages import InferTensor, ServeError, Status
-from tierstore.serve.models import Models
+from tierstore.serve.models import Models, load_program
+from tierstore.serve.models.dense import LOW, Int8Linear
 from tierstore.train import train
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.checkpoint import restore_run
@@ -143,3 +152,137 @@ def test_weights_are_required_whole(trained: Trained, store: tierstore.Store) ->
         ranking.require({key: each for key, each in tensors.items() if key != name})
     with pytest.raises(tierstore.errors.DamagedError, match="has shape"):
         ranking.require(tensors | {name: tensors[name].reshape(-1)[:0]})
+
+
+# Linear layers in fewer bits: models compute in just the arithmetic of a reference.
+
+
+@pytest.fixture(autouse=True)
+def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the instructions the arithmetic is the same, and slow."""
+    for each in LOW.values():
+        monkeypatch.setattr(each, "is_fast", staticmethod(lambda: True))
+
+
+class Rounded(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = copy.deepcopy(linear).bfloat16()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.linear(inputs.bfloat16()).float()
+
+
+class Quantized(nn.Module):
+    """The arithmetic of int8, by numpy."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.levels, self.scales = quantized(linear.weight.detach().numpy())
+        self.bias = np.float32(0) if linear.bias is None else linear.bias.detach().numpy()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        levels, scales = quantized(inputs.numpy())
+        sums = (levels @ self.levels.T).astype(np.float32)
+        return torch.from_numpy(sums * (scales[:, None] * self.scales) + self.bias)
+
+
+def quantized(rows: Any) -> tuple[Any, Any]:
+    largest = np.maximum(np.abs(rows).max(1), np.finfo(np.float32).tiny)
+    return np.rint(rows * (np.float32(127) / largest)[:, None]).astype(np.int64), largest / np.float32(127)
+
+
+REFERENCES: dict[Any, type[nn.Module]] = {"bfloat16": Rounded, "int8": Quantized}
+either = pytest.mark.parametrize("dense", REFERENCES)
+
+
+def with_reference(model: nn.Module, dense: str) -> nn.Module:
+    """Its large layers replaced."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child.weight.numel() >= 16_384:
+                setattr(parent, name, REFERENCES[dense](child))
+    return model
+
+
+@either
+@pytest.mark.parametrize(("samples", "inputs", "outputs"), [(2, 128, 128), (7, 513, 33), (40, 367, 128)])
+def test_a_layer_computes_as_its_format_says(samples: int, inputs: int, outputs: int, dense: str) -> None:
+    torch.manual_seed(samples)
+    layer, rows = nn.Linear(inputs, outputs, bias=samples != 7), torch.randn(samples, inputs)
+    rows *= torch.logspace(-6, 6, samples).unsqueeze(1)
+    rows[samples // 2] = 0
+    packed = LOW[dense](layer.weight, layer.bias)
+    with torch.inference_mode():
+        found = packed(rows)
+        assert torch.equal(found, REFERENCES[dense](layer)(rows))
+        assert torch.equal(packed(rows.reshape(samples, 1, -1))[:, 0], found)
+        off = (found - layer(rows)).abs().amax(1)
+    assert (off <= 0.02 * rows.abs().amax(1) * inputs**0.5 + 0.001).all()
+
+
+def test_other_samples_change_no_bit_even_if_they_are_no_numbers() -> None:
+    torch.manual_seed(1)
+    layer, rows = nn.Linear(100, 50), torch.randn(30, 100)
+    packed = Int8Linear(layer.weight, layer.bias)
+    alone = torch.cat([packed(row.unsqueeze(0)) for row in rows])
+    assert torch.equal(packed(rows), alone)
+    rows[3, 5], rows[4, 6], rows[5] = torch.nan, -torch.inf, 1e6
+    found = packed(rows)
+    assert found[3:5].isnan().all()
+    assert torch.equal(found[6:], alone[6:])
+
+
+@pytest.mark.parametrize(("dense", "interaction"), [("int8", "dcn"), ("bfloat16", "dot")])
+def test_a_server_predicts_in_fewer_bits_and_follows_commits(dense: str, interaction: str, tmp_path: Path) -> None:
+    model = {"interaction": interaction, "bottom_mlp": [128, 128], "top_mlp": [48, 32], "cross_rank": 48}
+    changes = {f"model__{name}": value for name, value in model.items()}
+    config = config_of(tmp_path, "store", train__epochs=1, embedding__dim=16, **changes)
+    train(config)
+    of_data = evaluated(config)
+    inputs = {name: each.data for name, each in query(of_data.dense, of_data.categories).items()}
+    reader, hasher = open_data(config)
+    batch = next(iter(reader.batches(hasher, batch_size=BATCH, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + BATCH)))
+
+    def predict(model: nn.Module) -> Any:
+        return torch.sigmoid(with_reference(model, dense)(batch.dense, batch.sparse)).numpy()
+
+    with serving(Path(config.store.path), dense=dense) as server, Client(server.url) as client:
+        for factor in (1.0, 1.5):
+            version, want = commit_scaled(config, factor, predict)
+            wait_for(lambda version=version: server.engine.version == version)
+            assert client.rank(**inputs).tobytes() == want.tobytes()
+
+
+@either
+def test_a_program_of_ones_own_computes_in_fewer_bits_and_takes_weights(tmp_path: Path, dense: Any) -> None:
+    torch.manual_seed(2)
+    layers = nn.Sequential(nn.Linear(96, 192), nn.ReLU(), nn.Linear(192, 128, bias=False), nn.ReLU(), nn.Linear(128, 1))
+    program = load_program(save(layers, tmp_path / "own.pt2", torch.zeros(2, 96)), max_samples=64, dense=dense)
+    rows = torch.randn(9, 96)
+    for weights in ({}, {name: each * 2 for name, each in layers.state_dict().items()}):
+        program.load(weights)
+        layers.load_state_dict(weights or layers.state_dict())
+        with torch.inference_mode():
+            assert torch.equal(program.run([rows])[0], with_reference(copy.deepcopy(layers), dense)(rows))
+
+
+@either
+def test_what_cannot_be_in_fewer_bits_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dense: Any
+) -> None:
+    make_store(tmp_path / "store")
+    small = save_two_tables(tmp_path / "small.pt2")
+    without = pytest.raises(ValueError, match=rf"dense='{dense}': .*store has no model; serve it with --dense float32")
+    with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store, without:
+        Models(store, dense=dense)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", "--dense", "int7"])
+    words = ["serve", "--store", str(tmp_path / "store"), "--model", str(small), "--dense", dense, *FREE_PORTS]
+    assert cli.main(words) == 2
+    no_layer = f"small.pt2: dense='{dense}': the model has no linear layer of at least 16,384 weights"
+    assert no_layer in capsys.readouterr().err
+    monkeypatch.setattr(LOW[dense], "is_fast", staticmethod(lambda: False))
+    assert cli.main(words) == 2
+    instructions = {"bfloat16": "AVX512_BF16", "int8": "AVX512_VNNI"}[dense]
+    assert f"finds no {instructions} on this processor" in capsys.readouterr().err

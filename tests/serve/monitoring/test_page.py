@@ -62,6 +62,10 @@ def watched(browser: Browser) -> Iterator[Watched]:
 
 
 def test_numbers_are_the_sources(watched: Watched) -> None:
+    """Nothing is wider than the screen, and hostile names stay text."""
+    state = watched.source.state
+    tables = [TableInfo(name, 10**12, 4096, HOSTILE) for name in ("a" * 200, "b c " * 50, HOSTILE)]
+    watched.source.state = state._replace(tables=tables)
     watched.open()
     assert {name: watched.texts(f"#{name}")[0] for name in ("version", "staleness", "rate", "total")} == {
         "version": "7 of 9", "staleness": "2.5 s behind", "rate": "105/s", "total": "315 since the start",
@@ -85,7 +89,16 @@ def test_numbers_are_the_sources(watched: Watched) -> None:
     for name, texts in fields.items():
         assert watched.texts(f"#models [data-field={name}]") == texts
     assert watched.texts("#models th") == ["dlrm", "items"]
-    assert watched.texts("#tables [data-field=rows]") == ["1,000,000"]
+    assert watched.texts("#tables [data-field=rows]") == ["1,000,000,000,000"] * 3
+    assert watched.texts("#tables th")[-1] == watched.texts("#tables [data-field=type]")[-1] == HOSTILE
+    assert watched.page.locator("main img, main script").count() == 0
+    assert watched.page.title() == "tierstore"
+    width = watched.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert width == 0
+    cut_off = watched.page.evaluate("""[...document.querySelectorAll("dd, td, th, b, .big")]
+        .filter(({scrollWidth, clientWidth}) => clientWidth && scrollWidth > clientWidth + 1)
+        .map((element) => element.textContent)""")
+    assert cut_off == []
     assert dict(zip(watched.texts("#events dt"), watched.texts("#events dd"), strict=True)) == {
         "Updates applied": "1", "Last update": "version 7 in 250 ms, 3 s ago", "Updates failed": "0",
         "Ids out of range": "6", "Failed: deadline": "15", "Refused, http: too_large": "1",
@@ -96,22 +109,3 @@ def test_numbers_are_the_sources(watched: Watched) -> None:
     watched.served.stop()
     watched.until("#state-text", "Unreachable")
     assert watched.texts("#alert")[0].startswith("The server cannot be reached. The numbers are of ")
-
-
-def test_nothing_is_wider_than_the_screen_and_hostile_names_stay_text(watched: Watched) -> None:
-    state = watched.source.state
-    names = ("a" * 200, "b c " * 50, HOSTILE)
-    tables = [TableInfo(name, 10**12, 4096, HOSTILE) for name in names]
-    tiers = state.tiers._replace(ddr=state.tiers.ddr._replace(lookups=10**15, capacity_rows=10**12))
-    watched.source.state = state._replace(tables=tables, tiers=tiers)
-    watched.open()
-    width = watched.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    assert width == 0
-    cut_off = watched.page.evaluate("""[...document.querySelectorAll("dd, td, th, b, .big")]
-        .filter(({scrollWidth, clientWidth}) => clientWidth && scrollWidth > clientWidth + 1)
-        .map((element) => element.textContent)""")
-    assert cut_off == []
-    assert watched.texts("#tables th")[-1] == watched.texts("#tables [data-field=type]")[-1] == HOSTILE
-    assert watched.page.locator("main img, main script").count() == 0
-    assert watched.page.title() == "tierstore"
-    assert not watched.wrong
