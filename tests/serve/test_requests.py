@@ -73,7 +73,7 @@ COMPLETE: dict[str, Any] = {
     "inputs": [
         {"name": "x", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}},
         {"name": "z", "datatype": "FP32", "shape": [2, 1], "data": [1, 2]},
-    ],
+    ]
 }
 
 

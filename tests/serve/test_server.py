@@ -83,8 +83,7 @@ def queued(admin: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("held", "status"),
-    [("engine.StoreEngine._open", 0), ("program.Server.__init__", -signal.SIGTERM)],
+    ("held", "status"), [("engine.StoreEngine._open", 0), ("program.Server.__init__", -signal.SIGTERM)]
 )
 def test_sigterm_ends_a_start_that_sees_no_signal(store: Path, held: str, status: int) -> None:
     """As while kernels are compiled, in a thread or in the loop's."""

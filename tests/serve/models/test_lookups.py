@@ -14,16 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierstore
-from tests.serve.models.stores import (
-    DIMS,
-    POOLINGS,
-    ROWS,
-    Counted,
-    asked,
-    make_store,
-    require_refused,
-    tensor,
-)
+from tests.serve.models.stores import DIMS, POOLINGS, ROWS, Counted, asked, make_store, require_refused, tensor
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.models import Models
 from tierstore.serve.models import jagged as jagged_ids
