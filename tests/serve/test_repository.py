@@ -20,7 +20,7 @@ from tests.serve.fronts import MODULES, PROTOCOLS, refused, tensor
 from tests.serve.loops import wait_for
 from tests.serve.models.programs import Both, save
 from tests.serve.test_fronts import as_dict
-from tests.serve.whole import ADMIN, ADMIN_TOKEN, FREE_PORTS, Command, InThread, command, serving
+from tests.serve.whole import ADMIN, ADMIN_TOKEN, Command, InThread, serving
 from tests.updates.support import ROWS, change
 from tierstore.serve.command import parse_stores
 from tierstore.serve.config import ServeConfig, StoreConfig
@@ -214,16 +214,11 @@ def test_what_is_not_loaded_and_by_whom(stores: dict[str, Path], both: InThread,
         assert "model_repository" not in str(client.get_server_metadata())
 
 
-def test_stores_of_flags_and_of_a_file(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_stores_of_flags() -> None:
     assert parse_stores(["./x=y,ddr=1"]) == {"store": "./x=y,ddr=1"}
     assert parse_stores(["a=x,y,ddr=1,max_batch_samples=7", "r/b"]) == {
         "stores": [{"name": "a", "path": "x,y", "ddr": "1", "max_batch_samples": 7}, {"path": "r/b"}]
     }
-    file = tmp_path / "serve.toml"
-    file.write_text(f'[[stores]]\npath = "{stores["a"]}"\n[[stores]]\nname = "c"\npath = "{stores["b"]}"\n')
-    with command(tmp_path / "log", str(file), *FREE_PORTS) as server:
-        assert {each.partition(".")[0] for each in states(server)} == {"a", "c"}
-        assert server.end() == 0
 
 
 def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import itertools
 import math
 import time
 import tracemalloc
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.serve.requests import FAULTS, WAYS, Drawn, Tensor, grpc_message, parse, valid
-from tierstore.serve.grpc.codec import decode_request, read_request
+from tests.serve.requests import FAULTS, WAYS, Drawn, Tensor, parse, valid
 from tierstore.serve.messages import DATATYPES, NUMBERS, InferTensor, ServeError, Status
 from tierstore.serve.rest.infer_body import MAX_JSON_LISTS, parse_infer, write_json_data
 from tierstore.serve.tensors import MAX_TENSORS, MAX_TEXTS, PIECE_ELEMENTS
@@ -153,33 +151,6 @@ def test_elements_that_a_datatype_can_hold() -> None:
 
 
 # Memory.
-
-
-def test_binary_tensors_are_views_where_they_are_aligned() -> None:
-    """Else they are copied once, so that compiled code may read them."""
-    x = Tensor("x", "INT32", [1 << 20], [])
-    raw = bytes(4 << 20)
-    num_copied = {"REST": 0, "gRPC": 0}
-    for padding in range(1, 5):
-        drawn = Drawn([x], id="i" * padding)
-        message = grpc_message(drawn, raw=True)
-        message.raw_input_contents[0] = raw
-        text = orjson.dumps(
-            {"inputs": [{**x._asdict(), "parameters": {"binary_data_size": len(raw)}}], "id": drawn.id}
-        ).replace(b'"values":[],', b"")
-        body, data = text + raw, message.SerializeToString()
-        for protocol, read in (
-            ("REST", partial(parse, body, len(text))),
-            ("gRPC", lambda data=data: decode_request(read_request(data))),
-        ):
-            tracemalloc.start()
-            array = read().inputs["x"].data
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert (array.flags.aligned, array.flags.c_contiguous, array.flags.writeable) == (True, True, False)
-            num_copied[protocol] += peak > 1 << 20
-            assert peak < 5 << 20
-    assert num_copied == {"REST": 3, "gRPC": 3}
 
 
 def test_claims_cost_no_memory() -> None:

@@ -50,7 +50,9 @@ def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_in_the_
     log = tmp_path / "log"
     want = contents(store)["item"].view(torch.float32).numpy()
     ids = np.arange(ROWS)
-    with command(log, "--store", str(store), *two_workers()) as server:
+    file = tmp_path / "serve.toml"
+    file.write_text(f'workers = 2\n[[stores]]\npath = "{store}"\n')
+    with command(log, str(file), *two_workers()) as server:
         with Client(server.url) as client:
             assert np.array_equal(client.rows(ids, table="item"), want)
         assert httpx.get(f"{server.admin}/status.json").json()["server"]["ready"]

@@ -118,6 +118,15 @@ def test_an_approved_version_goes_to_all_and_a_declined_one_to_nobody(site: Site
     for replica in (site.canary, *site.others):
         require_same(replica, source)
     assert site.publisher.folder.listing.verdicts[-1].is_approved
+    assert site.canary.roll_back() == 1, "its operator takes the version from all"
+    site.publisher.step()
+    assert site.follow() == [1, 1, 1]
+    assert site.said[-1] == "version 3 was declined: back to version 1"
+    change(source, 4, keep=4)
+    site.fares[1] = None
+    assert site.round() == [1, 1, 1], "without measures a canary takes nothing new"
+    site.fares[1] = site.fares[4] = GOOD
+    assert site.round() == [4, 4, 4]
 
 
 @pytest.mark.parametrize("name", ["log_loss", "seconds_p99"])
@@ -134,14 +143,6 @@ def test_a_canary_that_is_silent_decides_nothing_and_the_publisher_says_so(site:
     site.fares[2] = site.fares[3] = WORST
     assert site.round() == [3, 2, 2]
     assert site.round() == [3, 3, 3]
-
-
-def test_a_canary_without_measures_takes_nothing_new(site: Site) -> None:
-    for little in (None, Measures()):
-        site.fares[1] = little
-        assert site.round() == [1, 1, 1]
-    site.fares[1] = site.fares[2] = GOOD
-    assert site.round() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -171,18 +172,6 @@ def test_a_canary_that_is_killed_goes_on(
     assert site.round() == [2 if is_good else 1] * 3
     change(source, 3, keep=4)
     site.fares[3] = WORST
-    assert site.round() == [3, 3, 3]
-
-
-def test_an_operator_of_the_canary_takes_a_version_from_all(site: Site, source: Path) -> None:
-    site.fares[2] = GOOD
-    assert site.round() == [2, 2, 2]
-    assert site.canary.roll_back() == 1
-    site.publisher.step()
-    assert site.follow() == [1, 1, 1]
-    assert site.said[-1] == "version 2 was declined: back to version 1"
-    change(source, 3, keep=4)
-    site.fares[3] = GOOD
     assert site.round() == [3, 3, 3]
 
 

@@ -1,7 +1,6 @@
 """What only gRPC has: streams, its own health check, calls and messages that are no request, typed contents."""
 
 import queue
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,7 +298,6 @@ def test_splitting_reads_what_protobuf_reads(data: bytes) -> None:
     assert split == service_pb2.ModelInferRequest.FromString(data)
 
 
-FIELD = re.compile(r"(\w+) = (\d+);")
 PARTS = {"ModelConfig", "ModelInput", "ModelOutput", "ModelParameter", "InferBatchStatistics", "ModelStatistics"}
 """Of which we describe what we send."""
 
@@ -338,18 +336,3 @@ def test_fields_are_the_protocols() -> None:
                 else [field for field in fields(other) if field[1] in own.fields_by_name]
             )
             assert fields(own) == kept
-
-
-def test_the_descriptors_are_of_the_proto_files() -> None:
-    described = [MESSAGES[name].DESCRIPTOR for name in MESSAGES]
-    numbers = [(field.name, field.number) for each in described for field in each.fields]
-    numbers += [
-        (field.name, field.number)
-        for each in described
-        for inner in each.nested_types
-        if not inner.GetOptions().map_entry
-        for field in inner.fields
-    ]
-    texts = [path.read_text() for path in Path(codec.__file__).parent.glob("*.proto")]
-    assert sorted(numbers) == sorted((name, int(number)) for text in texts for name, number in FIELD.findall(text))
-    assert described[0].file.pool is not service_pb2.DESCRIPTOR.pool, "the pool is our own"

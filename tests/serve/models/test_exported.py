@@ -99,17 +99,6 @@ def test_names_of_a_dict_may_be_anything_and_other_features_of_their_tables_are_
     assert found["output"].data.tobytes() == (want * 2).numpy().tobytes()
 
 
-def test_ids_that_are_no_rows_are_left_out_where_they_count_as_zeros(folder: Path, store: tierstore.Store) -> None:
-    counted = Counted()
-    model = served(store, folder / "mine.pt2", counted)
-    inputs, _ = query(1, 1)
-    inputs |= {"values": tensor("INT64", [3, 99, 99, 4]), "lengths": tensor("INT32", [[2], [2]])}
-    (found,) = model.run([model.parse(inputs)])
-    want = by_hand(store, folder / "mine.pt2", inputs, [[[3]], [[4]]])
-    assert found["score"].data.tobytes() == want["score"].tobytes()
-    assert counted == {"mine": 2}
-
-
 WRONG_REQUESTS: dict[str, dict[str, InferTensor]] = {
     "'Dense' has 1 samples; 'lengths' has 2": {"Dense": tensor("FP32", np.zeros((1, 3)))},
     "'position' is FP32; the model takes INT64": {"position": tensor("FP32", [0, 0])},
