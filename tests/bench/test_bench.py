@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,25 @@ import pytest
 
 from bench import device, machine
 from bench.common import Goal, Part, Report, Run, Table, Told, program, run_parts
-from bench.data import ROOT, criteo_keys
+from bench.data import ROOT
 from bench.peers import rocksdb_rows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
+from bench.serving import queries
+from bench.serving.clients import Answer, Done
+from bench.serving.http2 import GrpcClient
+from bench.serving.load import open_loop
+from tests.serve import fronts
 from tierstore.plan.measure import READ_BYTES, page_cache
+from tierstore.serve.rest.infer_body import parse_infer
 
 ROWS = Rows(count=5000, dim=12, seed=3)
-PROGRAMS = sorted(path.stem for path in (ROOT / "bench").glob("*.toml"))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_each_configuration_has_its_program(name: str) -> None:
-    module = importlib.import_module(f"bench.{name}.runner" if name == "gpu" else f"bench.{name}")
-    assert hasattr(module, "run") or module.PARTS
-    assert module.__doc__
+def test_each_configuration_has_its_program() -> None:
+    for name in sorted(path.stem for path in (ROOT / "bench").glob("*.toml")):
+        module = importlib.import_module(f"bench.{name}.runner" if name == "gpu" else f"bench.{name}")
+        assert hasattr(module, "run") or module.PARTS
+        assert module.__doc__
 
 
 def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
@@ -36,61 +42,35 @@ def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
         reader.read(ids[300:], 300)
         assert np.array_equal(reader.rows(), expected[ids])
         reader.close()
+    if rocksdb_rows.is_there():  # make peers brings it
+        keyed = rocksdb_rows.RocksdbRows(tmp_path, ROWS, threads=3)
+        assert np.array_equal(keyed.read(ids), expected[ids])
+        keyed.close()
 
 
-@pytest.mark.skipif(not rocksdb_rows.is_there(), reason="make peers brings RocksDB")
-def test_rocksdb_reads_the_same_rows(tmp_path: Path) -> None:
-    expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
-    ids = np.random.default_rng(0).integers(0, ROWS.count, 700)
-    keyed = rocksdb_rows.RocksdbRows(tmp_path, ROWS, threads=3)
-    assert np.array_equal(keyed.read(ids), expected[ids])
-    keyed.close()
-
-
-def test_bytes_of_the_disk_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(40 * READ_BYTES))
-    page_cache.drop(path)
-    if page_cache.resident_share(path):
-        pytest.skip(f"{path} is on a file system that lives in memory")
-    before = device.bytes_read_of_process()
-    path.read_bytes()
-    assert 40 * READ_BYTES <= device.bytes_read_of_process() - before < 60 * READ_BYTES
-
-
-def test_page_cache_is_dropped_and_warmed(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(40 * READ_BYTES))
+def test_page_cache_is_dropped_and_warmed_and_bytes_of_the_disk_are_counted(tmp_path: Path) -> None:
+    path, size = tmp_path / "file", 40 * READ_BYTES
+    path.write_bytes(bytes(size))
     page_cache.warm(path)
     assert page_cache.resident_share(path) == 1
     flat = np.memmap(path, np.uint8, "r")
     assert flat[::READ_BYTES].sum() == 0
-    assert page_cache.zap_maps(path) == 40 * READ_BYTES
+    assert page_cache.zap_maps(path) == size
     page_cache.drop(path)
     if page_cache.resident_share(path) == 1:
         pytest.skip(f"{path} is on a file system that lives in memory")
     assert page_cache.resident_share(path) == 0
-    assert flat[0] == 0
-
-
-def test_criteo_keys_skip_what_is_missing(tmp_path: Path) -> None:
-    import gzip
-
-    path = tmp_path / "rows.gz"
-    dense = "\t".join(["1"] * 14)
-    lines = [dense + "\t" + "\t".join(["000a", "", "0b"] + [""] * 23), dense + "\t" + "\t".join([""] * 25 + ["ff"])]
-    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
-    assert criteo_keys(path).tolist() == [10, (2 << 40) + 11, (25 << 40) + 255]
-
-
-def answer(request: Run) -> Report:
-    """A benchmark of nothing."""
-    table = Table(title="t", columns=["size"], rows=[[str(request.config["size"])]])
-    return Report(question="How large?", tables=[table], figures={}, goals=[Goal(name="g", value=1, at_least=2)])
+    before = device.bytes_read_of_process()
+    path.read_bytes()
+    assert size <= device.bytes_read_of_process() - before < 1.5 * size
 
 
 @pytest.mark.parametrize(("flags", "size", "goals"), [([], 100, 1), (["--quick"], 1, 0)])
 def test_program(flags: list[str], size: int, goals: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(request: Run) -> Report:
+        table = Table(title="t", columns=["size"], rows=[[str(request.config["size"])]])
+        return Report(question="How large?", tables=[table], figures={}, goals=[Goal(name="g", value=1, at_least=2)])
+
     config, target = tmp_path / "nothing.toml", tmp_path / "out" / "nothing.json"
     config.write_text("size = 100\n[quick]\nsize = 1\n")
     given = ["--config", str(config), "--dir", str(tmp_path / "work"), "--json", str(target), *flags]
@@ -119,3 +99,62 @@ def test_a_part_that_fails_costs_none_before_it(tmp_path: Path) -> None:
         run_parts(request, "How many?", parts)
     (report,) = saved
     assert (report.figures["first"]["rows"], report.notes) == (3, ["3 rows"])
+
+
+# Of serving: whether its load, its checks and its search tell the truth.
+
+
+class Slow:
+    """Holds the loop up before it answers each request."""
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def ask(self, request: bytes, done: Done) -> None:
+        time.sleep(0.05)
+        done(Answer(request))
+
+
+def test_latency_counts_from_when_a_request_was_due() -> None:
+    load = open_loop(Slow(), [b"x"] * 5, np.zeros(5))
+    assert (np.diff(load.latency) >= 0.05).all()
+    assert load.latency[-1] >= 0.25
+    assert load.late[-1] >= 0.2
+    assert load.num_failed == 0
+
+
+def test_queries_are_what_the_server_reads() -> None:
+    law = queries.Ranking([3, 1000], 1.05)
+    drawn = law.draw(np.random.default_rng(0), 20)
+    assert sorted(len(query.inputs["dense"]) for query in drawn) == sorted(queries.QUERY_SIZES)
+    query = drawn[0]
+    head, _, body = queries.encoded_rest(query).partition(b"\r\n\r\n")
+    headers = dict(line.split(": ") for line in head.decode().splitlines()[1:])
+    assert len(body) == int(headers["Content-Length"])
+    call = parse_infer(
+        body, json_bytes=int(headers["Inference-Header-Content-Length"]), json_bytes_max=10_000, model="ranking"
+    )
+    assert {name: tensor.data.tolist() for name, tensor in call.request.inputs.items()} == {
+        name: array.tolist() for name, array in query.inputs.items()
+    }
+    samples = len(query.inputs["dense"])
+    assert query.inputs["values"][:samples].max() < 3
+    assert query.inputs["values"][samples:].max() >= 3
+
+
+def test_calls_over_sockets_are_grpcs() -> None:
+    """Several after each other, longer than any window at first, both ways; and one that fails."""
+    arrays = [np.arange(size, dtype=np.int64) for size in (1, 300_000, 0, 1_000_000, 20)]
+    requests = [queries.encoded_grpc(queries.Query("echo", {"x": each})) for each in arrays]
+    answers: list[tuple[int, Answer]] = []
+    with fronts.serving("grpc") as served:
+        failing = queries.encoded_grpc(queries.Query("full", {"x": arrays[0]}))
+        client = GrpcClient("127.0.0.1", served.port, 2)
+        load = open_loop(client, [*requests, failing], np.zeros(6), lambda *each: answers.append(each))
+    bodies = {index: answer.body for index, answer in answers}
+    for index, (request, array) in enumerate(zip(requests, arrays, strict=True)):
+        assert bodies[index].endswith(array.tobytes())
+        assert len(bodies[index]) == pytest.approx(len(request), abs=20)
+    assert load.num_failed == 1
+    assert "the queue is full" in load.errors[0]

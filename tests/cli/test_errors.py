@@ -20,14 +20,8 @@ from tierstore.optim.configs import RULES, RuleName
     ("arguments", "status", "message"),
     [
         (["trian"], 2, "tierstore: unknown command 'trian'; did you mean 'train'?\n"),
-        (["qqq"], 2, "tierstore: unknown command 'qqq'; commands are train, sweep, demo, inspect, verify, "),
         (["train"], 2, "tierstore: give a run file: tierstore train FILE.toml; --keys prints one with all keys\n"),
-        (["train", "nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such run file\n"),
         (["inspect", "nosuch"], 1, "tierstore: no store at "),
-        (["verify", "nosuch"], 1, "tierstore: no store at "),
-        (["rollback", "nosuch", "1"], 1, "tierstore: no store at "),
-        (["compact", "nosuch", "new"], 1, "tierstore: no store at "),
-        (["export", "nosuch", "out"], 1, "tierstore: no store at "),
         (["export", "nosuch", "out", "--at", "0"], 2, "tierstore: version=0 must be in "),
         (["import", "new", "nosuch"], 1, "tierstore: /"),
         (["import", "new", "f", "--map", "weight"], 2, "tierstore: --map weight: write KEY=TABLE, as --map model.item"),
@@ -44,23 +38,17 @@ def test_errors_are_one_line_with_a_status(arguments, status, message, capsys, t
     assert errors.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["export s out --format x", "import s f --optimizer x", "train --policy x"])
-def test_values_of_closed_sets_are_listed(words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(words.split(" "))
-    assert "invalid choice: 'x'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words", ["train f", "serve", "demo", "inspect s", "shard plan", "trace describe t", "plan run f"]
-)
-def test_an_unknown_flag_shows_the_usage_of_its_command(words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([*words.split(" "), "--nosuch"])
-    errors = capsys.readouterr().err
-    command = " ".join(word for word in words.split(" ") if len(word) > 1)
-    assert errors.startswith(f"usage: tierstore {command} [-h]")
-    if command != "shard plan":  # which wants more first
+def test_wrong_words_show_the_usage(capsys):
+    """Values of closed sets are listed, unknown flags named."""
+    for words in ("export s out --format x", "import s f --optimizer x", "train --policy x"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(words.split(" "))
+        assert "invalid choice: 'x'" in capsys.readouterr().err
+    for command, rest in (("train", "f"), ("serve", ""), ("inspect", "s"), ("trace describe", "t"), ("plan run", "f")):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([*command.split(), *rest, "--nosuch"])
+        errors = capsys.readouterr().err
+        assert errors.startswith(f"usage: tierstore {command} [-h]")
         assert errors.endswith(f"tierstore {command}: error: unrecognized arguments: --nosuch\n")
 
 
@@ -90,11 +78,10 @@ class Interrupt:
         if self.left < 0:
             raise KeyboardInterrupt
 
-for left in range(0, 1000, 7):
+for left in range(0, 1000, 13):
     child = os.fork()
     if not child:
         sys.meta_path.insert(0, Interrupt(left))
-        status = 99
         try:
             status = cli.main(["--version"])
         except SystemExit as end:
@@ -114,7 +101,7 @@ def test_ctrl_c_while_the_command_line_loads_ends_it_without_a_traceback():
     )  # fmt: skip
     *said, last = done.stderr.splitlines()
     assert last == "0"
-    assert len(said) > 10
+    assert len(said) > 5
     assert set(said) == {"tierstore: interrupted", "130"}
 
 

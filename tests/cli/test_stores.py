@@ -1,7 +1,17 @@
 """inspect, verify, repair, rollback and compact."""
 
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
 import tierstore
+from tierstore.cli import commands
 from tierstore.cli import entry as cli
+from tierstore.store import copies
 
 
 def test_inspect_says_what_a_store_holds(store_with_rows, capsys):
@@ -44,6 +54,16 @@ def test_verify_finds_damage_and_repair_saves_what_is_sound(store_with_rows, tmp
         assert opened.extra == {"note": "hello"}
 
 
+def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):
+    words = ["compact", str(store_with_rows), str(tmp_path / "compact")]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path / 'compact'}: version 1, 10 rows in 1 segment, verified; ")
+    assert said.endswith(" after\n")
+    assert cli.main(words) == 1
+    assert "is not empty" in capsys.readouterr().err
+
+
 def test_a_store_without_a_commit_says_so_and_long_extra_is_cut(store_dir, capsys):
     with tierstore.open(store_dir, mode="w", ddr="8MiB") as store:
         store.create_table(tierstore.TableConfig(name="item", num_embeddings=1000, embedding_dim=8))
@@ -70,11 +90,133 @@ def test_rollback_of_the_command_line(tmp_path, capsys):
         assert (store.versions, store.extra) == ((2,), {"n": 1})
 
 
-def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):
-    copy = tmp_path / "compact"
-    assert cli.main(["compact", str(store_with_rows), str(copy)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{copy}: version 1, 10 rows in 1 segment, verified; ")
-    assert said.endswith(" after\n")
-    assert cli.main(["compact", str(store_with_rows), str(copy)]) == 1
-    assert "is not empty" in capsys.readouterr().err
+# export and import; what an interrupted command leaves.
+
+
+def test_tables_go_to_a_file_and_into_another_store(store_with_rows, tmp_path, capsys):
+    store, out, copy = str(store_with_rows), str(tmp_path / "out.safetensors"), str(tmp_path / "copy")
+    assert cli.main(["export", store, out, "--dense", "--table", "item"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{out}: version 1, 1,000 rows in 2 tensors, {Path(out).stat().st_size / 1024:.1f} KiB",
+        "  embedding_bags.item.weight",
+        "  dense",
+    ]
+    assert cli.main(["export", store, out]) == 1
+    assert "out.safetensors exists; choose another name, or overwrite it with --force\n" in capsys.readouterr().err
+    assert cli.main(["export", store, out, "--table", "itm", "--force"]) == 1
+    assert "did you mean 'item'?" in capsys.readouterr().err
+    assert cli.main(["export", store, out.replace("safetensors", "pt")]) == 2
+    assert "torch checkpoints are not written. Export to a .safetensors file" in capsys.readouterr().err
+    assert cli.main(["import", copy, out]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{copy}: version 1",
+        "  item: new (sum, SGD lr 0.01), 1,000 rows, 10 changed",
+        "  not taken: dense",
+    ]
+
+
+def test_foreign_tensors_become_tables_with_the_optimizer_asked_for(tmp_path, capsys):
+    rows = torch.ones(20, 4)
+    rows[3, 1] = float("nan")
+    torch.save({"weight": rows, **{f"other{number}": torch.ones(2) for number in range(30)}}, tmp_path / "bag.pt")
+    arguments = ["import", str(tmp_path / "new"), str(tmp_path / "bag.pt"), "--map", "weight=item"]
+    optimizer = ["--optimizer", "adagrad", "--lr", "0.25"]
+    assert cli.main([*arguments, *optimizer, "--pooling", "max", "--dtype", "float16", "--ddr", "8MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:4] == [
+        "  item: new (max, Adagrad lr 0.25), 20 rows, 20 changed",
+        "    no optimizer state in the file: it starts at its initial value",
+        "    1 values are NaN or infinite",
+    ]
+    assert lines[-1] == "  not taken: 20 more"
+    with tierstore.open(tmp_path / "new", mode="r", ddr="8MiB") as store:
+        config = store["item"].config
+    assert config.optimizer == tierstore.optim.Adagrad(lr=0.25)
+    assert (config.pooling, config.dtype) == ("max", "float16")
+
+
+def test_messages_of_an_import_name_flags(tmp_path, capsys):
+    tensors = {f"a.{name}": torch.ones(20, 4) for name in ("weight", "exp_avg", "exp_avg_sq")}
+    torch.save(tensors | {"b.weight": torch.ones(2, 2, dtype=torch.float64)}, tmp_path / "a.pt")
+
+    def told(*flags):
+        code = cli.main(["import", str(tmp_path / "new"), str(tmp_path / "a.pt"), *flags])
+        said = capsys.readouterr()
+        return said.out if code == 0 else said.err
+
+    assert told().endswith("Say which to take: --map KEY=TABLE\n")
+    assert told("--map", "a.weigth=item").startswith("tierstore: --map a.weigth=item: no tensor 'a.weigth' in ")
+    assert "--map a.exp_avg=item.exp_avg: exp_avg is optimizer" in told("--map", "a.exp_avg=item.exp_avg")
+    assert "store it as with --dtype float32" in told("--map", "b.weight=item")
+    assert "new table with --optimizer adam\n" in told("--map", "a.weight=item")
+
+
+# Places that a store or a file cannot be made in: said before the work, or at once.
+
+
+def listing(directory):
+    return sorted(str(path) for path in directory.rglob("*"))
+
+
+MAKERS = {"backup": [], "compact": [], "repair": [], "quantize": ["--dtype", "int8"]}
+
+
+@pytest.fixture(params=[*MAKERS, "export"])
+def make(request, store_with_rows):
+    """Runs a command that makes something of the store at the path it is given; leaves nothing if it fails."""
+
+    def run(path):
+        before = listing(store_with_rows.parent)
+        status = cli.main([request.param, str(store_with_rows), str(path), *MAKERS.get(request.param, [])])
+        assert status == 0 or listing(store_with_rows.parent) == before
+        return status
+
+    return run
+
+
+REFUSED = {errno.EROFS: "the file system is read-only; ", errno.EACCES: "this user lacks the permission; "}
+
+
+def test_an_interrupted_command_leaves_nothing(store_with_rows, tmp_path, capsys, monkeypatch):
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "byte_bar", lambda what: contextlib.nullcontext(interrupt))
+    for command in ("export", "compact"):
+        assert cli.main([command, str(store_with_rows), str(tmp_path / "out")]) == 130
+        assert "interrupted" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == [store_with_rows.name]
+
+
+@pytest.mark.parametrize("number", REFUSED)
+def test_a_place_that_is_not_there_or_that_the_system_refuses(make, tmp_path, monkeypatch, capsys, number):
+    assert make(tmp_path / "none" / "new") == 1
+    assert capsys.readouterr().err == f"tierstore: {tmp_path / 'none'} is not a directory; make it first\n"
+    mkdir, plain_open = os.mkdir, os.open
+
+    def refuse(call):
+        def refusing(path, *arguments, **keywords):
+            if str(path).startswith(str(tmp_path / "new")):
+                raise OSError(number, os.strerror(number), str(path))
+            return call(path, *arguments, **keywords)
+
+        return refusing
+
+    monkeypatch.setattr(os, "mkdir", refuse(mkdir))
+    monkeypatch.setattr(os, "open", refuse(plain_open))
+    assert make(tmp_path / "new") == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"tierstore: {tmp_path / 'new'}")
+    assert REFUSED[number] in said
+    assert said.endswith("choose another place.\n")
+
+
+def test_no_store_is_made_within_its_source(store_with_rows, capsys):
+    before = listing(store_with_rows)
+    for command, flags in MAKERS.items():
+        assert cli.main([command, str(store_with_rows), str(store_with_rows / "new"), *flags]) == 2
+        assert f"is inside the store {store_with_rows}; choose a directory outside" in capsys.readouterr().err
+    assert listing(store_with_rows) == before
+    same = store_with_rows.parent / "x" / ".." / store_with_rows.name
+    with pytest.raises(ValueError, match="is the store itself; choose another directory"):
+        copies.require_outside(store_with_rows, same)
