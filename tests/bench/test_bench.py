@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import device, machine
+from bench import machine
 from bench.common import Goal, Part, Report, Run, Table, Told, program, run_parts
 from bench.data import ROOT
 from bench.peers import rocksdb_rows
@@ -19,8 +19,6 @@ from bench.serving.clients import Answer, Done
 from bench.serving.http2 import GrpcClient
 from bench.serving.load import open_loop
 from tests.serve import fronts
-from tierstore.plan.measure import READ_BYTES, page_cache
-from tierstore.serve.rest.infer_body import parse_infer
 
 ROWS = Rows(count=5000, dim=12, seed=3)
 
@@ -46,23 +44,6 @@ def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
         keyed = rocksdb_rows.RocksdbRows(tmp_path, ROWS, threads=3)
         assert np.array_equal(keyed.read(ids), expected[ids])
         keyed.close()
-
-
-def test_page_cache_is_dropped_and_warmed_and_bytes_of_the_disk_are_counted(tmp_path: Path) -> None:
-    path, size = tmp_path / "file", 40 * READ_BYTES
-    path.write_bytes(bytes(size))
-    page_cache.warm(path)
-    assert page_cache.resident_share(path) == 1
-    flat = np.memmap(path, np.uint8, "r")
-    assert flat[::READ_BYTES].sum() == 0
-    assert page_cache.zap_maps(path) == size
-    page_cache.drop(path)
-    if page_cache.resident_share(path) == 1:
-        pytest.skip(f"{path} is on a file system that lives in memory")
-    assert page_cache.resident_share(path) == 0
-    before = device.bytes_read_of_process()
-    path.read_bytes()
-    assert size <= device.bytes_read_of_process() - before < 1.5 * size
 
 
 @pytest.mark.parametrize(("flags", "size", "goals"), [([], 100, 1), (["--quick"], 1, 0)])
@@ -122,25 +103,6 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     assert load.latency[-1] >= 0.25
     assert load.late[-1] >= 0.2
     assert load.num_failed == 0
-
-
-def test_queries_are_what_the_server_reads() -> None:
-    law = queries.Ranking([3, 1000], 1.05)
-    drawn = law.draw(np.random.default_rng(0), 20)
-    assert sorted(len(query.inputs["dense"]) for query in drawn) == sorted(queries.QUERY_SIZES)
-    query = drawn[0]
-    head, _, body = queries.encoded_rest(query).partition(b"\r\n\r\n")
-    headers = dict(line.split(": ") for line in head.decode().splitlines()[1:])
-    assert len(body) == int(headers["Content-Length"])
-    call = parse_infer(
-        body, json_bytes=int(headers["Inference-Header-Content-Length"]), json_bytes_max=10_000, model="ranking"
-    )
-    assert {name: tensor.data.tolist() for name, tensor in call.request.inputs.items()} == {
-        name: array.tolist() for name, array in query.inputs.items()
-    }
-    samples = len(query.inputs["dense"])
-    assert query.inputs["values"][:samples].max() < 3
-    assert query.inputs["values"][samples:].max() >= 3
 
 
 def test_calls_over_sockets_are_grpcs() -> None:

@@ -150,33 +150,6 @@ class RowCacheConformance:
         assert order_of(cache) == oracle_order(oracle)
         cache.check_integrity()
 
-    def test_frozen_rows_are_victims_that_must_be_thawed_before_they_change(self) -> None:
-        cache = self.make_of(4, 1, 2, 3, 4, 4)
-        order = order_of(cache)
-        slots = cache.find(keys_from(*order))
-        cache.mark_dirty(slots[[0, 2]])
-        cache.freeze()
-        assert (cache.num_dirty, cache.num_frozen) == (0, 2)
-        assert sorted(cache.frozen_slots().tolist()) == sorted(slots[[0, 2]].tolist())
-        cache.check_integrity()
-        cache.mark_dirty(slots[[1]])
-        assert cache.keys_of(cache.dirty_victims(10, 10)).tolist() == [order[0], order[1], order[2]]
-        assert cache.keys_of(cache.dirty_victims(2, 2)).tolist() == [order[0], order[1]]
-        with pytest.raises(AssertionError):
-            cache.evict(slots[[2]])
-        with pytest.raises(AssertionError, match="frozen"):
-            cache.freeze()
-        assert cache.admit(Admission(keys_from(9))) is AdmitStatus.DIRTY_VICTIM
-        assert cache.frozen_of(slots).tolist() == slots[[0, 2]].tolist()
-        cache.mark_dirty(slots[[2]])
-        assert (cache.num_dirty, cache.num_frozen) == (2, 1)
-        cache.thaw(slots)
-        assert (cache.num_dirty, cache.num_frozen) == (2, 0)
-        assert cache.frozen_of(slots).tolist() == []
-        assert cache.admit(Admission(keys_from(9))) is AdmitStatus.COMPLETE
-        assert order_of(cache)[:2] == [order[1], order[2]]
-        cache.check_integrity()
-
     def test_slots_without_a_row_are_refused(self) -> None:
         cache = self.make(4)
         held = admitted(cache, 1)

@@ -206,18 +206,6 @@ def test_an_unexpected_error_tells_nothing(
     assert "secret" in caplog.text
 
 
-def test_outputs_and_the_deadline_reach_the_engine(served: Fronted, client: Any) -> None:
-    """Other parameters do no harm."""
-    before = time.monotonic()
-    outputs = [MODULES[served.protocol].InferRequestedOutput(name) for name in "yx"]
-    more = {"a": "text", "b": True, "c": -5, "d": 0.5}
-
-    ask(served, client, timeout=30_000_000, outputs=outputs, priority=3, parameters=more)
-    (request,) = served.engine.seen
-    assert request.outputs == ("y", "x")
-    assert before + 30 <= request.deadline <= time.monotonic() + 30
-
-
 # Many at once, and who leaves.
 
 

@@ -13,13 +13,13 @@ from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc
 from hypothesis import given
 from hypothesis import strategies as st
-from tritonclient.grpc import model_config_pb2, service_pb2
+from tritonclient.grpc import service_pb2
 
 from tests.serve.fronts import SECONDS, Fronted, ask, refused, serving, tensor
 from tests.serve.requests import Drawn, Tensor, decode, grpc_message, valid
 from tierstore.serve.grpc import codec
 from tierstore.serve.grpc.codec import split_field
-from tierstore.serve.grpc.messages import INFERENCE_SERVICE, MESSAGES
+from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 from tierstore.serve.grpc.server import _options
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import ServeError, Status
@@ -296,43 +296,3 @@ def test_splitting_reads_what_protobuf_reads(data: bytes) -> None:
         return
     split.raw_input_contents.extend(bytes(raw) for raw in raws)
     assert split == service_pb2.ModelInferRequest.FromString(data)
-
-
-PARTS = {"ModelConfig", "ModelInput", "ModelOutput", "ModelParameter", "InferBatchStatistics", "ModelStatistics"}
-"""Of which we describe what we send."""
-
-
-def fields(message: Any) -> list[tuple[Any, ...]]:
-    return sorted(
-        (
-            field.number,
-            field.name,
-            field.TYPE_INT32 if field.type == field.TYPE_ENUM else field.type,
-            field.label,
-            field.message_type and field.message_type.full_name,
-            field.containing_oneof and field.containing_oneof.name,
-            field.message_type and field.message_type.GetOptions().map_entry,
-        )
-        for field in message.fields
-    )
-
-
-@pytest.mark.filterwarnings("ignore:label:DeprecationWarning")
-def test_fields_are_the_protocols() -> None:
-    assert model_config_pb2.DESCRIPTOR.package == "inference"
-    pool = service_pb2.DESCRIPTOR.pool
-    for name in MESSAGES:
-        if name.startswith("HealthCheck"):
-            continue
-        ours, there = MESSAGES[name].DESCRIPTOR, pool.FindMessageTypeByName(f"inference.{name}")
-        for own, other in [
-            (ours, there),
-            *((each, there.nested_types_by_name[each.name]) for each in ours.nested_types),
-        ]:
-            assert own.full_name == other.full_name
-            kept = (
-                fields(other)
-                if own.name not in PARTS
-                else [field for field in fields(other) if field[1] in own.fields_by_name]
-            )
-            assert fields(own) == kept
