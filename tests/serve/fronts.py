@@ -36,13 +36,14 @@ class Fronted(LoopThread):
     engine: what is served; its attributes may be read from any thread.
     server, front: of the protocol.
     refused: connections that were refused before a request was read; of REST alone.
+    app: of REST, in place of the engine's.
     """
 
     def __init__(
         self, protocol: str, limits: Limits | None = None, *, use_uvloop: bool = False, token: str | None = None,
-        tls: Tls | None = None, **address: Any,
+        tls: Tls | None = None, app: Any = None, **address: Any,
     ) -> None:  # fmt: skip
-        self.protocol = protocol
+        self.protocol, self._app = protocol, app
         self.engine = FakeEngine()
         self.refused: list[Any] = []
         super().__init__(uvloop.new_event_loop() if use_uvloop else None)
@@ -52,6 +53,7 @@ class Fronted(LoopThread):
             self.end_loop()
             raise
         self.address = f"{'localhost' if tls else '127.0.0.1'}:{self.port}"
+        self.url = f"http://{self.address}"
 
     async def _start(self, limits: Limits | None, token: str | None, tls: Tls | None, address: dict[str, Any]) -> int:
         self.server: Any
@@ -59,8 +61,8 @@ class Fronted(LoopThread):
             self.server = GrpcServer(self.engine, limits, token=token, tls=tls, **address)
             self.front = self.server._service.front
             return int(await self.server.start())
-        app = RestApp(self.engine, limits=limits, token=token)
-        self.front = app.front
+        app: Any = self._app or RestApp(self.engine, limits=limits, token=token)
+        self.front = getattr(app, "front", None)
         self.server = HttpServer(app, limits=limits, tls=tls, on_refused=self.refused.append)
         host, port = address.pop("host", "127.0.0.1"), address.pop("port", 0)
         return int(await self.server.start(listen(host, port, **address)))
@@ -124,8 +126,11 @@ class Fronted(LoopThread):
             yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
     def close(self) -> None:
+        if self.loop.is_closed():
+            return
+
         async def stop() -> None:
-            await self.server.stop(0.2)
+            await self.server.stop(0 if self._app else 0.2)
             await asyncio.sleep(0.005)  # for transports that were aborted to be closed
             if ending := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(ending, timeout=SECONDS)

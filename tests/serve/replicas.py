@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import tierstore
-from tests.serve import monitored
+from tests.serve import fronts
 from tests.updates.support import SMALL, change
 from tierstore.serve import admin
 from tierstore.serve.admin.publishing import publishing_app
@@ -78,7 +78,7 @@ def following(directory: Path, urls: Sequence[str], *, token: str | None = None,
         refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh, resume=replica.refresh
     )
     try:
-        with monitored.serving(admin.admin_app([*taker.routes(), *calls], token=token)) as served:
+        with fronts.serving("http", app=admin.admin_app([*taker.routes(), *calls], token=token)) as served:
             replica.loop, replica.url = served, served.url
             served.call(taker.begin())
             try:
@@ -95,7 +95,7 @@ def publishing(store: Path, *, token: str | None = None, folder: Path | None = N
     """A publisher that looks where ``step`` is called, and offers at ``url``."""
     publisher: Any = Publisher(store, folder, **settings)
     publisher.folder.open()
-    with monitored.serving(publishing_app(publisher, token)) as served:
+    with fronts.serving("http", app=publishing_app(publisher, token)) as served:
         publisher.url = served.url
         yield publisher
 

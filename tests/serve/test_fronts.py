@@ -23,7 +23,7 @@ from tritonclient.grpc import service_pb2
 import tierstore
 from tests.serve.fakes import VERSION, Held
 from tests.serve.fronts import MODULES, PROTOCOLS, SECONDS, Fronted, ask, read_to_end, refused, serving, tensor
-from tests.serve.requests import WAYS, Drawn, valid
+from tests.serve.test_requests import WAYS, Drawn, valid
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import DATATYPES, ServeError, Status
 from tierstore.serve.tls import Tls

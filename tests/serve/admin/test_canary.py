@@ -175,20 +175,6 @@ def test_a_canary_that_is_killed_goes_on(
     assert site.round() == [3, 3, 3]
 
 
-def test_a_canary_that_is_behind_takes_several_versions_on_trial(site: Site, source: Path) -> None:
-    """None of its files may go before they are applied."""
-    site.publisher._lacks_copy = lambda *_: False
-    site.publisher._canary = None
-    for version in (3, 4):
-        site.publisher.step()
-        change(source, version, keep=4)
-    site.publisher._canary = Source(site.canary.url)
-    site.publisher.step()
-    site.fares[4] = GOOD
-    assert site.canary.follow() == 4
-    assert site.round() == [4, 4, 4]
-
-
 def test_a_publisher_without_a_canary_ends_the_trial(site: Site, source: Path) -> None:
     site.publisher.step()
     assert site.follow() == [2, 1, 1]

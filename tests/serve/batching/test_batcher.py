@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.stepping import SteppedExecutor, SteppedLoop
+from tests.serve.batching.test_states import SteppedExecutor, SteppedLoop
 from tierstore.serve.base import LONG_IDS
 from tierstore.serve.batching import Batcher, between
 from tierstore.serve.batching.batcher import FAILED_SECONDS

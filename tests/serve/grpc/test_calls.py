@@ -23,7 +23,7 @@ from tritonclient.grpc import service_pb2
 
 from bench.serving.http2 import begun, headers_of, send_part
 from tests.serve.fronts import SECONDS, Fronted, ask, refused, serving, tensor
-from tests.serve.requests import Drawn, Tensor, decode, grpc_message, valid
+from tests.serve.test_requests import Drawn, Tensor, decode, grpc_message, valid
 from tierstore.serve.grpc import codec
 from tierstore.serve.grpc.codec import split_field
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE

@@ -185,51 +185,29 @@ def test_what_is_answered_at_once(wide: Path, ddr: str, model: str) -> None:
         assert models["rows.wider"].parse({"ids": many}).num_samples == 65_536 // 4
 
 
-@st.composite
-def jagged(draw: Any, features: list[str]) -> dict[str, Any]:
-    batch = draw(st.integers(1, 4))
-    lengths = [draw(st.lists(st.integers(0, 3), min_size=batch, max_size=batch)) for _ in features]
-    ids = []
-    for feature, part in zip(features, lengths, strict=True):
-        most = ROWS[feature.removesuffix(".again")] - 1
-        ids += draw(st.lists(st.integers(0, most), min_size=sum(part), max_size=sum(part)))
-    return {"ids": ids, "lengths": lengths, "weights": None, "kind": draw(st.sampled_from(["INT64", "INT32"]))}
-
-
-def test_all_features_side_by_side(store: tierstore.Store) -> None:
-    model: Any = Models(store).by_name["pooled"]
-    metadata = model.metadata
-    features = metadata.parameters["features"].split(",")
-    assert sorted(features) == sorted(each for name in NAMES for each in (name, f"{name}.again"))
-    owners = [feature.removesuffix(".again") for feature in features]
-    assert metadata.outputs[0].shape == (-1, sum(DIMS[owner] for owner in owners))
-
-    @settings(max_examples=25)
-    @given(st.lists(jagged(features), min_size=1, max_size=4))
-    def check(queries: list[dict[str, Any]]) -> None:
-        found = asked(model, *(inputs_of(query, "values") for query in queries))
-        for query, each in zip(queries, found, strict=True):
-            columns, position = [], 0
-            for owner, lengths in zip(owners, query["lengths"], strict=True):
-                ids = query["ids"][position : position + sum(lengths)]
-                position += len(ids)
-                offsets = torch.tensor([0, *np.cumsum(lengths)])
-                ids = torch.tensor(ids, dtype=torch.int64)
-                columns.append(store[owner].pooled(ids, offsets, mode=POOLINGS[owner]))
-            assert each["embeddings"].tobytes() == torch.cat(columns, 1).numpy().tobytes()
-
-    check()
-
-
-def test_rows_of_all_features_where_tables_are_of_one_width(store: tierstore.Store, narrow: tierstore.Store) -> None:
+def test_all_features_side_by_side(store: tierstore.Store, narrow: tierstore.Store) -> None:
+    """And their rows, where tables are of one width."""
     assert "rows" not in Models(store).by_name
-    model: Any = Models(narrow, dropped=Counted()).by_name["rows"]
-    owners = [feature.removesuffix(".again") for feature in model.metadata.parameters["features"].split(",")]
-    query = {"values": tensor("INT64", [3, 1, 2, 0]), "lengths": tensor("INT32", [1, 0, 2, 1], (4, 1))}
-    (found,) = asked(model, query)
-    want = [narrow[owners[place]].read(torch.tensor(ids)) for place, ids in ((0, [3]), (2, [1, 2]), (3, [0]))]
-    assert found["rows"].tobytes() == torch.cat(want).numpy().tobytes()
-    assert model.parse(query).num_samples == 1
+    chance = np.random.default_rng(1)
+    for opened, name in ((store, "pooled"), (narrow, "pooled"), (narrow, "rows")):
+        model: Any = Models(opened).by_name[name]
+        features = model.metadata.parameters["features"].split(",")
+        assert sorted(features) == sorted(each for name in opened.tables for each in (name, f"{name}.again"))
+        owners = [opened[feature.removesuffix(".again")] for feature in features]
+        width = sum(each.config.embedding_dim for each in owners) if name == "pooled" else DIMS["sums"]
+        assert model.metadata.outputs[0].shape == (-1, width)
+        for _ in range(10):
+            lengths = chance.integers(0, 4, (len(features), chance.integers(1, 5)))
+            parts = [torch.from_numpy(chance.integers(0, 20, each.sum())) for each in lengths]
+            query = {"values": tensor("INT64", torch.cat(parts)), "lengths": tensor("INT32", lengths)}
+            ((_, found),) = asked(model, query)[0].items()
+            if name == "rows":
+                want = torch.cat([owner.read(ids) for owner, ids in zip(owners, parts, strict=True)])
+            else:
+                offsets = [torch.tensor([0, *np.cumsum(each)]) for each in lengths]
+                each_of = zip(owners, parts, offsets, strict=True)
+                want = torch.cat([owner.pooled(ids, at, mode=owner.config.pooling) for owner, ids, at in each_of], 1)
+            assert found.tobytes() == want.numpy().tobytes()
 
 
 GOOD = {"ids": tensor("INT64", [1, 2, 3]), "lengths": tensor("INT32", [2, 1])}

@@ -19,14 +19,49 @@ from playwright.sync_api import Browser
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.chromium import WatchedPage
+from tests.serve.fronts import Fronted, serving
 from tests.serve.loops import WAIT_SECONDS
-from tests.serve.monitored import Clock, FakeSource, Served, serving
 from tierstore.errors import TierstoreError
+from tierstore.pool.stats import Stats, TierStats
 from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
 from tierstore.serve.admin.offer import UpdateError
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.monitoring.app import monitoring_routes, snapshot
-from tierstore.serve.monitoring.metrics import Metrics, StateCollector, TableInfo, Window, summarize
+from tierstore.serve.monitoring.metrics import Metrics, State, StateCollector, TableInfo, Window, summarize
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.25
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeSource:
+    """Says what its ``state`` is."""
+
+    def __init__(self) -> None:
+        ddr = {"lookups": 50_000, "unique": 20_000, "hits": 15_000, "misses": 5_000, "evictions": 1_234}
+        ssd = {"lookups": 5_000, "unique": 5_000, "hits": 4_000, "misses": 1_000, "bytes": 40_960, "bytes_read": 777}
+        self.state = State(
+            live=True,
+            ready=True,
+            version=7,
+            newest_version=9,
+            staleness_seconds=2.5,
+            tiers=Stats(
+                hbm=TierStats(),
+                ddr=TierStats(**ddr, capacity_rows=8_000, bytes=3 << 20),
+                ssd=TierStats(**ssd, capacity_rows=1_000_000),
+            ),
+            tables=[TableInfo("item", 1_000_000, 64, "float32")],
+            queued_samples={"dlrm": 17, "items": 0},
+        )
+
+    def __call__(self) -> State:
+        return self.state
+
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -199,7 +234,7 @@ class Watched(WatchedPage):
         metrics.out_of_range("items", 6)
         metrics.updated(7, 0.25)
         clock.now += 3
-        self.served = Served(admin_app(monitoring_routes(metrics, self.source)))
+        self.served = Fronted("http", app=admin_app(monitoring_routes(metrics, self.source)))
 
     def open(self) -> None:
         self.page.goto(self.served.url)
@@ -222,7 +257,7 @@ def watched(browser: Browser) -> Iterator[Watched]:
     found = Watched(browser)
     yield found
     found.context.close()
-    found.served.stop()
+    found.served.close()
 
 
 def test_numbers_are_the_sources(watched: Watched) -> None:
@@ -270,7 +305,7 @@ def test_numbers_are_the_sources(watched: Watched) -> None:
     assert not watched.wrong
     watched.source.state = watched.source.state._replace(ready=False)
     watched.until("#state-text", "Not taking requests")
-    watched.served.stop()
+    watched.served.close()
     watched.until("#state-text", "Unreachable")
     assert watched.texts("#alert")[0].startswith("The server cannot be reached. The numbers are of ")
 
@@ -311,7 +346,7 @@ def opened() -> Iterator[httpx.Client]:
     async def app(*call: Any) -> None:
         await client.app(*call)  # type: ignore[attr-defined]
 
-    with serving(app) as served, httpx.Client(base_url=served.url, timeout=10) as client:
+    with serving("http", app=app) as served, httpx.Client(base_url=served.url, timeout=10) as client:
         yield client
 
 
