@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import machine
-from bench.common import Goal, Part, Report, Run, Table, Told, program, run_parts
+from bench.common import Goal, Report, Run, Table, program
 from bench.data import ROOT
 from bench.peers import rocksdb_rows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
@@ -64,22 +64,6 @@ def test_program(flags: list[str], size: int, goals: int, tmp_path: Path, capsys
     shown = capsys.readouterr().out
     assert "How large?" in shown
     assert machine.summary(found["machine"]) in shown
-
-
-def test_a_part_that_fails_costs_none_before_it(tmp_path: Path) -> None:
-    def fails(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
-        raise OSError(f"after {figures['first']['rows']} rows in {request.folder}")
-
-    saved: list[Report] = []
-    parts = {
-        "first": Part(lambda *_: {"rows": 3}, lambda found: Told(tables=[], notes=[f"{found['rows']} rows"])),
-        "second": Part(fails, lambda _: Told(tables=[])),
-    }
-    request = Run(config={}, quick=True, folder=tmp_path, save=saved.append)
-    with pytest.raises(OSError, match="after 3 rows"):
-        run_parts(request, "How many?", parts)
-    (report,) = saved
-    assert (report.figures["first"]["rows"], report.notes) == (3, ["3 rows"])
 
 
 # Of serving: whether its load, its checks and its search tell the truth.

@@ -129,15 +129,6 @@ class RowCacheConformance:
         assert cache.by_admission(np.sort(admission.slots)).tolist() == admission.slots.tolist()
         cache.check_integrity()
 
-    def test_calls_of_two_admissions_do_not_mix(self) -> None:
-        cache = self.make_of(1, 1)
-        cache.mark_dirty(cache.find(keys_from(1)))
-        stopped = Admission(keys_from(2))
-        assert cache.admit(stopped) is AdmitStatus.DIRTY_VICTIM
-        cache.admit(Admission(keys_from(1)))
-        with pytest.raises(AssertionError, match="another admission"):
-            cache.admit(stopped)
-
     def test_evicts_as_cachetools_access_for_access(self) -> None:
         rng = np.random.default_rng(1)
         cache, oracle = self.make(20), ORACLES[self.policy](20)

@@ -174,9 +174,9 @@ def grpc_message(drawn: Drawn, *, raw: bool) -> Any:
             values = [value.encode() for value in each.values] if each.datatype == "BYTES" else each.values
             if each.datatype in _FIELDS:
                 getattr(made.contents, f"{_FIELDS[each.datatype]}_contents").extend(values)
-    for name, given in drawn.outputs:
+    for name, wanted in drawn.outputs:
         parameters = message.outputs.add(name=name).parameters
-        for parameter, value in given.items():
+        for parameter, value in wanted.items():
             parameters[parameter].string_param = value
     if drawn.timeout is not None:
         field = {int: "int64_param", bool: "bool_param", str: "string_param"}[type(drawn.timeout)]

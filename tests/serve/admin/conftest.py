@@ -1,9 +1,12 @@
 """A source, and patience that is short; one process writes all replicas."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change
 from tierstore.serve.admin import offer, updates
 from tierstore.updates import fetch
@@ -22,3 +25,15 @@ def quick(warm_writer: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def source(tmp_path: Path) -> Path:
     change(tmp_path / "source", 1, keep=4)
     return tmp_path / "source"
+
+
+@pytest.fixture
+def publisher(source: Path, stack: ExitStack) -> Any:
+    """Of the source; it looks where it is told to."""
+    return stack.enter_context(publishing(source))
+
+
+@pytest.fixture
+def replica(publisher: Any, tmp_path: Path, stack: ExitStack) -> Shown:
+    """Of the publisher."""
+    return stack.enter_context(following(tmp_path / "replica", [publisher.url]))

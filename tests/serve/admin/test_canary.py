@@ -237,8 +237,9 @@ def test_urgent_rows_go_first_and_those_that_are_looked_up_most(
     assert replica.roll_back() == 1, "and not to a part of a version"
 
 
-def test_refusals_errors_and_waits_of_a_server_count(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
-    publisher = stack.enter_context(publishing(source))
+def test_refusals_errors_and_waits_of_a_server_count(
+    tmp_path: Path, stack: contextlib.ExitStack, publisher: Any
+) -> None:
     publisher.step()
     flags = {"sources": (publisher.url,), "canary": True}
     server = stack.enter_context(whole.serving(tmp_path / "replica", **flags))

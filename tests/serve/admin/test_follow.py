@@ -180,9 +180,8 @@ def test_a_replica_follows_version_by_version_and_goes_back_for_good(
 
 @pytest.mark.parametrize("point", ["update: applied", "update: shown", "rollback: declined", "rollback: written"])
 def test_a_server_that_is_killed_declines_what_it_left_and_nothing_else(
-    source: Path, tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+    source: Path, tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch, publisher: Any
 ) -> None:
-    publisher = stack.enter_context(publishing(source))
     directory = tmp_path / "replica"
 
     def die(name: str) -> None:
@@ -212,9 +211,8 @@ def test_a_server_that_is_killed_declines_what_it_left_and_nothing_else(
 
 
 def test_an_update_passes_through_a_replica_while_it_arrives_there(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack, publisher: Any
 ) -> None:
-    publisher = stack.enter_context(publishing(source))
     publisher.step()
     parts, go_on, half = offer._parts, threading.Event(), list[int]()
 
@@ -281,9 +279,7 @@ def test_a_transfer_goes_on_where_it_broke_and_leaves_who_is_silent(
         run("breaks")
 
 
-def test_what_a_server_cannot_show_is_passed_over(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
-    publisher = stack.enter_context(publishing(source))
-    replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
+def test_what_a_server_cannot_show_is_passed_over(source: Path, publisher: Any, replica: Shown) -> None:
     publisher.step()
     assert replica.follow() == 1
     before, show = contents(replica.directory), replica.refresh
@@ -307,9 +303,7 @@ def test_what_a_server_cannot_show_is_passed_over(source: Path, tmp_path: Path, 
     require_same(replica, source)
 
 
-def test_a_drained_server_waits_and_then_moves_on(source: Path, tmp_path: Path, stack: contextlib.ExitStack) -> None:
-    publisher = stack.enter_context(publishing(source))
-    replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
+def test_a_drained_server_waits_and_then_moves_on(source: Path, publisher: Any, replica: Shown) -> None:
     publisher.step()
     replica.follow()
     show = replica.refresh

@@ -228,9 +228,8 @@ def test_what_fails_for_a_while_is_tried_again_and_again_later(
 
 
 def test_a_slow_source_does_not_delay_another(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack, publisher: Any
 ) -> None:
-    publisher = stack.enter_context(publishing(source))
     publisher.step()
     monkeypatch.setattr(updates, "_LISTS_SECONDS", 0.5)
     replica = stack.enter_context(following(tmp_path / "replica", ["http://127.0.0.1:1", publisher.url]))
