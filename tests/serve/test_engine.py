@@ -34,11 +34,8 @@ from tests.serve.whole import ADMIN, FREE_PORTS, InThread, command, serving
 from tests.updates.support import change, contents, table_config
 from tierstore.cli import entry as cli
 from tierstore.kernels.jit import JIT_ENABLED
-from tierstore.serve import program
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.grpc.service import InferenceService
 from tierstore.serve.messages import Status
-from tierstore.serve.rest.protocol import BoundedProtocol
 from tierstore.serve.workers import share_of
 from tierstore.settings.sections import described
 from tierstore.system import sizes
@@ -478,14 +475,3 @@ def test_workers_share_the_ports_and_end_together(store: Path, tmp_path: Path) -
     lookups = [read_trace(tmp_path / f"lookups.{worker}.npz").tables["item"].ids for worker in (0, 1)]
     assert max(map(len, lookups)) > 0
     assert all(set(ids.tolist()) <= {1, 2} for ids in lookups)
-
-
-def test_a_server_that_does_not_answer_is_never_ready(
-    store: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with another version of what it uses the private parts of."""
-    monkeypatch.setattr(program, "_ANSWER_SECONDS", 0.2)
-    for place, name in ((InferenceService, "_check"), (BoundedProtocol, "on_headers_complete")):
-        with monkeypatch.context() as patched:
-            patched.setattr(place, name, lambda *_: 1 // 0)
-            assert "the server does not answer itself" in said(capfd, "--store", str(store), *FREE_PORTS)

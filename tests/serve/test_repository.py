@@ -20,7 +20,7 @@ from tests.serve.fronts import MODULES, PROTOCOLS, refused, tensor
 from tests.serve.loops import wait_for
 from tests.serve.models.programs import Both, save
 from tests.serve.test_fronts import as_dict
-from tests.serve.whole import ADMIN, ADMIN_TOKEN, Command, InThread, serving
+from tests.serve.whole import ADMIN, ADMIN_TOKEN, InThread, serving
 from tests.updates.support import ROWS, change
 from tierstore.serve.command import parse_stores
 from tierstore.serve.config import ServeConfig, StoreConfig
@@ -49,7 +49,7 @@ def named(stores: dict[str, Path], **settings: Any) -> dict[str, Any]:
     return {"stores": tuple(own), "model_control": "explicit"} | settings
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def both(stores: dict[str, Path]) -> Iterator[InThread]:
     with serving(**named(stores)) as server:
         yield server
@@ -60,7 +60,7 @@ def protocol(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def triton(server: InThread | Command, protocol: str, **options: Any) -> Any:
+def triton(server: InThread, protocol: str, **options: Any) -> Any:
     """Triton's client of the protocol, one thread's at a time."""
     address = server.grpc if protocol == "grpc" else server.url.removeprefix("http://")
     return MODULES[protocol].InferenceServerClient(address, **options)
@@ -80,7 +80,7 @@ def rows(server: InThread, protocol: str, store: str) -> tuple[str, bytes]:
     return ask(server, protocol, f"{store}.rows.item", ids=IDS)
 
 
-def states(server: InThread | Command, protocol: str = "http") -> dict[str, tuple[str, str]]:
+def states(server: InThread, protocol: str = "http") -> dict[str, tuple[str, str]]:
     """State and reason of each model."""
     with triton(server, protocol) as client:
         index = as_dict(client.get_model_repository_index())
@@ -88,32 +88,35 @@ def states(server: InThread | Command, protocol: str = "http") -> dict[str, tupl
     return {each["name"]: (each["state"], each.get("reason", "")) for each in listed}
 
 
-def test_answers_are_those_of_two_servers_to_the_bit(stores: dict[str, Path], both: InThread, protocol: str) -> None:
+def test_answers_are_those_of_two_servers_to_the_bit(stores: dict[str, Path], both: InThread) -> None:
     names = []
     for store, path in stores.items():
         with serving(path) as single:
-            for model in states(single, protocol):
+            for model in states(single):
                 names.append(f"{store}.{model}")
-                if model.count("."):
-                    wanted = {name: INPUTS[name] for name in (["ids"] if model.startswith("rows") else INPUTS)}
-                else:
+                wanted = {name: INPUTS[name] for name in (["ids"] if model.startswith("rows") else INPUTS)}
+                if "." not in model:
                     wanted = {"values": np.tile(IDS, 2), "lengths": np.full((2, 1), len(IDS), np.int32)}
-                assert ask(both, protocol, names[-1], **wanted) == ask(single, protocol, model, **wanted)
-    assert list(states(both, protocol)) == names
-    with triton(both, protocol) as client:
-        assert client.get_model_metadata("b.rows.item", "1")
-    with refused(Status.NOT_FOUND, "did you mean 'a.rows.item'"):
-        ask(both, protocol, "aa.rows.item", ids=IDS)
-    assert rows(both, protocol, "a") != rows(both, protocol, "b")
+                for protocol in PROTOCOLS:
+                    assert ask(both, protocol, names[-1], **wanted) == ask(single, protocol, model, **wanted)
+    for protocol in PROTOCOLS:
+        assert list(states(both, protocol)) == names
+        with triton(both, protocol) as client:
+            assert client.get_model_metadata("b.rows.item", "1")
+        with refused(Status.NOT_FOUND, "did you mean 'a.rows.item'"):
+            ask(both, protocol, "aa.rows.item", ids=IDS)
+    assert rows(both, "http", "a") != rows(both, "http", "b")
 
 
 def test_clients_metrics_and_logs_have_the_stores(both: InThread, caplog: pytest.LogCaptureFixture) -> None:
+    ok = {"model": "a.rows.item", "status": "ok"}
+    before = both.metric("tierstore_request_seconds_count", **ok)
     assert rows(both, "http", "a") == rows(both, "grpc", "a")
     with refused(Status.INVALID):
         ask(both, "http", "a.rows.item", ids=np.array([ROWS]))
     (failed,) = [each for each in caplog.records if "request failed" in each.message]
     assert failed.__dict__["model"] == "a.rows.item"
-    assert both.metric("tierstore_request_seconds_count", model="a.rows.item", status="ok") == 2
+    assert both.metric("tierstore_request_seconds_count", **ok) == before + 2
     assert both.metric("tierstore_ready", store="b") == both.metric("tierstore_version", store="b") == 1
     status = both.status()
     assert [each["name"] for each in status["stores"]] == ["a", "b"]

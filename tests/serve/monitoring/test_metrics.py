@@ -273,11 +273,7 @@ def test_numbers_are_the_sources(watched: Watched) -> None:
     assert float(watched.texts("#p50")[0].removesuffix(" ms")) == pytest.approx(4, rel=0.02)
     assert watched.texts("#failed-rate") + watched.texts("#failed-total") == ["5/s", "15 since the start"]
     tier = watched.tier("ddr")
-    assert tier.pop("what").startswith("hit rate")
-    assert tier == {
-        "hit_rate": "75.00%", "chart": "", "hits": "15,000", "misses": "5,000", "lookups": "50,000",
-        "evictions": "1,234", "capacity_rows": "8,000", "bytes": "3 MiB",
-    }  # fmt: skip
+    assert (tier["hit_rate"], tier["hits"], tier["bytes"]) == ("75.00%", "15,000", "3 MiB")
     assert watched.tier("ssd")["hit_rate"] == "80.00%"
     assert watched.page.locator("svg:not([role=img][aria-label])").count() == 0
     label = watched.page.locator("#rate-chart svg").get_attribute("aria-label")
