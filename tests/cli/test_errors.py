@@ -63,6 +63,8 @@ def test_the_module_is_the_command(monkeypatch, capsys):
         runpy.run_module("tierstore", run_name="__main__")
     assert not ended.value.code
     assert capsys.readouterr().out == f"tierstore {tierstore.__version__}\n"
+    assert cli.main([]) == 2
+    assert "usage: tierstore" in capsys.readouterr().out
 
 
 INTERRUPTED = """

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from tierstore import cli
 from tierstore.cli.entry import build_parser
 
 FROZEN = Path(__file__).with_name("arguments.txt")
@@ -50,11 +49,6 @@ def test_every_command_and_argument_says_what_it_is() -> None:
         assert parser.format_help().startswith(f"usage: {' '.join(['tierstore', *name.split()])}")
         for action in parser._actions:
             assert action.help or isinstance(action, argparse._SubParsersAction), (name, action)
-
-
-def test_no_command_prints_the_help(capsys) -> None:
-    assert cli.main([]) == 2
-    assert "usage: tierstore" in capsys.readouterr().out
 
 
 if __name__ == "__main__":
