@@ -22,6 +22,7 @@ from torch import Tensor
 import tierstore
 from tests.serve.clients import Client
 from tests.serve.fronts import refused
+from tests.serve.fronts import tensor as front_tensor
 from tests.serve.loops import wait_for
 from tests.serve.models.programs import save
 from tests.serve.models.stores import tensor
@@ -84,11 +85,18 @@ def ranked(client: Client, question: dict[str, Any]) -> tuple[str, bytes]:
 
 def test_dense_weights_and_rows_of_a_run_move_together(run: RunConfig, question: dict[str, Any]) -> None:
     expected, answers, done = dict([go_on(run)]), list[tuple[str, bytes]](), threading.Event()
-    with serving(Path(run.store.path)) as server, Client(server.url) as client, ThreadPoolExecutor(1) as pool:
+    with serving(Path(run.store.path)) as server, ThreadPoolExecutor(1) as pool:
 
         def ask() -> None:
-            while not done.is_set():
-                answers.append(ranked(client, question))
+            grpc: Any = tritonclient.grpc.InferenceServerClient(server.grpc)
+            kinds = {"dense": "FP32", "values": "INT64", "lengths": "INT32"}
+            inputs = [front_tensor("grpc", name, kinds[name], each) for name, each in question.items()]
+            with Client(server.url) as client, grpc:
+                while not done.is_set():
+                    answers.append(ranked(client, question))
+                    found = grpc.infer("ranking", inputs)
+                    bits = found.as_numpy("probabilities").tobytes()
+                    answers.append((found.get_response().model_version, bits))
 
         asking = pool.submit(ask)
         try:

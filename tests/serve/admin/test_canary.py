@@ -23,7 +23,6 @@ from tierstore.serve.messages import ServeError, Status
 from tierstore.system import killpoints
 from tierstore.updates.canary import Canary, Measures, absent
 from tierstore.updates.fetch import Source
-from tierstore.updates.urgent import urgent_rows
 
 BOUNDS = Canary(seconds=5, loss=0.25, errors=0.125, p99=0.5)
 GOOD, WORST = Measures(0.5, 0.02, 0.008), Measures(0.625, 0.145, 0.012)
@@ -201,40 +200,6 @@ def test_a_version_that_the_canary_cannot_apply_or_show_is_declined(site: Site, 
     site.canary.show()
     assert site.round() == [1, 1, 1]
     assert f"cannot be {what}" in site.publisher.folder.listing.verdicts[0].why
-
-
-def test_urgent_rows_go_first_and_those_that_are_looked_up_most(
-    source: Path, tmp_path: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hot: list[tuple[int, int]] = []
-    replica = stack.enter_context(following(tmp_path / "replica", [], lookups=lambda: hot))
-    publisher = stack.enter_context(publishing(source, urgent=0.3, lookups=[Source(replica.url)]))
-    replica.taker._sources.append(Source(publisher.url))
-    publisher.step()
-    assert replica.follow() == 1
-    before = contents(replica.directory)
-    change(source, 2, keep=4)
-    unasked = urgent_rows(source, 1, 0.3, {})
-    hot.append((int(np.setdiff1d(urgent_rows(source, 1, 0.9, {}), unasked)[0]), 10**6))
-    shown: list[Any] = []
-
-    def look(name: str) -> None:
-        if name == "publish: urgent rows offered":
-            replica.follow()
-            shown.extend((replica.taker.own, contents(replica.directory)))
-
-    monkeypatch.setattr(killpoints, "hook", look)
-    rows = urgent_rows(source, 1, 0.3, dict(hot))
-    assert hot[0][0] in rows
-    publisher.step()
-    assert (shown[0].version, bool(shown[0].urgent)) == (1, True)
-    for index, name in enumerate(before):
-        own = np.isin(np.arange(900) | index << 40, rows)[:, None]
-        old, new, found = (each[name].view(900, -1).numpy() for each in (before, contents(source), shown[1]))
-        assert (found == np.where(own, new, old)).all()
-    assert replica.follow() == 2
-    require_same(replica, source)
-    assert replica.roll_back() == 1, "and not to a part of a version"
 
 
 def test_refusals_errors_and_waits_of_a_server_count(
