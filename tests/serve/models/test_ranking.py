@@ -31,8 +31,7 @@ from tierstore.train.config import RunConfig
 BATCH = 48
 RUNS: dict[str, dict[str, Any]] = {
     "dlrm": {},
-    "dcn": {"model__interaction": "dcn", "data__log_dense": False},
-    "towers": {"model__towers": [[f"C{i}" for i in range(k, 27, 2)] for k in (2, 1)]},
+    "towers": {"model__towers": [[f"C{i}" for i in range(k, 27, 2)] for k in (2, 1)], "data__log_dense": False},
 }
 
 
