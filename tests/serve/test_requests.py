@@ -95,16 +95,15 @@ def _first(**fields: Any) -> Callable[[Drawn], Drawn]:
     return lambda drawn: drawn._replace(inputs=[drawn.inputs[0]._replace(**fields), *drawn.inputs[1:]])
 
 
-def _fewer(drawn: Drawn) -> Drawn:
-    """An element less than the shape says, or one more where there is none."""
-    first = drawn.inputs[0]
-    one = "" if first.datatype == "BYTES" else 0
-    return _first(values=first.values[:-1] if first.values else [one])(drawn)
+def _of_other_size(more: bool) -> Callable[[Drawn], Drawn]:
+    """An element more than the shape says, or one less, where there is any."""
 
+    def change(drawn: Drawn) -> Drawn:
+        values = drawn.inputs[0].values
+        one = "" if drawn.inputs[0].datatype == "BYTES" else 0
+        return _first(values=[*values, one] if more or not values else values[:-1])(drawn)
 
-def _more(drawn: Drawn) -> Drawn:
-    first = drawn.inputs[0]
-    return _first(values=[*first.values, "" if first.datatype == "BYTES" else 0])(drawn)
+    return change
 
 
 def _outputs(*outputs: tuple[str, dict[str, str]]) -> Callable[[Drawn], Drawn]:
@@ -113,8 +112,8 @@ def _outputs(*outputs: tuple[str, dict[str, str]]) -> Callable[[Drawn], Drawn]:
 
 FAULTS: dict[str, Callable[[Drawn], Drawn]] = {
     **{f"input {str(fields)[:40]}": _first(**fields) for fields in _BAD_HEADS},
-    "too few elements": _fewer,
-    "too many elements": _more,
+    "too few elements": _of_other_size(False),
+    "too many elements": _of_other_size(True),
     "an input twice": lambda drawn: drawn._replace(inputs=[*drawn.inputs, drawn.inputs[0]]),
     "too many inputs": lambda drawn: drawn._replace(inputs=[Tensor(str(n), "FP32", [0], []) for n in range(1025)]),
     "a long id": lambda drawn: drawn._replace(id="i" * 1001),

@@ -69,15 +69,8 @@ def test_only_a_holder_of_the_token_has_anything(source: Path, tmp_path: Path, s
         assert "401" in replica.taker._sources[0].error
 
 
-GOOD = (
-    Listing(
-        files=(Offered("0" * 16, 9, 0, "", 2, "1" * 16),),
-        serial=7,
-        target=tierstore.updates.Origin("0" * 32, 2, "1" * 16),
-    )
-    .to_json()
-    .decode()
-)
+FILE = Offered("0" * 16, 9, 0, "", 2, "1" * 16)
+GOOD = Listing(files=(FILE,), serial=7, target=tierstore.updates.Origin("0" * 32, 2, "1" * 16)).to_json().decode()
 WRONG = {
     "id": ('"id": "0000000000000000"', '"id": "../../../../etc/x"'),
     "size": ('"size_bytes": 9', '"size_bytes": -1'),
@@ -95,13 +88,12 @@ WRONG = {
 
 def test_a_hostile_list_is_no_list() -> None:
     assert Listing.from_json(GOOD.encode()).serial == 7
-    for old, new in WRONG.values():
-        assert old in GOOD
+    for name, (old, new) in WRONG.items():
+        assert old in GOOD, name
         with pytest.raises(errors.FormatError, match="no list of updates"):
             Listing.from_json(GOOD.replace(old, new, 1).encode())
-    file = Offered("0" * 16, 9, 0, "", 2, "1" * 16)
     with pytest.raises(errors.FormatError, match="too many"):
-        Listing.from_json(Listing(files=(file,) * (MAX_FILES + 1)).to_json())
+        Listing.from_json(Listing(files=(FILE,) * (MAX_FILES + 1)).to_json())
 
 
 def test_the_way_to_a_version_is_by_changes_where_they_lead_there() -> None:
