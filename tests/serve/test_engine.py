@@ -1,4 +1,4 @@
-"""The whole server over real sockets, asked by independent clients, while another process commits."""
+"""A server over real sockets while another process commits, and how its own process starts and ends."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Whole servers: of a training run, as replicas, warming up, behind a token and with TLS."""
+"""Whole servers: of a training run, as replicas, watched, warming up, behind a token, with TLS and a program."""
 
 import asyncio
 import copy

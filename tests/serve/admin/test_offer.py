@@ -1,4 +1,4 @@
-"""What is offered, and to whom: lists and files by HTTP, lists that cannot be believed, and flags of the commands."""
+"""What is offered, to whom and by which flags; replicas that meet a full disk, damage or a slow source."""
 
 import contextlib
 import threading

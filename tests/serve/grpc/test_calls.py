@@ -1,4 +1,4 @@
-"""What only gRPC has: streams, its own health check, calls and messages that are no request, typed contents."""
+"""What only gRPC has: streams, its own health check, typed contents, and clients that are hostile below messages."""
 
 import contextlib
 import queue

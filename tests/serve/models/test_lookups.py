@@ -1,4 +1,4 @@
-"""Tables as models, against plain torch over the rows that the store's own reads give."""
+"""Tables as models against the reads of the store, and programs of torch.export against calling them by hand."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The ranking model against the trainer's own evaluation of the same rows."""
+"""The ranking model against the evaluation of the trainer, and in fewer bits against a reference."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""What is counted: the exposition as Prometheus's own parser reads it, against an independent count."""
+"""What monitors a server: counts as Prometheus reads them, the page in a browser, the admin port and who may ask it."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""What only HTTP has: paths, methods, encodings, request ids, JSON; how bodies are read and answers written."""
+"""What only HTTP has: paths, encodings, bodies, and clients that are slow, greedy or speak nonsense."""
 
 import asyncio
 import contextlib
