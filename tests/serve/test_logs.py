@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.serve import logs
@@ -50,6 +50,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in err.splitlines()]
 
 
+@settings(max_examples=20)
 @given(st.text() | st.just(NASTY + "\ud800") | st.just("x" * 100_000), st.sampled_from(ODD))
 def test_no_text_and_no_value_breaks_a_line_or_replaces_its_own_fields(text: str, value: Any) -> None:
     made = record(text, model=text, odd=value, others=[text], level="DEBUG", time="never", logger="another")

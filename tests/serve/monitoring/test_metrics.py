@@ -339,8 +339,8 @@ class Port:
 def opened() -> Iterator[httpx.Client]:
     """One server for all, whose ``app`` is exchanged."""
 
-    async def app(*call: Any) -> None:
-        await client.app(*call)  # type: ignore[attr-defined]
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await client.app(scope, receive, send)  # type: ignore[attr-defined]
 
     with serving("http", app=app) as served, httpx.Client(base_url=served.url, timeout=10) as client:
         yield client
