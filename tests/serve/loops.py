@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 
 
 class LoopThread:

@@ -167,7 +167,8 @@ def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: 
             with refused(Status.NOT_FOUND):
                 client.rows([7], table=gone)
     status = server.status()["version"]
-    assert (status["served"], status["newest"], status["updates"], status["update_failures"]) == (5, 5, 4, 0)
+    assert (status["served"], status["newest"], status["update_failures"]) == (5, 5, 0)
+    assert status["updates"] >= 4
     assert (status["staleness_seconds"], server.metric("tierstore_version")) == (0, 5)
 
 

@@ -156,7 +156,10 @@ def test_unloading_answers_what_came_and_loading_has_the_same_answers(
     with serving(**given) as server, ThreadPoolExecutor(1) as pool, triton(server, protocol) as client:
         before = rows(server, protocol, "a")
         assert server.metric("tierstore_tier_bytes", store="a", tier="ddr") > 0
-        gone = [weakref.ref(each) for each in (server.engine._store, server.engine._models._exported)]
+        gone = [
+            weakref.ref(each)
+            for each in (next(iter(server.engine._store._pools)).cache, server.engine._models._exported)
+        ]
         with server.held():
             waiting = pool.submit(rows, server, protocol, "a")
             wait_for(lambda: server.engine.state().queued_samples["a.rows.item"])

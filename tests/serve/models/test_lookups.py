@@ -199,7 +199,7 @@ def test_all_features_side_by_side(store: tierstore.Store, narrow: tierstore.Sto
         for _ in range(10):
             lengths = chance.integers(0, 4, (len(features), chance.integers(1, 5)))
             parts = [torch.from_numpy(chance.integers(0, 20, each.sum())) for each in lengths]
-            query = {"values": tensor("INT64", torch.cat(parts)), "lengths": tensor("INT32", lengths)}
+            query = {"values": tensor("INT64", torch.cat(parts).numpy()), "lengths": tensor("INT32", lengths)}
             ((_, found),) = asked(model, query)[0].items()
             if name == "rows":
                 want = torch.cat([owner.read(ids) for owner, ids in zip(owners, parts, strict=True)])

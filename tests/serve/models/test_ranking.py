@@ -180,7 +180,8 @@ class Quantized(nn.Module):
 
 
 def quantized(rows: Any) -> tuple[Any, Any]:
-    largest = np.maximum(np.abs(rows).max(1), np.finfo(np.float32).tiny)
+    largest = np.abs(rows).max(1)
+    largest[largest == 0] = 1
     return np.rint(rows * (np.float32(127) / largest)[:, None]).astype(np.int64), largest / np.float32(127)
 
 
