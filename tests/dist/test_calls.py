@@ -8,11 +8,15 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, average, open_sharded
+from tierstore.dist import lookup as dist_lookup
 from tierstore.dist.ranks import Ranks
+from tierstore.errors import TableError
+from tierstore.lookup.lookup import Lookup
 
 from .ranks import run
 
@@ -217,6 +221,41 @@ def cut_short(folder: Path) -> str:
 
 def interrupted(*_: Any) -> Tensor:
     raise KeyboardInterrupt
+
+
+def refused(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this owner cannot")
+
+
+def fail_to_look_up() -> list[str]:
+    """Lookups that fail in rank 1: of a wrong id, of a wrong feature, and where it owns rows."""
+    told = []
+    with open_sharded(None, cold="memory", ddr="500KiB") as store:
+        store.create_table(config("t"))
+        with pytest.raises(TableError, match="only a part here"):
+            tierstore.TieredEmbeddingBag(store.local["t"])(torch.arange(2), torch.tensor([0]))
+        module, fails = ShardedTieredEmbeddingBagCollection(store), store.ranks.rank == 1
+        for name, row, owner in (
+            ("t", ROWS, None), ("x", 0, None), ("t", 0, (dist_lookup, "make_lookup")), ("t", 0, (Lookup, "forward"))
+        ):  # fmt: skip
+            call = Call("look up", name if fails else "t", 0)
+            with pytest.MonkeyPatch.context() as patch:
+                if fails and owner is not None:
+                    patch.setattr(*owner, refused)
+                with pytest.raises((ValueError, RuntimeError)) as raised:
+                    module(batch_of(call, torch.tensor([row if fails else 0])))
+            told.append(str(raised.value))
+            dist.barrier()
+            module(batch_of(Call("look up", "t", 0), torch.arange(3))).values().sum().backward()
+        return told
+
+
+def test_a_lookup_that_fails_in_one_rank_is_an_error_in_all_and_the_end_of_none(tmp_path: Path) -> None:
+    others, own = run(fail_to_look_up, SIZE, tmp_path)
+    assert all("rank 1" in told for told in others)
+    assert f"id {ROWS} is not a row of table 't'" in own[0]
+    assert "feature 't' is missing" in own[1]
+    assert own[2:] == ["this owner cannot"] * 2
 
 
 def test_a_rank_that_left_a_call_amid_its_exchanges_makes_no_other(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import tierstore
-from tests.dist.placement.support import costs_of, table
+from tests.dist.placement.support import costs_of
 from tierstore import optim
 from tierstore.cli import entry as cli
 from tierstore.dist import (
@@ -39,12 +38,9 @@ from tierstore.dist import (
     shard,
 )
 from tierstore.dist import model as dist_model
-from tierstore.dist.placement import Demand, demand_of
-from tierstore.dist.placement.auto import _of_batches
 from tierstore.errors import RankError, TableError
 from tierstore.exchange.rows import read_rows
 from tierstore.models import DLRM
-from tierstore.trace import TableTrace, Trace
 
 from .ranks import run
 
@@ -211,8 +207,6 @@ def over_a_plain_store(folder: Path, plan: str) -> None:
 
 def test_a_model_over_a_plain_store_goes_on_over_ranks(tmp_path: Path) -> None:
     with tierstore.open(tmp_path / "plain", ddr="2MiB") as store:
-        store.create_table(tierstore.TableConfig(name="before", num_embeddings=1, embedding_dim=1))
-        store.drop_table("before")
         model = plain_model(store)
         for step in range(STEPS):
             model.embeddings(jagged(step)[1])["a"].sum().backward()
@@ -286,7 +280,12 @@ class EmbeddingBagCollection(nn.Module):
         return False
 
 
-def torchrecs(device: str) -> None:
+def torchrecs() -> None:
+    for device in ("cpu", "meta"):
+        torchrec(device)
+
+
+def torchrec(device: str) -> None:
     in_backward: Any = importlib.import_module("torch.distributed.optim")  # warns of what torch itself deprecates
     torch.manual_seed(0)
     bags = EmbeddingBagCollection(device)
@@ -309,43 +308,31 @@ def torchrecs(device: str) -> None:
         assert train(store, data_parallel(twin), jagged) == found
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_collections_of_torchrec_are_sharded_with_their_optimizers(device: str, tmp_path: Path) -> None:
-    run(torchrecs, 2, tmp_path, device)
+def test_collections_of_torchrec_are_sharded_with_their_optimizers(tmp_path: Path) -> None:
+    run(torchrecs, 2, tmp_path)
 
 
-def planned() -> tuple[dict[str, Sharding], Demand]:
-    """The plan found for a table that is looked up, another one and one with dynamic ids; and the demand of batches."""
-    batches = [jagged(10 * step + dist.get_rank())[1] for step in range(4)]
+def planned() -> dict[str, Sharding]:
+    """The plan found for a table that is looked up, another one and one with dynamic ids."""
     costs = costs_of(2, other={"data_parallel": {"rows": 9.0}}, optimizer="rowwise_adagrad")
     with tierstore.open(cold="memory", ddr="2MiB") as plain, open_sharded(**SMALL) as store:
         plain.create_table(tierstore.TableConfig(name="before", num_embeddings=1, embedding_dim=1))
         plain.drop_table("before")  # first values go by the place in a store
-        model, own = shard(plain_model(plain), store, costs=costs), torch.arange(ROWS)
+        batches = [jagged(10 * step + dist.get_rank())[1] for step in range(4)]
+        model, own = shard(plain_model(plain), store, costs=costs, demand=batches), torch.arange(ROWS)
         for name in "ac":
             first, local = plain[name].read(own), store[name].local
             assert torch.equal(local.read(own[list(local.rows)]), first[list(local.rows)])
         train(store, model, jagged)
-        demand = _of_batches(store.ranks, [plain[name].config for name in "ac"], batches)
-        return {name: table.sharding for name, table in store.tables.items()}, demand
+        return {name: table.sharding for name, table in store.tables.items()}
 
 
 def test_plans_are_found_by_one_rank_for_all(tmp_path: Path) -> None:
-    (first, demand), (second, others) = run(planned, 2, tmp_path)
+    first, second = run(planned, 2, tmp_path)
     assert first == second
     assert {first["a"].sharding_type, first["c"].sharding_type} == {"table_wise"}
     assert first["a"].ranks != first["c"].ranks, "each rank has one"
     assert first["b"] == Sharding("row_wise", (0, 1)), "dynamic ids stay out of it"
-    batches = [jagged(10 * step + rank)[1] for step in range(4) for rank in range(2)]
-    for name in "ac":
-        own = [batch[name].values().numpy() for batch in batches]
-        lengths = np.concatenate([batch[name].lengths() for batch in batches])
-        traced = {name: TableTrace(np.concatenate(own), np.append(0, lengths.cumsum()))}
-        wanted = demand_of(Trace(tables=traced, batch_samples=2 * SAMPLES), [table(name, ROWS)], 2)
-        assert demand.samples == wanted.samples == SAMPLES
-        for found in (demand.tables[name], others.tables[name]):
-            assert found[:3] == wanted.tables[name][:3]
-            assert all(map(np.array_equal, found[3:], wanted.tables[name][3:]))
 
 
 def refusals() -> list[str]:
@@ -368,19 +355,13 @@ def refusals() -> list[str]:
         model.dense = nn.Linear(3, 1, device="meta")
         model.bag.weight.register_hook(lambda grad: grad)
         refuse(model)
-        torchrec: Any = nn.Sequential(EmbeddingBagCollection("cpu"))
-        torchrec[0].embedding_bags["b"].weight.register_post_accumulate_grad_hook(lambda _: None)
-        refuse(torchrec)
         refuse(words(), tables={"dense": "item"})
         refuse(words(), tables={"bag": "item", "other.mean": "item"})
         refuse(words(), plan=Plan(3, {}))
         refuse(words(), source="nowhere.safetensors")
         refuse(nn.Sequential(data_parallel(words())))
         refuse(words(seed=dist.get_rank()))
-        if dist.get_rank():  # one rank alone
-            refuse(words(), tables={"dense": "item"})
-        else:
-            refuse(words())
+        refuse(words(), tables={"dense": "item"} if dist.get_rank() else None)  # one rank alone
     return told
 
 
@@ -388,7 +369,6 @@ def test_what_cannot_be_sharded_is_named(tmp_path: Path) -> None:
     said = [
         "'bag': its weight has hooks.*'other.max': max_norm.*'other.freq': scale_grad_by_freq.*'other.pad': padding_idx"
         ".*'dense.weight': is on",
-        "table 'b': its weight has hooks",
         "tables: 'dense' is no nn.Embedding",
         "'other.mean': table 'item' is another one of 'bag'",
         "the plan is for 3 ranks",
@@ -444,19 +424,10 @@ class Replicated(nn.Module):
         return out
 
 
-class TrainsTables(nn.Linear):
-    """A module without tables, whose forward trains some."""
-
-    trained: Any
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.trained().sum().backward()
-        return super().forward(x)
-
-
 def train_replicated(folder: Path) -> list[str]:
     """What becomes of three ways to train the tables of a replicated module."""
     warnings.simplefilter("ignore")  # torch's own, of gradients that are not there
+    folder.mkdir(exist_ok=True)
     rank, told = dist.get_rank(), []
     features = tierstore.KeyedJaggedTensor(["t"], torch.tensor([rank]), offsets=torch.tensor([0, 1]))
 
@@ -477,12 +448,8 @@ def train_replicated(folder: Path) -> list[str]:
             attempt(lambda: checkpoint(model, features, ones, use_reentrant=reentrant))  # noqa: B023 - called at once
         with torch.no_grad():
             model(features)
-        outside, tables = TrainsTables(4, 1), tierstore.TieredEmbeddingBagCollection(store)
-        before = store["t"].state.step
-        outside.__dict__["trained"] = lambda: tables(features).values()
-        DistributedDataParallel(outside)(torch.ones(1, 4)).sum().backward()
-        assert store["t"].state.step == before + 1
-        store["t"].pooled(features.values(), features.offsets())
+        Replicated(store)(features).sum().backward()  # outside of it
+        assert store["t"].state.step == 1 + told.count("trained")
     with tierstore.open(folder / str(rank), mode="r", ddr="2MiB") as store:
         DistributedDataParallel(Replicated(store))(features).sum().backward()
     return told
@@ -523,8 +490,6 @@ def test_rows_are_not_trained_by_ranks_that_torch_brings_together(tmp_path: Path
 
 
 def test_a_replicated_module_does_not_train_rows(tmp_path: Path) -> None:
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        folder.mkdir()
     assert run(train_replicated, 1, tmp_path, tmp_path / "one") == [["trained"] * 3]
     for first, *checkpoints in run(train_replicated, 2, tmp_path, tmp_path / "two"):
         assert "cannot be trained inside DistributedDataParallel by 2 processes" in first

@@ -39,19 +39,6 @@ class Dlrm(nn.Module):
         return self.top(torch.cat([bottom, (rows @ rows.mT)[:, first, second]], dim=1)).squeeze(1)
 
 
-class Factorization(nn.Module):
-    """Users times items, with biases of one column."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.user, self.item = nn.Embedding(ROWS, DIM), nn.Embedding(ROWS, DIM)
-        self.user_bias, self.item_bias = nn.Embedding(ROWS, 1), nn.Embedding(ROWS, 1)
-
-    def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        biases = self.user_bias(users) + self.item_bias(items)
-        return (self.user(users) * self.item(items)).sum(1) + biases.squeeze(1)
-
-
 class TwoTowers(nn.Module):
     """A history pooled by mean on one side, an item on the other; both of one table."""
 
@@ -128,7 +115,6 @@ def histories(random: torch.Generator) -> tuple[Tensor, ...]:
 
 MODELS: Final[dict[type[nn.Module], Callable[[torch.Generator], tuple[Any, ...]]]] = {
     Dlrm: bags,
-    Factorization: pairs,
     TwoTowers: histories,
     Recurrent: histories,
     MaxPooling: histories,
