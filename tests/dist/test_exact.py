@@ -4,7 +4,7 @@ import copy
 import itertools
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,11 +158,13 @@ def look_up(case: Case, modules: dict[str, Any], jagged: KeyedJaggedTensor) -> d
 
 
 class Trained(NamedTuple):
-    """Of one rank: results by feature and number of the batch, gradients of weights by number, and all rows."""
+    """Of one rank: results by feature and number of the batch, gradients of weights by number, all rows, and of each
+    step the square of the norm of the gradients collected."""
 
     results: dict[tuple[str, int], Tensor]
     weights: dict[int, Tensor]
     rows: dict[str, Tensor]
+    squares: dict[int, Tensor]
 
 
 def all_rows(case: Case, modules: dict[str, Any]) -> dict[str, Tensor]:
@@ -175,7 +177,7 @@ def all_rows(case: Case, modules: dict[str, Any]) -> dict[str, Tensor]:
 
 def train(case: Case, *, by_towers: bool = False) -> Trained:
     """By this rank."""
-    rank, made = dist.get_rank(), Trained({}, {}, {})
+    rank, made = dist.get_rank(), Trained({}, {}, {}, {})
     with open_memory(case, by_towers=by_towers) as store:
         for config, sharding in case.tables:
             store.create_table(config, **sharding._asdict())
@@ -200,6 +202,7 @@ def train(case: Case, *, by_towers: bool = False) -> Trained:
                         made.results[key, number] = out.detach().cpu()
                 torch.autograd.backward(outs, gradients)
             if optimizer is not None:
+                made.squares[step] = optimizer.clip_grad_norm_(max_norm=1e9).square()
                 optimizer.step()
                 optimizer.zero_grad()
             if not step:
@@ -239,7 +242,7 @@ def train_all(seeds: Sequence[int], device: str) -> list[tuple[Any, ...]]:
 
 def expected(case: Case, ranks: int) -> list[Trained]:
     """Of one process that works off the ranks' batches one after another; where owners pool, as one batch."""
-    made = [Trained({}, {}, {}) for _ in range(ranks)]
+    made = [Trained({}, {}, {}, {}) for _ in range(ranks)]
     given = [{n: batch(case, rank, n) for n in (*range(case.counts[rank]), EVALUATED)} for rank in range(ranks)]
     for is_joint in (False, True):
         names = [config.name for config, sharding in case.tables if case.is_joint(sharding) == is_joint]
@@ -286,8 +289,11 @@ def train_whole(
                     if outs:
                         torch.autograd.backward(outs, gradients)
             if optimizer is not None:
+                square = optimizer.clip_grad_norm_(max_norm=1e9).square()
                 optimizer.step()
                 optimizer.zero_grad()
+                for each in made:
+                    each.squares[step] = each.squares.get(step, torch.zeros(())) + square
             if not step:
                 with torch.no_grad():
                     for rank in range(len(given)):
@@ -327,6 +333,8 @@ def test_training_gives_the_bits_of_one_process(ranks: int, device: str, seeds: 
             for place, out in wanted.results.items():
                 close = 1e-5 * (place[0] in summed)  # sums of the owners' sums
                 assert torch.allclose(own.results[place], out, rtol=close, atol=close), (seed, place, case)
+            for step, square in own.squares.items():
+                torch.testing.assert_close(square, wanted.squares[step], msg=f"{seed}: {case}")
             for number, weights in wanted.weights.items():
                 torch.testing.assert_close(own.weights[number], weights, rtol=1e-4, atol=1e-5, msg=f"{seed}: {case}")
 
@@ -349,68 +357,7 @@ def test_features_of_several_batch_sizes_are_samples_with_lists_of_their_own(tmp
         assert all(torch.equal(found, wanted) for found, wanted in own)
 
 
-# Clipping and Hessian-free steps, whose sums over ranks are in another order
-
-KINDS: list[dict[str, Any]] = [
-    {"sharding_type": "column_wise"},
-    {"sharding_type": "data_parallel"},
-    {"sharding_type": "row_wise", "exchange": "pooled"},
-]
-Clipped = tuple[list[float], Tensor]
-
-
-def train_clipped(store: Any, ranks: Sequence[int], divisor: int, average: Callable[[Tensor], None]) -> Clipped:
-    """(norms, rows) after clipped steps of two passes each over these ranks' batches, with a schedule of rates."""
-    names, optimizer = ["a", "b"], store.optimizer()
-    kinds: Any = tierstore.TieredEmbeddingBagCollection, ShardedTieredEmbeddingBagCollection
-    module, dense, norms = kinds[hasattr(store, "ranks")](store), torch.ones(24, requires_grad=True), []
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for step in range(STEPS):
-        for part, rank in itertools.product(range(2), ranks):
-            generator = torch.Generator().manual_seed(20 * step + 10 * part + rank)
-            ids, target = torch.randint(0, 50, (16,), generator=generator), torch.rand(8, 24, generator=generator)
-            out = module(KeyedJaggedTensor(names, ids, lengths=torch.ones(16, dtype=torch.int64))).values()
-            ((out * dense - target).square().mean() / 2 / divisor).backward()
-        assert dense.grad is not None
-        average(dense.grad)
-        norms.append(float(optimizer.clip_grad_norm_([dense], 0.01)))
-        optimizer.step()
-        optimizer.zero_grad()
-        dense.grad = None
-        schedule.step()
-    with torch.no_grad():
-        ones = torch.ones(100, dtype=torch.int64)
-        return norms, module(KeyedJaggedTensor(names, torch.arange(50).repeat(2), lengths=ones)).values()
-
-
-def make_two(store: Any, **kind: Any) -> Any:
-    for name in "ab":
-        rule = optim.Adagrad(lr=0.3)
-        store.create_table(TableConfig(name=name, num_embeddings=50, embedding_dim=12, optimizer=rule), **kind)
-    return store
-
-
-def clip_in_ranks() -> list[Clipped]:
-    found = []
-    for kind in KINDS:
-        with open_sharded(None, cold="memory", ddr="1MiB") as store:
-            mean = partial(average_one, ranks=store.ranks)
-            found.append(train_clipped(make_two(store, **kind), [store.ranks.rank], 1, mean))
-    return found
-
-
-def average_one(gradient: Tensor, ranks: Any) -> None:
-    average([gradient], ranks)
-
-
-def test_gradients_are_clipped_as_in_one_process(tmp_path: Path) -> None:
-    with tierstore.open(cold="memory", ddr="1MiB") as store:
-        wanted = train_clipped(make_two(store), range(2), 2, lambda _: None)
-    assert min(wanted[0]) > 0.01, "there is something to clip"
-    for found in run(clip_in_ranks, 2, tmp_path):
-        for each in found:
-            torch.testing.assert_close(each, wanted)
-
+# Hessian-free steps, whose sums over ranks are in another order
 
 PARTS = [slice(0, 5), slice(5, 16)]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +22,8 @@ from tierstore.dist import (
     Sharding,
     TowerTieredEmbeddingBagCollection,
     TowerTieredEmbeddingCollection,
-    average,
     data_parallel,
     open_sharded,
-    own_tensors,
 )
 from tierstore.errors import RankError
 
@@ -85,20 +83,16 @@ class Model(nn.Module):
 
 
 class Whole(nn.Module):
-    """The embeddings and towers in one process: of torch, or over a store that is read."""
+    """The embeddings and towers in one process, of torch."""
 
-    def __init__(self, weights: dict[str, Tensor] | None = None, store: Any = None) -> None:
+    def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
         self.towers = nn.ModuleList(towers_of_two())
         self.bags = nn.ModuleDict({name: nn.EmbeddingBag.from_pretrained(each, freeze=False, mode="mean")
-                                   for name, each in (weights or {}).items()})  # fmt: skip
-        self.store = None if store is None else tierstore.TieredEmbeddingBagCollection(store)
+                                   for name, each in weights.items()})  # fmt: skip
 
     def forward(self, jagged: Any) -> tierstore.KeyedTensor:
-        if self.store is None:
-            bags = {name: self.bags[name[0]](jagged[name].values(), jagged[name].offsets()[:-1]) for name in FEATURES}
-        else:
-            bags = self.store(jagged).to_dict()
+        bags = {name: self.bags[name[0]](jagged[name].values(), jagged[name].offsets()[:-1]) for name in FEATURES}
         parts = [torch.cat([bags[name] for name in FEATURES if name[0] in names], dim=1) for names in TOWERS]
         given = [tower(part) for tower, part in zip(self.towers, parts, strict=True)]
         return tierstore.KeyedTensor(["0", "1"], HIDDEN, torch.cat(given, dim=1))
@@ -169,58 +163,6 @@ def test_rows_and_weights_train_as_in_one_process_with_the_whole_model(tmp_path:
     for each in found:
         assert all(not torch.equal(each["last"][name], each["first"][name]) for name in expected)
         torch.testing.assert_close(each["last"], expected, rtol=0, atol=1e-6)
-
-
-class Trained(NamedTuple):
-    """Rows that this rank has; weights and the optimizer's state; results of a batch, the same in all ranks."""
-
-    rows: dict[str, tuple[range, Tensor]]
-    weights: dict[str, Tensor]
-    state: dict[str, Any]
-    results: Tensor
-
-
-def go_on(folder: Path, back_to: int = 0) -> tuple[Any, ...]:
-    """Train up to step ``STEPS``, from the last commit or the one gone back to."""
-    with open_hosts(2, directory=folder, cold="lmdb", keep=9, towers=TOWERS) as store:
-        for config in CONFIGS:
-            store.create_table(config)
-        torch.manual_seed(1)
-        model = Model(TowerTieredEmbeddingBagCollection(store, towers_of_two()))
-        averaged = [each for name, each in model.named_parameters() if name not in own_tensors(model)]
-        assert len(averaged) == len(list(model.over.parameters()))
-        optimizer = store.optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
-        if back_to:
-            store.rollback(back_to)
-        start = tierstore.checkpoint.load(store, model, [optimizer])["step"] if "step" in store.extra else 0
-        for step, batch in itertools.islice(enumerate(batches(dist.get_rank())), start, None):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
-            average([each.grad for each in averaged if each.grad is not None], store.ranks)
-            optimizer.step()
-            tierstore.checkpoint.save(store, model, [optimizer], extra={"step": step + 1})
-        with torch.no_grad():
-            results = model(next(batches(0))[0])
-        return tuple(Trained(own_rows(store), model.state_dict(), optimizer.state_dict()["state"], results))
-
-
-def test_towers_roll_back_and_go_on_in_another_number_of_ranks_and_in_one_process(tmp_path: Path) -> None:
-    expected = [Trained(*each) for each in run(go_on, 4, tmp_path, tmp_path / "whole")]
-    back = run(go_on, 4, tmp_path, tmp_path / "whole", 2)
-    for one, other in zip(expected, back, strict=True):
-        assert len(one.state) == 6, "Adam's state of both towers' weights and the layer above"
-        torch.testing.assert_close(other, tuple(one), rtol=0, atol=0)
-    with tierstore.open(tmp_path / "whole", mode="r", ddr="1MiB") as store:
-        model = Model(Whole(store=store))
-        tierstore.checkpoint.load(store, model)
-        whole = model(next(batches(0))[0]).detach()
-    fewer = [Trained(*each) for each in run(go_on, 2, tmp_path, tmp_path / "whole")]
-    for each in expected[1:] + fewer:
-        torch.testing.assert_close((each.weights, each.state), (expected[0].weights, expected[0].state), rtol=0, atol=0)
-        torch.testing.assert_close(each.results, whole, rtol=0, atol=1e-6)
-    rows = [whole_rows([each.rows for each in found]) for found in (expected, fewer)]
-    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=0)
-    torch.testing.assert_close(expected[0].results, whole, rtol=0, atol=1e-6)
 
 
 A, B, C = (tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=4) for name in "abc")

@@ -1,16 +1,21 @@
-"""Exports: the same bits when imported again, whole files or none, and what others read of them."""
+"""Exports: the same bits when imported again, whole files or none, what others read; and the page's examples."""
 
 import errno
 import fcntl
 import json
 import os
+import re
+import shlex
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
 import tierstore
+from bench.data import ROOT, examples
 from tierstore import errors
+from tierstore.cli import entry as cli
 from tierstore.exchange import export_store, exporting, import_files
 from tierstore.exchange.tensor_files import SafetensorsFile, TensorSpec
 from tierstore.system import files as system_files
@@ -259,3 +264,37 @@ def test_tensors_beyond_four_gib_are_found(tmp_path):
         found = [opened.get_slice(spec.name)[spec.shape[0] - 4 :].clone() for spec in specs]
     assert found[0].tolist() == [[0.0] * 4] * 3 + [[1.0] * 4]
     assert found[1].tolist() == [[1.0]] * 4
+
+
+PAGE = (ROOT / "docs" / "exchange.md").read_text()
+
+
+@pytest.fixture
+def shop(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return make_store(tmp_path / "shop", config(optimizer=OPTIMIZERS["adam"]), config("user", 40, 3))
+
+
+def test_commands(shop, tmp_path, capsys):
+    commands = re.findall(r"^    tierstore (.*?)(?:\s+#.*)?$", PAGE, re.MULTILINE)
+    assert len(commands) == 8
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, command
+    said = capsys.readouterr().out
+    assert "other: new (sum, RowWiseAdagrad lr 0.05), 500 rows" in said
+    assert contents(tmp_path / "shop-compact") == contents(shop)
+    copied = contents(tmp_path / "copy")
+    assert copied["item"] == contents(shop)["item"]
+    assert copied["other"][0].optimizer == tierstore.optim.RowWiseAdagrad(lr=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    example = "".join(examples("docs/exchange.md"))
+    names: dict[str, Any] = {}
+    exec(compile(example, "exchange.md", "exec"), names)
+    assert names["state"]["embedding_bags.item.exp_avg"].shape == (1000, 8)
+    assert names["report"].version == 2
+    with tierstore.open("small", mode="r", ddr="8MiB") as store:
+        assert torch.equal(store["bag"].read(torch.arange(1000)), names["bag"].weight.detach())

@@ -155,36 +155,6 @@ for kind, make in KINDS.items():
         assert torch.equal(traced(features, batch), models[1](features, batch))
     print(kind)
 """
-KERNELS = """
-import itertools, torch, tierstore
-from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-
-torch.manual_seed(0)
-place = fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU
-Kind = fbgemm.OptimType  # its kernels for the CPU ignore weight_decay: formulas have that
-common = dict(lr=0.5, eps=1e-4)
-RULES = [
-    (tierstore.optim.SGD(lr=0.5), dict(optimizer=Kind.EXACT_SGD)),
-    (tierstore.optim.Adagrad(**common), dict(optimizer=Kind.EXACT_ADAGRAD)),
-    (tierstore.optim.RowWiseAdagrad(**common), dict(optimizer=Kind.EXACT_ROWWISE_ADAGRAD)),
-]
-for (rule, given), dim in itertools.product(RULES, (4, 20)):
-    theirs = fbgemm.SplitTableBatchedEmbeddingBagsCodegen([(40, dim, *place)], learning_rate=0.5, eps=1e-4, **given)
-    weight = theirs.split_embedding_weights()[0].detach().normal_()
-    with tierstore.open(cold="memory", ddr="4MiB") as store:
-        table = store.create_table(
-            tierstore.TableConfig(name="t", num_embeddings=40, embedding_dim=dim, optimizer=rule))
-        table.write(torch.arange(40), weight)
-        ours = tierstore.TieredEmbeddingBag(table, include_last_offset=True)
-        for _ in range(4):
-            ids, offsets = torch.randint(40, (30,)), torch.arange(0, 31, 3)
-            gradient = torch.randn(10, dim)
-            for bags in (theirs, ours):
-                bags(ids, offsets).backward(gradient)
-            now = theirs.split_embedding_weights()[0].detach()
-            torch.testing.assert_close(table.read(torch.arange(40)), now, rtol=1e-5, atol=1e-5, msg=str(rule))
-    print(rule)
-"""
 EXAMPLE = "import runpy; runpy.run_path('examples/from_torchrec.py')  # compares its losses with TorchRec's"
 
 
@@ -194,7 +164,3 @@ def test_rows_are_those_of_torchrec() -> None:
 
 def test_models_of_torchrec_train_to_the_same_losses() -> None:
     assert run(MODELS).split() == ["DLRM", "DLRM_DCN", "DLRM_Projection", "DeepFM"]
-
-
-def test_updates_are_those_of_fbgemms_kernels() -> None:
-    assert len(run(KERNELS).splitlines()) == 6
