@@ -8,14 +8,11 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, average, open_sharded
-from tierstore.dist import lookup as dist_lookup
 from tierstore.dist.ranks import Ranks
-from tierstore.errors import TableError
 from tierstore.lookup.lookup import Lookup
 
 from .ranks import run
@@ -32,7 +29,17 @@ BLOCKS: list[tuple[str, ...]] = [
     ("create",), ("commit",), ("commit",),
 ]  # fmt: skip
 SEEDS: Final = range(12)
-MISTAKES = ["leave out", "do twice", "swap", "wrong id", "wrong extra", "raise", "other rate", "disk full"]
+MISTAKES = ["leave out", "do twice", "swap", "wrong id", "owner fails", "wrong extra", "disk full", "raise", "new rate"]
+    "leave out",
+    "do twice",
+    "swap",
+    "wrong id",
+    "wrong extra",
+    "raise",
+    "other rate",
+    "disk full",
+    "owner fails",
+]
 
 
 class Call(NamedTuple):
@@ -120,13 +127,16 @@ class Rank:
         ids = ids_of(call, rank)
         if call.wrong == "wrong id":
             ids = torch.full((3,), ROWS)
-        if call.wrong == "other rate":
+        if call.wrong == "new rate":
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.25
             self.optimizer.step()
         match call.name:
             case "look up":
-                self.outputs[call.table].append(module(batch_of(call, ids)).values())
+                with pytest.MonkeyPatch.context() as patch:
+                    if call.wrong == "owner fails":
+                        patch.setattr(Lookup, "forward", fail)
+                    self.outputs[call.table].append(module(batch_of(call, ids)).values())
             case "train":
                 self.outputs[call.table].pop().sum().backward()
                 self.optimizer.step()
@@ -160,6 +170,10 @@ class Rank:
             self.store[name].local.read(torch.arange(self.store[name].rows.start, self.store[name].rows.stop)).tolist()
             for name in SHARDINGS
         ]
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this owner cannot")
 
 
 def no_room(**_: Any) -> int:
@@ -221,41 +235,6 @@ def cut_short(folder: Path) -> str:
 
 def interrupted(*_: Any) -> Tensor:
     raise KeyboardInterrupt
-
-
-def refused(*_: Any, **__: Any) -> None:
-    raise RuntimeError("this owner cannot")
-
-
-def fail_to_look_up() -> list[str]:
-    """Lookups that fail in rank 1: of a wrong id, of a wrong feature, and where it owns rows."""
-    told = []
-    with open_sharded(None, cold="memory", ddr="500KiB") as store:
-        store.create_table(config("t"))
-        with pytest.raises(TableError, match="only a part here"):
-            tierstore.TieredEmbeddingBag(store.local["t"])(torch.arange(2), torch.tensor([0]))
-        module, fails = ShardedTieredEmbeddingBagCollection(store), store.ranks.rank == 1
-        for name, row, owner in (
-            ("t", ROWS, None), ("x", 0, None), ("t", 0, (dist_lookup, "make_lookup")), ("t", 0, (Lookup, "forward"))
-        ):  # fmt: skip
-            call = Call("look up", name if fails else "t", 0)
-            with pytest.MonkeyPatch.context() as patch:
-                if fails and owner is not None:
-                    patch.setattr(*owner, refused)
-                with pytest.raises((ValueError, RuntimeError)) as raised:
-                    module(batch_of(call, torch.tensor([row if fails else 0])))
-            told.append(str(raised.value))
-            dist.barrier()
-            module(batch_of(Call("look up", "t", 0), torch.arange(3))).values().sum().backward()
-        return told
-
-
-def test_a_lookup_that_fails_in_one_rank_is_an_error_in_all_and_the_end_of_none(tmp_path: Path) -> None:
-    others, own = run(fail_to_look_up, SIZE, tmp_path)
-    assert all("rank 1" in told for told in others)
-    assert f"id {ROWS} is not a row of table 't'" in own[0]
-    assert "feature 't' is missing" in own[1]
-    assert own[2:] == ["this owner cannot"] * 2
 
 
 def test_a_rank_that_left_a_call_amid_its_exchanges_makes_no_other(tmp_path: Path) -> None:

@@ -182,6 +182,8 @@ def refuse(folder: Path) -> None:
     with opened(folder) as store:
         job, rank = Job(store), store.ranks.rank
         store.create_table(replace(CONFIGS["a"], name="ids", ids=DynamicIds()))
+        with pytest.raises(TableError, match="only a part here"):
+            tierstore.TieredEmbeddingBag(store.local["a"])(torch.arange(2), torch.tensor([0]))
 
         def refused(told: str, plan: Plan = AFTER, **options: Any) -> None:
             with pytest.raises((TableError, ValueError, RuntimeError, TypeError), match=told):

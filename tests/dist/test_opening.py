@@ -11,7 +11,7 @@ import torch
 
 import tierstore
 from tierstore.cli import entry as cli
-from tierstore.dist import Plan, ShardedStore, Sharding, open_sharded, reshard
+from tierstore.dist import ShardedStore, open_sharded, reshard
 from tierstore.dist.parts import SECTION
 from tierstore.errors import (
     ReadOnlyError,
@@ -239,24 +239,6 @@ def test_parts_in_each_others_place_are_refused_by_all_that_open_them(
         told += [each for each in run(open_refused, size, tmp_path, folder) if "RankError" not in each]
     assert all("1-of-2 holds the part 0-of-2" in each or "0-of-2 holds the part 1-of-2" in each for each in told)
     assert len(told) >= 7
-
-
-# Plans
-
-
-def open_by(folder: Path, plans: list[Path]) -> str:
-    return open_refused(folder, plan=plans[torch.distributed.get_rank()])
-
-
-def test_plans_that_differ_are_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
-    plans = [tmp_path / "one.json", tmp_path / "other.json", tmp_path / "one.json"]
-    for owner, path in enumerate(plans[:2]):
-        Plan(3, {"a": Sharding("table_wise", (owner,))}).save(path)
-    before = contents(folder)
-    for where in (folder, tmp_path / "new"):
-        assert all("plan of ranks 0 and 1 differs" in told for told in run(open_by, 3, tmp_path, where, plans))
-    assert contents(folder) == before
-    assert not (tmp_path / "new").exists()
 
 
 # Interruptions
