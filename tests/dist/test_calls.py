@@ -30,16 +30,6 @@ BLOCKS: list[tuple[str, ...]] = [
 ]  # fmt: skip
 SEEDS: Final = range(12)
 MISTAKES = ["leave out", "do twice", "swap", "wrong id", "owner fails", "wrong extra", "disk full", "raise", "new rate"]
-    "leave out",
-    "do twice",
-    "swap",
-    "wrong id",
-    "wrong extra",
-    "raise",
-    "other rate",
-    "disk full",
-    "owner fails",
-]
 
 
 class Call(NamedTuple):

@@ -219,15 +219,6 @@ def test_towers_of_other_hosts_are_joined_by_each_rank(tmp_path: Path) -> None:
     assert {kind for _, kind in run(train_on_hosts, 2, tmp_path, made, 1)} == {"Towers"}
 
 
-def test_hessian_free_steps_repeat_their_bits_with_parts_that_are_empty(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"optimizer__dense": "hessian-free", "optimizer__curvature": "gauss-newton"}
-    keys |= {"optimizer__curvature_products": 4, "train__commit_every": 0, "train__epochs": 1}
-    runs = [run(train_rank, 2, tmp_path, config(tmp_path, name, **keys)) for name in ("first", "again")]
-    assert len({each.bits for found in runs for each in found}) == 1
-    assert {each.loss for found in runs for each in found} == {runs[0][0].loss}
-    assert runs[0][0].loss < 0.69
-
-
 def train_differently(made: RunConfig) -> None:
     rank = torch.distributed.get_rank()
     train_rank(dataclasses.replace(made, train=dataclasses.replace(made.train, seed=rank)))
