@@ -3,7 +3,7 @@
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -17,7 +17,7 @@ from ..errors import TableError
 from ..exchange.rows import RowValues, chunks, write_rows
 from ..init import Initializer, Normal, Uniform
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
-from ..nn.convert import Embedding, Rule, Rules, Weight, hung_on, rules_of, weights_of
+from ..nn.convert import Embedding, Rule, Rules, hung_on, rules_of, weights_of
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.module import TieredModule, plain_names, take_place
 from ..nn.placeholder import Placeholder
@@ -131,7 +131,10 @@ def shard(
                 _load(own, store[name], store.ranks.rank)
             made = [(module, make(store)) for module, make in found.made.values()]
     store.unloaded -= new.keys()
-    found.hand_over(store, made)
+    for pair in made:
+        take_place(*pair)
+    for name, trained in found.trained.items():
+        trained.hand_over(store[name].local)
     is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Placeholder))
     return data_parallel(model, **options) if is_trained else model
 
@@ -172,7 +175,12 @@ class _Model:
         weights, refused = weights_of(model, chosen)
         self._refused |= refused
         for each in weights:
-            self._add_torchs(each, names.get(id(each.weight), each.name))
+            (rows, dim), name = each.weight.shape, names.get(id(each.weight), each.name)
+            for module in each.modules:
+                self._put(each.name, module, [name], is_trained=each.weight.requires_grad)
+            shape: Any = {"num_embeddings": rows, "embedding_dim": dim, "pooling": each.mode}
+            config = TableConfig(name=name, init=self._init or Normal(std=1.0), **shape)
+            self._add_weight(each.name, each.weight, config)
         gone = {id(each) for module in model.modules() if id(module) in self.made for each in module.parameters()}
         for name, weight in model.named_parameters():
             if weight.is_meta and id(weight) not in gone:
@@ -247,20 +255,6 @@ class _Model:
                 init=self._init or Uniform(each.get_weight_init_min(), each.get_weight_init_max()),
             )  # fmt: skip
             self._add_weight(path, weight, config)
-
-    def _add_torchs(self, weight: Weight, name: str) -> None:
-        (rows, dim), init = weight.weight.shape, self._init or Normal(std=1.0)
-        for module in weight.modules:
-            self._put(weight.name, module, [name], is_trained=weight.weight.requires_grad)
-        config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=weight.mode, init=init)
-        self._add_weight(weight.name, weight.weight, config)
-
-    def hand_over(self, store: ShardedStore, made: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        """Have these modules take their places, and the tables be trained as their weights were."""
-        for pair in made:
-            take_place(*pair)
-        for name, trained in self.trained.items():
-            trained.hand_over(store[name].local)
 
     def _add_weight(self, path: str, weight: Tensor, config: TableConfig) -> None:
         try:

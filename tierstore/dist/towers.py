@@ -58,7 +58,9 @@ class Towers:
         of_host = range(own * on_host, (own + 1) * on_host)
         of_number = range(number, ranks.size, on_host)
         members = range(ranks.size)
-        groups = [dist.new_group(list(members[first : first + on_host]), backend="gloo") for first in members[::on_host]]
+        groups = [
+            dist.new_group(list(members[first : first + on_host]), backend="gloo") for first in members[::on_host]
+        ]
         across = [dist.new_group(list(members[each::on_host]), backend="gloo") for each in range(on_host)]
         return cls(tables, Ranks(groups[own], of_host), Ranks(across[number], of_number))
 

@@ -248,15 +248,10 @@ class RankCosts(Checked):
             found = solve_nonnegative(matrix, np.ones(len(own)))
             seconds[kind] = Seconds(**dict(zip(_NAMES, found.tolist(), strict=True)))
         others |= {"cores": cores, "local_world_size": local_world_size}
-        costs = cls(seconds=Kinds(**seconds), errors=Errors(), **others)
-        return replace(costs, errors=costs.errors_of(held_out or probes))
-
-    def errors_of(self, probes: Sequence[Probe]) -> Errors:
-        """Mean relative errors of what is predicted of steps; 0 for a kind that none is of."""
-        found = dict[str, list[float]]()
-        for group, amounts, seconds in probes:
-            found.setdefault(group.kind, []).append(abs(self.group_s(group, amounts) / seconds - 1))
-        return Errors(**{kind: statistics.fmean(each) for kind, each in found.items()})
+        costs, errors = cls(seconds=Kinds(**seconds), errors=Errors(), **others), dict[str, list[float]]()
+        for group, amounts, taken in held_out or probes:
+            errors.setdefault(group.kind, []).append(abs(costs.group_s(group, amounts) / taken - 1))
+        return replace(costs, errors=Errors(**{kind: statistics.fmean(each) for kind, each in errors.items()}))
 
     def work_s(self, group: Group, amounts: Float64s) -> Float64s:
         """float64 [ranks, 2], of each rank's work: as a requester, alike on all ranks, and as an owner."""
