@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import tierstore
 from tierstore import optim
@@ -69,7 +70,7 @@ class Job:
 
 
 def opened(folder: Path, **options: Any) -> ShardedStore:
-    return open_sharded(folder, plan=BEFORE, **SMALL | options)
+    return open_sharded(folder, plan=BEFORE if dist.get_world_size() == 2 else None, **SMALL | options)
 
 
 def train(folder: Path, plans: list[Plan | None], options: dict[str, Any], collected: bool) -> Any:

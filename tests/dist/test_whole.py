@@ -1,7 +1,6 @@
 """A sharded store in one process: exported, served and published as the store is that resharding makes of it; and
 copied for other numbers of ranks."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +39,6 @@ def whole(folder: Path) -> tuple[Bits, dict[str, Any]]:
     """Rows, and what optimizers count."""
     with tierstore.open(folder, mode="r", **SMALL) as store:
         return contents(store), {name: table.state for name, table in store.tables.items()}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained") / "store"
-    train_more(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "store"))
 
 
 def test_an_export_has_the_bytes_of_the_resharded_stores(folder: Path) -> None:
