@@ -135,7 +135,11 @@ def read_only(folder: Path) -> list[str]:
         assert store.readonly
         assert store.version == store.extra["steps"] == 1
         assert store.create_table(CONFIGS["a"]) is store["a"]
-        calls = store.commit, store.optimizer, lambda: store.create_table(tierstore.TableConfig("new", 1, 4))
+        calls = (
+            store.commit,
+            store.optimizer,
+            lambda: store.create_table(tierstore.TableConfig(name="new", num_embeddings=1, embedding_dim=4)),
+        )
         return [refused(call) for call in calls]
 
 
