@@ -107,7 +107,8 @@ def drawn(seed: int, ranks: int, device: str) -> Case:
         fields |= {"optimizer": draw.choice(rules), "dtype": draw.choice(["float32", "float32", "bfloat16"])}
         if is_plain and not by_columns and sharding.exchange == "rows" and fields["dtype"] == "bfloat16":
             fields["rounding"] = "stochastic"
-        if is_plain and not (by_columns or depth) and sharding.sharding_type != "data_parallel" and draw.random() < 0.3:
+        is_split = by_columns or sharding.sharding_type == "data_parallel"
+        if is_plain and not (is_split or depth or "rounding" in fields) and draw.random() < 0.5:
             fields["ids"] = tierstore.DynamicIds(unseen="zeros" if is_tall else draw.choice(["init", "zeros"]))
         shape = {"num_embeddings": ROWS, "embedding_dim": draw.choice([12, 24])}
         tables.append((TableConfig(name=name, feature_names=(f"{name}1", f"{name}2"), **shape, **fields), sharding))
@@ -210,7 +211,8 @@ def train(case: Case, *, by_towers: bool = False) -> Trained:
                     found = look_up(case, modules, batch(case, rank, EVALUATED))
                 made.results.update({(key, EVALUATED): out.cpu() for key, out in found.items()})
         list(taken)
-        made.weights.update({n: each.weights().grad for n, each in enumerate(own) if case.is_weighted})
+        weighted = [(n, each.weights()) for n, each in enumerate(own) if case.is_weighted]
+        made.weights.update({number: weights.grad for number, weights in weighted if len(weights)})
         made.rows.update(all_rows(case, modules))
         if not by_towers:
             assert all(map(torch.equal, made.rows.values(), all_rows(case, copy.deepcopy(modules)).values()))
@@ -250,7 +252,8 @@ def expected(case: Case, ranks: int) -> list[Trained]:
         if names:
             train_whole(case, names, groups, given, made)
     for own, jagged in zip(made, given, strict=True):
-        own.weights.update({n: jagged[n].weights().grad * ranks for n in jagged if case.is_weighted and n != EVALUATED})
+        weighted = [(n, each.weights()) for n, each in jagged.items() if case.is_weighted and n != EVALUATED]
+        own.weights.update({number: weights.grad * ranks for number, weights in weighted if len(weights)})
     return made
 
 
@@ -334,7 +337,7 @@ def test_training_gives_the_bits_of_one_process(ranks: int, device: str, seeds: 
                 close = 1e-5 * (place[0] in summed)  # sums of the owners' sums
                 assert torch.allclose(own.results[place], out, rtol=close, atol=close), (seed, place, case)
             for step, square in own.squares.items():
-                torch.testing.assert_close(square, wanted.squares[step], msg=f"{seed}: {case}")
+                torch.testing.assert_close(square, wanted.squares[step], rtol=1e-4, atol=0, msg=f"{seed}: {case}")
             for number, weights in wanted.weights.items():
                 torch.testing.assert_close(own.weights[number], weights, rtol=1e-4, atol=1e-5, msg=f"{seed}: {case}")
 
