@@ -15,6 +15,7 @@ from ..ranks import Ranks
 from ..store import ShardedStore
 from ..table import local_config
 from .costs import Demand, RankCosts, TableDemand, demand_of
+from .measure import measure_ranks
 from .search import Search
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -32,7 +33,13 @@ def found_plan(
     ranks, counted, found = store.ranks, [table for table in tables if table.ids is None], dict[str, Sharding]()
     asked = _evenly(ranks, counted) if demand is None else demand_of(demand, counted, ranks.size)
     for kind in dict.fromkeys(table.optimizer.kind for table in counted):
-        known = _measured(ranks, kind) if costs is None else costs
+        known = costs
+        if costs is None:
+            if ranks.size != dist.get_world_size():
+                raise ValueError('plan="auto" measures all ranks of torch.distributed: give costs= of the store\'s')
+            if ranks.rank == 0:
+                _LOG.warning("measuring for up to %d s what steps over these ranks cost; costs= has it", _SECONDS)
+            known = measure_ranks(optimizer=kind, seconds=_SECONDS)
         with ranks.telling():
             if ranks.rank == 0:
                 known = known if isinstance(known, RankCosts) else RankCosts.load(known)
@@ -43,16 +50,6 @@ def found_plan(
                 found |= {table.name: _possible(store, table, best.plan.tables[table.name]) for table in own}
                 rank_bytes -= float(best.size_bytes.max())
     return ranks.gather(found, "shard")[0]
-
-
-def _measured(ranks: Ranks, kind: Any) -> RankCosts:
-    from .measure import measure_ranks  # which has modules over stores
-
-    if ranks.size != dist.get_world_size():
-        raise ValueError('plan="auto" measures all ranks of torch.distributed, and the store has some: give costs=')
-    if ranks.rank == 0:
-        _LOG.warning("measuring for up to %d s what steps over these ranks cost; costs= has it from a file", _SECONDS)
-    return measure_ranks(optimizer=kind, seconds=_SECONDS)
 
 
 def _possible(store: ShardedStore, table: TableConfig, sharding: Sharding) -> Sharding:
