@@ -81,9 +81,8 @@ def demand_of(trace: Trace, tables: Sequence[TableConfig], ranks: int) -> Demand
         all_rows = 0
         for first, last in itertools.pairwise(bounds.tolist()):
             all_rows += len(np.unique(table.ids[table.offsets[first] : table.offsets[last]]))
-            if (
-                last - first >= ranks
-            ):  # of each rank an equal part of the samples, or where an entry is a batch, of the ids
+            # A rank has an equal part of the samples; of the ids, where an entry is a whole batch.
+            if last - first >= ranks:
                 cuts = table.offsets[np.arange(ranks + 1) * (last - first) // ranks + first]
             else:
                 start, stop = table.offsets[[first, last]]
