@@ -309,9 +309,9 @@ def train_whole(
 @pytest.mark.parametrize(
     ("ranks", "device", "seeds"),
     [
-        (1, "cpu", range(100, 106)),
-        (2, "cpu", range(40)),
-        (4, "cpu", range(200, 220)),
+        (1, "cpu", range(100, 104)),
+        (2, "cpu", range(24)),
+        (4, "cpu", range(200, 212)),
         pytest.param(2, "cpu", range(1000, 2000), marks=pytest.mark.soak),
         pytest.param(1, "cuda", range(12), marks=pytest.mark.gpu),
         pytest.param(2, "cuda", range(12), marks=pytest.mark.gpu),

@@ -195,7 +195,7 @@ def test_a_kept_version_is_exported(tmp_path):
         assert bits(found) == bits(rows[version - 1])
 
 
-@pytest.mark.parametrize(("rule", "dtype"), zip(OPTIMIZERS, (*DTYPES, "float32"), strict=True))
+@pytest.mark.parametrize(("rule", "dtype"), [*zip(OPTIMIZERS, (*DTYPES, "float32"), strict=True)])
 def test_rows_that_were_written_are_rows_of_a_parquet_file(tmp_path, monkeypatch, rule, dtype):
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     monkeypatch.setattr(exporting, "CHUNK_BYTES", 1000)

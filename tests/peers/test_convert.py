@@ -162,7 +162,7 @@ class Loop:
         return loss.item()
 
 
-@pytest.mark.parametrize(("kind", "rule"), zip(MODELS, [*RULES] * 3, strict=False))
+@pytest.mark.parametrize(("kind", "rule"), [*zip(MODELS, [*RULES] * 3, strict=False)])
 def test_a_converted_model_has_torchs_losses(kind: type[nn.Module], rule: str) -> None:
     """Half trained by torch, then by both; and the way back has the weights that torch has."""
     random = torch.Generator().manual_seed(1)
