@@ -83,7 +83,7 @@ def test_an_embedding_bag_that_moved_has_the_losses_that_it_would_have_had(run: 
 
 
 def test_code_of_torchrec_trains(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without TorchRec, whose import warns; tests/peers/test_torchrec.py runs it in a process that has it."""
+    """Without TorchRec, whose import warns; tests/peers/test_frameworks.py runs it in a process that has it."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith(".peers")])
     before, after = numbers(run("from_torchrec.py")[0])
     assert after < 0.95 * before

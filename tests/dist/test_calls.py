@@ -1,18 +1,22 @@
-"""Ranks that do not make the same calls: an error on all, no process that ends or hangs, and one version after."""
+"""Ranks that make different calls: an error on all, no process that ends or hangs, and one version after; and what
+crosses in calls: values in fewer bits, and the times that tell the slow rank from others."""
 
 import contextlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 import tierstore
-from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, average, open_sharded
-from tierstore.dist.ranks import Ranks
+from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, average, load, open_sharded
+from tierstore.dist.load import StepTime
+from tierstore.dist.ranks import Precision, Ranks, decoded, encoded
+from tierstore.lookup.lookup import Lookup
 
 from .ranks import run
 
@@ -28,7 +32,7 @@ BLOCKS: list[tuple[str, ...]] = [
     ("create",), ("commit",), ("commit",),
 ]  # fmt: skip
 SEEDS: Final = range(12)
-MISTAKES = ["leave out", "do twice", "swap", "wrong id", "wrong extra", "raise", "other rate", "disk full"]
+MISTAKES = ["leave out", "do twice", "swap", "wrong id", "owner fails", "wrong extra", "disk full", "raise", "new rate"]
 
 
 class Call(NamedTuple):
@@ -116,13 +120,16 @@ class Rank:
         ids = ids_of(call, rank)
         if call.wrong == "wrong id":
             ids = torch.full((3,), ROWS)
-        if call.wrong == "other rate":
+        if call.wrong == "new rate":
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.25
             self.optimizer.step()
         match call.name:
             case "look up":
-                self.outputs[call.table].append(module(batch_of(call, ids)).values())
+                with pytest.MonkeyPatch.context() as patch:
+                    if call.wrong == "owner fails":
+                        patch.setattr(Lookup, "forward", fail)
+                    self.outputs[call.table].append(module(batch_of(call, ids)).values())
             case "train":
                 self.outputs[call.table].pop().sum().backward()
                 self.optimizer.step()
@@ -156,6 +163,10 @@ class Rank:
             self.store[name].local.read(torch.arange(self.store[name].rows.start, self.store[name].rows.stop)).tolist()
             for name in SHARDINGS
         ]
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this owner cannot")
 
 
 def no_room(**_: Any) -> int:
@@ -223,3 +234,68 @@ def test_a_rank_that_left_a_call_amid_its_exchanges_makes_no_other(tmp_path: Pat
     other, own = run(cut_short, SIZE, tmp_path, tmp_path / "store")
     assert "rank 1 ended" in other
     assert "an earlier call ended here amid an exchange" in own
+
+
+WIDE = 64
+RELATIVE = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.5 / 127}
+"""Of an element; of int8, of the largest of its row."""
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_values_come_back_as_near_as_their_bits_allow(precision: Any) -> None:
+    rows = torch.randn(100, WIDE, generator=torch.Generator().manual_seed(1)) * 10
+    rows[3] = 0
+    unit = rows.abs().amax(1, keepdim=True) if precision == "int8" else rows.abs()
+    sent = encoded(rows, precision)
+    assert len(sent) == len(rows)
+    assert ((decoded(sent, precision) - rows).abs() <= unit * RELATIVE[precision] * (1 + 1e-6)).all()
+    assert decoded(encoded(rows[:0], precision), precision).shape == (0, WIDE)
+    rows[5, 7] = torch.nan
+    assert decoded(encoded(rows, precision), precision)[5].isnan().any(), "what went wrong stays seen"
+
+
+def train_in_each() -> dict[str, tuple[Tensor, int]]:
+    """By precision (results of the last step, bytes sent)."""
+    found = {}
+    for precision in get_args(Precision):
+        wire = {"forward_precision": precision, "backward_precision": precision}
+        with open_sharded(None, cold="memory", ddr="1MiB", **wire) as store:
+            for name, exchange in (("a", "rows"), ("b", "pooled")):
+                config = tierstore.TableConfig(name=name, num_embeddings=300, embedding_dim=WIDE)
+                store.create_table(config, exchange=exchange)  # type: ignore[arg-type]
+            module, rank = ShardedTieredEmbeddingBagCollection(store), store.ranks.rank
+            for step in range(3):
+                ids = torch.randint(0, 300, (400,), generator=torch.Generator().manual_seed(2 * step + rank))
+                ones = torch.ones(400, dtype=torch.int64)
+                out = module(tierstore.KeyedJaggedTensor(["a", "b"], ids, lengths=ones)).values()
+                (out - 1).square().sum().backward()
+            found[precision] = out.detach(), store.balance()[rank].traffic.bytes_sent
+    return found
+
+
+def test_fewer_bits_are_fewer_bytes_and_nearly_the_same_training(tmp_path: Path) -> None:
+    found = run(train_in_each, 2, tmp_path)[0]
+    exact, most = found["fp32"]
+    saved = {precision: most - size for precision, (_, size) in found.items()}
+    assert saved["bf16"] == saved["fp16"] > most / 3, "two bytes of each value; the rest are ids"
+    assert saved["int8"] / saved["bf16"] == (4 - (WIDE + 4) / WIDE) / 2
+    assert all(0 < (found[each][0] - exact).abs().max() < 0.01 for each in ("fp16", "bf16", "int8"))
+
+
+def train_at_a_pace() -> list[StepTime]:
+    """Each rank's times of a step, where the last rank's clock goes fast."""
+    with open_sharded(None, cold="memory", ddr="1MiB", threads=1) as store:
+        store.create_table(config("a"))
+        module, now = ShardedTieredEmbeddingBagCollection(store), 1_000.0  # of set-up, which does not count
+        load.time = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: 2 * now)  # type: ignore[assignment]
+        store.ranks.clock._exchanging_s, store.ranks.clock._ssd_s = (lambda: now / 4), (lambda: now / 8)
+        for _ in range(5):
+            now += 2.0 if store.ranks.rank == 2 else 1.0
+            module(batch_of(Call("look up", "a", 0), torch.arange(3))).values().sum().backward()
+        return [each.step for each in store.balance()]
+
+
+def test_ranks_tell_each_other_their_steps_times(tmp_path: Path) -> None:
+    step = StepTime(busy=0.75, exchanging=0.25, ssd=0.125, processor=2.0)
+    expected = [pytest.approx([factor * each for each in step]) for factor in (1, 1, 2)]
+    assert run(train_at_a_pace, 3, tmp_path) == [expected] * 3

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: those that end first go on with empty ones, and train what one would."""
+"""Ranks with different numbers of batches: those that end first go on with empty ones; what fails ends all loops."""
 
 import dataclasses
 import itertools
@@ -11,30 +11,14 @@ import torch
 from torch import Tensor
 
 import tierstore
-from tierstore import optim
-from tierstore.dist import (
-    ShardedStore,
-    ShardedTieredEmbeddingBagCollection,
-    ShardedTieredEmbeddingCollection,
-    data_parallel,
-    even,
-    open_sharded,
-)
+from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, data_parallel, even, open_sharded
 from tierstore.dist.uneven_batches import empty_of
 from tierstore.errors import RankError
 
 from .ranks import run
 
-ROWS, DIM, SAMPLES = 60, 12, 5
-TABLES = {
-    "rows": ("row_wise", "rows"),
-    "columns": ("column_wise", "rows"),
-    "pooled": ("table_wise", "pooled"),
-    "copies": ("data_parallel", "rows"),
-    "ids": ("row_wise", "rows"),
-}
-COUNTS = [3, 0, 5]
-"""Batches of each rank."""
+ROWS, COUNTS = 9, [3, 0, 5]
+TABLE, FROZEN = (tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=4) for name in ("t", "frozen"))
 
 
 class Batch(NamedTuple):
@@ -43,105 +27,62 @@ class Batch(NamedTuple):
     name: str = "clicks"
 
 
-class Model(torch.nn.Module):
-    """Embeddings, pooled with weights or not at all, and a layer after them."""
-
-    def __init__(self, store: Any, bags: Any, lists: Any) -> None:
-        super().__init__()
-        self.bags, self.lists = bags(store), lists(store, tables=["rows", "ids"])
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(2 + len(TABLES) * DIM, 3)
-
-    def forward(self, dense: Tensor, sparse: tierstore.KeyedJaggedTensor) -> Tensor:
-        lists = self.lists(sparse)
-        each: Tensor = self.layer(torch.cat([dense, self.bags(sparse).values()], dim=1)).square().sum()
-        return each + lists["rows"].values().square().sum() + lists["ids"].values().sin().sum()
+def batch_of(step: int, row: int = 0) -> Batch:
+    lengths = torch.ones(4, dtype=torch.int64)
+    ids = torch.tensor([row, 1, 2, 3])
+    return Batch(torch.full((2, 4), float(step)), tierstore.KeyedJaggedTensor(["t", "frozen"], ids, lengths=lengths))
 
 
-def config_of(name: str) -> tierstore.TableConfig:
-    ids = tierstore.DynamicIds() if name == "ids" else None
-    rule = optim.RowWiseAdagrad(lr=0.1)
-    return tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule, ids=ids)
-
-
-def batch_of(rank: int, step: int) -> Batch:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    lengths = torch.randint(0, 4, (len(TABLES) * SAMPLES,), generator=generator)
-    ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
-    weights = torch.rand(len(ids), generator=generator)
-    sparse = tierstore.KeyedJaggedTensor(list(TABLES), ids, weights, lengths=lengths)
-    return Batch(torch.randn(SAMPLES, 2, generator=generator), sparse)
-
-
-def batches(rank: int) -> Iterator[Batch]:
-    return (batch_of(rank, step) for step in range(COUNTS[rank]))
-
-
-def opened(folder: Path | None) -> ShardedStore:
-    store = open_sharded(folder, ddr="1MiB", threads=1, cold="lmdb" if folder else "memory")
-    for name, (kind, exchange) in TABLES.items():
-        store.create_table(config_of(name), sharding_type=kind, exchange=exchange)  # type: ignore[arg-type]
+def opened() -> ShardedStore:
+    store = open_sharded(cold="memory", ddr="1MiB", threads=1)
+    store.create_table(TABLE)
     return store
 
 
-def train(folder: Path, depth: int) -> tuple[list[int], list[Tensor]]:
-    """(samples of each step, the layer's weights). In the middle an evaluation looks batches up, prefetched too."""
-    with opened(folder) as store:
-        model = data_parallel(Model(store, ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection))
-        optimizer, sizes = torch.optim.SGD(model.parameters(), lr=0.01), []
-        given: Any = even(batches(store.ranks.rank), store)
-        for batch in tierstore.prefetch(given, model, depth=depth):
+class Model(torch.nn.Module):
+    """A plain module, which comes first, a sharded one, and a layer after them."""
+
+    def __init__(self, plain: tierstore.Store, store: ShardedStore) -> None:
+        super().__init__()
+        self.frozen = tierstore.TieredEmbeddingBagCollection(plain).requires_grad_(False)
+        self.bags, self.layer = ShardedTieredEmbeddingBagCollection(store), torch.nn.Linear(4, 1)
+        torch.nn.init.ones_(self.layer.weight)
+
+    def forward(self, batch: Batch) -> Tensor:
+        pooled = self.bags(batch.sparse).values() + self.frozen(batch.sparse).values()
+        found: Tensor = self.layer(batch.dense * pooled).sum()
+        return found
+
+
+def train(depth: int) -> tuple[list[int], Tensor, Tensor]:
+    """(samples of each step, the layer's weights, the rows)."""
+    with tierstore.open(cold="memory", ddr="1MiB") as plain, opened() as store:
+        plain.create_table(FROZEN)
+        model, sizes = data_parallel(Model(plain, store)), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        own = [batch_of(step) for step in range(COUNTS[store.ranks.rank])]
+        for batch in tierstore.prefetch(even(own, store), model, depth=depth):
             assert batch.name == "clicks"
-            model(batch.dense, batch.sparse).backward()
-            optimizer.step()
             optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
             sizes.append(len(batch.dense))
-            if len(sizes) == 2:
-                model.eval()
-                with torch.no_grad():
-                    for other in tierstore.prefetch([batch_of(7, step) for step in range(3)], model, depth=depth):
-                        model.module(other.dense, other.sparse)
-                model.train()
-        store.commit()
-        return sizes, [each.detach() for each in model.module.layer.parameters()]
+            with torch.no_grad():
+                for other in tierstore.prefetch([batch_of(1), batch_of(2)], model, depth=depth):
+                    model.module(other)
+        with torch.no_grad():
+            rows = model.module.bags(batch_of(0).sparse).values()
+        return sizes, model.module.layer.weight.detach(), rows
 
 
-def trained_by_one(folder: Path) -> list[Tensor]:
-    """By one process, whose losses are those of all ranks' batches over the number of ranks."""
-    with tierstore.open(folder, ddr="1MiB", threads=1) as store:
-        for name in TABLES:
-            store.create_table(config_of(name))
-        model = Model(store, tierstore.TieredEmbeddingBagCollection, tierstore.TieredEmbeddingCollection)
-        optimizer = store.optimizer(torch.optim.SGD(model.layer.parameters(), lr=0.01))
-        for step in range(max(COUNTS)):
-            for rank, count in enumerate(COUNTS):
-                if step < count:
-                    batch = batch_of(rank, step)
-                    (model(batch.dense, batch.sparse) / len(COUNTS)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        store.commit()
-        return [each.detach() for each in model.layer.parameters()]
-
-
-def rows_of(folder: Path) -> dict[str, Tensor]:
-    with tierstore.open(folder, mode="r") as store:
-        return {name: store[name].read(torch.arange(ROWS)) for name in TABLES}
-
-
-def test_ranks_with_fewer_batches_train_what_one_process_would(tmp_path: Path) -> None:
-    layer, expected = trained_by_one(tmp_path / "one"), rows_of(tmp_path / "one")
-    found = {}
-    for depth in (0, 2):
-        folder = tmp_path / str(depth)
-        for rank, (sizes, own) in enumerate(run(train, len(COUNTS), tmp_path, folder, depth)):
-            assert sizes == [SAMPLES] * COUNTS[rank] + [0] * (max(COUNTS) - COUNTS[rank])
-            for mine, one in zip(own, layer, strict=True):
-                torch.testing.assert_close(mine, one)
-        found[depth] = rows_of(folder)
-    for name, rows in expected.items():
-        torch.testing.assert_close(found[0][name], rows)
-        assert torch.equal(found[2][name], found[0][name])
+def test_ranks_with_fewer_batches_go_on_with_empty_ones(tmp_path: Path) -> None:
+    found = {depth: run(train, len(COUNTS), tmp_path, depth) for depth in (0, 2)}
+    for rank, (sizes, weights, rows) in enumerate(found[0]):
+        assert sizes == [2] * COUNTS[rank] + [0] * (max(COUNTS) - COUNTS[rank])
+        assert (weights != 1).all()
+        for other in (found[0][0], found[2][rank]):
+            assert torch.equal(weights, other[1])
+            assert torch.equal(rows, other[2])
 
 
 class Broken(Exception):
@@ -149,10 +90,10 @@ class Broken(Exception):
 
 
 def failing(rank: int) -> Iterator[Batch]:
-    yield batch_of(rank, 0)
+    yield batch_of(0)
     if rank == 1:
         raise Broken
-    yield batch_of(rank, 1)
+    yield batch_of(1)
 
 
 def train_until_it_fails(module: Any, batches: Any, depth: int) -> str:
@@ -170,15 +111,12 @@ def train_until_it_fails(module: Any, batches: Any, depth: int) -> str:
 def go_wrong() -> list[str]:
     """What each rank meets: with ``even`` a source that fails in rank 1, at two depths; without, batches that end first
     in rank 0, and a wrong one in rank 1; a loop that rank 0 leaves. All but the last leave a store that serves."""
-    found = []
-    with opened(None) as store:
+    with opened() as store:
         module, rank = ShardedTieredEmbeddingBagCollection(store), store.ranks.rank
-        found += [train_until_it_fails(module, even(failing(rank), store), depth) for depth in (0, 2)]
-        given = [batch_of(rank, step) for step in range(5)]
+        found = [train_until_it_fails(module, even(failing(rank), store), depth) for depth in (0, 2)]
+        given = [batch_of(step) for step in range(5)]
         found.append(train_until_it_fails(module, given[: 4 + rank], 2))
-        ids, each = torch.full((len(TABLES),), ROWS), torch.ones(len(TABLES))
-        wrong = given[4]._replace(sparse=tierstore.KeyedJaggedTensor(list(TABLES), ids, each, lengths=each.long()))
-        found.append(train_until_it_fails(module, [*given[:4], wrong if rank else given[4]], 2))
+        found.append(train_until_it_fails(module, [*given[:4], batch_of(4, ROWS if rank else 0)], 2))
         module(given[0].sparse).values().sum().backward()
         steps = iter(even(itertools.repeat(given[0]), store))
         next(steps)
@@ -198,24 +136,6 @@ def test_what_goes_wrong_in_one_rank_ends_the_loop_on_all(tmp_path: Path) -> Non
     assert all("rank 0: balance; rank 1: next batch" in told for told in (zero[4], one[4]))
 
 
-def beside_a_plain_module() -> int:
-    with tierstore.open(cold="memory", ddr="1MiB") as plain, opened(None) as store:
-        plain.create_table(tierstore.TableConfig(name="frozen", num_embeddings=9, embedding_dim=4))
-        store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4))
-        frozen = tierstore.TieredEmbeddingBagCollection(plain).requires_grad_(False)
-        trained, rank = ShardedTieredEmbeddingBagCollection(store, tables=["t"]), store.ranks.rank
-        each = tierstore.KeyedJaggedTensor(["t", "frozen"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
-        own, seen = [each.to("cpu") for _ in range(3 + 2 * rank)], 0
-        for batch in tierstore.prefetch(even(own, store), torch.nn.ModuleList([frozen, trained])):
-            (trained(batch).values().sum() + frozen(batch).values().sum()).backward()
-            seen += 1
-        return seen
-
-
-def test_the_pass_exchanges_for_the_sharded_module_though_a_plain_one_comes_first(tmp_path: Path) -> None:
-    assert run(beside_a_plain_module, 2, tmp_path) == [5, 5]
-
-
 @dataclasses.dataclass
 class Fields:
     ids: Tensor
@@ -233,8 +153,10 @@ def test_an_empty_batch_has_the_shape_of_a_full_one() -> None:
     assert made.ids.shape == (0, 2)
     assert made.more["one"] == [torch.tensor(1.0), 2]
     assert made.more["all"][0].shape == (0,)
-    jagged = empty_of(batch_of(0, 0).sparse)
-    assert jagged.keys() == list(TABLES)
+    jagged = empty_of(
+        tierstore.KeyedJaggedTensor(["a", "b"], torch.arange(2), torch.ones(2), torch.tensor([1, 0, 1, 0]))
+    )
+    assert jagged.keys() == ["a", "b"]
     assert (jagged.stride(), len(jagged.values()), len(jagged.weights())) == (0, 0, 0)
     lists = empty_of(tierstore.JaggedTensor(torch.ones(3), lengths=torch.tensor([1, 2])))
     assert (len(lists.values()), len(lists.lengths())) == (0, 0)

@@ -272,36 +272,6 @@ def test_ranks_give_the_ids_and_bits_of_one_process(case: Case) -> None:
                 oracle.check(Path(folder, target[0]))
 
 
-def train(bag: Any, part: slice, share: float) -> list[Tensor]:
-    """What bags give, and gradients of weights, of a part of each batch, whose loss counts so much."""
-    random, found = torch.Generator().manual_seed(5), []
-    for _ in range(6):
-        ids, weights = torch.randint(0, 60, (2, 6, 5), generator=random)[:, part]
-        gradient = torch.randint(-20, 20, (6, DIM), generator=random)[part] / 8
-        scale = weights.float().requires_grad_()
-        out = bag(ids * 2**57, None, scale if bag.mode == "sum" else None)
-        (out + 0 * scale.sum()).backward(share * gradient)
-        found += [out.detach(), scale.grad / share]
-    return found
-
-
-def count_unseen(made: tierstore.TableConfig, exchange: Any) -> list[Tensor]:
-    with open_sharded(cold="memory", ddr="2MiB", threads=1) as store:
-        store.create_table(made, exchange=exchange)
-        first = 3 * dist.get_rank()
-        return train(ShardedTieredEmbeddingBag(store, "item"), slice(first, first + 3), 1.0)
-
-
-@pytest.mark.parametrize(("pooling", "exchange"), [("sum", "rows"), ("max", "rows"), ("mean", "pooled")])
-def test_ranks_count_ids_without_a_row_as_one_process_does(tmp_path: Path, pooling: Any, exchange: Any) -> None:
-    rules = DynamicIds(admission=Frequency(4), unseen="init")
-    made = replace(config(Case(rules, 400, exchange, "row_wise", [])), pooling=pooling)
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
-        whole = train(tierstore.TieredEmbeddingBag(store.create_table(made)), slice(6), 0.5)
-    for expected, *parts in zip(whole, *run(count_unseen, 2, tmp_path, made, exchange), strict=True):
-        torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-6 * (exchange == "pooled"))
-
-
 def fail() -> tuple[list[str], list[int], Tensor]:
     """What a rank met: an owner without space for a new row, an id without a row, and what parts refuse."""
     rank, met = dist.get_rank(), []

@@ -1,7 +1,6 @@
 """Whose parts ranks open: nothing is lost by a kill, a second run, exchanged parts or another number of ranks."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,65 +10,20 @@ import torch
 
 import tierstore
 from tierstore.cli import entry as cli
-from tierstore.dist import Plan, ShardedStore, Sharding, open_sharded, reshard
+from tierstore.dist import reshard
 from tierstore.dist.parts import SECTION
-from tierstore.errors import (
-    ReadOnlyError,
-    StoreLockedError,
-    StoreNotFoundError,
-    StoreReplacedError,
-    TierstoreError,
-)
+from tierstore.errors import ReadOnlyError, StoreLockedError, StoreNotFoundError, StoreReplacedError, TierstoreError
 from tierstore.system import killpoints
 
 from .ranks import DIED, run
-
-ROWS, DIM = 40, 6
-TABLES = {"a": "row_wise", "b": "column_wise", "c": "table_wise"}
+from .stores import CONFIGS, SMALL, Bits, contents, opened, train
 
 
-def config_of(name: str, **changes: Any) -> tierstore.TableConfig:
-    return tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, **changes)
-
-
-def values_of(step: int) -> torch.Tensor:
-    """Of every table, after a step."""
-    return torch.arange(ROWS * DIM, dtype=torch.float32).reshape(ROWS, DIM) + 1000 * step
-
-
-def opened(folder: Path, **options: Any) -> ShardedStore:
-    return open_sharded(folder, ddr="1MiB", threads=1, **options)
-
-
-def own_values(table: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and values of the rows that this rank owns, after a step."""
-    rows, columns = table.rows, table.columns
-    values = values_of(step)[rows.start : rows.stop, columns.start : columns.stop]
-    return torch.arange(rows.start, rows.stop), values.contiguous()
-
-
-def train(folder: Path, steps: int) -> int:
-    """So many commits; the step at the start."""
-    with opened(folder) as store:
-        first: int = store.extra.get("step", 0)
-        for name, kind in TABLES.items():
-            if name not in store.tables:
-                store.create_table(config_of(name), sharding_type=kind)  # type: ignore[arg-type]
-        for step in range(first + 1, first + 1 + steps):
-            for table in store.tables.values():
-                if table.rows:
-                    table.local.write(*own_values(table, step))
-            store.commit(extra={"step": step})
-        return first
-
-
-def step_of(folder: Path, version: int | None = None) -> int:
-    """That a store is at, each row of which must be of it."""
-    with tierstore.open(folder, mode="r", version=version, ddr="1MiB", threads=1) as store:
-        step: int = store.extra["step"]
-        assert sorted(store.tables) == sorted(TABLES)
-        for table in store.tables.values():
-            assert torch.equal(table.read(torch.arange(ROWS)), values_of(step))
+def step_of(folder: Path, expected: Bits | None = None) -> int:
+    """That a store is at; the bits of whose rows are as expected."""
+    with tierstore.open(folder, mode="r", **SMALL) as store:
+        assert expected is None or contents(store) == expected
+        step: int = store.extra["steps"]
         return step
 
 
@@ -81,32 +35,19 @@ def refused(work: Callable[..., Any], *arguments: Any, **options: Any) -> str:
     return ""
 
 
-def open_refused(folder: Path, mode: str = "w", **options: Any) -> str:
-    return refused(lambda: opened(folder, mode=mode, **options).close())
+def open_refused(folder: Path, mode: str = "w") -> str:
+    return refused(lambda: opened(folder, mode=mode).close())
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> dict[str, bytes]:
     """Every file but locks and anchors, which an open for writing renews."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     kept = (path for path in files if not path.name.endswith(("lock", ".anchor")))
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
 
 
-def parts_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of two ranks with three commits."""
-    folder = tmp_path_factory.mktemp("trained") / "store"
-    run(train, 2, folder.parent, folder, 3)
-    return folder
-
-
-@pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "store"))
+def train_in(size: int, folder: Path, steps: int) -> None:
+    run(train, size, folder.parent, folder, [None] * steps, {}, False)
 
 
 # Kills
@@ -131,82 +72,89 @@ def die(folder: Path, point: str, rank: int) -> None:
     ],
 )
 def test_ranks_killed_while_they_reshard_lose_nothing(point: str, rank: int, folder: Path, tmp_path: Path) -> None:
+    before = contents(folder)
     with pytest.raises(AssertionError, match=str(DIED)):
         run(die, 3, tmp_path, folder, point, rank)
+    for step, size in ((1, 3), (2, 2)):  # the new number goes on, then the old one, from its work
+        assert step_of(folder, before) == step
+        train_in(size, folder, 0)
+        assert step_of(folder, before) == step
+        train_in(size, folder, 1)
+        before = contents(folder)
     assert step_of(folder) == 3
-    for size in (3, 2):  # the new number goes on, then the old one, from its work
-        before = step_of(folder)
-        assert run(train, size, tmp_path, folder, 1) == [before] * size
-        assert step_of(folder) == before + 1
-    assert step_of(folder / "replaced-at-3") == 3
+    assert step_of(folder / "replaced-at-1") == 1
 
 
-def test_numbers_of_ranks_that_change_keep_every_set_of_parts(folder: Path, tmp_path: Path) -> None:
-    steps = {"replaced-at-3": 3, "replaced-at-4": 4, "replaced-at-4.1": 4}
-    with tierstore.open(folder, mode="r", ddr="1MiB") as reader:
+def test_numbers_of_ranks_that_change_keep_every_set_of_parts(folder: Path) -> None:
+    before = contents(folder)
+    with tierstore.open(folder, mode="r", **SMALL) as reader:
         for size, more in ((3, 1), (2, 0), (3, 0), (2, 1)):
-            run(train, size, tmp_path, folder, more)
+            train_in(size, folder, more)
         with pytest.raises(StoreReplacedError):
             reader.refresh()
-    assert parts_of(folder) == ["0-of-2", "1-of-2", *sorted(steps)]
+    steps = {"replaced-at-1": 1, "replaced-at-2": 2, "replaced-at-2.1": 2}
+    assert sorted(path.name for path in folder.iterdir()) == ["0-of-2", "1-of-2", *sorted(steps)]
     assert {name: step_of(folder / name) for name in steps} == steps
-    assert step_of(folder / "replaced-at-3", version=2) == 2, "older versions are there too"
-    assert run(train, 2, tmp_path, folder / "replaced-at-3", 1) == [3, 3]
+    assert step_of(folder / "replaced-at-1", before) == 1
+    train_in(2, folder / "replaced-at-1", 1)
+    assert step_of(folder / "replaced-at-1") == 2
 
 
 def test_a_newer_set_that_lacks_a_part_is_not_passed_over_for_an_older_one(folder: Path, tmp_path: Path) -> None:
-    run(train, 3, tmp_path, folder, 2)
+    train_in(3, folder, 2)
     (folder / "1-of-3").rename(tmp_path / "lost")
-    for part in (folder / "replaced-at-3").iterdir():
+    for part in (folder / "replaced-at-1").iterdir():
         part.rename(folder / part.name)
-    before = contents(folder)
+    before = files_of(folder)
     for size in (1, 2):
         assert all("1-of-3 is missing" in told for told in run(open_refused, size, tmp_path, folder))
     assert "1-of-3 is missing" in refused(step_of, folder)
-    assert contents(folder) == before
+    assert files_of(folder) == before
     (tmp_path / "lost").rename(folder / "1-of-3")
-    assert run(train, 2, tmp_path, folder, 0) == [5, 5]
+    train_in(2, folder, 0)
+    assert step_of(folder) == 3
 
 
 # Other runs
 
 
 def test_another_number_of_ranks_is_refused_while_a_part_is_open_for_writing(folder: Path, tmp_path: Path) -> None:
-    with tierstore.open(folder / "1-of-2", keep=2, ddr="1MiB"):
-        before = contents(folder)
+    with tierstore.open(folder / "1-of-2", keep=2, **SMALL):
+        before = files_of(folder)
         for told in run(open_refused, 3, tmp_path, folder):
             assert told.startswith(StoreLockedError.__name__)
             assert all(words in told for words in (f"process {os.getpid()}", "a part of 2 ranks", "1-of-2"))
-        assert contents(folder) == before
-    assert run(train, 3, tmp_path, folder, 0) == [3] * 3
+        assert files_of(folder) == before
+    train_in(3, folder, 0)
+    assert step_of(folder) == 1
 
 
 def read_only(folder: Path) -> list[str]:
     """What a rank that may only read finds, and is told of what it may not."""
     with opened(folder, mode="r") as store:
         assert store.readonly
-        assert store.version == store.extra["step"] == 3
-        for name in TABLES:
-            table = store.create_table(config_of(name))
-            if table.rows:
-                ids, values = own_values(table, 3)
-                assert torch.equal(table.local.read(ids), values)
-        calls = store.commit, store.optimizer, lambda: store.create_table(config_of("new"))
+        assert store.version == store.extra["steps"] == 1
+        assert store.create_table(CONFIGS["a"]) is store["a"]
+        calls = (
+            store.commit,
+            store.optimizer,
+            lambda: store.create_table(tierstore.TableConfig(name="new", num_embeddings=1, embedding_dim=4)),
+        )
         return [refused(call) for call in calls]
 
 
 def test_ranks_that_only_read_do_so_beside_a_run_and_change_nothing(folder: Path, tmp_path: Path) -> None:
-    with tierstore.open(folder / "0-of-2", keep=3, ddr="1MiB") as store:  # one rank is ahead of the others
+    with tierstore.open(folder / "0-of-2", keep=3, **SMALL) as store:  # one rank is ahead of the others
         extra = store.extra
-        extra[SECTION] |= {"number": 4, "versions": extra[SECTION]["versions"] | {"3": store.version}}
+        extra[SECTION] |= {"number": 2, "versions": extra[SECTION]["versions"] | {"1": store.version}}
         store.commit(extra=extra)
-        before = contents(folder)
+        before = files_of(folder)
         for told in run(read_only, 2, tmp_path, folder):
             assert [each.split(":")[0] for each in told] == [ReadOnlyError.__name__] * 3
         for told in run(open_refused, 3, tmp_path, folder, "r"):
             assert told.startswith(StoreNotFoundError.__name__)
             assert "start 2, or read whole tables in each process by tierstore.open" in told
-        assert contents(folder) == before
+        assert files_of(folder) == before
     assert StoreNotFoundError.__name__ in run(open_refused, 1, tmp_path, tmp_path / "nothing", "r")[0]
 
 
@@ -218,19 +166,14 @@ def swap(folder: Path) -> None:
         (folder / before).rename(folder / after)
 
 
-def copy(folder: Path) -> None:
-    shutil.rmtree(folder / "1-of-2")
-    shutil.copytree(folder / "0-of-2", folder / "1-of-2")
-
-
 def back_up(folder: Path) -> None:
     with tierstore.open(folder / "0-of-2", mode="r") as store:
         store.backup(folder / "kept")
-    shutil.rmtree(folder / "1-of-2")
+    (folder / "1-of-2").rename(folder.with_name("lost"))
     (folder / "kept").rename(folder / "1-of-2")
 
 
-@pytest.mark.parametrize("spoil", [swap, copy, back_up])
+@pytest.mark.parametrize("spoil", [swap, back_up])
 def test_parts_in_each_others_place_are_refused_by_all_that_open_them(
     spoil: Callable[[Path], None], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,53 +189,20 @@ def test_parts_in_each_others_place_are_refused_by_all_that_open_them(
     assert len(told) >= 7
 
 
-# Plans
-
-
-def open_by(folder: Path, plans: list[Path]) -> str:
-    return open_refused(folder, plan=plans[torch.distributed.get_rank()])
-
-
-def test_plans_that_differ_are_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
-    plans = [tmp_path / "one.json", tmp_path / "other.json", tmp_path / "one.json"]
-    for owner, path in enumerate(plans[:2]):
-        Plan(3, {"a": Sharding("table_wise", (owner,))}).save(path)
-    before = contents(folder)
-    for where in (folder, tmp_path / "new"):
-        assert all("plan of ranks 0 and 1 differs" in told for told in run(open_by, 3, tmp_path, where, plans))
-    assert contents(folder) == before
-    assert not (tmp_path / "new").exists()
-
-
-# Room and interruptions
+# Interruptions
 
 
 @pytest.mark.parametrize("words", [["--ranks", "3"], ["--plain"]])
-def test_the_command_that_was_interrupted_or_killed_can_be_called_again(
-    words: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, calls, real = tmp_path / "new", 0, reshard.write_rows
-
-    def interrupt(*arguments: Any) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(reshard, "write_rows", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            reshard.reshard(folder, target, plan=None, num_ranks=3 * (words != ["--plain"]), progress=lambda *_: None)
-    assert not target.exists()
+def test_the_command_that_was_killed_can_be_called_again(words: list[str], folder: Path, tmp_path: Path) -> None:
+    target, expected = tmp_path / "new", contents(folder)
     run(die_in_command, 1, tmp_path, folder, target, 3 * (words != ["--plain"]), statuses=[DIED])
     assert list(target.glob("*.partial"))
-    before = contents(target)
+    before = files_of(target)
     told = run(open_refused, 3, tmp_path, target) if words != ["--plain"] else [refused(step_of, target)]
     assert all("cut short" in each for each in told)
-    assert contents(target) == before
+    assert files_of(target) == before
     assert cli.main(["reshard", str(folder), str(target), *words]) == 0
-    assert step_of(target) == 3
+    assert step_of(target, expected) == 1
     assert not list(target.glob("*.partial"))
 
 

@@ -53,17 +53,14 @@ def served(plan_path: Path) -> tuple[list[float], list[int]]:
 
 
 def test_a_plan_foretells_what_each_rank_looks_up(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
+    path, offsets = tmp_path / "plan.json", np.arange(2 * SAMPLES * STEPS + 1)
     Plan(2, SHARDINGS).save(path)
     ((measured, _), _) = run(served, 2, tmp_path, path)
-    offsets = np.arange(2 * SAMPLES * STEPS + 1)
-    trace = Trace(
-        tables={name: TableTrace(ids.ravel(), offsets) for name, ids in _ids().items()}, batch_samples=2 * SAMPLES
-    )
+    traced = {name: TableTrace(ids.ravel(), offsets) for name, ids in _ids().items()}
     tables = [table(name, ROWS, DIM) for name in SHARDINGS]
-    found = predict(tables, Plan(2, SHARDINGS), demand_of(trace, tables, 2), costs_of(2))
+    demand = demand_of(Trace(tables=traced, batch_samples=2 * SAMPLES), tables, 2)
     # Ranges of row-wise tables are halves; their shares are counted by 64ths.
-    assert found.served == pytest.approx(measured, rel=0.02)
+    assert predict(tables, Plan(2, SHARDINGS), demand, costs_of(2)).served == pytest.approx(measured, rel=0.02)
 
 
 def measured_by_command(path: Path, port: int) -> str:

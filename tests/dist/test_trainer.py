@@ -9,7 +9,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -121,16 +119,10 @@ FITS_NOTHING = 462_000
 """Bytes."""
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"train__prefetch_depth": 0},
-        {"train__prefetch_depth": 3, "store__ddr": FITS_NOTHING, "store__threads": 2},
-    ],
-)
 def test_ranks_end_in_the_bits_of_one_process_that_works_off_their_parts(
-    tmp_path: Path, expected: tuple[str, float, float], changes: dict[str, Any]
+    tmp_path: Path, expected: tuple[str, float, float]
 ) -> None:
+    changes = {"train__prefetch_depth": 3, "store__ddr": FITS_NOTHING, "store__threads": 2}
     plan = Plan(2, {f"C{i + 1}": Sharding(kind, ranks) for i, (kind, ranks) in enumerate(SHARDINGS)})
     plan.save(tmp_path / "plan.json")
     found = run(train_rank, 2, tmp_path, config(tmp_path, "run", ranks__plan=str(tmp_path / "plan.json"), **changes))
@@ -157,15 +149,6 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_
         run(train_rank, 2, tmp_path, made)
     resumed = run(train_rank, 2, tmp_path, made, True)
     assert {(each.interrupted, each.step, each.bits) for each in resumed} == {(False, STEPS, expected[0])}
-
-
-def test_dynamic_ids_are_stopped_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
-    changes = {"data__hashing": "none", "embedding__ids": "dynamic", "embedding__num_embeddings": 20}
-    changes |= {"embedding__admit_after": 2, "train__batch_size": 75, "train__commit_every": 3}  # 8 steps
-    whole = run(train_rank, 2, tmp_path, config(tmp_path, "whole", train__prefetch_depth=0, **changes))
-    run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), False, 5)
-    resumed = run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), True)
-    assert {(each.bits, each.test) for each in resumed} == {(whole[0].bits, whole[0].test)}
 
 
 def train_as_started(words: list[str], port: int, dies_at: int) -> int:
@@ -208,12 +191,9 @@ def train_on_hosts(made: RunConfig, on_host: int, dies_at: int = 0) -> tuple[Sum
     return train_rank(made, resume=True), type(found[0].model.embeddings).__name__
 
 
-@pytest.mark.parametrize(("interaction", "dense"), [("dot", "sgd"), ("dcn", "adam")])
-def test_towers_on_their_hosts_are_killed_resumed_and_served_by_one_process(
-    tmp_path: Path, interaction: str, dense: str
-) -> None:
-    changes = {"model__towers": TOWERS, "model__interaction": interaction, "optimizer__dense": dense}
-    changes |= {"optimizer__dense_clip_norm": 0.05, "optimizer__dense_lr": 0.1 if dense == "sgd" else 0.001}
+def test_towers_on_their_hosts_are_killed_resumed_and_served_by_one_process(tmp_path: Path) -> None:
+    changes = {"model__towers": TOWERS, "model__interaction": "dcn", "optimizer__dense": "adam"}
+    changes |= {"optimizer__dense_clip_norm": 0.05, "optimizer__dense_lr": 0.001}
     _, auc, log_loss = one_process(config(tmp_path, "one", **changes), 2)
     made = config(tmp_path, "run", **changes)
     whole = run(train_on_hosts, 2, tmp_path, config(tmp_path, "whole", **changes), 1)
@@ -239,39 +219,6 @@ def test_towers_of_other_hosts_are_joined_by_each_rank(tmp_path: Path) -> None:
     assert {kind for _, kind in run(train_on_hosts, 2, tmp_path, made, 1)} == {"Towers"}
 
 
-@pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
-def test_hessian_free_steps_repeat_their_bits_with_parts_that_are_empty(curvature: str, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"optimizer__dense": "hessian-free", "optimizer__curvature": curvature, "train__epochs": 1}
-    keys |= {"optimizer__curvature_products": 6, "train__commit_every": 0}
-    runs = [run(train_rank, 2, tmp_path, config(tmp_path, name, **keys)) for name in ("first", "again")]
-    assert len({each.bits for found in runs for each in found}) == 1
-    assert {each.loss for found in runs for each in found} == {runs[0][0].loss}
-    assert runs[0][0].loss < 0.69
-
-
-@pytest.mark.soak
-def test_torchrun_restarts_a_killed_rank_and_all_end_in_the_same_bits(
-    tmp_path: Path, expected: tuple[str, float, float]
-) -> None:
-    (tmp_path / "run.toml").write_text(to_toml(config(tmp_path, "run", train__commit_every=1)))
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tierstore"]
-    command = [sys.executable, "-m", *words, "train", "run.toml", "--resume", "--json", "summary.json", "--digest"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    is_killed, lines = False, []
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as torchrun:
-        assert torchrun.stderr is not None
-        for line in torchrun.stderr:
-            lines.append(line)
-            if "committed version" in line and not is_killed:
-                (rank,) = [each for each in psutil.Process(torchrun.pid).children() if each.environ()["RANK"] == "1"]
-                rank.kill()
-                is_killed = True
-    assert torchrun.returncode == 0, "".join(lines)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (is_killed, summary["step"], summary["bits"]) == (True, STEPS, expected[0])
-    assert summary["rows"] < 2 * TRAIN_ROWS
-
-
 def train_differently(made: RunConfig) -> None:
     rank = torch.distributed.get_rank()
     train_rank(dataclasses.replace(made, train=dataclasses.replace(made.train, seed=rank)))
@@ -291,12 +238,6 @@ HOST_SHARDINGS: list[Any] = [
 ]
 
 
-def hosts_config(folder: Path) -> RunConfig:
-    plan = Plan(RANKS, {f"C{number + 1}": Sharding(kind, ranks) for number, (kind, ranks) in enumerate(HOST_SHARDINGS)})
-    plan.save(folder / "plan.json")
-    return config(folder, "one", ranks__plan=str(folder / "plan.json"), train__commit_every=3, train__epochs=1)
-
-
 def train_in_folders(made: RunConfig, folder: Path | None, dying: int = -1) -> Summary:
     """As rank, on a host that has a folder, or all in one folder; rank ``dying`` ends in the seventh step."""
     os.environ["LOCAL_WORLD_SIZE"] = f"{LOCAL}"
@@ -308,7 +249,9 @@ def train_in_folders(made: RunConfig, folder: Path | None, dying: int = -1) -> S
 
 
 def test_hosts_lose_a_rank_and_go_on_to_the_bits_of_ranks_on_one_disk(tmp_path: Path) -> None:
-    made = hosts_config(tmp_path)
+    plan = Plan(RANKS, {f"C{number + 1}": Sharding(kind, ranks) for number, (kind, ranks) in enumerate(HOST_SHARDINGS)})
+    plan.save(tmp_path / "plan.json")
+    made = config(tmp_path, "one", ranks__plan=f"{tmp_path / 'plan.json'}", train__commit_every=3, train__epochs=1)
     expected = run(train_in_folders, RANKS, tmp_path, made, None)
     with pytest.raises(AssertionError, match=r"RankError: ranks? [\d, ]*2[\d, ]* ended, or did not answer"):
         run(train_in_folders, RANKS, tmp_path, made, tmp_path, 2)
@@ -323,27 +266,22 @@ def test_hosts_lose_a_rank_and_go_on_to_the_bits_of_ranks_on_one_disk(tmp_path: 
     ]
 
 
-TABLE = tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=8)
 TIMEOUT_S, SIZE, LOST = 2, 3, 1
 IDS = tierstore.KeyedJaggedTensor(["t"], torch.arange(100), lengths=torch.ones(100, dtype=torch.int64))
 
 
-def lose_one(folder: Path, hangs: bool) -> tuple[str, float]:
-    """(the error, seconds until it came)."""
-    store = open_sharded(folder, ddr="500KiB", threads=1)
-    store.create_table(TABLE)
-    module = ShardedTieredEmbeddingBagCollection(store)
-    module(IDS).values().sum().backward()
-    store.commit()
-    begun = time.monotonic()
-    if store.ranks.rank == LOST:
-        if not hangs:
-            os._exit(DIED)
-        time.sleep(3 * TIMEOUT_S)
-    with pytest.raises(RuntimeError) as caught:
-        module(IDS)
-    store.close()
-    return str(caught.value), time.monotonic() - begun
+def hang(folder: Path) -> tuple[str, int]:
+    """(what ranks are told of one that does not answer, the version that all reopen)."""
+    with open_sharded(folder, ddr="500KiB", threads=1) as store:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=8))
+        module = ShardedTieredEmbeddingBagCollection(store)
+        module(IDS).values().sum().backward()
+        store.commit()
+        if store.ranks.rank == LOST:
+            time.sleep(3 * TIMEOUT_S)
+        with pytest.raises(RuntimeError) as caught:
+            module(IDS)
+        return str(caught.value), store.version
 
 
 def reopen(folder: Path) -> int:
@@ -352,15 +290,12 @@ def reopen(folder: Path) -> int:
         return store.version
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_lost_rank_is_named(hangs: bool, tmp_path: Path) -> None:
-    folder, statuses = tmp_path / "store", [0] * SIZE
-    statuses[LOST] = 0 if hangs else DIED
-    found = run(lose_one, SIZE, tmp_path, folder, hangs, statuses=statuses, timeout_s=TIMEOUT_S)
-    for told, seconds in (found[rank] for rank in range(SIZE) if rank != LOST):
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    found = run(hang, SIZE, tmp_path, tmp_path / "store", timeout_s=TIMEOUT_S)
+    for told, version in (found[rank] for rank in range(SIZE) if rank != LOST):
         assert told.startswith(f"rank {LOST} ended, or did not answer")
-        assert seconds < 3 * TIMEOUT_S
-    assert run(reopen, SIZE, tmp_path, folder) == [1] * SIZE
+        assert version == 1
+    assert run(reopen, SIZE, tmp_path, tmp_path / "store") == [1] * SIZE
 
 
 # What a reader starts by torchrun, in ranks that are forked here: the examples, the demo
@@ -393,8 +328,7 @@ def test_example_of_a_model_goes_on(tmp_path: Path) -> None:
     for steps in (60, 120):
         run(follow, 2, tmp_path, tmp_path, example)
         with tierstore.open(tmp_path / "sharded-store", mode="r") as store:
-            assert store.extra == {"step": steps}
-            assert list(store.tables) == ["user", "item"]
+            assert (store.extra, list(store.tables)) == ({"step": steps}, ["user", "item"])
             assert store["item"].state.step == steps
 
 

@@ -1,8 +1,12 @@
-"""Imports: files of others, what does not fit, and nothing half done."""
+"""Imports: files of others, what does not fit, files that mean harm; nothing half done, and in bounded memory."""
 
 import json
 import math
 import os
+import pickle
+import subprocess
+import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from tierstore.exchange import export_store, import_files
 from tierstore.exchange.tensor_files import ExportedTable, metadata_of
 from tierstore.store.version import TableState
 
-from .support import OPTIMIZERS, bits, config, contents, make_store, weights
+from .support import OPTIMIZERS, bits, config, contents, earlier_checkpoint, make_store, weights
 
 ITEM = "embedding_bags.item"
 KEY = f"{ITEM}.weight"
@@ -34,17 +38,13 @@ def some(rows=6, dim=3, dtype=torch.float32):
     return torch.linspace(-1, 1, rows * dim).reshape(rows, dim).to(dtype)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
-@pytest.mark.parametrize("prefix", ["", "sparse.ebc.", "module.model.sparse_arch.embedding_bag_collection."])
+@pytest.mark.parametrize(("form", "prefix"), [("safetensors", ""), ("torch", "module.model.sparse_arch.ebc.")])
 def test_torchrec_keys_are_tables_under_any_prefix(tmp_path, form, prefix):
     tensors = {f"{prefix}embedding_bags.{name}.weight": some(rows) for name, rows in (("a", 4), ("t_b", 9))}
     tensors |= {"over.weight": some(), "over.bias": torch.ones(3)}
     file = saved(tmp_path / "file", tensors, form)
     report = import_files(tmp_path / "store", [file])
-    assert sorted((table.name, table.rows, table.created) for table in report.tables) == [
-        ("a", 4, True),
-        ("t_b", 9, True),
-    ]
+    assert sorted((each.name, each.rows, each.created) for each in report.tables) == [("a", 4, True), ("t_b", 9, True)]
     assert sorted(report.left_out) == ["over.bias", "over.weight"]
     assert torch.equal(weights(tmp_path / "store", "t_b"), some(9))
 
@@ -60,10 +60,7 @@ def test_tables_may_be_spread_over_files(tmp_path):
         import_files(tmp_path / "other", [one, three])
 
 
-@pytest.mark.parametrize(
-    ("form", "count"),
-    [("safetensors", torch.tensor([10])), *(("torch", count) for count in (torch.tensor(10.0), 10, 10.0))],
-)
+@pytest.mark.parametrize(("form", "count"), [("safetensors", torch.tensor([10])), ("torch", torch.tensor(10.0))])
 def test_adam_goes_on_as_torch_does_where_its_count_of_updates_is_given(tmp_path, form, count):
     bag = torch.nn.EmbeddingBag.from_pretrained(some(), freeze=False, mode="sum", sparse=True)
     rule = torch.optim.SparseAdam(bag.parameters(), lr=0.01)
@@ -108,44 +105,22 @@ def test_state_is_taken_from_a_checkpoint_of_torch_by_the_names_it_has_there(tmp
     assert moments == bits(torch.cat([STATE["exp_avg"], STATE["exp_avg_sq"]], 1))
 
 
-@pytest.mark.parametrize(
-    ("mapping", "optimizer", "message"),
-    [
-        ({"a.exp_avg": "item.exp_avg"}, "adam", "exp_avg is optimizer state of a table 'item', whose weights are not"),
-        ({"a.weight": "item", "a.exp_avg": "item.exp_avg"}, "sgd", "table 'item' has SGD, without exp_avg; import"),
-        ({"a.weight": "item", "a.step": "item.step"}, "adagrad", "has Adagrad, without step"),
-        ({"a.weight": "item", "a.stp": "item.step"}, "adam", "no tensor 'a.stp'"),
-        ({"a.weight": "item", "a.exp_avg": "item.sum", "a.exp_avg_sq": "item.sum"}, "adagrad", "would be 'item.sum'"),
-    ],
-)
-def test_state_that_no_table_can_take_is_refused(tmp_path, mapping, optimizer, message):
-    file = saved(tmp_path / "file", {"a": {"weight": some(), **STATE}}, "torch")
-    with pytest.raises(ValueError, match=message):
-        import_files(tmp_path / "store", [file], mapping=mapping, optimizer=OPTIMIZERS[optimizer])
-    assert os.listdir(tmp_path) == ["file"]
-
-
 def test_what_state_a_table_lacks_is_told(tmp_path):
-    def notes(parts, optimizer=None):
+    def notes(parts, optimizer):
         file = saved(tmp_path / "file", {f"embedding_bags.item.{name}": part for name, part in parts.items()}, "torch")
-        return import_files(directory, [file], optimizer=optimizer).tables[0].notes
+        return import_files(tmp_path / optimizer, [file], optimizer=OPTIMIZERS[optimizer]).tables[0].notes
 
     alone, moments = {"weight": some()}, {"weight": some(), **STATE}
     del moments["step"]
-    directory = tmp_path / "adam"
     wanted = "no step: {}; give embedding_bags.item.step"
-    assert notes(moments, OPTIMIZERS["adam"]) == (wanted.format("bias correction starts from 0"),)
-    assert notes(moments | {"step": 7}) == ()
-    assert notes(moments) == (wanted.format("the count of updates stays 7"),)
-    assert notes(alone) == ("no optimizer state in the file: the table keeps its own",)
-    directory = tmp_path / "sgd"
-    assert notes(moments) == (
-        "exp_avg, exp_avg_sq not taken, as the table's optimizer is SGD: import into a new table with optimizer=Adam()",
-    )
-    assert notes(alone) == ()
-    directory = tmp_path / "adagrad"
-    lacks = ("no optimizer state in the file: it starts at its initial value",)
-    assert notes(alone, OPTIMIZERS["adagrad"]) == lacks
+    assert notes(moments, "adam") == (wanted.format("bias correction starts from 0"),)
+    assert notes(moments | {"step": 7}, "adam") == ()
+    assert notes(moments, "adam") == (wanted.format("the count of updates stays 7"),)
+    assert notes(alone, "adam") == ("no optimizer state in the file: the table keeps its own",)
+    (note,) = notes(moments, "sgd")
+    assert note.startswith("exp_avg, exp_avg_sq not taken, as the table's optimizer is SGD: import into a new table")
+    assert notes(alone, "sgd") == ()
+    assert notes(alone, "adagrad") == ("no optimizer state in the file: it starts at its initial value",)
 
 
 def test_an_existing_table_keeps_its_configuration_state_and_the_commit_its_rest(tmp_path):
@@ -169,13 +144,8 @@ def test_many_chunks_and_a_small_budget_change_nothing(tmp_path, monkeypatch, fo
     file = saved(tmp_path / "file", tensors, form)
     monkeypatch.setattr("tierstore.exchange.rows.CHUNK_BYTES", 30_000)
     shown = []
-    import_files(
-        tmp_path / "store",
-        [file],
-        optimizer=OPTIMIZERS["adagrad"],
-        ddr="500KiB",
-        progress=lambda *pair: shown.append(pair),
-    )
+    small = {"optimizer": OPTIMIZERS["adagrad"], "ddr": "500KiB"}
+    import_files(tmp_path / "store", [file], **small, progress=lambda *pair: shown.append(pair))
     assert contents(tmp_path / "store")["item"][2:] == (bits(tensors[KEY]), bits(tensors["embedding_bags.item.sum"]))
     again = import_files(tmp_path / "store", [file])
     assert (again.version, again.tables[0].changed_rows, again.tables[0].created) == (2, 0, False)
@@ -187,18 +157,18 @@ def test_many_chunks_and_a_small_budget_change_nothing(tmp_path, monkeypatch, fo
 @pytest.mark.parametrize("ddr", ["6MiB", "64MiB"])
 def test_rows_are_appended_once_in_key_order_in_full_segments(tmp_path, ddr):
     """Whether they leave memory meanwhile, or at the commit, which may begin with the newest of them."""
-    tensors = {"embedding_bags.a.weight": some(40_000, 64), "embedding_bags.b.weight": some(10_000, 64)}
+    tensors = {"embedding_bags.a.weight": some(20_000, 64), "embedding_bags.b.weight": some(10_000, 64)}
     import_files(tmp_path / "store", [saved(tmp_path / "file", tensors)], ddr=ddr)
     found = segments_of(tmp_path / "store")
     keys = np.concatenate(found.keys)
-    assert np.array_equal(np.sort(keys), np.concatenate([np.arange(40_000), np.arange(10_000) + (1 << 40)]))
+    assert np.array_equal(np.sort(keys), np.concatenate([np.arange(20_000), np.arange(10_000) + (1 << 40)]))
     assert (np.diff(keys) < 0).sum() <= 1
     assert len(found.partial()) < 0.02 * len(found.keys)
 
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("float32", "float16"), ("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float32")],
+    [("float32", "float16"), ("float64", "float32"), ("bfloat16", "float32")],
 )
 def test_conversion_is_asked_for_and_rounds_as_torch_does(tmp_path, source, target):
     rows = some(40, 7, getattr(torch, source)) / 3
@@ -214,6 +184,7 @@ def test_conversion_is_asked_for_and_rounds_as_torch_does(tmp_path, source, targ
 
 
 ADAM, ADAGRAD = {"optimizer": OPTIMIZERS["adam"]}, {"optimizer": OPTIMIZERS["adagrad"]}
+PARTS = {"a.weight": some(), **{f"a.{name}": torch.as_tensor(part) for name, part in STATE.items()}}
 
 
 @pytest.mark.parametrize(
@@ -226,22 +197,20 @@ ADAM, ADAGRAD = {"optimizer": OPTIMIZERS["adam"]}, {"optimizer": OPTIMIZERS["ada
         *(({KEY: torch.ones(*shape)}, {}, r"has shape \[") for shape in ((3,), (3, 0), (2, 2, 2))),
         ({KEY: torch.ones(2, 2).double()}, {}, 'dtype="float32"'),
         ({KEY: some(), f"a.{KEY}": some()}, {}, "would be table 'item'; choose with mapping={KEY: TABLE}"),
-        ({"a": some(), "b": some()}, {"mapping": {"a": "t", "b": "t"}}, "would be table 't'"),
         ({KEY: torch.ones(1, 2**17)}, {}, "needs"),
-        (
-            {KEY: some(), f"{ITEM}.exp_avg": some()},
-            ADAM,
-            f"{ITEM}.exp_avg, {ITEM}.exp_avg_sq; give all of them or none",
-        ),
+        ({KEY: some(), f"{ITEM}.exp_avg": some()}, ADAM, f"{ITEM}.exp_avg_sq; give all of them or none"),
         ({KEY: some(), f"{ITEM}.step": torch.ones(2)}, ADAM, r"item.step' has shape \[2\]"),
         ({KEY: some(), f"{ITEM}.step": torch.tensor(float("nan"))}, ADAM, "item.step' is nan"),
         ({KEY: some(), f"{ITEM}.sum": some(6, 2)}, ADAGRAD, r"of table 'item' needs torch.float32 \[6, 3\]"),
         ({KEY: some(), f"{ITEM}.sum": some().half()}, ADAGRAD, "is torch.float16"),
+        (PARTS, ADAM | {"mapping": {"a.exp_avg": "item.exp_avg"}}, "of a table 'item', whose weights are not"),
+        (PARTS, {"mapping": {"a.weight": "item", "a.exp_avg": "item.exp_avg"}}, "has SGD, without exp_avg; import"),
+        (PARTS, ADAGRAD | {"mapping": {"a.weight": "item", "a.step": "item.step"}}, "has Adagrad, without step"),
+        (PARTS, {"mapping": dict.fromkeys(PARTS, "item.sum")}, "would be 'item.sum'"),
     ],
 )
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_what_cannot_be_a_table_is_named_and_makes_no_store(tmp_path, form, tensors, arguments, message):
-    file = saved(tmp_path / "file", tensors, form)
+def test_what_cannot_be_a_table_is_named_and_makes_no_store(tmp_path, tensors, arguments, message):
+    file = saved(tmp_path / "file", tensors, "torch" if tensors is PARTS else "safetensors")
     with pytest.raises(ValueError, match=message):
         import_files(tmp_path / "store", [file], **arguments)
     assert os.listdir(tmp_path) == ["file"]
@@ -271,8 +240,12 @@ def test_an_import_cut_short_changes_nothing_and_may_be_repeated(tmp_path):
     def interrupt(done, total):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        import_files(store, [file], progress=interrupt)
+    (tmp_path / "folder").mkdir()
+    for target in (store, tmp_path / "new", tmp_path / "folder"):
+        with pytest.raises(KeyboardInterrupt):
+            import_files(target, [file], progress=interrupt)
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "store"]
+    assert not os.listdir(tmp_path / "folder")
     assert contents(store)["item"] == was["item"]
     report = import_files(store, [file])
     assert report.version == 2
@@ -280,19 +253,7 @@ def test_an_import_cut_short_changes_nothing_and_may_be_repeated(tmp_path):
     assert torch.equal(weights(store, "new"), some(50))
 
 
-def test_an_import_that_fails_leaves_no_new_store(tmp_path):
-    def fail(done, total):
-        raise errors.DiskFullError("no room")
-
-    for store in (tmp_path / "store", tmp_path / "folder"):
-        if store.name == "folder":
-            store.mkdir()
-        with pytest.raises(errors.DiskFullError):
-            import_files(store, [saved(tmp_path / "file", {KEY: some(50)})], progress=fail)
-        assert [path.name for path in tmp_path.rglob("*")] == ["file", "folder"][: 1 + (store.name == "folder")]
-
-
-@pytest.mark.parametrize("rule", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("rule", [OPTIMIZERS["sgd"], OPTIMIZERS["adam"]])
 def test_fewer_rows_than_an_existing_table_has_leave_the_others(tmp_path, rule):
     def rows_of(directory):
         with tierstore.open(directory, mode="r", ddr="8MiB", threads=1) as store:
@@ -310,7 +271,7 @@ def test_fewer_rows_than_an_existing_table_has_leave_the_others(tmp_path, rule):
 
 
 TABLE = metadata_of(3, {"weight": ExportedTable(config(), TableState(4, 0.5))})["tables"][0]
-WRONG = [("step", -1), ("learning_rate", -0.5), ("learning_rate", math.nan), ("config", {"name": "x"})]
+WRONG = [("step", -1), ("learning_rate", math.nan), ("config", {"name": "x"})]
 
 
 @pytest.mark.parametrize(
@@ -319,9 +280,7 @@ WRONG = [("step", -1), ("learning_rate", -0.5), ("learning_rate", math.nan), ("c
         ({"format_version": 9}, "format version 9; this release reads version 1"),
         ({"tables": 3}, "cannot be read"),
         ({"tables": [{}]}, "cannot be read"),
-        ({"store_version": "x"}, "cannot be read"),
         ({"store_version": 1e999}, "cannot be read"),
-        ({"tables": [{name: value for name, value in TABLE.items() if name != "key"}]}, "cannot be read"),
         *(({"tables": [TABLE | {name: value}]}, "cannot be read") for name, value in WRONG),
     ],
 )
@@ -336,3 +295,171 @@ def test_metadata_that_is_not_ours_is_an_error(tmp_path, change, message):
         import_files(tmp_path / "copy", [tmp_path / "other"])
     assert str(tmp_path / "other") in str(caught.value)
     assert not (tmp_path / "copy").exists()
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("exports")
+    store = make_store(directory / "store", config(rows=40, dim=3))
+    export_store(store, directory / "safetensors")
+    earlier_checkpoint(directory / "safetensors").rename(directory / "torch")
+    return directory
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_code_in_a_checkpoint_does_not_run(tmp_path, legacy):
+    ran = tmp_path / "ran"
+    torch.save({KEY: torch.ones(2, 2), "x": Evil(ran)}, tmp_path / "file", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(errors.FormatError, match="file"):
+        import_files(tmp_path / "store", [tmp_path / "file"])
+    (tmp_path / "bare").write_bytes(pickle.dumps(Evil(ran), protocol=4))
+    with pytest.raises(errors.FormatError, match="bare"):
+        import_files(tmp_path / "store", [tmp_path / "bare"])
+    assert not ran.exists()
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_tensor_larger_than_its_file_is_no_table(tmp_path):
+    torch.save({KEY: torch.ones(1, 1).expand(2**36, 4)}, tmp_path / "file")
+    with pytest.raises(ValueError, match="stored row by row; it is no table"):
+        import_files(tmp_path / "store", [tmp_path / "file"])
+    torch.save({KEY: torch.ones(4, 4).to_sparse()}, tmp_path / "file")
+    with pytest.raises(ValueError, match="it is no table"):
+        import_files(tmp_path / "store", [tmp_path / "file"])
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_is_no_such_file_is_said(tmp_path):
+    zips = [b"PK\x03\x04", b"PK\x03\x04" + bytes(500)]
+    for content in (*zips, b"", b"x", bytes(100), b"\xff" * 100, b"{}", b"\x80\x02}."):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(errors.FormatError, match="file"):
+            import_files(tmp_path / "store", [tmp_path / "file"])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(errors.FormatError, match="is no plain file"):
+        import_files(tmp_path / "store", [tmp_path / "pipe"])
+    with pytest.raises(FileNotFoundError, match="nosuch: no such file; give a safetensors file"):
+        import_files(tmp_path / "store", [tmp_path / "nosuch"])
+    with pytest.raises(IsADirectoryError, match="is a directory; give a safetensors file"):
+        import_files(tmp_path / "store", [tmp_path])
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_a_file_cut_short_is_refused_and_one_with_flipped_bytes_is_or_gives_a_table(tmp_path, exports, form):
+    """No reader looks at checksums of these formats: a flip may give other rows, but no crash and no odd error."""
+    data, refused = bytearray((exports / form).read_bytes()), 0
+    for at in range(0, len(data), 131):
+        (tmp_path / "file").write_bytes(data[:at])
+        with pytest.raises(errors.FormatError, match="file"):
+            import_files(tmp_path / "store", [tmp_path / "file"])
+        data[at] ^= 0x11
+        (tmp_path / "file").write_bytes(data)
+        data[at] ^= 0x11
+        try:
+            import_files(tmp_path / f"store{at}", [tmp_path / "file"])
+        except (errors.TierstoreError, ValueError):
+            refused += 1
+        else:
+            assert len(contents(tmp_path / f"store{at}")) == 1
+    assert refused
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_entry_of_ours_that_would_swell_is_refused(tmp_path, exports):
+    with zipfile.ZipFile(exports / "torch") as old, zipfile.ZipFile(tmp_path / "file", "w") as new:
+        for name in set(old.namelist()) - {"archive/tierstore.json"}:
+            new.writestr(name, old.read(name))
+        new.writestr("archive/tierstore.json", b" " * 10_000_000, zipfile.ZIP_DEFLATED)
+    with pytest.raises(errors.FormatError, match="cannot be read"):
+        import_files(tmp_path / "store", [tmp_path / "file"])
+
+
+def test_names_in_files_cannot_flood_or_steer_the_terminal(tmp_path):
+    names = {f"\x1b[2J{number}" + "n" * 5000: torch.ones(1, 1) for number in range(200)}
+    safetensors.torch.save_file(names, tmp_path / "file")
+    with pytest.raises(ValueError, match="there are ") as caught:
+        import_files(tmp_path / "store", [tmp_path / "file"])
+    assert "\x1b" not in str(caught.value)
+    assert len(str(caught.value)) < 10_000
+    safetensors.torch.save_file({"\x1b" + "n" * 5000: torch.ones(3)}, tmp_path / "file")
+    with pytest.raises(ValueError, match="has shape") as caught:
+        import_files(tmp_path / "store", [tmp_path / "file"], mapping={"\x1b" + "n" * 5000: "t"})
+    assert "\x1b" not in str(caught.value)
+
+
+PROGRAM = """
+import sys, torch, tierstore
+from safetensors.torch import load_file
+from pathlib import Path
+from tierstore.exchange import export_store, import_files
+
+work, large = Path(sys.argv[1]), int(sys.argv[2])
+peak = 0
+
+def private():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+def watch(done, total):
+    global peak
+    peak = max(peak, private())
+
+def make(directory, rows):
+    config = tierstore.TableConfig(
+        name="item", num_embeddings=rows, embedding_dim=64, optimizer=tierstore.optim.RowWiseAdagrad()
+    )
+    with tierstore.open(directory, ddr="8MiB") as store:
+        table = store.create_table(config)
+        for start in range(0, rows, 10_000):
+            ids = torch.arange(start, min(start + 10_000, rows))
+            table.write(ids, ids[:, None] + torch.arange(64) / 64)
+        store.commit()
+
+def measure(rows, form):
+    global peak
+    file, copy = work / f"file{rows}.safetensors", work / f"copy{rows}.{form}"
+    base, peak = private(), 0
+    export_store(work / str(rows), file, state=True, ddr="8MiB", progress=watch, force=True)
+    exported = peak - base
+    if form == "torch":
+        torch.save(load_file(file), file.with_suffix(".pt"))
+        file = file.with_suffix(".pt")
+    base, peak = private(), 0
+    report = import_files(copy, [file], ddr="8MiB", progress=watch)
+    imported = peak - base
+    with tierstore.open(copy, mode="r", ddr="8MiB") as store:
+        last = store["item"].read(torch.tensor([rows - 1]))
+    assert torch.equal(last[0], rows - 1 + torch.arange(64) / 64)
+    return file.stat().st_size, report.tables[0].changed_rows, exported, imported
+
+for rows in (1000, large):  # the first compiles kernels
+    make(work / str(rows), rows)
+    found = [measure(rows, form) for form in ("safetensors", "torch")]
+for each in found:
+    print(*each)
+"""
+
+
+def test_memory_does_not_grow_with_the_table(tmp_path):
+    rows = 300_000
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(rows)], capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    measured = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(measured) == 2
+    for size, changed, exported, imported in measured:
+        assert changed == rows
+        assert size == pytest.approx(260 * rows, rel=0.01)
+        # The budget and 64 MiB, as promised: less than the tensors take.
+        assert exported < 72 * 2**20 < size
+        assert imported < 72 * 2**20 < size

@@ -1,15 +1,36 @@
-"""The recipes of docs/frameworks.md, in the frameworks: step for step as ``nn.EmbeddingBag``; needs ``make peers``."""
+"""Recipes of docs/frameworks.md, and modules against TorchRec's own; in processes of their own, as peers bring versions
+of what the package imports, too. Needs ``make peers``."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 import tierstore
-from bench.data import examples
-from tests.peers.process import PEERS, run
+from bench.data import ROOT, examples
 from tierstore.pool.stats import IdStats, TierStats
+
+PEERS: Final = ROOT / ".peers"
+
+
+def run(code: str, folder: Path = ROOT) -> str:
+    """What it prints, without warnings; one that fails does so with its traceback."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
 
 _, LIGHTNING, MANUAL, ACCELERATE, MLFLOW = examples("docs/frameworks.md")
 
@@ -116,3 +137,144 @@ def test_names_of_metrics_are_those_that_mlflow_takes(monkeypatch: pytest.Monkey
     for name, number in metrics.items():
         assert re.fullmatch(r"[\w./ :-]{1,250}", name)  # its rule for names
         assert isinstance(number, float | int)
+
+
+WITH_TORCHREC = pytest.mark.skipif(not (PEERS / "torchrec").is_dir(), reason="TorchRec is not there: make peers")
+
+CODE = """
+import torch, torchrec, tierstore
+
+ROWS, LENGTHS = 100, torch.tensor([[2, 0, 3], [1, 1, 0], [4, 2, 1]])
+ids = torch.randint(0, ROWS, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(1))
+batch = torchrec.KeyedJaggedTensor(["b", "t", "a"], ids, lengths=LENGTHS.flatten())
+rule = tierstore.optim.SGD(lr=0.5)
+
+def twins(store, pooled):
+    config = torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig
+    features = {"t": ["t"], "u": ["a", "b"]}
+    shared = [dict(name=name, embedding_dim=8, feature_names=own) for name, own in features.items()]
+    for each in shared:
+        store.create_table(tierstore.TableConfig(num_embeddings=ROWS, optimizer=rule, **each))
+    configs = [config(num_embeddings=ROWS, **each) for each in shared]
+    if pooled:
+        return tierstore.TieredEmbeddingBagCollection(store), torchrec.EmbeddingBagCollection(tables=configs)
+    return tierstore.TieredEmbeddingCollection(store), torchrec.EmbeddingCollection(tables=configs)
+
+def by_key(found):
+    return {key: found[key] if isinstance(found[key], torch.Tensor) else found[key].values() for key in ("t", "a", "b")}
+
+for pooled in (True, False):
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        ours, theirs = twins(store, pooled)
+        weights = {name.split(".")[-2]: weight for name, weight in theirs.named_parameters()}
+        for name, weight in weights.items():
+            weight.data.copy_(store[name].read(torch.arange(ROWS)))
+        for _ in range(3):
+            found, expected = by_key(ours(batch)), by_key(theirs(batch))
+            for key in found:
+                torch.testing.assert_close(found[key], expected[key])
+            for each in (found, expected):
+                sum((place + 1) * each[key].square().sum() for place, key in enumerate("tab")).backward()
+            for weight in weights.values():
+                weight.data -= 0.5 * weight.grad
+                weight.grad = None
+        for name, weight in weights.items():
+            torch.testing.assert_close(store[name].read(torch.arange(ROWS)), weight.detach())
+        for _ in tierstore.prefetch(iter([batch]), ours):
+            torch.testing.assert_close(by_key(ours(batch)), by_key(theirs(batch)))
+
+weights = torch.rand(len(ids))
+own, batch = (
+    kind(["b", "t", "a"], ids, lengths=LENGTHS.flatten(), weights=weights)
+    for kind in (tierstore.KeyedJaggedTensor, torchrec.KeyedJaggedTensor)
+)
+def told(kjt):
+    return (kjt.keys(), kjt.stride(), kjt.offset_per_key(), kjt.length_per_key(), kjt.lengths().tolist(),
+        kjt.values().tolist(), kjt.weights().tolist())
+assert told(own) == told(batch)
+for one, other in zip([own.permute([2, 0, 2]), *own.split([1, 2])], [batch.permute([2, 0, 2]), *batch.split([1, 2])]):
+    assert told(one) == told(other)
+cpu = torch.device("cpu")
+assert own.to(cpu, True, torch.float16).weights().dtype == batch.to(cpu, True, torch.float16).weights().dtype
+for length in (None, 1, 3, 5):
+    assert torch.equal(own["b"].to_padded_dense(length), batch["b"].to_padded_dense(length))
+with tierstore.open(cold="memory", ddr="4MiB") as store:
+    ours, theirs = twins(store, True)
+    made, kept = ours(own), theirs(batch)
+    for name in ("keys", "length_per_key", "offset_per_key", "key_dim", "device"):
+        assert getattr(made, name)() == getattr(kept, name)(), name
+    plain = tierstore.TieredEmbeddingBagCollection(store, is_weighted=False)  # as TorchRec's, by default
+    for config, name in zip(theirs.embedding_bag_configs(), ("t", "u")):
+        theirs.embedding_bags[name].weight.data.copy_(store[name].read(torch.arange(ROWS)))
+    torch.testing.assert_close(plain(own).values(), theirs(batch).values())
+    assert (ours.is_weighted(), plain.is_weighted()) == (True, theirs.is_weighted())
+    single = tierstore.TieredEmbeddingCollection(store)
+    torch.testing.assert_close(single(own)["a"].to_padded_dense(4), single(batch)["a"].to_padded_dense(4))
+    from torchrec.modules.regroup import KTRegroupAsDict
+    groups, names = [["a", "t"], ["t"]], ["x", "y"]
+    expected = torchrec.KeyedTensor.regroup_as_dict([theirs(batch)], groups, names)
+    module = KTRegroupAsDict(groups, names)
+    for found in (module([plain(own)]), tierstore.KeyedTensor.regroup_as_dict([plain(own)], groups, names)):
+        torch.testing.assert_close(dict(found), expected)
+    again = tierstore.KeyedTensor.from_tensor_list(["t", "b"], [plain(own)["t"], plain(own)["b"]])
+    assert torch.equal(again.values(), torchrec.KeyedTensor.regroup([plain(own)], [["t", "b"]])[0])
+print("equal")
+"""
+MODELS = """
+import torch, torchrec, tierstore
+from torchrec.fx import symbolic_trace
+from torchrec.models import deepfm, dlrm
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+FEATURES, ROWS, DIM = ["f1", "f2", "f3"], 60, 8
+KINDS = {
+    "DLRM": lambda bags: dlrm.DLRM(bags, 5, [16, DIM], [8, 1]),
+    "DLRM_DCN": lambda bags: dlrm.DLRM_DCN(bags, 5, [16, DIM], [8, 1], dcn_num_layers=2, dcn_low_rank_dim=4),
+    "DLRM_Projection": lambda bags: dlrm.DLRM_Projection(bags, 5, [16, DIM], [8, 1], [16, 2 * DIM], [16, 2 * DIM]),
+    "DeepFM": lambda bags: deepfm.SimpleDeepFMNN(5, bags, 16, 4),
+}
+rule = dict(lr=0.05, eps=1e-8)
+for kind, make in KINDS.items():
+    torch.manual_seed(1)
+    shape = dict(num_embeddings=ROWS, embedding_dim=DIM)
+    configs = [torchrec.EmbeddingBagConfig(name="t_" + name, feature_names=[name], **shape) for name in FEATURES]
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        theirs = torchrec.EmbeddingBagCollection(tables=configs)
+        for each in configs:
+            store.create_table(tierstore.TableConfig(name=each.name, feature_names=each.feature_names,
+                optimizer=tierstore.optim.RowWiseAdagrad(**rule), **shape))
+            store[each.name].write(torch.arange(ROWS), theirs.embedding_bags[each.name].weight)
+        models = [make(theirs), make(tierstore.TieredEmbeddingBagCollection(store))]
+        whole = models[0].state_dict()
+        models[1].load_state_dict({name: each for name, each in whole.items() if "embedding_bags" not in name})
+        dense = [[each for name, each in model.named_parameters() if "embedding_bags" not in name] for model in models]
+        optimizers = [torch.optim.SGD(each, lr=0.05) for each in dense] + [RowWiseAdagrad(theirs.parameters(), **rule)]
+        for step in range(6):
+            lengths = torch.randint(4, (3 * 7,))
+            batch = torchrec.KeyedJaggedTensor(FEATURES, torch.randint(ROWS, (int(lengths.sum()),)), lengths=lengths)
+            features, target = torch.rand(7, 5), torch.rand(7)
+            losses = [(model(features, batch).squeeze(1) - target).square().mean() for model in models]
+            torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            sum(losses).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for each in configs:
+            rows = store[each.name].read(torch.arange(ROWS))
+            torch.testing.assert_close(rows, theirs.embedding_bags[each.name].weight.detach(), rtol=1e-4, atol=1e-5)
+        traced = symbolic_trace(models[1], leaf_modules=["TieredEmbeddingBagCollection"])
+        assert torch.equal(traced(features, batch), models[1](features, batch))
+    print(kind)
+"""
+EXAMPLE = "import runpy; runpy.run_path('examples/from_torchrec.py')  # compares its losses with TorchRec's"
+
+
+@WITH_TORCHREC
+def test_rows_are_those_of_torchrec() -> None:
+    assert re.fullmatch("equal\ntierstore: .*\nTorchRec: .*\n", run(CODE + EXAMPLE))
+
+
+@WITH_TORCHREC
+def test_models_of_torchrec_train_to_the_same_losses() -> None:
+    assert run(MODELS).split() == ["DLRM", "DLRM_DCN", "DLRM_Projection", "DeepFM"]

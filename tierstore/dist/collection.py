@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -182,6 +182,9 @@ class _OneTable:
     def lookup(self, jagged: Any, *, mode: str) -> AnyLookup:
         joined = jagged.on_host.join(Features.of([self._table], [0]), [0])
         return _lookup(self._kind, joined, mode=mode, owners=self.store.owners)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # a copied module is over the same table
 
     def __repr__(self) -> str:
         return repr(self._table)

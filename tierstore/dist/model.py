@@ -3,7 +3,7 @@
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -14,19 +14,17 @@ from torch import Tensor, nn
 
 from ..config import TableConfig
 from ..errors import TableError
-from ..exchange.importing import Match, match_tables
 from ..exchange.rows import RowValues, chunks, write_rows
-from ..exchange.tensor_files import open_files, table_of
 from ..init import Initializer, Normal, Uniform
-from ..kernels.arrays import Floats
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
-from ..nn.convert import Embedding, Rule, Rules, Weight, hung_on, rules_of, weights_of
+from ..nn.convert import Embedding, Rule, Rules, hung_on, rules_of, weights_of
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.module import TieredModule, plain_names, take_place
 from ..nn.placeholder import Placeholder
 from ..pool.converting import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
+from ..trace import Trace
 from .collection import (
     ShardedModule,
     ShardedTieredEmbedding,
@@ -57,16 +55,15 @@ class _Rows(NamedTuple):
     stop: int
     read: Callable[[int, int], RowValues]
     state: TableState | None
-    checksum: int = 0
+    checksum: int
 
 
 class _Found(NamedTuple):
-    """A table of the model: the module's path, its rows, None for first values, and their key in ``state_dict``."""
+    """A table of the model: the module's path, and its rows, None for first values."""
 
     config: TableConfig
     path: str
     rows: _Rows | Table | None
-    key: str = ""
 
 
 def shard(
@@ -78,7 +75,7 @@ def shard(
     optimizer: Rules | None = None,
     init: Initializer | None = None,
     source: PathLike | Store | None = None,
-    demand: Any = None,
+    demand: Trace | None = None,
     costs: "RankCosts | PathLike | None" = None,
     rank_bytes: float = float("inf"),
     **options: Any,
@@ -99,10 +96,8 @@ def shard(
         optimizer: of tables made of torch's and TorchRec's modules, see ``convert``; a dict is by table name.
             Default: what ``apply_optimizer_in_backward`` gave a weight, else ``SGD()``.
         init: first values where weights are on "meta". Default: normal with std 1; TorchRec's: as its configs say.
-        source: a store or its folder, sharded or not, with tables of these names; or a safetensors file or torch
-            checkpoint with keys of the model's ``state_dict()``, or keys that ``tierstore import`` takes.
-        demand: of "auto": a ``Trace`` of all ranks' batches, or a list of this rank's, each a ``KeyedJaggedTensor``.
-            Default: 1,024 samples a rank, an id a feature, all rows alike.
+        source: a store or its folder, sharded or not, with tables of these names.
+        demand: of "auto": of all ranks' batches. Default: 1,024 samples a rank, an id a feature, all rows alike.
         costs: of "auto": of these ranks, or their file. Default: measured now, in up to a minute.
         rank_bytes: of "auto": limit of a rank's rows with optimizer state.
 
@@ -136,7 +131,10 @@ def shard(
                 _load(own, store[name], store.ranks.rank)
             made = [(module, make(store)) for module, make in found.made.values()]
     store.unloaded -= new.keys()
-    found.hand_over(store, made)
+    for pair in made:
+        take_place(*pair)
+    for name, trained in found.trained.items():
+        trained.hand_over(store[name].local)
     is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Placeholder))
     return data_parallel(model, **options) if is_trained else model
 
@@ -177,7 +175,12 @@ class _Model:
         weights, refused = weights_of(model, chosen)
         self._refused |= refused
         for each in weights:
-            self._add_torchs(each, names.get(id(each.weight), each.name), "" if not chosen[0][0] else f"{each.name}.")
+            (rows, dim), name = each.weight.shape, names.get(id(each.weight), each.name)
+            for module in each.modules:
+                self._put(each.name, module, [name], is_trained=each.weight.requires_grad)
+            shape: Any = {"num_embeddings": rows, "embedding_dim": dim, "pooling": each.mode}
+            config = TableConfig(name=name, init=self._init or Normal(std=1.0), **shape)
+            self._add_weight(each.name, each.weight, config)
         gone = {id(each) for module in model.modules() if id(module) in self.made for each in module.parameters()}
         for name, weight in model.named_parameters():
             if weight.is_meta and id(weight) not in gone:
@@ -251,23 +254,9 @@ class _Model:
                 feature_names=tuple(each.feature_names),
                 init=self._init or Uniform(each.get_weight_init_min(), each.get_weight_init_max()),
             )  # fmt: skip
-            self._add_weight(path, weight, config, f"{path}.{inner}.{each.name}.weight".lstrip("."))
+            self._add_weight(path, weight, config)
 
-    def _add_torchs(self, weight: Weight, name: str, prefix: str) -> None:
-        (rows, dim), init = weight.weight.shape, self._init or Normal(std=1.0)
-        for module in weight.modules:
-            self._put(weight.name, module, [name], is_trained=weight.weight.requires_grad)
-        config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=weight.mode, init=init)
-        self._add_weight(weight.name, weight.weight, config, f"{prefix}weight")
-
-    def hand_over(self, store: ShardedStore, made: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        """Have these modules take their places, and the tables be trained as their weights were."""
-        for pair in made:
-            take_place(*pair)
-        for name, trained in self.trained.items():
-            trained.hand_over(store[name].local)
-
-    def _add_weight(self, path: str, weight: Tensor, config: TableConfig, key: str) -> None:
+    def _add_weight(self, path: str, weight: Tensor, config: TableConfig) -> None:
         try:
             trained = rules_of(self._rules, config.name, weight)
         except ValueError as error:
@@ -276,25 +265,22 @@ class _Model:
             self.trained[config.name] = trained
             known = self._store.tables.get(config.name)
             config = replace(config, optimizer=trained.rule_of(None if known is None else known.config))
-            self._add(_Found(config, path, None if weight.is_meta else _rows_of_weight(weight, config, trained), key))
+            self._add(_Found(config, path, None if weight.is_meta else _rows_of_weight(weight, config, trained)))
 
 
 def _rows_of_weight(weight: Tensor, config: TableConfig, trained: Rule) -> _Rows:
     def read(start: int, stop: int) -> RowValues:
-        return _values(config, weight.detach()[start:stop].cpu(), trained.state_rows(config, start, stop))
+        rows = weight.detach()[start:stop].cpu().to(getattr(torch, config.dtype)).contiguous()
+        own: Any = trained.state_rows(config, start, stop)
+        if own is None:  # that of new rows
+            shape = stop - start, config.optimizer.state_dim(config.embedding_dim)
+            own = np.full(shape, config.optimizer.initial_state, np.float32)
+        return RowValues(raw_weights(rows), own)
 
     state = trained.state
     kept = TableState(int(state["step"]), config.optimizer.lr) if "step" in state else None
     checksum = zlib.crc32(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return _Rows(len(weight), read, kept, checksum)
-
-
-def _values(config: TableConfig, weights: Tensor, state: Floats | None) -> RowValues:
-    """As the table has them; ``state``: None for that of new rows."""
-    if state is None:
-        shape = len(weights), config.optimizer.state_dim(config.embedding_dim)
-        state = np.full(shape, config.optimizer.initial_state, np.float32)
-    return RowValues(raw_weights(weights.to(getattr(torch, config.dtype)).contiguous()), state)
 
 
 def _rows_of(
@@ -304,8 +290,8 @@ def _rows_of(
     if source is None:
         return {name: each.rows for name, each in tables.items()}
     if not isinstance(source, Store):
-        if not Path(source).is_dir():
-            return _rows_of_file(Path(source), tables)
+        if Path(source).is_file():
+            raise ValueError(f"{source} is a file: import it by tierstore import into a store, and give that as source")
         source = opened.enter_context(open_parts(Path(source))).store
     for name, each in tables.items():
         wanted, known = (
@@ -315,29 +301,6 @@ def _rows_of(
         if wanted != known:
             raise TableError(f"{source.directory} has {source[name].config}, not {each.config}: give an export of it")
     return {name: source[name] for name in tables}
-
-
-def _rows_of_file(path: Path, tables: Mapping[str, _Found]) -> dict[str, _Rows]:
-    file = open_files([path])
-    known = {key: each.config.name for key, each in file.exported.items()}
-    known |= {each.key: name for name, each in tables.items() if each.key}
-    taken = {key: name for key in file.tensors if (name := table_of(key, known)) in tables and name is not None}
-    if missing := tables.keys() - taken.values():
-        raise ValueError(f"{path} has no rows of table {min(missing)!r}, but {list(file.tensors)[:20]}")
-    configs = {name: each.config for name, each in tables.items()}
-    return {match.config.name: _rows_of_match(match) for match in match_tables(file, taken, {}, configs)}
-
-
-def _rows_of_match(match: Match) -> _Rows:
-    if match.ids:
-        raise ValueError(f"{match.weights.place} has dynamic ids: import it into a store, and give that as source")
-    rate = match.config.optimizer.lr if match.rate is None else match.rate
-    state = TableState(match.step or 0, rate) if match.states else None
-
-    def read(start: int, stop: int) -> RowValues:
-        return _values(match.config, *match.read(start, stop))
-
-    return _Rows(match.num_rows, read, state)
 
 
 def _load(rows: _Rows | Table | None, table: ShardedTable, rank: int) -> None:

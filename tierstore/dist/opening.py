@@ -143,7 +143,10 @@ class OwnPart:
             all_own = [each.own for each in gathered]
             self.source = self._choose(all_own)
             number = self.source.number if self.source else max(in_common(all_own), default=0)
-            self._aside = self._folder / _aside_name(number, gathered)
+            moving = set[str]().union(*(each.moving for each in gathered))
+            moved = set[str]().union(*(each.moved for each in gathered))
+            names = (f"replaced-at-{number}" + (f".{count}" if count else "") for count in itertools.count())
+            self._aside = self._folder / next(name for name in names if not moved & {f"{name}/{p}" for p in moving})
             if self.source is not None:
                 opened.close()
                 local = None
@@ -273,11 +276,3 @@ class OwnPart:
 def _mark(path: Path) -> _Mark:
     found = (path / MANIFEST_NAME).stat()
     return found.st_ino, found.st_mtime_ns
-
-
-def _aside_name(number: int, gathered: Sequence[_Seen]) -> str:
-    """Of a folder for the parts that commit ``number`` replaces, in which no rank has such parts yet."""
-    moving = set[str]().union(*(each.moving for each in gathered))
-    moved = set[str]().union(*(each.moved for each in gathered))
-    names = (f"replaced-at-{number}" + (f".{count}" if count else "") for count in itertools.count())
-    return next(name for name in names if not moved & {f"{name}/{part}" for part in moving})

@@ -176,11 +176,6 @@ class Parts(NamedTuple):
     shardings: dict[str, Sharding]
     paths: tuple[Path, ...]
 
-    @property
-    def commit_id(self) -> str:
-        """The identity of the commit of all ranks; "" if it is not known."""
-        return self.store.commit_id(self.number)
-
 
 def of_columns(rows: RowValues, config: TableConfig, shard: Shard) -> RowValues:
     weights: Any = np.ascontiguousarray(rows.weights[:, shard.first_column : shard.first_column + shard.num_columns])

@@ -84,8 +84,9 @@ def _write(parts: Parts, path: Path, rank: int, plan: Plan | None, progress: Pro
 
 def made_id(parts: Parts, plan: Plan) -> str:
     """The identity of their commit in parts that a plan makes of them; "" if theirs is not known."""
-    named = f"{parts.commit_id} {json.dumps(to_json(plan), sort_keys=True)}"
-    return hashlib.sha256(named.encode()).hexdigest()[:16] if parts.commit_id else ""
+    commit_id = parts.store.commit_id(parts.number)
+    named = f"{commit_id} {json.dumps(to_json(plan), sort_keys=True)}"
+    return hashlib.sha256(named.encode()).hexdigest()[:16] if commit_id else ""
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

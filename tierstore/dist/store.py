@@ -71,7 +71,6 @@ def open_sharded(
     group: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     towers: Sequence[Sequence[str]] | None = None,
-    mesh: Any = None,
     forward_precision: Precision = "fp32", backward_precision: Precision = "fp32",
     cold: Literal["lmdb", "memory"] = "lmdb", mode: Literal["r", "w"] = "w",
     keep: int = 2,
@@ -88,8 +87,8 @@ def open_sharded(
             ranks have, while others may train.
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
         plan: how tables are sharded, or a file of it; the same on all ranks. Default: see ``create_table``.
-        towers: names of each host's tables, which are on its ranks alone; the same on all ranks.
-        mesh: for towers, ``DeviceMesh`` of hosts x ranks of a host, in order. Default: by torchrun's LOCAL_WORLD_SIZE.
+        towers: names of the tables of each host (by torchrun's LOCAL_WORLD_SIZE), which are on its ranks alone; the
+            same on all ranks.
         forward_precision, backward_precision: how rows (or pooled rows) and gradients cross between ranks: "fp32",
             "bf16", "fp16" or "int8"; the same on all ranks.
         keep: commits that stay, at least 2.
@@ -112,7 +111,7 @@ def open_sharded(
             wire = _checked(mode, keep, Wire(forward_precision, backward_precision))
             planned = planned_tables(plan, ranks)
         require_alike(ranks, mode=mode, plan=planned, precision=wire, towers=towers)
-        groups = None if towers is None else Towers.of(towers, ranks, mesh)
+        groups = None if towers is None else Towers.of(towers, ranks)
         if groups is not None:
             opened.callback(groups.close)
             with ranks.together():

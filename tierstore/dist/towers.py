@@ -7,7 +7,7 @@ of the rows of tower h go to the ranks of host h, each of which takes those for 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Self
+from typing import Self
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,40 +25,44 @@ class Towers:
         order: all ranks, by their numbers in their hosts.
     """
 
-    def __init__(self, tables: Sequence[Sequence[str]], host: Ranks, peers: Ranks, made: Sequence[Any] = ()) -> None:
+    def __init__(self, tables: Sequence[Sequence[str]], host: Ranks, peers: Ranks) -> None:
         self.tables = tuple(tuple(names) for names in tables)
         self.host = host
         self.peers = peers
         self.hosts, self.on_host = peers.size, host.size
         self.order = [rank for number in range(host.size) for rank in range(number, host.size * peers.size, host.size)]
         self._tower_of = {name: tower for tower, names in enumerate(self.tables) for name in names}
-        self._made = made
 
     @classmethod
-    def of(cls, tables: Sequence[Sequence[str]], ranks: Ranks, mesh: Any) -> Self:
-        """Collective. ``mesh``: hosts x ranks of a host; None: by LOCAL_WORLD_SIZE. ValueError: hosts have different
-        numbers of ranks, there is not one tower for each, the mesh has others, or a table is in two towers."""
-        members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
+    def of(cls, tables: Sequence[Sequence[str]], ranks: Ranks) -> Self:
+        """Collective; hosts are told by LOCAL_WORLD_SIZE. ValueError: they have different numbers of ranks, there is
+        not one tower for each, the store is of some ranks alone, or a table is in two towers."""
         counts = ranks.gather(ranks_on_host(ranks.size), "open_sharded")
         with ranks.together():
-            hosts, on_host = _shape(counts, mesh, members)
+            sizes = sorted(set(counts))
+            if len(sizes) > 1 or ranks.size % sizes[0]:
+                raise ValueError(
+                    f"towers need equally many ranks on each host; LOCAL_WORLD_SIZE of the {ranks.size} ranks is "
+                    f"{', '.join(map(str, sizes))}"
+                )
+            hosts, on_host = ranks.size // sizes[0], sizes[0]
             if any(isinstance(names, str) for names in tables) or len(tables) != hosts:
                 raise ValueError(
                     f"towers={list(tables)}: expected the tables of each host, and there are {hosts} hosts"
                 )
             if twice := [name for name, count in Counter(chain.from_iterable(tables)).items() if count > 1]:
                 raise ValueError(f"towers={list(tables)}: table {twice[0]!r} is in two towers; leave one out")
-            if mesh is None and ranks.size != dist.get_world_size():
-                raise ValueError("towers= with group= needs mesh=, a DeviceMesh of hosts x ranks of a host")
+            if ranks.size != dist.get_world_size():
+                raise ValueError("towers= are on the hosts of all ranks: leave group= out")
         own, number = divmod(ranks.rank, on_host)
         of_host = range(own * on_host, (own + 1) * on_host)
         of_number = range(number, ranks.size, on_host)
-        if mesh is not None:
-            return cls(tables, Ranks(mesh.get_group(1), of_host), Ranks(mesh.get_group(0), of_number))
-        groups = [dist.new_group(list(range(first, first + on_host)), backend="gloo") for first in members[::on_host]]
-        across = [dist.new_group(members[each::on_host], backend="gloo") for each in range(on_host)]
-        made = groups[own], across[number]
-        return cls(tables, Ranks(made[0], of_host), Ranks(made[1], of_number), made)
+        members = range(ranks.size)
+        groups = [
+            dist.new_group(list(members[first : first + on_host]), backend="gloo") for first in members[::on_host]
+        ]
+        across = [dist.new_group(list(members[each::on_host]), backend="gloo") for each in range(on_host)]
+        return cls(tables, Ranks(groups[own], of_host), Ranks(across[number], of_number))
 
     @property
     def own(self) -> int:
@@ -102,23 +106,5 @@ class Towers:
 
     def close(self) -> None:
         """Leave the groups that were made here."""
-        for group in self._made:
-            leave(group)
-        self._made = ()
-
-
-def _shape(counts: Sequence[int], mesh: Any, members: Sequence[int]) -> tuple[int, int]:
-    """(hosts, ranks of each)."""
-    if mesh is not None:
-        if mesh.ndim != 2 or mesh.mesh.flatten().tolist() != list(members):
-            raise ValueError(
-                f"mesh={mesh.mesh.tolist()}: expected hosts x ranks of a host, with the ranks {list(members)} in order"
-            )
-        return mesh.size(0), mesh.size(1)
-    found = sorted(set(counts))
-    if len(found) > 1 or len(counts) % found[0]:
-        raise ValueError(
-            f"towers need equally many ranks on each host; LOCAL_WORLD_SIZE of the {len(counts)} ranks is "
-            f"{', '.join(map(str, found))}"
-        )
-    return len(counts) // found[0], found[0]
+        for ranks in (self.host, self.peers):
+            leave(ranks.group)

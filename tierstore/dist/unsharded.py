@@ -71,14 +71,6 @@ class WholeTable(NamedTuple):
     num_rows: int
     pieces: Sequence[Piece]
 
-    def owners(self) -> Iterator[tuple[int, range]]:
-        """A rank that has them, for each range of rows, ascending."""
-        first = -1
-        for shard, *_ in self.pieces:
-            if shard.first_row > first:
-                first = shard.first_row
-                yield shard.rank, range(first, first + shard.num_rows)
-
     def read(self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words) -> Bools:
         """``ColdTier.read`` by each rank's; returns ``present``."""
         rows, places = keys & ROW_MASK, list[Int64s]()
@@ -157,7 +149,7 @@ def _read_by(
 
 class WholeTier:
     """A read-only ``ColdTier`` of whole tables. Versions are the commits that all ranks have. ``tiers``: the row files
-    of the ranks' stores, in order, at the versions of one commit; this one's to close."""
+    of the ranks' stores, in order, at the versions of one commit; this one's to close. ``shown``: that commit."""
 
     def __init__(self, paths: Sequence[Path], tiers: Sequence[LmdbColdTier]) -> None:
         joined = _Joint.of([unpack(each.version, each.payload) for each in tiers])
@@ -167,7 +159,7 @@ class WholeTier:
         self._paths = paths
         self._tiers = tiers
         self._configs: list[tuple[TableConfig, ...]] = []  # of each rank's tables
-        self._shown = self._latest = joined
+        self.shown = self._latest = joined
 
     def read_manifest(self) -> Manifest:
         """The whole tables' of the commit that was found last."""
@@ -219,9 +211,11 @@ class WholeTier:
 
     def stored_rows(self, table_index: int) -> Iterator[Int64s]:
         """Which rows of a table ``read`` finds, ascending. Ranks that have columns of one row write it together."""
-        for rank, rows in self.tables[table_index].owners():
-            for part in self._tiers[rank].stored_rows(table_index):
-                if len(own := part[(part >= rows.start) & (part < rows.stop)]):
+        stop = 0
+        for shard, *_ in self.tables[table_index].pieces:
+            first, stop = stop, max(stop, shard.first_row + shard.num_rows)
+            for part in self._tiers[shard.rank].stored_rows(table_index) if stop > first else ():
+                if len(own := part[(part >= first) & (part < stop)]):
                     yield own
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
@@ -230,26 +224,24 @@ class WholeTier:
     @contextlib.contextmanager
     def changes(self, since: int) -> Iterator["WholeChanges"]:
         """What changed since a version in the lineage of the current one; 0 for all rows ever written."""
-        yield WholeChanges(self, self._written_since(since) if since else None)
-
-    def _written_since(self, since: int) -> Int64s:
         parts = []
-        for tier, commits in zip(self._tiers, self._shown.commits, strict=True):
-            with tier.changes(commits.versions[since]) as changes:
-                parts.append(changes.written)
-        return np.unique(np.concatenate(parts))
+        for tier, commits in zip(self._tiers, self.shown.commits, strict=True):
+            if since:
+                with tier.changes(commits.versions[since]) as changes:
+                    parts.append(changes.written)
+        yield WholeChanges(self, np.unique(np.concatenate(parts)) if since else None)
 
     # -- versions
 
     @property
     def version(self) -> int:
-        return self._shown.version.number
+        return self.shown.version.number
 
     @property
     def versions(self) -> tuple[int, ...]:
         kept = [
             commits._replace(versions={each: own for each, own in commits.versions.items() if own in tier.versions})
-            for tier, commits in zip(self._tiers, self._shown.commits, strict=True)
+            for tier, commits in zip(self._tiers, self.shown.commits, strict=True)
         ]
         return tuple(filter(None, in_common(kept)))
 
@@ -259,7 +251,7 @@ class WholeTier:
 
     @property
     def payload(self) -> bytes:
-        return repack(self._shown.version, self._shown.version.lineage)
+        return repack(self.shown.version, self.shown.version.lineage)
 
     def find_newer(self) -> "_NewerWhole | None":
         """A commit that all ranks have and that is the newest of each; None if there is none."""
@@ -273,10 +265,6 @@ class WholeTier:
         self._latest = joined
         tables = {index: self._whole(index, each.layout, each.num_rows) for index, each in self.tables.items()}
         return _NewerWhole(self, found, joined, tables)
-
-    def move(self, joined: _Joint, tables: Mapping[int, WholeTable]) -> None:
-        self._shown = joined
-        self.tables |= tables  # rows may have other owners
 
     def write(self, *_arguments: Any, **_more: Any) -> NoReturn:
         """Raises ReadOnlyError."""
@@ -333,7 +321,8 @@ class _NewerWhole(NamedTuple):
     def show(self) -> None:
         for each in self.found:
             each.show()
-        self.tier.move(self.joined, self.tables)
+        self.tier.shown = self.joined
+        self.tier.tables |= self.tables  # rows may have other owners
 
     def close(self) -> None:
         for each in self.found:
@@ -349,7 +338,10 @@ class WholeChanges:
 
     def rows(self, table: int) -> Iterator[ChangedRows]:
         """The table's changed rows, in ascending chunks; none is empty. ChecksumError, TruncatedError."""
-        whole, keys = self.tier.tables[table], self._keys(table)
+        whole, first = self.tier.tables[table], table << KEY_ROW_BITS
+        keys: Int64s | range = range(first, first + whole.num_rows)
+        if self.written is not None:
+            keys = self.written[slice(*np.searchsorted(self.written, [first, first + MAX_ROWS]))]
         for start in range(0, len(keys), step := max(1, CHUNK_BYTES // whole.layout.row_bytes)):
             chunk = np.array(keys[start : start + step], np.int64)
             found = Rows.read(self.tier.read, whole.layout, chunk)
@@ -358,14 +350,6 @@ class WholeChanges:
                 found.present[:] = True
             if found.present.any():
                 yield ChangedRows(chunk[found.present] & ROW_MASK, found.weights[found.present])
-
-    def _keys(self, table: int) -> Int64s | range:
-        first = table << KEY_ROW_BITS
-        if self.written is None:
-            return range(first, first + self.tier.tables[table].num_rows)
-        start, stop = np.searchsorted(self.written, [first, first + MAX_ROWS])
-        keys: Int64s = self.written[start:stop]
-        return keys
 
 
 def open_whole(directory: Path, version: int | None = None) -> Opened:

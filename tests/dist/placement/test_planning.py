@@ -1,6 +1,7 @@
 """Sharding plans: what a trace asks of tables, what a step costs, and searches against all plans that there are and
 greedy rules."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -68,7 +69,16 @@ def test_costs_are_found_again_from_steps(cores: int) -> None:
         assert own == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_file_has_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("no JSON", "Expecting value"),
+        ({"version": 0}, "version"),
+        ({"errors": {"rows": -1.0, "pooled": 0.0, "data_parallel": 0.0}}, r"errors: rows=-1\.0"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_a_file_has_them_and_others_are_refused(tmp_path: Path, change: Any, key: str) -> None:
     path, given = tmp_path / "ranks.json", costs_of(2, source="here")
     given.save(path)
     assert RankCosts.load(path) == given
@@ -76,23 +86,6 @@ def test_a_file_has_them(tmp_path: Path) -> None:
         given.save(path)
     replace(given, source="there").save(path, force=True)
     assert RankCosts.load(path).source == "there"
-    with pytest.raises(FileNotFoundError):
-        RankCosts.load(tmp_path / "none.json")
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ("no JSON", "Expecting value"),
-        ({"version": 0}, "version"),
-        ({"errors": {"rows": -1.0, "pooled": 0.0, "data_parallel": 0.0}}, r"errors: rows=-1\.0"),
-        ({"world_size": "2"}, "world_size"),
-        ({"more": 1}, "more"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, change: Any, key: str) -> None:
-    path = tmp_path / "ranks.json"
-    costs_of(2).save(path)
     path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=f"{path}: .*{key}.*tierstore shard measure"):
         RankCosts.load(path)
@@ -137,10 +130,6 @@ def test_tables_are_those_of_the_trace() -> None:
 RANKS = 2
 
 
-def size_bytes(tables: list[TableConfig]) -> int:
-    return sum(each.size_bytes(4096) for each in tables)
-
-
 def shardings(dim: int) -> Iterator[Sharding]:
     """All there are over two ranks."""
     yield Sharding("data_parallel", (0, 1))
@@ -161,16 +150,30 @@ def best_of_all(tables: list[TableConfig], demand: Demand, limit: float) -> floa
 SHAPE = st.tuples(st.integers(1, 3000), st.sampled_from([4, 8, 16]))
 
 
-@settings(max_examples=15, deadline=None)
-@given(shapes=st.lists(SHAPE, min_size=1, max_size=3), share=st.sampled_from([0.6, 0.8, 2.0]))
-def test_plans_fit_and_are_near_the_best(shapes: list[tuple[int, int]], share: float) -> None:
+@settings(max_examples=25, deadline=None)
+@given(
+    shapes=st.lists(SHAPE, min_size=1, max_size=12),
+    share=st.sampled_from([1.0, 1.2, 2.0]),
+    ranks=st.sampled_from([2, 2, 3, 4]),
+)
+def test_plans_fit_and_are_near_the_best_and_beat_greedy_rules(
+    shapes: list[tuple[int, int]], share: float, ranks: int
+) -> None:
     tables = [table(f"t{number}", *shape) for number, shape in enumerate(shapes)]
-    demand, limit = drawn(tables, RANKS), share * size_bytes(tables) + 64 * len(tables)
-    found = Search(tables, demand, costs_of(RANKS), rank_bytes=limit).best()
-    assert found.size_bytes.max() <= limit
-    assert list(found.plan.tables) == [each.name for each in tables]
-    assert found.seconds == predict(tables, found.plan, demand, costs_of(RANKS)).seconds
-    assert found.seconds <= 1.1 * best_of_all(tables, demand, limit)
+    demand, costs = drawn(tables, ranks), costs_of(ranks)
+    # Ranges of rows are rounded up, to a row of 64 bytes at most.
+    limit = share * sum(each.size_bytes(4096) for each in tables) / ranks + 64 * len(tables)
+    best = Search(tables, demand, costs, rank_bytes=limit).best()
+    assert best.size_bytes.max() <= limit
+    assert list(best.plan.tables) == [each.name for each in tables]
+    assert best.seconds == predict(tables, best.plan, demand, costs).seconds
+    if len(tables) <= 3 and ranks == RANKS:
+        assert best.seconds <= 1.1 * best_of_all(tables, demand, limit)
+    for rule in RULES:
+        with contextlib.suppress(ValueError):  # it finds no plan
+            found = greedy(tables, demand, costs, rule, rank_bytes=limit)
+            assert found.size_bytes.max() <= limit
+            assert best.seconds <= found.seconds * 1.02, "greedy plans are among those that are searched"
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -182,29 +185,6 @@ def test_what_cannot_be_is_refused() -> None:
     assert found.plan.tables["t"].sharding_type in ("row_wise", "column_wise")
     with pytest.raises(ValueError, match="shard measure --optimizer sgd"):
         Search(tables, demand, costs_of(2, optimizer="adam"))
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    shapes=st.lists(SHAPE, min_size=1, max_size=12),
-    share=st.sampled_from([1.0, 1.2, 2.0]),
-    ranks=st.sampled_from([2, 3, 4]),
-)
-def test_limits_are_kept_by_each_search(shapes: list[tuple[int, int]], share: float, ranks: int) -> None:
-    tables = [table(f"t{number}", *shape) for number, shape in enumerate(shapes)]
-    demand, costs = drawn(tables, ranks), costs_of(ranks)
-    # Ranges of rows are rounded up, to a row of 64 bytes at most.
-    limit = share * size_bytes(tables) / ranks + 64 * len(tables)
-    best = Search(tables, demand, costs, rank_bytes=limit).best()
-    assert best.size_bytes.max() <= limit
-    for rule in RULES:
-        try:
-            found = greedy(tables, demand, costs, rule, rank_bytes=limit)
-        except ValueError:
-            continue
-        assert found.size_bytes.max() <= limit
-        assert set(found.plan.tables) == set(best.plan.tables)
-        assert best.seconds <= found.seconds * 1.02, "greedy plans are among those that are searched"
 
 
 def test_plans_are_balanced_where_that_is_free() -> None:

@@ -26,7 +26,7 @@ def distances_of(points: Array) -> Array:
     return np.linalg.norm(points[:, None] - points[None], axis=2)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_planted_groups_are_found(seed: int) -> None:
     """Of tables whose vectors go along a direction of their group, either way."""
     generator, loads = np.random.default_rng(seed), np.ones((len(NAMES), 2))
@@ -40,12 +40,11 @@ def test_planted_groups_are_found(seed: int) -> None:
     assert list(map(list, plan.towers)) == expected
     assert 0 < plan.stress < 0.4
     assert plan.alike.diagonal().min() > plan.alike[~np.eye(4, dtype=bool)].max()
-    assert partition(NAMES, similarity, loads, 4, slack=0.5, seed=seed).towers == plan.towers
     unlike = partition(NAMES, 1 - similarity, loads, 4, slack=0.5)
     assert 1 - unlike.alike.diagonal().max() < plan.alike.diagonal().min() / 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_loads_stay_within_the_bound(data: st.DataObject) -> None:
     tables, kinds = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 2))
@@ -53,7 +52,8 @@ def test_loads_stay_within_the_bound(data: st.DataObject) -> None:
     load = st.floats(0, 100, allow_subnormal=False)
     loads = np.array([[data.draw(load) for _ in range(kinds)] for _ in range(tables)])
     similarity = np.random.default_rng(seed).random((tables, tables))
-    plan = partition(NAMES[:tables], (similarity + similarity.T) / 2, loads, count, seed=seed)
+    plan, again = (partition(NAMES[:tables], similarity + similarity.T, loads, count, seed=seed) for _ in range(2))
+    assert plan.towers == again.towers
     assert sorted(itertools.chain(*plan.towers)) == NAMES[:tables]
     assert [bool(tower) for tower in plan.towers] == [True] * count
     mean = loads.sum(axis=0) / count

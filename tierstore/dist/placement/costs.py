@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from ...config import TableConfig
-from ...kernels.arrays import Float64s, Int64s
+from ...kernels.arrays import Float64s
 from ...kernels.least_squares import solve_nonnegative
 from ...optim.configs import RuleName
 from ...settings.sections import Checked, described, option
@@ -81,21 +81,18 @@ def demand_of(trace: Trace, tables: Sequence[TableConfig], ranks: int) -> Demand
         all_rows = 0
         for first, last in itertools.pairwise(bounds.tolist()):
             all_rows += len(np.unique(table.ids[table.offsets[first] : table.offsets[last]]))
-            for own in _parts(table.ids, table.offsets, first, last, ranks):
+            # A rank has an equal part of the samples; of the ids, where an entry is a whole batch.
+            if last - first >= ranks:
+                cuts = table.offsets[np.arange(ranks + 1) * (last - first) // ranks + first]
+            else:
+                start, stop = table.offsets[[first, last]]
+                cuts = np.arange(ranks + 1) * (stop - start) // ranks + start
+            for own in np.split(table.ids, cuts)[1:-1]:
                 for hot, rows in ((hot_ids, own), (hot_rows, np.unique(own))):
                     hot += np.bincount(rows * _RANGES // num_rows[name], minlength=_RANGES)
         rows_of_ranks = min(ids, hot_rows.sum() / weight)
         found[name] = TableDemand(ids / ranks, rows_of_ranks / ranks, min(ids, all_rows / weight), hot_ids, hot_rows)
     return Demand(trace.batch_samples / ranks, found)
-
-
-def _parts(ids: Int64s, offsets: Int64s, first: int, last: int, ranks: int) -> list[Int64s]:
-    """The ids of each rank: of an equal part of the batch's samples or, where an entry is a whole batch, of the ids."""
-    if last - first >= ranks:
-        cuts = offsets[np.arange(ranks + 1) * (last - first) // ranks + first]
-    else:
-        cuts = np.arange(ranks + 1) * (offsets[last] - offsets[first]) // ranks + offsets[first]
-    return [ids[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
 def _work(text: str) -> Any:
@@ -248,15 +245,10 @@ class RankCosts(Checked):
             found = solve_nonnegative(matrix, np.ones(len(own)))
             seconds[kind] = Seconds(**dict(zip(_NAMES, found.tolist(), strict=True)))
         others |= {"cores": cores, "local_world_size": local_world_size}
-        costs = cls(seconds=Kinds(**seconds), errors=Errors(), **others)
-        return replace(costs, errors=costs.errors_of(held_out or probes))
-
-    def errors_of(self, probes: Sequence[Probe]) -> Errors:
-        """Mean relative errors of what is predicted of steps; 0 for a kind that none is of."""
-        found = dict[str, list[float]]()
-        for group, amounts, seconds in probes:
-            found.setdefault(group.kind, []).append(abs(self.group_s(group, amounts) / seconds - 1))
-        return Errors(**{kind: statistics.fmean(each) for kind, each in found.items()})
+        costs, errors = cls(seconds=Kinds(**seconds), errors=Errors(), **others), dict[str, list[float]]()
+        for group, amounts, taken in held_out or probes:
+            errors.setdefault(group.kind, []).append(abs(costs.group_s(group, amounts) / taken - 1))
+        return replace(costs, errors=Errors(**{kind: statistics.fmean(each) for kind, each in errors.items()}))
 
     def work_s(self, group: Group, amounts: Float64s) -> Float64s:
         """float64 [ranks, 2], of each rank's work: as a requester, alike on all ranks, and as an owner."""
