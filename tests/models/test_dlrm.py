@@ -23,22 +23,14 @@ class PlainEmbeddings(nn.Module):
         return SimpleNamespace(values=lambda: pooled)
 
 
-def inputs():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(B, C, generator=generator), torch.randint(0, 10, (B, F), generator=generator)
-
-
 def test_dot_interaction_is_all_pairs_below_the_diagonal():
     dense, sparse = torch.randn(B, D), torch.randn(B, F, D)
     interaction = DotInteraction(num_features=F, dim=D)
-    result = interaction(dense, sparse)
-    assert result.shape == (B, interaction.out_features)
-    for b in range(B):
-        vectors = [dense[b], *sparse[b]]
-        expected = list(dense[b])
-        for i in range(len(vectors)):
-            expected += [sum(vectors[i] * vectors[j]) for j in range(i)]
-        torch.testing.assert_close(result[b], torch.stack(expected))
+    for found, own, others in zip(interaction(dense, sparse), dense, sparse, strict=True):
+        vectors = [own, *others]
+        pairs = [sum(vectors[i] * vectors[j]) for i in range(len(vectors)) for j in range(i)]
+        torch.testing.assert_close(found, torch.stack([*own, *pairs]))
+        assert found.shape == (interaction.out_features,)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -47,18 +39,15 @@ def test_cross_network_is_the_papers_recurrence(rank):
     network = CrossNetwork(num_features=F, dim=D, layers=3, rank=rank)
     for parameter in network.parameters():
         nn.init.normal_(parameter)
-    result = network(dense, sparse)
-    assert result.shape == (B, network.out_features)
-    for b in range(B):
-        first = torch.cat([dense[b], *sparse[b]])
-        x = first
+    for found, own, others in zip(network(dense, sparse), dense, sparse, strict=True):
+        x = first = torch.cat([own, *others])
         for layer in network.layers:
             if rank:
                 inner, outer = layer
                 x = first * (outer.weight @ (inner.weight @ x) + outer.bias) + x
             else:
                 x = first * (layer.weight @ x + layer.bias) + x
-        torch.testing.assert_close(result[b], x, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("interaction", ["dot", "dcn"])
@@ -66,9 +55,8 @@ def test_forward_joins_the_parts(interaction):
     model = DLRM(
         PlainEmbeddings(), num_features=F, embedding_dim=D, bottom_mlp=(8, 6), top_mlp=(7,), interaction=interaction
     )
-    dense, ids = inputs()
+    dense, ids = torch.randn(B, C), torch.randint(0, 10, (B, F))
     logits = model(dense, ids)
-    assert logits.shape == (B,)
 
     def dense_layer(linear, x):
         return x @ linear.weight.T + linear.bias
@@ -80,27 +68,19 @@ def test_forward_joins_the_parts(interaction):
     joined = model.interaction(x, sparse)
     expected = dense_layer(model.top[2], dense_layer(model.top[0], joined).clamp(min=0))[:, 0]
     torch.testing.assert_close(logits, expected)
+    without = DLRM(PlainEmbeddings(), num_features=F, embedding_dim=D, num_dense=0, interaction=interaction)
+    assert torch.equal(without(None, ids), without(torch.empty(B, 0), ids))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_wrong_arguments_are_named():
+    for wrong, message in (
         ({"interaction": "cat"}, "interaction='cat'"),
         ({"interaction": "dcn", "cross_layers": 0}, "cross_layers=0"),
         ({"bottom_mlp": (0,)}, "at least 1"),
         ({"dense_dim": 8}, "dense_dim=8"),
-    ],
-)
-def test_wrong_arguments_are_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        DLRM(PlainEmbeddings(), num_features=F, embedding_dim=D, **wrong)
-
-
-@pytest.mark.parametrize("interaction", ["dot", "dcn"])
-def test_without_dense_features_their_place_may_be_none(interaction):
-    model = DLRM(PlainEmbeddings(), num_features=F, embedding_dim=D, num_dense=0, interaction=interaction)
-    _, ids = inputs()
-    assert torch.equal(model(None, ids), model(torch.empty(B, 0), ids))
+    ):
+        with pytest.raises(ValueError, match=message):
+            DLRM(PlainEmbeddings(), num_features=F, embedding_dim=D, **wrong)
 
 
 class DensePart(nn.Module):

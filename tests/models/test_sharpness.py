@@ -87,27 +87,19 @@ def test_the_loss_along_a_line_is_that_of_weights_on_it() -> None:
         loss_along_line(small.losses, small.weights, small.weights[:1], other.weights, at)
 
 
-def test_rows_are_not_trained_and_weights_come_back_after_an_error() -> None:
-    with tierstore.open(cold="memory", ddr="1MiB") as store:
-        store.create_table(tierstore.TableConfig(name="t", num_embeddings=50, embedding_dim=4))
-        model = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(4, 1))
-        before, ids = model[1].weight.detach().clone(), torch.arange(50).view(10, 5)
+def test_weights_come_back_after_an_error() -> None:
+    small = Small(0)
 
-        def losses(is_broken: bool = False) -> list[Tensor]:
-            assert not is_broken or torch.equal(model[1].weight, before), "moved"
-            return [model(ids).square().mean()]
+    def losses() -> list[Tensor]:
+        assert torch.equal(torch.cat(small.weights), small.at), "moved"
+        return small.losses()
 
-        box_sharpness(losses, model.parameters(), dims=3)
-        hessian_eigenvalues(losses, model.parameters())
-        with pytest.raises(AssertionError, match="moved"):
-            box_sharpness(lambda: losses(True), model.parameters())
-        assert torch.equal(model[1].weight, before)
-        assert store["t"].state.step == 0
-        assert model[0].rows.requires_grad
+    with pytest.raises(AssertionError, match="moved"):
+        box_sharpness(losses, small.weights)
+    assert torch.equal(torch.cat(small.weights), small.at)
 
 
 RULES = [
-    tierstore.DynamicIds(),
     tierstore.DynamicIds(eviction=tierstore.ids.TTL(steps=2), unseen="init"),
     tierstore.DynamicIds(admission=tierstore.ids.Frequency(2), eviction=tierstore.ids.LFU(half_life_steps=2)),
     None,
@@ -144,8 +136,7 @@ def test_what_measures_trains_admits_counts_evicts_and_writes_nothing(rules: Any
             read = table.read(torch.arange(8)).tolist()
             return [own, read, [part.tolist() for part in table.written()], table.state, store.changed_tables]
 
-        before, unknown = state(), torch.arange(100, 108) if table.ids is not None else torch.arange(6, 8)
-        ids = unknown[None]
+        before, ids = state(), (torch.arange(6, 8) if table.ids is None else torch.arange(100, 108))[None]
         measure(lambda: [loss(ids, both)], list(dense.parameters()), lambda: dense(torch.ones(1, 4)).sum())
         assert state() == before
         loss(ids, both).backward()
@@ -160,15 +151,13 @@ def test_measures_of_no_loss_are_errors_and_of_nan_are_nan() -> None:
         (lambda: [weight.detach().sum()], [weight], "no_grad"),
         (lambda: [weight.sum()], [], "none that is trained"),
         (lambda: [weight.sum()], weight, "a list of tensors"),
-        (lambda: [weight.sum()], ["w"], "a list of tensors"),
     ]
     for losses, parameters, match in wrong:
         for measure in (box_sharpness, hessian_eigenvalues):
             with pytest.raises((TypeError, ValueError), match=match):
                 measure(losses, parameters)
-    for count in ({"iterations": 0}, {"iterations": 1.5}):
-        with pytest.raises((TypeError, ValueError), match="iterations"):
-            hessian_eigenvalues(lambda: [weight.sum()], [weight], **count)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="iterations"):
+        hessian_eigenvalues(lambda: [weight.sum()], [weight], iterations=0)
     for losses in (lambda: [weight.square().sum() * np.nan], lambda: [weight.square().sum() * np.inf]):
         assert np.isnan([*hessian_eigenvalues(losses, [weight]), box_sharpness(losses, [weight])]).all()
     assert np.isnan(box_sharpness(lambda: [(weight - 1).sum().sqrt() + weight.sum()], [weight])), "NaN beside it"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bench.workload import ids_of
+from tests.packed import random_trace
 from tierstore.plan import Accesses, TableShape, accesses_of, of_tables, once_a_batch
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
@@ -58,7 +59,8 @@ def distinct_batches(trace: Trace, names: tuple[str, ...]) -> list[list[tuple[st
 
 
 def test_tables_of_a_layout_are_one_pool_whose_batches_are_counted(trace: Trace) -> None:
-    found = Demand.from_accesses(WORKLOAD, accesses_of(trace), "lru")
+    """A curve is of each row once a batch."""
+    found, sizes = Demand.from_accesses(WORKLOAD, accesses_of(trace), "lru"), [1, 10, 60, 150, 250]
     assert [pool.tables for pool in found.pools] == [("a", "c"), ("b",)]
     for pool, rows, lookups in zip(found.pools, (600, 300), (5.0, 1.0), strict=True):
         batches = distinct_batches(trace, pool.tables)
@@ -66,20 +68,13 @@ def test_tables_of_a_layout_are_one_pool_whose_batches_are_counted(trace: Trace)
         assert pool.layout == WORKLOAD.layout(WORKLOAD.tables[0 if rows == 600 else 1])
         assert pool.lookups == lookups * BATCH, "the last batch, of ten samples, is no measure"
         assert pool.unique == np.mean([len(batch) for batch in batches[:-1]])
-
-
-def test_curves_are_of_each_row_once_a_batch(trace: Trace) -> None:
-    found = Demand.from_accesses(WORKLOAD, accesses_of(trace), "lru")
-    sizes = [1, 10, 60, 150, 250]
-    for pool in found.pools:
-        batches = distinct_batches(trace, pool.tables)
         numbers: dict[tuple[str, int], int] = {}
         keys = np.array([numbers.setdefault(row, len(numbers)) for batch in batches for row in batch])
         known = curve(Accesses(keys, np.arange(len(keys) + 1), ("all",)), "lru")
         assert [pool.curve.hit_rate(size) for size in sizes] == [known.hit_rate(size) for size in sizes]
 
 
-@pytest.mark.parametrize("rate", [0.2, 0.02, 0.005])
+@pytest.mark.parametrize("rate", [0.2, 0.005])
 def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
     """At the lowest rate it has a row of a tenth of its batches."""
     table = TableShape(name="a", num_embeddings=100_000, embedding_dim=16, exponent=0.0)
@@ -110,37 +105,30 @@ def test_other_rows_of_the_same_tables(trace: Trace) -> None:
 
 def test_what_a_trace_may_not_be(trace: Trace) -> None:
     accesses = accesses_of(trace)
-    with pytest.raises(ValueError, match="no access"):
-        Demand.from_accesses(WORKLOAD, accesses_of(Trace(tables={}.fromkeys("a", _no_ids()), batch_samples=1)))
-    with pytest.raises(ValueError, match="table 'z', the workload has not; its tables are a, b, c"):
-        Demand.from_accesses(WORKLOAD, accesses._replace(tables=("a", "b", "z")))
     small = replace(WORKLOAD, tables=(replace(WORKLOAD.tables[0], num_embeddings=300), *WORKLOAD.tables[1:]))
-    with pytest.raises(ValueError, match=r"has row 397 of table 'a', which has 300 rows"):
-        Demand.from_accesses(small, accesses)
-
-
-def _no_ids() -> TableTrace:
-    return TableTrace(np.empty(0, np.int64), np.zeros(2, np.int64))
+    for workload, wrong, reason in (
+        (WORKLOAD, accesses._replace(keys=accesses.keys[:0], starts=np.zeros(2, np.int64)), "no access"),
+        (
+            WORKLOAD,
+            accesses._replace(tables=("a", "b", "z")),
+            "table 'z', the workload has not; its tables are a, b, c",
+        ),
+        (small, accesses, r"has row 397 of table 'a', which has 300 rows"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            Demand.from_accesses(workload, wrong)
 
 
 # Accesses, against loops over lists
 
-OF_FOUR = 4
+
+def small_trace(seed: int, samples: int = 10) -> Trace:
+    """In batches of four samples."""
+    return replace(random_trace({"a": 5, "b": 5}, seed, samples), batch_samples=4, sampling_rate=0.5)
 
 
-def random_trace(seed: int, samples: int) -> Trace:
-    generator = np.random.default_rng(seed)
-
-    def table() -> TableTrace:
-        lengths = generator.integers(0, 4, samples)
-        return TableTrace(generator.integers(0, 5, lengths.sum()), np.append(0, np.cumsum(lengths)))
-
-    return Trace(tables={"a": table(), "b": table()}, batch_samples=OF_FOUR, sampling_rate=0.5)
-
-
-def batches_of(trace: Trace, bounds: list[int] | None = None) -> list[list[int]]:
-    """Between these samples; default: batches of the trace's size."""
-    bounds = bounds or [*range(0, trace.num_samples, trace.batch_samples), trace.num_samples]
+def batches_of(trace: Trace, bounds: list[int]) -> list[list[int]]:
+    """Between these samples."""
     return [
         [
             index << 40 | int(row)
@@ -156,35 +144,33 @@ def listed(keys: np.ndarray, starts: np.ndarray) -> list[list[int]]:
     return [keys[begin:end].tolist() for begin, end in pairwise(starts)]
 
 
-def test_accesses_go_sample_by_sample() -> None:
-    for samples in (0, 1, 4, 10):
-        trace = random_trace(samples, samples)
+def test_accesses_go_sample_by_sample_in_batches() -> None:
+    """Of one size, or as a recording has them, of which an entry is a sample or a batch."""
+    for samples, starts, bounds in (
+        (0, None, [0]),
+        (1, None, [0, 1]),
+        (4, None, [0, 4]),
+        (10, None, [0, 4, 8, 10]),
+        (10, np.array([0, 3, 3, 8, 10]), [0, 3, 3, 8, 10]),
+        (10, np.arange(11) * 7, list(range(11))),
+    ):
+        trace = replace(small_trace(samples, samples), batch_starts=starts)
         found = accesses_of(trace)
-        assert listed(found.keys, found.starts) == batches_of(trace)
+        assert listed(found.keys, found.starts) == batches_of(trace, bounds)
         assert (found.tables, found.sampling_rate) == (("a", "b"), 0.5)
-
-
-def test_batches_of_a_recording() -> None:
-    """Of different sizes, an entry being a sample or a batch."""
-    trace = random_trace(4, 10)
-    starts = np.array([0, 3, 3, 8, 10])
-    found = accesses_of(replace(trace, batch_starts=starts))
-    assert listed(found.keys, found.starts) == batches_of(trace, starts.tolist())
-    found = accesses_of(replace(trace, batch_starts=np.arange(11) * 7))
-    assert listed(found.keys, found.starts) == batches_of(trace, list(range(11)))
 
 
 def test_batches_that_a_recording_does_not_list() -> None:
     """As it counted them, else by its samples."""
-    trace = replace(random_trace(5, 10), batch_starts=np.arange(11) * 7)
+    trace = replace(small_trace(5), batch_starts=np.arange(11) * 7)
     for size, guessed in ((7, 0), (5, 4)):
         assert accesses_of(replace(trace, batch_samples=size)).unlisted == guessed
         assert accesses_of(replace(trace, batch_samples=size, all_batches=13)).unlisted == 3
-    assert accesses_of(replace(random_trace(5, 10), all_batches=13)).all_batches == 13
+    assert accesses_of(replace(small_trace(5), all_batches=13)).all_batches == 13
 
 
 def test_lookups_of_all_rows_go_with_their_tables() -> None:
-    accesses = accesses_of(replace(random_trace(6, 10), all_lookups=(300, 200)))
+    accesses = accesses_of(replace(small_trace(6), all_lookups=(300, 200)))
     assert accesses.all_lookups == (300, 200)
     assert of_tables(accesses, [0]).all_lookups == (300, 0)
     assert of_tables(accesses, [1]).all_lookups == (0, 200)

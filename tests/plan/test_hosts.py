@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,13 @@ def whole_host() -> Host:
     )
 
 
-HOSTS = [*example_hosts().values(), whole_host(), dataclasses.replace(whole_host(), storage=(), accelerators=())]
-
-
-@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
-def test_files_give_back_what_was_written(host: Host, tmp_path: Path) -> None:
+def test_files_give_back_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "host.json"
-    write_host(host, path)
-    assert host == load_host(str(path)) == load_host(path)
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    assert host.costs != SoftwareCosts()
+    for host in (*example_hosts().values(), whole_host(), dataclasses.replace(whole_host(), storage=())):
+        write_host(host, path, force=True)
+        assert host == load_host(str(path)) == load_host(path)
+        assert [each.name for each in tmp_path.iterdir()] == [path.name]
+        assert host.costs != SoftwareCosts()
 
 
 def test_examples_have_every_figure_and_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,11 +44,10 @@ def test_examples_have_every_figure_and_are_listed(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     for name, host in example_hosts().items():
         assert load_host(name) == host
-        parts = [host.processor, host.ddr, host.network, *host.storage, *host.accelerators]
-        for part in parts:
+        for part in (host.processor, host.ddr, host.network, *host.storage, *host.accelerators):
             assert part.part in said
             assert all(value or figure == "watts" for figure, value in vars(part).items()), (name, part)
-        assert re.search(rf"^{re.escape(name)} ", said, re.MULTILINE)
+        assert f"\n{name} " in f"\n{said}"
     assert run("hosts", "node-1xh100") == 0
     (tmp_path / "mine.json").write_text(capsys.readouterr().out)
     assert load_host(tmp_path / "mine.json") == load_host("node-1xh100")
@@ -63,13 +58,12 @@ def test_examples_have_every_figure_and_are_listed(tmp_path: Path, capsys: pytes
     assert with_accelerators(load_host("node-1xh100"), ()).name == "node-1xh100 without its GPU"
 
 
-def changed(*keys: str, value: Any = None) -> str:
-    """The file of a host with one value that is another, or none."""
-    document = inner = json.loads(json.dumps(dataclasses.asdict(whole_host())))
-    for key in keys[:-1]:
-        inner = inner[int(key) if key.isdigit() else key]
-    inner.pop(keys[-1], None)
-    inner |= {} if value is None else {keys[-1]: value}
+def changed(part: str, key: str, value: Any = None) -> str:
+    """The file of a host with one figure of a part that is another, or none."""
+    document = json.loads(json.dumps(dataclasses.asdict(whole_host())))
+    inner = document[part][0] if isinstance(document[part], list) else document[part]
+    inner.pop(key, None)
+    inner |= {} if value is None else {key: value}
     return json.dumps(document)
 
 
@@ -78,12 +72,10 @@ def changed(*keys: str, value: Any = None) -> str:
     [
         ("host.json", "{", "is not valid JSON"),
         ("host.toml", "[host", "is not valid TOML"),
-        ("host.txt", "", "ends in .json or .toml"),
         ("host.json", " " * (2 << 20), "more than"),
         ("host.json", changed("processor", "flops"), 'processor: key "flops" is missing'),
-        ("host.json", changed("costs", "write_ns", value=9), 'unknown key "write_ns".*tierstore plan measure'),
-        ("host.toml", '[host]\nname = "shelf"\n', 'unknown key "host".*tierstore plan measure'),
-        ("host.json", changed("storage", "0", "reads_per_s", value=0), r"storage\[0\]: reads_per_s=0.0: expected"),
+        ("host.json", changed("costs", "write_ns", 9), 'unknown key "write_ns".*tierstore plan measure'),
+        ("host.json", changed("storage", "reads_per_s", 0), r"storage\[0\]: reads_per_s=0.0: expected"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(name: str, text: str, message: str, tmp_path: Path) -> None:
@@ -95,7 +87,10 @@ def test_what_is_wrong_with_a_file_is_said(name: str, text: str, message: str, t
 
 
 def test_there_must_be_such_a_host(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no host named 'server-2'; did you mean 'server-2s'"):
-        load_host("server-2")
-    with pytest.raises(ValueError, match="cannot be read: No such"):
-        load_host(tmp_path / "none.json")
+    for source, reason in (
+        ("server-2", "there is no host named 'server-2'; did you mean 'server-2s'"),
+        (tmp_path / "none.json", "cannot be read: No such"),
+        (tmp_path / "host.txt", "ends in .json or .toml"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            load_host(source)

@@ -29,10 +29,13 @@ WEIGHTS, ROW, SEGMENT = 256, 264, 16 * 4096 / 210
 """Bytes of a row of 64 float32, without and with one accumulator; of a segment, a row of it."""
 
 
-def loads(setup: Setup, *, miss_ratio: float = 0.25, is_ahead: bool = True) -> tuple[dict[str, ResourceLoad], PoolLoad]:
-    demand = flat_demand(setup.workload, unique=UNIQUE, miss_ratio=miss_ratio)
+def loads(setup: Setup, sent_rows: float | None = None) -> tuple[dict[str, ResourceLoad], PoolLoad]:
+    """``sent_rows``: distinct ones of a part of the batch, if its ids are more."""
+    demand = flat_demand(setup.workload, unique=UNIQUE, miss_ratio=0.25)
+    if sent_rows is not None:
+        demand = replace(demand, pools=(replace(demand.pools[0], rows_of=lambda parts: sent_rows * 4 / parts),))
     pools = pool_loads(setup, demand)
-    return {load.resource: load for load in loads_of(setup, pools, is_ahead=is_ahead)}, pools[0]
+    return {load.resource: load for load in loads_of(setup, pools, is_ahead=True)}, pools[0]
 
 
 def _lookup_ns(ids: float = IDS, rows: float = UNIQUE, bags: float = BAGS) -> float:
@@ -126,7 +129,7 @@ def test_hosts_that_train_send_each_distinct_row_once() -> None:
     seconds = (values + ring) / 1e9 + (3 + 2 * 3) * 20e-6
     assert found["network"] == ("network", pytest.approx(seconds), pytest.approx(values + ring), "bytes")
     assert found["id exchange"] == ("id exchange", pytest.approx(ids / 1e9 + 3 * 20e-6), pytest.approx(ids), "bytes")
-    few, few_pool = sharded(rows=150.0)
+    few, few_pool = loads(setup, sent_rows=150.0)
     assert few_pool.sent_rows == 150
     assert few["network"].amount == pytest.approx(3 / 4 * 2 * 150 * 256 + ring)
     assert few["id exchange"].amount == pytest.approx(3 / 4 * 150 * 8)
@@ -138,19 +141,7 @@ def test_hosts_that_train_send_each_distinct_row_once() -> None:
     assert alone == pytest.approx(1e-9 * (admitting + few_pool.pages_read * 300))
 
 
-def sharded(rows: float, **changes: Any) -> tuple[dict[str, ResourceLoad], PoolLoad]:
-    """Over four hosts, where a quarter of the batch has so many distinct rows."""
-    setup = make_setup(hosts=4, **changes)
-    demand = flat_demand(setup.workload, unique=UNIQUE, miss_ratio=0.25)
-    demand = replace(demand, pools=(replace(demand.pools[0], rows_of=lambda parts: rows * 4 / parts),))
-    pools = pool_loads(setup, demand)
-    return {load.resource: load for load in loads_of(setup, pools, is_ahead=True)}, pools[0]
-
-
-SECONDS = dict.fromkeys((*SERIAL, *AHEAD, *LINKS, *DRIVES, *SHARED), 1.0)
-
-
-@given(st.fixed_dictionaries({name: st.floats(0, 1000) for name in SECONDS}))
+@given(st.fixed_dictionaries({name: st.floats(0, 1000) for name in (*SERIAL, *AHEAD, *LINKS, *DRIVES, *SHARED)}))
 def test_a_step_and_its_bottleneck_are_the_longest_of_what_goes_on_at_once(seconds: dict[str, float]) -> None:
     groups = [SERIAL, AHEAD, LINKS, DRIVES, *((name,) for name in SHARED)]
     sums = [sum(seconds[name] for name in names) for names in groups]

@@ -8,16 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.hosts import COSTS, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
+from tests.plan.hosts import COSTS, DDR, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
 from tierstore.plan import Host, Prediction, Setup, SoftwareCosts
 from tierstore.plan.demand import Demand
-from tierstore.plan.host import Pricing, drive_writes_a_day, first_worn, price_of, times, years_of_life
+from tierstore.plan.host import Pricing, drive_writes_a_day, price_of, times, years_of_life
 from tierstore.plan.loads import lanes_of
 from tierstore.plan.model import latency_at, marginal_values, misfit, predict
 
 TRAINED = make_workload(rows=300_000, tables=2)
 SERVED = make_workload(rows=300_000, tables=2, training=False)
-DEMANDS = {workload: Demand.analytic(workload) for workload in (TRAINED, SERVED)}
+IDLE = replace(SERVED, dense_flops=0)
+DEMANDS = {workload: Demand.analytic(workload) for workload in (TRAINED, SERVED, IDLE)}
+NO_DRIVE = replace(DRIVE, capacity_bytes=0)
+NO_MEMORY = replace(DDR, bytes_per_s=0, row_bytes_per_s=0)
 
 
 def plan(setup: Setup, **options: Any) -> Prediction:
@@ -50,26 +53,18 @@ def test_a_query_waits_for_everything_and_shares_the_host() -> None:
         ({"page_cache_bytes": 64 * GIB}, r"memory: 64.1 ?GiB"),
         ({"hbm_bytes": 9 * GIB, "host": make_host(gpus=1)}, "memory of an accelerator: 9.0"),
         ({"host": make_host(drives=0)}, r"SSD: .* are wanted, 0"),
+        ({"host": make_host(storage=(DRIVE, NO_DRIVE))}, r"a drive of host '.*' has a capacity of 0 bytes"),
         ({"ddr_bytes": math.nan}, "ddr_bytes=nan"),
         ({"policy": "lfu"}, "curves are of lru, the setup's policy is lfu"),
         ({"replicas": 2}, "for serving; training has hosts"),
         ({"workload": SERVED, "hosts": 2}, "hosts are for training; serving has replicas"),
+        ({"workload": IDLE, "host": make_host(costs=SoftwareCosts(), ddr=NO_MEMORY), "ddr_bytes": GIB},
+         r"nothing takes time on host '.*': its costs are 0"),
     ],
 )  # fmt: skip
 def test_setups_that_cannot_be(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan(make_setup(**({"workload": TRAINED} | changes)))
-
-
-def test_hosts_with_figures_of_zero() -> None:
-    """As a file may describe them."""
-    host = replace(make_host(), costs=SoftwareCosts(), ddr=replace(make_host().ddr, bytes_per_s=0, row_bytes_per_s=0))
-    workload = replace(SERVED, dense_flops=0)
-    with pytest.raises(ValueError, match=r"nothing takes time on host '.*': its costs are 0"):
-        predict(make_setup(workload, host=host, ddr_bytes=GIB), Demand.analytic(workload))
-    host = make_host(storage=(DRIVE, replace(DRIVE, capacity_bytes=0)))
-    with pytest.raises(ValueError, match=r"a drive of host '.*' has a capacity of 0 bytes"):
-        plan(make_setup(TRAINED, host=host))
 
 
 def test_rows_ids_and_the_map_of_rows_have_to_fit() -> None:
@@ -97,35 +92,18 @@ def test_rows_ids_and_the_map_of_rows_have_to_fit() -> None:
 
 ROUNDING = 1 + 1e-12
 
-hosts = st.builds(
-    lambda drives, gpus, cores, costs: make_host(drives=drives, gpus=gpus, cores=cores, costs=costs),
-    st.integers(1, 4),
-    st.integers(0, 2),
-    st.integers(1, 16),
-    st.builds(
-        lambda scale, cold: SoftwareCosts(
-            **{
-                name: value * (cold if name.startswith(("miss", "append")) else scale)
-                for name, value in vars(COSTS).items()
-            }
-        ),
-        st.floats(0, 20),
-        st.floats(0, 20),
-    ),
-)
-setups = st.builds(
-    lambda workload, host, ddr, page_cache, count, depth, threads: Setup(
-        workload=workload, host=host, ddr_bytes=ddr * MIB, page_cache_bytes=page_cache * MIB,
-        hosts=count if workload.is_training else 1, prefetch_depth=depth, threads=threads,
-    ),
-    st.sampled_from([TRAINED, SERVED]),
-    hosts,
-    st.floats(2, 400),
-    st.floats(0, 400),
-    st.integers(1, 4),
-    st.integers(0, 2),
-    st.integers(1, 8),
-)  # fmt: skip
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    warm, cold = draw(st.floats(0, 20)), draw(st.floats(0, 20))
+    costs = {name: each * (cold if name.startswith(("miss", "append")) else warm) for name, each in vars(COSTS).items()}
+    workload = draw(st.sampled_from([TRAINED, SERVED]))
+    host = make_host(drives=draw(st.integers(1, 4)), cores=draw(st.integers(1, 16)), costs=SoftwareCosts(**costs))
+    return Setup(
+        workload=workload, host=host, ddr_bytes=draw(st.floats(2, 400)) * MIB,
+        page_cache_bytes=draw(st.floats(0, 400)) * MIB, hosts=draw(st.integers(1, 4)) if workload.is_training else 1,
+        prefetch_depth=draw(st.integers(0, 2)), threads=draw(st.integers(1, 8)),
+    )  # fmt: skip
 
 
 def grown(host: Host, by: float) -> dict[str, Host]:
@@ -142,12 +120,11 @@ def grown(host: Host, by: float) -> dict[str, Host]:
     }
 
 
-@settings(max_examples=60, deadline=None)
-@given(setups, st.floats(1.01, 4.0))
+@settings(max_examples=25)
+@given(setups(), st.floats(1.01, 4.0))
 def test_more_of_anything_never_slows_a_step_or_lowers_a_hit_rate(setup: Setup, by: float) -> None:
     """But for fetching a batch ahead, which is work of its own."""
     before = plan(setup)
-    assert before == plan(setup)
     taken = seconds(before)
     assert before.bottleneck in taken
     assert all(each >= 0 and math.isfinite(each) for each in taken.values())
@@ -210,9 +187,7 @@ def test_drives_are_worn_by_what_is_written_to_them() -> None:
     assert drive_writes_a_day(uneven, 1e7, PRICING) == pytest.approx(1e7 * 43_200 / 2 / 1e11)
     tough = replace(small, drive_writes_a_day=100.0)  # worn ten times as fast as the other, and rated for a hundred
     mixed = replace(host, storage=(tough, DRIVE))
-    assert first_worn(mixed) == DRIVE
     assert drive_writes_a_day(mixed, 1e7, PRICING) == pytest.approx(1e7 * 43_200 / 2 / 1e12)
-    assert drive_writes_a_day(host, 0.0, PRICING) == 0
     assert drive_writes_a_day(make_host(drives=0), 0.0, PRICING) == 0
 
 

@@ -1,7 +1,6 @@
 """Published models, and workloads of one's own."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.data import ROOT
-from tierstore.models import DLRM
 from tierstore.plan import TableShape, Workload
-from tierstore.plan.presets import KAGGLE_ROWS, PRESETS, load_workload, preset, scaled
-from tierstore.plan.workload import MLPERF_LAYERS, Assumed
+from tierstore.plan.presets import PRESETS, describe_workload, load_workload, preset, scaled, workload_toml
+from tierstore.plan.workload import Assumed
 from tierstore.train.build import build_model
 from tierstore.train.config import load as load_run
-
-SAMPLES = 4
 
 
 def test_the_figures_in_the_documentation() -> None:
@@ -29,43 +25,6 @@ def test_the_figures_in_the_documentation() -> None:
     }  # fmt: skip
     for workload in PRESETS.values():
         assert re.search(rf"`{workload.name}`.* {int(workload.dense_flops):,} \| {workload.batch_samples:,}", text)
-
-
-def counted(module: torch.nn.Module, *inputs: torch.Tensor) -> int:
-    """A sample's, by torch's own count."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        module(*inputs)
-    return int(counter.get_total_flops()) // SAMPLES
-
-
-def counted_dense(model: DLRM, columns: int) -> int:
-    """Of all but its embeddings, with 13 dense features."""
-
-    class Dense(torch.nn.Module):
-        def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-            return model.dense_part(dense, pooled)
-
-    return counted(Dense(), torch.zeros(SAMPLES, 13), torch.zeros(SAMPLES, columns))
-
-
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [("criteo-kaggle", {"bottom_mlp": (512, 256, 64), "top_mlp": (512, 256)}), ("mlperf-dlrm-v2", MLPERF_LAYERS)],
-)
-def test_flops_are_those_that_torch_counts(name: str, layers: dict[str, Any]) -> None:
-    dim = preset(name).tables[0].embedding_dim
-    model = DLRM(torch.nn.Identity(), num_features=26, embedding_dim=dim, **layers)
-    assert preset(name).dense_flops == counted_dense(model, 26 * dim)
-
-
-def test_scaled() -> None:
-    whole = preset("criteo-kaggle")
-    small = scaled(whole, 0.001)
-    assert [table.num_embeddings for table in small.tables] == [max(1, round(rows / 1000)) for rows in KAGGLE_ROWS]
-    assert replace(small, name=whole.name, tables=whole.tables) == whole
-    for factor, said in ((0, "a number above 0"), (float("nan"), "a number above 0"), (1e15, "num_embeddings=")):
-        with pytest.raises(ValueError, match=said):
-            scaled(small, factor)
 
 
 WHOLE = """
@@ -89,6 +48,16 @@ exponent = 0.9
 """
 
 
+def test_workloads_are_written_as_they_are_read(tmp_path: Path) -> None:
+    for workload in PRESETS.values():
+        path = tmp_path / "workload.toml"
+        path.write_text(workload_toml(workload))
+        assert load_workload(path) == workload
+        assert f"{len(workload.tables)} tables" in describe_workload(workload)
+    with pytest.raises(ValueError, match="a number above 0"):
+        scaled(preset("rmc1"), 0)
+
+
 def test_a_workload_file(tmp_path: Path) -> None:
     path = tmp_path / "feed.toml"
     path.write_text(WHOLE)
@@ -106,20 +75,6 @@ def test_a_workload_file(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_file_does_not_say_is_assumed_as_mlperf_has_it(tmp_path: Path) -> None:
-    path = tmp_path / "bare.toml"
-    path.write_text('[[table]]\nname = "t"\ncount = 26\nnum_embeddings = 9\nembedding_dim = 128\n')
-    bare, names = load_workload(path), tuple(f"t{number}" for number in range(26))
-    assert bare.dense_flops == preset("mlperf-dlrm-v2").dense_flops
-    assert {(table.pooling_factor, table.exponent) for table in bare.tables} == {(1.0, 1.05)}
-    assert bare.assumed == (Assumed("dense_flops"), Assumed("pooling_factor", names), Assumed("exponent", names))
-    assert [each.figure for each in preset("rmc1").assumed] == ["exponent"]
-    for key in ("pooling_factor", "exponent"):
-        path.write_text(f'[[table]]\nname = "t"\nnum_embeddings = 9\nembedding_dim = 8\n{key} = -0.5\n')
-        with pytest.raises(ValueError, match=rf"{key}=-0.5: expected a number from 0 to "):
-            load_workload(path)
-
-
 @pytest.mark.parametrize("interaction", ["dot", "dcn"])
 def test_a_run_file_brings_its_tables_and_its_dense_model(tmp_path: Path, interaction: str) -> None:
     text = (ROOT / "examples" / "criteo.toml").read_text()
@@ -130,7 +85,9 @@ def test_a_run_file_brings_its_tables_and_its_dense_model(tmp_path: Path, intera
     ]
     assert (found.batch_samples, found.optimizer, found.dtype) == (32, "adagrad", "float32")
     model = build_model(run, torch.nn.Identity())  # type: ignore[arg-type]
-    assert found.dense_flops == counted_dense(model, 26 * 16)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.dense_part(torch.zeros(4, 13), torch.zeros(4, 26 * 16))
+    assert found.dense_flops == counter.get_total_flops() / 4
     # By hand: a layer of a inputs and b outputs, with its ReLU, a + 3 b; 13-256-16 and 367-128-64-1 or 432-128-64-1.
     crossing = {"dot": 4 * 27 * 16 + 2 * 27 * 27 + 351 + 2 * 367, "dcn": 2 * 432 + 2 * (2 * (432 + 32) + 6 * 432)}
     assert found.dense_values == crossing[interaction] + 1085 + {"dot": 1138, "dcn": 1203}[interaction]
@@ -148,6 +105,7 @@ def test_a_run_file_brings_its_tables_and_its_dense_model(tmp_path: Path, intera
         ("num_embeddings = 50\n", "", r'table\[1\]: key "num_embeddings" is missing'),
         ("count = 3\n", "", "the workload has two tables 'user'"),
         (WHOLE, "", "the workload has no table"),
+        ("12.5", "-0.5", "pooling_factor=-0.5: expected a number from 0 to "),
     ],
 )
 def test_workload_files_that_cannot_be(tmp_path: Path, old: str, new: str, reason: str) -> None:

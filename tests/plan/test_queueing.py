@@ -9,7 +9,7 @@ import pytest
 from tierstore.plan.model import Queue, latencies, latency_at
 
 pytestmark = pytest.mark.kernel
-FEW = 2000
+FEW = 1000
 """Queries, where kernels may run as plain Python."""
 
 
@@ -37,12 +37,9 @@ def by_events(queue: Queue, arrivals: list[float], sizes: list[float]) -> list[f
     return answered
 
 
-@pytest.mark.parametrize("executors", [1, 2, 5])
-@pytest.mark.parametrize("batch", [1, 3, 50])
+@pytest.mark.parametrize(("executors", "batch"), [(1, 1), (1, 50), (2, 3), (5, 50)])
 def test_every_query_as_by_events(executors: int, batch: int) -> None:
-    queue = Queue(
-        base_s=0.3, sample_s=0.11, sizes=(1.0, 1.5, 2.0, 7.0), executors=executors, batch_samples=float(batch)
-    )
+    queue = Queue(base_s=0.3, sample_s=0.11, sizes=(1.0, 1.5, 2.0, 7.0), executors=executors, batch_samples=batch)
     rate = 0.7 * queue.rate_max
     generator = np.random.default_rng(0)
     arrivals = np.cumsum(generator.standard_exponential(FEW)) / rate
@@ -57,7 +54,7 @@ def test_every_query_as_by_events(executors: int, batch: int) -> None:
     assert latency_at(queue, queue.rate_max).p50_s == math.inf
 
 
-@pytest.mark.parametrize("sizes", [(1.0, 1000.0), (7.0,), (100.0, 300.0, 500.0), (1.0, 1.0, 2000.0)])
+@pytest.mark.parametrize("sizes", [(1.0, 1000.0), (7.0,), (1.0, 1.0, 2000.0)])
 def test_the_highest_rate_is_that_of_executors_for_whom_always_some_wait(sizes: tuple[float, ...]) -> None:
     """Of mixed sizes a batch ends at the first that does not fit: it has fewer queries than their mean size says."""
     queue = Queue(base_s=0.3, sample_s=0.001, sizes=sizes, executors=2, batch_samples=1000.0)

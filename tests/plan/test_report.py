@@ -14,65 +14,25 @@ from playwright.sync_api import Browser
 from tests.chromium import WatchedPage
 from tests.plan.asking import HOSTILE, planned, served
 from tierstore.plan import report
-from tierstore.plan.host import describe_setup
-from tierstore.plan.loads import in_words
 from tierstore.plan.model import Prediction
 from tierstore.plan.report import describe, duration, money, plan_page, sections_of, watts
 
 WAIT_MS = 60_000
 
 
-def section(text: str, title: str) -> list[str]:
-    """The lines under a heading, up to the next empty one."""
-    lines = text.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith(title)) + 1
-    end = next((number for number in range(begin, len(lines)) if not lines[number]), len(lines))
-    return lines[begin:end]
-
-
-def words(lines: list[str]) -> str:
-    return " ".join(" ".join(lines).split())
-
-
-def test_the_answer_comes_first() -> None:
-    found, text = planned().prediction, describe(planned())
-    assert text.startswith("Answer\n")
-    answer = words(section(text, "Answer"))
-    assert answer.startswith(f"{describe_setup(found.setup)}: ")
-    for part in (duration(found.step_s), in_words(found.bottleneck), money(found.price.usd), watts(found.price.watts)):
-        assert part in answer
-    assert words(section(describe(replace(planned(), marks=("it wears out",))), "Answer")) == f"{answer}; it wears out"
-
-
-def test_loads_are_ranked_with_their_shares_and_one_bottleneck() -> None:
-    found, lines = planned().prediction, section(describe(planned()), "Time of a step")[1:-1]
-    assert "100 %" in lines[0]
-    lanes = [line for line in lines if not line.startswith("    ")]
-    for lane, line in zip(found.lanes, lanes, strict=False):
-        assert f"  {100 * lane.seconds / found.step_s:.0f} %" in line
-    (marked,) = [line for line in lines if line.endswith(" <- bottleneck")]
-    assert in_words(found.bottleneck) in marked
-
-
-def test_what_was_assumed_is_told_with_its_value() -> None:
-    result = planned()
-    told = words(section(describe(result), "Assumed"))
-    assert result.assumptions == ("skew: Zipf's law of exponent 1.05, in 1 table",)
-    assert f"- {result.assumptions[0]} - money: hosts are bought over 4 years" in told
-
-
 def test_setups_are_compared_in_one_table() -> None:
     result, text = planned(), describe(planned())
     own, memory = result.prediction.price, result.in_memory
     assert isinstance(memory, Prediction)
+    assert max(map(len, text.splitlines())) <= 100
     (table,) = [each.table for each in sections_of(result) if each.title == "Setups compared"]
     assert len(table) == 3 + len(result.alternatives)
     assert table[1][5:7] == [money(own.usd_a_month), watts(own.watts)]
     for row, each in zip(table[2:-1], result.alternatives, strict=True):
         assert row[-1].endswith(each.reason)
     assert table[-1][-1].endswith("; all rows in memory")
-    saved = words(section(text, "Setups compared"))
-    assert f"in memory it costs {money(memory.price.usd_a_month - own.usd_a_month)} more a month" in saved
+    saved = f"in memory it costs {money(memory.price.usd_a_month - own.usd_a_month)} more a month"
+    assert saved in " ".join(text.split())
     assert "all rows in DDR or HBM: too small" in describe(replace(result, in_memory="too small"))
     assert "Setups compared" not in describe(served())
 
@@ -80,7 +40,7 @@ def test_setups_are_compared_in_one_table() -> None:
 def test_serving_tells_latency() -> None:
     latency, text = served().prediction.latency, describe(served())
     assert latency is not None
-    assert f"50.0 queries/s, half of them within {duration(latency.p50_s)}, 99 % within " in words(text.splitlines())
+    assert f"50.0 queries/s, half of them within {duration(latency.p50_s)}, 99 % within " in " ".join(text.split())
     assert "! the target is missed: 99 % of queries within" in text
     assert "Tiers of a host, in one query" in text
 
@@ -94,8 +54,7 @@ def test_lines_have_100_columns_and_no_colours_unless_asked_for() -> None:
     assert describe(planned(HOSTILE), colours=True).replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
 
 
-@pytest.mark.parametrize("width", [1280, 360])
-@pytest.mark.parametrize("name", ["shop", HOSTILE])
+@pytest.mark.parametrize(("width", "name"), [(1280, "shop"), (360, HOSTILE)])
 def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
     browser: Browser, tmp_path: Path, width: int, name: str
 ) -> None:

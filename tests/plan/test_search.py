@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -54,17 +55,12 @@ targets = st.one_of(
 
 
 def _reaches(found: Prediction, target: Target) -> bool:
-    price = found.price
-    limits = ((price.usd, target.usd), (price.watts, target.watts))
-    is_within = all(value <= limit for value, limit in limits if limit)
-    return (
-        found.samples_per_s >= target.samples_per_s
-        and is_within
-        and years_of_life(found.setup.host, found.drive_writes_a_day, Pricing()) >= 4
-    )
+    price, limits = found.price, (target.usd or math.inf, target.watts or math.inf)
+    is_within = found.samples_per_s >= target.samples_per_s and price.usd <= limits[0] and price.watts <= limits[1]
+    return is_within and years_of_life(found.setup.host, found.drive_writes_a_day, Pricing()) >= 4
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 @given(targets)
 def test_the_best_is_that_of_all(target: Target) -> None:
     """The cheapest at a rate, else the fastest; those after it are told if they are better in something; what fails has
@@ -75,7 +71,6 @@ def test_the_best_is_that_of_all(target: Target) -> None:
             find(target)
         return
     found = find(target)
-    assert found == find(target)
     assert found.best in enough
     if target.samples_per_s:
         assert found.best.price.usd_a_month == min(each.price.usd_a_month for each in enough)
@@ -85,28 +80,23 @@ def test_the_best_is_that_of_all(target: Target) -> None:
     for place, each in enumerate(told):
         assert each in enough
         for before in told[:place]:
-            is_cheaper = each.price.usd < before.price.usd or each.price.usd_a_month < before.price.usd_a_month
-            is_less = is_cheaper or each.price.watts < before.price.watts
+            is_less = any(one < other for one, other in zip(each.price, before.price, strict=True))
             assert is_less or each.samples_per_s > before.samples_per_s or each.setup.workload != before.setup.workload
     assert found.num_setups == 2 * 3 * 3 * 2
     assert [each.shortfall for each in found.failures] == sorted(each.shortfall for each in found.failures)
     assert all(each.reason for each in found.failures)
 
 
-@pytest.mark.parametrize("rate", [30_000.0, 100_000.0])
-def test_queries_within_a_bound_by_as_few_replicas_as_do(rate: float) -> None:
-    target = Target(queries_per_s=rate, p99_ms=6.0)
+def test_queries_within_a_bound_by_as_few_replicas_as_do() -> None:
+    target, sizes = Target(queries_per_s=30_000.0, p99_ms=6.0), (50.0, 100.0, 300.0)
     space = replace(SPACE, hosts=tuple(range(1, 41)), memory_shares=(0.5,), row_shares=(0.8,), workers=(1, 2))
-    found = find(target, SERVED, space=space, query_sizes=(50.0, 100.0, 300.0)).best
+    found = find(target, SERVED, space=space, query_sizes=sizes).best
+    assert found.setup.replicas > 1
+    fewer = replace(found.setup, replicas=found.setup.replicas - 1)
+    less = predict(fewer, DEMANDS[SERVED], queries_per_s=30_000.0, query_sizes=sizes)
     assert found.latency is not None
-    assert found.latency.queries_per_s == rate
-    assert found.latency.p99_s <= 0.006
-    setup = found.setup
-    assert setup.replicas > 1
-    fewer = replace(setup, replicas=setup.replicas - 1)
-    less = predict(fewer, DEMANDS[SERVED], queries_per_s=rate, query_sizes=(50.0, 100.0, 300.0))
     assert less.latency is not None
-    assert less.latency.p99_s > 0.006
+    assert found.latency.p99_s <= 0.006 < less.latency.p99_s
 
 
 def test_a_gpu_is_to_train_on_one_host() -> None:
@@ -128,7 +118,6 @@ def test_a_gpu_is_to_train_on_one_host() -> None:
             SERVED,
             r"99 % of queries that never wait within .* ms, not 0\.01 ms",
         ),
-        (Target(queries_per_s=1e7, p99_ms=1000.0), SERVED, r": .* of 10,000,000 queries/s; what stops it is"),
         (Target(usd=10.0), TRAINED, r"US dollars, 10 at most were asked for"),
         (Target(), TRAINED, "names no rate and no limit"),
         (Target(queries_per_s=1.0), TRAINED, "queries_per_s is a target of serving"),

@@ -78,7 +78,7 @@ def test_what_was_sampled_before_the_rate_was_halved_is_sampled_again() -> None:
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 def test_halving_takes_no_more_memory_than_there_may_be(rate: float) -> None:
-    generator, max_bytes = np.random.default_rng(4), 1 << 22
+    generator, max_bytes = np.random.default_rng(4), 1 << 20
     recorded = Recorded(["a"], rate=rate, max_bytes=max_bytes)
     while recorded.rate == rate:
         keys = generator.integers(0, 1 << 20, 2000)

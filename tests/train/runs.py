@@ -16,6 +16,7 @@ from tierstore.train.synthetic import write_synthetic
 _T = TypeVar("_T")
 TRAIN_ROWS = 300
 TEST_ROWS = 100
+TOWERS = [[f"C{i}" for i in range(start, 27, 3)] for start in (1, 2, 3)]
 
 SECTIONS = {
     "data": {"train_rows": TRAIN_ROWS, "test_rows": TEST_ROWS},

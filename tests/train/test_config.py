@@ -68,6 +68,13 @@ def test_values_that_a_key_cannot_have_are_named_with_their_origin(write, sectio
                 load(write(""), f"{section}.{field.name}={text}")
 
 
+NOT_HESSIAN_FREE = (
+    "dense_clip_norm = 1.0",
+    "dense_weight_decay = 0.1",
+    'curvature = "hessian"\n[model]\ntowers = [["C1"]]',
+)
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
@@ -79,6 +86,8 @@ def test_values_that_a_key_cannot_have_are_named_with_their_origin(write, sectio
         ("[model]\ntop_mlp = [64, 0]\n", [], r"model\.top_mlp"),
         ("[embedding]\nnum_embeddings = [1, 2]\n", [], r"embedding\.num_embeddings lists 2 tables"),
         ("[train\n", [], r"run\.toml is not valid TOML"),
+        *((f'[optimizer]\ndense = "hessian-free"\n{key}', [], r"optimizer\.dense") for key in NOT_HESSIAN_FREE),
+        ("[optimizer]\ncurvature_share = 0.0\n", [], r"optimizer\.curvature_share"),
         ("", ["train.batchsize=1"], r'--set train\.batchsize=1: unknown key "batchsize"'),
         ("", ["train.batch_size"], r"expected section\.key=value"),
     ],
@@ -88,27 +97,20 @@ def test_errors_name_the_origin_the_key_and_the_way_out(write, text, overrides, 
         load(write(text), *overrides)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"a = " + b"[" * 100_000, "nested too deeply"),
-        (b"a." * 50_000 + b"a = 1", "line 1 has more than 200 dots"),
-        (b"#" * (2**18 + 1), "has more than 262144 bytes"),
-        (b"[train]\nbatch_size = " + b"9" * 400, "expected a whole number from 1"),
-    ],
-    ids=["lists", "dots", "long", "digits"],
-)
-def test_hostile_files_end_in_a_short_error(tmp_path, text, message):
-    (tmp_path / "run.toml").write_bytes(text)
-    with pytest.raises(ConfigError, match=message) as raised:
-        load(tmp_path / "run.toml")
-    assert len(str(raised.value)) < 1000
+def test_hostile_files_end_in_a_short_error(write):
+    for text, message in (
+        ("a = " + "[" * 100_000, "nested too deeply"),
+        ("a." * 50_000 + "a = 1", "line 1 has more than 200 dots"),
+        ("#" * (2**18 + 1), "has more than 262144 bytes"),
+        ("[train]\nbatch_size = " + "9" * 400, "expected a whole number from 1"),
+    ):
+        with pytest.raises(ConfigError, match=message) as raised:
+            load(write(text))
+        assert len(str(raised.value)) < 1000
 
 
-def test_every_field_has_help_and_every_section_is_frozen_and_documented():
+def test_every_field_has_help_and_every_section_is_documented():
     for name, section in get_type_hints(RunConfig).items():
         assert section.__doc__.startswith(f"[{name}]")
         for option in dataclasses.fields(section):
             assert option.metadata["help"], f"{name}.{option.name}"
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(section(), dataclasses.fields(section)[0].name, None)

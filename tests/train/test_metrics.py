@@ -40,13 +40,13 @@ def test_log_loss_is_the_mean_negative_log_likelihood_also_far_out():
 
 
 def test_wrong_input_is_an_error():
-    with pytest.raises(ValueError, match="one length"):
-        roc_auc([0, 1], [0.5])
-    with pytest.raises(ValueError, match="diverged"):
-        roc_auc([0, 1], [0.5, math.nan])
-    with pytest.raises(ValueError, match="0 or 1"):
-        log_loss([0, 2], [0.5, 0.5])
-    with pytest.raises(ValueError, match="no rows"):
-        log_loss([], [])
+    for call, labels, scores, reason in (
+        (roc_auc, [0, 1], [0.5], "one length"),
+        (roc_auc, [0, 1], [0.5, math.nan], "diverged"),
+        (log_loss, [0, 2], [0.5, 0.5], "0 or 1"),
+        (log_loss, [], [], "no rows"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            call(labels, scores)
     with pytest.raises(ValueError, match="no batch"):
         Predictions().evaluate()

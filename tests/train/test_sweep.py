@@ -3,6 +3,8 @@
 import csv
 import json
 import shutil
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,31 +30,20 @@ def run_file(tmp_path):
     return path
 
 
-def labels(text):
-    return [label for label, _ in axis_of(text).choices]
-
-
 def test_values_are_toml_or_words():
-    assert labels("train.batch_size=256,1024") == ["256", "1024"]
-    assert labels("model.top_mlp=[64,32],[8]") == ["[64, 32]", "[8]"]
-    assert labels("optimizer.dense=sgd,adam") == ["sgd", "adam"]
-    assert labels("store.ddr=5% of tables, 64MiB") == ["5% of tables", "64MiB"]
-    assert [set_.value for _, set_ in axis_of("model.top_mlp=[64,32],[8]").choices] == [[64, 32], [8]]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+    for text, labels, values in (
+        ("train.batch_size=256,1024", ["256", "1024"], [256, 1024]),
+        ("model.top_mlp=[64,32],[8]", ["[64, 32]", "[8]"], [[64, 32], [8]]),
+        ("store.ddr=5% of tables, 64MiB", ["5% of tables", "64MiB"], ["5% of tables", "64MiB"]),
+    ):
+        assert [(label, found.value) for label, found in axis_of(text).choices] == [*zip(labels, values, strict=True)]
+    for text, reason in (
         ("train.batch_size=1,1", "a value stands there twice"),
         ("train.batch_size=1,,2", "a value is empty"),
-        ("train.batch_size=", "a value is empty"),
-        ("batch_size=1", "expected section.key=value"),
         ("train.batch_size", "expected section.key=value"),
-    ],
-)
-def test_what_is_no_list_of_values_is_refused(text, reason):
-    with pytest.raises(ConfigError, match=reason):
-        axis_of(text)
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            axis_of(text)
 
 
 def test_every_combination_has_a_folder_and_its_keys(run_file, tmp_path):
@@ -69,27 +60,22 @@ def test_every_combination_has_a_folder_and_its_keys(run_file, tmp_path):
     linear = runs_of(run_file, tmp_path, axes, rate_rule="linear")
     assert [run.config.optimizer.dense_lr for run in linear] == [0.02, 0.02, 0.08, 0.08]
     assert {run.config.optimizer.warmup_steps for run in linear} == {0}
-    with pytest.raises(ConfigError, match="stands there twice"):
-        runs_of(run_file, tmp_path, [axis_of("train.epochs=1"), axis_of("train.epochs=2")])
-    with pytest.raises(ConfigError, match="--seeds N"):
-        runs_of(run_file, tmp_path, [axis_of("train.seed=1,2"), seed_axis(0, 1)])
-    with pytest.raises(ConfigError, match="20,000 runs"):
-        runs_of(run_file, tmp_path, [axis_of("train.epochs=1,2"), seed_axis(0, 10_000)])
-
-
-def test_names_that_are_no_file_names_stay_apart(run_file, tmp_path):
-    runs = runs_of(run_file, tmp_path, [axis_of("store.ddr=5% of tables,5%/of tables,../x")])
-    assert len({run.folder for run in runs}) == 3
-    assert {run.folder.parent for run in runs} == {tmp_path}
+    for first, second, reason in (
+        ("train.epochs=1", axis_of("train.epochs=2"), "stands there twice"),
+        ("train.seed=1,2", seed_axis(0, 1), "--seeds N"),
+        ("train.epochs=1,2", seed_axis(0, 10_000), "20,000 runs"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            runs_of(run_file, tmp_path, [axis_of(first), second])
+    no_file_names = runs_of(run_file, tmp_path, [axis_of("store.ddr=5% of tables,5%/of tables,../x")])
+    assert len({run.folder for run in no_file_names}) == 3
+    assert {run.folder.parent for run in no_file_names} == {tmp_path}
 
 
 def test_a_run_that_was_begun_with_other_keys_is_refused_before_anything_is_written(run_file, tmp_path):
-    axes = [seed_axis(0, 1)]
-    prepare(runs_of(run_file, tmp_path / "out", axes))
+    prepare(runs_of(run_file, tmp_path / "out", [seed_axis(0, 1)]))
     run_file.write_text(run_file.read_text().replace("epochs = 2", "epochs = 4"))
     with pytest.raises(ConfigError, match=r"begun with train\.epochs = 2, now 4"):
-        prepare(runs_of(run_file, tmp_path / "out", axes))
-    with pytest.raises(ConfigError, match=r"begun with train\.epochs"):
         prepare(runs_of(run_file, tmp_path / "out", [seed_axis(0, 2)]))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.seed=0"]
 
@@ -114,41 +100,33 @@ def test_a_sweep_is_its_runs_one_by_one_and_goes_on(run_file, tmp_path, capsys):
     assert load(folder / "run.toml").store.path == str(folder / "store")
 
 
-def test_ctrl_c_stops_what_runs_at_a_commit(run_file, tmp_path):
-    runs = runs_of(run_file, tmp_path / "out", [axis_of("train.epochs=1,100000")])
-    prepare(runs)
+def test_ctrl_c_stops_what_runs_at_a_commit(run_file, tmp_path, monkeypatch):
+    (run,) = runs_of(run_file, tmp_path / "out", [axis_of("train.epochs=100000"), axis_of("train.commit_every=1")])
+    prepare([run])
+    log = run.folder / "log.txt"
 
-    def told(run, status):
-        assert (run, status) == (runs[0], 0)
-        raise KeyboardInterrupt
+    def sleep(seconds):
+        time.sleep(seconds)
+        if "committed version" in log.read_text():
+            raise KeyboardInterrupt
 
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(sleep=sleep))
     with pytest.raises(KeyboardInterrupt):
-        run_all(runs, jobs=2, told=told)
-    assert [run.result is not None for run in runs] == [True, False]
-    assert "continue with" in (runs[1].folder / "log.txt").read_text()
+        run_all([run], told=lambda *_: None)
+    assert run.result is None
+    assert "continue with" in log.read_text()
 
 
-def made_runs(run_file, folder):
-    runs = runs_of(run_file, folder, [axis_of("train.batch_size=32,64"), axis_of("store.ddr=<b>,5%"), seed_axis(0, 3)])
+def test_figures_over_seeds_are_means_and_deviations_in_table_and_page(run_file, tmp_path):
+    swept = [axis_of("train.batch_size=32,64"), axis_of("store.ddr=<b>,5%"), seed_axis(0, 3)]
+    runs = runs_of(run_file, tmp_path, swept)
     generator = np.random.default_rng(0)
     for run in runs[:-1]:
         run.folder.mkdir()
         auc, loss, rate = generator.uniform(size=3)
-        test = {"auc": auc, "log_loss": loss, "rows": 5}
-        result = {
-            "interrupted": False,
-            "test": test,
-            "loss": None,
-            "step": 7,
-            "seconds": 2.0,
-            "samples_per_second": rate,
-        }
+        result = {"interrupted": False, "test": {"auc": auc, "log_loss": loss, "rows": 5}, "loss": None, "step": 7}
+        result |= {"seconds": 2.0, "samples_per_second": rate}
         (run.folder / "result.json").write_text(json.dumps(result))
-    return runs
-
-
-def test_figures_over_seeds_are_means_and_deviations(run_file, tmp_path):
-    runs = made_runs(run_file, tmp_path)
     assert len(rows_of(runs)) == 11
     values = [run.result["test"]["auc"] for run in runs[:-1]]
     for number, group in enumerate(groups_of(runs)):
@@ -164,18 +142,12 @@ def test_figures_over_seeds_are_means_and_deviations(run_file, tmp_path):
     assert [line.split()[:3] for line in lines] == [
         [size, ddr, str(3 - (size == "64" and ddr == "5%"))] for size in ("32", "64") for ddr in ("<b>", "5%")
     ]
-
-
-def test_the_page_has_a_line_and_a_band_for_each_combination_and_shows_no_markup_of_names(run_file, tmp_path):
-    runs = made_runs(run_file, tmp_path)
     page = sweep_page("<i>", runs)
-    assert page.count("<figure") == 3
     assert all(f": {group.measured['AUC'].mean:,.4g} AUC" in page for group in groups_of(runs)), "lines are means"
     assert page.count("<polyline") == page.count('band"') == 3 * 2
     assert "<b>" not in page
     assert "<i>" not in page
     assert "11 of 12 runs have ended" in page
-    assert "train.batch_size 64" in page
     assert "<svg" not in sweep_page("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))
 
 
@@ -202,19 +174,14 @@ def test_a_sweep_measures_once_what_it_lacks(run_file, tmp_path, capsys, monkeyp
     assert [len(list(run.folder.glob("sharpness.json*"))) for run in runs] == [1, 0]
     stops.clear()
     assert start("--sharpness", "90")[:2] == (0, 1)
-    status, count, said = start("--sharpness", "90")
-    assert (status, count, "  ".join(COLUMNS) in said) == (0, 0, True)
+    assert start("--sharpness", "90")[:2] == (0, 0)
     rows = json.loads((folder / "sweep.json").read_text())
     for run, row in zip(runs, rows, strict=True):
         assert [row[name] for name in COLUMNS] == [*sharpness_of(run.folder / "store", rows=90)[2:-1]]
-    assert (folder / "sweep.csv").read_text().splitlines()[0].endswith(",".join(COLUMNS))
-    assert all(f"<h2>{name}</h2>" in (folder / "sweep.html").read_text() for name in COLUMNS)
     shutil.rmtree(runs[0].folder / "store")
     commit_scaled(runs[1].config, 2, lambda model: None)
     status, _, said = start("--sharpness")
     assert (status, said.count("no sharpness: no store"), said.count("was trained further; delete")) == (1, 1, 1)
     assert rows == json.loads((folder / "sweep.json").read_text())
-    (runs[1].folder / "result.json").unlink()
-    (runs[1].folder / "sharpness.json").write_text('{"asked_rows": 8192, "version": 2}')  # of what it was before
-    status, count, said = start("--sharpness")
-    assert (status, count, said.count("no sharpness: "), runs[1].result["sharpness"]["version"]) == (1, 2, 1, 2)
+    (runs[1].folder / "sharpness.json").write_text('{"asked_rows": 90, "commit_id": "of what it was before"}')
+    assert [run.lacks_sharpness(90) for run in runs] == [False, True]

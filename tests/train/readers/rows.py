@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 from hypothesis import strategies as st
 
-from tierstore.train.readers import Categories, CategoryRule, FeatureHasher
+from tierstore.train.readers import Categories, CategoryRule, FeatureHasher, Schema, open_reader
 from tierstore.train.readers.categories import FROM_ZERO
 
 DENSE = st.one_of(st.none(), st.integers(-3, 100), st.integers(-(10**17), 10**17))
@@ -21,6 +21,8 @@ ROWS = st.lists(
     max_size=12,
 )
 HASHER = FeatureHasher([1000 + i for i in range(26)])
+SCHEMA = Schema(label="y", dense=("a",), sparse=("c",))
+"""Of one dense and one sparse column."""
 
 
 def some_rows(count, seed=0):
@@ -95,9 +97,24 @@ def check_batch(batch, rows):
 
 
 def check_reader(reader, rows, *, batch_size=4, start_row=0, stop_row=None):
-    """Compare all batches of a range of rows."""
-    wanted = rows[start_row:stop_row]
-    batches = list(reader.batches(HASHER, batch_size=batch_size, start_row=start_row, stop_row=stop_row))
+    """Compare all batches of a range of rows, and the two parts of each."""
+    wanted, options = rows[start_row:stop_row], {"batch_size": batch_size, "start_row": start_row, "stop_row": stop_row}
+    batches = list(reader.batches(HASHER, **options))
     assert len(batches) == -(-len(wanted) // batch_size)
-    for number, batch in enumerate(batches):
-        check_batch(batch, wanted[number * batch_size : (number + 1) * batch_size])
+    parts = [reader.batches(HASHER, **options, part=part, parts=2) for part in range(2)]
+    for number, (batch, first, second) in enumerate(zip(batches, *parts, strict=True)):
+        own = wanted[number * batch_size : (number + 1) * batch_size]
+        middle = len(own) // 2
+        assert batch.total_rows == first.total_rows == second.total_rows == len(own)
+        for found, expected in ((batch, own), (first, own[:middle]), (second, own[middle:])):
+            check_batch(found, expected)
+
+
+def write_npy(folder, values, offsets=None):
+    """Three rows of ``SCHEMA``, their categories one a row or as bags."""
+    np.save(folder / "label.npy", np.ones(3))
+    np.save(folder / "dense.npy", np.ones((3, 1)))
+    np.save(folder / "c.npy", values)
+    if offsets is not None:
+        np.save(folder / "c.offsets.npy", offsets)
+    return open_reader(folder, schema=SCHEMA)

@@ -1,4 +1,4 @@
-"""The npy reader against the rows its arrays were made of."""
+"""The npy reader against the rows its arrays were made of; arrays that it cannot take are named."""
 
 import os
 import tracemalloc
@@ -8,7 +8,7 @@ import pytest
 
 from tierstore.train.readers import DataError, NpyReader, open_reader
 
-from .rows import check_reader, some_rows
+from .rows import bags, check_reader, some_rows, write_npy
 
 
 @pytest.fixture
@@ -25,9 +25,41 @@ def test_rows_from_any_row_on(folder):
     path, rows = folder
     reader = open_reader(path)
     assert isinstance(reader, NpyReader)
-    for start in range(24):
-        for stop in (None, start, 23):
-            check_reader(reader, rows, start_row=start, stop_row=stop)
+    for start, stop in ((0, None), (0, 22), (7, 7), (7, 22), (22, 23), (23, None)):
+        check_reader(reader, rows, start_row=start, stop_row=stop)
+
+
+COLUMNS = {
+    "one": (np.array([4, -1, 0], np.int32), None),
+    "floats": (np.array([4, np.nan, 0]), None),
+    "bool": (np.array([True, False, True]), None),
+    "several": (np.array([[4, 1], [-1, 2], [-1, -1]]), None),
+    "bags": (np.array([4, 1, 2, 9], np.uint32), np.array([0, 2, 2, 4], np.int32)),
+    "float bags": (np.array([4, np.nan, 2, 9]), np.array([0, 2, 2, 4])),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_categories_of_each_kind(tmp_path, kind):
+    values, offsets = COLUMNS[kind]
+    lists = (
+        values.reshape(3, -1).tolist() if offsets is None else [values[: offsets[1]].tolist(), [], values[2:].tolist()]
+    )
+    wanted = [[[int(x) for x in row if x >= 0]] for row in lists]
+    reader = write_npy(tmp_path, values, offsets)
+    for start in range(3):
+        (chunk,) = reader.read_chunks(start, None, 9)
+        assert bags(chunk.categories) == wanted[start:]
+
+
+WRONG_CATEGORIES = [
+    (np.arange(4), [0, 2, 2, 5], r"c\.offsets\.npy: offsets go from 0 to 4"),
+    (np.arange(4), [0, 3, 2, 4], r"c\.offsets\.npy, row 1: 2"),
+    (np.arange(4), [0, 4], r"differ in rows: .*'c\.npy': 1"),
+    (np.array([1.5, 2, 3]), None, r"c\.npy, row 0: 1\.5"),
+    (np.array([1, 2, 1e17]), None, r"c\.npy, row 2: 1e\+17"),
+    (np.array(["a", "b", "c"]), None, r"c\.npy holds <U1 \[3\]"),
+]
 
 
 def of_23(last, dtype=None, columns=None):
@@ -57,14 +89,15 @@ def test_wrong_arrays_are_named(folder, name, array, message):
     assert f"{name}.npy" in str(raised.value)
 
 
-def header(text, length=None, version=b"\x01\x00"):
-    size = len(text) if length is None else length
-    return b"\x93NUMPY" + version + size.to_bytes(2 if version[0] == 1 else 4, "little") + text
+@pytest.mark.parametrize(("values", "offsets", "message"), WRONG_CATEGORIES)
+def test_wrong_categories_are_named(tmp_path, values, offsets, message):
+    with pytest.raises(DataError, match=message):
+        list(write_npy(tmp_path, values, None if offsets is None else np.array(offsets)).read_chunks(0, None, 9))
 
 
 def test_a_long_header_is_refused_before_it_is_read(folder):
     path, _ = folder
-    (path / "label.npy").write_bytes(header(b"", 1 << 29, b"\x02\x00"))
+    (path / "label.npy").write_bytes(b"\x93NUMPY\x02\x00" + (1 << 29).to_bytes(4, "little"))
     os.truncate(path / "label.npy", (1 << 29) + 12)
     tracemalloc.start()
     try:
