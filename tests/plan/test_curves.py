@@ -1,11 +1,9 @@
 """Curves: stack distances against a list that is searched, batches against a store's own counters, and samples."""
 
-import bisect
 import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,12 @@ from hypothesis import strategies as st
 import tierstore
 from tests.packed import random_trace
 from tests.plan import asking
-from tierstore.errors import BudgetError
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan import Accesses, once_a_batch
 from tierstore.plan.curves import by_table, curve, distances
 from tierstore.plan.planning import plain
 from tierstore.plan.traces import numbered, read_accesses
-from tierstore.store.pools import divide
 from tierstore.trace import write_trace
-
-
-def of_batches(batches: Sequence[Any]) -> Accesses:
-    keys = np.array([key for batch in batches for key in batch], np.int64)
-    return Accesses(keys, np.cumsum([0, *map(len, batches)]), ("all",))
 
 
 def random_accesses(seed: int, num: int = 4000) -> Accesses:
@@ -62,37 +53,23 @@ def test_distances_of_any_accesses_behind_any_that_are_skipped(keys: list[int], 
     assert found == {key: n - before[key] for key, n in searched(keys).items() if n > before[key]}
 
 
-def misses(accesses: Accesses, policy: str, capacity: int, depth: int = 0) -> int:
-    made = curve(accesses, policy, sizes=[capacity], prefetch_depth=depth)
-    return round(float(made.miss_ratios[0]) * made.num_accesses)
-
-
 @pytest.mark.parametrize(
-    ("policy", "rows_wanted", "depth"),
+    ("policy", "about", "depth"),
     [("lru", 80, 0), ("lfu", 80, 0), ("lru", 900, 2), ("lfu", 900, 2), ("tinylfu", 300, 0), ("tinylfu", 900, 2)],
 )
-def test_a_store_misses_as_its_curve_says(policy: Any, rows_wanted: int, depth: int) -> None:
+def test_a_store_misses_as_its_curve_says(policy: Any, about: int, depth: int) -> None:
     """Each lookup waits until the batches behind it are in. No id is twice in a batch: TinyLFU's window shrinks by the
     number of ids, which a trace of distinct rows has lost, so it is left out below the largest batch's rows."""
     generator = np.random.default_rng(4)
     batches = [generator.permutation(np.unique(generator.zipf(1.2, n) % 5000)) for n in generator.integers(1, 200, 60)]
-    accesses, left = once_a_batch(of_batches(batches)), iter(range(len(batches), 0, -1))
+    starts, left = np.cumsum([0, *map(len, batches)]), iter(range(len(batches), 0, -1))
+    accesses = once_a_batch(Accesses(np.concatenate(batches), starts, ("all",)))
     rows = 2 * int(max(ids.max() for ids in batches)) + 2
     table = tierstore.TableConfig(name="t0", num_embeddings=rows, embedding_dim=4, optimizer=tierstore.optim.SGD(lr=1))
-    with tierstore.open(cold="memory", ddr="64MiB") as store:
-        layout = store.create_table(table).layout
-
-    def rows_of(budget: int) -> int:
-        with contextlib.suppress(BudgetError):
-            shares = divide(budget, {layout: rows}, num_tables=1, policy=policy, given=budget)
-            return shares.pools[layout].cached_rows
-        return 0
-
-    budget = bisect.bisect_left(range(2**32), rows_wanted, key=rows_of)
     jagged = [
         tierstore.KeyedJaggedTensor(["t0"], torch.from_numpy(ids), lengths=torch.tensor([len(ids)])) for ids in batches
     ]
-    with tierstore.open(cold="memory", ddr=budget, policy=policy, threads=1) as store:
+    with tierstore.open(cold="memory", ddr=410_000 + 80 * about, policy=policy, threads=1) as store:
         pins = store.create_table(table).pool.pins
         module = tierstore.TieredEmbeddingBagCollection(store)
         with torch.no_grad(), contextlib.closing(tierstore.prefetch(jagged, module, depth=depth)) as ahead:
@@ -103,7 +80,8 @@ def test_a_store_misses_as_its_curve_says(policy: Any, rows_wanted: int, depth: 
                 module(batch)
         found = store.stats().ddr
     assert found.unique == len(accesses.keys)
-    assert found.misses == misses(accesses, policy, found.capacity_rows, depth)
+    made = curve(accesses, policy, sizes=[found.capacity_rows], prefetch_depth=depth)
+    assert found.misses == round(float(made.miss_ratios[0]) * made.num_accesses)
 
 
 @pytest.mark.parametrize("policy", ["lfu", "tinylfu"])
@@ -125,10 +103,9 @@ def test_the_sizes_of_a_curve_are_enough_and_the_largest_batch_is_one(policy: st
 def test_skipped_batches_fill_the_cache_and_do_not_count(policy: str, skip: int) -> None:
     accesses, sizes = random_accesses(3), [1, 10, 100, 500]
     before = accesses._replace(keys=accesses.keys[:skip], starts=accesses.starts[: skip + 1])
-    made = curve(before, policy, sizes=sizes), curve(accesses, policy, sizes=sizes, skip=skip)
-    first, rest, whole = (
-        each.miss_ratios * each.num_accesses for each in (*made, curve(accesses, policy, sizes=sizes))
-    )
+    made = [curve(each, policy, sizes=sizes) for each in (before, accesses)]
+    made.append(curve(accesses, policy, sizes=sizes, skip=skip))
+    first, whole, rest = (each.miss_ratios * each.num_accesses for each in made)
     np.testing.assert_allclose(first + rest, whole, rtol=1e-12)
 
 
@@ -190,4 +167,4 @@ def test_what_cannot_be_is_said() -> None:
         with pytest.raises(ValueError, match=next(iter(options))):
             curve(random_accesses(9), "lru", **options)
     with pytest.raises(ValueError, match="there is no access"):
-        curve(of_batches([]), "lru")
+        curve(random_accesses(9, 0), "lru")

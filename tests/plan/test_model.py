@@ -32,17 +32,15 @@ def seconds(found: Prediction) -> dict[str, float]:
 
 
 def test_a_query_waits_for_everything_and_shares_the_host() -> None:
-    found = plan(make_setup(SERVED), queries_per_s=5.0)
+    found, several = plan(make_setup(SERVED), queries_per_s=5.0), plan(make_setup(SERVED, workers=4))
     assert found.step_s == lanes_of(seconds(found), is_ahead=False)[0].seconds
-    queue = found.queue
-    assert queue is not None
-    assert queue.base_s + queue.sample_s * queue.sizes[0] == pytest.approx(found.step_s)
-    assert queue.base_s == pytest.approx(100e-6 + 100e-6), "the batch, and one read"
-    assert found.latency == latency_at(queue, 5.0)
-    several = plan(make_setup(SERVED, workers=4))
+    assert found.queue is not None
+    assert several.queue is not None
+    assert found.queue.base_s + found.queue.sample_s * found.queue.sizes[0] == pytest.approx(found.step_s)
+    assert found.queue.base_s == pytest.approx(100e-6 + 100e-6), "the batch, and one read"
+    assert found.latency == latency_at(found.queue, 5.0)
     busy = max(several.step_s, 4 * (seconds(several)["ssd reads"]), 4 * seconds(several)["cores"])
     assert several.samples_per_s == pytest.approx(4 * 1000 / busy)
-    assert several.queue is not None
     assert several.queue.executors == 4
 
 
@@ -77,18 +75,16 @@ def test_rows_ids_and_the_map_of_rows_have_to_fit() -> None:
         (SERVED, 3, 600_000 / 225, 0),
         (ids, 1, 600_000 / 225, 600_012),
     ):
-        id_segments = id_rows / (12 * 127)
+        id_segments, demand = id_rows / (12 * 127), DEMANDS[TRAINED if workload is TRAINED else SERVED]
         stored = 1.05 * 4096 * (16 * segments + 15 * id_segments)
         mapped = 4 * (600_000 + id_rows) + 50 * (math.ceil(segments) + math.ceil(id_segments))
         for spare, fits in ((1.0001, True), (0.9999, False)):
             drive = replace(DRIVE, capacity_bytes=stored * spare)
-            memory = replace(make_host().ddr, capacity_bytes=(8 * MIB + workers * mapped) * spare)
+            memory = replace(DDR, capacity_bytes=(8 * MIB + workers * mapped) * spare)
             for host in (make_host(storage=(drive,)), make_host(ddr=memory)):
                 setup = make_setup(workload, host=host, ddr_bytes=8 * MIB, workers=workers)
-                assert (not misfit(setup, DEMANDS[TRAINED if workload is TRAINED else SERVED])) == fits
+                assert (not misfit(setup, demand)) == fits
 
-
-# More of anything
 
 ROUNDING = 1 + 1e-12
 
@@ -144,9 +140,6 @@ def test_more_of_anything_never_slows_a_step_or_lowers_a_hit_rate(setup: Setup, 
     assert ahead.step_s <= (before.step_s + 12e-6 * setup.host.costs.batch_us) * ROUNDING
 
 
-# Marginal values
-
-
 def test_each_is_what_that_much_more_brings() -> None:
     setup = make_setup(TRAINED, ddr_bytes=32 * MIB, page_cache_bytes=8 * MIB, hosts=2)
     before, found = plan(setup).samples_per_s, marginal_values(setup, DEMANDS[TRAINED])
@@ -166,8 +159,6 @@ def test_each_is_what_that_much_more_brings() -> None:
     assert max(more.values()) > 0 <= min(more.values())
 
 
-# Money and wear
-
 PRICING = Pricing(usd_per_kwh=0.1, pue=1.5, years=5.0, hours_a_day=12.0)
 
 
@@ -180,14 +171,11 @@ def test_a_month_is_a_part_of_the_price_and_power_of_all_parts() -> None:
 
 
 def test_drives_are_worn_by_what_is_written_to_them() -> None:
-    host = make_host(drives=2)
-    assert drive_writes_a_day(host, 1e7, PRICING) == pytest.approx(1e7 * 43_200 / 2 / 1e12)
     small = replace(DRIVE, capacity_bytes=1e11)
-    uneven = replace(host, storage=(DRIVE, small))
-    assert drive_writes_a_day(uneven, 1e7, PRICING) == pytest.approx(1e7 * 43_200 / 2 / 1e11)
     tough = replace(small, drive_writes_a_day=100.0)  # worn ten times as fast as the other, and rated for a hundred
-    mixed = replace(host, storage=(tough, DRIVE))
-    assert drive_writes_a_day(mixed, 1e7, PRICING) == pytest.approx(1e7 * 43_200 / 2 / 1e12)
+    for drives, worn_bytes in (((DRIVE, DRIVE), 1e12), ((DRIVE, small), 1e11), ((tough, DRIVE), 1e12)):
+        found = drive_writes_a_day(make_host(storage=drives), 1e7, PRICING)
+        assert found == pytest.approx(1e7 * 43_200 / 2 / worn_bytes)
     assert drive_writes_a_day(make_host(drives=0), 0.0, PRICING) == 0
 
 

@@ -28,23 +28,11 @@ def test_the_figures_in_the_documentation() -> None:
 
 
 WHOLE = """
-[workload]
-batch_samples = 512
-dtype = "float16"
-dense_flops = 2_000_000
-
-[[table]]
-name = "user"
-num_embeddings = 1_000
-embedding_dim = 64
-
-[[table]]
-name = "tag"
-count = 3
-num_embeddings = 50
-embedding_dim = 8
-pooling_factor = 12.5
-exponent = 0.9
+workload = { batch_samples = 512, dtype = "float16", dense_flops = 2_000_000 }
+table = [
+    { name = "user", num_embeddings = 1_000, embedding_dim = 64 },
+    { name = "tag", count = 3, num_embeddings = 50, embedding_dim = 8, pooling_factor = 12.5, exponent = 0.9 },
+]
 """
 
 
@@ -102,8 +90,8 @@ def test_a_run_file_brings_its_tables_and_its_dense_model(tmp_path: Path, intera
     ("old", "new", "reason"),
     [
         ("batch_samples", "batch_sample", r'workload: unknown key "batch_sample"; did you mean \'batch_samples\'\?'),
-        ("num_embeddings = 50\n", "", r'table\[1\]: key "num_embeddings" is missing'),
-        ("count = 3\n", "", "the workload has two tables 'user'"),
+        ("num_embeddings = 50, ", "", r'table\[1\]: key "num_embeddings" is missing'),
+        ("count = 3, ", "", "the workload has two tables 'user'"),
         (WHOLE, "", "the workload has no table"),
         ("12.5", "-0.5", "pooling_factor=-0.5: expected a number from 0 to "),
     ],

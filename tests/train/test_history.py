@@ -31,13 +31,12 @@ def test_every_point_holds_the_totals_of_its_step_and_neighbours_merge_when_ther
     random = np.random.default_rng(seed)
     totals = random.integers(0, 2**40, (num_steps + 2, 6)).cumsum(axis=0).tolist()
     samples, losses = random.integers(1, 512, num_steps).tolist(), random.random(num_steps, dtype=np.float32)
-    now = iter(totals)
-    current = next(now)
-    history = History(lambda: stats_of(*current), step=begin)
+    done = 0
+    history = History(lambda: stats_of(*totals[done]), step=begin)
     for each, loss in zip(samples, losses, strict=True):
-        current = next(now)
+        done += 1
         history.step(each, torch.tensor(loss))
-    current = next(now)  # a last commit
+    done += 1  # a last commit
     history.close()
     points = history.points()
     assert (points[0].step, points[-1].step, points[0].samples) == (begin, begin + num_steps, 0)

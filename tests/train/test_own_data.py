@@ -30,97 +30,72 @@ ROWS, BATCH, TABLE = 90, 16, 40
 COLUMNS = ("history", "city", "genres", "zip", "user", "member")
 
 
-def draw_rows():
+@pytest.fixture(scope="module")
+def columns():
     """Columns of Python values, None where missing."""
     random = np.random.default_rng(5)
 
-    def some(values, share=0.2):
-        return [None if random.random() < share else values[int(random.integers(len(values)))] for _ in range(ROWS)]
+    def some(*values):
+        return [None if random.random() < 0.2 else values[int(random.integers(len(values)))] for _ in range(ROWS)]
 
     return {
+        "clicked": random.choice([-1, 1], ROWS).tolist(),
         "history": [random.integers(0, 2**40, int(random.integers(5))).tolist() for _ in range(ROWS)],
-        "city": some(["ab", "AB", "0ab", "F", "\u00e9t\u00e9"]),
-        "genres": some([["Drama"], ["Drama", "War"], [], ["War", None, "42"]]),
-        "zip": some(["02134", "2134", "10115"]),
-        "user": [float(x) if x is not None else math.nan for x in some(list(range(1000)))],
-        "member": some([True, False]),
+        "city": some("ab", "AB", "0ab", "F", "\u00e9t\u00e9"),
+        "genres": some(["Drama"], ["Drama", "War"], [], ["War", None, "42"]),
+        "zip": some("02134", "2134", "10115"),
+        "user": [math.nan if each is None else each for each in some(*np.arange(1000.0).tolist())],
+        "member": some(True, False),
     }
 
 
-@pytest.fixture(scope="module")
-def columns():
-    return draw_rows()
-
-
-@pytest.fixture(scope="module")
-def labels():
-    return np.random.default_rng(6).choice([-1, 1], ROWS).tolist()
-
-
 @pytest.fixture(scope="module", params=["fixed", "dynamic"])
-def config(request, tmp_path_factory, columns, labels):
-    path = tmp_path_factory.mktemp("own") / "rows.parquet"
-    pq.write_table(pa.table({"clicked": labels, **columns}), path, row_group_size=20)
+def config(request, tmp_path_factory, columns):
+    path, hashing = tmp_path_factory.mktemp("own") / "rows.parquet", {"fixed": "mix", "dynamic": "none"}
+    pq.write_table(pa.table(columns), path, row_group_size=20)
+    data = {"label_column": "clicked", "dense_columns": (), "sparse_columns": COLUMNS, "hash_seed": 3}
     return RunConfig(
-        data=DataSection(
-            path=str(path),
-            label_column="clicked",
-            dense_columns=(),
-            sparse_columns=COLUMNS,
-            hash_seed=3,
-            hashing="none" if request.param == "dynamic" else "mix",
-        ),
+        data=DataSection(path=str(path), hashing=hashing[request.param], **data),
         embedding=EmbeddingSection(dim=4, num_embeddings=TABLE, pooling="mean", ids=request.param),
         model=ModelSection(bottom_mlp=(8,), top_mlp=(8,)),
         train=TrainSection(batch_size=BATCH, epochs=2, commit_every=2),
     )
 
 
-def stored_in(config: RunConfig, path: Path, **more) -> RunConfig:
-    return dataclasses.replace(config, store=StoreSection(path=str(path), ddr="8MiB", **more))
+def stored_in(config: RunConfig, path: Path) -> RunConfig:
+    return dataclasses.replace(config, store=StoreSection(path=str(path), ddr="8MiB"))
 
 
-def ids_by_hand(columns, rule):
-    """Of each column, the bags of ids, one value at a time."""
-    return [
-        [
-            [
-                category if rule.are_ids else splitmix64(category + (number + 1) * 0x9E3779B97F4A7C15) % TABLE
-                for value in (bag if isinstance(bag, list) else [bag])
-                if (category := category_of(value, rule=rule)) is not None
-            ]
-            for bag in columns[name]
-        ]
-        for number, name in enumerate(COLUMNS)
-    ]
-
-
-def jagged(bags, rows):
-    cut = [column[rows] for column in bags]
-    values = [each for column in cut for bag in column for each in bag]
-    lengths = [len(bag) for column in cut for bag in column]
-    return tierstore.KeyedJaggedTensor(
-        COLUMNS, torch.tensor(values, dtype=torch.int64), lengths=torch.tensor(lengths, dtype=torch.int64)
-    )
+def jagged(columns, rule, rows):
+    """Ids one value at a time."""
+    values, lengths = [], []
+    for number, name in enumerate(COLUMNS):
+        for bag in columns[name][rows]:
+            found = [category_of(each, rule=rule) for each in (bag if isinstance(bag, list) else [bag])]
+            found = [each for each in found if each is not None]
+            lengths.append(len(found))
+            step = (number + 1) * 0x9E3779B97F4A7C15
+            values += found if rule.are_ids else [splitmix64(each + step) % TABLE for each in found]
+    ids = torch.tensor(values, dtype=torch.int64)
+    return tierstore.KeyedJaggedTensor(COLUMNS, ids, lengths=torch.tensor(lengths, dtype=torch.int64))
 
 
 @pytest.fixture(scope="module")
-def by_hand(config, columns, labels, tmp_path_factory):
+def by_hand(config, columns, tmp_path_factory):
     """The digest of a plain loop, and the probabilities that its model gives all rows."""
     config = stored_in(config, tmp_path_factory.mktemp("by hand") / "store")
-    bags = ids_by_hand(columns, config.data.rule)
-    targets = torch.tensor([float(label == 1) for label in labels])
+    rule, targets = config.data.rule, torch.tensor([float(label == 1) for label in columns["clicked"]])
     with open_run_store(config) as store:
         run = build_run(config, store)
         for _ in range(2):
             for begin in range(0, ROWS, BATCH):
                 rows = slice(begin, begin + BATCH)
-                logits = run.model(torch.empty(len(targets[rows]), 0), jagged(bags, rows))
+                logits = run.model(torch.empty(len(targets[rows]), 0), jagged(columns, rule, rows))
                 run.optimizer.zero_grad()
                 binary_cross_entropy_with_logits(logits, targets[rows]).backward()
                 run.optimizer.step()
         with torch.no_grad():
-            probabilities = torch.sigmoid(run.model(torch.empty(ROWS, 0), jagged(bags, slice(None))))
+            probabilities = torch.sigmoid(run.model(torch.empty(ROWS, 0), jagged(columns, rule, slice(None))))
         return digest_bits(run), probabilities
 
 

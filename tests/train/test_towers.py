@@ -43,8 +43,8 @@ def test_a_file_of_towers_is_part_of_the_run(tmp_path, monkeypatch):
     config = load("run.toml")
     assert config.model.towers == tuple(map(tuple, TOWERS))
     (tmp_path / "again.toml").write_text(to_toml(config))
-    for wrong in ("{}", "[]", '{"towers": [1]}', '{"towers": [[1]]}', '{"towers": [], "x": 1}', "{", None):
-        (tmp_path / "towers.json").unlink() if wrong is None else (tmp_path / "towers.json").write_text(wrong)
+    for wrong in ("{}", "[]", '{"towers": [1]}', '{"towers": [], "x": 1}', "{"):
+        (tmp_path / "towers.json").write_text(wrong)
         with pytest.raises(ConfigError, match=r"model\.towers"):
             load("run.toml")
     assert load("again.toml") == config
@@ -55,13 +55,10 @@ def test_towers_are_of_the_vectors_of_the_runs_last_commit(folder, run):
     config = config_of(folder, "none", store__path=summary.store)
     columns, (reader, hasher) = list(config.data.sparse_columns), open_data(config)
     (batch,) = reader.batches(hasher, batch_size=40, stop_row=40)
-    vectors, lookups = np.zeros((40, 26, 4)), []
+    lookups = [len(ids.values()) for ids in batch.sparse.to_dict().values()]
     with tierstore.open(summary.store, mode="r", ddr="8MiB") as store:
-        for place, (name, ids) in enumerate(batch.sparse.to_dict().items()):
-            lookups.append(len(ids.values()))
-            for sample, each in enumerate(torch.split(ids.values(), ids.lengths().tolist())):
-                vectors[sample, place] = store[name].read(each).sum(0)
-    similarity = similarity_of([torch.from_numpy(vectors)], columns)
+        vectors = tierstore.TieredEmbeddingBagCollection(store, tables=columns)(batch.sparse).values()
+    similarity = similarity_of([vectors.detach().view(40, 26, 4)], columns)
     expected = partition(columns, similarity, np.stack([lookups, np.ones(26)], axis=1), 3)
     found = partition_run(config, 3, rows=40)
     assert found.towers == expected.towers

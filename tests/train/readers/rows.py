@@ -25,6 +25,11 @@ SCHEMA = Schema(label="y", dense=("a",), sparse=("c",))
 """Of one dense and one sparse column."""
 
 
+TEXTS = ["ab", "AB", "0ab", "F", "02134", "2134", "0", "00", "-1", "1.0", "\u00e9", "x" * 300, " 7", "9" * 18]
+TEXTS += [str(2**63 - 1), str(2**63), "9" * 19, "9" * 20, "-0", "-01", "-", "-5.0", str(-(2**63)), str(-(2**63) - 1)]
+"""Categories as texts."""
+
+
 def some_rows(count, seed=0):
     random = np.random.default_rng(seed)
     return [
@@ -61,6 +66,13 @@ def category_of(value, *, floats=False, rule=FROM_ZERO):
         return int(number[1])
     hashed = xxhash.xxh64_intdigest(value.encode(), rule.seed)
     return hashed - (hashed >> 63 << 64) if rule.are_ids else hashed >> 1
+
+
+def expected_bags(column, *, floats=False):
+    """Of one column of lists, or of values."""
+    lists = [value if isinstance(value, list) else [value] for value in column]
+    found = [[category_of(value, floats=floats) for value in each] for each in lists]
+    return [[[category for category in each if category is not None]] for each in found]
 
 
 def values_of(categories):

@@ -1,46 +1,132 @@
-"""The Parquet reader against the rows its files were made of."""
+"""The Parquet reader against the rows its files were made of, and formats compared."""
 
+import contextlib
+import math
 import os
 import sys
 
 import numpy as np
 import pytest
 
-from tierstore.train.readers import DataError, ParquetReader, open_reader
+from tierstore.train.readers import (
+    CriteoReader,
+    CsvReader,
+    DataError,
+    FeatureHasher,
+    ParquetReader,
+    Schema,
+    open_reader,
+)
 
-from .rows import SCHEMA, check_reader, some_rows, values_of
+from .rows import IDS, SCHEMA, TEXTS, bags, check_reader, expected_bags, some_rows, values_of, write_npy
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.kernel
 
 
-def table_of(rows, kind):
-    columns = {"label": pa.array([row[0] for row in rows], pa.int32()), "other": pa.array(["x"] * len(rows))}
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "x.parquet"
+
+
+def write(path, column, **columns):
+    """Rows of ``SCHEMA``; others of its columns as given."""
+    rows = {"y": [1] * len(column), "a": [0.5] * len(column), "c": column} | columns
+    pq.write_table(pa.table(rows), path, row_group_size=3)
+    return ParquetReader(path, schema=SCHEMA)
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.string()])
+def test_rows_from_any_row_on(path, kind):
+    rows = some_rows(23)
+    columns = {"label": pa.array([row[0] for row in rows], pa.int32()), "other": ["x"] * len(rows)}
     for i in range(13):
         columns[f"I{i + 1}"] = pa.array([row[1][i] for row in rows], pa.int64() if i % 2 else pa.float64())
     for i in range(26):
-        values = [row[2][i] for row in rows]
-        texts = [None if x is None else str(x) for x in values]
-        columns[f"C{i + 1}"] = pa.array(values, pa.int64()) if kind == "integer" else pa.array(texts, pa.string())
-    return pa.table(columns)
-
-
-@pytest.mark.parametrize("kind", ["integer", "string"])
-def test_rows_from_any_row_on(tmp_path, kind):
-    rows = some_rows(23)
-    path = tmp_path / "day.parquet"
-    pq.write_table(table_of(rows, kind), path, row_group_size=5)
-    reader = open_reader(path)
-    assert isinstance(reader, ParquetReader)
+        columns[f"C{i + 1}"] = pa.array([row[2][i] for row in rows]).cast(kind)
+    pq.write_table(pa.table(columns), path, row_group_size=5)
     for start, stop in ((0, None), (0, 22), (4, 4), (5, 22), (14, None), (22, 23), (23, None)):
-        check_reader(reader, rows, start_row=start, stop_row=stop)
+        check_reader(open_reader(path), rows, start_row=start, stop_row=stop)
 
 
-def write_column(tmp_path, array, name):
-    columns = {"y": pa.array([0, 1]), "a": pa.array([1.0, 2.0]), "c": pa.array([1, 2]), name: array}
-    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
-    return ParquetReader(tmp_path / "x.parquet", schema=SCHEMA)
+KINDS = {
+    "strings": pa.array([*TEXTS, None, ""]),
+    "large": pa.array([*TEXTS, None, ""], pa.large_string()),
+    "bytes": pa.array([*TEXTS, None, ""], pa.binary()),
+    "dictionary": pa.array([*TEXTS, None, "ab"]).dictionary_encode(),
+    "integers": pa.array([0, 5, None, 2**63 - 1]),
+    "small": pa.array([0, 5, None, 255], pa.uint8()),
+    "floats": pa.array([0.0, 5.0, None, math.nan, 2.0**53 - 1]),
+    "bool": pa.array([True, None, False]),
+    "nothing": pa.array([None, None]),
+    "lists": pa.array([[3, 1], [], None, [2, None, 2]]),
+    "all there": pa.array([[3, 1], [4], [5, 5, 5]], pa.large_list(pa.int32())),
+    "fixed": pa.array([[3, 1], [2, None]], pa.list_(pa.int64(), 2)),
+    "words": pa.array([["ab", "7"], None, ["", None, "F"]]),
+    "words of a dictionary": pa.array([["ab", "7"], ["ab"]], pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+    "float lists": pa.array([[1.0, math.nan], [2.0]]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_categories_of_each_kind(path, kind):
+    column = KINDS[kind]
+    reader = write(path, column)
+    wanted = expected_bags(column.to_pylist() if kind != "bytes" else KINDS["strings"].to_pylist())
+    for start in range(len(column)):
+        (chunk,) = reader.read_chunks(start, None, 100)
+        assert bags(chunk.categories) == wanted[start:]
+
+
+def test_labels(path):
+    for labels in ([1, -1, 1], [True, False, True], [1.0, -1.0, 1.0], ["1", "0", "1"], ["True", "false", "TRUE"]):
+        (batch,) = write(path, [1, 2, 3], y=labels).batches(FeatureHasher([9]), batch_size=9)
+        assert batch.labels.tolist() == [1, 0, 1], labels
+    with pytest.raises(DataError, match=r"x\.parquet, row 4 or after it: labels are 0 in some rows and -1 in others"):
+        list(write(path, [1] * 6, y=[1, 0, 1, 1, 1, -1]).batches(FeatureHasher([9]), batch_size=2))
+
+
+def test_ids_are_any_int64_and_the_same_in_every_format(tmp_path):
+    """Without dense columns."""
+    ids, schema = [5, -(2**63), -17, 2**63 - 1, 0], Schema(label="y", dense=(), sparse=("c",), rule=IDS)
+    write(tmp_path / "ids.parquet", pa.array([*ids, None]))
+    write(tmp_path / "texts.parquet", [*map(str, ids), None])
+    (tmp_path / "x.csv").write_text("y,a,c\n" + "".join(f"1,2,{text}\n" for text in [*ids, ""]))
+    for name, values in (("label", [1] * 6), ("sparse", [[each] for each in [*ids, -1]])):
+        np.save(tmp_path / f"{name}.npy", np.array(values))
+    for path in (tmp_path / "ids.parquet", tmp_path / "texts.parquet", tmp_path / "x.csv", tmp_path):
+        (batch,) = open_reader(path, schema=schema).batches(FeatureHasher([9], mode="none"), batch_size=9)
+        assert batch.sparse.values().tolist() == ids, path
+        assert batch.sparse.lengths().tolist() == [1, 1, 1, 1, 1, 0], path
+        assert batch.dense.shape == (6, 0)
+    write(tmp_path / "floats.parquet", pa.array([-1, -5.0]))
+    (chunk,) = open_reader(tmp_path / "floats.parquet", schema=schema).read_chunks(0, None, 9)
+    assert bags(chunk.categories) == [[[-1]], [[-5]]]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(np.float16, 11), (np.float32, 24), (np.float64, 53)])
+def test_floats_are_ids_as_far_as_they_are_exact(path, dtype, bits):
+    for last, is_good in ((2**bits - 1, True), (2**bits, False)):
+        values = np.array([0, 1, last], dtype)
+        for reader in (write(path, values), write_npy(path.parent, values)):
+            with contextlib.nullcontext() if is_good else pytest.raises(DataError, match=rf"row 2.*2\*\*{bits}"):
+                (chunk,) = reader.read_chunks(0, None, 9)
+                assert values_of(chunk.categories).tolist() == [0, 1, last]
+
+
+def test_formats_are_told_by_their_names(tmp_path, path):
+    (tmp_path / "x.tsv").write_text("y\ta\tc\n1\t2\t3\n")
+    assert isinstance(open_reader(tmp_path / "x.tsv", schema=SCHEMA), CsvReader)
+    assert isinstance(open_reader(tmp_path / "x.tsv"), CriteoReader)
+    write(path, [1])
+    assert open_reader(path.rename(tmp_path / "x.pq"), schema=SCHEMA).num_rows == 1
+    (tmp_path / "x.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"x\.jsonl by its name; set data\.format"):
+        open_reader(tmp_path / "x.jsonl", schema=SCHEMA)
+    for dense, sparse, message in ((("a",), ("a",), r"more than once .*\['a'\]"), ((), (), "no sparse columns")):
+        with pytest.raises(ValueError, match=message):
+            Schema(label="y", dense=dense, sparse=sparse)
 
 
 @pytest.mark.parametrize(
@@ -60,23 +146,21 @@ def write_column(tmp_path, array, name):
         ("c", [[[1]], [[2]]], r"column c of type list.* cast it to a list of numbers"),
     ],
 )
-def test_wrong_values_are_named(tmp_path, name, values, message):
-    reader = write_column(tmp_path, pa.array(values), name)
+def test_wrong_values_are_named(path, name, values, message):
     with pytest.raises(DataError, match=message) as raised:
-        list(reader.read_chunks(0, None, 10))
+        list(write(path, [1, 2], **{name: pa.array(values)}).read_chunks(0, None, 10))
     assert len(str(raised.value)) < 1000
 
 
-def test_text_that_is_not_text_is_hashed_all_the_same(tmp_path):
+def test_text_that_is_not_text_is_hashed_all_the_same(path):
     broken = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
     )
-    (chunk,) = write_column(tmp_path, broken, "c").read_chunks(0, None, 10)
+    (chunk,) = write(path, broken).read_chunks(0, None, 10)
     assert len(set(values_of(chunk.categories))) == 2
 
 
-def test_wrong_files_are_named(tmp_path):
-    path = tmp_path / "x.parquet"
+def test_wrong_files_are_named(tmp_path, path):
     with pytest.raises(DataError, match=r"holds no \*\.parquet or \*\.pq file"):
         ParquetReader(tmp_path)
     path.write_bytes(b"hello")
@@ -89,11 +173,10 @@ def test_wrong_files_are_named(tmp_path):
     pq.write_table(pa.Table.from_arrays([pa.array([0, 1])] * 4, ["y", "a", "c", "c"]), path)
     with pytest.raises(DataError, match=r"x\.parquet has more than one column of the name c"):
         ParquetReader(path, schema=SCHEMA)
-    columns = {"y": pa.array([0] * 20), "a": pa.array([1.0] * 20), "c": pa.array([1] * 17 + [-5] + [1] * 2)}
-    pq.write_table(pa.table(columns), path, row_group_size=6)
+    reader = write(path, [1] * 17 + [-5] + [1] * 2)
     for start in (0, 7, 13):
         with pytest.raises(DataError, match="row 17, column c: -5"):  # from the start of the file
-            list(ParquetReader(path, schema=SCHEMA).read_chunks(start, None, 4))
+            list(reader.read_chunks(start, None, 4))
     path.unlink()
     os.mkfifo(path)
     for asked in (tmp_path, path):
@@ -101,10 +184,10 @@ def test_wrong_files_are_named(tmp_path):
             ParquetReader(asked)
 
 
-def test_without_pyarrow_the_error_says_how_to_install_it(tmp_path, monkeypatch):
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "x.parquet")
+def test_without_pyarrow_the_error_says_how_to_install_it(path, monkeypatch):
+    write(path, [1])
     for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"pip install 'PATH_OF_THE_CHECKOUT\[parquet\]'"):
-        ParquetReader(tmp_path / "x.parquet")
+        ParquetReader(path)
