@@ -1,12 +1,16 @@
-"""DLRM and its interactions against the papers' formulas, written with loops."""
+"""DLRM, its interactions and towers, against the papers' formulas, written with loops."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tierstore.models import DLRM, CrossNetwork, DotInteraction
+import tierstore
+from tierstore.models import DLRM, CrossNetwork, DCNTower, DLRMTower, DotInteraction, Towers
+from tierstore.nn.collection import TieredEmbeddingBagCollection
+from tierstore.nn.jagged import KeyedJaggedTensor
 
 B, C, F, D = 5, 13, 4, 3
 
@@ -104,3 +108,100 @@ def test_the_dense_part_compiled_or_captured_in_a_graph_gives_the_same(device):
         gradients = torch.autograd.grad(logits.square().sum(), [pooled, *model.dense_parameters().values()])
         found.append([logits.detach(), *(each.clone() for each in gradients)])
     torch.testing.assert_close(*found, **({"rtol": 0, "atol": 0} if device == "cpu" else {}))
+
+
+TOWERS = [["d", "a"], ["b"], ["c", "e"]]
+
+
+def by_hand(tower, of_sample):
+    """The tower's result for random rows is what ``of_sample`` makes of each one and the weights."""
+    for parameter in tower.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    pooled = torch.randn(B, 4 * D)
+    weights = {name: each.detach().double().numpy() for name, each in tower.named_parameters()}
+    expected = np.stack([of_sample(sample, weights) for sample in pooled.double().numpy()])
+    assert expected.shape == (B, tower.out_features)
+    np.testing.assert_allclose(tower(pooled).detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("per_feature", "flat"), [(2, 3), (2, 0), (0, 3)])
+def test_a_dlrm_tower_projects_each_feature_and_all_together(per_feature, flat):
+    def of_sample(sample, weights):
+        inputs = [("per_feature", each) for each in np.split(sample, 4)] if per_feature else []
+        inputs += [("flat", sample)] if flat else []
+        return np.concatenate([weights[f"{name}.weight"] @ x + weights[f"{name}.bias"] for name, x in inputs])
+
+    tower = DLRMTower(num_features=4, dim=D, out_dim=5, per_feature=per_feature, flat=flat)
+    assert tower.out_features == 5 * tower.num_vectors == 5 * (4 * per_feature + flat)
+    by_hand(tower, of_sample)
+
+
+def test_a_dcn_tower_crosses_then_projects():
+    def of_sample(first, weights):
+        x = first
+        for layer in ("cross.layers.0", "cross.layers.1"):
+            x = first * (weights[f"{layer}.weight"] @ x + weights[f"{layer}.bias"]) + x
+        return weights["projection.weight"] @ x + weights["projection.bias"]
+
+    by_hand(DCNTower(num_features=4, dim=D, out_features=7, layers=2), of_sample)
+
+
+@pytest.fixture
+def embeddings(store_dir):
+    with tierstore.open(store_dir, ddr="4MiB") as store:
+        for name, dim in {"a": D, "b": 2 * D, "c": D, "d": D}.items():
+            features = ("c", "e") if name == "c" else (name,)
+            store.create_table(
+                tierstore.TableConfig(name=name, num_embeddings=20, embedding_dim=dim, feature_names=features)
+            )
+        yield TieredEmbeddingBagCollection(store)
+
+
+def batch():
+    ids = torch.randint(0, 20, (5 * B,), generator=torch.Generator().manual_seed(1))
+    return KeyedJaggedTensor(list("ebadc"), ids, lengths=torch.ones(5 * B, dtype=torch.int64))
+
+
+def test_towers_get_their_features_in_the_collections_order(embeddings):
+    modules = [nn.Linear(2 * D, width) for width in (4, 2, 3)]
+    towers = Towers(embeddings, TOWERS, modules)
+    columns = embeddings(batch()).to_dict()
+    inputs = (torch.cat([columns[name] for name in tower], dim=1) for tower in ("ad", "b", "ce"))
+    expected = [module(each) for module, each in zip(modules, inputs, strict=True)]
+    found = towers(batch()).to_dict()
+    assert all(map(torch.equal, found.values(), expected))
+    assert (list(found), towers.widths) == (["tower0", "tower1", "tower2"], [4, 2, 3])
+    assert torch.equal(towers.compressed(embeddings(batch()).values()), torch.cat(expected, dim=1))
+
+
+@pytest.mark.parametrize("interaction", ["dot", "dcn"])
+def test_a_dlrm_over_towers_trains_all_its_parts(embeddings, interaction):
+    torch.manual_seed(0)
+    if interaction == "dot":
+        modules = [DLRMTower(num_features=2, dim=D, out_dim=4, per_feature=1) for _ in TOWERS]
+        shape = {"num_features": 9, "embedding_dim": 4}
+    else:
+        modules = [DCNTower(num_features=2, dim=D, out_features=n) for n in (4, 5, 2)]
+        shape = {"num_features": 11, "embedding_dim": 1, "dense_dim": 6}
+    model = DLRM(Towers(embeddings, TOWERS, modules), num_dense=2, **shape, interaction=interaction)
+    dense, before = torch.rand(B, 2), embeddings.store["a"].read(torch.arange(20))
+    logits = model(dense, batch())
+    vectors = model.embeddings(batch()).values().view(B, -1, shape["embedding_dim"])
+    torch.testing.assert_close(logits, model.top(model.interaction(model.bottom(dense), vectors))[:, 0])
+    logits.sum().backward()
+    parameters = model.dense_parameters()
+    assert {name for name, _ in model.named_parameters()} - set(parameters) == {"embeddings.embeddings.rows"}
+    assert sum(name.startswith("embeddings.towers.") for name in parameters) == 3 * 4
+    assert all(each.grad.abs().sum() > 0 for name, each in parameters.items() if "bias" not in name)
+    assert not torch.equal(before, embeddings.store["a"].read(torch.arange(20)))
+
+
+def test_what_is_no_partition_is_refused(embeddings):
+    for towers, message in {
+        "ab cd x": "'e' 0 times", "abe cd a": "'a' 2 times", "abe cd x": "'x' 1 times", "abcd e ": "no features",
+        "abc de": "3 modules",
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            Towers(embeddings, towers.split(" "), [DCNTower(num_features=1, dim=1, out_features=1)] * 3)
+    with pytest.raises(ValueError, match="at least"):
+        DLRMTower(num_features=2, dim=3, out_dim=4, flat=0)

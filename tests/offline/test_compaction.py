@@ -87,18 +87,13 @@ def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def files(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.endswith("-lock")}
-
-
 @pytest.mark.parametrize("by_trace", [False, True])
 def test_the_copy_holds_every_version_in_less_room_and_is_trained_on_as_the_source_is(made, source, tmp_path, by_trace):
     segments, trace = segments_of(source).segments, made / "trace.npz" if by_trace else None
     assert (segments["newest"] != segments["oldest"]).any(), "nothing was cleaned"
-    before = files(source)
-    shown = []
+    before, shown = (source / "rows.lmdb").read_bytes(), []
     report = compact_store(source, tmp_path / "copy", trace=trace, progress=lambda *pair: shown.append(pair))
-    assert files(source) == before
+    assert (source / "rows.lmdb").read_bytes() == before
     for version in (None, *VERSIONS):
         assert rows(source, version) == rows(tmp_path / "copy", version)
     assert names(tmp_path / "copy") == ["manifest.json", "rows.lmdb"]
@@ -151,12 +146,9 @@ def test_rows_of_a_trace_come_first_and_those_of_one_sample_lie_in_one_block(sou
 
 @pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1], 0])
 def test_damage_of_a_row_that_a_version_shows_or_of_an_index_leaves_nothing(source, tmp_path, version):
-    at = offset_of(source, 0, 17, version) if version else segment_offset(source) + 80
-    with (source / "rows.lmdb").open("r+b") as file:
-        file.seek(at)
-        was = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([was ^ 4]))
+    data = bytearray((source / "rows.lmdb").read_bytes())
+    data[offset_of(source, 0, 17, version) if version else segment_offset(source) + 80] ^= 4
+    (source / "rows.lmdb").write_bytes(data)
     wanted = "row 17 of table 0 does not match its checksum" if version else r"segment \d+ is damaged"
     with pytest.raises(errors.DamagedError, match=rf"source/rows\.lmdb: {wanted}.*tierstore repair DIR NEW_DIR"):
         compact_store(source, tmp_path / "copy")
@@ -188,52 +180,39 @@ def test_rows_of_tables_that_the_manifest_lost_are_not_left_behind(source, tmp_p
 def test_killed_at_any_step_it_leaves_no_store_or_a_whole_one(tmp_path):
     """Each try begins with what the one before left behind."""
     children.make_store(tmp_path / "source")
-    out = children.run(
-        """
+    code = """
+        import itertools, shutil
         from tierstore.offline.compaction import compact_store
 
         source, target = map(Path, sys.argv[1:])
 
-        def found():
-            with tierstore.open(target, mode="r", ddr="8MiB", threads=1) as store:
-                return store["t"].read(torch.arange(2000)).sum().item(), store.extra
-
         def compact(last):
-            count = 0
-            def step(*_):
-                nonlocal count
-                count += 1
-                if count == last:
-                    os._exit(9)
+            steps = iter(range(1, last))
             def stepping(call):
-                return lambda *arguments, **keywords: (step(), call(*arguments, **keywords))[1]
+                return lambda *given, **named: call(*given, **named) if next(steps, 0) else os._exit(9)
             for name in ("rename", "fsync", "fdatasync"):
                 setattr(os, name, stepping(getattr(os, name)))
-            compact_store(source, target, progress=step)
+            compact_store(source, target, progress=stepping(lambda *_: None))
 
         compact_store(source, target.with_name("first"))  # loads what the forks share
-        for last in range(1, 1000):
+        for last in itertools.count(1):
             forked(compact, last)
             try:
-                print("whole", *found(), flush=True)
+                with tierstore.open(target, mode="r", ddr="8MiB", threads=1) as store:
+                    print("whole", store["t"].read(torch.arange(2000)).sum().item(), store.extra, flush=True)
             except errors.StoreNotFoundError:
                 print("none", flush=True)
             else:
                 if not (target / "compact.partial").exists():
                     break
-                import shutil
                 shutil.rmtree(target)
-        """,
-        tmp_path / "source",
-        tmp_path / "copy",
-    ).splitlines()
-    outcomes = [line for line in out if not line.startswith("ended with 9")]
-    whole = "whole 96000.0 {'step': 1}"
-    assert out.count("ended with 9") >= 15
-    assert outcomes[-4:] == [whole, whole, "ok None", whole], "killed once the manifest was in place, and at last not"
-    del outcomes[-2]
-    assert set(outcomes) == {"none", whole}
-    assert whole not in outcomes[:10]
+        """
+    out = children.run(code, tmp_path / "source", tmp_path / "copy").splitlines()
+    killed, none, whole = "ended with 9", "none", "whole 96000.0 {'step': 1}"
+    tries = list(zip(out[::2], out[1::2], strict=True))
+    assert tries[:14] == [(killed, none)] * 14
+    assert set(tries[14:-3]) <= {(killed, none), (killed, whole)}
+    assert tries[-3:] == [(killed, whole)] * 2 + [("ok None", whole)], "once the manifest was in place, and at last not"
 
 
 def test_keys_of_some_tables_by_frequency_then_by_first_lookup_entry_by_entry():

@@ -130,9 +130,9 @@ def test_pooled_lookups_have_torchs_bits_whatever_the_tiers(
         assert bool(store.stats().ddr.split_batches) == (settings["ddr"] == "480KiB")
 
 
-@every_dtype
-def test_modules_prefetching_and_gradients_of_weights(source: Path, tmp_path: Path, dtype: Any) -> None:
-    tierstore.quantize(source, tmp_path / "new", dtype=dtype, tables=["item"])
+def test_modules_prefetching_and_gradients_of_weights(source: Path, tmp_path: Path) -> None:
+    dtype = "int8"
+    tierstore.quantize(source, tmp_path / "new", dtype="int8", tables=["item"])
     weights, plain = packed(rows(source), dtype), rows(source, "user")
     (ids, offsets, scale), bag = bags(0, 50), torch.nn.functional.embedding_bag
     one, other = scale.clone().requires_grad_(), scale.clone().requires_grad_()
@@ -153,38 +153,24 @@ def test_modules_prefetching_and_gradients_of_weights(source: Path, tmp_path: Pa
     assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-3), "of a store opened for reading"
 
 
-@every_dtype
-def test_training_is_refused_before_any_table_changes(source: Path, tmp_path: Path, dtype: Any) -> None:
-    tierstore.quantize(source, tmp_path / "new", dtype=dtype, tables=["user"])
-    with tierstore.open(tmp_path / "new", **SMALL) as store:
-        before = store["item"].read(ALL)
-        collection = tierstore.TieredEmbeddingBagCollection(store)
-        features = tierstore.KeyedJaggedTensor(["item", "user"], ALL[:6], lengths=torch.ones(6, dtype=torch.int64))
-        out = collection(features).values()
-        message = f"table 'user' has {dtype} rows, which are looked up, not trained or written.*quantize them again"
-        with pytest.raises(errors.ReadOnlyError, match=message):
-            out.sum().backward()
-        assert torch.equal(store["item"].read(ALL), before)
-        assert store["item"].state.step == 0
-        with pytest.raises(errors.ReadOnlyError, match=message):
-            store["user"].write(ALL[:1], torch.zeros(1, DIM))
-        with torch.no_grad():
-            assert torch.equal(collection(features).values(), out)
-        del out
-        store.commit()
-
-
-@every_dtype
-def test_the_device_tier_says_that_it_cannot(source: Path, tmp_path: Path, dtype: Any) -> None:
-    tierstore.quantize(source, tmp_path / "new", dtype=dtype, tables=["user"])
-    refusal = f"'user' has {dtype} rows, which are not supported with hbm; open"
+def test_training_and_device_memory_are_refused_before_any_table_changes(source: Path, tmp_path: Path) -> None:
+    tierstore.quantize(source, tmp_path / "new", dtype="int4", tables=["user"])
+    refusal = "'user' has int4 rows, which are not supported with hbm; open"
     for mode in ("r", "w"):
         with pytest.raises(errors.TableError, match=refusal):
             tierstore.open(tmp_path / "new", mode=mode, hbm="1MiB", **SMALL)
     with tierstore.open(tmp_path / "other", hbm="1MiB", **SMALL) as store:
         with pytest.raises(errors.TableError, match=refusal):
-            store.create_table(table_config("user", dtype=dtype, optimizer=optim.SGD()))
+            store.create_table(table_config("user", dtype="int4", optimizer=optim.SGD()))
         assert not store.tables
+    with tierstore.open(tmp_path / "new", **SMALL) as store:
+        before = store["item"].read(ALL)
+        features = tierstore.KeyedJaggedTensor(["item", "user"], ALL[:6], lengths=torch.ones(6, dtype=torch.int64))
+        out = tierstore.TieredEmbeddingBagCollection(store)(features).values()
+        with pytest.raises(errors.ReadOnlyError, match="'user' has int4 rows, which are looked up, not trained"):
+            out.sum().backward()
+        assert torch.equal(store["item"].read(ALL), before)
+        assert store["item"].state.step == 0
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -1,4 +1,4 @@
-"""Curves: stack distances against a list that is searched, batches against a store's own counters, and samples."""
+"""Curves: against a list that is searched, a store's own counters, generated ids and samples; Zipf's law by formula."""
 
 import contextlib
 import json
@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tierstore
+from bench.workload import ids_of
 from tests.packed import random_trace
-from tests.plan import asking
+from tests.plan.hosts import run as run_command
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan import Accesses, once_a_batch
-from tierstore.plan.curves import by_table, curve, distances
+from tierstore.plan.curves import by_table, curve, distances, frequency_curve, lru_curve, popularity
 from tierstore.plan.planning import plain
-from tierstore.plan.traces import numbered, read_accesses
+from tierstore.plan.traces import numbered, read_accesses, zipf_bins
 from tierstore.trace import write_trace
 
 
@@ -84,21 +85,6 @@ def test_a_store_misses_as_its_curve_says(policy: Any, about: int, depth: int) -
     assert found.misses == round(float(made.miss_ratios[0]) * made.num_accesses)
 
 
-@pytest.mark.parametrize("policy", ["lfu", "tinylfu"])
-def test_the_sizes_of_a_curve_are_enough_and_the_largest_batch_is_one(policy: str) -> None:
-    """Below it a batch is looked up in parts, and fewer rows of the batch before are left."""
-    generator = np.random.default_rng(6)
-    ends = np.cumsum(generator.integers(1, 500, 50))
-    accesses = once_a_batch(Accesses(generator.zipf(1.3, int(ends[-1])) % 3000, np.append(0, ends), ("all",)))
-    largest, made = int(np.diff(accesses.starts).max()), curve(accesses, policy)
-    assert (made.num_accesses, made.num_rows) == (len(accesses.keys), len(np.unique(accesses.keys)))
-    assert {1, largest, made.num_rows} <= set(made.sizes.tolist())
-    sizes = np.unique(np.geomspace(largest, made.num_rows, 12).astype(np.int64))
-    off = [100 * (made.hit_rate(size) - curve(accesses, policy, sizes=[size]).hit_rate(size)) for size in sizes]
-    assert np.abs(off).max() < 2
-    assert np.abs(off).mean() < 0.5
-
-
 @pytest.mark.parametrize(("policy", "skip"), [("lru", 1700), ("lfu", 1), ("tinylfu", 3999)])
 def test_skipped_batches_fill_the_cache_and_do_not_count(policy: str, skip: int) -> None:
     accesses, sizes = random_accesses(3), [1, 10, 100, 500]
@@ -136,7 +122,7 @@ def test_the_command_writes_the_curves_that_were_asked_for(tmp_path: Path, capsy
     write_trace(random_trace({"item": 300, "user": 50}, seed=1, samples=400), path)
 
     def run(*words: object) -> Any:
-        assert asking.run("curve", path, *words, "--json", tmp_path / "out", "--force") == 0
+        assert run_command("curve", path, *words, "--json", tmp_path / "out", "--force") == 0
         return json.loads((tmp_path / "out").read_text())
 
     accesses = read_accesses(path)
@@ -157,7 +143,7 @@ def test_the_command_writes_the_curves_that_were_asked_for(tmp_path: Path, capsy
         (["--prefetch-depth=-1"], "prefetch_depth=-1"),
     ):
         with pytest.raises(ValueError, match=reason):
-            asking.run("curve", path, *words, "--json", tmp_path / "never")
+            run_command("curve", path, *words, "--json", tmp_path / "never")
     assert not (tmp_path / "never").exists()
 
 
@@ -168,3 +154,46 @@ def test_what_cannot_be_is_said() -> None:
             curve(random_accesses(9), "lru", **options)
     with pytest.raises(ValueError, match="there is no access"):
         curve(random_accesses(9, 0), "lru")
+
+
+BATCHES = 250
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.999999, 1.0, 2.0])
+def test_bins_are_all_rows_with_the_shares_of_the_law(exponent: float) -> None:
+    for rows in (1, 256, 257, 20_000):
+        counts, shares = zipf_bins(rows, exponent)
+        weights = np.arange(1, rows + 1) ** -exponent
+        assert counts.sum() == rows
+        exact = pytest.approx(weights / weights.sum(), rel=0.01 * max(exponent, 1e-9) + 1e-9)
+        assert np.repeat(shares, counts.astype(int)) == exact
+
+
+@pytest.mark.parametrize(("rows", "exponent", "lookups"), [(2000, 0.6, 300), (1000, 0.0, 200), (20_000, 1.2, 1000)])
+def test_lru_is_that_of_generated_ids(rows: int, exponent: float, lookups: int) -> None:
+    """Within 0.8 points, also of caches so small that a batch flushes the one before."""
+    ids = ids_of(np.random.default_rng(7), rows, BATCHES * lookups, exponent)
+    accesses = once_a_batch(Accesses(ids, np.arange(BATCHES + 1) * lookups, ("all",)))
+    found = popularity([(rows, exponent, float(lookups))])
+    sizes = [int(share * found.unique) for share in (0.3, 0.6, 0.8, 1.0, 1.15, 1.3, 2.0, 3.0)]
+    known, formula = curve(accesses, "lru", sizes=sizes, skip=BATCHES // 2), lru_curve(found)
+    for size in known.sizes.tolist():
+        assert formula.hit_rate(size) == pytest.approx(known.hit_rate(size), abs=0.008), size
+
+
+def test_as_many_rows_as_there_can_be_and_few() -> None:
+    found = popularity([(1 << 40, 1.05, 1e6)] * 30)
+    assert len(found.rows) < 2000
+    assert found.rows.sum() == pytest.approx(30 * 2**40)
+    assert 0 < found.unique < 30e6
+    for made in (lru_curve(found), frequency_curve(found)):
+        assert (np.diff(made.miss_ratios) <= 0).all()
+        assert made.sizes[-1] == 30 << 40
+        assert made.hit_rate(1e9) > made.hit_rate(1e6) > 0
+    alone = popularity([(1, 1.05, 10.0)])
+    assert alone.unique == 1
+    assert lru_curve(alone).hit_rate(1) == pytest.approx(1)
+    assert frequency_curve(alone).hit_rate(1) == 1
+    assert popularity([(1, 1.05, 0.25)]).unique == 0.25
+    nobody = popularity([(100, 1.05, 0.0)])
+    assert nobody.unique == lru_curve(nobody).miss_ratio(1) == 0

@@ -1,9 +1,11 @@
-"""Predictions: what they are made of, what they may not do, that more of anything is never worse; money and wear."""
+"""Predictions: what they may not do, that more of anything is never worse, money and wear; queues event by event."""
 
+import heapq
 import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from tierstore.plan import Host, Prediction, Setup, SoftwareCosts
 from tierstore.plan.demand import Demand
 from tierstore.plan.host import Pricing, drive_writes_a_day, price_of, times, years_of_life
 from tierstore.plan.loads import lanes_of
-from tierstore.plan.model import latency_at, marginal_values, misfit, predict
+from tierstore.plan.model import Queue, latencies, latency_at, marginal_values, misfit, predict
 
 TRAINED = make_workload(rows=300_000, tables=2)
 SERVED = make_workload(rows=300_000, tables=2, training=False)
@@ -190,3 +192,55 @@ def test_years_of_life_are_the_warranty_over_the_wear() -> None:
     reading = predict(make_setup(served, ddr_bytes=GIB), flat_demand(served, unique=2000, miss_ratio=0.25))
     assert reading.drive_writes_a_day == 0
     assert years_of_life(setup.host, 0.0, PRICING) == math.inf
+
+
+FEW = 1000
+"""Queries, where kernels may run as plain Python."""
+
+
+def by_events(queue: Queue, arrivals: list[float], sizes: list[float]) -> list[float]:
+    """Executors take what waits when they get free, the first come first, as far as a batch may hold it."""
+    events: list[tuple[float, int, int]] = [(time, 1, number) for number, time in enumerate(arrivals)]
+    heapq.heapify(events)
+    waiting: list[int] = []
+    free, answered = queue.executors, [math.nan] * len(arrivals)
+    while events:
+        now, kind, number = heapq.heappop(events)
+        if kind:
+            waiting.append(number)
+        else:
+            free += 1
+        while free and waiting and not (events and events[0][0] == now):
+            taken = [waiting.pop(0)]
+            while waiting and sum(sizes[each] for each in taken) + sizes[waiting[0]] <= queue.batch_samples:
+                taken.append(waiting.pop(0))
+            done = now + queue.base_s + queue.sample_s * sum(sizes[each] for each in taken)
+            for each in taken:
+                answered[each] = done - arrivals[each]
+            free -= 1
+            heapq.heappush(events, (done, 0, -1))
+    return answered
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("executors", "batch"), [(1, 1), (1, 50), (2, 3), (5, 50)])
+def test_every_query_as_by_events(executors: int, batch: int) -> None:
+    queue = Queue(base_s=0.3, sample_s=0.11, sizes=(1.0, 1.5, 2.0, 7.0), executors=executors, batch_samples=batch)
+    rate, generator = 0.7 * queue.rate_max, np.random.default_rng(0)
+    arrivals = np.cumsum(generator.standard_exponential(FEW)) / rate
+    expected = by_events(queue, arrivals.tolist(), np.array(queue.sizes)[generator.integers(0, 4, FEW)].tolist())
+    assert latencies(queue, rate, num_queries=FEW) == pytest.approx(expected, rel=1e-9)
+    told = latency_at(queue, rate, num_queries=FEW)
+    settled = np.sort(expected[FEW // 10 :])
+    for share, seconds in ((0.5, told.p50_s), (0.95, told.p95_s), (0.99, told.p99_s)):
+        assert seconds == pytest.approx(settled[math.ceil(share * (len(settled) - 1))])
+    assert latency_at(queue, queue.rate_max).p50_s == math.inf
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("sizes", [(1.0, 1000.0), (7.0,), (1.0, 1.0, 2000.0)])
+def test_the_highest_rate_is_that_of_executors_for_whom_always_some_wait(sizes: tuple[float, ...]) -> None:
+    """Of mixed sizes a batch ends at the first that does not fit: it has fewer queries than their mean size says."""
+    queue = Queue(base_s=0.3, sample_s=0.001, sizes=sizes, executors=2, batch_samples=1000.0)
+    asked = np.random.default_rng(1).choice(sizes, FEW).tolist()
+    assert queue.rate_max == pytest.approx(FEW / max(by_events(queue, [0.0] * FEW, asked)), rel=0.05)

@@ -1,4 +1,4 @@
-"""From a plan file to its answer: what is asked reaches the planner, what it finds and what it assumes the report."""
+"""From a plan file and its commands to the answer: what is asked reaches the planner, what it finds the report."""
 
 import json
 import re
@@ -11,8 +11,9 @@ import pytest
 
 from bench.data import ROOT
 from tests.dist.placement.support import costs_of
-from tests.plan.asking import shop_plan
-from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
+from tests.plan.hosts import GPU, SHOP_HOST, shop_plan, shop_workload
+from tierstore.cli import entry as cli
+from tierstore.plan import planning
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.host import write_host
@@ -150,3 +151,56 @@ def test_an_empty_file_is_all_defaults_and_keys_print_one(tmp_path: Path) -> Non
     for text in ("", to_toml(PlanFile(), with_help=True)):
         path.write_text(text)
         assert load(path) == PlanFile()
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plan file that can be answered, in a folder of its own with what it names."""
+    monkeypatch.chdir(tmp_path)
+    shop_plan(tmp_path)
+    path = tmp_path / "plan.toml"
+    path.write_text('[workload]\nfile = "shop.toml"\n[host]\nfile = "box.json"\n[setup]\nddr = "8MiB"\n')
+    return path
+
+
+def test_a_plan_is_printed_and_written(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "plan.toml", "--html", "plan.html", "--json", "plan.json"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Answer\n  1 x box (")
+    assert said.endswith("the report: plan.html\n")
+    assert "\x1b" not in said
+    page = plan_path.with_suffix(".html").read_text(encoding="utf-8")
+    assert "<title>shop: a plan</title>" in page
+    found = json.loads(plan_path.with_suffix(".json").read_text())
+    assert found["asked"]["setup"]["ddr"] == "8MiB"
+    assert f"{found['prediction']['samples_per_s']:,.0f} samples/s" in said
+
+
+def test_what_prevents_files_is_told_before_the_work(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "plan", None)
+    for words, status, said in (
+        (["run", "plan.toml", "--html", ".", "--force"], 1, ". is a directory; choose the name of a file\n"),
+        (["run", "plan.toml", "--html", "out", "--json", f"{plan_path.parent}/out"], 2, "--html and --json are both"),
+        (["run"], 2, "give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys\n"),
+        (["run", "plan.toml", "--html", "nosuch/a"], 1, "nosuch is not a directory; make it first\n"),
+        (["presets", "rcm1"], 2, "there is no preset 'rcm1'; did you mean 'rmc1'?\n"),
+    ):
+        assert cli.main(["plan", *words]) == status
+        assert capsys.readouterr().err.startswith(f"tierstore: {said}")
+
+
+def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
+    capsys.readouterr()
+    for words in (
+        ["curve", "shop.npz", "--json", "shop.npz"],
+        ["run", "plan.toml", "--json", "plan.toml"],
+        ["run", "plan.toml", "--html", "shop.toml"],
+        ["run", "plan.toml", "--json", "box.json"],
+    ):
+        before = Path(words[-1]).read_bytes()
+        assert cli.main(["plan", *words, "--force"]) == 1
+        assert capsys.readouterr().err == f"tierstore: {words[-1]} is read; choose another name to write to\n"
+        assert Path(words[-1]).read_bytes() == before

@@ -3,6 +3,7 @@ them."""
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,12 +13,19 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.chromium import WatchedPage
-from tests.plan.asking import HOSTILE, planned, served
-from tierstore.plan import report
+from tests.plan.hosts import HOSTILE, planned, served
 from tierstore.plan.model import Prediction
-from tierstore.plan.report import describe, duration, money, plan_page, sections_of, watts
-
-WAIT_MS = 60_000
+from tierstore.plan.report import (
+    count,
+    describe,
+    duration,
+    money,
+    plan_page,
+    sections_of,
+    share,
+    significant,
+    watts,
+)
 
 
 def test_setups_are_compared_in_one_table() -> None:
@@ -42,13 +50,11 @@ def test_serving_tells_latency() -> None:
     assert latency is not None
     assert f"50.0 queries/s, half of them within {duration(latency.p50_s)}, 99 % within " in " ".join(text.split())
     assert "! the target is missed: 99 % of queries within" in text
-    assert "Tiers of a host, in one query" in text
 
 
 def test_lines_have_100_columns_and_no_colours_unless_asked_for() -> None:
     plain = describe(planned(HOSTILE))
     assert max(map(len, plain.splitlines())) <= 100
-    assert sum(line.endswith(" <- bottleneck") for line in plain.splitlines()) == 1, "the mark is on its line"
     assert "\x1b" not in plain
     assert "\x07" not in plain
     assert describe(planned(HOSTILE), colours=True).replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
@@ -61,16 +67,15 @@ def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
     path, result = tmp_path / "plan.html", planned(name)
     path.write_text(plan_page(result), encoding="utf-8")
     assert path.stat().st_size < 50_000
-    watched = WatchedPage(browser, wait_ms=WAIT_MS, viewport={"width": width, "height": 800})
+    watched = WatchedPage(browser, wait_ms=60_000, viewport={"width": width, "height": 800})
     page = watched.page
     page.goto(path.as_uri())
     assert page.title().startswith(name[:8])
     for number, each in enumerate(sections_of(result)):
         shown = page.locator("section").nth(number)
-        assert shown.locator("h2").text_content() == each.title
-        assert shown.locator("p").all_text_contents() == list(each.lines)
         cells = [cell for row in each.table for cell in row]
-        assert shown.locator("th, td").all_text_contents() == cells
+        texts = [shown.locator(kind).all_text_contents() for kind in ("h2", "p", "th, td")]
+        assert texts == [[each.title], list(each.lines), cells]
     assert page.locator("svg polyline").count() == 2
     assert page.locator("img, script").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
@@ -95,16 +100,16 @@ def test_the_pictures_have_the_curve_and_where_the_plan_is_and_a_bar_for_each_lo
     assert sum(widths) == pytest.approx(310 * sum(lane.seconds for lane in found.lanes) / found.step_s, abs=1)
 
 
-WORDS: dict[str, list[tuple[float, str]]] = {
-    "significant": [(0, "0"), (1234.5, "1,230"), (0.012345, "0.0123"), (math.inf, "unbounded"), (math.nan, "unknown")],
-    "count": [(7, "7.00"), (123.4, "123"), (56_143.2, "56,143"), (12_345_678, "12.3 M"), (math.inf, "unbounded")],
-    "duration": [(0, "0 s"), (1.5, "1.50 s"), (0.00123, "1.23 ms"), (3e-9, "3.00 ns"), (math.inf, "unbounded")],
-    "share": [(0.1234, "12.3 %")],
-    "money": [(1234.5, "$1,234"), (3.5, "$3.50")],
-    "watts": [(560, "560 W"), (56_000, "56.0 kW")],
-}
+WORDS: list[tuple[Callable[[float], str], dict[float, str]]] = [
+    (significant, {0: "0", 1234.5: "1,230", 0.012345: "0.0123", math.inf: "unbounded", math.nan: "unknown"}),
+    (count, {7: "7.00", 123.4: "123", 56_143.2: "56,143", 12_345_678: "12.3 M", math.inf: "unbounded"}),
+    (duration, {0: "0 s", 1.5: "1.50 s", 0.00123: "1.23 ms", 3e-9: "3.00 ns", math.inf: "unbounded"}),
+    (share, {0.1234: "12.3 %"}),
+    (money, {1234.5: "$1,234", 3.5: "$3.50"}),
+    (watts, {560: "560 W", 56_000: "56.0 kW"}),
+]
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_figures_as_people_read_them(name: str) -> None:
-    assert [(value, getattr(report, name)(value)) for value, _ in WORDS[name]] == WORDS[name]
+def test_figures_as_people_read_them() -> None:
+    for shown, texts in WORDS:
+        assert {value: shown(value) for value in texts} == texts

@@ -26,24 +26,14 @@ TABLES = (
 WORKLOAD = Workload(name="w", tables=TABLES, batch_samples=200, optimizer="rowwise_adagrad")
 
 
-def dynamic_ids(table: TableShape) -> tierstore.DynamicIds | None:
-    rule = tierstore.ids.Frequency(2, candidates=table.candidates) if table.candidates else None
-    return tierstore.DynamicIds(admission=rule) if table.ids == "dynamic" else None
-
-
 def make_store(folder: Path, workload: Workload, *, ddr: int, policy: str, hbm: int = 0) -> tierstore.Store:
     store = tierstore.open(folder, ddr=ddr, hbm=hbm, policy=policy, threads=1)
     for table in workload.tables:
-        store.create_table(
-            tierstore.TableConfig(
-                name=table.name,
-                num_embeddings=table.num_embeddings,
-                embedding_dim=table.embedding_dim,
-                pooling="sum",
-                ids=dynamic_ids(table),
-                optimizer=tierstore.optim.RowWiseAdagrad(),
-            )
-        )
+        rule = tierstore.ids.Frequency(2, candidates=table.candidates) if table.candidates else None
+        ids = tierstore.DynamicIds(admission=rule) if table.ids == "dynamic" else None
+        fields = {"num_embeddings": table.num_embeddings, "embedding_dim": table.embedding_dim, "pooling": "sum"}
+        optimizer = tierstore.optim.RowWiseAdagrad()
+        store.create_table(tierstore.TableConfig(name=table.name, ids=ids, optimizer=optimizer, **fields))
     return store
 
 

@@ -48,18 +48,15 @@ def test_values_are_toml_or_words():
 
 def test_every_combination_has_a_folder_and_its_keys(run_file, tmp_path):
     axes = [axis_of("train.batch_size=32,128"), axis_of("optimizer.dense=sgd"), seed_axis(5, 2)]
-    runs = runs_of(run_file, tmp_path / "out", axes, rate_rule="sqrt", warmup_samples=100)
-    assert [run.folder.name for run in runs] == [
-        f"train.batch_size={size},optimizer.dense=sgd,train.seed={seed}" for size in (32, 128) for seed in (5, 6)
-    ]
-    optimizers = [run.config.optimizer for run in runs]
-    assert [each.dense_lr for each in optimizers] == [0.02, 0.02, 0.04, 0.04]
-    assert [each.sparse_lr for each in optimizers] == [0.02, 0.02, 0.04, 0.04]
-    assert [each.warmup_steps for each in optimizers] == [4, 4, 1, 1]
-    assert {each.dense for each in optimizers} == {"sgd"}
-    linear = runs_of(run_file, tmp_path, axes, rate_rule="linear")
-    assert [run.config.optimizer.dense_lr for run in linear] == [0.02, 0.02, 0.08, 0.08]
-    assert {run.config.optimizer.warmup_steps for run in linear} == {0}
+    for rule, samples, rate, warmup in (("sqrt", 100, 0.04, [4, 1]), ("linear", 0, 0.08, [0, 0])):
+        runs = runs_of(run_file, tmp_path / "out", axes, rate_rule=rule, warmup_samples=samples)
+        assert [run.folder.name for run in runs] == [
+            f"train.batch_size={size},optimizer.dense=sgd,train.seed={seed}" for size in (32, 128) for seed in (5, 6)
+        ]
+        found = [run.config.optimizer for run in runs]
+        assert [(each.dense, each.dense_lr, each.sparse_lr, each.warmup_steps) for each in found] == [
+            ("sgd", lr, lr, steps) for lr, steps in zip((0.02, rate), warmup, strict=True) for _ in range(2)
+        ]
     for first, second, reason in (
         ("train.epochs=1", axis_of("train.epochs=2"), "stands there twice"),
         ("train.seed=1,2", seed_axis(0, 1), "--seeds N"),
