@@ -27,25 +27,15 @@ from tierstore.train.summary import Summary
 
 from .runs import TRAIN_ROWS, commit_scaled, config_of
 
-LABELLED = st.lists(st.tuples(st.booleans(), st.sampled_from([-2.5, -1.0, 0.0, 0.5, 0.50001, 3.0])), max_size=30)
+SCORED = st.tuples(st.booleans(), st.sampled_from([-2.5, -1.0, 0.0, 0.5, 0.50001, 3.0]))
 
 
-def auc_by_pairs(labels, scores):
-    won = pairs = 0
-    for label, score in zip(labels, scores, strict=True):
-        for other_label, other in zip(labels, scores, strict=True):
-            if label and not other_label:
-                pairs += 1
-                won += 1 if score > other else 0.5 if score == other else 0
-    return won / pairs if pairs else math.nan
-
-
-@given(LABELLED)
+@given(st.lists(SCORED, max_size=30))
 def test_auc_is_the_share_of_pairs_won(rows):
-    labels, scores = [row[0] for row in rows], [row[1] for row in rows]
-    expected = auc_by_pairs(labels, scores)
-    result = roc_auc(labels, scores)
-    assert (math.isnan(result) and math.isnan(expected)) or result == expected
+    pairs = [(score, other) for is_clicked, score in rows for is_other, other in rows if is_clicked and not is_other]
+    won = [1 if score > other else 0.5 if score == other else 0 for score, other in pairs]
+    found = roc_auc([row[0] for row in rows], [row[1] for row in rows])
+    assert found == sum(won) / len(won) if won else math.isnan(found)
 
 
 def test_log_loss_is_the_mean_negative_log_likelihood_also_far_out():
@@ -73,14 +63,6 @@ def test_wrong_input_is_an_error():
 COUNTED = ("hbm_hits", "hbm_unique", "ddr_hits", "ddr_unique", "bytes_read", "bytes_written")
 
 
-def stats_of(hbm_hits, hbm_unique, ddr_hits, ddr_unique, bytes_read, bytes_written):
-    return Stats(
-        TierStats(hits=hbm_hits, unique=hbm_unique),
-        TierStats(hits=ddr_hits, unique=ddr_unique),
-        TierStats(bytes_read=bytes_read, bytes_written=bytes_written),
-    )
-
-
 @settings(max_examples=15)
 @given(st.one_of(st.integers(0, 2 * RANGES_MAX + 2), st.integers(0, 2000)), st.integers(0, 10**9), st.integers(0, 99))
 def test_every_point_holds_the_totals_of_its_step_and_neighbours_merge_when_there_are_too_many(num_steps, begin, seed):
@@ -88,7 +70,13 @@ def test_every_point_holds_the_totals_of_its_step_and_neighbours_merge_when_ther
     totals = random.integers(0, 2**40, (num_steps + 2, 6)).cumsum(axis=0).tolist()
     samples, losses = random.integers(1, 512, num_steps).tolist(), random.random(num_steps, dtype=np.float32)
     done = 0
-    history = History(lambda: stats_of(*totals[done]), step=begin)
+
+    def tiers():
+        hbm_hits, hbm_unique, ddr_hits, ddr_unique, read, written = totals[done]
+        ddr, ssd = TierStats(hits=ddr_hits, unique=ddr_unique), TierStats(bytes_read=read, bytes_written=written)
+        return Stats(TierStats(hits=hbm_hits, unique=hbm_unique), ddr, ssd)
+
+    history = History(tiers, step=begin)
     for each, loss in zip(samples, losses, strict=True):
         done += 1
         history.step(each, torch.tensor(loss))

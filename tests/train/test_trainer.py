@@ -1,4 +1,4 @@
-"""The trainer: the same bits whatever the tiers, after any interruption, and what it refuses."""
+"""The trainer: the same bits whatever the tiers and the device, after any interruption; towers, and what is refused."""
 
 import dataclasses
 import json
@@ -11,11 +11,16 @@ import pytest
 import torch
 
 import tierstore
+from tierstore.cli import entry as cli
+from tierstore.dist.placement.towers import partition, similarity_of
 from tierstore.errors import BudgetError, ReadOnlyError
+from tierstore.models import DCNTower, DLRMTower
+from tierstore.settings.sections import to_toml
 from tierstore.trace import read_trace
 from tierstore.trace.sampling import is_sampled
 from tierstore.train import train, trainer
-from tierstore.train.build import trace_run
+from tierstore.train.build import build_model, open_data, partition_run, trace_run
+from tierstore.train.config import ConfigError, load
 from tierstore.train.metrics import Evaluation
 
 from .runs import TEST_ROWS, TOWERS, TRAIN_ROWS, clicks, config_of
@@ -122,11 +127,7 @@ def test_other_ways_of_training_go_on_to_the_same_bits(run, unbroken, monkeypatc
 
 
 def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
-    def twice():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    stop_after(monkeypatch, 3, twice)
+    stop_after(monkeypatch, 3, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt):
         run()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -159,15 +160,12 @@ def test_what_a_store_holds_already_is_not_overwritten(folder, run):
         train(config, resume=True)
     tierstore.quantize(folder / "own", folder / "new", dtype="float16")
     for resume in (True, False):
-        with pytest.raises(
-            ReadOnlyError, match=r"float16 rows, .* float32.* train the store that it was quantized from"
-        ):
+        with pytest.raises(ReadOnlyError, match=r"float16 rows, .* float32.* train the store that it was quantized"):
             train(config_of(folder, "new"), resume=resume)
 
 
 def test_a_broken_line_surfaces_and_what_was_committed_stands(folder, run, unbroken):
-    lines = (folder / "clicks.tsv").read_text().splitlines(keepends=True)
-    broken = folder / "broken.tsv"
+    lines, broken = clicks(folder).read_text().splitlines(keepends=True), folder / "broken.tsv"
     broken.write_text("".join([*lines[:200], "hello\n", *lines[201:]]))
     with pytest.raises(ValueError, match=r"broken\.tsv, line 201: 1 tab-separated columns"):
         run(data__path=str(broken), train__commit_every=1)
@@ -304,3 +302,88 @@ def test_a_run_is_recorded_and_the_same(folder, run, unbroken, tmp_path, rate):
     assert (found.num_samples, found.sampling_rate) == (2 * TRAIN_ROWS + TEST_ROWS, rate)
     assert f"{found.num_lookups:,} lookups of {100 * rate:g} % of the rows" in summary.recorded
     assert summary.recorded in summary.describe()
+
+
+FEW, ALL = 26_000, "1MiB"
+"""Device memory for about a batch's rows, and for all there are."""
+
+
+@pytest.mark.parametrize(("first", "then", "depth"), [(FEW, FEW, 0), (0, FEW, 5), (ALL, 0, 2)])
+def test_rows_in_device_memory_and_another_budget_change_no_bit(run, unbroken, first, then, depth):
+    begun = run(store__hbm=first, train__prefetch_depth=depth, train__epochs=1, train__commit_every=7)
+    summary = run(store__hbm=then, train__prefetch_depth=depth, resume=True)
+    assert (summary.bits, summary.test) == (unbroken().bits, unbroken().test)
+    assert begun.bits != summary.bits
+    assert (begun.tiers.hbm.evictions > 0) == (first == FEW)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_machine_without_cuda_says_so(folder, tmp_path, capsys):
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(to_toml(config_of(folder, "never")))
+    assert cli.main(["train", str(run_file), "--hbm", "1MiB", "--set", "store.device=cuda:0"]) == 2
+    assert cli.main(["demo", "--dir", str(tmp_path / "demo"), "--device", "cuda"]) == 2
+    train_error, demo_error = capsys.readouterr().err.splitlines()
+    for error in (train_error, demo_error):
+        assert error.startswith("tierstore: device='cuda")
+        assert "CUDA" in error
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_budgets_and_depths_change_no_bit(run):
+    whole = run("whole", store__device="cuda", store__hbm=ALL, train__prefetch_depth=0)
+    for depth in (0, 2, 5):
+        summary = run(f"few {depth}", store__device="cuda", store__hbm=FEW, train__prefetch_depth=depth)
+        assert (summary.bits, summary.test, summary.loss) == (whole.bits, whole.test, whole.loss)
+        assert whole.tiers.hbm.evictions == 0 < summary.tiers.hbm.evictions
+
+
+class Tables(torch.nn.Module):
+    """What towers ask of tables."""
+
+    def embedding_bag_configs(self):
+        return [tierstore.TableConfig(name=f"C{i}", num_embeddings=9, embedding_dim=4) for i in range(1, 27)]
+
+
+@pytest.mark.parametrize("compression", [1.0, 4.0, 1000.0])
+def test_keys_decide_the_modules(folder, compression):
+    keys = {"model__towers": TOWERS, "model__tower_compression": compression, "model__tower_per_feature": 1}
+    dim = max(1, round(26 * 4 / (compression * (26 + 3 * 2))))
+    for kind, module, widths, out in (
+        ("dot", DLRMTower, [dim * (size + 2) for size in (9, 9, 8)], dim + 33 * 32 // 2),
+        ("dcn", DCNTower, own := [max(1, round(size * 4 / compression)) for size in (9, 9, 8)], 4 + sum(own)),
+    ):
+        model = build_model(config_of(folder, "x", **keys, model__tower_flat=2, model__interaction=kind), Tables())
+        assert [type(each) for each in model.embeddings.towers] == [module] * 3
+        assert (model.embeddings.widths, model.interaction.out_features) == (widths, out)
+
+
+def test_a_file_of_towers_is_part_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "towers.json").write_text(json.dumps({"towers": TOWERS}))
+    (tmp_path / "run.toml").write_text('[model]\ntowers = "towers.json"\n')
+    config = load("run.toml")
+    assert config.model.towers == tuple(map(tuple, TOWERS))
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    for wrong in ("{}", "[]", '{"towers": [1]}', '{"towers": [], "x": 1}', "{"):
+        (tmp_path / "towers.json").write_text(wrong)
+        with pytest.raises(ConfigError, match=r"model\.towers"):
+            load("run.toml")
+    assert load("again.toml") == config
+
+
+def test_towers_are_of_the_vectors_of_the_runs_last_commit(folder, run):
+    summary = run()
+    config = config_of(folder, "none", store__path=summary.store)
+    columns, (reader, hasher) = list(config.data.sparse_columns), open_data(config)
+    (batch,) = reader.batches(hasher, batch_size=40, stop_row=40)
+    lookups = [len(ids.values()) for ids in batch.sparse.to_dict().values()]
+    with tierstore.open(summary.store, mode="r", ddr="8MiB") as store:
+        vectors = tierstore.TieredEmbeddingBagCollection(store, tables=columns)(batch.sparse).values()
+    similarity = similarity_of([vectors.detach().view(40, 26, 4)], columns)
+    expected = partition(columns, similarity, np.stack([lookups, np.ones(26)], axis=1), 3)
+    found = partition_run(config, 3, rows=40)
+    assert found.towers == expected.towers
+    np.testing.assert_allclose(found.shares, expected.shares)
+    np.testing.assert_allclose(found.alike, expected.alike, rtol=1e-5)
