@@ -1,4 +1,4 @@
-"""Runs over one's own data, compared with a loop that reads one value at a time; generated clicks, the demonstration."""
+"""Runs over one's own data, against a loop that reads one value at a time; generated clicks, the demonstration."""
 
 import dataclasses
 import json
