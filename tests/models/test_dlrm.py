@@ -114,7 +114,6 @@ TOWERS = [["d", "a"], ["b"], ["c", "e"]]
 
 
 def by_hand(tower, of_sample):
-    """The tower's result for random rows is what ``of_sample`` makes of each one and the weights."""
     for parameter in tower.parameters():
         nn.init.normal_(parameter, std=0.3)
     pooled = torch.randn(B, 4 * D)

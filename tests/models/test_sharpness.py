@@ -37,7 +37,6 @@ class Small:
         return [each.sum() / 30 for each in self.errors_at(torch.cat(self.weights)).split(10)]
 
     def highest_corner(self, axes: Tensor, bound: Tensor) -> float:
-        """The rise there, of all corners of the box."""
         signs = torch.tensor(list(itertools.product((-1, 1), repeat=len(bound))), dtype=torch.float64)
         base = float(self.loss_at(self.at))
         return 100 * (max(float(self.loss_at(self.at + axes @ (bound * each))) for each in signs) - base) / (1 + base)

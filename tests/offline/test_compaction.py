@@ -32,7 +32,6 @@ def table_config(name, dtype="float32"):
 
 
 def fill(store, seed, rows=ROWS // 2):
-    """Rows in no order, every 16th of them trained too."""
     generator = torch.Generator().manual_seed(seed)
     for table in store.tables.values():
         ids = torch.randperm(ROWS, generator=generator)[:rows]
@@ -68,7 +67,6 @@ def source(made, tmp_path):
 
 
 def rows(directory, version=None):
-    """Bits of weights and optimizer state, and all else that a version shows."""
     with tierstore.open(directory, mode="r", ddr="8MiB", threads=1, version=version) as store:
         found = {}
         for name, table in store.tables.items():
@@ -178,7 +176,6 @@ def test_rows_of_tables_that_the_manifest_lost_are_not_left_behind(source, tmp_p
 
 
 def test_killed_at_any_step_it_leaves_no_store_or_a_whole_one(tmp_path):
-    """Each try begins with what the one before left behind."""
     children.make_store(tmp_path / "source")
     code = """
         import itertools, shutil

@@ -49,13 +49,11 @@ def rows(directory: Path, name: str = "item", **settings: Any) -> Tensor:
 
 
 def stored(directory: Path, name: str = "item") -> Tensor:
-    """Rows as they lie in the store."""
     with tierstore.open(directory, mode="r", **SMALL) as store:
         return torch.from_numpy(read_rows(store[name], 0, ROWS).weights)
 
 
 def converted(before: Tensor, dtype: str) -> Tensor:
-    """As torch does it, there and back."""
     return before.to(HALVES[dtype]) if dtype in HALVES else OPERATORS[dtype][1](packed(before, dtype))
 
 

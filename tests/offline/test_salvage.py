@@ -149,7 +149,6 @@ def _flip(image: Image, at: int, bits: int = 0x10) -> Change:
 
 
 def _damages(image: Image, each: Segment) -> dict[str, list[Change]]:
-    """Damage of one segment in two places at once."""
     index, last = (each.start * 8, bytes(PAGE)), each.blocks[-1]
     firsts = [_flip(image, row * 8) for row in each.rows[:: each.layout.rows_per_block]]
     ends = {"the last row's key and checksum": [(each.pairs[-1] * 8, bytes(16))]}

@@ -79,7 +79,6 @@ def make_workload(*, rows: int = 1_000_000, tables: int = 1, training: bool = Tr
 
 
 def shop_workload(**changes: Any) -> Workload:
-    """Small tables alone, of which a trace is quickly drawn."""
     tables = tuple(
         TableShape(name=name, num_embeddings=rows, embedding_dim=16, pooling_factor=4.0)
         for name, rows in (("item", 400_000), ("user", 100_000))
@@ -94,7 +93,6 @@ def make_setup(workload: Workload | None = None, **changes: Any) -> Setup:
 
 
 def flat_demand(workload: Workload, *, unique: float, miss_ratio: float) -> Demand:
-    """One pool, whose cache misses as often at every size."""
     curve = MissRatioCurve(
         policy="lru", sizes=np.ones(1, np.int64), miss_ratios=np.array([miss_ratio]), num_accesses=1, num_rows=1
     )
@@ -113,14 +111,12 @@ HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.
 
 
 def run(name: str, *words: object) -> int:
-    """A command's exit status; its errors are raised."""
     parser = argparse.ArgumentParser()
     COMMANDS[name].add_arguments(parser)
     return COMMANDS[name].run(parser.parse_args([str(word) for word in words]))
 
 
 def shop_plan(folder: Path, *overrides: str, host: Host = SHOP_HOST, workload: Workload | None = None) -> PlanFile:
-    """Of files in the folder: plan.toml, shop.toml and box.json."""
     write_host(host, folder / "box.json", force=True)
     (folder / "shop.toml").write_text(workload_toml(workload or shop_workload()))
     path = folder / "plan.toml"
@@ -139,6 +135,5 @@ def planned(name: str = "shop", *overrides: str) -> PlanResult:
 
 
 def served() -> PlanResult:
-    """Of a given setup that serves at a rate, slower than asked for."""
     keys = ("setup.ddr=8MiB", "workload.optimizer=none", "target.queries_per_s=50", "target.p99_ms=1e-6")
     return planned("shop", *keys)

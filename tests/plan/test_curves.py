@@ -26,7 +26,6 @@ from tierstore.trace import write_trace
 
 
 def random_accesses(seed: int, num: int = 4000) -> Accesses:
-    """One a batch, of two of three tables, the second with few rows."""
     rng = np.random.default_rng(seed)
     second = rng.random(num) < 0.3
     keys = np.where(second, 2 << KEY_ROW_BITS | rng.integers(0, 20, num), rng.zipf(1.2, num) % 1000)
@@ -108,7 +107,6 @@ def test_accesses_that_are_a_sample_give_the_curve_of_all() -> None:
 
 
 def test_lookups_of_all_rows_say_what_misses_are_a_share_of() -> None:
-    """The sampled rows have more accesses than their share, then fewer; the misses stay theirs."""
     half, sizes = random_accesses(11)._replace(sampling_rate=0.5), [1, 40, 400, 2000]
     for policy, counts in (("lru", (4500, 0, 2500)), ("tinylfu", (6000, 0, 4000))):
         made = curve(half._replace(all_lookups=counts), policy, sizes=sizes)
@@ -171,7 +169,6 @@ def test_bins_are_all_rows_with_the_shares_of_the_law(exponent: float) -> None:
 
 @pytest.mark.parametrize(("rows", "exponent", "lookups"), [(2000, 0.6, 300), (1000, 0.0, 200), (20_000, 1.2, 1000)])
 def test_lru_is_that_of_generated_ids(rows: int, exponent: float, lookups: int) -> None:
-    """Within 0.8 points, also of caches so small that a batch flushes the one before."""
     ids = ids_of(np.random.default_rng(7), rows, BATCHES * lookups, exponent)
     accesses = once_a_batch(Accesses(ids, np.arange(BATCHES + 1) * lookups, ("all",)))
     found = popularity([(rows, exponent, float(lookups))])

@@ -108,7 +108,6 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 def grown(host: Host, by: float) -> dict[str, Host]:
-    """The host with one thing more, by its name."""
     drives = host.storage
     return {
         "reads": times(host, by, "storage.reads_per_s", "storage.read_bytes_per_s"),
@@ -264,7 +263,6 @@ def find(target: Target, workload: Any = LARGE, hosts: tuple[Host, ...] = (HOST,
 
 @functools.cache
 def everything() -> list[Prediction]:
-    """Every setup of the space that trains, one after another."""
     found, shares = [], itertools.product(SPACE.memory_shares, SPACE.row_shares)
     for (memory, rows), drives, hosts, dtype in itertools.product(
         shares, SPACE.drives, SPACE.hosts, ("float32", "float16")
@@ -295,8 +293,7 @@ def _reaches(found: Prediction, target: Target) -> bool:
 @settings(max_examples=20)
 @given(targets)
 def test_the_best_is_that_of_all(target: Target) -> None:
-    """The cheapest at a rate, else the fastest; those after it are told if they are better in something; what fails has
-    its reason."""
+    """The cheapest at a rate, else the fastest; those after it are told if they are better in something."""
     enough = [each for each in everything() if _reaches(each, target)]
     if not enough:
         with pytest.raises(ValueError, match="no setup meets the target; the nearest"):

@@ -59,7 +59,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def asked(folder: Path) -> Asked:
-    """A plan file of the small workload on the small host, with overrides."""
     return partial(shop_plan, folder)
 
 
@@ -170,7 +169,6 @@ def test_an_empty_file_is_all_defaults_and_keys_print_one(tmp_path: Path) -> Non
 
 @pytest.fixture
 def plan_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A plan file that can be answered, in a folder of its own with what it names."""
     monkeypatch.chdir(tmp_path)
     shop_plan(tmp_path)
     path = tmp_path / "plan.toml"

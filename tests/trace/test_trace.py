@@ -162,7 +162,6 @@ def test_select_takes_the_sampled_rows_in_order(rate: float, id_type: type, batc
 
 
 def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against the data itself: with hashing "mod" a value is its row."""
     values = np.random.default_rng(0).integers(0, 50, (25, 26))
     lines = ("\t".join(["0", *["1"] * 13, *(f"{each:08x}" if each > 9 else "" for each in row)]) for row in values)
     (tmp_path / "data.tsv").write_text("\n".join(lines) + "\n")

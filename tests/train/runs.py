@@ -29,7 +29,6 @@ SECTIONS = {
 
 @functools.cache
 def clicks(folder: Path) -> Path:
-    """A file of clicks in ``folder``, written once."""
     return write_synthetic(folder / "clicks.tsv", train_rows=TRAIN_ROWS, test_rows=TEST_ROWS).path
 
 

@@ -59,11 +59,7 @@ def test_values_that_a_key_cannot_have_are_named_with_their_origin(write, sectio
                 load(write(""), f"{section}.{field.name}={text}")
 
 
-NOT_HESSIAN_FREE = (
-    "dense_clip_norm = 1.0",
-    "dense_weight_decay = 0.1",
-    'curvature = "hessian"\n[model]\ntowers = [["C1"]]',
-)
+NOT_HESSIAN_FREE = ("dense_clip_norm = 1.0", "dense_weight_decay = 0.1", '[model]\ntowers = [["C1"]]')
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ COLUMNS = ("history", "city", "genres", "zip", "user", "member")
 
 @pytest.fixture(scope="module")
 def columns():
-    """Columns of Python values, None where missing."""
     random = np.random.default_rng(5)
 
     def some(*values):
@@ -74,7 +73,6 @@ def stored_in(config: RunConfig, path: Path) -> RunConfig:
 
 
 def jagged(columns, rule, rows):
-    """Ids one value at a time."""
     values, lengths = [], []
     for number, name in enumerate(COLUMNS):
         for bag in columns[name][rows]:

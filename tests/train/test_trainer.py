@@ -45,7 +45,6 @@ def unbroken(folder):
 
 
 def stop_after(monkeypatch, step, stop):
-    """Call ``stop`` in the middle of a run's n-th step."""
     steps = iter(range(1, 1_000_000))
     real_step = trainer.train_step
 
@@ -76,7 +75,6 @@ POLICIES = ["lru", "lfu", "auto", "tinylfu"]
 
 @pytest.mark.parametrize("seed", [1, 4, 6, 7])
 def test_tiers_threads_commits_and_interruptions_change_no_bit(run, unbroken, monkeypatch, seed):
-    """Any of them together: the run ends in the bits, the test figures and the loss of one that had none."""
     draw = random.Random(seed)
     optimizers = OPTIMIZERS[seed % len(OPTIMIZERS)]
     policy, commit_every = POLICIES[seed % len(POLICIES)], draw.choice([0, 7, 9])
@@ -243,7 +241,6 @@ SCHEDULE = {
 
 
 def test_rates_rise_and_fall_and_dense_gradients_are_cut(run, monkeypatch):
-    """Each step's, and a run that was continued ends in the bits of one that was not."""
     told, real = [], trainer.train_step
 
     def watched(own, *given):

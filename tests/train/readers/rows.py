@@ -69,14 +69,12 @@ def category_of(value, *, floats=False, rule=FROM_ZERO):
 
 
 def expected_bags(column, *, floats=False):
-    """Of one column of lists, or of values."""
     lists = [value if isinstance(value, list) else [value] for value in column]
     found = [[category_of(value, floats=floats) for value in each] for each in lists]
     return [[[category for category in each if category is not None]] for each in found]
 
 
 def values_of(categories):
-    """Of all columns, one after another."""
     return np.concatenate(categories.columns)
 
 
@@ -95,7 +93,6 @@ def matrix(categories):
 
 
 def check_batch(batch, rows):
-    """Compare a batch with what the rows say, computed value by value."""
     assert len(batch) == len(rows)
     assert batch.labels.tolist() == [row[0] for row in rows]
     expected = [[0.0 if x is None else math.log1p(max(x, 0)) for x in row[1]] for row in rows]
@@ -109,7 +106,6 @@ def check_batch(batch, rows):
 
 
 def check_reader(reader, rows, *, batch_size=4, start_row=0, stop_row=None):
-    """Compare all batches of a range of rows, and the two parts of each."""
     wanted, options = rows[start_row:stop_row], {"batch_size": batch_size, "start_row": start_row, "stop_row": stop_row}
     batches = list(reader.batches(HASHER, **options))
     assert len(batches) == -(-len(wanted) // batch_size)

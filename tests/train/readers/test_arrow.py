@@ -40,7 +40,6 @@ def path(tmp_path):
 
 
 def write(path, column, **columns):
-    """Rows of ``SCHEMA``; others of its columns as given."""
     rows = {"y": [1] * len(column), "a": [0.5] * len(column), "c": column} | columns
     pq.write_table(pa.table(rows), path, row_group_size=3)
     return ParquetReader(path, schema=SCHEMA)

@@ -21,7 +21,6 @@ SCHEMA = Schema(label="y", dense=(), sparse=("c",))
 
 
 def write(path, *ids):
-    """A file of its ending's format, where each row has one id."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"y": [1] * len(ids), "c": pa.array(ids, pa.int64())}), path)

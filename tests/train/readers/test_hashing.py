@@ -26,7 +26,6 @@ def splitmix64(seed):
 
 
 def categories_of(rows):
-    """Of rows that have a bag for each of three columns."""
     columns = list(zip(*rows, strict=True)) or [(), (), ()]
     lengths = np.array([[len(bag) for bag in column] for column in columns], np.int64).reshape(3, -1)
     return Categories.of_columns(
@@ -71,7 +70,6 @@ def test_row_numbers_stay_and_the_first_beyond_its_table_is_named(rows, sizes):
 
 
 def test_rows_of_categories_are_those_that_readers_train(tmp_path):
-    """Texts, and integers, of each column, against what a CSV file of the same gives."""
     texts = ["17", "ab", "02134", "", "9" * 18]
     (tmp_path / "a.csv").write_text("y,u,v\n" + "".join(f"0,{text},{text}x\n" for text in texts))
 
