@@ -185,8 +185,7 @@ def test_rows_of_16_bits_are_packed_from_their_own_values(tmp_path: Path, half: 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "value"),
-    [("int8", np.nan), ("int4", 70000.0), ("float16", -70000.0), ("bfloat16", np.inf)],
+    ("dtype", "value"), [("int8", np.nan), ("int4", 70000.0), ("float16", -70000.0), ("bfloat16", np.inf)]
 )
 def test_a_row_that_does_not_fit_is_named_and_nothing_is_left(tmp_path: Path, dtype: Any, value: float) -> None:
     with tierstore.open(tmp_path / "store", **SMALL) as store:

@@ -25,17 +25,7 @@ from tierstore.plan.host import write_host
 from tierstore.plan.model import Prediction, predict
 from tierstore.plan.planning import PlanFile, load, plain, plan, setup_of, workload_of
 from tierstore.plan.presets import load_workload, preset
-from tierstore.plan.report import (
-    count,
-    describe,
-    duration,
-    money,
-    plan_page,
-    sections_of,
-    share,
-    significant,
-    watts,
-)
+from tierstore.plan.report import count, describe, duration, money, plan_page, sections_of, share, significant, watts
 from tierstore.plan.traces import accesses_of, generate, once_a_batch
 from tierstore.settings.sections import to_toml
 from tierstore.trace import write_trace

@@ -14,9 +14,7 @@ DENSE = st.one_of(st.none(), st.integers(-3, 100), st.integers(-(10**17), 10**17
 CATEGORY = st.one_of(st.none(), st.integers(0, 2**60 - 1), st.integers(0, 2**32 - 1))
 ROWS = st.lists(
     st.tuples(
-        st.integers(0, 1),
-        st.lists(DENSE, min_size=13, max_size=13),
-        st.lists(CATEGORY, min_size=26, max_size=26),
+        st.integers(0, 1), st.lists(DENSE, min_size=13, max_size=13), st.lists(CATEGORY, min_size=26, max_size=26)
     ),
     max_size=12,
 )
