@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packed import random_trace
-from tests.recordings import Batch, check, random_batch
-from tests.train.readers.test_hashing import splitmix64
+from tests.recordings import Batch, check, hashed, random_batch
 from tierstore.cli import main
 from tierstore.trace import TableTrace, Trace, read_trace, write_trace
 from tierstore.trace.recorded import Recorded
@@ -114,10 +113,6 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
         read_trace(tmp_path / "one.npy")
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / "nosuch.npz")
-
-
-def hashed(key: int) -> int:
-    return splitmix64(key + 0x9E3779B97F4A7C15)
 
 
 def test_a_row_is_sampled_by_its_hash() -> None:
