@@ -196,7 +196,7 @@ def test_years_of_life_are_the_warranty_over_the_wear() -> None:
     assert years_of_life(setup.host, 0.0, PRICING) == math.inf
 
 
-FEW = 1000
+FEW = 2000
 """Queries, where kernels may run as plain Python."""
 
 

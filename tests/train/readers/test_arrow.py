@@ -215,7 +215,7 @@ def test_texts_are_integers_or_hashed_in_full(texts, floats, rule):
 
 
 FIELDS = st.sampled_from(
-    [*TEXTS, "", "17", "123.0", "a,b", 'a"b', '"', "two\nlines", "A\r\nB", "\r,", '""', ",", "|", "\t;", "x" * 40]
+    [*TEXTS, "", "17", "123.0", "a,b", 'a"b', '"', "two\nlines", "A\r\nB", '\r"', '""', ",", "|", "\t;", "x" * 40]
 )
 
 
