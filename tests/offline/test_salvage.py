@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tierstore.errors import DamagedError, FormatError, StoreLockedError
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.records import STORE_ITEM
 from tierstore.io.superblock import newest_slot, pack_slot
+from tierstore.io.survivors import settled
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.offline.salvage import LOST_NAME, SalvageReport, salvage
 from tierstore.store.manifest import Manifest
@@ -331,3 +333,21 @@ def test_a_store_that_is_open_and_one_without_rows(tmp_path: Path) -> None:
             salvage(tmp_path / "empty", tmp_path / "target")
     report = salvage(tmp_path / "empty", tmp_path / "target")
     assert (report.version, report.is_whole) == (0, True)
+
+
+def test_what_was_read_while_pages_were_refused_is_read_again() -> None:
+    class Refusing:
+        met = 0
+
+        def refused(self, since: int) -> bool | None:
+            return None if since == self.met else True
+
+    file_map: Any = SimpleNamespace(guard=Refusing())
+    results = iter([1, 2, 3, 4])
+
+    def call() -> int:
+        result = next(results)
+        file_map.guard.met += result < 3
+        return result
+
+    assert settled(file_map, call) == 3
