@@ -137,6 +137,7 @@ def test_labels_are_drawn_with_the_chances_that_the_best_auc_is_of():
         assert rows.labels[part].mean() == pytest.approx(chances[part].mean(), abs=0.021)
 
 
+@pytest.mark.kernel
 def test_the_seed_decides_every_byte(tmp_path):
     made = [write_synthetic(tmp_path / str(n), train_rows=50, test_rows=20, seed=n // 2) for n in range(3)]
     texts = [each.path.read_bytes() for each in made]
@@ -145,7 +146,6 @@ def test_the_seed_decides_every_byte(tmp_path):
         write_synthetic(tmp_path / "a", train_rows=1, test_rows=0)
 
 
-@pytest.mark.kernel
 def test_every_row_is_read_back(tmp_path):
     data = write_synthetic(tmp_path / "clicks.tsv", train_rows=6_000, test_rows=1_000, seed=3)
     (rows,) = CriteoReader(data.path).read_chunks(0, None, 9_000)
