@@ -5,12 +5,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.trace.test_trace import hashed
+from tests.train.readers.test_hashing import splitmix64
 from tierstore.trace import Trace
 
-__all__ = ["Batch", "Feature", "check", "random_batch"]
+__all__ = ["Batch", "Feature", "check", "hashed", "random_batch"]
 
 Entry = dict[str, list[int]]  # rows by table, in order; no table without rows
+
+
+def hashed(key: int) -> int:
+    return splitmix64(key + 0x9E3779B97F4A7C15)
 
 
 class Feature(NamedTuple):

@@ -1,7 +1,7 @@
 """Compaction: the same rows in the same versions, in the order asked, in less room; and never half a store."""
 
-import contextlib
 import dataclasses
+import itertools
 import shutil
 
 import numpy as np
@@ -15,7 +15,6 @@ from tests.stored import offset_of, segment_offset, segments_of
 from tierstore import errors
 from tierstore.exchange.rows import read_rows
 from tierstore.io.files import read_stamp
-from tierstore.io.lmdb import LmdbColdTier
 from tierstore.offline import compaction
 from tierstore.offline.compaction import compact_store, keys_by_frequency
 from tierstore.store.manifest import Manifest
@@ -33,7 +32,6 @@ def table_config(name, dtype="float32"):
 
 
 def fill(store, seed, rows=ROWS // 2):
-    """Rows in no order, every 16th of them trained too."""
     generator = torch.Generator().manual_seed(seed)
     for table in store.tables.values():
         ids = torch.randperm(ROWS, generator=generator)[:rows]
@@ -68,13 +66,7 @@ def source(made, tmp_path):
     return shutil.copytree(made / "source", tmp_path / "source")
 
 
-@pytest.fixture(params=["by key", "by trace"])
-def trace(made, request):
-    return made / "trace.npz" if request.param == "by trace" else None
-
-
 def rows(directory, version=None):
-    """Bits of weights and optimizer state, and all else that a version shows."""
     with tierstore.open(directory, mode="r", ddr="8MiB", threads=1, version=version) as store:
         found = {}
         for name, table in store.tables.items():
@@ -83,79 +75,37 @@ def rows(directory, version=None):
         return found, store.tensors()["w"].tolist(), store.extra, store.version, store.versions
 
 
+def changed(before, after):
+    """Rows whose weights differ between two versions."""
+    weights = [np.frombuffer(each[name][0], np.uint8).reshape(ROWS, -1) for name in TABLES for each in (before, after)]
+    return sum((old != new).any(axis=1).sum() for old, new in zip(weights[::2], weights[1::2], strict=True))
+
+
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def files(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.endswith("-lock")}
-
-
-def test_the_copy_holds_every_version_in_less_room(source, tmp_path, trace):
-    assert (segments_of(source).segments["newest"] != segments_of(source).segments["oldest"]).any(), (
-        "nothing was cleaned"
-    )
-    before = files(source)
-    shown = []
+@pytest.mark.parametrize("by_trace", [False, True])
+def test_the_copy_holds_every_version_in_less_room_and_is_trained_on_as_the_source_is(made, source, tmp_path, by_trace):
+    segments, trace = segments_of(source).segments, made / "trace.npz" if by_trace else None
+    assert (segments["newest"] != segments["oldest"]).any(), "nothing was cleaned"
+    before, shown = (source / "rows.lmdb").read_bytes(), []
     report = compact_store(source, tmp_path / "copy", trace=trace, progress=lambda *pair: shown.append(pair))
-    assert files(source) == before
+    assert (source / "rows.lmdb").read_bytes() == before
     for version in (None, *VERSIONS):
         assert rows(source, version) == rows(tmp_path / "copy", version)
     assert names(tmp_path / "copy") == ["manifest.json", "rows.lmdb"]
     manifest = Manifest.read(tmp_path / "copy")
     assert read_stamp(tmp_path / "copy" / "rows.lmdb", manifest.page_bytes) == bytes.fromhex(manifest.store_id)
     assert manifest == Manifest.read(source)
+    copy, tables = segments_of(tmp_path / "copy"), [rows(source, version)[0] for version in VERSIONS]
     assert report.target == tmp_path / "copy"
-    assert (report.version, report.rows, report.segments) == (13, 3 * ROWS, len(segments_of(tmp_path / "copy").keys))
+    assert (report.version, report.rows, report.segments) == (13, 3 * ROWS, len(copy.keys))
+    assert sum(map(len, copy.keys)) == 3 * ROWS + sum(itertools.starmap(changed, itertools.pairwise(tables)))
+    assert len(copy.partial()) <= 2 * len(VERSIONS), "of each version and layout all segments but one are full"
     assert report.bytes_after < 0.8 * report.bytes_before
     assert shown == sorted(shown)
     assert shown[-1][0] == shown[-1][1]
-
-
-def stored(directory, version):
-    """By table: which rows are stored, and the words of all."""
-    manifest, found = Manifest.read(directory), []
-    tier = LmdbColdTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=True, version=version)
-    with contextlib.closing(tier):
-        layouts = [config.layout(manifest.page_bytes) for config in manifest.tables]
-        for index, layout in enumerate(layouts):
-            tier.add_table(index, layout, ROWS)
-        for index, layout in enumerate(layouts):
-            present = np.zeros(ROWS, np.bool_)
-            weights, state = (np.zeros((ROWS, count), np.uint64) for count in (layout.weight_words, layout.state_words))
-            keys = np.arange(ROWS, dtype=np.int64) + (index << 40)
-            tier.read(keys, np.arange(ROWS, dtype=np.int32), weights, state, present)
-            found.append((present, np.concatenate([weights, state], axis=1)))
-    return found
-
-
-def test_each_row_is_in_full_segments_once_for_each_version_that_shows_it_anew(source, tmp_path):
-    compact_store(source, tmp_path / "copy")
-    copy, tables = segments_of(tmp_path / "copy"), Manifest.read(source).tables
-    assert np.array_equal(copy.segments["newest"], copy.segments["oldest"])
-    before = [(np.zeros(ROWS, np.bool_), 0)] * len(tables)
-    for version in VERSIONS:
-        now = stored(source, version)
-        is_new = [
-            present & (~was_present | (words != was).any(axis=1))
-            for (present, words), (was_present, was) in zip(now, before, strict=True)
-        ]
-        before = now
-        for own in ([0, 2], [1]):  # tables of one layout
-            segments = [
-                keys
-                for keys, epoch in zip(copy.keys, copy.segments["newest"].tolist(), strict=True)
-                if epoch == version and keys[0] >> 40 in own
-            ]
-            wanted = [np.flatnonzero(is_new[index]) + (index << 40) for index in own]
-            assert np.array_equal(np.concatenate(segments), np.concatenate(wanted))
-            full = tables[own[0]].layout(4096).rows_per_segment
-            assert all(len(keys) == full for keys in segments[:-1])
-    assert set(copy.segments["newest"].tolist()) == set(VERSIONS)
-
-
-def test_the_copy_is_trained_on_as_the_source_is(source, tmp_path, trace):
-    compact_store(source, tmp_path / "copy", trace=trace)
     for directory in (source, tmp_path / "copy"):
         with tierstore.open(directory, ddr="700KiB", threads=1, keep=3) as store:
             fill(store, 7)
@@ -167,27 +117,9 @@ def test_the_copy_is_trained_on_as_the_source_is(source, tmp_path, trace):
     assert rows(source) == rows(tmp_path / "copy")
 
 
-def test_a_store_without_rows(tmp_path, trace):
-    with tierstore.open(tmp_path / "source", ddr="8MiB") as store:
-        for name, dtype in TABLES.items():
-            store.create_table(table_config(name, dtype))
-    assert compact_store(tmp_path / "source", tmp_path / "copy", trace=trace).rows == 0
-    with tierstore.open(tmp_path / "copy", ddr="8MiB") as store:
-        assert list(store.tables) == list(TABLES)
-        fill(store, 1)
-        assert store.commit() == 1
-
-
-# Orders
-
-
 def test_rows_of_a_trace_come_first_and_those_of_one_sample_lie_in_one_block(source, tmp_path):
     together = {"a": [3, 500, 903], "c": [1, 5000]}
-    samples = 50
-    tables = {
-        name: TableTrace(np.tile(ids, samples), np.arange(0, samples * len(ids) + 1, len(ids)))
-        for name, ids in together.items()
-    }
+    tables = {name: TableTrace(np.tile(ids, 50), np.arange(51) * len(ids)) for name, ids in together.items()}
     write_trace(Trace(tables=tables, batch_samples=10), tmp_path / "few.npz")
     with tierstore.open(source, ddr="8MiB") as store:  # one version, which has them all
         fill(store, 1, ROWS)
@@ -210,14 +142,11 @@ def test_rows_of_a_trace_come_first_and_those_of_one_sample_lie_in_one_block(sou
 # Whole or not at all
 
 
-@pytest.mark.parametrize("version", [*VERSIONS, 0])
+@pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1], 0])
 def test_damage_of_a_row_that_a_version_shows_or_of_an_index_leaves_nothing(source, tmp_path, version):
-    at = offset_of(source, 0, 17, version) if version else segment_offset(source) + 80
-    with (source / "rows.lmdb").open("r+b") as file:
-        file.seek(at)
-        was = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([was ^ 4]))
+    data = bytearray((source / "rows.lmdb").read_bytes())
+    data[offset_of(source, 0, 17, version) if version else segment_offset(source) + 80] ^= 4
+    (source / "rows.lmdb").write_bytes(data)
     wanted = "row 17 of table 0 does not match its checksum" if version else r"segment \d+ is damaged"
     with pytest.raises(errors.DamagedError, match=rf"source/rows\.lmdb: {wanted}.*tierstore repair DIR NEW_DIR"):
         compact_store(source, tmp_path / "copy")
@@ -241,74 +170,55 @@ def test_damage_of_the_copy_is_found_and_leaves_nothing(source, tmp_path, monkey
 def test_rows_of_tables_that_the_manifest_lost_are_not_left_behind(source, tmp_path):
     manifest = Manifest.read(source)
     dataclasses.replace(manifest, tables=manifest.tables[:2]).write(source)
-    with pytest.raises(
-        errors.DamagedError, match=r"rows\.lmdb has [\d,]+ rows of tables that its manifest does not have"
-    ):
+    with pytest.raises(errors.DamagedError, match=r"lmdb has [\d,]+ rows of tables that its manifest does not have"):
         compact_store(source, tmp_path / "copy")
     assert names(tmp_path) == ["source"]
 
 
 def test_killed_at_any_step_it_leaves_no_store_or_a_whole_one(tmp_path):
-    """Each try begins with what the one before left behind."""
     children.make_store(tmp_path / "source")
-    out = children.run(
-        """
+    code = """
+        import itertools, shutil
         from tierstore.offline.compaction import compact_store
 
         source, target = map(Path, sys.argv[1:])
 
-        def found():
-            with tierstore.open(target, mode="r", ddr="8MiB", threads=1) as store:
-                return store["t"].read(torch.arange(2000)).sum().item(), store.extra
-
         def compact(last):
-            count = 0
-            def step(*_):
-                nonlocal count
-                count += 1
-                if count == last:
-                    os._exit(9)
+            steps = iter(range(1, last))
             def stepping(call):
-                return lambda *arguments, **keywords: (step(), call(*arguments, **keywords))[1]
+                return lambda *given, **named: call(*given, **named) if next(steps, 0) else os._exit(9)
             for name in ("rename", "fsync", "fdatasync"):
                 setattr(os, name, stepping(getattr(os, name)))
-            compact_store(source, target, progress=step)
+            compact_store(source, target, progress=stepping(lambda *_: None))
 
         compact_store(source, target.with_name("first"))  # loads what the forks share
-        for last in range(1, 1000):
+        for last in itertools.count(1):
             forked(compact, last)
             try:
-                print("whole", *found(), flush=True)
+                with tierstore.open(target, mode="r", ddr="8MiB", threads=1) as store:
+                    print("whole", store["t"].read(torch.arange(2000)).sum().item(), store.extra, flush=True)
             except errors.StoreNotFoundError:
                 print("none", flush=True)
             else:
                 if not (target / "compact.partial").exists():
                     break
-                import shutil
                 shutil.rmtree(target)
-        """,
-        tmp_path / "source",
-        tmp_path / "copy",
-    ).splitlines()
-    outcomes = [line for line in out if not line.startswith("ended with 9")]
-    whole = "whole 96000.0 {'step': 1}"
-    assert out.count("ended with 9") >= 15
-    assert outcomes[-4:] == [whole, whole, "ok None", whole], "killed once the manifest was in place, and at last not"
-    del outcomes[-2]
-    assert set(outcomes) == {"none", whole}
-    assert whole not in outcomes[:10]
+        """
+    out = children.run(code, tmp_path / "source", tmp_path / "copy").splitlines()
+    killed, none, whole = "ended with 9", "none", "whole 96000.0 {'step': 1}"
+    tries = list(zip(out[::2], out[1::2], strict=True))
+    assert tries[:14] == [(killed, none)] * 14
+    assert set(tries[14:-3]) <= {(killed, none), (killed, whole)}
+    assert tries[-3:] == [(killed, whole)] * 2 + [("ok None", whole)], "once the manifest was in place, and at last not"
 
 
-def test_keys_of_some_tables_by_frequency_then_by_first_lookup_entry_by_entry() -> None:
-    tables = {"a": [[1, 2], [], [3, 3]], "b": [[7], [8, 2], [8]], "c": [[5], [5], [5]]}
-    trace = Trace(
-        tables={
-            name: TableTrace(np.concatenate(rows).astype(np.int64), np.cumsum([0, *map(len, rows)]))
-            for name, rows in tables.items()
-        },
-        batch_samples=2,
-    )
-    far = 4 << 40
+def test_keys_of_some_tables_by_frequency_then_by_first_lookup_entry_by_entry():
+    samples, far = {"a": [[1, 2], [], [3, 3]], "b": [[7], [8, 2], [8]], "c": [[5], [5], [5]]}, 4 << 40
+    tables = {
+        name: TableTrace(np.concatenate(ids).astype(np.int64), np.cumsum([0, *map(len, ids)]))
+        for name, ids in samples.items()
+    }
+    trace = Trace(tables=tables, batch_samples=2)
     expected = [far + 8, 3, 1, 2, far + 7, far + 2]
     assert keys_by_frequency(trace, {"a": 0, "b": 4, "nosuch": 9}).tolist() == expected
     assert not len(keys_by_frequency(trace, {}))

@@ -1,10 +1,15 @@
-"""Hosts and workloads with round figures, so that what a term comes to can be reckoned by hand."""
+"""Hosts and workloads with round figures, to be reckoned by hand; plan files of them, and their answers."""
 
+import argparse
+import functools
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tierstore.cli.plan import COMMANDS
 from tierstore.plan import (
     Accelerator,
     Host,
@@ -19,6 +24,10 @@ from tierstore.plan import (
     Workload,
 )
 from tierstore.plan.demand import Demand, PoolDemand
+from tierstore.plan.host import write_host
+from tierstore.plan.planning import PlanFile, PlanResult, load, parse_override, plan
+from tierstore.plan.presets import workload_toml
+from tierstore.plan.workload import Assumed
 
 MIB, GIB = float(2**20), float(2**30)
 
@@ -70,7 +79,6 @@ def make_workload(*, rows: int = 1_000_000, tables: int = 1, training: bool = Tr
 
 
 def shop_workload(**changes: Any) -> Workload:
-    """Small tables alone, of which a trace is quickly drawn."""
     tables = tuple(
         TableShape(name=name, num_embeddings=rows, embedding_dim=16, pooling_factor=4.0)
         for name, rows in (("item", 400_000), ("user", 100_000))
@@ -85,7 +93,6 @@ def make_setup(workload: Workload | None = None, **changes: Any) -> Setup:
 
 
 def flat_demand(workload: Workload, *, unique: float, miss_ratio: float) -> Demand:
-    """One pool, whose cache misses as often at every size."""
     curve = MissRatioCurve(
         policy="lru", sizes=np.ones(1, np.int64), miss_ratios=np.array([miss_ratio]), num_accesses=1, num_rows=1
     )
@@ -98,3 +105,35 @@ def flat_demand(workload: Workload, *, unique: float, miss_ratio: float) -> Dema
         curve=curve,
     )
     return Demand(batch_samples=workload.batch_samples, policy="lru", pools=(pool,))
+
+
+HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\x1b[2J\x07"
+
+
+def run(name: str, *words: object) -> int:
+    parser = argparse.ArgumentParser()
+    COMMANDS[name].add_arguments(parser)
+    return COMMANDS[name].run(parser.parse_args([str(word) for word in words]))
+
+
+def shop_plan(folder: Path, *overrides: str, host: Host = SHOP_HOST, workload: Workload | None = None) -> PlanFile:
+    write_host(host, folder / "box.json", force=True)
+    (folder / "shop.toml").write_text(workload_toml(workload or shop_workload()))
+    path = folder / "plan.toml"
+    path.write_text(f'[workload]\nfile = "{folder}/shop.toml"\n[host]\nfile = "{folder}/box.json"\n')
+    return load(path, [parse_override(text) for text in overrides])
+
+
+@functools.cache
+def planned(name: str = "shop", *overrides: str) -> PlanResult:
+    """Of training at a rate, by a search; a host and a table have that name."""
+    tables = (TableShape(name=name, num_embeddings=400_000, embedding_dim=16, pooling_factor=4.0),)
+    workload = shop_workload(name=name, tables=tables, optimizer="sgd", assumed=(Assumed("exponent", (name,)),))
+    asked = overrides or ("target.samples_per_s=20000", "search.memory_shares=[0.001, 0.01]", "search.runners_up=3")
+    with tempfile.TemporaryDirectory() as folder:
+        return plan(shop_plan(Path(folder), *asked, host=replace(SHOP_HOST, name=name), workload=workload))
+
+
+def served() -> PlanResult:
+    keys = ("setup.ddr=8MiB", "workload.optimizer=none", "target.queries_per_s=50", "target.p99_ms=1e-6")
+    return planned("shop", *keys)

@@ -1,38 +1,38 @@
-"""From a plan file to its answer: what is asked reaches the planner, what it finds and what it assumes the report."""
+"""From a plan file and its commands to the answer, as text, as JSON and as a page in a browser."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from playwright.sync_api import Browser
 
 from bench.data import ROOT
+from tests.chromium import WatchedPage
 from tests.dist.placement.support import costs_of
-from tests.plan.asking import shop_plan
-from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
+from tests.plan.hosts import GPU, HOSTILE, SHOP_HOST, planned, served, shop_plan, shop_workload
+from tierstore.cli import entry as cli
+from tierstore.plan import planning
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.host import write_host
-from tierstore.plan.model import predict
-from tierstore.plan.planning import PlanFile, PlanResult, load, plain, plan, setup_of, workload_of
-from tierstore.plan.presets import PRESETS, describe_workload, load_workload, workload_toml
-from tierstore.plan.report import describe
+from tierstore.plan.model import Prediction, predict
+from tierstore.plan.planning import PlanFile, load, plain, plan, setup_of, workload_of
+from tierstore.plan.presets import load_workload, preset
+from tierstore.plan.report import count, describe, duration, money, plan_page, sections_of, share, significant, watts
 from tierstore.plan.traces import accesses_of, generate, once_a_batch
 from tierstore.settings.sections import to_toml
 from tierstore.trace import write_trace
 
 Asked = Callable[..., PlanFile]
-BARE = """[workload]
-batch_samples = 256
-optimizer = "sgd"
-
-[[table]]
-name = "item"
-num_embeddings = 40_000
-embedding_dim = 16
+BARE = """workload = { batch_samples = 256, optimizer = "sgd" }
+table = [{ name = "item", num_embeddings = 40_000, embedding_dim = 16 }]
 """
 
 
@@ -49,23 +49,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def asked(folder: Path) -> Asked:
-    """A plan file of the small workload on the small host, with overrides."""
     return partial(shop_plan, folder)
 
 
-@pytest.fixture(scope="module")
-def given(asked: Asked) -> PlanResult:
-    return plan(asked("setup.ddr=8MiB", "setup.policy=lru", "target.samples_per_s=1e9"))
-
-
-def test_a_given_setup_is_predicted_as_it_is(asked: Asked, given: PlanResult) -> None:
+def test_a_given_setup_is_predicted_as_it_is_and_a_missed_target_is_a_warning(asked: Asked) -> None:
+    given, again = (plan(asked("setup.ddr=8MiB", "setup.policy=lru", "target.samples_per_s=1e9")) for _ in range(2))
     setup = setup_of(given.asked, shop_workload(), SHOP_HOST)
     assert (setup.ddr_bytes, setup.hosts, setup.threads) == (2**23, 1, 4)
     assert given.prediction == predict(setup, Demand.analytic(shop_workload()))
     assert not given.searched
     assert not given.alternatives
-    again = plan(asked("setup.ddr=8MiB", "setup.policy=lru", "target.samples_per_s=1e9"))
     assert json.dumps(again.to_dict(), allow_nan=False) == json.dumps(given.to_dict(), allow_nan=False)
+    (missed,) = [text for text in given.warnings if "missed" in text]
+    assert "of 1,000,000,000 samples/s" in missed
+    cheap = plan(asked("setup.ddr=8MiB", "target.usd=1", "target.watts=1"))
+    assert [text.split(":")[0] for text in cheap.warnings[:2]] == ["the target is missed"] * 2
 
 
 def test_ranks_that_share_the_host_are_planned_by_what_was_measured_of_them(asked: Asked, tmp_path: Path) -> None:
@@ -77,13 +75,6 @@ def test_ranks_that_share_the_host_are_planned_by_what_was_measured_of_them(aske
     assert found.price == plan(asked("setup.ddr=4MiB")).prediction.price, "one host"
     with pytest.raises(ValueError, match="rank_costs are of 2 ranks, 2 on a host, and hosts is 3"):
         plan(asked("setup.ddr=4MiB", ranks, "setup.hosts=3"))
-
-
-def test_a_missed_target_is_a_warning(asked: Asked, given: PlanResult) -> None:
-    (missed,) = [text for text in given.warnings if "missed" in text]
-    assert "of 1,000,000,000 samples/s" in missed
-    cheap = plan(asked("setup.ddr=8MiB", "target.usd=1", "target.watts=1"))
-    assert [text.split(":")[0] for text in cheap.warnings[:2]] == ["the target is missed"] * 2
 
 
 def test_worn_drives_are_of_the_answer_and_tight_memory_is_a_warning(asked: Asked, folder: Path) -> None:
@@ -129,40 +120,25 @@ def test_the_workload_may_be_changed_scaled_or_written_in_the_file(asked: Asked,
     path.write_text('[[workload.tables]]\nname = "a"\ncount = 2\n[[workload.tables]]\nname = "b"\nnum_embeddings = 9\n')
     own = workload_of(load(path))
     assert [(table.name, table.num_embeddings) for table in own.tables] == [("a0", 1), ("a1", 1), ("b", 9)]
+    path.write_text("[[workload.tables]]\ncount = 26\nembedding_dim = 128\n")
+    alike = workload_of(load(path))
+    assert alike.dense_flops == preset("mlperf-dlrm-v2").dense_flops, "layers as MLPerf has them"
+    assert {(table.pooling_factor, table.exponent) for table in alike.tables} == {(1.0, 1.05)}
 
 
-def test_a_workload_is_written_as_it_is_read(tmp_path: Path) -> None:
-    for workload in PRESETS.values():
-        path = tmp_path / "workload.toml"
-        path.write_text(workload_toml(workload))
-        assert load_workload(path) == workload
-        assert f"{len(workload.tables)} tables" in describe_workload(workload)
-
-
-# What is assumed
-
-
-def test_each_is_told_with_its_value(asked: Asked, folder: Path) -> None:
-    found = plan(asked(f"workload.file={folder}/bare.toml", "setup.ddr=1MiB"))
-    assert [each.split(":")[0] for each in found.assumptions] == ["dense model", "pooling factor", "skew"]
-    assert found.assumptions[1:] == (
-        "pooling factor: 1 id a sample, in 1 table",
-        "skew: Zipf's law of exponent 1.05, in 1 table",
-    )
-    assert f"{found.prediction.setup.workload.dense_flops / 1e6:.3g} Mflop" in found.assumptions[0]
-    assert next(iter(found.to_dict())) == "assumptions"
-
-
-def test_what_is_given_or_in_a_trace_is_not_assumed(asked: Asked, folder: Path) -> None:
+def test_what_is_not_given_nor_in_a_trace_is_assumed_and_told_with_its_value(asked: Asked, folder: Path) -> None:
     write_trace(generate(load_workload(folder / "bare.toml"), samples=256 * 3, seed=0), folder / "bare.npz")
     bare = (f"workload.file={folder}/bare.toml", "setup.ddr=1MiB")
-    traced = plan(asked(*bare, f"trace.path={folder}/bare.npz"))
+    found, traced = plan(asked(*bare)), plan(asked(*bare, f"trace.path={folder}/bare.npz"))
+    flops = f"{found.prediction.setup.workload.dense_flops / 1e6:.3g} Mflop a sample"
+    assert [each.partition(", ")[0] for each in found.assumptions] == [
+        f"dense model: {flops}", "pooling factor: 1 id a sample", "skew: Zipf's law of exponent 1.05",
+    ]  # fmt: skip
+    assert all(each.endswith(", in 1 table") for each in found.assumptions[1:])
     assert [each.split(":")[0] for each in traced.assumptions] == ["dense model"]
     assert workload_of(asked("workload.dense_flops=6")).dense == (6, 0, 0), "of no known layers"
     assert plan(asked("setup.ddr=1MiB")).assumptions == ()
-    with pytest.raises(
-        ValueError, match=r"no setup meets the target; .*; assumed: dense model: .* pooling factor: 1 id"
-    ):
+    with pytest.raises(ValueError, match=r"no setup meets .*; assumed: dense model: .* pooling factor: 1 id"):
         plan(asked(bare[0], "target.samples_per_s=1e12", "search.memory_shares=[0.01]"))
 
 
@@ -179,3 +155,142 @@ def test_an_empty_file_is_all_defaults_and_keys_print_one(tmp_path: Path) -> Non
     for text in ("", to_toml(PlanFile(), with_help=True)):
         path.write_text(text)
         assert load(path) == PlanFile()
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shop_plan(tmp_path)
+    path = tmp_path / "plan.toml"
+    path.write_text('[workload]\nfile = "shop.toml"\n[host]\nfile = "box.json"\n[setup]\nddr = "8MiB"\n')
+    return path
+
+
+def test_a_plan_is_printed_and_written(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "plan.toml", "--html", "plan.html", "--json", "plan.json"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Answer\n  1 x box (")
+    assert said.endswith("the report: plan.html\n")
+    assert "\x1b" not in said
+    page = plan_path.with_suffix(".html").read_text(encoding="utf-8")
+    assert "<title>shop: a plan</title>" in page
+    found = json.loads(plan_path.with_suffix(".json").read_text())
+    assert found["asked"]["setup"]["ddr"] == "8MiB"
+    assert f"{found['prediction']['samples_per_s']:,.0f} samples/s" in said
+
+
+def test_what_prevents_files_is_told_before_the_work(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "plan", None)
+    for words, status, said in (
+        (["run", "plan.toml", "--html", ".", "--force"], 1, ". is a directory; choose the name of a file\n"),
+        (["run", "plan.toml", "--html", "out", "--json", f"{plan_path.parent}/out"], 2, "--html and --json are both"),
+        (["run"], 2, "give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys\n"),
+        (["run", "plan.toml", "--html", "nosuch/a"], 1, "nosuch is not a directory; make it first\n"),
+        (["presets", "rcm1"], 2, "there is no preset 'rcm1'; did you mean 'rmc1'?\n"),
+    ):
+        assert cli.main(["plan", *words]) == status
+        assert capsys.readouterr().err.startswith(f"tierstore: {said}")
+
+
+def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
+    capsys.readouterr()
+    for words in (
+        ["curve", "shop.npz", "--json", "shop.npz"],
+        ["run", "plan.toml", "--json", "plan.toml"],
+        ["run", "plan.toml", "--html", "shop.toml"],
+        ["run", "plan.toml", "--json", "box.json"],
+    ):
+        before = Path(words[-1]).read_bytes()
+        assert cli.main(["plan", *words, "--force"]) == 1
+        assert capsys.readouterr().err == f"tierstore: {words[-1]} is read; choose another name to write to\n"
+        assert Path(words[-1]).read_bytes() == before
+
+
+def test_setups_are_compared_in_one_table() -> None:
+    result, text = planned(), describe(planned())
+    own, memory = result.prediction.price, result.in_memory
+    assert isinstance(memory, Prediction)
+    assert max(map(len, text.splitlines())) <= 100
+    (table,) = [each.table for each in sections_of(result) if each.title == "Setups compared"]
+    assert len(table) == 3 + len(result.alternatives)
+    assert table[1][5:7] == [money(own.usd_a_month), watts(own.watts)]
+    for row, each in zip(table[2:-1], result.alternatives, strict=True):
+        assert row[-1].endswith(each.reason)
+    assert table[-1][-1].endswith("; all rows in memory")
+    saved = f"in memory it costs {money(memory.price.usd_a_month - own.usd_a_month)} more a month"
+    assert saved in " ".join(text.split())
+    assert "all rows in DDR or HBM: too small" in describe(replace(result, in_memory="too small"))
+    assert "Setups compared" not in describe(served())
+
+
+def test_serving_tells_latency() -> None:
+    latency, text = served().prediction.latency, describe(served())
+    assert latency is not None
+    assert f"50.0 queries/s, half of them within {duration(latency.p50_s)}, 99 % within " in " ".join(text.split())
+    assert "! the target is missed: 99 % of queries within" in text
+
+
+def test_lines_have_100_columns_and_no_colours_unless_asked_for() -> None:
+    plain = describe(planned(HOSTILE))
+    assert max(map(len, plain.splitlines())) <= 100
+    assert "\x1b" not in plain
+    assert "\x07" not in plain
+    assert describe(planned(HOSTILE), colours=True).replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
+
+
+@pytest.mark.parametrize(("width", "name"), [(1280, "shop"), (360, HOSTILE)])
+def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
+    browser: Browser, tmp_path: Path, width: int, name: str
+) -> None:
+    path, result = tmp_path / "plan.html", planned(name)
+    path.write_text(plan_page(result), encoding="utf-8")
+    assert path.stat().st_size < 50_000
+    watched = WatchedPage(browser, wait_ms=60_000, viewport={"width": width, "height": 800})
+    page = watched.page
+    page.goto(path.as_uri())
+    assert page.title().startswith(name[:8])
+    for number, each in enumerate(sections_of(result)):
+        shown = page.locator("section").nth(number)
+        cells = [cell for row in each.table for cell in row]
+        texts = [shown.locator(kind).all_text_contents() for kind in ("h2", "p", "th, td")]
+        assert texts == [[each.title], list(each.lines), cells]
+    assert page.locator("svg polyline").count() == 2
+    assert page.locator("img, script").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    assert [url.partition(":")[0] for url in watched.urls] == ["file"]
+    assert not watched.wrong
+    watched.context.close()
+
+
+def test_the_pictures_have_the_curve_and_where_the_plan_is_and_a_bar_for_each_load() -> None:
+    result = planned()
+    (shown,), drawn, found = result.curves, plan_page(result), result.prediction
+    strips = re.findall(r"rows [0-9,]+ - ([0-9,]+)\nmissed: (\S+) %", drawn)
+    told = [(int(last.replace(",", "")), float(value)) for last, value in strips]
+    assert len(told) == 120
+    assert told[-1][0] == shown.curve.sizes[-1]
+    for (before, _), (end, value) in pairwise(told):
+        assert value == pytest.approx(100 * shown.curve.miss_ratio((before + end) / 2), abs=0.01)
+    assert f"row {round(shown.chosen_rows):,}\nthis plan: 0 %" in drawn
+    (bars,) = re.findall(r'<svg class="bars".*?</svg>', drawn, re.DOTALL)
+    widths = [float(each.get("width", 0)) for each in ElementTree.fromstring(bars).iter("rect")]
+    assert len(widths) == sum(load.seconds > 0 for load in found.loads)
+    assert sum(widths) == pytest.approx(310 * sum(lane.seconds for lane in found.lanes) / found.step_s, abs=1)
+
+
+WORDS: list[tuple[Callable[[float], str], dict[float, str]]] = [
+    (significant, {0: "0", 1234.5: "1,230", 0.012345: "0.0123", math.inf: "unbounded", math.nan: "unknown"}),
+    (count, {7: "7.00", 123.4: "123", 56_143.2: "56,143", 12_345_678: "12.3 M", math.inf: "unbounded"}),
+    (duration, {0: "0 s", 1.5: "1.50 s", 0.00123: "1.23 ms", 3e-9: "3.00 ns", math.inf: "unbounded"}),
+    (share, {0.1234: "12.3 %"}),
+    (money, {1234.5: "$1,234", 3.5: "$3.50"}),
+    (watts, {560: "560 W", 56_000: "56.0 kW"}),
+]
+
+
+def test_figures_as_people_read_them() -> None:
+    for shown, texts in WORDS:
+        assert {value: shown(value) for value in texts} == texts

@@ -1,74 +1,56 @@
-"""The file of a trace, and what makes one."""
+"""The file of a trace, and the bounded memory of a recording: all lookups of the rows that its rate leaves."""
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.packed import random_trace
+from tests.recordings import Batch, check, hashed, random_batch
 from tierstore.cli import main
 from tierstore.trace import TableTrace, Trace, read_trace, write_trace
+from tierstore.trace.recorded import Recorded
 from tierstore.trace.sampling import ALL, is_sampled, last_hash, select
 
 
 def same(one: Trace, other: Trace) -> bool:
-    return _described(one) == _described(other) and all(
+    return str(one) == str(other) and all(
         np.array_equal(a, b) for name in one.tables for a, b in zip(one.tables[name], other.tables[name], strict=True)
     )
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path, trace = tmp_path / "trace.npz", random_trace({"a": 100, "b/c.ids": 50}, seed=1)
-    known = {"a.ids", "a.offsets", "b/c.ids.ids", "b/c.ids.offsets", "batch_samples"}
-    some: list[dict[str, Any]] = [
-        {},
-        {"sampling_rate": 0.5, "all_lookups": (1 << 50, 1 << 40)},
-        {"all_batches": 1 << 40},
-    ]
+    some: list[dict[str, Any]] = [{}, {"sampling_rate": 0.5, "all_lookups": (1 << 50, 1 << 40), "all_batches": 1 << 40}]
     for more in some:
         given = replace(trace, **more)
         write_trace(given, path, force=bool(more))
         assert same(read_trace(path), given)
         with np.load(path) as file:
+            known = {"a.ids", "a.offsets", "b/c.ids.ids", "b/c.ids.offsets", "batch_samples"}
             assert set(file.files) == known | set(more)
     with pytest.raises(FileExistsError, match="--force"):
         write_trace(trace, path)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.npz"]
 
 
-def _described(trace: Trace) -> tuple[object, ...]:
-    starts, counts = trace.batch_starts, (trace.all_lookups, trace.all_batches)
-    return (
-        trace.batch_samples,
-        trace.sampling_rate,
-        list(trace.tables),
-        None if starts is None else starts.tolist(),
-        counts,
-    )
-
-
-@pytest.mark.parametrize(
-    ("starts", "samples", "bounds"),
-    [
+def test_batches_of_a_trace(tmp_path: Path) -> None:
+    for starts, samples, bounds in (
         (None, 3, [0, 2, 3]),  # batches of two samples
-        ([0, 1, 3], 3, [0, 1, 3]),  # entries are samples
-        ([0, 4, 4, 9], 9, [0, 1, 2, 3]),  # entries are batches
-        ([0, 1, 2, 3], 3, [0, 1, 2, 3]),  # both
-    ],
-)
-def test_batches_of_a_trace(tmp_path: Path, starts: list[int] | None, samples: int, bounds: list[int]) -> None:
-    trace = Trace(
-        tables={"a": table([7, 8, 9, 7], [0, 1, 1, 4])},
-        batch_samples=2,
-        batch_starts=None if starts is None else np.array(starts),
-    )
-    write_trace(trace, tmp_path / "trace.npz")
-    found = read_trace(tmp_path / "trace.npz")
-    assert same(found, trace)
-    assert (found.num_entries, found.num_samples, found.batch_bounds.tolist()) == (3, samples, bounds)
+        (np.array([0, 1, 3]), 3, [0, 1, 3]),  # entries are samples
+        (np.array([0, 4, 4, 9]), 9, [0, 1, 2, 3]),  # entries are batches
+        (np.array([0, 1, 2, 3]), 3, [0, 1, 2, 3]),  # both
+    ):
+        trace = Trace(tables={"a": table([7, 8, 9, 7], [0, 1, 1, 4])}, batch_samples=2, batch_starts=starts)
+        write_trace(trace, tmp_path / "trace.npz", force=True)
+        found = read_trace(tmp_path / "trace.npz")
+        assert same(found, trace)
+        assert (found.num_entries, found.num_samples, found.batch_bounds.tolist()) == (3, samples, bounds)
 
 
 def table(ids: list[int], offsets: list[int]) -> TableTrace:
@@ -107,8 +89,7 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
     whole = path.read_bytes()
     with np.load(path) as file:
         arrays = dict(file)
-    cases = {"text": b"no zip", "empty": b"", "cut": whole[:-30], "flipped": whole[:100] + b"\xff" + whole[101:]}
-    for content in cases.values():
+    for content in (b"no zip", b"", whole[:-30], whole[:100] + b"\xff" + whole[101:]):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"file\.npz is no trace: .*tierstore trace record RUN\.toml"):
             read_trace(path)
@@ -116,10 +97,8 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
         np.savez(path, **{key: value for key, value in arrays.items() if key != name})  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="alone"):
             read_trace(path)
-    np.savez(path, **(arrays | {"batch_samples": np.array([1, 2])}))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must be one int64"):
-        read_trace(path)
     wrong: list[tuple[str, np.ndarray, str]] = [
+        ("batch_samples", np.array([1, 2]), "batch_samples must be one int64"),
         ("all_batches", np.array([9]), "all_batches must be one int64"),
         ("all_lookups", np.array(9), "all_lookups are int64, 0-d; int64, 1-d wanted"),
         ("sampling_rate", np.array(1), "sampling_rate must be one float64"),
@@ -136,66 +115,20 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
         read_trace(tmp_path / "nosuch.npz")
 
 
-def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against the data itself: with hashing "mod" a value is its row."""
-    generator = np.random.default_rng(0)
-    values = generator.integers(0, 50, (25, 26))
-    missing = generator.random((25, 26)) < 0.2
-    lines = [
-        "\t".join(["0", *["1"] * 13, *("" if gone else f"{value:08x}" for value, gone in zip(*row, strict=True))])
-        for row in zip(values, missing, strict=True)
-    ]
-    (tmp_path / "data.tsv").write_text("\n".join(lines) + "\n")
-    run = '[data]\nhashing = "mod"\n[embedding]\nnum_embeddings = 50\n[train]\nbatch_size = 8\n'
-    (tmp_path / "run.toml").write_text(run)
-    arguments = ["trace", str(tmp_path / "run.toml"), str(tmp_path / "t.npz"), "--data", str(tmp_path / "data.tsv")]
-    assert main([*arguments, "--rows", "20"]) == 0
-    assert f"{(~missing[:20]).sum()} lookups of 26 tables in 20 samples" in capsys.readouterr().out
-    trace = read_trace(tmp_path / "t.npz")
-    assert trace.batch_samples == 8
-    for column in range(26):
-        found = trace.tables[f"C{column + 1}"]
-        assert found.ids.tolist() == values[:20, column][~missing[:20, column]].tolist()
-        assert np.diff(found.offsets).tolist() == (~missing[:20, column]).astype(int).tolist()
-    assert main([*arguments, "--force"]) == 0
-    assert read_trace(tmp_path / "t.npz").num_samples == 25
-    assert main([*arguments, "--force", "--rows", "0"]) == 2
-    assert main(arguments) == 1
-
-
-RATES = (1.0, 0.5, 0.3, 0.01, 2.0**-20)
-
-
-def hashed(key: int) -> int:
-    word = 2**64 - 1
-    mixed = (key + 0x9E3779B97F4A7C15) & word
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & word
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & word
-    return mixed ^ (mixed >> 31)
-
-
-def keys_of(count: int, seed: int = 0) -> NDArray[np.int64]:
-    generator = np.random.default_rng(seed)
-    return generator.integers(0, 1 << 22, count) << 40 | generator.integers(0, 1 << 40, count)
-
-
 def test_a_row_is_sampled_by_its_hash() -> None:
-    keys = keys_of(3000)
-    for rate in RATES:
+    generator = np.random.default_rng(0)
+    keys = generator.integers(0, 1 << 22, 3000) << 40 | generator.integers(0, 1 << 40, 3000)
+    for rate in (1.0, 0.5, 0.3, 0.01, 2.0**-20):
         assert is_sampled(keys, rate).tolist() == [hashed(key) < rate * 2**64 for key in keys.tolist()]
     assert is_sampled(keys, 1.0).all()
     assert last_hash(1.0) == ALL
-
-
-@pytest.mark.parametrize("rate", [0, -0.1, 1.5, float("nan"), 2.0**-65])
-def test_rates_that_are_none(rate: float) -> None:
-    with pytest.raises(ValueError, match="above 0, and at most 1"):
-        last_hash(rate)
+    for rate in (0, 1.5, float("nan"), 2.0**-65):
+        with pytest.raises(ValueError, match="above 0, and at most 1"):
+            last_hash(rate)
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.02])
-@pytest.mark.parametrize("id_type", [np.int64, np.int32])
-@pytest.mark.parametrize("batch", [0, 1, 7])
+@pytest.mark.parametrize(("id_type", "batch"), [(np.int64, 0), (np.int64, 7), (np.int32, 1), (np.int32, 7)])
 def test_select_takes_the_sampled_rows_in_order(rate: float, id_type: type, batch: int) -> None:
     """Three features of a batch of five, not in its order, two of one table; some have more ids than a block."""
     generator = np.random.default_rng(batch)
@@ -221,3 +154,102 @@ def test_select_takes_the_sampled_rows_in_order(rate: float, id_type: type, batc
     assert list(map(tuple, found[:, :count].T.tolist())) == expected
     of_table = {2: lengths[[0, 4]].sum(), 7: lengths[3].sum()}
     assert lookups.tolist() == [100 + of_table.get(table, 0) for table in range(9)]
+
+
+def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = np.random.default_rng(0).integers(0, 50, (25, 26))
+    lines = ("\t".join(["0", *["1"] * 13, *(f"{each:08x}" if each > 9 else "" for each in row)]) for row in values)
+    (tmp_path / "data.tsv").write_text("\n".join(lines) + "\n")
+    run = '[data]\nhashing = "mod"\n[embedding]\nnum_embeddings = 50\n[train]\nbatch_size = 8\n'
+    (tmp_path / "run.toml").write_text(run)
+    arguments = ["trace", str(tmp_path / "run.toml"), str(tmp_path / "t.npz"), "--data", str(tmp_path / "data.tsv")]
+    assert main([*arguments, "--rows", "20"]) == 0
+    assert f"{(values[:20] > 9).sum()} lookups of 26 tables in 20 samples" in capsys.readouterr().out
+    trace = read_trace(tmp_path / "t.npz")
+    assert trace.batch_samples == 8
+    for column, found in enumerate(trace.tables.values()):
+        own = values[:20, column]
+        assert found.ids.tolist() == own[own > 9].tolist()
+        assert np.diff(found.offsets).tolist() == (own > 9).astype(int).tolist()
+    assert main([*arguments, "--force"]) == 0
+    assert read_trace(tmp_path / "t.npz").num_samples == 25
+    assert main([*arguments, "--force", "--rows", "0"]) == 2
+
+
+INDEXES = {"a": 0, "b": 1, "c": 2}
+ROWS = {"a": 2000, "b": 60, "c": 3}
+
+
+def add(recorded: Recorded, batch: Batch, last: np.uint64 | None = None) -> None:
+    """As a recorder does: what is sampled at the rate of now, or at one of before."""
+    keys = [INDEXES[table] << 40 | row for table, ids, _ in batch.features for row in ids]
+    samples = [s for _, _, lengths in batch.features for s, length in enumerate(lengths) for _ in range(length)]
+    last = recorded.last if last is None else last
+    found = np.array(keys, np.int64)
+    kept = np.ones(len(found), np.bool_) if last == ALL else is_sampled(found, (int(last) + 1) / 2**64)
+    counts = np.bincount(found >> 40, minlength=len(recorded.tables))
+    recorded.add(found[kept], np.array(samples, np.int64)[kept], batch.samples, last, counts)
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    sizes=st.lists(st.integers(1, 40), max_size=30),
+    rate=st.sampled_from([1.0, 0.7, 0.1, 0.001]),
+    max_bytes=st.sampled_from([100, 500, 2000, 10_000, 60_000]),
+)
+def test_a_recording_is_a_filter_of_what_was_looked_up(
+    seed: int, sizes: list[int], rate: float, max_bytes: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    recorded = Recorded(list(INDEXES), rate=rate, max_bytes=max_bytes)
+    log: list[Batch] = []
+    for size in sizes:
+        log.append(random_batch(generator, ROWS, size))
+        before = recorded.rate
+        add(recorded, log[-1])
+        assert recorded.size_bytes <= max_bytes
+        assert before / recorded.rate in {2.0**k for k in range(64)}
+        assert recorded.last == last_hash(recorded.rate)
+    trace = recorded.trace()
+    assert trace.sampling_rate == recorded.rate
+    check(trace, log, INDEXES)
+
+
+def test_the_rate_is_halved_only_when_it_must_be() -> None:
+    recorded = Recorded(list(INDEXES), rate=1.0, max_bytes=1 << 16)
+    generator = np.random.default_rng(0)
+    while recorded.rate == 1:
+        held = recorded.size_bytes
+        batch = random_batch(generator, ROWS, 50)
+        add(recorded, batch)
+    # 12 bytes for each id, 8 for each sample in the offsets of each table, and in the batches' starts.
+    took = 12 * sum(len(feature.ids) for feature in batch.features) + 8 * 4 * batch.samples
+    assert held <= 1 << 16 < held + took
+    assert recorded.rate == 0.5
+
+
+def test_what_was_sampled_before_the_rate_was_halved_is_sampled_again() -> None:
+    """Two threads: one samples, the other's batch halves the rate, the first adds."""
+    generator = np.random.default_rng(1)
+    recorded = Recorded(list(INDEXES), rate=1.0, max_bytes=3000)
+    log = [random_batch(generator, ROWS, size) for size in (40, 2, 2)]
+    add(recorded, log[0])
+    rate = recorded.rate
+    for batch in log[1:]:
+        add(recorded, batch, last=ALL)
+    assert recorded.rate == rate < 1  # there was room
+    check(recorded.trace(), log, INDEXES)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_halving_takes_no_more_memory_than_there_may_be(rate: float) -> None:
+    generator, max_bytes = np.random.default_rng(4), 1 << 20
+    recorded = Recorded(["a"], rate=rate, max_bytes=max_bytes)
+    while recorded.rate == rate:
+        keys = generator.integers(0, 1 << 20, 2000)
+        keys, counts = keys[is_sampled(keys, rate)], np.array([2000])
+        tracemalloc.start()
+        recorded.add(keys, np.zeros(len(keys), np.int32), 1, recorded.last, counts)
+        took = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert took <= max_bytes

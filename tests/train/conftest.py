@@ -18,7 +18,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder, request):
-    """Train the small run in a store of the test's own; returns the summary with bits."""
 
     def run_it(name="run", *, resume=False, **changes):
         store = f"{abs(hash(request.node.nodeid))}-{name}"

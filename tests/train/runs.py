@@ -16,19 +16,17 @@ from tierstore.train.synthetic import write_synthetic
 _T = TypeVar("_T")
 TRAIN_ROWS = 300
 TEST_ROWS = 100
+TOWERS = [[f"C{i}" for i in range(start, 27, 3)] for start in (1, 2, 3)]
 
-SECTIONS = {
-    "data": {"train_rows": TRAIN_ROWS, "test_rows": TEST_ROWS},
-    "embedding": {"dim": 4, "num_embeddings": 150},
-    "model": {"bottom_mlp": [8], "top_mlp": [8]},
-    "train": {"batch_size": 32, "epochs": 2, "commit_every": 0},
-    "store": {"ddr": "64MiB"},
-}
+SMALL: dict[str, object] = {
+    "data__train_rows": TRAIN_ROWS, "data__test_rows": TEST_ROWS, "embedding__dim": 4, "embedding__num_embeddings": 150,
+    "model__bottom_mlp": [8], "model__top_mlp": [8], "train__batch_size": 32, "train__epochs": 2,
+    "train__commit_every": 0, "store__ddr": "64MiB",
+}  # fmt: skip
 
 
 @functools.cache
 def clicks(folder: Path) -> Path:
-    """A file of clicks in ``folder``, written once."""
     return write_synthetic(folder / "clicks.tsv", train_rows=TRAIN_ROWS, test_rows=TEST_ROWS).path
 
 
@@ -36,13 +34,8 @@ def config_of(folder: Path, store: str, **changes: object) -> RunConfig:
     """The small run with keys changed, as ``train__epochs=3``; its store is ``folder / store``."""
     run_file = folder / "empty.toml"
     run_file.write_text("")
-    keys = {f"{section}__{key}": value for section, keys in SECTIONS.items() for key, value in keys.items()}
-    keys |= {"store__path": str(folder / store), "data__path": str(clicks(folder)), **changes}
-    overrides = []
-    for name, value in keys.items():
-        section, _, key = name.partition("__")
-        overrides.append(Override(section, key, value, name))
-    return load(run_file, overrides)
+    keys = SMALL | {"store__path": str(folder / store), "data__path": str(clicks(folder)), **changes}
+    return load(run_file, [Override(*name.split("__"), value, name) for name, value in keys.items()])
 
 
 def commit_scaled(config: RunConfig, factor: float, evaluate: Callable[[DLRM], _T]) -> tuple[int, _T]:

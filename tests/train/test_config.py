@@ -25,28 +25,19 @@ def load(path, *overrides):
     return run_files.load(path, [parse_override(text) for text in overrides])
 
 
-def test_keys_reach_their_fields_and_keep_their_types(write):
+def test_keys_reach_their_fields_and_overrides_win(write):
     assert load(write("")) == RunConfig()
     text = "[store]\nddr = 1024\n[optimizer]\nsparse_lr = 1\n[model]\ntop_mlp = [8, 4]\n"
     config = load(write(text + '[data]\nsparse_columns = ["a", "b"]\n[embedding]\nnum_embeddings = [5, 6]\n'))
     assert (config.store.ddr, config.model.top_mlp, config.table_sizes) == (1024, (8, 4), (5, 6))
     assert (config.optimizer.sparse_lr, type(config.optimizer.sparse_lr)) == (1.0, float)
-    assert load(write("[embedding]\nnum_embeddings = 7\n")).table_sizes == (7,) * 26
-
-
-def test_overrides_win_and_may_be_bare_words(write):
-    path = write('[train]\nbatch_size = 64\n[store]\nddr = "1GiB"\n')
+    path = write("[embedding]\nnum_embeddings = 7\ninit_range = 1e-05\n[train]\nbatch_size = 64\n")
     config = load(path, "train.batch_size=1", "store.ddr=5% of tables", "data.log_dense=false", "train.batch_size=256")
-    assert config.train.batch_size == 256
-    assert config.store.ddr == "5% of tables"
-    assert config.data.log_dense is False
+    assert (config.train.batch_size, config.store.ddr, config.data.log_dense) == (256, "5% of tables", False)
+    assert config.table_sizes == (7,) * 26
     assert load(path, 'store.path="a=b"').store.path == "a=b"
-
-
-def test_to_toml_is_read_back(write):
-    config = load(write('[data]\npath = "a \\"b\\"\\\\c"\n[train]\nseed = 3\n[embedding]\ninit_range = 1e-05\n'))
-    assert load(write(to_toml(config))) == config
-    assert load(write(to_toml(config, with_help=True))) == config
+    for with_help in (False, True):
+        assert load(write(to_toml(config, with_help=with_help))) == config
 
 
 OF_KINDS = {int: [True, "x", 1.5], float: [True, "x", math.nan], bool: ["yes", 1], str: [5, True]}
@@ -68,6 +59,9 @@ def test_values_that_a_key_cannot_have_are_named_with_their_origin(write, sectio
                 load(write(""), f"{section}.{field.name}={text}")
 
 
+NOT_HESSIAN_FREE = ("dense_clip_norm = 1.0", "dense_weight_decay = 0.1", '[model]\ntowers = [["C1"]]')
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
@@ -79,6 +73,9 @@ def test_values_that_a_key_cannot_have_are_named_with_their_origin(write, sectio
         ("[model]\ntop_mlp = [64, 0]\n", [], r"model\.top_mlp"),
         ("[embedding]\nnum_embeddings = [1, 2]\n", [], r"embedding\.num_embeddings lists 2 tables"),
         ("[train\n", [], r"run\.toml is not valid TOML"),
+        *((f'[optimizer]\ndense = "hessian-free"\n{key}', [], r"optimizer\.dense") for key in NOT_HESSIAN_FREE),
+        ("[optimizer]\ncurvature_share = 0.0\n", [], r"optimizer\.curvature_share"),
+        ('[optimizer]\ndecay = "linear"\n', [], r"optimizer\.decay_steps = 0: expected 1 or more"),
         ("", ["train.batchsize=1"], r'--set train\.batchsize=1: unknown key "batchsize"'),
         ("", ["train.batch_size"], r"expected section\.key=value"),
     ],
@@ -88,27 +85,17 @@ def test_errors_name_the_origin_the_key_and_the_way_out(write, text, overrides, 
         load(write(text), *overrides)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"a = " + b"[" * 100_000, "nested too deeply"),
-        (b"a." * 50_000 + b"a = 1", "line 1 has more than 200 dots"),
-        (b"#" * (2**18 + 1), "has more than 262144 bytes"),
-        (b"[train]\nbatch_size = " + b"9" * 400, "expected a whole number from 1"),
-    ],
-    ids=["lists", "dots", "long", "digits"],
-)
-def test_hostile_files_end_in_a_short_error(tmp_path, text, message):
-    (tmp_path / "run.toml").write_bytes(text)
-    with pytest.raises(ConfigError, match=message) as raised:
-        load(tmp_path / "run.toml")
-    assert len(str(raised.value)) < 1000
+def test_hostile_files_end_in_a_short_error(write):
+    for text, message in (
+        ("a = " + "[" * 100_000, "nested too deeply"),
+        ("a." * 50_000 + "a = 1", "line 1 has more than 200 dots"),
+        ("#" * (2**18 + 1), "has more than 262144 bytes"),
+        ("[train]\nbatch_size = " + "9" * 400, "expected a whole number from 1"),
+    ):
+        with pytest.raises(ConfigError, match=message) as raised:
+            load(write(text))
+        assert len(str(raised.value)) < 1000
 
 
-def test_every_field_has_help_and_every_section_is_frozen_and_documented():
-    for name, section in get_type_hints(RunConfig).items():
-        assert section.__doc__.startswith(f"[{name}]")
-        for option in dataclasses.fields(section):
-            assert option.metadata["help"], f"{name}.{option.name}"
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(section(), dataclasses.fields(section)[0].name, None)
+def test_every_field_has_help():
+    assert [name for name, field in FIELDS if not field.metadata["help"]] == []

@@ -7,20 +7,25 @@ import numpy as np
 import xxhash
 from hypothesis import strategies as st
 
-from tierstore.train.readers import Categories, CategoryRule, FeatureHasher
+from tierstore.train.readers import Categories, CategoryRule, FeatureHasher, Schema, open_reader
 from tierstore.train.readers.categories import FROM_ZERO
 
 DENSE = st.one_of(st.none(), st.integers(-3, 100), st.integers(-(10**17), 10**17))
 CATEGORY = st.one_of(st.none(), st.integers(0, 2**60 - 1), st.integers(0, 2**32 - 1))
 ROWS = st.lists(
     st.tuples(
-        st.integers(0, 1),
-        st.lists(DENSE, min_size=13, max_size=13),
-        st.lists(CATEGORY, min_size=26, max_size=26),
+        st.integers(0, 1), st.lists(DENSE, min_size=13, max_size=13), st.lists(CATEGORY, min_size=26, max_size=26)
     ),
     max_size=12,
 )
 HASHER = FeatureHasher([1000 + i for i in range(26)])
+SCHEMA = Schema(label="y", dense=("a",), sparse=("c",))
+"""Of one dense and one sparse column."""
+
+
+TEXTS = ["ab", "AB", "0ab", "F", "02134", "2134", "0", "00", "-1", "1.0", "\u00e9", "x" * 300, " 7", "9" * 18]
+TEXTS += [str(2**63 - 1), str(2**63), "9" * 19, "9" * 20, "-0", "-01", "-", "-5.0", str(-(2**63)), str(-(2**63) - 1)]
+"""Categories as texts."""
 
 
 def some_rows(count, seed=0):
@@ -61,8 +66,13 @@ def category_of(value, *, floats=False, rule=FROM_ZERO):
     return hashed - (hashed >> 63 << 64) if rule.are_ids else hashed >> 1
 
 
+def expected_bags(column, *, floats=False):
+    lists = [value if isinstance(value, list) else [value] for value in column]
+    found = [[category_of(value, floats=floats) for value in each] for each in lists]
+    return [[[category for category in each if category is not None]] for each in found]
+
+
 def values_of(categories):
-    """Of all columns, one after another."""
     return np.concatenate(categories.columns)
 
 
@@ -81,7 +91,6 @@ def matrix(categories):
 
 
 def check_batch(batch, rows):
-    """Compare a batch with what the rows say, computed value by value."""
     assert len(batch) == len(rows)
     assert batch.labels.tolist() == [row[0] for row in rows]
     expected = [[0.0 if x is None else math.log1p(max(x, 0)) for x in row[1]] for row in rows]
@@ -95,9 +104,23 @@ def check_batch(batch, rows):
 
 
 def check_reader(reader, rows, *, batch_size=4, start_row=0, stop_row=None):
-    """Compare all batches of a range of rows."""
-    wanted = rows[start_row:stop_row]
-    batches = list(reader.batches(HASHER, batch_size=batch_size, start_row=start_row, stop_row=stop_row))
+    wanted, options = rows[start_row:stop_row], {"batch_size": batch_size, "start_row": start_row, "stop_row": stop_row}
+    batches = list(reader.batches(HASHER, **options))
     assert len(batches) == -(-len(wanted) // batch_size)
-    for number, batch in enumerate(batches):
-        check_batch(batch, wanted[number * batch_size : (number + 1) * batch_size])
+    parts = [reader.batches(HASHER, **options, part=part, parts=2) for part in range(2)]
+    for number, (batch, first, second) in enumerate(zip(batches, *parts, strict=True)):
+        own = wanted[number * batch_size : (number + 1) * batch_size]
+        middle = len(own) // 2
+        assert batch.total_rows == first.total_rows == second.total_rows == len(own)
+        for found, expected in ((batch, own), (first, own[:middle]), (second, own[middle:])):
+            check_batch(found, expected)
+
+
+def write_npy(folder, values, offsets=None):
+    """Three rows of ``SCHEMA``, their categories one a row or as bags."""
+    np.save(folder / "label.npy", np.ones(3))
+    np.save(folder / "dense.npy", np.ones((3, 1)))
+    np.save(folder / "c.npy", values)
+    if offsets is not None:
+        np.save(folder / "c.offsets.npy", offsets)
+    return open_reader(folder, schema=SCHEMA)

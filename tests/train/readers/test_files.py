@@ -9,7 +9,7 @@ import pytest
 
 from tierstore.train import train, trainer
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
-from tierstore.train.readers import DataError, FeatureHasher, Schema, open_reader
+from tierstore.train.readers import DataError, FeatureHasher, Schema, arrow, open_reader
 
 from .rows import values_of
 
@@ -21,14 +21,12 @@ SCHEMA = Schema(label="y", dense=(), sparse=("c",))
 
 
 def write(path, *ids):
-    """A file of its ending's format, where each row has one id."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"y": [1] * len(ids), "c": pa.array(ids, pa.int64())}), path)
     else:
         text = "".join(["y,c\n", *(f"1,{each}\n" for each in ids)]).encode()
-        pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".lz4": lambda data: pa.Codec("lz4").compress(data)}
-        path.write_bytes(pack.get(path.suffix, bytes)(text) if path.suffix != ".lz4" else lz4(text))
+        path.write_bytes({".gz": gzip.compress, ".bz2": bz2.compress, ".lz4": lz4}.get(path.suffix, bytes)(text))
 
 
 def lz4(text):
@@ -44,19 +42,10 @@ def ids_of(path, **options):
 
 
 def test_a_folder_is_read_as_pyarrow_reads_it(tmp_path, caplog):
-    names = [
-        "b.parquet",
-        "a/z.parquet",
-        "day=1/x.parquet",
-        "day=10/x.parquet",
-        "day=2/x.parquet",
-        "c.parquet/part-0.parquet",
-    ]
-    hidden = [".half.parquet", "_old.parquet", "._b.parquet", "_temporary/x.parquet", ".d/x.parquet"]
-    for number, name in enumerate(names):
-        write(tmp_path / name, number)
-    for name in hidden:
-        write(tmp_path / name, 99)
+    names = ["b", "a/z", "day=1/x", "day=10/x", "day=2/x", "c.parquet/part-0"]
+    hidden = [".half", "_old", "._b", "_temporary/x", ".d/x"]
+    for number, name in enumerate([*names, *hidden]):
+        write(tmp_path / f"{name}.parquet", number)
     (tmp_path / "_SUCCESS").touch()
     (tmp_path / ".b.parquet.crc").write_bytes(b"crc")
     pq.ParquetWriter(tmp_path / "empty.parquet", pa.schema([("y", pa.int64()), ("c", pa.int64())])).close()
@@ -68,15 +57,14 @@ def test_a_folder_is_read_as_pyarrow_reads_it(tmp_path, caplog):
 
 
 def test_endings_of_any_size_and_what_is_left_out(tmp_path, caplog):
-    for number, name in enumerate(["a.csv", "b.CSV", "c.csv.lz4", "d.Csv.Gz", "e.csv.bz2"]):
+    for number, name in enumerate(["a.csv", "b.CSV", "c.csv.lz4", "d.Csv.Gz", "e.csv.bz2", "f.csv"]):
         write(tmp_path / name, number)
-    write(tmp_path / "f.csv", 5)
     (tmp_path / "f.csv").rename(tmp_path / "f.csv.gz")  # compression is told by the first bytes
     assert ids_of(tmp_path) == [0, 1, 2, 3, 4, 5]
     assert not caplog.text
     write(tmp_path / "d.txt", 9)
     (tmp_path / "linked").symlink_to(tmp_path)
-    assert ids_of(tmp_path) == [0, 1, 2, 3, 4, 5]
+    ids_of(tmp_path)
     assert f"{tmp_path}: 6 files are read; left out: d.txt, linked" in caplog.text
     write(tmp_path / "a.parquet", 1)
     with pytest.raises(DataError, match=r"holds both Parquet and CSV files; set data\.format"):
@@ -85,16 +73,18 @@ def test_endings_of_any_size_and_what_is_left_out(tmp_path, caplog):
 
 
 def test_what_no_format_takes_is_named(tmp_path):
-    (tmp_path / "day_0").write_text("1\n")
-    with pytest.raises(DataError, match=r"but day_0; Criteo's text format is one file: name one of the days"):
-        open_reader(tmp_path)
-    with pytest.raises(DataError, match=r"s3://bucket/x\.parquet is no path; .*copy the data to this machine"):
-        open_reader("s3://bucket/x.parquet")
+    (tmp_path / "days").mkdir()
+    (tmp_path / "days" / "day_0").write_text("1\n")
     write(tmp_path / "day=1" / "x.parquet", 1)
-    with pytest.raises(DataError, match=r"lacks the columns day; .*Names of folders are not read as columns"):
-        open_reader(tmp_path, schema=Schema(label="y", dense=(), sparse=("c", "day")))
-    with pytest.raises(ValueError, match=r"data\.quoting = false is for CSV; .* is read as parquet"):
-        open_reader(tmp_path, schema=SCHEMA, quoting=False)
+    with_day = Schema(label="y", dense=(), sparse=("c", "day"))
+    for path, options, reason in (
+        (tmp_path / "days", {}, r"but day_0; Criteo's text format is one file: name one of the days"),
+        ("s3://bucket/x.parquet", {}, r"s3://bucket/x\.parquet is no path; .*copy the data to this machine"),
+        (tmp_path, {"schema": with_day}, r"lacks the columns day; .*Names of folders are not read as columns"),
+        (tmp_path, {"schema": SCHEMA, "quoting": False}, r"data\.quoting = false is for CSV; .* is read as parquet"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            open_reader(path, **options)
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv"])
@@ -102,14 +92,16 @@ def test_errors_of_a_batch_name_the_file_and_its_row(tmp_path, ending):
     for number, ids in enumerate(([1, 2, 3], [4], [5, 600, 7])):
         write(tmp_path / f"{number}.{ending}", *ids)
     reader = open_reader(tmp_path, schema=SCHEMA)
-    for start in (0, 2, 5):
+    for options in ({"start_row": 0}, {"start_row": 2}, {"start_row": 5}, {"part": 1, "parts": 2}):
         with pytest.raises(DataError, match=rf"2\.{ending}, row 1, column c: category 600"):
-            list(reader.batches(FeatureHasher([100], mode="mod"), batch_size=2, start_row=start))
+            list(reader.batches(FeatureHasher([100], mode="mod"), batch_size=2, **options))
 
 
 @pytest.mark.parametrize("groups", [1, 30])
-def test_parquet_is_held_a_part_at_a_time(tmp_path, groups):
-    rows = 1_200_000
+def test_parquet_is_held_a_part_at_a_time(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(arrow, "_RECORD_BYTES", 1 << 20)
+    monkeypatch.setattr(arrow, "_BUFFER_BYTES", 1 << 16)
+    rows = 150_000
     columns = {f"c{i}": np.arange(rows) * (2 * i + 1) for i in range(4)}
     table = pa.table({"y": np.ones(rows, np.int8)} | columns)
     size = table.nbytes
@@ -119,7 +111,7 @@ def test_parquet_is_held_a_part_at_a_time(tmp_path, groups):
     before = pa.total_allocated_bytes()
     reader = open_reader(path, schema=Schema(label="y", dense=(), sparse=tuple(columns)))
     held = [pa.total_allocated_bytes() - before for _ in reader.read_chunks(0, None, 10_000)]
-    assert len(held) == 120
+    assert len(held) == 15
     assert max(held) < size // 2
 
 
@@ -136,15 +128,9 @@ def stopped(tmp_path, monkeypatch):
     )
     step = trainer.train_step
     steps = iter(range(3))
-
-    def broken(*arguments):
-        if next(steps) == 2:
-            raise RuntimeError("a power cut")
-        return step(*arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", broken)
-        with pytest.raises(RuntimeError, match="a power cut"):
+        patch.setattr(trainer, "train_step", lambda *given: step(*given) if next(steps) < 2 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             train(config)
     return config
 
@@ -153,7 +139,6 @@ def stopped(tmp_path, monkeypatch):
     ("change", "message"),
     [
         (lambda data: write(data / "1.parquet", 1), r"'1\.parquet' of .* and 1 rows in place of '1\.parquet' of .* 10"),
-        (lambda data: write(data / "+.parquet", 1), r"'\+\.parquet' .* in place of '0\.parquet'"),
         (lambda data: (data / "1.parquet").unlink(), r"no file in place of '1\.parquet'"),
         (lambda data: write(data / "2.parquet", 1), r"'2\.parquet' .* in place of no file"),
     ],

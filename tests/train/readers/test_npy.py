@@ -1,4 +1,4 @@
-"""The npy reader against the rows its arrays were made of."""
+"""The npy reader against the rows its arrays were made of; arrays that it cannot take are named."""
 
 import os
 import tracemalloc
@@ -8,7 +8,7 @@ import pytest
 
 from tierstore.train.readers import DataError, NpyReader, open_reader
 
-from .rows import check_reader, some_rows
+from .rows import bags, check_reader, some_rows, write_npy
 
 
 @pytest.fixture
@@ -25,14 +25,29 @@ def test_rows_from_any_row_on(folder):
     path, rows = folder
     reader = open_reader(path)
     assert isinstance(reader, NpyReader)
-    for start in range(24):
-        for stop in (None, start, 23):
-            check_reader(reader, rows, start_row=start, stop_row=stop)
+    for start, stop in ((0, None), (0, 22), (7, 7), (7, 22), (22, 23), (23, None)):
+        check_reader(reader, rows, start_row=start, stop_row=stop)
 
 
-def of_23(last, dtype=None, columns=None):
+def test_categories_of_each_kind(tmp_path):
+    bounds = np.array([0, 2, 2, 4], np.int32)
+    for values, offsets, wanted in (
+        (np.array([4, -1, 0], np.int32), None, [[4], [], [0]]),
+        (np.array([4, np.nan, 0]), None, [[4], [], [0]]),
+        (np.array([True, False, True]), None, [[1], [0], [1]]),
+        (np.array([[4, 1], [-1, 2], [-1, -1]]), None, [[4, 1], [2], []]),
+        (np.array([4, 1, 2, 9], np.uint32), bounds, [[4, 1], [], [2, 9]]),
+        (np.array([4, np.nan, 2, 9]), bounds, [[4], [], [2, 9]]),
+    ):
+        reader = write_npy(tmp_path, values, offsets)
+        for start in range(3):
+            (chunk,) = reader.read_chunks(start, None, 9)
+            assert bags(chunk.categories) == [[each] for each in wanted[start:]]
+
+
+def of_23(last, dtype=None, columns=()):
     """Zeros, and then a value that no model can take."""
-    array = np.zeros(23 if columns is None else (23, columns), dtype)
+    array = np.zeros((23, *columns), dtype)
     array[20:] = last
     return array
 
@@ -42,11 +57,11 @@ def of_23(last, dtype=None, columns=None):
     [
         ("label", np.zeros(22), "differ in rows"),
         ("label", of_23(2), r"row 20: 2"),
-        ("dense", of_23(0, columns=12), r"holds float64 \[23, 12\]"),
-        ("dense", of_23(np.inf, np.float32, 13), r"row 20, column 0: inf"),
+        ("dense", of_23(0, columns=(12,)), r"holds float64 \[23, 12\]"),
+        ("dense", of_23(np.inf, np.float32, (13,)), r"row 20, column 0: inf"),
         ("dense", np.zeros((23, 13), [("x" * 200, "f4")]), r"holds \[\(.{197,198} \[23, 13\]"),
-        ("sparse", of_23(0, columns=25), r"holds float64 \[23, 25\]"),
-        ("sparse", of_23(2**63, np.uint64, 26), r"row 20, column 0: 9223372036854775808"),
+        ("sparse", of_23(0, columns=(25,)), r"holds float64 \[23, 25\]"),
+        ("sparse", of_23(2**63, np.uint64, (26,)), r"row 20, column 0: 9223372036854775808"),
     ],
 )
 def test_wrong_arrays_are_named(folder, name, array, message):
@@ -57,14 +72,22 @@ def test_wrong_arrays_are_named(folder, name, array, message):
     assert f"{name}.npy" in str(raised.value)
 
 
-def header(text, length=None, version=b"\x01\x00"):
-    size = len(text) if length is None else length
-    return b"\x93NUMPY" + version + size.to_bytes(2 if version[0] == 1 else 4, "little") + text
+def test_wrong_categories_are_named(tmp_path):
+    for values, offsets, message in (
+        (np.array([1.5, 2, 3]), None, r"c\.npy, row 0: 1\.5"),
+        (np.array([1, 2, 1e17]), None, r"c\.npy, row 2: 1e\+17"),
+        (np.array(["a", "b", "c"]), None, r"c\.npy holds <U1 \[3\]"),
+        (np.arange(4), [0, 2, 2, 5], r"c\.offsets\.npy: offsets go from 0 to 4"),
+        (np.arange(4), [0, 3, 2, 4], r"c\.offsets\.npy, row 1: 2"),
+        (np.arange(4), [0, 4], r"differ in rows: .*'c\.npy': 1"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(write_npy(tmp_path, values, offsets).read_chunks(0, None, 9))
 
 
 def test_a_long_header_is_refused_before_it_is_read(folder):
     path, _ = folder
-    (path / "label.npy").write_bytes(header(b"", 1 << 29, b"\x02\x00"))
+    (path / "label.npy").write_bytes(b"\x93NUMPY\x02\x00" + (1 << 29).to_bytes(4, "little"))
     os.truncate(path / "label.npy", (1 << 29) + 12)
     tracemalloc.start()
     try:
