@@ -19,7 +19,6 @@ from tierstore.io.btree import (
     Meta,
     Pages,
     WalkStatus,
-    find_entries,
     list_tree,
     new_walk,
     sound_metas,
@@ -58,14 +57,30 @@ def _some_transaction(environment: "lmdb.Environment", generator: np.random.Gene
                 txn.delete(key)
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Iterator[Any]:
-    """An environment of many pages, changed many times, and a snapshot of it."""
-    generator, path = np.random.default_rng(1), tmp_path / "tree.lmdb"
-    with ExitStack() as stack:
-        environment = stack.enter_context(closing(_environment(path)))
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of many pages, changed many times, with a free list on overflow pages."""
+    generator, path = np.random.default_rng(1), tmp_path_factory.mktemp("tree") / "tree.lmdb"
+    with closing(_environment(path)) as environment:
+        kept = environment.begin()
+        # What a transaction frees goes into one record: here so much that it takes overflow pages.
+        with environment.begin(write=True) as txn:
+            for key in range(1000, 2200):
+                txn.put(struct.pack(">QQ", key, 5), bytes(4080))
+        with environment.begin(write=True) as txn:
+            for key in range(1000, 2200, 2):
+                txn.delete(struct.pack(">QQ", key, 5))
         for _ in range(6):
-            _some_transaction(environment, generator, 2000 if JIT_ENABLED else 400)
+            _some_transaction(environment, generator, 200 if JIT_ENABLED else 100)
+        kept.abort()
+    return path
+
+
+@pytest.fixture
+def tree(path: Path) -> Iterator[Any]:
+    """LMDB's view of it, and ours."""
+    with ExitStack() as stack:
+        environment = stack.enter_context(closing(open_environment(path, 1 << 28)))
         file_map = stack.enter_context(closing(FileMap(path, 1 << 28)))
         yield environment, stack.enter_context(closing(Snapshot(path, file_map, PAGE)))
 
@@ -123,23 +138,9 @@ def test_whatever_lmdb_leaves_behind_passes(tmp_path: Path) -> None:
 
 
 class Image:
-    """A row file in memory, with a free list on overflow pages, and the places of what it is made of."""
+    """The file in memory, and the places of what it is made of."""
 
     def __init__(self, path: Path) -> None:
-        environment = _environment(path)
-        generator = np.random.default_rng(2)
-        kept = environment.begin()
-        # What a transaction frees goes into one record: here so much that it takes overflow pages.
-        with environment.begin(write=True) as txn:
-            for key in range(1200):
-                txn.put(struct.pack(">QQ", key, 5), bytes(4080))
-        with environment.begin(write=True) as txn:
-            for key in range(0, 1200, 2):
-                txn.delete(struct.pack(">QQ", key, 5))
-        for _ in range(3):
-            _some_transaction(environment, generator, 20)
-        kept.abort()
-        environment.close()
         self.words: NDArray[np.uint64] = np.fromfile(path, np.uint64)
         self.bytes = self.words.view(np.uint8)
         self.meta: Meta = sound_metas(*(self.bytes[at:][:META_READ_BYTES].tobytes() for at in (0, PAGE)))[0]
@@ -179,41 +180,12 @@ class Image:
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Image:
-    image = Image(tmp_path_factory.mktemp("image") / "tree.lmdb")
+def sound(path: Path) -> Image:
+    image = Image(path)
     assert image.check().status == WalkStatus.DONE
     assert any(size > PAGE for _, _, size in image.free_records()), "no list takes overflow pages"
     assert image.meta.main.depth > 1
     return image
-
-
-def test_damaged_pages_end_in_a_status(sound: Image) -> None:
-    """Any byte of the tree, changed to anything, gives an answer: never a crash, never a wild read. A tolerant walk
-    loses no more than what lies below the page."""
-    leaves = {*sound.leaves(sound.meta.main.page, sound.meta.main.depth)}
-    tree_pages = sorted(leaves | {sound.meta.main.page})
-    generator, seen = np.random.default_rng(3), set()
-    whole, _ = sound.walk()
-    for _ in range(2000 if JIT_ENABLED else 250):
-        in_page = generator.choice([generator.integers(0, 60), generator.integers(0, PAGE)])
-        byte = int(generator.choice(tree_pages)) * PAGE + int(in_page)
-        before = sound.bytes[byte]
-        sound.bytes[byte] = generator.integers(0, 256)
-        found, status = sound.walk()
-        seen.add(status)
-        assert status == WalkStatus.DONE or len(found) < len(whole)
-        big = found[found["page"] > 0]
-        assert (big["page"] * PAGE + 16 + big["size"] <= len(sound.bytes)).all()
-        rest, status = sound.walk(tolerant=True)
-        assert status == WalkStatus.DONE
-        lost = np.setdiff1d(whole["page"], rest["page"])
-        assert len(lost) <= (PAGE // 24 if byte // PAGE in leaves else len(whole))
-        for key in (5, 1 << 19):
-            wanted = np.array([key], np.uint64)
-            find_entries(sound.pages, sound.meta.main, wanted, wanted, new_walk(PAGE // 2))
-        sound.bytes[byte] = before
-    assert {WalkStatus.DONE, WalkStatus.BAD_PAGE, WalkStatus.BAD_NODE, WalkStatus.BAD_ORDER} <= seen
-    assert np.array_equal(sound.walk()[0], whole)
 
 
 def test_trees_in_circles_end(sound: Image) -> None:
