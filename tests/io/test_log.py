@@ -271,7 +271,7 @@ def _opened(path: Path, **changes: Any) -> LmdbColdTier:
 
 @pytest.fixture(params=["narrow", "wide"])
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """In bytes; wide if a row's number in its segment takes 29 bits: 4 bytes can name seven segments of a layout."""
+    """In bytes; wide if a row's number takes 29 bits of a place: 4 bytes then name seven segments of a layout."""
     if request.param == "wide":
         monkeypatch.setattr(places, "geometry", lambda *given: segments.geometry(*given)._replace(place_bits=29))
     monkeypatch.setattr(segments, "_PART_SEGMENTS", 7)

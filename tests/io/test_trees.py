@@ -14,13 +14,9 @@ from numpy.typing import NDArray
 from tierstore.io import btree
 from tierstore.io.btree import (
     META_READ_BYTES,
-    STATUS,
-    Entries,
     Meta,
     Pages,
     WalkStatus,
-    list_tree,
-    new_walk,
     sound_metas,
 )
 from tierstore.io.files import open_environment
@@ -149,11 +145,6 @@ class Image:
     def check(self) -> PageUse:
         return check_page_use(self.pages, self.meta)
 
-    def walk(self, *, tolerant: bool = False, once: bool = True) -> tuple[Entries, WalkStatus]:
-        walk = new_walk(PAGE // 2, np.zeros((self.pages.limit >> 6) + 1, np.uint64) if once else None)
-        found = list_tree(self.pages, self.meta.main, walk, tolerant=tolerant)
-        return found, WalkStatus(int(walk.result[STATUS]))
-
     def half(self, at: int) -> int:
         return int.from_bytes(self.bytes[at : at + 2].tobytes(), "little")
 
@@ -186,16 +177,6 @@ def sound(path: Path) -> Image:
     assert any(size > PAGE for _, _, size in image.free_records()), "no list takes overflow pages"
     assert image.meta.main.depth > 1
     return image
-
-
-def test_trees_in_circles_end(sound: Image) -> None:
-    whole, nodes = sound.bytes.copy(), sound.nodes(sound.meta.main.page)
-    for node in nodes[1:]:
-        sound.bytes[node : node + 6] = sound.bytes[nodes[0] : nodes[0] + 6]
-    assert sound.walk()[1] == WalkStatus.USED_TWICE
-    assert sound.walk(tolerant=True)[1] == WalkStatus.DONE
-    assert sound.walk(once=False)[1] == WalkStatus.BAD_ORDER
-    sound.bytes[:] = whole
 
 
 def test_every_changed_byte_of_the_free_list_is_seen(sound: Image) -> None:

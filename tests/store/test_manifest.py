@@ -183,13 +183,6 @@ def test_a_store_stops_if_its_directory_cannot_be_synced(path: Path, monkeypatch
         assert not store.tables
 
 
-def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
-    store_dir.mkdir()
-    Manifest.new(4096).write(store_dir)
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        assert store.commit() == 1
-
-
 def test_a_store_is_made_beside_hidden_files_and_bears_others(tmp_path: Path) -> None:
     (tmp_path / ".gitkeep").touch()
     for _ in range(2):

@@ -17,7 +17,7 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.files import sync_directory, translate_os_error
 from ..system.sizes import format_size
-from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
+from .base import ColdCounters, Counting, VerifyReport, check_arenas, check_table, require_distinct
 from .btree import META_KEY
 from .log import DEFAULT_SLACK
 from .places import new_places
@@ -163,12 +163,11 @@ class LmdbColdTier:
         self, snapshot: Snapshot, rows: RowPlaces, keys: Int64s, slots: Int32s, weights: Words, state: Words,
         present: Bools,
     ) -> None:  # fmt: skip
-        check_arrays(keys, slots, weights, state, present)
         if not len(keys):
             return
         started = time.perf_counter()
         layout = self._file.layout_of(rows, keys)
-        check_widths(layout, weights, state)
+        check_arenas(layout, slots, weights, state)
         result = self.reader.gather(snapshot, rows, layout, keys, slots, weights, state, present)
         self._counting.add(
             rows_read=len(keys), rows_absent=len(keys) - int(np.count_nonzero(present)), pages_read=int(result[2]),
@@ -182,7 +181,6 @@ class LmdbColdTier:
             yield Changes(snapshot, rows, since)
 
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
-        check_arrays(keys, slots, weights, state)
         file = self._file
         with file.lock:
             writer = self._require_writer()
@@ -191,7 +189,7 @@ class LmdbColdTier:
             started = time.perf_counter()
             rows = writer.rows()
             layout = file.layout_of(rows, keys)
-            check_widths(layout, weights, state)
+            check_arenas(layout, slots, weights, state)
             require_distinct(keys)
             rows.positions(layout, keys)
             if not file.head.last < epoch <= MAX_VERSION:
