@@ -24,7 +24,7 @@ from tests.children import run
 from tests.conformance.cold_tier import WIDE, check_rows, commit, keys_of, read_rows, words_of, write_rows
 from tests.io.support import heal, open_tier, opened, page_of, refuse
 from tierstore.errors import ChecksumError, TierstoreError, TruncatedError, UnreadableError
-from tierstore.io import mapped, writer
+from tierstore.io import mapped, reads, writer
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap
 from tierstore.io.segments import stored_segments
@@ -63,8 +63,6 @@ def test_zeros_do_not_count_though_the_page_is_the_files_again(
     """Another reader may map the file again between the copy of a row and its checksum."""
     rows = _rows_guard(tier)
     refuse(rows, page_of(tier, 0, 7))
-    from tierstore.io import reads
-
     real = reads.gather
 
     def gather(batch: reads.Batch, *arguments: object) -> None:

@@ -21,7 +21,7 @@ from tierstore.io.btree import (
 )
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
-from tierstore.io.snapshot import PageUse, Snapshot, check_page_use
+from tierstore.io.snapshot import Snapshot, check_page_use
 from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.kernel
@@ -142,38 +142,36 @@ class Image:
         self.meta: Meta = sound_metas(*(self.bytes[at:][:META_READ_BYTES].tobytes() for at in (0, PAGE)))[0]
         self.pages = Pages(self.words.view(np.uint16), PAGE // 2, len(self.bytes) // PAGE, 0)
 
-    def check(self) -> PageUse:
-        return check_page_use(self.pages, self.meta)
+    def status(self) -> int:
+        return check_page_use(self.pages, self.meta)[0]
 
-    def half(self, at: int) -> int:
-        return int.from_bytes(self.bytes[at : at + 2].tobytes(), "little")
-
-    def word(self, at: int) -> int:
-        return int.from_bytes(self.bytes[at : at + 8].tobytes(), "little")
+    def number(self, at: int, num_bytes: int) -> int:
+        return int.from_bytes(self.bytes[at : at + num_bytes].tobytes(), "little")
 
     def nodes(self, page: int) -> list[int]:
-        count = (self.half(page * PAGE + 12) - 16) // 2
-        return [page * PAGE + self.half(page * PAGE + 16 + 2 * i) for i in range(count)]
+        count = (self.number(page * PAGE + 12, 2) - 16) // 2
+        return [page * PAGE + self.number(page * PAGE + 16 + 2 * i, 2) for i in range(count)]
 
     def leaves(self, root: int, depth: int) -> Iterator[int]:
         if depth == 1:
             yield root
         else:
             for node in self.nodes(root):
-                yield from self.leaves(int.from_bytes(self.bytes[node : node + 6].tobytes(), "little"), depth - 1)
+                yield from self.leaves(self.number(node, 6), depth - 1)
 
     def free_records(self) -> Iterator[tuple[int, int, int]]:
         """Of each record of the free list: its node, where its list starts, its size."""
         for leaf in self.leaves(self.meta.free.page, self.meta.free.depth):
             for node in self.nodes(leaf):
-                size = self.half(node) | self.half(node + 2) << 16
-                yield node, self.word(node + 16) * PAGE + 16 if self.half(node + 4) == 1 else node + 16, size
+                is_large = self.number(node + 4, 2) == 1
+                start = self.number(node + 16, 8) * PAGE + 16 if is_large else node + 16
+                yield node, start, self.number(node, 4)
 
 
 @pytest.fixture(scope="module")
 def sound(path: Path) -> Image:
     image = Image(path)
-    assert image.check().status == WalkStatus.DONE
+    assert image.status() == WalkStatus.DONE
     assert any(size > PAGE for _, _, size in image.free_records()), "no list takes overflow pages"
     assert image.meta.main.depth > 1
     return image
@@ -183,7 +181,7 @@ def test_every_changed_byte_of_the_free_list_is_seen(sound: Image) -> None:
     places: list[int] = []
     for node, start, _ in sound.free_records():
         places += range(node, node + 16)
-        places += range(start, start + 8 * (sound.word(start) + 1))
+        places += range(start, start + 8 * (sound.number(start, 8) + 1))
     for leaf in sound.leaves(sound.meta.free.page, sound.meta.free.depth):
         places += [*range(leaf * PAGE, leaf * PAGE + 8), *range(leaf * PAGE + 12, leaf * PAGE + 18)]
     places = places[:: 1 if JIT_ENABLED else 41]
@@ -191,12 +189,12 @@ def test_every_changed_byte_of_the_free_list_is_seen(sound: Image) -> None:
     for i, place in enumerate(places):
         before = sound.bytes[place]
         sound.bytes[place] ^= np.uint8(1 << (i % 8))
-        if sound.check().status == WalkStatus.DONE:
+        if sound.status() == WalkStatus.DONE:
             unseen.append(place)
         sound.bytes[place] = before
     assert len(places) > 100
     assert not unseen
-    assert sound.check().status == WalkStatus.DONE
+    assert sound.status() == WalkStatus.DONE
 
 
 def test_what_the_meta_page_says_must_be_so(sound: Image) -> None:
@@ -208,5 +206,5 @@ def test_what_the_meta_page_says_must_be_so(sound: Image) -> None:
             meta._replace(**{tree: root._replace(**{field: value - 1})}) for field, value in root._asdict().items()
         ]
     for sound.meta in wrong:
-        assert sound.check().status != WalkStatus.DONE, sound.meta
+        assert sound.status() != WalkStatus.DONE, sound.meta
     sound.meta = meta

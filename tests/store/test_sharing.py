@@ -318,7 +318,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "meta page": lambda folder: put(folder / "rows.lmdb", 16, bytes(4)),
     "tree": lambda folder: clear_root(folder, 128),
     "free pages": lambda folder: clear_root(folder, 80),
-    "many pages": lambda folder: [put(folder / "rows.lmdb", page * 4096 + 40, b"damage") for page in range(8, 60, 3)],
+    "many pages": lambda folder: [
+        put(folder / "rows.lmdb", at + 40, b"damage")
+        for at in range(8 * 4096, (folder / "rows.lmdb").stat().st_size, 3 * 4096)
+    ],
     "cut short": lambda folder: os.truncate(folder / "rows.lmdb", 40_000),
     "anchor": lambda folder: put(folder / "rows.anchor", 0, bytes(8192)),
     "table of readers": lambda folder: put(folder / "rows.lmdb-lock", 0, b"\xa5" * 9000),

@@ -184,7 +184,12 @@ def _backward(scene: Scene, act: Act) -> None:
 def _once(act: Act) -> Act:
     """``act``, which does something the first time that it is called."""
     left = [act]
-    return lambda: left.pop()() if left else None
+
+    def once() -> None:
+        while left:
+            left.pop()()
+
+    return once
 
 
 def _prefetching(depth: int, where: str) -> Callable[[Scene, Act], None]:

@@ -95,10 +95,6 @@ class LmdbColdTier:
         self, path: Path, *, store_id: bytes, readonly: bool, version: int | None = None,
         slack: float = DEFAULT_SLACK, create: bool = True, follow: bool = True,
     ) -> None:  # fmt: skip
-        if len(store_id) != 16:
-            raise ValueError(f"store_id must be 16 bytes, not {len(store_id)}")
-        if not slack > 1:
-            raise ValueError(f"slack must be above 1, not {slack}")
         self._counting = Counting()
         with ExitStack() as stack:
             self._file = OpenFile(path, store_id, readonly=readonly, version=version, create=create)
