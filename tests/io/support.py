@@ -5,64 +5,22 @@ import json
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
-import pytest
 import xxhash
 
 from tests.conformance.cold_tier import add_tables
-from tierstore.io import places, superblock
 from tierstore.io.files import SUPERBLOCK_NAME
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.reader_locks import FileLocks
-from tierstore.io.segments import Geometry, geometry
 from tierstore.io.sigbus import Guard
 from tierstore.layout import BLOCK_HEADER_WORDS
 from tierstore.system.page_cache import _libc
 
 STORE_ID = bytes(range(16))
-_CASTAGNOLI = 0x82F63B78  # the polynomial, its lowest coefficient the highest bit
-
-
-def _shifted(byte: int) -> int:
-    for _ in range(8):
-        byte = byte >> 1 ^ _CASTAGNOLI * (byte & 1)
-    return byte
-
-
-_SHIFTED = [_shifted(byte) for byte in range(256)]
-
-
-def oracle_crc32c(register: int, data: bytes) -> int:
-    for byte in data:
-        register = register >> 8 ^ _SHIFTED[(register ^ byte) & 0xFF]
-    return register
-
-
-def oracle_mix(first: int, second: int) -> int:
-    prime_1, prime_2, prime_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
-    found = 0x27D4EB2F165667C5
-    for word in (first, second):
-        found = (found + word * prime_2) % 2**64
-        found = (found << 31 | found >> 33) * prime_1 % 2**64
-    found = (found ^ found >> 33) * prime_2 % 2**64
-    found = (found ^ found >> 29) * prime_3 % 2**64
-    return found ^ found >> 32
-
-
-def oracle_checksum(content: bytes, seed: int) -> int:
-    registers = [seed & 0xFFFF_FFFF, seed >> 32, 0, 0]
-    for at in range(0, len(content), 8):
-        registers = [*registers[1:], oracle_crc32c(registers[0], content[at : at + 8])]
-    return oracle_mix(registers[0] | registers[1] << 32, registers[2] | registers[3] << 32)
-
-
-def oracle_seed(key: int, number: int, index: int) -> int:
-    return (key * 0x9E3779B185EBCA87 + number * 0xC2B2AE3D27D4EB4F + index) % 2**64
 
 
 def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
@@ -74,11 +32,6 @@ def opened(path: Path, **changes: Any) -> LmdbColdTier:
     tier = open_tier(path, **changes)
     add_tables(tier)
     return tier
-
-
-def recover(path: Path) -> None:
-    with closing(FileLocks(path, writable=True)) as locks:
-        superblock.recover(path, STORE_ID, locks)
 
 
 @contextmanager
@@ -93,15 +46,6 @@ def plain_lmdb(path: Path, *, write: bool = False) -> "Iterator[lmdb.Transaction
             yield txn
     finally:
         environment.close()
-
-
-def widen_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the number of a row in its segment take 29 bits of a place: 4 bytes can name seven segments of a layout."""
-
-    def wide(*arguments: Any) -> Geometry:
-        return geometry(*arguments)._replace(place_bits=29)
-
-    monkeypatch.setattr(places, "geometry", wide)
 
 
 class RowPlace(NamedTuple):

@@ -1,17 +1,18 @@
 """Backups: a copy of a store that others change meanwhile, of one moment, to the bit; and never half a store."""
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import tierstore
-from tests import children
 from tierstore import errors
 from tierstore.io import files
 from tierstore.store.copies import BACKUP_WORK_NAME
@@ -22,19 +23,10 @@ ROWS = 6000
 DDR = "600KiB"  # rows of both tables do not fit: they come and go
 
 
-def table_config(name: str, num_rows: int = ROWS) -> tierstore.TableConfig:
-    return tierstore.TableConfig(
-        name=name, num_embeddings=num_rows, embedding_dim=16, optimizer=tierstore.optim.RowWiseAdagrad()
-    )
-
-
-Rows = dict[str, Tensor]
-
-
 class Trained:
     def __init__(self, store: tierstore.Store) -> None:
         self.store = store
-        self.versions: dict[int, Rows] = {}
+        self.versions: dict[int, dict[str, Tensor]] = {}
         self._generator = torch.Generator().manual_seed(1)
 
     def train(self, rows: int = ROWS // 2) -> None:
@@ -75,7 +67,8 @@ def trained(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trained]:
     monkeypatch.setattr(files, "_PART_BYTES", 128 << 10)
     with tierstore.open(source, ddr=DDR, keep=2, threads=1) as store:
         for name in ("a", "b"):
-            store.create_table(table_config(name))
+            rule = tierstore.optim.RowWiseAdagrad()
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=16, optimizer=rule))
         made = Trained(store)
         for _ in range(3):
             made.train()
@@ -88,7 +81,11 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(trained: Trained, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["w", "r"])
+def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(
+    trained: Trained, source: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's; and a follower's of what it shows, to another file system, which takes bytes that are read."""
     parts = []
 
     def train_on(done: int, total: int) -> None:
@@ -97,7 +94,16 @@ def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(trained:
             trained.train(ROWS)
             trained.commit()
 
-    report = trained.store.backup(tmp_path / "copy", progress=train_on)
+    with contextlib.ExitStack() as stack:
+        maker = trained.store
+        if mode == "r":
+            monkeypatch.setattr(os, "copy_file_range", Mock(side_effect=OSError(errno.EXDEV, "")))
+            maker = stack.enter_context(tierstore.open(source, mode="r", ddr="1MiB", threads=1))
+        report = maker.backup(tmp_path / "copy", progress=train_on)
+        if mode == "r":
+            maker.refresh()
+            assert maker.backup(tmp_path / "later").version == 9
+            trained.check(tmp_path / "later", 9)
     assert len(parts) > 6
     assert parts == sorted(parts)
     assert parts[-1][0] == parts[-1][1]
@@ -107,85 +113,34 @@ def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(trained:
     assert trained.store.version == 9
 
 
-def test_a_follower_backs_up_what_it_shows_while_the_writer_rewrites_everything(
-    trained: Trained, source: Path, tmp_path: Path
-) -> None:
-    code = """
-    from tierstore.io import files
-    files._PART_BYTES = 512 << 10
-
-    def wait(done, total):
-        print("part", flush=True)
-        sys.stdin.readline()
-
-    with tierstore.open(sys.argv[1], mode="r", ddr="1MiB", threads=1) as store:
-        wait(0, 0)
-        print("made", store.backup(sys.argv[2], progress=wait).version, flush=True)
-        store.refresh()
-        print(store.backup(sys.argv[3]).version)
-    """
-    child = children.start(code, source, tmp_path / "copy", tmp_path / "later")
-    assert child.stdin is not None
-    assert child.stdout is not None
-    said = [child.stdout.readline()]
-    while said[-1] == "part\n":
-        if len(said) < 8:
-            trained.train(ROWS)
-            trained.commit()
-        child.stdin.write("\n")
-        child.stdin.flush()
-        said.append(child.stdout.readline())
-    out, err = child.communicate()
-    assert (said[-1], out) == ("made 3\n", "10\n"), err
-    assert len(said) > 8
-    trained.check(tmp_path / "copy", 3)
-    trained.check(tmp_path / "later", 10)
-
-
-def raising(number: int) -> Callable[..., int]:
-    def refuse(*_: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return refuse
-
-
-def interrupt(*_: int) -> None:
-    raise KeyboardInterrupt
-
-
-def fail_at(step: str) -> Callable[[str], None]:
-    def hook(point: str) -> None:
-        if point == step:
-            raise MemoryError
-
-    return hook
-
-
-FAILURES: dict[str, tuple[Any, str, Any, type[BaseException]]] = {
-    **{
-        call: (files.os, call, raising(errno.ENOSPC), errors.DiskFullError)
-        for call in ("copy_file_range", "fsync", "rename", "ftruncate")
-    },
-    **{step: (killpoints, "hook", fail_at(step), MemoryError) for step in COPY_POINTS[:3]},
-    "Ctrl-C": (killpoints, "hook", None, KeyboardInterrupt),
+FAILURES: dict[str, type[BaseException]] = {
+    **dict.fromkeys(("copy_file_range", "fsync", "rename", "ftruncate"), errors.DiskFullError),
+    **dict.fromkeys(COPY_POINTS[:3], MemoryError),
+    "Ctrl-C": KeyboardInterrupt,
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("failure", "kind"), FAILURES.items())
 def test_whatever_fails_leaves_nothing_and_may_be_repeated(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, kind: type[BaseException]
 ) -> None:
-    owner, name, value, kind = FAILURES[failure]
+    def fail(*given: Any) -> None:
+        if kind is not MemoryError:
+            raise KeyboardInterrupt if failure == "Ctrl-C" else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if given == (failure,):
+            raise MemoryError
+
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, value)
+        if kind is errors.DiskFullError:
+            patch.setattr(os, failure, fail)
+        elif kind is MemoryError:
+            patch.setattr(killpoints, "hook", fail)
         for left in (["source"], ["copy", "source"]):
             with pytest.raises(kind):
-                trained.store.backup(tmp_path / "copy", progress=interrupt if failure == "Ctrl-C" else None)
+                trained.store.backup(tmp_path / "copy", progress=fail if failure == "Ctrl-C" else None)
             assert names(tmp_path) == left
             (tmp_path / "copy").mkdir(exist_ok=True)
             assert names(tmp_path / "copy") == []
-    if failure == "fsync":
-        monkeypatch.setattr(files.os, "copy_file_range", raising(errno.EXDEV))  # so bytes are read
     trained.store.backup(tmp_path / "copy")
     trained.check(tmp_path / "copy", 3)
 
@@ -214,25 +169,12 @@ def test_the_manifest_comes_last_after_synced_rows(
 ) -> None:
     steps: list[str] = []
     rename, fsync = os.rename, os.fsync
-
-    def noting(descriptor: int) -> None:
-        steps.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def renaming(old: Path, new: Path) -> None:
-        steps.append(f"{old} -> {new}")
-        rename(old, new)
-
-    monkeypatch.setattr(os, "fsync", noting)
-    monkeypatch.setattr(os, "rename", renaming)
+    monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+    monkeypatch.setattr(os, "rename", lambda old, new: steps.append(f"to {new}") or rename(old, new))
     trained.store.backup(tmp_path / "copy")
-    copy, work = tmp_path / "copy", tmp_path / "copy" / BACKUP_WORK_NAME
+    copy = tmp_path / "copy"
     wanted = [
-        str(work / "rows.lmdb"),
-        f"{work / 'rows.lmdb'} -> {copy / 'rows.lmdb'}",
-        str(copy),
-        f"{work / 'manifest.json'} -> {copy / 'manifest.json'}",
-        str(copy),
-        str(tmp_path),
-    ]
+        str(copy / BACKUP_WORK_NAME / "rows.lmdb"), f"to {copy / 'rows.lmdb'}", str(copy),
+        f"to {copy / 'manifest.json'}", str(copy), str(tmp_path),
+    ]  # fmt: skip
     assert [step for step in steps if step in wanted] == wanted

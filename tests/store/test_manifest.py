@@ -1,11 +1,17 @@
-"""The manifest and the payload of a version: damage is told from absence, and named."""
+"""The manifest and the payload of a version, where damage is told from absence and named.
+
+Tables that are changed and dropped: killed at each step, copied, and in every tier.
+"""
 
 import errno
 import json
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -13,12 +19,20 @@ import torch
 
 import tierstore
 from tests.children import run
+from tests.faults.training_run import watch_names
 from tierstore import errors, optim
+from tierstore.dist.reshard import reshard
+from tierstore.errors import TableError
+from tierstore.ids import DynamicIds, Frequency
 from tierstore.io import lmdb as lmdb_module
-from tierstore.pool.pool import Pool
+from tierstore.offline.compaction import compact_store
+from tierstore.offline.salvage import salvage
 from tierstore.store import manifest as manifest_module
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, pack, unpack, unpack_tensors
+from tierstore.system import killpoints
+from tierstore.updates.apply import apply_update
+from tierstore.updates.delta import write_update
 
 CONFIG = tierstore.TableConfig(
     name="items", num_embeddings=100, embedding_dim=4, dtype="bfloat16", feature_names=("a", "b"), pooling="mean",
@@ -37,24 +51,12 @@ def path(store_dir: Path) -> Path:
 def test_every_flipped_byte_is_found(path: Path) -> None:
     text = path.read_bytes()
     for place in range(len(text)):
-        damaged = bytearray(text)
-        damaged[place] ^= 0x01
-        path.write_bytes(damaged)
-        if json_or_none(damaged) == json_or_none(text):
-            assert Manifest.read(path.parent).tables == (CONFIG,), "white space may change"
-        else:
-            with pytest.raises(errors.DamagedError, match=r"manifest\.json"):
-                Manifest.read(path.parent)
+        path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
+        with pytest.raises(errors.DamagedError, match=r"manifest\.json"):
+            Manifest.read(path.parent)
     path.write_bytes(text)
     with tierstore.open(path.parent, mode="r") as store:
         assert store["items"].config == CONFIG
-
-
-def json_or_none(text: bytes | bytearray) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def forge(path: Path, **fields: Any) -> None:
@@ -119,19 +121,18 @@ def test_a_manifest_is_not_written_through_a_link(path: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "message"),
+    ("call", "code", "error", "message"),
     [
-        (errno.ENOSPC, errors.DiskFullError, "no space left"),
-        (errno.EROFS, errors.ReadOnlyError, 'read-only; open the store with mode="r"'),
-        (errno.EMFILE, errors.TierstoreError, "raise `ulimit -n`"),
-        (errno.EIO, errors.TierstoreError, "Input/output error"),
-        (errno.EINVAL, errors.TierstoreError, "file system, or this system, lacks"),
-        (errno.ESTALE, errors.TierstoreError, "gone from the network file system's server"),
+        ("fsync", errno.ENOSPC, errors.DiskFullError, "no space left"),
+        ("replace", errno.EROFS, errors.ReadOnlyError, 'read-only; open the store with mode="r"'),
+        ("fsync", errno.EMFILE, errors.TierstoreError, "raise `ulimit -n`"),
+        ("replace", errno.EIO, errors.TierstoreError, "Input/output error"),
+        ("fsync", errno.EINVAL, errors.TierstoreError, "file system, or this system, lacks"),
+        ("replace", errno.ESTALE, errors.TierstoreError, "gone from the network file system's server"),
     ],
 )
-@pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_refused_write_leaves_the_old_manifest(
-    path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], message: str, call: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, error: type[Exception], message: str
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -145,27 +146,22 @@ def test_a_refused_write_leaves_the_old_manifest(
     assert not list(path.parent.glob("*.partial"))
 
 
-@pytest.mark.parametrize("kind", [MemoryError, OSError, KeyboardInterrupt])
 def test_tables_are_those_on_disk_when_the_manifest_was_in_place_before_an_error(
-    path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.replace
+    real, kinds = os.replace, iter([MemoryError, OSError, KeyboardInterrupt])
 
     def replace_and_fail(*names: Any) -> None:
         real(*names)
-        raise kind(errno.EIO, "emulated")
+        raise next(kinds)(errno.EIO, "emulated")
 
     monkeypatch.setattr(os, "replace", replace_and_fail)
     with tierstore.open(path.parent, ddr="1MiB") as store:
-        for call in (
-            lambda: store.create_table(replace(CONFIG, name="more")),
-            lambda: store.change_table("more", name="other"),
-            lambda: store.drop_table("items"),
-        ):
-            call()
-            names = [table.name for table in Manifest.read(path.parent).tables if not table.is_dropped]
-            assert names == list(store.tables)
-        assert names == ["other"]
+        store.create_table(replace(CONFIG, name="more"))
+        store.change_table("more", name="other")
+        store.drop_table("items")
+        assert [table.name for table in Manifest.read(path.parent).tables if not table.is_dropped] == ["other"]
+        assert [*store.tables] == ["other"]
         assert store.commit() == 2
 
 
@@ -187,79 +183,55 @@ def test_a_store_stops_if_its_directory_cannot_be_synced(path: Path, monkeypatch
         assert not store.tables
 
 
-def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
-    store_dir.mkdir()
-    Manifest.new(4096).write(store_dir)
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        assert store.commit() == 1
-
-
-def test_no_store_is_made_among_other_files(tmp_path: Path) -> None:
+def test_a_store_is_made_beside_hidden_files_and_bears_others(tmp_path: Path) -> None:
     (tmp_path / ".gitkeep").touch()
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(errors.StoreNotFoundError, match=r"'notes\.txt'"):
-        tierstore.open(tmp_path, ddr="1MiB")
-    assert {each.name for each in tmp_path.iterdir()} == {".gitkeep", "notes.txt"}
-    (tmp_path / "notes.txt").unlink()
     for _ in range(2):
         tierstore.open(tmp_path, ddr="1MiB").close()
-        (tmp_path / "notes.txt").touch()  # into one that is there anything may be put
+        (tmp_path / "notes.txt").touch()
 
 
-@pytest.mark.parametrize("payload", [b"x", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"])
-def test_a_payload_that_cannot_be_read(payload: bytes) -> None:
-    with pytest.raises(errors.DamagedError, match="payload of version 3"):
-        unpack(3, payload)
-
-
-@pytest.mark.parametrize(
-    "commit",
-    [
-        3,
-        {},
-        {"id": "x", "ancestors": []},
-        {"id": "0" * 16, "ancestors": 3},
-        {"id": "0" * 16, "ancestors": [[1, "0" * 15]]},
-        {"id": "0" * 16, "ancestors": [[2, "0" * 16], [2, "1" * 16]]},
-        {"id": "0" * 16, "ancestors": [[3, "0" * 16]]},
-        {"id": "0" * 16, "ancestors": [[number, "0" * 16] for number in range(1, 258)]},
-    ],
-)
-def test_a_lineage_that_no_commit_has(commit: Any) -> None:
-    number = 3 if commit != {} and len(str(commit)) < 1000 else 1000
+def payload(commit: Any) -> bytes:
     header = json.dumps({"extra": {}, "tables": {}, "commit": commit}).encode()
-    with pytest.raises(errors.DamagedError, match="payload of version"):
-        unpack(number, len(header).to_bytes(8, "little") + header)
+    return len(header).to_bytes(8, "little") + header
+
+
+UNREADABLE = [
+    b"x", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}",
+    *map(payload, (3, {"id": "x", "ancestors": []}, {"id": "0" * 16, "ancestors": 3})),
+    *(
+        payload({"id": "0" * 16, "ancestors": [list(ancestor) for ancestor in ancestors]})
+        for ancestors in (
+            [(1, "0" * 15)], [(2, "0" * 16), (2, "1" * 16)], [(1000, "0" * 16)],
+            [(number, "0" * 16) for number in range(1, 258)],
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_a_payload_or_lineage_that_no_commit_has(content: bytes) -> None:
+    with pytest.raises(errors.DamagedError, match="payload of version 1000"):
+        unpack(1000, content)
 
 
 def test_a_table_that_could_not_be_created_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name and number are free for another, and rows written back before it belong to the next commit."""
-
-    def refuse(*_: object) -> None:
-        raise errors.DiskFullError("no room left")
-
-    failed, other = replace(CONFIG, name="late"), replace(CONFIG, name="late", num_embeddings=7, embedding_dim=64)
-    ids = torch.arange(100)
+    ids, shown = torch.arange(100), torch.full((100, 4), 2.0, dtype=torch.bfloat16)
     with tierstore.open(path.parent, ddr="1MiB", keep=3) as store:
-        for value in (2, 3):
-            store["items"].write(ids, torch.full((100, 4), float(value), dtype=torch.bfloat16))
-            if value == 2:
-                store.commit()
+        store.commit()
+        store["items"].write(ids, shown)
         with monkeypatch.context() as patch:
-            patch.setattr(Manifest, "write", refuse)
+            patch.setattr(Manifest, "write", Mock(side_effect=errors.DiskFullError("no room left")))
             with pytest.raises(errors.DiskFullError):
-                store.create_table(failed)
+                store.create_table(replace(CONFIG, name="late"))
         assert list(store.tables) == ["items"]
-        assert (store["items"].read(ids) == 3).all()
-        late = store.create_table(other)
+        assert torch.equal(store["items"].read(ids), shown)
+        late = store.create_table(replace(CONFIG, name="late", num_embeddings=7, embedding_dim=64))
         late.write(ids[:7], torch.ones(7, 64, dtype=torch.bfloat16))
-        store["items"].write(ids[:50], torch.full((50, 4), 4.0, dtype=torch.bfloat16))
         assert store.commit() == 3
-        store.verify()
-    for version, value in ((2, 2), (3, 3)):
+    for version in (2, 3):
         with tierstore.open(path.parent, mode="r", version=version) as store:
-            assert (store["items"].read(ids[50:]) == value).all()
-            assert (store["items"].read(ids[:50]) == (4 if version == 3 else value)).all()
+            assert torch.equal(store["items"].read(ids), shown) == (version == 3)
             assert (store["late"].read(ids[:7]) == 1).all() == (version == 3)
             store.verify()
 
@@ -296,32 +268,117 @@ def test_tensors_are_stored_as_safetensors_stores_them() -> None:
     assert all(torch.equal(found, tensors[name]) for name, found in unpack_tensors(version).items())
 
 
-@pytest.mark.parametrize("place", [1, 2, 3])
-def test_pools_that_refuse_use_as_an_error_comes_are_made_again(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, place: int
+DIM, DDR = 4, "1MiB"
+RULES = [optim.SGD(), optim.Adagrad(), optim.RowWiseAdagrad(), optim.SGD()]
+
+CHANGES: dict[str, tuple[int, Callable[[tierstore.Store], Any]]] = {
+    "grow": (2, lambda store: store.change_table("a", num_embeddings=500, name="c")),
+    "drop": (2, lambda store: store.drop_table("a")),
+    "optimizer": (15, lambda store: store.change_table("a", optimizer=optim.Adam())),
+    "ids": (15, lambda store: store.change_table("d", num_embeddings=70, optimizer=optim.Adam())),
+    "rules": (2, lambda store: store.change_table("d", ids=DynamicIds(admission=Frequency(3, 90)))),
+}
+"""Each with the least number of its steps."""
+
+
+@pytest.mark.parametrize(("steps", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_change_that_is_killed_at_any_step_leaves_the_old_table_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, change: Callable[[tierstore.Store], Any]
 ) -> None:
-    """``place``: before the first of two pools refuses, before the second, or behind both."""
-    with tierstore.open(store_dir, ddr="4MiB") as store:
-        configs = [tierstore.TableConfig(name=f"t{dim}", num_embeddings=9, embedding_dim=dim) for dim in (4, 8, 16)]
-        tables = [store.create_table(config) for config in configs[:2]]
-        for table in tables:
-            table.write(torch.arange(9), torch.ones(9, table.config.embedding_dim))
-        calls = [0]
+    """A copy of the directory, made at a step, is what a process leaves that is killed there."""
+    config, every = tierstore.TableConfig(name="a", num_embeddings=200, embedding_dim=DIM), torch.arange(200)
+    copies, ends, folder = list[Path](), set[Any](), tmp_path / "store"
 
-        def fail(known: Any) -> Any:
-            def run(*arguments: Any) -> Any:
-                calls[0] += 1
-                if calls[0] == place:
-                    raise MemoryError
-                return known(*arguments)
+    def copy(_: str) -> None:
+        copies.append(shutil.copytree(folder, tmp_path / str(len(copies))))
 
-            return run
-
+    with tierstore.open(folder, ddr=DDR, keep=3) as store:
+        tables = [store.create_table(replace(config, name=name, feature_names=())) for name in ("a", "b")]
+        ids = DynamicIds(admission=Frequency(2))
+        dynamic = store.create_table(replace(config, name="d", feature_names=(), num_embeddings=60, ids=ids))
+        for _ in range(2):
+            for table in tables:
+                table.write(torch.arange(50), torch.randn(50, DIM))
+            dynamic.admit(torch.arange(-20, 30))
+            store.commit(extra={"k": 1}, tensors={"w": torch.ones(3)})
+        before = [table.read(every) for table in (*tables, dynamic)]
         with monkeypatch.context() as patch:
-            patch.setattr(Pool, "refuse", fail(Pool.refuse))
-            patch.setattr(Pool, "close", fail(Pool.close))
-            with pytest.raises(MemoryError):
-                store.create_table(configs[2])
-        assert list(store) == ["t4", "t8"]
-        assert all(bool((table.read(torch.arange(9)) == 1).all()) for table in tables)
-        assert store.create_table(configs[2]).read(torch.arange(9)).shape == (9, 16)
+            for name in ("link", "rename", "replace"):
+                patch.setattr(os, name, getattr(os, name))  # puts back what is watched
+            watch_names(copy)
+            patch.setattr(killpoints, "hook", copy)
+            change(store)
+        copy("the end")
+    for path in copies:
+        with tierstore.open(path, ddr=DDR, keep=3) as store:
+            shown = [each.config for each in store.tables.values()]
+            ends.add(tuple((each.name, each.num_embeddings, each.optimizer.kind, each.ids) for each in shown))
+            for name, rows in (("b", before[1]), ("d", before[2])):
+                assert torch.equal(store[name].read(every), rows)
+            for name in {"a", "c"} & store.tables.keys():
+                assert torch.equal(store[name].read(every), before[0])
+                assert torch.equal(torch.cat([*store[name].written()]), torch.arange(50))
+            assert (store.extra, store.tensors()["w"].tolist()) == ({"k": 1}, [1, 1, 1])
+            store["b"].write(torch.tensor([7]), torch.ones(1, DIM))
+            store.commit()
+            store.verify()
+    assert len(ends) == 2
+    assert len(copies) > steps
+
+
+def test_every_copy_of_a_store_whose_tables_changed_has_their_rows(tmp_path: Path) -> None:
+    """Also rows never written, whose first values are those of the place that the table was in first."""
+    source = tmp_path / "store"
+    with tierstore.open(source, ddr=DDR) as store:
+        for name, rule in zip("abcd", RULES, strict=True):
+            config = tierstore.TableConfig(name=name, num_embeddings=90, embedding_dim=DIM, optimizer=rule)
+            store.create_table(config).write(torch.arange(30), torch.randn(30, DIM))
+        store.commit()
+        store.change_table("c", name="e", num_embeddings=120)
+        store.change_table("b", optimizer=optim.Adam())
+        store.drop_table("a")
+        with store.record(tmp_path / "trace.npz", rate=1) as recorder:
+            rows = {name: table.read(torch.arange(90)) for name, table in store.tables.items()}
+        store.commit()
+    assert set(recorder._recorded.trace().tables) == {"e", "b", "d"}
+    update = write_update(source, tmp_path / "update")
+    apply_update(tmp_path / "replica", update.path)
+    compact_store(source, tmp_path / "compact", trace=tmp_path / "trace.npz")
+    salvage(source, tmp_path / "repaired")
+    reshard(source, tmp_path / "ranks", plan=None, num_ranks=2, progress=lambda _done, _total: None)
+    reshard(tmp_path / "ranks", tmp_path / "plain", plan=None, num_ranks=0, progress=lambda _done, _total: None)
+    half = tierstore.quantize(source, tmp_path / "half", dtype="float16")
+    assert {table.name for table in half.tables} == rows.keys()
+    for name in ("store", "replica", "compact", "repaired", "ranks", "plain", "half"):
+        with tierstore.open(tmp_path / name, mode="r", ddr=DDR) as store:
+            assert store.tables.keys() == rows.keys()
+            for table, shown in rows.items():
+                assert torch.equal(store[table].read(torch.arange(90)), shown.half() if name == "half" else shown)
+                assert torch.equal(torch.cat([*store[table].written()]), torch.arange(30))
+            store.verify()
+    with tierstore.open(source, ddr=DDR) as store:
+        store.change_table("b", num_embeddings=91)
+        store.commit()
+    with pytest.raises(TableError, match=r"new, empty directory"):
+        apply_update(
+            tmp_path / "replica", write_update(source, tmp_path / "next", since=update.header.origin.version).path
+        )
+    for name in ("replica", "ranks/0-of-2"):
+        with tierstore.open(tmp_path / name, ddr=DDR) as store, pytest.raises(TableError, match=r"reshard|published"):
+            store.drop_table("d")
+
+
+def test_a_table_in_use_does_not_change_and_those_of_before_are_refused() -> None:
+    with tierstore.open(cold="memory", ddr="8MiB") as store:
+        bag = tierstore.TieredEmbeddingBag(
+            store.create_table(tierstore.TableConfig(name="a", num_embeddings=9, embedding_dim=DIM))
+        )
+        with pytest.raises(ValueError, match="must be at least 9"):
+            store.change_table("a", num_embeddings=8)
+        held = bag(torch.tensor([[1, 2]]))
+        with pytest.raises(TableError, match="in use"):
+            store.change_table("a", num_embeddings=15)
+        del held
+        store.change_table("a", num_embeddings=15)
+        with pytest.raises(TableError, match="take it again"):
+            bag(torch.tensor([[1, 2]]))

@@ -1,25 +1,33 @@
-"""A reader that follows the commits of another process: newer versions, rows in another dtype, random histories."""
+"""A reader that follows commits: newer versions, rows in another dtype, replaced stores, and lookups beside a change of
+version in another thread, each of which shows rows of one version.
+"""
 
-import logging
+import itertools
 import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tierstore
 from tests.following import DIM, EVERY, ROWS, Writer, expected
 from tierstore import errors
+from tierstore.cache.base import Admission, AdmitStatus, Listing
+from tierstore.cache.ddr import DdrCache
 from tierstore.errors import StoreReplacedError
 from tierstore.io import writer as io_writer
-from tierstore.io.lmdb import NewerCommit
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.inspection import describe_store
+from tierstore.pool import direct
 from tierstore.store import Store
 
 SECONDS = 60.0
@@ -76,67 +84,6 @@ def test_a_row_that_cannot_be_kept_leaves_the_store_as_it_was(writer: Writer, st
         assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED).half())
 
 
-def test_tables_that_are_stored_differently_and_kept_alike(writer: Writer, store_dir: Path) -> None:
-    writer("create", "u", 50, DIM, "float16")
-    writer("write", "u", [6, 7], 5)
-    writer("commit", 2)
-    with tierstore.open(store_dir, mode="r", ddr="4MiB", dtype="float16") as store:
-        assert store["u"].pool is store["t"].pool
-        store["t"].read(EVERY)
-        assert (store["u"].read(torch.tensor([6, 7])) == 5).all()
-        writer("write", "t", CHANGED, 5)
-        writer("write", "u", [7], 6)
-        assert writer("commit", 3) == store.refresh() == 3
-        assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED).half())
-        assert store["u"].read(torch.tensor([6, 7]))[:, 0].tolist() == [5, 6]
-
-
-def test_close_waits_for_what_is_being_read(writer: Writer, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = tierstore.open(store_dir, mode="r", ddr="4MiB")
-    store["t"].read(EVERY)
-    commit_changed(writer)
-    is_reading, may_read, read = threading.Event(), threading.Event(), NewerCommit.read
-
-    def read_slowly(*arguments: Any) -> None:
-        is_reading.set()
-        assert may_read.wait(SECONDS)
-        read(*arguments)
-
-    monkeypatch.setattr(NewerCommit, "read", read_slowly)
-    found: list[Any] = []
-    finder = threading.Thread(target=lambda: found.append(store.find_newer()))
-    finder.start()
-    assert is_reading.wait(SECONDS)
-    closer = threading.Thread(target=store.close)
-    closer.start()
-    closer.join(0.1)
-    assert closer.is_alive()
-    may_read.set()
-    for thread in (finder, closer):
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    with pytest.raises(errors.ClosedError, match="is closed"):
-        found[0].show()
-    found[0].close()
-
-
-def test_a_table_that_goes_while_its_pool_is_asked_for_is_gone(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tierstore.open(store_dir, ddr="2MiB") as store:
-        table = store.create_table(tierstore.TableConfig(name="going", num_embeddings=9, embedding_dim=4))
-        find = store.pool_of
-
-        def overtaken(layout: Any) -> Any:
-            table.is_gone = True
-            return find(layout)
-
-        monkeypatch.setattr(store, "pool_of", overtaken)
-        table.read(torch.arange(3))  # began before
-        with pytest.raises(errors.TableError, match="not in the version"):
-            table.read(torch.arange(3))
-
-
 def test_rows_that_did_not_change_stay_in_memory(writer: Writer, store_dir: Path) -> None:
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         store["t"].read(EVERY)
@@ -169,47 +116,28 @@ def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_d
         assert torch.equal(bag(ids), expected(_2=[0])[:10])
 
 
-def replaced(how: str, store_dir: Path) -> None:
-    shutil.rmtree(store_dir)
-    if how == "compacted":
-        store_dir.with_name("copy").rename(store_dir)
-    elif how == "made again":
-        with tierstore.open(store_dir, ddr="4MiB") as store:
-            table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
-            table.write(EVERY, torch.full((ROWS, DIM), 7.0))
-            store.commit()
-            store.commit()
-
-
 @pytest.mark.parametrize("how", ["compacted", "made again", "deleted"])
 def test_a_store_that_was_replaced_says_so_and_shows_what_it_showed(writer: Writer, store_dir: Path, how: str) -> None:
     writer("close")
-    compact_store(store_dir, store_dir.with_name("copy"))
+    copy = store_dir.with_name("copy")
+    if how == "compacted":
+        compact_store(store_dir, copy)
+    elif how == "made again":
+        with tierstore.open(copy, ddr="4MiB") as store:
+            store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
+            store.commit()
+            store.commit()
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         before = store["t"].read(EVERY)
         assert store.refresh() == 1
-        replaced(how, store_dir)
+        shutil.rmtree(store_dir)
+        if how != "deleted":
+            copy.rename(store_dir)
         for _ in range(2):
             with pytest.raises(StoreReplacedError, match=r"rows\.lmdb .*open the store again"):
                 store.refresh()
         assert torch.equal(store["t"].read(EVERY), before)
         assert store.version == 1
-
-
-def test_a_store_that_was_moved_commits_when_it_is_back(store_dir: Path) -> None:
-    away = store_dir.with_name("away")
-    with tierstore.open(store_dir, ddr="4MiB") as store:
-        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
-        store.commit()
-        table.write(EVERY[:10], torch.full((10, DIM), 7.0))
-        store_dir.rename(away)
-        for use in (store.commit, lambda: store.backup(away.with_name("copy"))):
-            with pytest.raises(StoreReplacedError, match=r"rows\.lmdb was deleted"):
-                use()
-        away.rename(store_dir)
-        store.commit()
-    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
-        assert store["t"].read(EVERY[:10]).unique().tolist() == [7.0]
 
 
 def test_files_copied_over_a_store_that_use_its_number_again_are_another_store(
@@ -229,35 +157,6 @@ def test_files_copied_over_a_store_that_use_its_number_again_are_another_store(
         store._cold._same_until = -1  # a copy of as many transactions looks like one in which nothing was done
         with pytest.raises(StoreReplacedError, match="version 2 is another commit"):
             store.refresh()
-
-
-def test_a_reader_that_looks_keeps_no_pages_of_what_is_not_committed(writer: Writer, store_dir: Path) -> None:
-    many = list(range(20_000))
-    writer("create", "big", len(many), 32)
-    writer("write", "big", many, 1)
-    writer("commit", 2)
-    with tierstore.open(store_dir, mode="r", ddr="460KiB") as store:
-        for value in (2, 3):
-            writer("write", "big", many, value)  # more than the writer's memory holds
-            before = store._cold._file.snapshot.txn_id
-            assert store.refresh() == 2
-            assert store._cold._file.snapshot.txn_id > before
-        assert (store["big"].read(torch.tensor(many)) == 1).all()
-        writer("commit", 3)
-        assert store.refresh() == 3
-        assert (store["big"].read(torch.tensor(many)) == 3).all()
-
-
-def test_statistics_are_told_while_tables_are_added(writer: Writer, store_dir: Path) -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with tierstore.open(store_dir, mode="r", ddr="4MiB") as store, ThreadPoolExecutor(1) as pool:
-            added = pool.submit(store._catalog.tables.update, ((f"t{number}", store["t"]) for number in range(20_000)))
-            while not added.done():
-                store.stats()
-    finally:
-        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize(
@@ -292,47 +191,187 @@ def test_rows_in_memory_are_those_of_a_store_of_that_dtype(
         assert store.stats().ddr.bytes <= (4 << 20 if ddr == "4MiB" else 440 << 10)
 
 
-FEW = 1000
-CONFIG = tierstore.TableConfig(name="t", num_embeddings=FEW, embedding_dim=16)
-
-
 def test_what_an_old_reader_holds_is_told(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(io_writer, "_LEAST_HELD_BYTES", 300 << 10)
-
-    def told() -> list[str]:
-        found = [each.message for each in caplog.records if each.levelno == logging.WARNING]
-        caplog.clear()
-        return found
-
+    me = f"this process ({os.getpid()})"
     with tierstore.open(store_dir, ddr="4MiB", threads=1) as store:
-        table = store.create_table(CONFIG)
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=1000, embedding_dim=16))
 
-        def commit(times: int) -> None:
+        def commit(times: int) -> int:
             for _ in range(times):
-                table.write(torch.arange(FEW), torch.randn(FEW, 16))
+                table.write(torch.arange(1000), torch.randn(1000, 16))
                 store.commit()
+            return (store_dir / "rows.lmdb").stat().st_blocks * 512
 
-        commit(12)
+        before = commit(12)
         with tierstore.open(store_dir, mode="r", ddr="4MiB", threads=1) as reader:
             reader["t"].read(torch.arange(3))
-            assert told() == []
             assert store.stats().ssd.held_bytes == 0
-            before = (store_dir / "rows.lmdb").stat().st_blocks * 512
-            commit(40)
-            growth = (store_dir / "rows.lmdb").stat().st_blocks * 512 - before
+            assert not caplog.records
+            growth = commit(40) - before
             held = store.stats().ssd.held_bytes
             assert growth / 2 < held < growth + before
-            said = told()
+            said = [each.message for each in caplog.records]
             assert 2 <= len(said) <= 6  # each of twice as much
-            assert all(f"this process ({os.getpid()}) still shows an old version, and keeps " in each for each in said)
+            assert all(f"{me} still shows an old version, and keeps " in each for each in said)
             assert all("Store.refresh()" in each for each in said)
-            assert f"this process ({os.getpid()}) shows an older version, and keeps " in describe_store(store_dir)
+            assert f"{me} shows an older version, and keeps " in describe_store(store_dir)
             reader.refresh()
             commit(2)
             assert store.stats().ssd.held_bytes < held / 4
+        caplog.clear()
         commit(1)
         assert store.stats().ssd.held_bytes == 0
-        assert told() == []
+        assert not caplog.records
     assert "keeps" not in describe_store(store_dir)
+
+
+def visit(cache: DdrCache, keys: Any) -> None:
+    admission = Admission(np.asarray(keys, np.int64))
+    assert cache.admit(admission) == AdmitStatus.COMPLETE
+    cache.filled(admission.missing_slots)
+    cache.unpin(admission.slots)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu"])
+def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
+    """Between any two pieces of the listing rows are used, some leave and others come, at random."""
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        cache = DdrCache(100, weight_words=1, state_words=0, policy=policy)
+        for _ in range(30):
+            visit(cache, random.zipf(1.3, 20) % 300)
+        came = stayed = set(cache.keys_of(cache.resident_slots()).tolist())
+        found = Listing()
+        while cache.list_more(found, 8):
+            visit(cache, random.zipf(1.2, random.integers(1, 12)) % 1000)
+            now = set(cache.keys_of(cache.resident_slots()).tolist())
+            stayed, came = stayed & now, came | now
+        assert stayed <= set(found.keys().tolist()) <= came
+
+
+# Lookups beside a change of version
+
+NUM_ROWS, DIMS = 150, {"a": 40, "b": 48}
+ALL, STARTS = torch.arange(NUM_ROWS), torch.arange(0, NUM_ROWS, 2)
+PLACES: dict[str, Any] = {
+    "in memory": {"ddr": "2MiB"},
+    "evicting": {"ddr": "500KiB"},
+    "on device": {"ddr": "2MiB", "hbm": "2MiB"},
+}
+TURNS = 6  # moments of a lookup at which the version changes
+_PACKAGE = str(Path(tierstore.__file__).parent)
+
+Change = Callable[[], Any]
+
+
+def _put(store: Store, value: int) -> None:
+    for name, dim in DIMS.items():
+        store[name].write(ALL, torch.full((NUM_ROWS, dim), float(value)))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Store]:
+    with tierstore.open(tmp_path / "store", ddr="2MiB") as store:
+        for name, dim in DIMS.items():
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=NUM_ROWS, embedding_dim=dim))
+        _put(store, 0)
+        store.commit()
+        yield store
+
+
+def _lookups(store: Store) -> dict[str, Callable[[], torch.Tensor]]:
+    a, bag = store["a"], tierstore.TieredEmbeddingBag(store["a"])
+    collection = tierstore.TieredEmbeddingBagCollection(store)
+    lengths = torch.ones(2 * NUM_ROWS, dtype=torch.int64)
+    jagged = tierstore.KeyedJaggedTensor(["a", "b"], ALL.repeat(2), lengths=lengths)
+    return {
+        "read": lambda: a.read(ALL),
+        "pooled": lambda: a.pooled(ALL, torch.arange(NUM_ROWS + 1), mode="mean"),
+        "max": lambda: a.pooled(ALL, torch.arange(NUM_ROWS + 1), mode="max"),
+        "bag": lambda: bag(ALL, STARTS),
+        "collection": lambda: collection(jagged).values(),
+    }
+
+
+def _interrupted(look_up: Callable[[], torch.Tensor], line: int, change: Change) -> tuple[torch.Tensor, int]:
+    """What it finds if, at or behind the given line that it runs of the package, another thread moves to another
+    version; and how many lines it ran."""
+    lines, thread = itertools.count(), threading.Thread(target=change)
+    count = 0
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        if event == "line":
+            count = next(lines)
+            if count == line:
+                thread.start()
+                thread.join(0.05)  # no longer, as it may wait for this lookup
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found = look_up()
+    finally:
+        sys.settrace(before)
+    if thread.ident is None:  # it ran fewer lines
+        thread.start()
+    thread.join()
+    return found, count
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("kind", ["read", "pooled", "max", "bag", "collection"])
+def test_whenever_the_version_changes(trained: Store, where: str, kind: str) -> None:
+    with tierstore.open(trained.directory, mode="r", policy="lru", **PLACES[where]) as reader:
+        look_up = _lookups(reader)[kind]
+        look_up()
+        _, lines = _interrupted(look_up, -1, reader.refresh)
+        for value, line in enumerate(np.linspace(1, lines, TURNS).astype(int).tolist(), 1):
+            _put(trained, value)
+            trained.commit()
+            found, _ = _interrupted(look_up, line, reader.refresh)
+            assert found.min() == found.max()
+            assert reader.version == trained.version
+            assert look_up().min() == look_up().max() == value * (2 if kind == "bag" else 1)
+
+
+@pytest.mark.parametrize("where", ["in memory", "evicting"])
+def test_while_rows_come_in(trained: Store, where: str) -> None:
+    lines = 1
+    for value in range(1, 3 * TURNS):
+        with tierstore.open(trained.directory, mode="r", policy="lru", **PLACES[where]) as reader:
+            reader["a"].read(ALL[-1:])
+            _put(trained, value)
+            trained.commit()
+            newer = reader.find_newer()
+            assert newer is not None
+            found, lines = _interrupted(lambda: reader["a"].read(ALL), lines * value // (3 * TURNS), newer.show)
+            assert found.min() == found.max()
+            assert (reader["a"].read(ALL) == value).all()
+
+
+@pytest.mark.parametrize("kind", ["pooled", "bag"])
+def test_while_rows_are_added_up(trained: Store, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that changes while a kernel runs has it run again."""
+    with tierstore.open(trained.directory, mode="r", ddr="2MiB") as reader, ThreadPoolExecutor(1) as thread:
+        look_up = _lookups(reader)[kind]
+        look_up()
+        _put(trained, 1)
+        trained.commit()
+
+        def overtaken(run: Callable[..., Any], *given: Any) -> Any:
+            status = run(*given)
+            thread.submit(reader.refresh).result()
+            return status
+
+        for name in ("pool_at", "look_up"):
+            monkeypatch.setattr(direct, name, partial(overtaken, getattr(direct, name)))
+        found = look_up()
+        assert found.min() == found.max() == (2 if kind == "bag" else 1)

@@ -1,16 +1,17 @@
-"""No call waits for something that only its own caller can do: every public call, amid everything that a caller may
-have begun and not ended. And what waits for others ends by Ctrl-C."""
+"""No call waits for something that only its own caller can do: each is made amid everything that a caller may have
+begun and not ended. And what waits for others ends by Ctrl-C.
+"""
 
 import contextlib
 import faulthandler
+import itertools
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,35 +88,18 @@ class Scene:
             each.close()
 
 
-def _newer(scene: Scene) -> Newer:
-    if scene.newer is None:
-        raise ValueError("nothing newer")
-    return scene.newer
-
-
-def _pending(scene: Scene) -> PendingCommit:
-    if scene.pending is None:
-        raise ValueError("no commit")
-    return scene.pending
-
-
 def _step(scene: Scene) -> None:
     optimizer = scene.optimizer
     scene.train(scene.bag, IDS[:30])
     optimizer.step()
 
 
-def _config() -> tierstore.TableConfig:
-    return tierstore.TableConfig(name="new", num_embeddings=50, embedding_dim=DIM)
-
-
+NEW = tierstore.TableConfig(name="new", num_embeddings=50, embedding_dim=DIM)
 CALLS: Final[dict[str, Callable[[Scene], object]]] = {
     "Store.stats": lambda scene: scene.store.stats(),
-    "Store.tables": lambda scene: [*scene.store.tables],
-    "Store.version": lambda scene: scene.store.version,
-    "Store.versions": lambda scene: scene.store.versions,
-    "Store.extra": lambda scene: scene.store.extra,
-    "Store.changed_tables": lambda scene: scene.store.changed_tables,
+    "Store's properties": lambda scene: [
+        getattr(scene.store, name) for name in ("tables", "version", "versions", "extra", "changed_tables")
+    ],
     "Store.tensors": lambda scene: scene.store.tensors(),
     "Store.commit_id": lambda scene: scene.store.commit_id(1),
     "Store.describe_old_reader": lambda scene: scene.store.describe_old_reader(),
@@ -136,9 +120,9 @@ CALLS: Final[dict[str, Callable[[Scene], object]]] = {
     "Table.id_stats": lambda scene: scene.dynamic.id_stats(),
     "TieredEmbeddingBag.forward": lambda scene: scene.train(scene.bag, IDS[:30]),
     "Store.commit_async": lambda scene: setattr(scene, "pending", scene.store.commit_async()),
-    "PendingCommit.result": lambda scene: _pending(scene).result(),
-    "PendingCommit.exception": lambda scene: _pending(scene).exception(),
-    "PendingCommit.cancel": lambda scene: _pending(scene).cancel(),
+    "PendingCommit.result": lambda scene: scene.pending and scene.pending.result(),
+    "PendingCommit.exception": lambda scene: scene.pending and scene.pending.exception(),
+    "PendingCommit.cancel": lambda scene: scene.pending and scene.pending.cancel(),
     "Store.commit": lambda scene: scene.store.commit(),
     "Recorder.describe": lambda scene: scene.recorder.describe(),
     "Recorder.rate": lambda scene: scene.recorder.rate,
@@ -149,47 +133,29 @@ CALLS: Final[dict[str, Callable[[Scene], object]]] = {
     "Table.on_evict": lambda scene: scene.dynamic.on_evict(None),
     "Recorder.stop": lambda scene: scene.recorder.stop(),
     "Store.record": lambda scene: scene.store.record(scene.new("trace.npz")),
-    "Newer.tensors": lambda scene: _newer(scene).tensors(),
+    "Newer.tensors": lambda scene: scene.newer and scene.newer.tensors(),
     "Store.rehearse_newer": lambda scene: scene.store.rehearse_newer(),
     "Store.find_newer": lambda scene: scene.store.find_newer(),
-    "Newer.close": lambda scene: _newer(scene).close(),
+    "Newer.close": lambda scene: scene.newer and scene.newer.close(),
 }
 """Each after the other, amid one holder."""
 
 ENDING: Final[dict[str, tuple[str, Callable[[Scene], object]]]] = {
     "Store.close": ("disk memory reader", lambda scene: scene.store.close()),
-    "Store.create_table": ("disk", lambda scene: scene.store.create_table(_config())),
+    "Store.create_table": ("disk", lambda scene: scene.store.create_table(NEW)),
     "Store.change_table": ("disk", lambda scene: scene.store.change_table("t", num_embeddings=ROWS + 1)),
     "Store.drop_table": ("disk memory", lambda scene: scene.store.drop_table("t")),
     "Store.rollback": ("disk memory", lambda scene: scene.store.rollback(1)),
     "Store.refresh": ("reader", lambda scene: scene.store.refresh()),
-    "Newer.show": ("reader", lambda scene: _newer(scene).show()),
+    "Newer.show": ("reader", lambda scene: scene.newer and scene.newer.show()),
     "Prefetched.close": ("disk reader", lambda scene: scene.pipeline.close()),
     "Store.optimizer": ("disk", lambda scene: scene.optimizer),
     "TieredOptimizer.step": ("disk", _step),
 }
 """Each in a scene of its own, as others may then have nothing left to do."""
 
-BETWEEN_ROOMS: Final = {
-    "Store": "find_or_require has_rows_of note_partly_trained pool_of require_whole_steps use_optimizer use_rows",
-    "Table": "columns converted follows give_rows go_on_at id_error ids in_pool is_whole jagged keys_of local "
-    "lookup name next_hyper note_change pool pooled_directly require_float require_whole restore rounding_seed "
-    "size_bytes state",
-    "Recorder": "add_table note_bags note_lookups note_rows",
-    "Newer": "found manifest rows show_ids version",
-    "PendingCommit": "end",
-    "Prefetched": "",
-    "TieredOptimizer": "add_param_group load_state_dict has_grad collect zero_grad clip_grad_norm_ "
-    "of_own_tables param_groups state_dict",
-}
-"""Public names that users do not call, or that only look at what others above do."""
-
 
 # What a caller has begun: each calls ``act`` amid it.
-
-
-def _nothing(_: Scene, act: Act) -> None:
-    act()
 
 
 def _half_listed(scene: Scene, act: Act) -> None:
@@ -210,89 +176,72 @@ def _half_used(scene: Scene, act: Act) -> None:
 
 def _backward(scene: Scene, act: Act) -> None:
     out = scene.bag(IDS[:64].view(2, -1))
-    if out.requires_grad:
-        out.register_hook(lambda _: act())
-        with contextlib.suppress(RuntimeError, TierstoreError):
-            out.sum().backward()
+    out.register_hook(lambda _: act())
+    with contextlib.suppress(RuntimeError, TierstoreError):
+        out.sum().backward()
 
 
-def _prefetch(depth: int) -> Callable[[Scene, Act], None]:
+def _once(act: Act) -> Act:
+    """``act``, which does something the first time that it is called."""
+    left = [act]
+
+    def once() -> None:
+        while left:
+            left.pop()()
+
+    return once
+
+
+def _prefetching(depth: int, where: str) -> Callable[[Scene, Act], None]:
+    """Amid a pass: in its source, in ``features``, or in a step."""
+
     def hold(scene: Scene, act: Act) -> None:
-        with contextlib.suppress(TierstoreError):
-            for place, _ in enumerate(tierstore.prefetch([IDS[:8].view(2, 4)] * 4, scene.bag, depth=depth)):
-                if place == 1:
-                    act()
-
-    return hold
-
-
-def _within_source(depth: int, *, by_features: bool) -> Callable[[Scene, Act], None]:
-    def hold(scene: Scene, act: Act) -> None:
-        done: list[bool] = []
-
-        def act_once() -> None:
-            if not done:
-                done.append(True)
-                act()
+        acts = {name: _once(act if name == where else lambda: None) for name in ("source", "features", "step")}
 
         def batches() -> Iterator[torch.Tensor]:
-            for _ in range(3):
-                if not by_features:
-                    act_once()
+            for _ in range(4):
+                acts["source"]()
                 yield IDS[:8].view(2, 4)
 
         def features(batch: torch.Tensor) -> torch.Tensor:
-            if by_features:
-                act_once()
+            acts["features"]()
             return batch
 
         scene.pipeline = tierstore.prefetch(batches(), scene.bag, depth=depth, features=features)
         with contextlib.suppress(TierstoreError, ValueError, RuntimeError):
-            list(scene.pipeline)
+            for place, _ in enumerate(scene.pipeline):
+                if place == 1:
+                    acts["step"]()
 
     return hold
 
 
-def _progress(call: str) -> Callable[[Scene, Act], None]:
-    def hold(scene: Scene, act: Act) -> None:
-        called: list[int] = []
+def _verify(scene: Scene, act: Act) -> None:
+    once = _once(act)
+    with contextlib.suppress(TierstoreError):
+        scene.store.verify(progress=lambda _done, _total: once())
 
-        def progress(_done: int, _total: int) -> None:
-            if not called:
-                called.append(1)
-                act()
 
-        with contextlib.suppress(TierstoreError):
-            if call == "verify":
-                scene.store.verify(progress=progress)
-            else:
-                scene.store.backup(scene.new("backup"), verify=True, progress=progress)
-
-    return hold
+def _backup(scene: Scene, act: Act) -> None:
+    once = _once(act)
+    with contextlib.suppress(TierstoreError):
+        scene.store.backup(scene.new("backup"), verify=True, progress=lambda _done, _total: once())
 
 
 def _on_evict(scene: Scene, act: Act) -> None:
-    if scene.store.readonly:
-        return
     scene.dynamic.on_evict(lambda _ids, _rows: act())
     with contextlib.suppress(TierstoreError):
         scene.train(tierstore.TieredEmbeddingBag(scene.dynamic), torch.arange(50, 53))
 
 
 def _callback_of_a_commit(scene: Scene, act: Act) -> None:
-    if scene.store.readonly:
-        return
     done = threading.Event()
-    pending = scene.store.commit_async()
-    scene.pending = pending
-    pending.add_done_callback(lambda _: (act(), done.set()))
+    scene.pending = scene.store.commit_async()
+    scene.pending.add_done_callback(lambda _: (act(), done.set()))
     done.wait()
 
 
 def _closure(scene: Scene, act: Act) -> None:
-    if scene.store.readonly:
-        return
-
     def closure() -> torch.Tensor:
         act()
         scene.optimizer.zero_grad()
@@ -305,102 +254,52 @@ def _closure(scene: Scene, act: Act) -> None:
 
 
 HOLDERS: Final[dict[str, tuple[str, Callable[[Scene, Act], None]]]] = {
-    "nothing": ("disk memory reader", _nothing),
+    "nothing": ("disk memory reader", lambda _, act: act()),
     "half listed": ("disk memory reader", _half_listed),
     "half used": ("disk reader", _half_used),
     "backward": ("disk", _backward),
-    "prefetch": ("disk memory reader", _prefetch(2)),
-    "plain prefetch": ("disk", _prefetch(0)),
-    "source": ("disk reader", _within_source(2, by_features=False)),
-    "plain source": ("disk", _within_source(0, by_features=False)),
-    "features": ("disk", _within_source(2, by_features=True)),
-    "verify": ("disk memory reader", _progress("verify")),
-    "backup": ("disk reader", _progress("backup")),
+    "prefetch": ("disk memory reader", _prefetching(2, "step")),
+    "plain prefetch": ("disk", _prefetching(0, "step")),
+    "source": ("disk reader", _prefetching(2, "source")),
+    "plain source": ("disk", _prefetching(0, "source")),
+    "features": ("disk", _prefetching(2, "features")),
+    "verify": ("disk reader", _verify),
+    "backup": ("disk reader", _backup),
     "on_evict": ("disk memory", _on_evict),
     "callback of a commit": ("disk memory", _callback_of_a_commit),
     "closure": ("disk", _closure),
 }
-
-
 ERRORS = (TierstoreError, ValueError, TypeError, RuntimeError, KeyError, StopIteration, FileExistsError)
 
 
-class Watch:
-    def __init__(self) -> None:
-        self.doing = ""
-        self.since = 0.0
-        self.errors: dict[str, str] = {}
-
-    def note(self, doing: str) -> None:
-        self.doing, self.since = doing, time.monotonic()
-
-    def run(self, scene: Scene, holder: str, calls: dict[str, Callable[[Scene], object]]) -> None:
-        for name, call in calls.items():
-            self.note(f"{name} amid {holder}")
-            try:
-                call(scene)
-            except ERRORS as error:
-                self.errors[self.doing] = f"{type(error).__name__}: {error}"
-        self.note(f"the end of {holder}")
+def _use(scene: Scene, amid: str, calls: dict[str, Callable[[Scene], object]], slow: list[str]) -> None:
+    for name, call in calls.items():
+        since = time.monotonic()
+        with contextlib.suppress(*ERRORS):
+            call(scene)
+        if time.monotonic() - since > SECONDS:
+            slow.append(f"{name} amid {amid}")
 
 
-def _run_all(folder: Path, watch: Watch, made: Path) -> None:
-    for holder, (kinds, hold) in HOLDERS.items():
-        for kind in kinds.split():
-            ending = [name for name, ended in ENDING.items() if kind in ended[0].split()]
-            for number, calls in enumerate([CALLS, *({name: ENDING[name][1]} for name in ending)]):
-                where = f"{holder} ({kind})"
-                watch.note(f"the beginning of {where}")
-                path = folder / f"{holder}-{kind}-{number}"
-                path.mkdir(parents=True)
-                scene = Scene(path, kind, made)
-                hold(scene, lambda scene=scene, where=where, calls=calls: watch.run(scene, where, calls))
-                watch.note(f"closing after {calls if len(calls) == 1 else ''} amid {where}")
-                scene.end()
-
-
-def test_no_call_waits_for_its_own_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tmp_path / "made"
+@pytest.mark.timeout(240)  # a call that waits for ever ends here, with the stacks of all threads
+def test_no_call_waits_for_its_own_caller(tmp_path: Path) -> None:
+    made, slow = tmp_path / "made", list[str]()
     for kind in ("disk", "memory", "reader"):  # kernels are compiled
         (tmp_path / kind).mkdir()
         scene = Scene(tmp_path / kind, kind)
         if kind == "disk":
             scene.store.backup(made)
-        Watch().run(scene, "", CALLS | {name: call for name, (_, call) in ENDING.items()})
+        _use(scene, "", CALLS | {name: call for name, (_, call) in ENDING.items()}, [])
         scene.end()
-    watch, failed = Watch(), list[BaseException]()
-
-    def run() -> None:
-        try:
-            _run_all(tmp_path, watch, made)
-        except BaseException as error:
-            failed.append(error)
-
-    watch.note("the beginning")
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
-        if time.monotonic() - watch.since > SECONDS:
-            faulthandler.dump_traceback(sys.__stderr__)
-            pytest.fail(f"{watch.doing} takes more than {SECONDS:g} s")
-    if failed:
-        raise failed[0]
-
-
-def test_every_public_call_is_in_the_table() -> None:
-    listed = {*CALLS, *ENDING}
-    for kind in (tierstore.Store, tierstore.Table, Recorder, Newer, PendingCommit, Prefetched, TieredOptimizer):
-        own = {
-            name
-            for base in kind.__mro__
-            if base.__module__.startswith("tierstore.")
-            for name in vars(base)
-            if not name.startswith("_")
-        }
-        known = {name.partition(".")[2] for name in listed if name.startswith(f"{kind.__name__}.")}
-        known |= set(BETWEEN_ROOMS[kind.__name__].split())
-        assert own == known, f"of {kind.__name__}, CALLS or ENDING lacks {own - known}, and has too many {known - own}"
+    for (holder, (kinds, hold)), kind in itertools.product(HOLDERS.items(), ("disk", "memory", "reader")):
+        ending = [{name: call} for name, (where, call) in ENDING.items() if kind in where]
+        for number, calls in enumerate([CALLS, *ending] if kind in kinds else []):
+            path = tmp_path / f"{holder}-{kind}-{number}"
+            path.mkdir()
+            scene = Scene(path, kind, made)
+            hold(scene, partial(_use, scene, f"{holder} ({kind})", calls, slow))
+            scene.end()
+    assert not slow
 
 
 def test_locks_can_be_taken_again_by_the_thread_that_has_them() -> None:

@@ -84,7 +84,7 @@ class ColdTier(Protocol):
         Every row is verified against its checksum. Reads see every ``write`` that returned before.
 
         Raises:
-            ValueError: keys of no row or of several layouts, or arrays of other types, widths or lengths.
+            ValueError: keys of no row or of several layouts, slots out of range, or arrays of other widths.
             ChecksumError: names file, table and row; the slots' contents are then undefined.
         """
 
@@ -157,7 +157,7 @@ class Counting:  # by many threads
             self.totals = self.totals._replace(**{name: getattr(self.totals, name) + added[name] for name in added})
 
 
-# ValueErrors of arguments that no tier takes: out of range, or of types and shapes that kernels do not take.
+# ValueErrors of arguments that no tier takes: out of range, or not of the table's layout.
 
 
 def check_table(table_index: int, layout: RowLayout, num_rows: int, page_bytes: int) -> None:
@@ -169,30 +169,14 @@ def check_table(table_index: int, layout: RowLayout, num_rows: int, page_bytes: 
         raise ValueError(f"layout.page_bytes is {layout.page_bytes}, the tier's pages have {page_bytes} bytes")
 
 
-def check_arrays(keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools | None = None) -> None:
-    if keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
-        raise ValueError("keys must be a contiguous int64 vector")
-    if slots.dtype != np.int32 or slots.shape != keys.shape or not slots.flags.c_contiguous:
-        raise ValueError("slots must be a contiguous int32 vector as long as keys")
-    for name, arena in (("weights", weights), ("state", state)):
-        if arena.dtype != np.uint64 or arena.ndim != 2 or not arena.flags.c_contiguous:
-            raise ValueError(f"{name} must be a contiguous uint64 matrix")
-    if len(weights) != len(state):
-        raise ValueError(f"weights has {len(weights)} slots, state has {len(state)}")
-    if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= len(weights)):
-        raise ValueError(f"slots must be in [0, {len(weights)})")
-    if present is not None and (
-        present.dtype != np.bool_ or present.shape != keys.shape or not present.flags.c_contiguous
-    ):
-        raise ValueError("present must be a contiguous bool array as long as keys")
-
-
-def check_widths(layout: RowLayout, weights: Words, state: Words) -> None:
+def check_arenas(layout: RowLayout, slots: Int32s, weights: Words, state: Words) -> None:
     if weights.shape[1] != layout.weight_words or state.shape[1] != layout.state_words:
         raise ValueError(
             f"weights and state have {weights.shape[1]} and {state.shape[1]} words a row, the table's layout has "
             f"{layout.weight_words} and {layout.state_words}"
         )
+    if int(slots.min()) < 0 or int(slots.max()) >= min(len(weights), len(state)):
+        raise ValueError(f"slots must be in [0, {min(len(weights), len(state))})")
 
 
 def require_distinct(keys: Int64s) -> None:
@@ -247,7 +231,7 @@ class MemoryColdTier:
             rows = sorted(key % MAX_ROWS for key in self._rows if key >> KEY_ROW_BITS == table_index)
         yield np.array(rows, np.int64)
 
-    def _check(self, keys: Int64s, weights: Words, state: Words) -> RowLayout:
+    def _check(self, keys: Int64s, slots: Int32s, weights: Words, state: Words) -> RowLayout:
         """Their layout, in whose slots they go."""
         for key in keys.tolist():
             table, row = key >> KEY_ROW_BITS, key % MAX_ROWS
@@ -256,16 +240,15 @@ class MemoryColdTier:
         layout, *others = {self._tables[table][0] for table in (keys >> KEY_ROW_BITS).tolist()}
         if others:
             raise ValueError("keys are of tables of several layouts")
-        check_widths(layout, weights, state)
+        check_arenas(layout, slots, weights, state)
         return layout
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         started = time.perf_counter()
-        check_arrays(keys, slots, weights, state, present)
         with self._open():
             if not len(keys):
                 return
-            layout = self._check(keys, weights, state)
+            layout = self._check(keys, slots, weights, state)
             for i, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
                 epochs = self._rows.get(key)
                 present[i] = epochs is not None
@@ -278,11 +261,10 @@ class MemoryColdTier:
 
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
         started = time.perf_counter()
-        check_arrays(keys, slots, weights, state)
         with self._open():
             if not len(keys):
                 return
-            layout = self._check(keys, weights, state)
+            layout = self._check(keys, slots, weights, state)
             require_distinct(keys)
             if epoch <= self.last_version:
                 raise ValueError(f"epoch={epoch} must be above {self.last_version}, the last version")

@@ -17,7 +17,7 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.files import sync_directory, translate_os_error
 from ..system.sizes import format_size
-from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
+from .base import ColdCounters, Counting, VerifyReport, check_arenas, check_table, require_distinct
 from .btree import META_KEY
 from .log import DEFAULT_SLACK
 from .places import new_places
@@ -95,10 +95,6 @@ class LmdbColdTier:
         self, path: Path, *, store_id: bytes, readonly: bool, version: int | None = None,
         slack: float = DEFAULT_SLACK, create: bool = True, follow: bool = True,
     ) -> None:  # fmt: skip
-        if len(store_id) != 16:
-            raise ValueError(f"store_id must be 16 bytes, not {len(store_id)}")
-        if not slack > 1:
-            raise ValueError(f"slack must be above 1, not {slack}")
         self._counting = Counting()
         with ExitStack() as stack:
             self._file = OpenFile(path, store_id, readonly=readonly, version=version, create=create)
@@ -163,12 +159,11 @@ class LmdbColdTier:
         self, snapshot: Snapshot, rows: RowPlaces, keys: Int64s, slots: Int32s, weights: Words, state: Words,
         present: Bools,
     ) -> None:  # fmt: skip
-        check_arrays(keys, slots, weights, state, present)
         if not len(keys):
             return
         started = time.perf_counter()
         layout = self._file.layout_of(rows, keys)
-        check_widths(layout, weights, state)
+        check_arenas(layout, slots, weights, state)
         result = self.reader.gather(snapshot, rows, layout, keys, slots, weights, state, present)
         self._counting.add(
             rows_read=len(keys), rows_absent=len(keys) - int(np.count_nonzero(present)), pages_read=int(result[2]),
@@ -182,7 +177,6 @@ class LmdbColdTier:
             yield Changes(snapshot, rows, since)
 
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
-        check_arrays(keys, slots, weights, state)
         file = self._file
         with file.lock:
             writer = self._require_writer()
@@ -191,7 +185,7 @@ class LmdbColdTier:
             started = time.perf_counter()
             rows = writer.rows()
             layout = file.layout_of(rows, keys)
-            check_widths(layout, weights, state)
+            check_arenas(layout, slots, weights, state)
             require_distinct(keys)
             rows.positions(layout, keys)
             if not file.head.last < epoch <= MAX_VERSION:

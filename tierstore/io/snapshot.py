@@ -13,7 +13,7 @@ import contextlib
 import os
 import struct
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -30,11 +30,6 @@ from .sigbus import ASK_AGAIN
 _OVERFLOW: Final = 0x04
 _ATTEMPTS: Final = 100
 _KEY: Final = struct.Struct(">QQ")
-
-
-class PageUse(NamedTuple):  # what came of a check; ``page`` is where it stopped
-    status: WalkStatus
-    page: int
 
 
 @inline
@@ -86,9 +81,9 @@ def _claim_values(
     return overflows, free
 
 
-def check_page_use(pages: Pages, meta: Meta) -> PageUse:
-    """Check both trees of a snapshot, the list of free pages, and what the meta page counts. ``pages``: of the mapped
-    file, as long as the tree of ``meta`` is pinned."""
+def check_page_use(pages: Pages, meta: Meta) -> tuple[int, int]:
+    """Check both trees of a snapshot, the list of free pages, and what the meta page counts; the WalkStatus, and the
+    page where it stopped. ``pages``: of the mapped file, as long as the tree of ``meta`` is pinned."""
     used: Words = np.zeros((meta.last_page >> 6) + 1, np.uint64)
     pages = pages._replace(limit=min(pages.limit, meta.last_page + 1))  # what is free may lie beyond the file's end
     claimed = 0
@@ -98,17 +93,17 @@ def check_page_use(pages: Pages, meta: Meta) -> PageUse:
         if result[btree.STATUS] == WalkStatus.DONE:
             overflows, free = _claim_values(pages, entries, is_free_list, meta.last_page, used, result)
         if result[btree.STATUS] != WalkStatus.DONE:
-            return PageUse(WalkStatus(int(result[btree.STATUS])), int(result[btree.PAGE]))
+            return int(result[btree.STATUS]), int(result[btree.PAGE])
         # A transaction frees at least the root it replaced, so the list's last record is the transaction's own.
         newest = int(entries[-1]["number"]) if len(entries) else 0
         is_newest = not is_free_list or newest == meta.txn_id or meta.txn_id <= 1
         totals = (int(result[btree.BRANCHES]), int(result[btree.LEAVES]), overflows, len(entries))
         if not is_newest or totals != root[1:5]:
-            return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2)
+            return WalkStatus.BAD_TOTALS, meta.txn_id % 2
         claimed += sum(totals[:3]) + free
     if claimed != meta.last_page - 1:
-        return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2)
-    return PageUse(WalkStatus.DONE, 0)
+        return WalkStatus.BAD_TOTALS, meta.txn_id % 2
+    return WalkStatus.DONE, 0
 
 
 class Tree:
@@ -148,7 +143,7 @@ class Tree:
     def check_free_pages(self) -> None:
         with self.file_map.guard.watching():
             found = check_page_use(self.pages(), self.meta)
-        self._require_sound(found.status, found.page)
+        self._require_sound(*found)
 
     def walk(self, first_key: int = 0) -> Entries:
         """Entries in key order from key word ``first_key`` on."""

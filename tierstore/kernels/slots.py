@@ -352,25 +352,6 @@ def copy_rows_out(slots: Int32s, weights: Weights, dim: int, out: Weights) -> No
             target[column] = row[column]
 
 
-@uncounted_kernel
-def copy_rows_of_ids(
-    ids: Int64s, first: int, num_rows: int, flags: Bytes, asked: int, wanted: int, weights: Weights, dim: int,
-    out: Weights,
-) -> int:  # fmt: skip
-    """``out[i] = weights[first + ids[i], :dim]``, bits unchanged: DONE. ABSENT if an id is not in [0, num_rows), or, of
-    flags that are not empty, ``flags[first + ids[i]] & asked`` is not ``wanted``; ``out`` is then undefined."""
-    for i in range(ids.size):
-        row = ids[i]
-        if not 0 <= row < num_rows:
-            return ABSENT
-        slot = first + row
-        if flags.size and flags[slot] & asked != wanted:
-            return ABSENT
-        for column in range(dim):
-            out[i, column] = weights[slot, column]
-    return DONE
-
-
 @kernel
 def copy_rows_in(slots: Int32s, rows: Weights, weights: Weights, dim: int) -> None:
     """``weights[slots[i], :dim] = rows[i]`` in order, so that the last of equal ids wins."""

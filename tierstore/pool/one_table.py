@@ -50,31 +50,17 @@ class OneTable:
 
     def rows(self, ids: Int64s) -> Floats | None:
         """float32 [n, dim], the rows of these ids."""
-        arena = self._arena()
-        if arena is None:
+        arena, keys = self._arena(), self._keys(ids)
+        if arena is None or keys is None:
             return None
-        cache: Any = arena.cache
         rows = np.empty((len(ids), self._dim), arena.weights.dtype)
         with arena.lock:
-            if arena.is_closed:
+            slots = None if arena.is_closed else arena.cache.use(keys)
+            if slots is None:
                 return None
-            if self._kept is not None:
-                first, flags = int(self._kept[1][0]), cache.flags[:0] if cache.is_complete else cache.flags
-                status = kernels.copy_rows_of_ids(
-                    ids, first, self._num_rows, flags, RESIDENT | LOADING, RESIDENT, arena.weights, self._dim, rows
-                )
-                if status != kernels.DONE:
-                    return None
-                cache.note_hits(len(ids))
-            else:
-                keys = self._keys(ids)
-                slots = None if keys is None else cache.use(keys)
-                if slots is None:
-                    return None
-                kernels.copy_rows_out(slots, arena.weights, self._dim, rows)
-        if arena.dtype_code == FLOAT32:
-            return rows
-        return torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
+            kernels.copy_rows_out(slots, arena.weights, self._dim, rows)
+        is_float32 = arena.dtype_code == FLOAT32
+        return rows if is_float32 else torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
 
     def pooled(self, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
         """As ``Table.pooled``, of mode ``kernels.SUM`` or ``MEAN``."""
@@ -125,40 +111,37 @@ class OneTable:
         return keys if kernels.row_keys(ids, 0, self._num_rows, self._table_key, keys) < 0 else None
 
     def _pool_from_cache(self, arena: Arena, ids: Tensor, offsets: Tensor, bags: int, mode: int) -> Tensor | None:
-        num_ids, cache = ids.numel(), arena.cache
-        keys = self._keys(ids.numpy()) if num_ids < self._few else None
-        if keys is None:
-            return None
-        starts = np.full(bags + 1, num_ids, np.int64)
+        num_ids = ids.numel()
+        keys, starts = self._keys(ids.numpy()) if num_ids < self._few else None, np.full(bags + 1, num_ids, np.int64)
         starts[: offsets.numel()] = offsets.numpy()
-        if not kernels.copy_offsets(starts, num_ids, starts):
+        if keys is None or not kernels.copy_offsets(starts, num_ids, starts):
             return None
-        pooled = np.empty((bags, self._dim), np.float32)
         with arena.lock:
-            slots = None if arena.is_closed else cache.use(keys)
+            slots = None if arena.is_closed else arena.cache.use(keys)
             if slots is not None:
-                self._add(arena, starts, slots, mode, pooled)
-        if slots is None and not self._bring_in(arena, keys, starts, mode, pooled):
-            return None
+                return self._add(arena, starts, slots, mode)
+        return self._bring_in(arena, keys, starts, mode)
+
+    def _add(self, arena: Arena, starts: Int64s, slots: Int32s, mode: int) -> Tensor:
+        bags = len(starts) - 1
+        pooled = np.empty((bags, self._dim), np.float32)
+        kernels.pool_rows(
+            0, bags, 0, len(slots), starts, slots, NO_FLOATS, mode, arena.weights, self._dim, arena.dtype_code,
+            _COLUMN, bags, pooled, NO_ARG_MAX,
+        )  # fmt: skip
         return torch.from_numpy(pooled)
 
-    def _add(self, arena: Arena, starts: Int64s, slots: Int32s, mode: int, pooled: Floats) -> None:
-        kernels.pool_rows(
-            0, len(pooled), 0, len(slots), starts, slots, NO_FLOATS, mode, arena.weights, self._dim, arena.dtype_code,
-            _COLUMN, len(pooled), pooled, NO_ARG_MAX,
-        )  # fmt: skip
-
     @shielded
-    def _bring_in(self, arena: Arena, keys: Int64s, starts: Int64s, mode: int, pooled: Floats) -> bool:
-        """Whether there was room for all rows. DamagedError as of ``Leases.whole``."""
+    def _bring_in(self, arena: Arena, keys: Int64s, starts: Int64s, mode: int) -> Tensor | None:
+        """None if there was no room for all rows. DamagedError as of ``Leases.whole``."""
         leases = self._leases()
         try:
             lease = None if leases is None else leases.whole(keys)
         except ClosedError:  # a ``Lookup`` finds the pool that came after
-            return False
+            return None
         if lease is None:
-            return False
+            return None
         with arena.rows_lock:
-            self._add(arena, starts, lease.position_slots, mode, pooled)
+            pooled = self._add(arena, starts, lease.position_slots, mode)
         lease.release()
-        return True
+        return pooled

@@ -332,13 +332,10 @@ class Table(Unpicklable, LookupTable):
         ``is_last_given``, ``offsets`` are all but the last."""
         if mode == "max":
             return None
-        known, store, pooled = self._one_table, self.store, None
-        arguments = ids, offsets, MODES[mode], is_last_given
+        pooled, store = None, self.store
         try:
-            if known is not None:
-                pooled = store.shown.at_one(partial(known.pooled, *arguments))
-            if pooled is None and (made := self._direct()) is not known and made is not None:
-                pooled = store.shown.at_one(partial(made.pooled, *arguments))
+            if (one := self._direct()) is not None:
+                pooled = store.shown.at_one(partial(one.pooled, ids, offsets, MODES[mode], is_last_given))
         except RuntimeError:
             refuse_transforms()
             raise

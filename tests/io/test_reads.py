@@ -1,6 +1,7 @@
-"""Reads past the page cache: the bits of the map's, whatever else uses the ring, the file or the process."""
+"""Rows copied out of the file in every mode, by its map or past the page cache, have the bits that were written."""
 
 import errno
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -12,17 +13,77 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conformance.cold_tier import TABLES, check_rows, commit, keys_of, read_rows, words_of
-from tests.conformance.cold_tier import write_rows as write
-from tests.io.support import opened
-from tierstore.errors import ClosedError, UnreadableError
+from tests.conformance.cold_tier import (
+    NARROW,
+    TABLES,
+    WIDE,
+    check_rows,
+    commit,
+    keys_of,
+    read_rows,
+    words_of,
+    write_rows,
+)
+from tests.io.support import flip, open_tier, opened, place_of
+from tierstore.errors import ChecksumError, ClosedError, UnreadableError
 from tierstore.io import reads, uring
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.mapped import is_resident
-from tierstore.kernels.jit import JIT_ENABLED, kernel
+from tierstore.io.reads import MAX_GROUP
+from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.layout import PAIR_WORDS, RowLayout
 from tierstore.plan.measure import page_cache
 
 pytestmark = pytest.mark.kernel
+
+NUM_ROWS = 8000 if JIT_ENABLED else 700
+NUM_READ = 5600 if JIT_ENABLED else 3 * MAX_GROUP + 5
+
+
+def _tier(path: Path, layout: RowLayout, num_rows: int, every: int = 1) -> LmdbColdTier:
+    tier = open_tier(path)
+    tier.add_table(0, layout, num_rows)
+    write_rows(tier, layout, keys_of(0, np.arange(0, num_rows, every)), 1)
+    return tier
+
+
+def _go(tier: LmdbColdTier, way: str) -> None:
+    tier.reader.is_cold, tier.reader.is_large, tier.reader.asked_at = way != "warm", way == "direct", math.inf
+    tier.reader._can_sample = way != "direct"
+
+
+@pytest.mark.parametrize("can_sample", [True, False])
+@pytest.mark.parametrize("way", ["warm", "cold", "direct"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_mode_copies_the_same(tmp_path: Path, verify: bool, way: str, can_sample: bool) -> None:
+    tier = _tier(tmp_path, NARROW, NUM_ROWS, every=3)
+    _go(tier, way)
+    tier.reader._verify, tier.reader._can_sample = verify, can_sample
+    rows = np.random.default_rng(0).integers(0, NUM_ROWS, NUM_READ)
+    slots = np.random.default_rng(1).permutation(NUM_READ).astype(np.int32)
+    weights = np.zeros((NUM_READ, NARROW.weight_words), np.uint64)
+    present = np.zeros(NUM_READ, np.bool_)
+    tier.read(keys_of(0, rows), slots, weights, weights[:, :0].copy(), present)
+    np.testing.assert_array_equal(present, rows % 3 == 0)
+    expected = keys_of(0, rows).astype(np.uint64) * np.uint64(1000003) + np.uint64((1 << 50) + 1)
+    np.testing.assert_array_equal(weights[slots, 0], np.where(present, expected, 0))
+    tier.close()
+
+
+@pytest.mark.parametrize("way", ["warm", "cold", "direct"])
+@pytest.mark.parametrize("at", [0, 1, 99])
+def test_each_position_is_verified(tmp_path: Path, way: str, at: int) -> None:
+    tier = _tier(tmp_path, WIDE, 300)
+    rows = np.random.default_rng(2).permutation(300)[:100]
+    place = place_of(tier, 0, int(rows[at]))
+    _go(tier, way)
+    for offset in (place.pair, place.pair + 8, place.row, place.row + 8 * (WIDE.stored_row_words - PAIR_WORDS) - 1):
+        flip(tmp_path, offset)
+        with pytest.raises(ChecksumError, match=f"row {rows[at]} of table 0"):
+            read_rows(tier, WIDE, keys_of(0, rows))
+        flip(tmp_path, offset)
+    check_rows(tier, WIDE, keys_of(0, rows), 1)
+    tier.close()
+
 
 ROUNDS = 30 if JIT_ENABLED else 2
 
@@ -33,7 +94,7 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LmdbColdTi
     monkeypatch.setattr(reads, "free_memory_bytes", lambda: 0)
     tier = opened(tmp_path)
     for table, (layout, num_rows) in TABLES.items():
-        write(tier, layout, keys_of(table, np.arange(0, num_rows, 3)), 1)
+        write_rows(tier, layout, keys_of(table, np.arange(0, num_rows, 3)), 1)
     commit(tier, b"")
     _rings(tier).idle.append(_rings(tier).take() or pytest.skip("no io_uring here, or no direct reads"))
     yield tier
@@ -73,7 +134,7 @@ def test_bits_are_what_was_written(tier: LmdbColdTier, table: int) -> None:
         np.testing.assert_array_equal(words, np.where(present[:, None], words_of(keys, 1, words.shape[1]), 0))
     assert tier.counters().pages_direct > ROUNDS
     tier.reader._can_sample, before = False, tier.counters()
-    write(tier, layout, keys_of(table, np.arange(num_rows)), 2)
+    write_rows(tier, layout, keys_of(table, np.arange(num_rows)), 2)
     tier.reader.is_cold = True
     check_rows(tier, layout, keys_of(table, np.arange(num_rows)), 2)
     assert tier.counters().pages_direct - before.pages_direct >= tier.counters().pages_read - before.pages_read > 0
@@ -95,46 +156,10 @@ def test_what_the_system_refuses_comes_through_the_map(tier: LmdbColdTier, monke
     assert [_read_cold(tier), _read_cold(tier), refuse.call_count] == [0, 0, 1]
 
 
-@kernel
-def _ask(address: int, flag: np.ndarray) -> bool:
-    return is_resident(address, flag)
-
-
-def test_a_page_of_the_system_is_asked_about_from_within_and_a_refusal_is_no_answer(tier: LmdbColdTier) -> None:
-    """Pages of the system may have 64 KiB, those of LMDB begin within them."""
-    file_map, flag = tier._file.map, np.ones(1, np.uint8)
-    assert file_map.words[0] >= 0
-    assert _ask(file_map.address + 100, flag)
-    assert not _ask(1 << 40 | 1 << 12, flag), "nothing is mapped there"
-
-
-def test_a_read_that_was_cut_short_ends_no_rings_and_three_in_a_row_do(
-    tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, rings, short, taken = uring.Ring, _rings(tier), iter([True, False, *[True] * 9]), []
-
-    def make(number: int) -> uring.Ring:
-        taken.append(next(short))
-        with open(tier.path.with_name("empty"), "wb+") as empty:
-            return real(empty.fileno() if taken[-1] else number)
-
-    monkeypatch.setattr(uring, "Ring", make)
-    rings.idle.clear()
-    assert _read_cold(tier) > 10
-    assert taken == [True, False]
-    rings.idle.clear()
-    assert [_read_cold(tier), _read_cold(tier)] == [0, 0]
-    assert taken == [True, False, True, True, True]
-
-
-def test_a_ring_that_somebody_closed(tier: LmdbColdTier) -> None:
+def test_descriptors_of_others_are_not_a_rings_to_read_or_close(tier: LmdbColdTier) -> None:
     os.close(descriptor := _rings(tier).idle[0]._descriptor)
     assert os.open(tier.path, os.O_RDONLY) == descriptor
     assert _read_cold(tier) > 10, "by another ring"
-    os.close(descriptor)  # it was not the ring's to close
-
-
-def test_a_ring_that_goes_closes_nobody_elses_descriptors(tier: LmdbColdTier) -> None:
     before = set(os.listdir("/proc/self/fd"))
     _rings(tier).idle.append(uring.Ring(tier._file.map.locks.descriptor))
     own = set(map(int, set(os.listdir("/proc/self/fd")) - before))
@@ -142,15 +167,8 @@ def test_a_ring_that_goes_closes_nobody_elses_descriptors(tier: LmdbColdTier) ->
     others = [os.open(tier.path, os.O_RDONLY) for _ in range(8)]
     assert own & set(others)
     _rings(tier).idle.pop()
-    for number in others:
+    for number in (descriptor, *others):
         os.close(number)
-
-
-def test_a_ring_of_another_file_is_not_used(tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    _rings(tier).idle.clear()
-    monkeypatch.setattr(type(_rings(tier)._file), "is_held", lambda _: False)
-    with pytest.raises(ClosedError, match=r"os\.closerange"):
-        _rings(tier).take()
 
 
 def test_what_the_device_refuses(tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""Pages that cannot be read are errors of those who wanted them; nobody dies of them, and nobody reads their zeros.
+"""Maps of the row file: that it outgrows, and whose pages cannot be read.
 
-A page is refused here by mapping nothing of an empty file over it, in one of the three maps of a tier: touching it is
-what touching a bad sector is (SIGBUS). Mapped again, it is the file's. tests/faults has devices that really fail.
+A page that cannot be read is an error for those who wanted it; nobody dies of it, and nobody reads zeros in its place.
+One is refused here by mapping nothing of an empty file over it: touching it is what touching a bad sector is (SIGBUS).
+Mapped again, it is the file's. tests/faults has devices that really fail.
 """
 
 import contextlib
@@ -11,18 +12,19 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from tests.children import run
-from tests.conformance.cold_tier import WIDE, check_rows, commit, keys_of, write_rows
-from tests.io.support import heal, opened, page_of, refuse
-from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
-from tierstore.io import sigbus, snapshot
+from tests.conformance.cold_tier import WIDE, check_rows, commit, keys_of, read_rows, words_of, write_rows
+from tests.io.support import heal, open_tier, opened, page_of, refuse
+from tierstore.errors import ChecksumError, TierstoreError, TruncatedError, UnreadableError
+from tierstore.io import mapped, reads, writer
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap
 from tierstore.io.segments import stored_segments
@@ -35,7 +37,6 @@ PAGE = 4096
 ROWS = WIDE.rows_per_block
 ALL = np.arange(1000)
 DAMAGED = TruncatedError, ChecksumError, UnreadableError
-Int64s = NDArray[np.int64]
 
 
 @pytest.fixture
@@ -62,8 +63,6 @@ def test_zeros_do_not_count_though_the_page_is_the_files_again(
     """Another reader may map the file again between the copy of a row and its checksum."""
     rows = _rows_guard(tier)
     refuse(rows, page_of(tier, 0, 7))
-    from tierstore.io import reads
-
     real = reads.gather
 
     def gather(batch: reads.Batch, *arguments: object) -> None:
@@ -82,36 +81,28 @@ def test_zeros_do_not_count_though_the_page_is_the_files_again(
 def test_a_file_that_is_cut_short_while_it_is_read(tier: LmdbColdTier) -> None:
     content = tier.path.read_bytes()
     pages = np.array([page_of(tier, 0, int(block)) for block in ALL // ROWS])
-    cut = int(np.median(pages))
-    before = keys_of(0, ALL[pages < cut])
-    errors: list[BaseException] = []
-    unexpected: list[BaseException] = []
-    done = threading.Event()
+    cut, errors, done = int(np.median(pages)), list[BaseException](), threading.Event()
 
-    def read(keys: Int64s, expected: tuple[type[BaseException], ...]) -> None:
+    def read(rows: NDArray[np.int64], *expected: type[BaseException]) -> None:
+        while not done.is_set():
+            try:
+                check_rows(tier, WIDE, keys_of(0, rows), 1)
+            except expected as error:
+                errors.append(error)
+
+    with ThreadPoolExecutor(4) as threads, tier.path.open("r+b") as file:
         try:
-            while not done.is_set():
-                try:
-                    check_rows(tier, WIDE, keys, 1)
-                except expected as error:
-                    errors.append(error)
-        except BaseException as error:
-            unexpected.append(error)
-
-    threads = [threading.Thread(target=read, args=(keys_of(0, ALL), DAMAGED)) for _ in range(3)]
-    threads.append(threading.Thread(target=read, args=(before, ())))
-    for thread in threads:
-        thread.start()
-    with tier.path.open("r+b") as file:
-        for _ in range(300):
-            file.truncate(cut * PAGE)
-            file.seek(cut * PAGE)
-            file.write(content[cut * PAGE :])
-            file.flush()
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert unexpected == []
+            reads = [threads.submit(read, ALL, *DAMAGED) for _ in range(3)]
+            reads.append(threads.submit(read, ALL[pages < cut]))
+            for _ in range(300):
+                file.truncate(cut * PAGE)
+                file.seek(cut * PAGE)
+                file.write(content[cut * PAGE :])
+                file.flush()
+        finally:
+            done.set()
+        for each in reads:
+            each.result()
     assert errors
     assert all("rows.lmdb" in str(error) and "tierstore repair" in str(error) for error in errors)
     check_rows(tier, WIDE, keys_of(0, ALL), 1)
@@ -158,58 +149,16 @@ def test_a_bad_page_that_others_meet_stops_no_commit(tier: LmdbColdTier) -> None
         thread.join()
 
 
-def test_a_look_at_the_newest_version_that_fails_keeps_no_lock(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, newest, calls = opened(written, readonly=True), snapshot._newest, []
-
-    def fails(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise UnreadableError("refused")
-        return newest(*arguments)
-
-    commit_some_rows(written)
-    before = dict(reader._file.map.locks._users)
-    monkeypatch.setattr(snapshot, "_newest", fails)
-    with pytest.raises(UnreadableError, match="refused"):
-        reader.find_newer()
-    assert dict(reader._file.map.locks._users) == before
-    reader.close()
-
-
-FORK = """
-    from tests.io.test_sigbus import *
-    from tierstore.system.page_cache import _libc
-
-    parents = [FileMap(Path(sys.argv[1]), 1 << 36) for _ in range(2)]
-    again = [FileMap(Path(sys.argv[1]), 1 << 36) for _ in range(2)]
-    for each in parents:
-        each.close()
-    taken = [_libc.mmap(None, 1 << 36, 0, 0x4022, -1, 0) for _ in range(2)]
-    if not (child := os.fork()):
-        for each in [FileMap(Path(sys.argv[1]), 1 << 36) for _ in range(2)]:
-            since = each.guard.begin()
-            refuse(each.guard, 3)
-            assert not each.words[3 * PAGE // 8]
-            assert each.guard.refused(since) is not None
-        print("noticed", flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
-
-
-def test_a_forked_child_has_no_maps_of_its_parent(written: Path) -> None:
-    assert run(FORK, written / "rows.lmdb") == "noticed\n"
-
-
 def test_pages_of_the_index(written: Path) -> None:
     reader = opened(written, readonly=True)
     check_rows(reader, WIDE, keys_of(0, ALL), 1)
     commit_some_rows(written)
-    pages = reader._file.map.file_bytes() // PAGE
+    pages, locked = reader._file.map.file_bytes() // PAGE, dict(reader._file.map.locks._users)
     refuse(reader._file.map.guard, 2, pages - 2)
     expected = r"rows\.lmdb: the device refuses to read bytes \d+ to \d+\. .*log.*repair"
     with pytest.raises(UnreadableError, match=expected):
         reader.find_newer()
+    assert dict(reader._file.map.locks._users) == locked
     check_rows(reader, WIDE, keys_of(0, ALL), 1)
     for _ in range(pages):  # one more page a time is the file's again
         with contextlib.suppress(UnreadableError):
@@ -243,7 +192,7 @@ def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
 
 FOREIGN = """
     import contextlib, faulthandler, json, mmap, tempfile
-    from tests.io.test_sigbus import ALL, WIDE, check_rows, keys_of, opened
+    from tests.io.test_maps import ALL, WIDE, check_rows, keys_of, opened
 
     empty = os.memfd_create("empty")
     os.ftruncate(empty, 4096)
@@ -253,29 +202,22 @@ FOREIGN = """
     def touch_what_is_nobodys():
         strange[7] + 1
 
-    def take(step):
-        global tier
-        if step == "handler":
-            faulthandler.enable()
-        elif step == "open":
-            tier = opened(Path(sys.argv[1]))
-        elif step == "read":
-            check_rows(tier, WIDE, keys_of(0, ALL), 1)
-        elif step == "fault":
-            touch_what_is_nobodys()
-        else:
-            os.kill(os.getpid(), 7)
-
+    takes = {
+        "handler": faulthandler.enable,
+        "open": lambda: globals().update(tier=opened(Path(sys.argv[1]))),
+        "read": lambda: check_rows(tier, WIDE, keys_of(0, ALL), 1),
+        "fault": touch_what_is_nobodys,
+        "kill": lambda: os.kill(os.getpid(), 7),
+    }
     with contextlib.closing(opened(Path(sys.argv[1]), readonly=True)) as tier:
-        check_rows(tier, WIDE, keys_of(0, ALL), 1)  # loads the kernels, once for all children
+        takes["read"]()  # loads the kernels, once for all children
     signal.signal(signal.SIGBUS, signal.SIG_DFL)
     for steps in sys.argv[2:]:
         said = tempfile.TemporaryFile()
-        child = os.fork()
-        if not child:
+        if not (child := os.fork()):
             os.dup2(said.fileno(), 2)
             for step in steps.split():
-                take(step)
+                takes[step]()
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         said.seek(0)
@@ -284,7 +226,7 @@ FOREIGN = """
 
 
 def test_a_fault_of_somebody_else_ends_the_process_as_ever(written: Path) -> None:
-    starts = "open", "handler open", "open handler", "open handler read", "handler open handler read"
+    starts = "open", "open handler read", "handler open handler read"
     runs = [f"{start} {end}" for start in starts for end in ("fault", "kill")]
     for steps, line in zip(runs, run(FOREIGN, written, *runs, timeout=300).splitlines(), strict=True):
         code, said = json.loads(line)
@@ -308,15 +250,79 @@ def test_a_handler_that_was_put_over_ours(tier: LmdbColdTier) -> None:
     check_rows(tier, WIDE, keys_of(0, ALL), 1)
 
 
-def test_a_map_that_is_gone_is_nobodys(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(PAGE))
-    for _ in range(3 * sigbus._SLOTS):
-        FileMap(path, PAGE).close()
-    free = len(sigbus._handler().free)
-    maps = [FileMap(path, PAGE) for _ in range(sigbus._SLOTS + 3)]
-    assert sigbus._handler().free == []
-    for each in maps:
-        assert each.guard.refused(each.guard.begin()) is None
-        each.close()
-    assert len(sigbus._handler().free) == free
+PART = 250
+PARTS = 16
+CHANGING, STILL = keys_of(0, np.arange(PART)), keys_of(0, np.arange(PART, 2 * PART))
+SMALL, SPARE = 1 << 18, 1 << 17
+
+
+def _opened(stack: ExitStack, path: Path, **changes: object) -> LmdbColdTier:
+    tier = stack.enter_context(closing(open_tier(path, **changes)))
+    tier.add_table(0, WIDE, PARTS * PART)
+    return tier
+
+
+def test_a_file_that_outgrows_its_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "_LEAST_BYTES", SMALL)
+    monkeypatch.setattr(writer, "_SPARE_BYTES", SPARE)
+    stop = threading.Event()
+
+    def read(tier: LmdbColdTier) -> None:
+        while not stop.wait(1e-3):
+            words, present = read_rows(tier, WIDE, CHANGING)
+            generations = words - words_of(CHANGING, 0, words.shape[1])
+            assert present.all()
+            assert (generations == generations[:, :1]).all()
+            assert (generations % np.uint64(1 << 50) == 0).all()
+
+    with ExitStack() as stack:
+        tier = _opened(stack, tmp_path)
+        write_rows(tier, WIDE, np.concatenate([CHANGING, STILL]), 1)
+        tier.commit(b"", 1)
+        keeps, follows = (_opened(stack, tmp_path, readonly=True) for _ in range(2))
+        check_rows(keeps, WIDE, CHANGING, 1)
+        first_length = keeps._file.map.length_bytes
+        reading = stack.enter_context(ThreadPoolExecutor(1)).submit(read, tier)
+        stack.callback(stop.set)
+        for version in range(2, PARTS):
+            keys = keys_of(0, np.arange(version * PART, (version + 1) * PART))
+            write_rows(tier, WIDE, keys, 1)
+            write_rows(tier, WIDE, CHANGING, version)
+            tier.commit(b"", version)
+            if version % 5 == 0:
+                found = follows.find_newer()
+                assert found is not None
+                found.show()
+                check_rows(follows, WIDE, CHANGING, version)
+                check_rows(follows, WIDE, keys, 1)
+            check_rows(tier, WIDE, CHANGING, version)
+            check_rows(keeps, WIDE, np.concatenate([CHANGING, STILL]), 1)
+        stop.set()
+        reading.result()
+        for each in (tier, follows):
+            assert each._file.snapshot.file_map.length_bytes >= 4 * first_length
+        tier.verify()
+        path = tmp_path / "rows.lmdb"
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        ends = [[int(end, 16) for end in line[0].split("-")] for line in lines if line[-1] == str(path)]
+        # Two maps of the writer, each as long again as its predecessors, LMDB's, and two of each reader.
+        mapped_bytes = sum(stop - start for start, stop in ends)
+        assert mapped_bytes <= (2 * 2 + 1 + 2 * 2 * 2) * 2 * 2 * path.stat().st_size
+
+
+def test_no_address_space_for_a_longer_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "_LEAST_BYTES", SMALL)
+    monkeypatch.setattr(writer, "_SPARE_BYTES", SPARE)
+    with ExitStack() as stack:
+        tier = _opened(stack, tmp_path)
+        write_rows(tier, WIDE, CHANGING, 1)
+        tier.commit(b"", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(mapped, "map_length", lambda _: 1 << 60)
+            with pytest.raises(TierstoreError, match=r"rows\.lmdb: .*memory|address space"):
+                tier.commit(bytes(1 << 20), 2)
+        assert tier.version == 1
+        tier.commit(bytes(1 << 20), 2)
+        check_rows(tier, WIDE, CHANGING, 1)
+    with ExitStack() as stack:
+        check_rows(_opened(stack, tmp_path), WIDE, CHANGING, 1)
