@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
 import tierstore
+from tests.nn.test_checkpoint import DIM, ROWS, Job
 from tierstore import checkpoint, errors, optim
 from tierstore.exchange import rows as chunked
 from tierstore.exchange.rows import read_rows
-
-from .test_checkpoint import DIM, ROWS, Job
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 KEY = "embedding_bags.t"
@@ -44,21 +43,22 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(*each) for each in zip(one, other, strict=True))
 
 
-def make(store: tierstore.Store, **config: Any) -> tierstore.Table:
-    return store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, **config))
+TABLE = tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=optim.SGD(lr=0.05))
 
 
-TIERS: list[dict[str, Any]] = [{"ddr": "1MiB"}, {"ddr": "460KiB"}, {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}]
-CONFIGS: list[dict[str, Any]] = [
-    {"optimizer": optim.RowWiseAdagrad(lr=0.05)},
-    {"optimizer": optim.Adam(lr=0.05)},
-    {"optimizer": optim.Adagrad(lr=0.05), "dtype": "bfloat16"},
-    {"optimizer": optim.SGD(lr=0.05), "dtype": "float16"},
-]
+ON_DEVICE: dict[str, Any] = {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}
 
 
-@pytest.mark.parametrize("tiers", TIERS, ids=["in place", "evicting", "hbm"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["optimizer"].kind)
+@pytest.mark.parametrize(
+    ("tiers", "config"),
+    [
+        ({"ddr": "1MiB"}, {"optimizer": optim.RowWiseAdagrad(lr=0.05)}),
+        (ON_DEVICE, {"optimizer": optim.Adam(lr=0.05)}),
+        ({"ddr": "460KiB"}, {"optimizer": optim.Adagrad(lr=0.05), "dtype": "bfloat16"}),
+        (ON_DEVICE, {"optimizer": optim.SGD(lr=0.05), "dtype": "float16"}),
+    ],
+    ids=["in place", "on a device", "evicting", "of halfs"],
+)
 def test_a_job_goes_on_where_its_rows_were_saved(tmp_path: Path, tiers: dict[str, Any], config: dict[str, Any]) -> None:
     with tierstore.open(cold="memory") as store:
         whole = Job(store, **config)
@@ -88,7 +88,7 @@ def test_memory_is_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """numpy's, that is, all but the one chunk that torch has read; of one table of many chunks, and many of one."""
     chunk = 256 * 1024
     monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
-    sizes = {"large": 50_000, **{f"small{number}": 1_300 for number in range(20)}}
+    sizes = {"large": 20_000, **{f"small{number}": 1_300 for number in range(10)}}
 
     def peak(work: Callable[[], Any]) -> int:
         tracemalloc.reset_peak()
@@ -116,32 +116,28 @@ def test_memory_is_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tracemalloc.stop()
 
 
-WEIGHT, STEP, LR = torch.ones(ROWS, DIM), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("saved", "said"),
-    [
-        ((torch.ones(ROWS + 1, DIM), STEP, LR), "Size mismatch"),
-        ((WEIGHT,), f"Missing key.*{KEY}.step"),
-        ((WEIGHT.bfloat16(), STEP, LR), r"has torch.bfloat16 where table 't' has torch.float32"),
-    ],
-)
-def test_a_checkpoint_of_another_table_is_refused(tmp_path: Path, saved: list[Tensor], said: str) -> None:
-    names = [f"{KEY}.{name}" for name in ("weight", "step", "lr")]
-    dcp.save({"tables": dict(zip(names, saved, strict=False))}, checkpoint_id=tmp_path / "saved")
+def test_a_checkpoint_of_another_table_is_refused(tmp_path: Path) -> None:
+    weight, step, rate = torch.ones(ROWS, DIM), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    wrong = {
+        "Size mismatch": (torch.ones(ROWS + 1, DIM), step, rate),
+        f"Missing key.*{KEY}.step": (weight,),
+        "has torch.bfloat16 where table 't' has torch.float32": (weight.bfloat16(), step, rate),
+    }
     with tierstore.open(cold="memory") as store:
-        make(store, optimizer=optim.SGD(lr=0.05))
+        store.create_table(TABLE)
         before = everything(store)
-        with pytest.raises(CheckpointException, match=said):
-            dcp.load({"tables": checkpoint.rows(store)}, checkpoint_id=tmp_path / "saved")
-        assert same(everything(store), before)
+        for number, (said, tensors) in enumerate(wrong.items()):
+            saved = dict(zip((f"{KEY}.weight", f"{KEY}.step", f"{KEY}.lr"), tensors, strict=False))
+            dcp.save({"tables": saved}, checkpoint_id=tmp_path / str(number))
+            with pytest.raises(CheckpointException, match=said):
+                dcp.load({"tables": checkpoint.rows(store)}, checkpoint_id=tmp_path / str(number))
+            assert same(everything(store), before)
 
 
 def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> None:
     ids = torch.arange(ROWS)
     with tierstore.open(tmp_path / "s", keep=3) as store:
-        table, state = make(store), {"store": checkpoint.StoreVersion(store)}
+        table, state = store.create_table(TABLE), {"store": checkpoint.StoreVersion(store)}
         for number, save in enumerate((dcp.save, dcp.save, dcp.async_save)):
             table.write(ids, torch.full((ROWS, DIM), float(number)))
             saving: Any = save(state, checkpoint_id=tmp_path / str(number))
@@ -164,7 +160,7 @@ def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> Non
         dcp.load({"store": checkpoint.StoreVersion(store)}, checkpoint_id=tmp_path / "0")
         assert (store.version, store["t"].read(ids).unique().tolist()) == (1, [0])
     with tierstore.open(tmp_path / "other", keep=2) as store:
-        make(store)
+        store.create_table(TABLE)
         store.commit()
         with pytest.raises(errors.TierstoreError, match=r"version 1 of .*/s .* among the commits of .*/other: open"):
             dcp.load({"store": checkpoint.StoreVersion(store)}, checkpoint_id=tmp_path / "0")
@@ -172,7 +168,7 @@ def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> Non
 
 def test_a_reader_shows_the_version_of_a_checkpoint_or_says_how(tmp_path: Path) -> None:
     with tierstore.open(tmp_path / "s", keep=2) as store:
-        make(store)
+        store.create_table(TABLE)
         store.commit()
         store.commit()
     for version in (1, 2):

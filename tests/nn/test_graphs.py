@@ -31,54 +31,52 @@ OTHERS = 6000
 
 
 class Call:
+    """Of a batch over some tables: ids and offsets of each, maybe weights, and what makes a loss of the result."""
+
     def __init__(self, tables: list[int], batch: int, weighted: bool, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tables = tables
-        lengths = torch.randint(0, 4, (len(tables) * batch,), generator=generator)
-        self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        self.ids = (torch.rand(int(lengths.sum()), generator=generator) ** 3 * ROWS).long()
+        self.lengths = torch.randint(0, 4, (len(tables) * batch,), generator=generator)
+        self.ids = (torch.rand(int(self.lengths.sum()), generator=generator) ** 3 * ROWS).long()
         self.scale = torch.rand(len(self.ids), generator=generator) if weighted else None
         self.factor = torch.randn(batch, DIM * len(tables), generator=generator)
-        self.bounds = [int(self.offsets[batch * place]) for place in range(len(tables) + 1)]
-        self.batch = batch
 
-    def of(self, place: int) -> tuple[Tensor, Tensor]:
-        offsets = self.offsets[place * self.batch : (place + 1) * self.batch + 1]
-        return self.ids[self.bounds[place] : self.bounds[place + 1]], offsets - offsets[0]
+    def ids_of(self, table: int) -> Tensor:
+        sizes = self.lengths.view(len(self.tables), -1).sum(1).tolist()
+        return self.ids.split(sizes)[self.tables.index(table)]
 
     def loss_by_torch(self, leaves: list[Tensor], poolings: list[str], scale: Tensor | None) -> Tensor:
-        parts = []
-        for place, table in enumerate(self.tables):
-            ids, offsets = self.of(place)
-            own = None if scale is None else scale[self.bounds[place] : self.bounds[place + 1]]
-            parts.append(
-                functional.embedding_bag(
-                    ids, leaves[table], offsets, mode=poolings[table], per_sample_weights=own, include_last_offset=True
-                )
+        lengths = self.lengths.view(len(self.tables), -1)
+        scales = [None] * len(self.tables) if scale is None else scale.split(lengths.sum(1).tolist())
+        parts = [
+            functional.embedding_bag(
+                self.ids_of(table), leaves[table], own.cumsum(0) - own, mode=poolings[table], per_sample_weights=weights
             )
+            for table, own, weights in zip(self.tables, lengths, scales, strict=True)
+        ]
         return (torch.cat(parts, 1) * self.factor).sum()
 
     def loss(self, store: tierstore.Store, scale: Tensor | None) -> Tensor:
         names = [f"t{table}" for table in self.tables]
         if len(names) == 1:
-            bag = tierstore.TieredEmbeddingBag(store[names[0]], include_last_offset=True)
-            return (bag(self.ids, self.offsets, scale) * self.factor).sum()
-        features = tierstore.KeyedJaggedTensor(names, self.ids, scale, offsets=self.offsets)
+            bag = tierstore.TieredEmbeddingBag(store[names[0]])
+            return (bag(self.ids, self.lengths.cumsum(0) - self.lengths, scale) * self.factor).sum()
+        features = tierstore.KeyedJaggedTensor(names, self.ids, scale, self.lengths)
         pooled = tierstore.TieredEmbeddingBagCollection(store, tables=names)(features).values()
         return (pooled * self.factor).sum()
 
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[str], list[list[Call]]]:
+    """Each table's pooling, and the calls of each pass."""
     poolings = [draw(st.sampled_from(["sum", "sum", "mean", "max"])) for _ in range(3)]
-    passes = []
+    passes: list[list[Call]] = []
     for _ in range(draw(st.integers(1, 2))):
-        calls = []
+        passes.append([])
         for _ in range(draw(st.integers(1, 4))):
             tables = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
             weighted = draw(st.booleans()) and all(poolings[table] == "sum" for table in tables)
-            calls.append(Call(tables, draw(st.integers(1, 40)), weighted, draw(st.integers(0, 2**20))))
-        passes.append(calls)
+            passes[-1].append(Call(tables, draw(st.integers(1, 40)), weighted, draw(st.integers(0, 2**20))))
     return poolings, passes
 
 
@@ -141,7 +139,7 @@ def by_torch(poolings: list[str], passes: list[list[Call]], rule: optim.Optimize
         torch.autograd.backward(losses)
         ended += [scale.grad for scale in scales if scale is not None and scale.grad is not None]
         for number, (table, leaf) in enumerate(zip(tables, leaves, strict=True)):
-            ids = [call.of(place)[0] for call in calls for place, each in enumerate(call.tables) if each == number]
+            ids = [call.ids_of(number) for call in calls if number in call.tables]
             if ids:
                 table.apply(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, torch.cat(ids))
     return [*ended, *(table.weights for table in tables)]
