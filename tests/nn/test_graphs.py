@@ -59,8 +59,8 @@ class Call:
     def loss(self, store: tierstore.Store, scale: Tensor | None) -> Tensor:
         names = [f"t{table}" for table in self.tables]
         if len(names) == 1:
-            bag = tierstore.TieredEmbeddingBag(store[names[0]])
-            return (bag(self.ids, self.lengths.cumsum(0) - self.lengths, scale) * self.factor).sum()
+            bag = tierstore.TieredEmbeddingBag(store[names[0]], include_last_offset=True)
+            return (bag(self.ids, functional.pad(self.lengths.cumsum(0), (1, 0)), scale) * self.factor).sum()
         features = tierstore.KeyedJaggedTensor(names, self.ids, scale, self.lengths)
         pooled = tierstore.TieredEmbeddingBagCollection(store, tables=names)(features).values()
         return (pooled * self.factor).sum()

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import tierstore
 from tierstore import optim
-from tierstore.lookup.lookup import Lookup
 
 ROWS, DIM = 2000, 8
 ALL = torch.arange(ROWS)
@@ -117,30 +115,6 @@ def fails(x: Tensor) -> Tensor:
 
     out: Tensor = Do.apply(x, fail)  # type: ignore[no-untyped-call]
     return out
-
-
-def test_ctrl_c_at_the_end_of_a_pass_waits_for_all_tables(
-    store: tierstore.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables = [store.create_table(config(name, **shape)) for name, shape in (("a", {}), ("b", {"embedding_dim": 4}))]
-    out = sum(tierstore.TieredEmbeddingBag(table)(IDS).sum() for table in tables)
-    before = [table.read(ALL) for table in tables]
-
-    update = Lookup.update
-
-    def interrupted(*given: Any) -> None:
-        update(*given)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Lookup, "update", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        out.backward()  # type: ignore[union-attr]
-    assert [table.state.step for table in tables] == [1, 1]
-    for table, rows in zip(tables, before, strict=True):
-        rows[:20] -= 1
-        assert torch.equal(table.read(ALL), rows)
-    store.commit()  # nothing is partly trained
-    del out
 
 
 def test_passes_in_threads_are_apart(store: tierstore.Store) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 import queue
 import signal
 import threading
@@ -252,30 +251,6 @@ def test_a_pipeline_whose_source_waits_ends_at_once_and_keeps_nothing(store_dir:
     goes_on.set()
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_ctrl_c_while_the_source_is_waited_for(store_dir: Path) -> None:
-    is_expected, goes_on = threading.Event(), threading.Event()
-
-    def batches() -> Iterator[tierstore.KeyedJaggedTensor]:
-        yield batch(1)
-        is_expected.wait(100)
-        os.kill(os.getpid(), signal.SIGINT)
-        goes_on.wait(100)
-
-    def wait() -> None:
-        is_expected.set()
-        next(pipeline)
-
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        pipeline = tierstore.prefetch(batches(), collection, depth=2)
-        collection(next(pipeline)).values().sum().backward()
-        with pytest.raises(KeyboardInterrupt):
-            wait()
-        assert pinned(store) == 0
-        assert store.commit() == 1
-    goes_on.set()
 
 
 def test_an_interpreter_ends_though_a_source_waits(store_dir: Path) -> None:
