@@ -226,16 +226,6 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         for model in (self.model, *(model for model, _ in self.committed.values())):
             model.rules = after
 
-    @precondition(lambda self: not self.is_deferred)
-    @rule(optimizer=st.sampled_from([OPTIMIZER, tierstore.optim.RowWiseAdagrad(lr=0.5), tierstore.optim.SGD(lr=0.5)]))
-    def change_optimizer(self, optimizer: Any) -> None:
-        """To another kind: earlier versions go."""
-        self.commit(False)
-        self.take(self.store.change_table("item", optimizer=optimizer))
-        self.oracle = self.oracle_store.change_table("item", optimizer=optimizer)
-        if self.store.version not in self.committed:
-            self.committed = {self.store.version: (self.model.copy(), self.oracle_store.version)}
-
     @precondition(lambda self: self.committed)
     @rule(data=st.data())
     def roll_back(self, data: Any) -> None:

@@ -146,22 +146,6 @@ def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
     assert ways.mean() > 0.9
 
 
-def test_once_all_rows_are_in_memory_to_stay_nothing_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However its steps were timed, and from the first on; rows that may leave again are brought in."""
-    monkeypatch.setattr(
-        pipeline_module.DepthTuner, "is_ahead", property(lambda _: True, lambda *_: None), raising=False
-    )
-    for ddr, is_read, expected in (("64MiB", True, 0), ("64MiB", False, 8), ("1MiB", True, 8)):
-        with tierstore.open(cold="memory", ddr=ddr) as store:
-            collection, brought_in = make_collection(store, MANY), []
-            for table in store.tables.values() if is_read else ():
-                table.read(torch.arange(table.config.num_embeddings))
-            monkeypatch.setattr(collection, "bring_in", lambda ticket, brought_in=brought_in: brought_in.append(ticket))
-            for item in tierstore.prefetch([batch(number) for number in range(8)], collection):
-                collection(item)
-            assert len(brought_in) == expected
-
-
 def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)
