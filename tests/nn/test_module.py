@@ -267,10 +267,6 @@ def test_weights_and_rows_of_half_types_are_taken(store: tierstore.Store, dtype:
     new = torch.rand(3, DIM).to(dtype)
     table.write(torch.tensor([4, 5, 6]), new)
     assert torch.equal(table.read(torch.tensor([4, 5, 6])), new.float())
-    name: Any = str(dtype).removeprefix("torch.")
-    half = store.create_table(tierstore.TableConfig(name="h", num_embeddings=9, embedding_dim=DIM, dtype=name))
-    half.write(torch.arange(9), torch.linspace(-1, 1, 9 * DIM).view(9, DIM))
-    assert torch.equal(half.read(torch.arange(9)), torch.linspace(-1, 1, 9 * DIM).view(9, DIM).to(dtype))
 
 
 def test_modules_work_under_another_default_dtype(store: tierstore.Store) -> None:

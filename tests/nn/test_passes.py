@@ -42,8 +42,9 @@ def store(request: pytest.FixtureRequest, store_dir: Path) -> Iterator[tierstore
         assert not any(table.pool.in_use for table in store.tables.values())
 
 
-def factors(count: int) -> Tensor:
-    return torch.randn(count, len(IDS), DIM, generator=torch.Generator().manual_seed(1))
+@pytest.fixture
+def bag(store: tierstore.Store) -> tierstore.TieredEmbeddingBag:
+    return tierstore.TieredEmbeddingBag(store.create_table(config()))
 
 
 # One pass is one update
@@ -57,9 +58,8 @@ def test_lookups_are_merged_in_the_order_of_their_forwards(store: tierstore.Stor
     assert not table.read(ALL).any()
 
 
-def test_every_pass_over_a_kept_graph_is_an_update(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    bag = tierstore.TieredEmbeddingBag(table)
+def test_every_pass_over_a_kept_graph_is_an_update(bag: tierstore.TieredEmbeddingBag) -> None:
+    table = bag.table
     before = table.read(ALL[:20])
     out = (bag(IDS) + bag(IDS)).sum()
     out.backward(retain_graph=True)  # type: ignore[no-untyped-call]
@@ -122,11 +122,10 @@ def fails(x: Tensor) -> Tensor:
     return out
 
 
-def test_passes_in_threads_are_apart(store: tierstore.Store) -> None:
+def test_passes_in_threads_are_apart(bag: tierstore.TieredEmbeddingBag) -> None:
     """Each waits, in the middle of its pass, for the others to be there too."""
     together = threading.Barrier(3)
-    table = store.create_table(config())
-    bag = tierstore.TieredEmbeddingBag(table)
+    table = bag.table
     before = table.read(ALL)
 
     def step(first: int) -> None:
@@ -164,9 +163,8 @@ def test_gradients_are_as_they_were_though_others_change_them(store: tierstore.S
 # What was not asked for is not trained
 
 
-def test_rows_nobody_asked_to_train_stay(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    bag = tierstore.TieredEmbeddingBag(table)
+def test_rows_nobody_asked_to_train_stay(bag: tierstore.TieredEmbeddingBag) -> None:
+    table = bag.table
     before = table.read(ALL)
     scale, factor = torch.ones(IDS.shape, requires_grad=True), torch.ones(DIM, requires_grad=True)
     (grad,) = torch.autograd.grad(bag(IDS, None, scale).sum(), [scale])
@@ -187,9 +185,8 @@ def test_rows_nobody_asked_to_train_stay(store: tierstore.Store) -> None:
     assert torch.equal(table.read(ALL[:20]), before[:20] - 1)
 
 
-def test_a_pass_that_fails_leaves_nothing_behind(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    bag = tierstore.TieredEmbeddingBag(table)
+def test_a_pass_that_fails_leaves_nothing_behind(bag: tierstore.TieredEmbeddingBag) -> None:
+    table = bag.table
     before = table.read(ALL)
     failing = fails(torch.ones(1, requires_grad=True))
     kept = bag(IDS)

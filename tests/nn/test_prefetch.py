@@ -29,6 +29,12 @@ def make_collection(store: tierstore.Store, rows: int = 500) -> tierstore.Tiered
     return tierstore.TieredEmbeddingBagCollection(store)
 
 
+@pytest.fixture
+def collection() -> Iterator[tierstore.TieredEmbeddingBagCollection]:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        yield make_collection(store)
+
+
 def batch(*ids: int) -> tierstore.KeyedJaggedTensor:
     return batch_of(torch.tensor(ids))
 
@@ -146,16 +152,14 @@ def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
     assert ways.mean() > 0.9
 
 
-def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        pipeline = tierstore.prefetch([batch(1, 2), batch(3, 4)], collection, depth=1)
-        first = next(pipeline)
-        collection(first)
-        second = next(pipeline)
-        misses = store.stats().ddr.misses
-        collection(second)
-        assert store.stats().ddr.misses == misses == 4
+def test_rows_are_in_place_before_the_batch_is_asked_for(collection: Any) -> None:
+    pipeline = tierstore.prefetch([batch(1, 2), batch(3, 4)], collection, depth=1)
+    first = next(pipeline)
+    collection(first)
+    second = next(pipeline)
+    misses = collection.store.stats().ddr.misses
+    collection(second)
+    assert collection.store.stats().ddr.misses == misses == 4
 
 
 @pytest.mark.parametrize(("policy", "most"), [("lru", 1.0), ("lfu", 1.03), ("tinylfu", 1.03)])
@@ -179,7 +183,7 @@ def test_prefetching_reads_no_more_than_a_plain_loop(policy: Any, most: float) -
         assert max(misses[1:]) <= most * misses[0]
 
 
-def test_a_source_that_waits_until_earlier_batches_were_used(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_waits_until_earlier_batches_were_used(collection: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though rows are not brought in ahead, where steps wait for the reading of as many batches as there are places."""
     monkeypatch.setattr(pipeline_module.DepthTuner, "note_step", lambda self: setattr(self, "is_ahead", False))
     used = queue.SimpleQueue[int]()
@@ -189,11 +193,9 @@ def test_a_source_that_waits_until_earlier_batches_were_used(store_dir: Path, mo
             assert number < 3 or used.get(timeout=30) == number - 3
             yield batch(number)
 
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        for number, item in enumerate(tierstore.prefetch(source(), collection)):
-            collection(item)
-            used.put(number)
+    for number, item in enumerate(tierstore.prefetch(source(), collection)):
+        collection(item)
+        used.put(number)
     assert number == 11
 
 
@@ -283,56 +285,52 @@ class Loader:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_the_next_pass_waits_for_what_the_last_one_reads(store_dir: Path, depth: int) -> None:
+def test_the_next_pass_waits_for_what_the_last_one_reads(collection: Any, depth: int) -> None:
     """Also once another, closed while it waited for the same, has taken no batch."""
     loader, found = Loader(), list[int]()
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        for _ in tierstore.prefetch(loader, collection, depth=2):
-            assert loader.waits.wait(10)
-            break
-        closed = tierstore.prefetch(loader, collection, depth=1)
-        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
-        with pytest.raises(KeyboardInterrupt):
-            next(closed)
-        closed.close()
+    for _ in tierstore.prefetch(loader, collection, depth=2):
+        assert loader.waits.wait(10)
+        break
+    closed = tierstore.prefetch(loader, collection, depth=1)
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(closed)
+    closed.close()
 
-        def next_pass() -> None:
-            found.extend(int(each.values()) for each in tierstore.prefetch(loader, collection, depth=depth))
+    def next_pass() -> None:
+        found.extend(int(each.values()) for each in tierstore.prefetch(loader, collection, depth=depth))
 
-        thread = threading.Thread(target=next_pass, daemon=True)
-        thread.start()
-        thread.join(0.1)  # enough, as a rule, to meet the read
-        loader.goes_on.set()
-        thread.join(10)
-        for each in prefetch_threads():
-            each.join(10)
+    thread = threading.Thread(target=next_pass, daemon=True)
+    thread.start()
+    thread.join(0.1)  # enough, as a rule, to meet the read
+    loader.goes_on.set()
+    thread.join(10)
+    for each in prefetch_threads():
+        each.join(10)
     assert found == [1, 2, 3, 4, 5]
     assert not loader.was_met
     assert loader.calls == 3 + 6
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_the_position_is_that_of_the_batch_given(store_dir: Path, depth: int) -> None:
+def test_the_position_is_that_of_the_batch_given(collection: Any, depth: int) -> None:
     loader = Loader()
     loader.goes_on.set()
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        ahead = tierstore.prefetch(loader, collection, depth=depth)
-        with pytest.raises(TypeError, match=r"batches= must have a state_dict\(\)"):
-            ahead.state_dict()
-        positions = [(int(each.values()), ahead.state_dict()) for each in ahead]
-        assert positions == [(number, {"given": number}) for number in range(1, 6)]
-        plain = tierstore.prefetch([batch(1)], collection, depth=depth)
-        next(plain)
-        with pytest.raises(TypeError, match=r"batches= must have a state_dict\(\)"):
-            plain.state_dict()
-        loader.state_dict = fail  # type: ignore[method-assign, assignment]
-        ahead = tierstore.prefetch(loader, collection, depth=depth)
-        assert len([*zip(range(2), ahead, strict=False)]) == 2, "whoever does not ask does not see the error"
-        with pytest.raises(OSError, match="the network is gone"):
-            ahead.state_dict()
-        ahead.close()
+    ahead = tierstore.prefetch(loader, collection, depth=depth)
+    with pytest.raises(TypeError, match=r"batches= must have a state_dict\(\)"):
+        ahead.state_dict()
+    positions = [(int(each.values()), ahead.state_dict()) for each in ahead]
+    assert positions == [(number, {"given": number}) for number in range(1, 6)]
+    plain = tierstore.prefetch([batch(1)], collection, depth=depth)
+    next(plain)
+    with pytest.raises(TypeError, match=r"batches= must have a state_dict\(\)"):
+        plain.state_dict()
+    loader.state_dict = fail  # type: ignore[method-assign, assignment]
+    ahead = tierstore.prefetch(loader, collection, depth=depth)
+    assert len([*zip(range(2), ahead, strict=False)]) == 2, "whoever does not ask does not see the error"
+    with pytest.raises(OSError, match="the network is gone"):
+        ahead.state_dict()
+    ahead.close()
 
 
 def test_wrong_arguments_and_only_the_source_ends_a_pass() -> None:

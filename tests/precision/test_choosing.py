@@ -293,23 +293,6 @@ def test_the_bound_holds_together_and_nothing_more_fits(seed: int, bound: float)
     assert found.choice == {each.unit: each.dtype for each in found.steps if each.became == "kept"}
 
 
-def test_what_saves_most_for_its_loss_comes_first() -> None:
-    losses = Losses(0)
-    losses.pairs = {}
-    losses.own = {(unit.name, dtype): 1.0 for unit in UNITS for dtype in list(unit.size_bytes)[1:]}
-    losses.own |= {("c", "float16"): 1e-4, ("c", "int8"): 2e-4, ("c", "int4"): 9e-4, ("layer", "int8"): -1e-5}
-    losses.own |= {("b", "float16"): 1e-6, ("b", "int8"): 1e-6}
-    found = search(UNITS, 0.001, losses)
-    # Bytes for each change of the loss: b 16,000 / 1e-6; c 96,000 / 1e-4; layer 3,000 / 1e-5; c 24,000 / 1e-4.
-    order = [("b", "int8"), ("c", "float16"), ("layer", "int8"), ("c", "int8"), ("c", "int4")]
-    kept = [(each.unit, each.dtype) for each in found.steps if each.became == "kept"]
-    assert kept == order
-    sizes = [each.size_bytes for each in found.steps if each.became == "kept"]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == size_of(UNITS, found.choice)
-    assert found.alone["c"]["int8"] == pytest.approx(2e-4)
-
-
 def test_a_loss_that_falls_by_luck_counts_as_one_that_rises() -> None:
     losses = Losses(1)
     losses.own = {each: -added for each, added in losses.own.items()}
