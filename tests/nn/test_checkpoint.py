@@ -46,31 +46,68 @@ class Job:
             for scheduler in self.schedulers:
                 scheduler.step()
 
-    def state(self) -> list[Tensor]:
-        return [self.store["t"].read(torch.arange(ROWS)), self.model[1].weight.detach().clone()]
+
+def everything(store: tierstore.Store) -> list[Tensor]:
+    table = store["t"]
+    state = torch.from_numpy(read_rows(table, 0, ROWS).state)
+    return [table.read(torch.arange(ROWS)).float(), state, torch.tensor(table.state, dtype=torch.float64)]
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, background: bool) -> None:
-    with tierstore.open(tmp_path / "one") as store:
-        whole = Job(store)
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(*each) for each in zip(one, other, strict=True))
+
+
+ON_DEVICE: dict[str, Any] = {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}
+
+
+@pytest.mark.parametrize("way", ["commit", "background", "dcp"])
+@pytest.mark.parametrize(
+    ("tiers", "config"),
+    [
+        ({"ddr": "1MiB"}, {"optimizer": optim.RowWiseAdagrad(lr=0.05)}),
+        (ON_DEVICE, {"optimizer": optim.Adam(lr=0.05)}),
+        ({"ddr": "460KiB"}, {"optimizer": optim.Adagrad(lr=0.05), "dtype": "bfloat16"}),
+        (ON_DEVICE, {"optimizer": optim.SGD(lr=0.05), "dtype": "float16"}),
+    ],
+    ids=["in place", "on a device", "evicting", "of halfs"],
+)
+def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, tiers: Any, config: dict[str, Any], way: str) -> None:
+    def tensors_of(job: Job) -> list[Tensor]:
+        return [*everything(job.store), *(each.detach().clone() for each in job.model[1].parameters())]
+
+    def state_of(job: Job) -> dict[str, Any]:
+        schedulers = dict(zip("ab", job.schedulers, strict=True))
+        own = {"model": job.model, "rows": job.rows, "dense": job.dense, **schedulers}
+        return own | {"tables": checkpoint.rows(job.store)}
+
+    with tierstore.open(cold="memory") as store:
+        whole = Job(store, **config)
         whole.train(range(6))
-        expected = whole.state()
-    with tierstore.open(tmp_path / "two") as store:
-        job = Job(store)
+        expected = tensors_of(whole)
+    with tierstore.open(tmp_path / "one", **tiers) as store:
+        job = Job(store, **config)
         job.train(range(3))
-        if background:
+        rng = torch.get_rng_state()
+        if way == "dcp":
+            writer = dcp.FileSystemWriter(tmp_path / "saved", thread_count=2)
+            dcp.save(state_of(job), storage_writer=writer)
+        elif way == "background":
             saved = checkpoint.save_async(store, *job.all, extra={"step": 3})
             job.train(range(3, 5))  # not in the version
             assert saved.result() == 1
         else:
             assert checkpoint.save(store, *job.all, extra={"step": 3}) == 1
-    with tierstore.open(tmp_path / "two") as store:
-        job = Job(store)
-        torch.manual_seed(5)
-        assert checkpoint.load(store, *job.all) == {"step": 3}
+    with tierstore.open(tmp_path / ("two" if way == "dcp" else "one"), **tiers) as store:
+        job = Job(store, **config)
+        if way == "dcp":
+            job.train(range(7, 9))  # torch loads the state of optimizers that have some
+            dcp.load(state_of(job), checkpoint_id=tmp_path / "saved")
+            torch.set_rng_state(rng)
+        else:
+            torch.manual_seed(5)
+            assert checkpoint.load(store, *job.all) == {"step": 3}
         job.train(range(3, 6))
-        assert all(torch.equal(one, other) for one, other in zip(job.state(), expected, strict=True))
+        assert same(tensors_of(job), expected)
 
 
 def test_weights_do_not_go_back_without_their_rows(tmp_path: Path) -> None:
@@ -178,12 +215,12 @@ def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:
         job = Job(store)
         job.train(range(3))
         checkpoint.save(store, *job.all, extra={"step": 3})
-        expected, rate = job.state(), job.rows.param_groups[0]["lr"]
+        weight, rate = job.model[1].weight.detach().clone(), job.rows.param_groups[0]["lr"]
     with tierstore.open(tmp_path, mode="r") as store:
         model = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(DIM, 8))
         torch.manual_seed(7)
         assert checkpoint.load(store, model) == {"step": 3}
-        assert torch.equal(model[1].weight, expected[1])
+        assert torch.equal(model[1].weight, weight)
         drawn = torch.rand(3)
         torch.manual_seed(7)
         assert torch.equal(drawn, torch.rand(3)), "random numbers go on"
@@ -286,56 +323,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 16 * 1024)
 
 
-def state_of(job: Job) -> dict[str, Any]:
-    schedulers = dict(zip("ab", job.schedulers, strict=True))
-    return {"model": job.model, "rows": job.rows, "dense": job.dense, **schedulers}
-
-
-def everything(store: tierstore.Store) -> list[Tensor]:
-    table = store["t"]
-    state = torch.from_numpy(read_rows(table, 0, ROWS).state)
-    return [table.read(torch.arange(ROWS)).float(), state, torch.tensor(table.state, dtype=torch.float64)]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(*each) for each in zip(one, other, strict=True))
-
-
 TABLE = tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=optim.SGD(lr=0.05))
-
-
-ON_DEVICE: dict[str, Any] = {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}
-
-
-@pytest.mark.parametrize(
-    ("tiers", "config"),
-    [
-        ({"ddr": "1MiB"}, {"optimizer": optim.RowWiseAdagrad(lr=0.05)}),
-        (ON_DEVICE, {"optimizer": optim.Adam(lr=0.05)}),
-        ({"ddr": "460KiB"}, {"optimizer": optim.Adagrad(lr=0.05), "dtype": "bfloat16"}),
-        (ON_DEVICE, {"optimizer": optim.SGD(lr=0.05), "dtype": "float16"}),
-    ],
-    ids=["in place", "on a device", "evicting", "of halfs"],
-)
-def test_a_job_goes_on_where_its_rows_were_saved(tmp_path: Path, tiers: dict[str, Any], config: dict[str, Any]) -> None:
-    with tierstore.open(cold="memory") as store:
-        whole = Job(store, **config)
-        whole.train(range(6))
-        expected = everything(store)
-    with tierstore.open(cold="memory", **tiers) as store:
-        job = Job(store, **config)
-        job.train(range(3))
-        written = dcp.FileSystemWriter(tmp_path / "saved", thread_count=2)
-        dcp.save({**state_of(job), "tables": checkpoint.rows(store)}, storage_writer=written)
-        saved, rng = everything(store), torch.get_rng_state()
-    with tierstore.open(tmp_path / "other", **tiers) as store:
-        job = Job(store, **config)
-        job.train(range(7, 9))  # torch loads the state of optimizers that have some
-        dcp.load({**state_of(job), "tables": checkpoint.rows(store)}, checkpoint_id=tmp_path / "saved")
-        assert same(everything(store), saved)
-        torch.set_rng_state(rng)
-        job.train(range(3, 6))
-        assert same(everything(store), expected)
 
 
 @pytest.mark.skipif(
@@ -414,6 +402,16 @@ def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=r"version=1 of .*/s is not kept; kept: 2, 4, 5. Open with keep=N"):
             dcp.load(state, checkpoint_id=tmp_path / "0")
     shutil.move(tmp_path / "backup", tmp_path / "moved")
+    for version in (1, 2):
+        with tierstore.open(tmp_path / "moved", mode="r", version=version) as store:
+            state = {"store": checkpoint.StoreVersion(store)}
+            if version == 1:
+                dcp.load(state, checkpoint_id=tmp_path / "0")
+            else:
+                dcp.save(state, checkpoint_id=tmp_path / "shown")
+                dcp.load(state, checkpoint_id=tmp_path / "shown")
+                with pytest.raises(errors.TierstoreError, match=r"shows version 2, .* version 1: .* version=1"):
+                    dcp.load(state, checkpoint_id=tmp_path / "0")
     with tierstore.open(tmp_path / "moved", keep=2) as store:
         dcp.load({"store": checkpoint.StoreVersion(store)}, checkpoint_id=tmp_path / "0")
         assert (store.version, store["t"].read(ids).unique().tolist()) == (1, [0])
@@ -422,21 +420,5 @@ def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> Non
         store.commit()
         with pytest.raises(errors.TierstoreError, match=r"version 1 of .*/s .* among the commits of .*/other: open"):
             dcp.load({"store": checkpoint.StoreVersion(store)}, checkpoint_id=tmp_path / "0")
-
-
-def test_a_reader_shows_the_version_of_a_checkpoint_or_says_how(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "s", keep=2) as store:
-        store.create_table(TABLE)
-        store.commit()
-        store.commit()
-    for version in (1, 2):
-        with tierstore.open(tmp_path / "s", mode="r", version=version) as store:
-            state = {"store": checkpoint.StoreVersion(store)}
-            if version == 1:
-                dcp.save(state, checkpoint_id=tmp_path / "saved")
-                dcp.load(state, checkpoint_id=tmp_path / "saved")
-            else:
-                with pytest.raises(errors.TierstoreError, match=r"shows version 2, .* version 1: .* version=1"):
-                    dcp.load(state, checkpoint_id=tmp_path / "saved")
-    with tierstore.open(tmp_path / "s") as store, pytest.raises(ValueError, match=r"keep=1 of .* with keep=2"):
+    with tierstore.open(tmp_path / "other") as store, pytest.raises(ValueError, match=r"keep=1 of .* with keep=2"):
         checkpoint.StoreVersion(store)
