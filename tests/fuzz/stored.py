@@ -18,24 +18,12 @@ import torch
 import tierstore
 from tierstore import TableConfig, init, optim
 from tierstore.errors import DamagedError, TierstoreError
-from tierstore.io import btree, records
+from tierstore.io import btree, records, segments
 from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, new_walk, parse_meta
 from tierstore.io.checksum import bytes_checksum, words_hash
 from tierstore.io.places import TableArrays
 from tierstore.io.row_map import RowMap
-from tierstore.io.segments import (
-    CHECKSUM,
-    COUNT,
-    COUNT_MASK,
-    KEYS,
-    MAGIC,
-    MIXED,
-    NEWEST,
-    OLDEST,
-    Stored,
-    read_indexes,
-    stored_segments,
-)
+from tierstore.io.segments import COUNT, KEYS, Stored
 from tierstore.io.snapshot import check_page_use
 from tierstore.io.verify import Verifier
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
@@ -219,7 +207,7 @@ def _segments() -> tuple[Stored, dict[int, Any]]:
         tierstore.open(_store()[0], mode="r", ddr="4MiB", threads=1) as store,
         store._cold.lease() as (tree, rows),
     ):
-        stored = stored_segments(tree)
+        stored = segments.stored_segments(tree)
         return stored[np.unique(stored["pages"], return_index=True)[1]], rows.shapes
 
 
@@ -230,9 +218,11 @@ def _enter_segments(data: bytes) -> None:
     words: Any = np.frombuffer(_edited(_store()[1][:end], stored["first_page"].tolist(), data), np.uint64)
     for number, first, pages in stored[["number", "first_page", "pages"]].tolist():
         at = first * PAGE_BYTES // 8 + 2
-        count = int(words[at + COUNT] & COUNT_MASK) * (2 if words[at + COUNT] & MIXED else 1)
+        count = int(words[at + COUNT] & segments.COUNT_MASK) * (2 if words[at + COUNT] & segments.MIXED else 1)
         if count < pages * PAGE_BYTES // 8 - 2 - KEYS:
-            words[at + CHECKSUM] = words_hash(words, at + MAGIC, KEYS - MAGIC + count, np.uint64(number))
+            words[at + segments.CHECKSUM] = words_hash(
+                words, at + segments.MAGIC, KEYS - segments.MAGIC + count, np.uint64(number)
+            )
     words = words.view(GuardedArray)
     num_pages = len(words) * 8 // PAGE_BYTES
     no_refusals = Mock(**{"begin.return_value": 0, "refused.return_value": None})
@@ -245,7 +235,7 @@ def _enter_segments(data: bytes) -> None:
         rows.places = rows.places.view(GuardedArray)
         rows.tables = TableArrays(*(column.view(GuardedArray) for column in rows.tables))
         with contextlib.suppress(DamagedError):
-            rows.enter(tree, read_indexes(tree, stored), last, kept)
+            rows.enter(tree, segments.read_indexes(tree, stored), last, kept)
             rows.written_since(tree, 1)
     check = Verifier(tree, rows)
     check.look_at(stored.copy())
@@ -254,7 +244,11 @@ def _enter_segments(data: bytes) -> None:
 
 
 def _edits_of_indexes() -> list[bytes]:
-    places = [(page, word) for page in range(len(_segments()[0])) for word in (COUNT, NEWEST, OLDEST, KEYS, KEYS + 1)]
+    places = [
+        (page, word)
+        for page in range(len(_segments()[0]))
+        for word in (COUNT, segments.NEWEST, segments.OLDEST, KEYS, KEYS + 1)
+    ]
     return [struct.pack("<BBHI", (1, 2, 4, 5)[page % 4], page, 16 + 8 * word, 7 + word) for page, word in places]
 
 
