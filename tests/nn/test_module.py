@@ -1,4 +1,4 @@
-"""Modules over tables as torch's own are handled: frozen, moved, converted, saved; and un-pooled lookups."""
+"""Modules over tables as torch's own are handled: frozen, moved, converted, saved, compiled; and un-pooled lookups."""
 
 import contextlib
 import io
