@@ -218,7 +218,8 @@ def test_a_new_optimizer_begins_at_the_configured_rate(tmp_path: Any, caplog: py
 
     def day(*, resumes: bool = False, rate: float | None = None) -> list[float]:
         with tierstore.open(tmp_path) as store:
-            store.create_table(config)
+            if "t" not in store:
+                store.create_table(config)
             if rate is not None:
                 store["t"].learning_rate = rate
             bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
