@@ -7,21 +7,17 @@ import sys
 import warnings
 from pathlib import Path
 
-from .mutate import mutations
-from .target import Target, bounded
+from .target import Target, bounded, mutations
 
-CORPUS = Path(__file__).parent / "corpus"
-STORED = ("manifest", "records", "walk", "segments", "anchor", "update")
-NAMES = (*STORED, "runfile", "criteo", "npy", "parquet", "infer")
-LAST_INPUT = "last-input"
+STORED = ("manifest", "records", "walk", "segments", "update")
+NAMES = (*STORED, "runfile", "criteo", "infer")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--seconds", type=int, default=0, help="let atheris look for inputs that long (needs atheris)")
-    parser.add_argument("--mutations", type=int, help="random changes of the seeds instead; default: the target's own")
-    parser.add_argument("--seed", type=int, default=0, help="of the random changes")
+    parser.add_argument("--mutations", type=int, default=400, help="random changes of the seeds (default: 400)")
     parser.add_argument("--input", type=Path, nargs="+", help="run these files only")
     parser.add_argument("--out", type=Path, default=Path(".fuzz"), help="where findings and new inputs go")
     options = parser.parse_args()
@@ -49,14 +45,11 @@ def _target(name: str) -> Target:
 
 def _replay(name: str, options: argparse.Namespace) -> None:
     target = _target(name)
-    if options.input:
-        inputs = [path.read_bytes() for path in options.input]
-    else:
-        known = [*target.seeds(), *(path.read_bytes() for path in sorted((CORPUS / name).glob("*")))]
-        count = target.mutations if options.mutations is None else options.mutations
-        inputs = [*known, *mutations(known, target.dictionary, count, options.seed)]
+    inputs = [path.read_bytes() for path in options.input or ()] or target.seeds()
+    if not options.input:
+        inputs += mutations(inputs.copy(), target.dictionary, max(1, options.mutations // target.cost), seed=0)
     for data in inputs:
-        (options.out / LAST_INPUT).write_bytes(data)
+        (options.out / "last-input").write_bytes(data)
         with bounded():
             target.run(data)
     print(f"{name}: {len(inputs)} inputs")
@@ -72,14 +65,12 @@ def _search(name: str, seconds: int, out: Path) -> None:
     found.mkdir(exist_ok=True)
     for number, seed in enumerate(target.seeds()):
         (found / f"seed-{number}").write_bytes(seed)
-    limits = [f"-max_total_time={seconds}", "-timeout=30", "-rss_limit_mb=4096", "-max_len=65536"]
-    if target.dictionary:
-        words = out / f"{name}.words"
-        escaped = ("".join(f"{chr(92)}x{byte:02x}" for byte in word) for word in target.dictionary)
-        words.write_text("".join(f'"{word}"\n' for word in escaped))
-        limits.append(f"-dict={words}")
-    folders = [str(found), *([str(CORPUS / name)] if (CORPUS / name).is_dir() else [])]
-    atheris.Setup([sys.argv[0], *limits, f"-artifact_prefix={out / name}-", *folders], target.run)
+    options = [f"-max_total_time={seconds}", "-timeout=30", "-rss_limit_mb=4096", f"-artifact_prefix={out / name}-"]
+    if target.dictionary:  # libFuzzer takes no empty one
+        words = ["".join(f"{chr(92)}x{byte:02x}" for byte in word) for word in target.dictionary]
+        (out / f"{name}.words").write_text("".join(f'"{word}"\n' for word in words))
+        options.append(f"-dict={out / name}.words")
+    atheris.Setup([sys.argv[0], *options, "-max_len=65536", str(found)], target.run)
     atheris.Fuzz()
 
 

@@ -18,25 +18,12 @@ import torch
 import tierstore
 from tierstore import TableConfig, init, optim
 from tierstore.errors import DamagedError, TierstoreError
-from tierstore.io import btree, records, superblock
+from tierstore.io import btree, records, segments
 from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, new_walk, parse_meta
 from tierstore.io.checksum import bytes_checksum, words_hash
 from tierstore.io.places import TableArrays
-from tierstore.io.reader_locks import FileLocks
 from tierstore.io.row_map import RowMap
-from tierstore.io.segments import (
-    CHECKSUM,
-    COUNT,
-    COUNT_MASK,
-    KEYS,
-    MAGIC,
-    MIXED,
-    NEWEST,
-    OLDEST,
-    Stored,
-    read_indexes,
-    stored_segments,
-)
+from tierstore.io.segments import COUNT, KEYS, Stored
 from tierstore.io.snapshot import check_page_use
 from tierstore.io.verify import Verifier
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
@@ -45,8 +32,7 @@ from tierstore.updates.header import PAGE_BYTES as UPDATE_PAGE_BYTES
 from tierstore.updates.header import Origin, UpdateHeader
 from tierstore.updates.update_file import UpdateFile, UpdateWriter
 
-from .image import PAGE_BYTES, GuardedArray, built_store, edited, guarded_halves, metadata_pages, some_edits
-from .target import FindingError, Target, scratch_folder
+from .target import INTERESTING, FindingError, Target, scratch_folder
 
 _FOLDER = scratch_folder()
 
@@ -76,15 +62,11 @@ def _check_manifest(manifest: Manifest) -> None:
 
 
 def _manifests() -> list[bytes]:
-    tables = (
-        TableConfig(name="t", num_embeddings=5, embedding_dim=4),
-        TableConfig(
-            name="u", num_embeddings=9, embedding_dim=8, dtype="bfloat16", rounding="stochastic",
-            feature_names=("a", "b"), pooling="max",
-            init=init.Normal(std=0.5, seed=3), optimizer=optim.Adam(betas=(0.8, 0.9)),
-        ),
+    table = TableConfig(
+        name="u", num_embeddings=9, embedding_dim=8, dtype="bfloat16", rounding="stochastic", feature_names=("a", "b"),
+        pooling="max", init=init.Normal(std=0.5, seed=3), optimizer=optim.Adam(betas=(0.8, 0.9)),
     )  # fmt: skip
-    replace(Manifest.new(4096), tables=tables).write(_FOLDER)
+    replace(Manifest.new(4096), tables=(table, replace(table, name="t", feature_names=()))).write(_FOLDER)
     whole = (_FOLDER / MANIFEST_NAME).read_bytes()
     return [json.dumps(json.loads(whole)["body"]).encode(), b"!" + whole]
 
@@ -104,14 +86,11 @@ def _read_record(data: bytes) -> None:
             if not isinstance(name, str) or [type(each) for each in state] != [int, float]:
                 raise FindingError(f"table {name!r} has the state {state!r}")
         return
-    sealed = content + struct.pack("<Q", bytes_checksum(content))
     with contextlib.suppress(ValueError, struct.error):
-        _UNPACKERS[choice](sealed)
-    try:
+        _UNPACKERS[choice](content + struct.pack("<Q", bytes_checksum(content)))
+    with contextlib.suppress(ValueError, struct.error):
         _UNPACKERS[choice](content)
-    except (ValueError, struct.error):
-        return
-    raise FindingError("a record without its checksum was taken")
+        raise FindingError("a record without its checksum was taken")
 
 
 def _records() -> list[bytes]:
@@ -126,21 +105,75 @@ def _records() -> list[bytes]:
     return [*found, bytes([len(_UNPACKERS)]) + payload]
 
 
+# A small store, and edits of its files that lead somewhere: an input is a list of edits, not a whole file.
+
+PAGE_BYTES = 4096
+
+
+@functools.cache
+def _store() -> tuple[Path, bytes]:
+    """The folder and the row file of two tables: two levels of tree, freed pages, a payload with tensors, an anchor."""
+    folder, sgd = scratch_folder() / "store", optim.SGD(lr=1.0)
+    with tierstore.open(folder, ddr="4MiB", threads=1) as store:
+        wide = store.create_table(TableConfig(name="wide", num_embeddings=700, embedding_dim=250, optimizer=sgd))
+        narrow = store.create_table(TableConfig(name="narrow", num_embeddings=900, embedding_dim=8, dtype="bfloat16"))
+        wide.write(torch.arange(560), torch.arange(560.0)[:, None].expand(560, 250).contiguous())
+        narrow.write(torch.arange(900), torch.ones(900, 8, dtype=torch.bfloat16))
+        store.commit()
+        wide.write(torch.arange(0, 700, 7), torch.full((100, 250), -1.0))
+        store.commit(extra={"step": 7}, tensors={"w": torch.arange(6.0).reshape(2, 3)})
+    return folder, (folder / "rows.lmdb").read_bytes()
+
+
+def _edited(content: bytes, pages: list[int], data: bytes) -> bytearray:
+    """``content`` after the edits in ``data``, eight bytes each: kind, place in ``pages`` (or anywhere), value."""
+    image = bytearray(content)
+    for kind, page, offset, value in struct.iter_unpack("<BBHI", data[: len(data) // 8 * 8]):
+        at = pages[page % len(pages)] * PAGE_BYTES + offset % PAGE_BYTES
+        if kind & 0x80:
+            at = (page << 16 | offset) * 16 % len(image)
+        kind = (kind & 0x7F) % 6
+        width = (1, 1, 2, 4, 8, 8)[kind]
+        at = min(at, len(image) - width)
+        if kind == 0:
+            image[at] ^= 1 << value % 8
+        else:
+            value = INTERESTING[value % len(INTERESTING)] if kind == 5 else value % 2 ** (8 * width)
+            image[at : at + width] = value.to_bytes(width, "little")
+    return image
+
+
+class GuardedArray(np.ndarray):
+    """An array whose elements are used only within its bounds: an index below 0 would be read from the end."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return super().__getitem__(self._inside(at))
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        super().__setitem__(self._inside(at), value)
+
+    def _inside(self, at: Any) -> Any:
+        if isinstance(at, int | np.integer) and not 0 <= at < len(self):
+            raise IndexError(f"element {at} of {len(self)} was used")
+        return at
+
+
 # The kernels that follow LMDB's pages, on a damaged image, as plain Python: nothing is read outside the image.
 
 
 @functools.cache
-def _rows_file() -> tuple[bytes, list[int]]:
-    content = (built_store() / "rows.lmdb").read_bytes()
-    return content, metadata_pages(content)
+def _trees() -> list[int]:
+    """Pages of trees and of what LMDB says of itself."""
+    content = _store()[1]
+    heads = (struct.unpack_from("<QHH", content, at) for at in range(0, len(content), PAGE_BYTES))
+    return [page for page, (number, _, flags) in enumerate(heads) if number == page and flags & 0x0B]
 
 
 def _walk(data: bytes) -> None:
     btree._CHUNK_ENTRIES = 50
-    image = edited(*_rows_file(), data)
-    halves = guarded_halves(image)
-    for number in range(2):
-        start = number * PAGE_BYTES
+    image = _edited(_store()[1], _trees(), data)
+    halves = np.frombuffer(bytes(image), np.uint16).view(GuardedArray)
+    for start in (0, PAGE_BYTES):
         meta = parse_meta(bytes(image[start : start + META_READ_BYTES]))
         if isinstance(meta, str):
             continue
@@ -159,14 +192,9 @@ def _walk(data: bytes) -> None:
 
 
 def _edits_of_trees() -> list[bytes]:
-    content, pages = _rows_file()
-    places = [(page, offset) for page in (0, 1) for offset in (80, 128)]
-    for index, page in enumerate(pages):
-        flags, lower = struct.unpack_from("<HH", content, page * PAGE_BYTES + 10)
-        if flags == 1:
-            nodes = struct.unpack_from(f"<{(lower - 16) // 2}H", content, page * PAGE_BYTES + 16)
-            places += [(index, node) for node in nodes]
-    return [*(struct.pack("<BBHI", 3, page, offset, 0xFFFF) for page, offset in places), *some_edits(4)]
+    """At the places where LMDB's pages and meta pages keep what they say of themselves."""
+    places = [(page, offset) for page in range(len(_trees())) for offset in (10, 12, 14, 16, 20, 40, 80, 88, 128, 144)]
+    return [struct.pack("<BBHI", (2, 5)[page % 2], page, offset, 3 + page) for page, offset in places[:: len(_trees())]]
 
 
 # Segments whose indexes say anything, with the right checksum, as plain Python: nothing is read or written outside the
@@ -176,28 +204,25 @@ def _edits_of_trees() -> list[bytes]:
 @functools.cache
 def _segments() -> tuple[Stored, dict[int, Any]]:
     with (
-        tierstore.open(built_store(), mode="r", ddr="4MiB", threads=1) as store,
+        tierstore.open(_store()[0], mode="r", ddr="4MiB", threads=1) as store,
         store._cold.lease() as (tree, rows),
     ):
-        stored = stored_segments(tree)
+        stored = segments.stored_segments(tree)
         return stored[np.unique(stored["pages"], return_index=True)[1]], rows.shapes
 
 
-def _seal(words: Any, stored: Stored) -> None:
-    for number, first, pages in stored[["number", "first_page", "pages"]].tolist():
-        at = first * PAGE_BYTES // 8 + 2
-        count = int(words[at + COUNT] & COUNT_MASK) * (2 if words[at + COUNT] & MIXED else 1)
-        if count < pages * PAGE_BYTES // 8 - 2 - KEYS:
-            words[at + CHECKSUM] = words_hash(words, at + MAGIC, KEYS - MAGIC + count, np.uint64(number))
-
-
 def _enter_segments(data: bytes) -> None:
-    """The first byte: whether checksums are made right again; the rest is edits."""
+    """By edits, after which checksums are right."""
     stored, shapes = _segments()
     end = int((stored["first_page"] + stored["pages"]).max()) * PAGE_BYTES
-    words = np.frombuffer(edited(_rows_file()[0][:end], stored["first_page"].tolist(), data[1:]), np.uint64)
-    if data[:1] > b"\x10":
-        _seal(words, stored)
+    words: Any = np.frombuffer(_edited(_store()[1][:end], stored["first_page"].tolist(), data), np.uint64)
+    for number, first, pages in stored[["number", "first_page", "pages"]].tolist():
+        at = first * PAGE_BYTES // 8 + 2
+        count = int(words[at + COUNT] & segments.COUNT_MASK) * (2 if words[at + COUNT] & segments.MIXED else 1)
+        if count < pages * PAGE_BYTES // 8 - 2 - KEYS:
+            words[at + segments.CHECKSUM] = words_hash(
+                words, at + segments.MAGIC, KEYS - segments.MAGIC + count, np.uint64(number)
+            )
     words = words.view(GuardedArray)
     num_pages = len(words) * 8 // PAGE_BYTES
     no_refusals = Mock(**{"begin.return_value": 0, "refused.return_value": None})
@@ -210,7 +235,7 @@ def _enter_segments(data: bytes) -> None:
         rows.places = rows.places.view(GuardedArray)
         rows.tables = TableArrays(*(column.view(GuardedArray) for column in rows.tables))
         with contextlib.suppress(DamagedError):
-            rows.enter(tree, read_indexes(tree, stored), last, kept)
+            rows.enter(tree, segments.read_indexes(tree, stored), last, kept)
             rows.written_since(tree, 1)
     check = Verifier(tree, rows)
     check.look_at(stored.copy())
@@ -219,67 +244,12 @@ def _enter_segments(data: bytes) -> None:
 
 
 def _edits_of_indexes() -> list[bytes]:
-    edits = [
-        struct.pack("<BBHI", kind, page, 16 + 8 * word + 4 * (kind == 2), value)
+    places = [
+        (page, word)
         for page in range(len(_segments()[0]))
-        for word in (COUNT, NEWEST, OLDEST, KEYS, KEYS + 1)
-        for kind, value in ((1, 1), (2, 1), (4, 300), (5, 3 + word))
+        for word in (COUNT, segments.NEWEST, segments.OLDEST, KEYS, KEYS + 1)
     ]
-    return [b"\0", *(b"\xff" + edit for edit in edits[::3])]
-
-
-# rows.anchor after the machine has stopped.
-
-_HEADS = 2 * 4096
-
-
-@functools.cache
-def _anchored() -> tuple[Path, bytes, bytes, bytes]:
-    store, copy = built_store(), scratch_folder()
-    for name in ("rows.lmdb", "rows.anchor"):
-        (copy / name).write_bytes((store / name).read_bytes())
-    store_id = bytes.fromhex(Manifest.read(store).store_id)
-    return copy / "rows.lmdb", store_id, _rows_file()[0], (copy / "rows.anchor").read_bytes()
-
-
-def _recover(path: Path, store_id: bytes) -> None:
-    with closing(FileLocks(path, writable=True)) as locks:
-        superblock.recover(path, store_id, locks)
-
-
-def _read_anchor(data: bytes) -> None:
-    """The first byte: whether checksums are made right again (1), the rest is edits, or (2) the file itself."""
-    superblock._BOOT_ID = Path("/nonexistent")  # all zero, as after a restart of another machine
-    rows, store_id, content, anchored = _anchored()
-    if not data:
-        return
-    mode, rest = data[0] % 3, data[1:]
-    image = bytearray(rest) if mode == 2 else edited(anchored, [0, 0, 0, 1], rest)
-    if mode == 1:
-        size = superblock._BODY_BYTES
-        for start in (0, 4096):
-            body = bytes(image[start : start + size])
-            image[start + size : start + size + 8] = bytes_checksum(body).to_bytes(8, "little")
-    rows.with_name("rows.anchor").write_bytes(image)
-    for check in (superblock.require_sound, _recover):
-        try:
-            check(rows, store_id)
-        except TierstoreError as error:
-            if "/rows." not in str(error):
-                raise FindingError("an error that names no file") from error
-    with rows.open("r+b") as file:
-        if file.seek(0, 2) != len(content):
-            raise FindingError("the row file was lengthened")
-        file.seek(_HEADS)
-        if file.read() != content[_HEADS:]:
-            raise FindingError("more than the meta pages was written to")
-        file.seek(0)
-        file.write(content[:_HEADS])
-
-
-def _superblocks() -> list[bytes]:
-    edits = [bytes([2, page, offset, 0, 1, 0, 0, 0]) for page in (0, 3) for offset in (0, 8, 24, 40, 48, 56, 72, 144)]
-    return [b"\2" + _anchored()[3], *[bytes([mode]) + edit for edit in edits for mode in (0, 1)]]
+    return [struct.pack("<BBHI", (1, 2, 4, 5)[page % 4], page, 16 + 8 * word, 7 + word) for page, word in places]
 
 
 # An update's file, or the payload or the rows in one whose checksums are right.
@@ -335,9 +305,8 @@ TARGETS = {
         read=_read_record, seeds=_records, errors=(TierstoreError,),
         words=b'NaN|Infinity|1e999|null|[]|{}|{"extra":|"tables"|[1,2]|[[|9999999999999999999999',
     ),
-    "walk": Target(read=_walk, seeds=_edits_of_trees, mutations=30),
-    "segments": Target(read=_enter_segments, seeds=_edits_of_indexes, mutations=40),
-    "anchor": Target(read=_read_anchor, seeds=_superblocks, mutations=100),
+    "walk": Target(read=_walk, seeds=_edits_of_trees, cost=13),
+    "segments": Target(read=_enter_segments, seeds=_edits_of_indexes, cost=10),
     "update": Target(
         read=_read_update, seeds=_updates, errors=(DamagedError,),
         words=b'"chunk.0"|"chunk.1"|data_offsets|"U8"|[-1,0,|\\"tables\\"|"num_embeddings\\": |99999999999|'

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.ids import id_map
-from tierstore.ids.id_map import IdMap, absent, give_rows, lowest, map_bytes, select
+from tierstore.ids.id_map import IdMap, map_bytes
 from tierstore.kernels.arrays import Bools, Int64s
-from tierstore.kernels.hashing import SECRET
 from tierstore.kernels.threads import Workers
 
 EDGES = [-(2**63), -1, 0, 1, 2**63 - 1]
@@ -109,42 +108,6 @@ def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, high
             made.check_integrity()
 
 
-def test_rows_that_changed_are_told_until_they_are_clean() -> None:
-    made, ids = IdMap(5000), np.arange(4000)
-    made.put(made.free_rows(4000), ids, np.ones(4000, np.uint32))
-    one = [np.array([row]) for row in range(0, 5000, 700)]
-    changes = [
-        lambda: made.find(one[0], score=2),
-        lambda: made.count_uses(one[1]),
-        lambda: made.set_scores(one[2], np.array([9], np.uint32)),
-        lambda: made.remove(one[3]),
-        lambda: made.soil(one[4]),
-        lambda: made.evict(1, [], lambda rows: np.ones(len(rows), np.bool_)),
-        lambda: made.put(one[6], np.array([-1]), np.ones(1, np.uint32)),
-    ]
-    for changed, change in zip([0, 700, 1400, 2100, 2800, 1, 4200], changes, strict=True):
-        made.clean(made.dirty_rows)
-        assert not len(made.dirty_rows)
-        change()
-        assert made.dirty_rows.tolist() == made.dirty_rows.tolist() == [changed]
-
-
-def test_a_queue_that_memory_was_short_for_is_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, everyone = IdMap(5000), lambda rows: np.ones(len(rows), np.bool_)
-    made.put(made.free_rows(5000), np.arange(5000), np.repeat(np.arange(1, 51, dtype=np.uint32), 100))
-    assert len(made.evict(3, [], everyone)) == 3
-
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(id_map, "queue_up_to", fail)
-        with pytest.raises(MemoryError):
-            made.evict(2000, [], everyone)
-    assert made.ids[made.evict(2000, [], everyone)].tolist() == list(range(3, 2003))
-    made.check_integrity()
-
-
 def test_bytes_an_id() -> None:
     made = IdMap(1000)
     rows = made.free_rows(1000)
@@ -152,29 +115,3 @@ def test_bytes_an_id() -> None:
     made.evict(1, [], partial(_chosen, made, set()))
     assert made._records.nbytes + made._index.nbytes + 4 * 250 == map_bytes(1000) <= 20 * 1000
     assert abs(len(made._queue) - 250) < 4
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(-9, 9)), unique=True, min_size=1), st.integers(0, 60))
-def test_lowest(rows: list[tuple[int, int]], count: int) -> None:
-    scores, ids = (np.array(column) for column in zip(*rows, strict=True))
-    chosen = lowest(np.arange(len(rows)), scores.astype(np.uint32), ids.take, count)
-    assert sorted(rows[place] for place in chosen.tolist()) == sorted(rows)[:count]
-
-
-@given(st.lists(st.integers(-3, 3)))
-def test_absent_ids_are_numbered_in_order_of_first_use(batch: list[int]) -> None:
-    wanted = np.array(batch, np.int64)
-    rows = np.array([7 if each % 2 else -1 for each in wanted], np.int64)
-    new, counts = absent(wanted, rows, SECRET)
-    missing = [each for each in wanted.tolist() if each % 2 == 0]
-    assert new.tolist() == list(dict.fromkeys(missing))
-    assert counts.tolist() == [missing.count(each) for each in new.tolist()]
-    given_rows = np.array([-1 if each == 0 else each + 100 for each in new], np.int64)
-    give_rows(rows, given_rows)
-    assert rows.tolist() == [7 if each % 2 else -1 if each == 0 else each + 100 for each in wanted.tolist()]
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 5000), min_size=1), st.data())
-def test_select(values: list[int], data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(values) - 1))
-    assert select(np.array(values, np.int64), place) == sorted(values)[place]

@@ -1,8 +1,6 @@
 """What leaves and enters a store with dynamic ids: updates, files, checkpoints of torch, recordings and copies."""
 
-import json
-import subprocess
-import sys
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,55 +17,33 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tierstore
 from tests.exchange.support import earlier_checkpoint
 from tests.ids.test_machine import BATCHES
-from tests.ids.twin import RULES, SMALL, Rows, Twin, config, contents, make, read
+from tests.ids.twin import RULES, SMALL, Twin, config, contents, make, read
 from tests.updates.support import edited, table_config
 from tests.updates.test_apply import with_chunks
-from tierstore.errors import ChecksumError, DamagedError, FormatError, ReadOnlyError, TableError, TierstoreError
+from tierstore.errors import ChecksumError, DamagedError, FormatError, ReadOnlyError, TableError
 from tierstore.exchange import export_store, import_files
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.inspection import describe_store, verify_store
 from tierstore.offline.salvage import salvage
 from tierstore.trace import read_trace
-from tierstore.updates import Update, apply_update, roll_back_replica, write_update
+from tierstore.updates import apply_update, roll_back_replica, write_update
 from tierstore.updates.header import pack_chunk
-from tierstore.updates.update_file import UpdateFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 KEY = "embedding_bags.item."
 MARK = 0x1122334455667788
 
 
-class Consumer:
-    """What the documentation of the file says, with dicts: which id has a row, and the row."""
-
-    def __init__(self, rules: DynamicIds) -> None:
-        self.owners: dict[int, int] = {}
-        self.values: Rows = {}
-        self.step = 2 if isinstance(rules.admission, Frequency) else 1  # candidates and rows come in turn
-
-    def take(self, path: Path) -> Rows:
-        with UpdateFile(path) as file:
-            for places, words in file.rows(1):
-                rows, rest = np.divmod(places - 1, self.step)
-                own = (places > 0) & (rest == 0) & (rows < 12)
-                for row, key, used in zip(rows[own], words[own, 0].view(np.int64), words[own, 1] >> 32, strict=True):
-                    self.owners.pop(int(row), None)
-                    self.owners |= {int(row): int(key)} if used else {}
-            for rows, weights in file.rows(0):
-                self.values |= dict(zip(rows.tolist(), weights.view(np.float32)[:, :6].tolist(), strict=True))
-        return {key: self.values[row] for row, key in self.owners.items()}
-
-
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     rules=RULES,
     versions=st.lists(st.tuples(st.lists(BATCHES, min_size=1, max_size=3), BATCHES), min_size=2, max_size=4),
 )
 def test_a_replica_has_the_ids_and_rows_of_each_version(rules: DynamicIds, versions: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
         source, replica = Path(folder, "source"), Path(folder, "replica")
-        twin, consumer, before = Twin(config(rules)), Consumer(rules), Rows()
+        twin, before = Twin(config(rules)), dict[int, list[float]]()
         for number, (batches, evicted) in enumerate(versions, 1):
             with tierstore.open(source, keep=2, **SMALL) as store:
                 table = store.create_table(config(rules))
@@ -77,7 +53,11 @@ def test_a_replica_has_the_ids_and_rows_of_each_version(rules: DynamicIds, versi
                 store.commit()
             update = write_update(source, Path(folder, str(number)), since=number - 1)
             apply_update(replica, update.path, id=update.id)
-            assert read(replica) == twin.rows == consumer.take(update.path)
+            assert read(replica) == twin.rows
+            if number == 1:
+                follower = held.enter_context(tierstore.open(replica, mode="r", **SMALL))
+            follower.refresh()
+            assert contents(follower["item"]) == twin.rows
             if number == 2:
                 roll_back_replica(replica)
                 assert read(replica) == before
@@ -90,40 +70,6 @@ def test_a_replica_has_the_ids_and_rows_of_each_version(rules: DynamicIds, versi
             store.commit()
         apply_update(replica, write_update(source, Path(folder, "all")).path)
         assert read(replica) == before, "ids that the source has no more are gone"
-
-
-def test_a_server_follows_and_an_update_out_of_order_changes_nothing(tmp_path: Path) -> None:
-    source, replica = tmp_path / "source", tmp_path / "replica"
-    twin, versions = make(source, [1, 2, 3, 4, -5], [3, 4, 9, 9])
-    with tierstore.open(source, keep=9, **SMALL) as store:
-        twin.evict(store["item"], [1, 9])
-        twin.train(store["item"], [8, -(2**63)])
-        twin.evict(store["item"], [2, 8])
-        store.commit()
-    second, third = (write_update(source, tmp_path / str(since), since=since) for since in (1, 2))
-    with tierstore.open(source, **SMALL) as store:
-        store.rollback(1)
-    base = write_update(source, tmp_path / "base")
-
-    def apply(update: Update) -> Any:  # by another process
-        command, request = (
-            [sys.executable, "-m", "tierstore.updates.child"],
-            ["apply", "", *map(str, (replica, update.path))],
-        )
-        given = json.dumps(request)
-        return json.loads(subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True).stdout)
-
-    with pytest.raises(TierstoreError, match="is empty, and the update goes from version 1"):
-        apply_update(replica, second.path)
-    apply_update(replica, base.path)
-    with tierstore.open(replica, mode="r", **SMALL) as reader:
-        assert contents(reader["item"]) == versions[0]
-        assert "goes from version 2" in apply(third)["error"]
-        assert reader.refresh() == 1
-        assert contents(reader["item"]) == versions[0]
-        assert apply(second)["version"] == 3
-        reader.refresh()
-        assert contents(reader["item"]) == twin.rows
 
 
 def test_a_hostile_update_is_refused_or_read_as_damaged(tmp_path: Path) -> None:
@@ -145,7 +91,7 @@ def test_a_hostile_update_is_refused_or_read_as_damaged(tmp_path: Path) -> None:
         read(tmp_path / "replica")
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     batches=st.lists(BATCHES, max_size=4), later=st.lists(BATCHES, min_size=1, max_size=4), other=BATCHES,
     form=st.sampled_from(["safetensors", "checkpoint", "dcp"]), eviction=st.sampled_from([LRU(), LFU()]), rules=RULES,

@@ -1,8 +1,8 @@
-"""Tables with dynamic ids where the machine does not go: batches under way, readers, servers, options and refusals."""
+"""Tables with dynamic ids where the machine does not go: batches in flight, readers, callbacks, times and refusals."""
 
 import contextlib
-import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 import tierstore
-from tests.hbm.stores import few_slots
+from tests.hbm.stores import MODES, few_slots
+from tests.ids.test_machine import INIT
+from tests.serve.models.stores import asked, tensor
 from tierstore.errors import IdError, TableError
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
-from tierstore.store.stored_ids import Changed
-from tierstore.store.table_ids import TableIds
+from tierstore.serve.models import Models
 
 BIG = 2**63 - 1
 
@@ -113,47 +117,7 @@ def test_a_reader_follows(tmp_path: Path, tiers: dict[str, Any]) -> None:
             assert reader["item"].read_state(ids).any(dim=1).tolist() == [True, False, False, False, False]
 
 
-def batches(count: int) -> list[tierstore.KeyedJaggedTensor]:
-    generator = np.random.default_rng(0)
-    ranges = (-90, 90, 40), (0, 40, 20), (0, 9, 10)
-    lengths = torch.tensor([10] * 4 + [5] * 4 + [2, 2, 3, 3])
-    return [
-        tierstore.KeyedJaggedTensor(
-            ["item", "shop", "plain"],
-            torch.from_numpy(np.concatenate([generator.integers(*each) for each in ranges])),
-            lengths=lengths,
-        )
-        for _ in range(count)
-    ]
-
-
-@pytest.mark.parametrize("is_deferred", [False, True])
-@pytest.mark.parametrize("depth", [0, 3])
-def test_a_collection_gives_the_same_bits_prefetched_and_deferred(
-    depth: int, is_deferred: bool, tiers: dict[str, Any]
-) -> None:
-    outputs = []
-    for how in ((0, {"ddr": "4MiB"}, False), (depth, {**tiers, "ddr": "512KiB"}, is_deferred)):
-        with tierstore.open(cold="memory", **how[1]) as store:
-            store.create_table(config(rows=60, eviction=LFU(3)))
-            store.create_table(config("shop", 30, admission=Frequency(2)))
-            store.create_table(tierstore.TableConfig(name="plain", num_embeddings=9, embedding_dim=8))
-            module = tierstore.TieredEmbeddingBagCollection(store)
-            optimizer = store.optimizer() if how[2] else None
-            found = []
-            for batch in tierstore.prefetch(batches(20), module, depth=how[0]):
-                out = module(batch).values()
-                found.append(out.detach().clone())
-                out.square().sum().backward()
-                if optimizer is not None:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert store["item"].id_stats().evicted > 0
-            outputs.append(torch.stack(found))
-    assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("padding", [0, -1, -(2**63), BIG, 2**32 + 5])
+@pytest.mark.parametrize("padding", [0, -(2**63), 2**32 + 5])
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 def test_a_padding_index_is_any_id_and_never_has_a_row(padding: int, pooling: Any, tiers: dict[str, Any]) -> None:
     ids = torch.tensor([[5, padding, 6], [padding, padding, padding], [7, 5, padding]])
@@ -173,68 +137,6 @@ def test_a_padding_index_is_any_id_and_never_has_a_row(padding: int, pooling: An
         narrow = torch.tensor([5, 6], dtype=torch.int32)
         for found in (bag(narrow, torch.tensor([0, 1])), rows(narrow)):
             assert torch.equal(found.detach(), table.read(narrow))
-
-
-def test_unseen_error_and_writes() -> None:
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
-        table = store.create_table(config(unseen="error"))
-        with pytest.raises(IdError, match="-4"):
-            table.read(torch.tensor([-4]))
-        assert table.admit(torch.tensor([-4, -4])) == 2
-        table.write(torch.tensor([-4]), torch.full((1, 8), 2.0))
-        assert table.pooled(torch.tensor([-4, -4]), torch.tensor([0, 2])).tolist() == [[4.0] * 8]
-        with pytest.raises(IdError, match="admit"):
-            store.create_table(config("other")).write(torch.tensor([1]), torch.ones(1, 8))
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        DynamicIds(),
-        DynamicIds(admission=Frequency(3, 50), eviction=LFU(7), unseen="error"),
-        DynamicIds(admission=Probability(0.5, 1), eviction=TTL(9)),
-        DynamicIds(admission=Frequency(np.int64(3), np.int64(9)), eviction=TTL(minutes=np.int64(9))),  # type: ignore[arg-type]
-    ],
-)
-def test_a_configuration_is_read_back(rules: DynamicIds) -> None:
-    made = replace(config(), ids=rules)
-    assert tierstore.TableConfig.from_dict(json.loads(json.dumps(made.to_dict()))) == made
-    assert "ids" not in replace(made, ids=None).to_dict(), "releases that do not know ids read all other tables"
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: Frequency(1), "times"),
-        (lambda: Frequency(2, 0), "candidates"),
-        (lambda: Probability(1.0), "share"),
-        (lambda: TTL(0), "steps"),
-        (lambda: TTL(minutes=0), "minutes"),
-        (lambda: TTL(3, minutes=3), "either"),
-        (lambda: DynamicIds(unseen="ones"), "unseen"),  # type: ignore[arg-type]
-        (lambda: DynamicIds(eviction=Frequency(2)), "eviction"),  # type: ignore[arg-type]
-        (lambda: replace(config(), ids=LRU()), "DynamicIds"),
-    ],
-)
-def test_wrong_rules_are_refused(make: Callable[[], object], named: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=named):
-        make()
-
-
-def test_a_table_is_renamed_and_dropped(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "s", ddr="2MiB") as store:
-        table = store.create_table(config())
-        plain = store.create_table(tierstore.TableConfig(name="plain", num_embeddings=9, embedding_dim=8))
-        train(tierstore.TieredEmbeddingBag(table), 1)
-        store.commit()
-        with pytest.raises(TableError, match="DynamicIds"):
-            plain.admit(torch.tensor([1]))
-        store.change_table("item", name="goods")
-        assert have_rows(store["goods"], 1, 2) == [True, False]
-    with tierstore.open(tmp_path / "s", ddr="2MiB") as store:
-        store.drop_table("goods")
-        store.commit()
-        assert list(store.tables) == ["plain"]
 
 
 def test_what_was_prepared_is_looked_up_by_the_rows_of_now(tiers: dict[str, Any]) -> None:
@@ -270,7 +172,7 @@ def test_readers_meet_no_row_of_another_id(tiers: dict[str, Any]) -> None:
 
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(read)
-            for step in range(300):
+            for step in range(100):
                 table.admit(torch.arange(8) + step * 5 % 56)
             is_over.set()
             reading.result()
@@ -293,8 +195,7 @@ def test_what_step_will_train_keeps_its_rows(tiers: dict[str, Any]) -> None:
         assert (table.read(torch.tensor([1, 2, 3])) < before).all()
         optimizer.zero_grad()
         assert table.evict(torch.tensor([1, 2, 3])) == 3
-        out = module(torch.tensor([[9]]))
-        out.sum().backward()
+        train(module, 9)
         optimizer.zero_grad()
         assert table.evict(torch.tensor([9])) == 1
 
@@ -311,150 +212,212 @@ def test_a_batch_is_trained_twice_only_while_its_ids_have_their_rows() -> None:
             out.backward()
 
 
-def test_changes_wait_for_batches_under_way_and_for_commits(tmp_path: Path, tiers: dict[str, Any]) -> None:
-    with tierstore.open(tmp_path / "s", **tiers) as store:
+@pytest.mark.parametrize("steps", ["train", "step", "zero", "rollback"])
+@pytest.mark.parametrize(("is_merged", "hbm"), [(False, 0), (True, "1MiB")])
+def test_a_gradient_that_was_applied_trains_no_other_id(steps: str, is_merged: bool, hbm: Any) -> None:
+    with tierstore.open(cold="memory", ddr="2MiB", hbm=hbm) as store:
         table = store.create_table(config(rows=2))
-        module = tierstore.TieredEmbeddingBag(table)
+        module, optimizer = tierstore.TieredEmbeddingBag(table), store.optimizer()
+        version = store.commit()
         train(module, 1, 2)
-        store.commit()
-        out = module(torch.tensor([[3]]))
-        assert store.changed_tables == ("item",)
-        with pytest.raises(TableError, match="in use"):
-            store.rollback(1)
-        del out
-        with pytest.raises(TableError, match="commit or roll back"):
-            store.change_table("item", name="goods")
-        store.rollback(1)
-        assert listed(table) == [1, 2]
+        if is_merged:
+            optimizer.clip_grad_norm_(max_norm=1e9)
+        optimizer.step()
+        if steps == "rollback":
+            store.rollback(version)
+        if steps == "zero":
+            optimizer.zero_grad(set_to_none=False)
+        table.admit(torch.tensor([3, 4]))  # they get the rows of 1 and 2
+        rows = table.read(torch.tensor([3, 4]))
+        if steps in ("train", "rollback"):
+            with pytest.warns(RuntimeWarning, match="zero_grad"):
+                train(module, 3)
+        if steps == "zero":
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="zero_grad"):
+                optimizer.step()
+        assert torch.equal(table.read(torch.tensor([3, 4])), rows)
+        optimizer.zero_grad()
+        train(module, 3)
+        optimizer.step()
+        assert (table.read(torch.tensor([3, 4])) < rows).any(dim=1).tolist() == [True, False]
 
 
-def test_unseen_ids_are_an_error_where_they_are_looked_up_not_where_they_are_prepared() -> None:
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_callback_that_refuses_evictions_keeps_the_rows_and_may_not_use_the_store(last: int) -> None:
+    """Of ids whose time is over (the first call), or, of the same batch, for want of rows (the second)."""
     with tierstore.open(cold="memory", ddr="2MiB") as store:
-        store.create_table(config(unseen="error"))
-        bags, rows = tierstore.TieredEmbeddingBagCollection(store), tierstore.TieredEmbeddingCollection(store)
-        batches = [
-            tierstore.KeyedJaggedTensor(["item"], torch.tensor([step, step + 1]), lengths=torch.tensor([2]))
-            for step in range(5)
-        ]
-        for batch in tierstore.prefetch(batches, bags, depth=2):
-            bags(batch).values().sum().backward()
-        with torch.no_grad():
-            assert rows(batches[0])["item"].values().all()
-            unknown = tierstore.KeyedJaggedTensor(["item"], torch.tensor([70]), lengths=torch.tensor([1]))
-            with pytest.raises(IdError, match="70"):
-                rows(unknown)
+        table = store.create_table(config(rows=4, eviction=TTL(steps=2)))
+        for key in (1, 2, 3):
+            table.admit(torch.tensor([key]))
+        table.write(torch.tensor([1, 2, 3]), torch.full((3, 8), 2.0))
+        calls: list[list[int]] = []
 
+        def refuse(ids: torch.Tensor, _: torch.Tensor) -> None:
+            calls.append(ids.tolist())
+            if len(calls) > last:
+                raise KeyError("keep them")
 
-def test_stochastic_rounding_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """It draws by a row's number, so a store that is opened again gives new ids the rows that they would have got."""
-    found = []
-    for reopens in (False, True):
-        path = tmp_path / str(reopens)
-        store = tierstore.open(path, ddr="2MiB")
-        made = replace(config(rows=30), dtype="bfloat16", rounding="stochastic", optimizer=tierstore.optim.SGD(lr=0.01))
-        store.create_table(made)
-        for step in range(12):
-            train(tierstore.TieredEmbeddingBag(store["item"]), *range(7 * step, 7 * step + 10))
-            if step % 4 == 3:
-                store.commit()
-                if reopens:
-                    store.close()
-                    store = tierstore.open(path, ddr="2MiB")
-        ids = torch.tensor(listed(store["item"]))
-        found.append((ids, store["item"].read(ids)))
-        store.close()
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-
-
-def test_a_call_that_refuses_what_goes_keeps_it_and_may_not_use_the_store() -> None:
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
-        table = store.create_table(config(rows=3))
-
-        def refuse(ids: torch.Tensor, rows: torch.Tensor) -> None:
-            raise MemoryError(f"{ids.tolist()}, {len(rows)}")
-
-        table.admit(torch.tensor([7, 8, 9]))
-        rows = table.read(torch.tensor([7, 8, 9]))
         table.on_evict(refuse)
-        for call, key in ((table.evict, 7), (table.admit, 6)):
-            with pytest.raises(MemoryError, match="7"):
-                call(torch.tensor([key]))
-            assert torch.equal(table.read(torch.tensor([7, 8, 9])), rows)
-        for use in (lambda: table.evict(torch.tensor([8])), lambda: table.admit(torch.tensor([1])), store.commit):
+        with pytest.raises(KeyError):
+            table.admit(torch.tensor([7, 8, 9, 10]))
+        assert calls == [[1], [2, 3]][: last + 1]
+        for use in (lambda: table.evict(torch.tensor([2])), lambda: table.admit(torch.tensor([1])), store.commit):
             table.on_evict(lambda ids, rows, use=use: use())  # type: ignore[misc]
             with pytest.raises(TableError, match="on_evict"):
-                table.evict(torch.tensor([7]))
-        assert listed(table) == [7, 8, 9]
+                table.evict(torch.tensor([1]))
+        assert listed(table) == [1, 2, 3]
+        assert (table.read(torch.tensor([1, 2, 3])) == 2).all()
+        assert table.ids is not None
+        table.ids.check_integrity()
+        assert table.id_stats().evicted == 0
         table.on_evict(None)
-        table.admit(torch.tensor([6]))
-        assert table.id_stats().evicted == 1
-        assert not table.read(torch.tensor([7])).any()
+        table.admit(torch.tensor([7, 8, 9, 10]))
+        assert listed(table) == [7, 8, 9, 10]
 
 
-def test_rows_that_were_imported_before_any_time_is_known_are_of_the_first_batch() -> None:
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
-        table = store.create_table(replace(config(), ids=DynamicIds(eviction=TTL(minutes=5))))
-        table.give_rows(np.arange(50))
-        store.set_time(1e9)
-        for later in range(0, 301, 60):
-            store.set_time(1e9 + later)
-            table.admit(torch.tensor([99]))
-            assert len(listed(table)) == 51
-        store.set_time(1e9 + 400)
-        table.admit(torch.tensor([99]))
-        assert listed(table) == [99]
-    assert len({rule.scores for rule in (LFU(), LRU(), TTL(minutes=5))}) == 3
-    assert TTL(5).scores == LRU().scores
-
-
-def test_a_lost_clock_is_that_of_the_newest_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As repair leaves a store whose row 0 of ids was damaged."""
+@pytest.mark.parametrize("minute", [0, 1, 50])
+@pytest.mark.parametrize("way", ["admitted", "given", "given before"])
+def test_any_minute_is_a_time(minute: int, way: str, tmp_path: Path) -> None:
+    """Also the first. Rows that were given before any time is known are of the first batch's."""
     with tierstore.open(tmp_path, ddr="2MiB") as store:
-        table = store.create_table(replace(config(), num_embeddings=3))
-        for key in range(9):
-            table.admit(torch.tensor([key]))
-        with monkeypatch.context() as patch:
-            patch.setattr(TableIds, "_of_all", Changed(np.zeros(1, np.int64), np.zeros((1, 2), np.uint64)))
-            store.commit()
-    with tierstore.open(tmp_path, ddr="2MiB") as store:
-        assert store["item"].admit(torch.tensor([20, 21])) == 2
-        assert listed(store["item"]) == [8, 20, 21]
-
-
-def test_a_commit_and_a_rollback_in_two_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tierstore.open(cold="memory", ddr="2MiB", keep=3) as store:
-        table = store.create_table(config())
-        version = store.commit()
-        table.admit(torch.tensor([1]))
-        require_unused = store._pools.require_unused
-
-        def slow(action: str) -> None:
-            committing.start()
-            committing.join(0.3)  # it gets as far as it can
-            require_unused(action)
-
-        monkeypatch.setattr(store._pools, "require_unused", slow)
-        committing = threading.Thread(target=store.commit, daemon=True)
-        rolling_back = threading.Thread(target=store.rollback, args=(version,), daemon=True)
-        rolling_back.start()
-        for each in (rolling_back, committing):
-            each.join(30)
-            assert not each.is_alive()
-
-
-def test_the_clock_is_kept_though_the_newest_ids_went(tmp_path: Path) -> None:
-    """By which batches look for ids whose time is over: here one in four minutes."""
-    old, new = torch.tensor([1]), torch.tensor([2])
-    with tierstore.open(tmp_path, ddr="2MiB") as store:
-        table = store.create_table(replace(config(), ids=DynamicIds(eviction=TTL(minutes=64))))
-        for minute, ids in ((1, old), (65, new)):
-            store.set_time(60 * minute)
-            table.admit(ids)
-        table.evict(new)
+        table = store.create_table(config(eviction=TTL(minutes=16)))
+        with pytest.raises(RuntimeError, match="set_time"):
+            table.admit(torch.tensor([1]))
+        if way == "given before":
+            table.give_rows(np.array([1]))
+        store.set_time(60 * minute)
+        if way == "given":
+            table.give_rows(np.array([1]))
+        if way == "admitted":
+            table.admit(torch.tensor([1]))
         store.commit()
-    for minute, left in ((66, [1, 2]), (67, [2])):
-        with tierstore.open(tmp_path, ddr="2MiB") as store:
-            store.set_time(60 * minute)
-            store["item"].admit(new)
-            assert listed(store["item"]) == left
+        table = store.change_table("item", num_embeddings=2000)
+        assert table.admit(torch.tensor([2])) == 1
+        store.rollback(store.version)
+        assert table.admit(torch.tensor([3])) == 1
+        with pytest.raises(ValueError, match="back"):
+            store.set_time(60 * minute - 1)
+        store.set_time(60 * minute + 1000)
+        table.admit(torch.tensor([2]))
+        assert listed(table) == [1, 2, 3]
+        store.set_time(60 * minute + 1020)
+        table.admit(torch.tensor([2]))
+        assert listed(table) == [2]
+
+
+COUNTED = {"admission": Frequency(2, 40)}
+REFUSED: list[tuple[Callable[[tierstore.Store], object], Any, str]] = [
+    (lambda _: Frequency(1), ValueError, "times"),
+    (lambda _: Probability(1.0), ValueError, "share"),
+    (lambda _: TTL(minutes=0), ValueError, "minutes"),
+    (lambda _: TTL(3, minutes=3), ValueError, "either"),
+    (lambda _: DynamicIds(unseen="ones"), ValueError, "unseen"),  # type: ignore[arg-type]
+    (lambda _: DynamicIds(eviction=Frequency(2)), TypeError, "eviction"),  # type: ignore[arg-type]
+    (lambda _: replace(config(), ids=LRU()), TypeError, "DynamicIds"),
+    (lambda store: store["item"].write(torch.tensor([1]), torch.ones(1, 8)), IdError, "admit"),
+    (lambda store: store["error"].read(torch.tensor([-4])), IdError, "-4"),
+    (lambda store: store["plain"].admit(torch.tensor([1])), TableError, "DynamicIds"),
+    (lambda store: store.change_table("plain", ids=DynamicIds()), ValueError, r"cannot follow None .* import"),
+    *(
+        (lambda store, ids=ids: store.change_table("item", ids=ids), ValueError, r"cannot follow .* import")
+        for ids in (
+            DynamicIds(), DynamicIds(admission=Frequency(2, 39)), DynamicIds(admission=Probability(0.5)),
+            DynamicIds(**COUNTED, eviction=LFU()), DynamicIds(**COUNTED, eviction=TTL(minutes=4)),  # type: ignore[arg-type]
+        )
+    ),
+]  # fmt: skip
+
+
+def test_wrong_rules_and_uses_are_refused() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(config(**COUNTED))
+        store.create_table(config("error", unseen="error"))
+        store.create_table(tierstore.TableConfig(name="plain", num_embeddings=9, embedding_dim=8))
+        for call, error, message in REFUSED:
+            with pytest.raises(error, match=message):
+                call(store)
+        assert store["item"] is table
+
+
+# Ids without a row that count, beside torch over a table's rows and those that they would get
+
+SAMPLES, COUNT = 4, 40
+IDS = (torch.arange(COUNT) * 0x1E3779B97F4A7C15).sort().values
+WITH_UNSEEN = DynamicIds(admission=Frequency(2), unseen="init")
+RULES = {"item": WITH_UNSEEN, "left": replace(WITH_UNSEEN, unseen="zeros"), "all": DynamicIds()}
+
+
+def pooled(rows: Tensor, known: Tensor, mode: str) -> Tensor:
+    """One bag of rows, float32 [n, dim]: float32 [dim]."""
+    if not known.all() and known.any():
+        one, other, share = *(pooled(rows[own], known[own], mode) for own in (known, ~known)), known.float().mean()
+        if mode == "max":
+            return torch.where(other > one, other, one)
+        return one * share + other * (1 - share) if mode == "mean" else one + other
+    if mode == "max" and len(rows):
+        return rows.max(0).values
+    total: Tensor = sum(rows, torch.zeros(rows.shape[1]))
+    return total / len(rows) if mode == "mean" and len(rows) else total
+
+
+@pytest.mark.parametrize(("mode", "is_weighted"), [("sum", True), *((mode, False) for mode in MODES)])
+@settings(max_examples=6, deadline=None, phases=[Phase.generate])
+@given(
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]), seed=st.integers(0, 2**16), is_deferred=st.booleans(),
+    depth=st.sampled_from([0, 2]), hbm=st.sampled_from([0, 9, 500]),
+)  # fmt: skip
+def test_an_id_without_a_row_counts_as_the_row_that_it_would_get(
+    mode: Any, is_weighted: bool, dtype: Any, seed: int, is_deferred: bool, depth: int, hbm: int
+) -> None:
+    """In a lookup with a table whose unseen ids are left out."""
+    random, seen, taken, batches = torch.Generator().manual_seed(seed), Counter[int](), [], []
+    for _ in range(5):
+        lengths = torch.randint(0, 6, (2 * SAMPLES,), generator=random)
+        taken.append(torch.randint(0, COUNT, (int(lengths.sum()),), generator=random))
+        given, names = torch.randn(len(taken[-1]), generator=random).repeat(2), ["item", "item2", "left", "left2"]
+        weights = given.requires_grad_() if is_weighted else None
+        batches.append(tierstore.KeyedJaggedTensor(names, IDS[taken[-1]].repeat(2), weights, lengths=lengths.repeat(2)))
+    options: Any = {"hbm": "1MiB", "device": "cpu"} if hbm else {}
+    few = few_slots(hbm) if hbm else contextlib.nullcontext()
+    with few, tierstore.open(cold="memory", ddr="2MiB", **options) as store:
+        for name, rules in RULES.items():
+            made = replace(config(name), init=INIT, dtype=dtype, pooling=mode, optimizer=tierstore.optim.SGD(lr=0.5))
+            store.create_table(replace(made, feature_names=(name, f"{name}2"), ids=rules))
+        item, every = store["item"], store["all"]
+        every.admit(IDS)
+        start, module = every.read(IDS), tierstore.TieredEmbeddingBagCollection(store, tables=["item", "left"])
+        optimizer = store.optimizer() if is_deferred else None
+        for places, batch in zip(taken, tierstore.prefetch(batches, module, depth=depth), strict=True):
+            out, weights = module(batch).values(), batch.weights_or_none()
+            seen.update(places.tolist())
+            known = torch.tensor([seen[place] > 1 for place in range(COUNT)])
+            bags = torch.split(torch.arange(len(places)), batch.lengths()[: 2 * SAMPLES].tolist())
+            scale = torch.ones(len(places)) if weights is None else weights.detach()[: len(places)].clone()
+            leaves, expected = [scale.requires_grad_()], []
+            for table in module.tables:
+                leaves.append(torch.where(known[:, None], table.read(IDS), start).float().requires_grad_())
+                values = leaves[-1][places] * scale[:, None]
+                own = bags if table is item else [each[known[places[each]]] for each in bags]
+                expected += [pooled(values[each], known[places[each]], mode) for each in own]
+            whole = torch.stack(expected).view(4, SAMPLES, -1).transpose(0, 1).reshape(out.shape)
+            assert torch.equal(out, whole)
+            gradient = torch.randn(out.shape, generator=random)
+            out.backward(gradient)
+            of_scale, *found = torch.autograd.grad(whole, leaves, gradient, materialize_grads=True)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            for table, rows, each in zip(module.tables, leaves[1:], found, strict=True):
+                torch.testing.assert_close(table.read(IDS)[known], (rows.detach() - 0.5 * each).to(start.dtype)[known])
+            if weights is not None:
+                torch.testing.assert_close(weights.grad.view(2, -1).sum(0), of_scale)
+        rows, ids = torch.where(known[:, None], item.read(IDS), start).float(), tensor("INT64", IDS.tolist())
+        models, lengths = Models(store).by_name, tensor("INT32", [COUNT])
+        assert torch.equal(torch.from_numpy(asked(models["rows.item"], {"ids": ids})[0]["rows"]), rows)
+        bag = asked(models["pooled.item"], {"ids": ids, "lengths": lengths})[0]["embeddings"][0]
+        assert torch.equal(torch.from_numpy(bag), pooled(rows, known, mode))
+        padding = int(torch.nonzero(~known)[0])
+        rows[padding] = 0
+        assert torch.equal(tierstore.TieredEmbedding(item, padding_idx=int(IDS[padding]))(IDS), rows)

@@ -2,16 +2,24 @@
 
 import collections
 import itertools
+import shutil
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.torch_version import TorchVersion
 
 import tierstore
-from tierstore import checkpoint, errors
+from tierstore import checkpoint, errors, optim
+from tierstore.exchange import rows as chunked
+from tierstore.exchange.rows import read_rows
 
 ROWS, DIM = 300, 20
 
@@ -38,31 +46,68 @@ class Job:
             for scheduler in self.schedulers:
                 scheduler.step()
 
-    def state(self) -> list[Tensor]:
-        return [self.store["t"].read(torch.arange(ROWS)), self.model[1].weight.detach().clone()]
+
+def everything(store: tierstore.Store) -> list[Tensor]:
+    table = store["t"]
+    state = torch.from_numpy(read_rows(table, 0, ROWS).state)
+    return [table.read(torch.arange(ROWS)).float(), state, torch.tensor(table.state, dtype=torch.float64)]
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, background: bool) -> None:
-    with tierstore.open(tmp_path / "one") as store:
-        whole = Job(store)
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(*each) for each in zip(one, other, strict=True))
+
+
+ON_DEVICE: dict[str, Any] = {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}
+
+
+@pytest.mark.parametrize("way", ["commit", "background", "dcp"])
+@pytest.mark.parametrize(
+    ("tiers", "config"),
+    [
+        ({"ddr": "1MiB"}, {"optimizer": optim.RowWiseAdagrad(lr=0.05)}),
+        (ON_DEVICE, {"optimizer": optim.Adam(lr=0.05)}),
+        ({"ddr": "460KiB"}, {"optimizer": optim.Adagrad(lr=0.05), "dtype": "bfloat16"}),
+        (ON_DEVICE, {"optimizer": optim.SGD(lr=0.05), "dtype": "float16"}),
+    ],
+    ids=["in place", "on a device", "evicting", "of halfs"],
+)
+def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, tiers: Any, config: dict[str, Any], way: str) -> None:
+    def tensors_of(job: Job) -> list[Tensor]:
+        return [*everything(job.store), *(each.detach().clone() for each in job.model[1].parameters())]
+
+    def state_of(job: Job) -> dict[str, Any]:
+        schedulers = dict(zip("ab", job.schedulers, strict=True))
+        own = {"model": job.model, "rows": job.rows, "dense": job.dense, **schedulers}
+        return own | {"tables": checkpoint.rows(job.store)}
+
+    with tierstore.open(cold="memory") as store:
+        whole = Job(store, **config)
         whole.train(range(6))
-        expected = whole.state()
-    with tierstore.open(tmp_path / "two") as store:
-        job = Job(store)
+        expected = tensors_of(whole)
+    with tierstore.open(tmp_path / "one", **tiers) as store:
+        job = Job(store, **config)
         job.train(range(3))
-        if background:
+        rng = torch.get_rng_state()
+        if way == "dcp":
+            writer = dcp.FileSystemWriter(tmp_path / "saved", thread_count=2)
+            dcp.save(state_of(job), storage_writer=writer)
+        elif way == "background":
             saved = checkpoint.save_async(store, *job.all, extra={"step": 3})
             job.train(range(3, 5))  # not in the version
             assert saved.result() == 1
         else:
             assert checkpoint.save(store, *job.all, extra={"step": 3}) == 1
-    with tierstore.open(tmp_path / "two") as store:
-        job = Job(store)
-        torch.manual_seed(5)
-        assert checkpoint.load(store, *job.all) == {"step": 3}
+    with tierstore.open(tmp_path / ("two" if way == "dcp" else "one"), **tiers) as store:
+        job = Job(store, **config)
+        if way == "dcp":
+            job.train(range(7, 9))  # torch loads the state of optimizers that have some
+            dcp.load(state_of(job), checkpoint_id=tmp_path / "saved")
+            torch.set_rng_state(rng)
+        else:
+            torch.manual_seed(5)
+            assert checkpoint.load(store, *job.all) == {"step": 3}
         job.train(range(3, 6))
-        assert all(torch.equal(one, other) for one, other in zip(job.state(), expected, strict=True))
+        assert same(tensors_of(job), expected)
 
 
 def test_weights_do_not_go_back_without_their_rows(tmp_path: Path) -> None:
@@ -151,16 +196,12 @@ def test_what_is_saved_is_what_load_reads(tmp_path: Path) -> None:
                 assert found == value
                 assert not isinstance(found, np.generic)
         saved = store.version
-        others = (collections.deque([1]), collections.defaultdict(int, a=1), Path("a"), np.zeros(2), print, object())
-        for value in others:
-            for optimizers, schedulers, place in (([Kept(value)], [], "optimizers"), ([], [Kept(value)], "schedulers")):
-                with pytest.raises(
-                    TypeError, match=rf"^{place}\[0\]\['value'\]\[1\] is a {type(value).__name__}, which"
-                ):
-                    checkpoint.save(store, model, optimizers, schedulers)
-            with pytest.raises(
-                TypeError, match=rf"^extra\['a'\]\[1\] is a {type(value).__name__}, but extra must hold"
-            ):
+        for value in (collections.deque([1]), collections.defaultdict(int, a=1), Path("a"), np.zeros(2), print):
+            kind = type(value).__name__
+            for place, given in (("optimizers", ([Kept(value)], [])), ("schedulers", ([], [Kept(value)]))):
+                with pytest.raises(TypeError, match=rf"^{place}\[0\]\['value'\]\[1\] is a {kind}, which"):
+                    checkpoint.save(store, model, *given)
+            with pytest.raises(TypeError, match=rf"^extra\['a'\]\[1\] is a {kind}, but extra must hold"):
                 checkpoint.save(store, model, extra={"a": [0, value]})
         with pytest.raises(TypeError, match=r"^extra\['a'\] has a key '1' of type int"):
             store.commit(extra={"a": {1: 2}}, tensors={})
@@ -174,12 +215,12 @@ def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:
         job = Job(store)
         job.train(range(3))
         checkpoint.save(store, *job.all, extra={"step": 3})
-        expected, rate = job.state(), job.rows.param_groups[0]["lr"]
+        weight, rate = job.model[1].weight.detach().clone(), job.rows.param_groups[0]["lr"]
     with tierstore.open(tmp_path, mode="r") as store:
         model = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(DIM, 8))
         torch.manual_seed(7)
         assert checkpoint.load(store, model) == {"step": 3}
-        assert torch.equal(model[1].weight, expected[1])
+        assert torch.equal(model[1].weight, weight)
         drawn = torch.rand(3)
         torch.manual_seed(7)
         assert torch.equal(drawn, torch.rand(3)), "random numbers go on"
@@ -226,11 +267,9 @@ def test_a_load_that_fails_changes_nothing() -> None:
         assert listed(wider.state_dict()) == first
 
 
-@pytest.mark.parametrize(
-    ("schedule", "has_places"), [("lambda", True), ("steps", True), ("both", True), ("lambda", False)]
-)
+@pytest.mark.parametrize("has_places", [True, False])
 def test_a_job_is_loaded_after_its_tables_got_other_names_or_went(
-    tmp_path: Path, schedule: str, has_places: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, has_places: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each table goes on at the rates that it would have had; of states saved without places a renamed one begins
     again, and says so."""
@@ -239,10 +278,8 @@ def test_a_job_is_loaded_after_its_tables_got_other_names_or_went(
         modules = nn.ModuleDict({name: tierstore.TieredEmbeddingBag(store[name]) for name in store.tables})
         optimizer = store.optimizer(torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.5))
         kinds = torch.optim.lr_scheduler
-        made: Any = kinds.LambdaLR(optimizer, lambda step: 0.9**step) if schedule != "steps" else None
-        steps: Any = kinds.StepLR(optimizer, 2) if schedule != "lambda" else None
-        scheduler = kinds.SequentialLR(optimizer, [made, steps], [3]) if schedule == "both" else made or steps
-        return modules, optimizer, scheduler
+        parts = [kinds.LambdaLR(optimizer, lambda step: 0.9**step), kinds.StepLR(optimizer, 2)]
+        return modules, optimizer, kinds.SequentialLR(optimizer, parts, [3])
 
     def step(modules: nn.ModuleDict, optimizer: Any, scheduler: Any) -> dict[str, float]:
         optimizer.zero_grad()
@@ -273,3 +310,115 @@ def test_a_job_is_loaded_after_its_tables_got_other_names_or_went(
         assert [one[""], one["a"]] == pytest.approx([other[""], other["a"]])
         assert one["z"] == pytest.approx(other["c"]) or not has_places
     assert ("'z' was last trained at learning rate" in caplog.text) is not has_places
+
+
+# Tables in checkpoints of torch.distributed.checkpoint: all their rows, or the version of the store that has them
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+KEY = "embedding_bags.t"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 16 * 1024)
+
+
+TABLE = tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=optim.SGD(lr=0.05))
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.10",
+    reason="torch.save keeps what it wrote until the garbage collector runs, before torch 2.10",
+)
+def test_memory_is_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's, that is, all but the one chunk that torch has read; of one table of many chunks, and many of one."""
+    chunk = 256 * 1024
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
+    sizes = {"large": 20_000, **{f"small{number}": 1_300 for number in range(10)}}
+
+    def peak(work: Callable[[], Any]) -> int:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        work()
+        return tracemalloc.get_traced_memory()[1] - before
+
+    weight = "embedding_bags.large.weight"
+    dcp.save({"tables": {weight: torch.ones(sizes["large"], 32)}}, checkpoint_id=tmp_path / "in one chunk")
+    tracemalloc.start()
+    try:
+        for directory, work, path in (
+            ("from", dcp.save, "saved"),
+            ("to", dcp.load, "saved"),
+            ("again", dcp.load, "in one chunk"),
+        ):
+            with tierstore.open(tmp_path / directory, ddr="2MiB") as store:
+                for name, size in sizes.items():
+                    store.create_table(tierstore.TableConfig(name=name, num_embeddings=size, embedding_dim=32))
+                store["large"].read(torch.tensor([1]))  # the caches are made
+                rows = checkpoint.rows(store)
+                state = {"tables": rows if path == "saved" else {weight: rows[weight]}}
+                assert peak(lambda: work(state, checkpoint_id=tmp_path / path)) < 6 * chunk  # noqa: B023
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_checkpoint_of_another_table_is_refused(tmp_path: Path) -> None:
+    weight, step, rate = torch.ones(ROWS, DIM), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    wrong = {
+        "Size mismatch": (torch.ones(ROWS + 1, DIM), step, rate),
+        f"Missing key.*{KEY}.step": (weight,),
+        "has torch.bfloat16 where table 't' has torch.float32": (weight.bfloat16(), step, rate),
+    }
+    with tierstore.open(cold="memory") as store:
+        store.create_table(TABLE)
+        before = everything(store)
+        for number, (said, tensors) in enumerate(wrong.items()):
+            saved = dict(zip((f"{KEY}.weight", f"{KEY}.step", f"{KEY}.lr"), tensors, strict=False))
+            dcp.save({"tables": saved}, checkpoint_id=tmp_path / str(number))
+            with pytest.raises(CheckpointException, match=said):
+                dcp.load({"tables": checkpoint.rows(store)}, checkpoint_id=tmp_path / str(number))
+            assert same(everything(store), before)
+
+
+def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> None:
+    ids = torch.arange(ROWS)
+    with tierstore.open(tmp_path / "s", keep=3) as store:
+        table, state = store.create_table(TABLE), {"store": checkpoint.StoreVersion(store)}
+        for number, save in enumerate((dcp.save, dcp.save, dcp.async_save)):
+            table.write(ids, torch.full((ROWS, DIM), float(number)))
+            saving: Any = save(state, checkpoint_id=tmp_path / str(number))
+            table.write(ids, torch.full((ROWS, DIM), 9.0))
+        saving.result()
+        assert store.versions == (1, 2, 3)
+        for number in (2, 1):
+            dcp.load(state, checkpoint_id=tmp_path / str(number))
+            assert table.read(ids).unique().tolist() == [number]
+        assert store.versions == (1, 2)
+        with pytest.raises(errors.TierstoreError, match=rf"version 3 of {tmp_path}/s .*not among the commits"):
+            dcp.load(state, checkpoint_id=tmp_path / "2")
+        store.backup(tmp_path / "backup")
+        store.commit()
+        store.commit()
+        with pytest.raises(ValueError, match=r"version=1 of .*/s is not kept; kept: 2, 4, 5. Open with keep=N"):
+            dcp.load(state, checkpoint_id=tmp_path / "0")
+    shutil.move(tmp_path / "backup", tmp_path / "moved")
+    for version in (1, 2):
+        with tierstore.open(tmp_path / "moved", mode="r", version=version) as store:
+            state = {"store": checkpoint.StoreVersion(store)}
+            if version == 1:
+                dcp.load(state, checkpoint_id=tmp_path / "0")
+            else:
+                dcp.save(state, checkpoint_id=tmp_path / "shown")
+                dcp.load(state, checkpoint_id=tmp_path / "shown")
+                with pytest.raises(errors.TierstoreError, match=r"shows version 2, .* version 1: .* version=1"):
+                    dcp.load(state, checkpoint_id=tmp_path / "0")
+    with tierstore.open(tmp_path / "moved", keep=2) as store:
+        dcp.load({"store": checkpoint.StoreVersion(store)}, checkpoint_id=tmp_path / "0")
+        assert (store.version, store["t"].read(ids).unique().tolist()) == (1, [0])
+    with tierstore.open(tmp_path / "other", keep=2) as store:
+        store.create_table(TABLE)
+        store.commit()
+        with pytest.raises(errors.TierstoreError, match=r"version 1 of .*/s .* among the commits of .*/other: open"):
+            dcp.load({"store": checkpoint.StoreVersion(store)}, checkpoint_id=tmp_path / "0")
+    with tierstore.open(tmp_path / "other") as store, pytest.raises(ValueError, match=r"keep=1 of .* with keep=2"):
+        checkpoint.StoreVersion(store)

@@ -1,18 +1,19 @@
-"""Modules over tables as torch's own are handled: frozen, moved, converted, saved; and un-pooled lookups."""
+"""Modules over tables as torch's own are handled: frozen, moved, converted, saved, compiled; and un-pooled lookups."""
 
 import contextlib
 import io
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tierstore
-from tests.oracle import jagged
-from tierstore import errors
 
 ROWS, DIM = 300, 20
 TIERS: list[dict[str, Any]] = [
@@ -74,17 +75,6 @@ def test_a_padding_row_is_written_by_what_trains() -> None:
             assert store["t"].read(torch.tensor([7])).any()
 
 
-def test_a_row_of_a_table_that_is_pooled_by_the_maximum_has_its_own_bits(store_dir: Path) -> None:
-    values = torch.tensor([[-0.0, 0.0, float("nan"), float("-inf")]])
-    with tierstore.open(store_dir, ddr="16MiB") as store:
-        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4, pooling="max"))
-        table.write(torch.tensor([3]), values)
-        module = tierstore.TieredEmbedding(table)
-        for is_trained in (True, False):
-            with torch.set_grad_enabled(is_trained):
-                assert torch.equal(module(torch.tensor([3])).detach().view(torch.int32), values.view(torch.int32))
-
-
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [0, -3])
 def test_bags_leave_padding_out_as_torchs_do(padding_idx: int, mode: Any) -> None:
@@ -122,69 +112,17 @@ def test_bags_leave_padding_out_as_torchs_do(padding_idx: int, mode: Any) -> Non
 
 
 def test_results_may_be_changed_and_hooked_as_torchs(store: tierstore.Store) -> None:
-    def tried(module: nn.Module, *arguments: Tensor) -> list[Tensor]:
-        out, seen = module(*arguments), list[Tensor]()
+    for module in (tierstore.TieredEmbedding(store["t"]), tierstore.TieredEmbeddingBag(store["t"])):
+        out, seen = module(IDS[0]), list[Tensor]()
         out.register_hook(seen.append)
         out.mul_(2)
         out.sum().backward()
+        assert len(seen) == 1
         with torch.no_grad():
-            kept = module(*arguments)
+            kept = module(IDS[0])
         kept += nn.Parameter(torch.ones(DIM))
-        module(*arguments).detach_()
         assert kept.requires_grad
-        return seen
-
-    weight = rows_of(store)
-    for ours, theirs in (
-        (tierstore.TieredEmbedding(store["t"]), nn.Embedding(ROWS, DIM, _weight=weight)),
-        (tierstore.TieredEmbeddingBag(store["t"]), nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight)),
-    ):
-        assert len(tried(theirs, IDS[0])) == len(tried(ours, IDS[0])) == 1
-
-
-def test_gradients_of_all_parameters_are_given_and_train_nothing(store: tierstore.Store) -> None:
-    model, before = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(DIM, 1)), rows_of(store)
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(model(IDS[0]).sum(), parameters)
-    assert [each.shape for each in gradients] == [each.shape for each in parameters]
-    assert torch.equal(rows_of(store), before)
-    assert model[0].rows.grad is None
-    model(IDS[0]).sum().backward()
-    assert not torch.equal(rows_of(store), before)
-
-
-def test_modules_work_under_another_default_dtype(store: tierstore.Store) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        for module in (tierstore.TieredEmbedding(store["t"], padding_idx=0), tierstore.TieredEmbeddingBag(store["t"])):
-            assert all(each.dtype == torch.float32 for each in module.parameters())
-            ids = IDS[0]
-            for ahead in tierstore.prefetch([ids, ids], module.to("cpu").float(), depth=1):
-                out = module(ahead)
-                assert out.dtype == torch.float32
-                out.sum().backward()
-        bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
-        for _ in range(2):
-            bag(ids).sum().backward()
-        assert optimizer.clip_grad_norm_(max_norm=1.0).dtype == torch.float32
-        optimizer.step()
-        optimizer.zero_grad()
-        weights = torch.ones(ids.shape, dtype=torch.float32, requires_grad=True)
-        bag(ids, per_sample_weights=weights).sum().backward()
-        assert weights.grad is not None
-        assert weights.grad.dtype == torch.float32
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_rollback_names_what_holds_rows(store: tierstore.Store) -> None:
-    bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
-    version = store.commit()
-    bag(IDS[0]).sum().backward()
-    with pytest.raises(errors.TableError, match=r"zero_grad\(\) of store.optimizer\(\) releases"):
-        store.rollback(version)
-    optimizer.zero_grad()
-    store.rollback(version)
+        module(IDS[0]).detach_()
 
 
 def test_collections_look_up_each_id(store: tierstore.Store) -> None:
@@ -220,13 +158,12 @@ def test_collections_look_up_each_id(store: tierstore.Store) -> None:
     assert torch.equal(module(weighted)["a"].values(), module(plain)["a"].values())
 
 
-def modules(store: tierstore.Store) -> list[tuple[nn.Module, Any]]:
-    jagged = tierstore.KeyedJaggedTensor(["t"], IDS[0].flatten(), lengths=torch.full((3,), 4))
-    return [
-        (tierstore.TieredEmbedding(store["t"]), IDS[0]),
-        (tierstore.TieredEmbeddingBag(store["t"]), IDS[0]),
-        (nn.Sequential(tierstore.TieredEmbeddingBagCollection(store), Values()), jagged),
-    ]
+class Case(NamedTuple):
+    store: tierstore.Store
+    module: nn.Module
+    model: nn.Sequential
+    """The module, and a dense layer."""
+    features: Any
 
 
 class Values(nn.Module):
@@ -234,61 +171,55 @@ class Values(nn.Module):
         return pooled.values()
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.fixture(params=["rows", "bag", "collection"])
+def case(request: pytest.FixtureRequest, store: tierstore.Store) -> Case:
+    module: nn.Module = {
+        "rows": lambda: tierstore.TieredEmbedding(store["t"]),
+        "bag": lambda: tierstore.TieredEmbeddingBag(store["t"]),
+        "collection": lambda: nn.Sequential(tierstore.TieredEmbeddingBagCollection(store), Values()),
+    }[request.param]()
+    features: Any = IDS[0]
+    if request.param == "collection":
+        features = tierstore.KeyedJaggedTensor(["t"], IDS[0].flatten(), lengths=torch.full((3,), 4))
+    return Case(store, module, nn.Sequential(module, nn.Linear(DIM, 1)), features)
+
+
 @pytest.mark.parametrize("by", ["module", "model", "parameters"])
-def test_a_frozen_module_trains_no_row(store: tierstore.Store, number: int, by: str) -> None:
-    module, features = modules(store)[number]
-    model, before = nn.Sequential(module, nn.Linear(DIM, 1)), rows_of(store)
-    if by == "parameters":
-        for parameter in module.parameters():
-            parameter.requires_grad = False
-    else:
-        (module if by == "module" else model).requires_grad_(False)
-        model[1].requires_grad_(True)
-    model(features).sum().backward()
-    assert torch.equal(rows_of(store), before)
-    assert not module(features).requires_grad
-    module.requires_grad_(True)
-    model(features).sum().backward()
-    assert not torch.equal(rows_of(store), before)
+def test_a_frozen_module_trains_no_row(case: Case, by: str) -> None:
+    before = rows_of(case.store)
+    for each in {"module": [case.module], "model": [case.model], "parameters": case.module.parameters()}[by]:
+        each.requires_grad_(False)
+    case.model[1].requires_grad_(True)
+    case.model(case.features).sum().backward()
+    assert torch.equal(rows_of(case.store), before)
+    assert not case.module(case.features).requires_grad
+    case.module.requires_grad_(True)
+    case.model(case.features).sum().backward()
+    assert not torch.equal(rows_of(case.store), before)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_what_converts_weights_does_so_or_raises(store: tierstore.Store, number: int) -> None:
-    module, features = modules(store)[number]
-    model = nn.Sequential(module, nn.Linear(DIM, 1))
-    before = module(features)
+def test_what_converts_weights_does_so_or_raises(case: Case) -> None:
+    model, before = case.model, case.module(case.features)
     for same in (model.float(), model.cpu(), model.to("cpu"), model.train(), model.share_memory()):
-        assert torch.equal(same[0](features), before)
-    for change in (model.half, model.double, model.bfloat16, lambda: model.to(torch.float16)):
+        assert torch.equal(same[0](case.features), before)
+    for change in (model.half, model.double, lambda: model.to(torch.bfloat16)):
         with pytest.raises(TypeError, match=r"gives float32, not torch.*TableConfig\(dtype="):
             change()
     with pytest.raises(ValueError, match=r"looked up on cpu.*tierstore.open\(..., device='meta'\)"):
         model.to("meta")
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_rows_are_not_in_the_state_dict(store: tierstore.Store, number: int) -> None:
-    module, features = modules(store)[number]
-    model = nn.Sequential(module, nn.Linear(DIM, 1))
-    assert list(model.state_dict()) == ["1.weight", "1.bias"]
-    assert model.load_state_dict(model.state_dict()).missing_keys == []
+def test_rows_are_not_in_the_state_dict(case: Case) -> None:
+    assert list(case.model.state_dict()) == ["1.weight", "1.bias"]
+    assert case.model.load_state_dict(case.model.state_dict()).missing_keys == []
     with pytest.raises(RuntimeError, match="Unexpected"):
-        module.load_state_dict({"rows": torch.empty(0), "other": torch.empty(1)})
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    model(features).sum().backward()
-    with pytest.warns(RuntimeWarning, match="clipping does not reach them"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
-    with pytest.warns(RuntimeWarning, match="weight_decay=0.1 of AdamW"):
-        optimizer.step()
+        case.module.load_state_dict({"rows": torch.empty(0), "other": torch.empty(1)})
+    with pytest.raises(TypeError, match=r"cannot be pickled.*checkpoint.save.*copy.deepcopy"):
+        torch.save(case.model, io.BytesIO())
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_copy_shares_the_tables_and_an_average_has_dense_weights_of_its_own(
-    store: tierstore.Store, number: int
-) -> None:
-    module, given = modules(store)[number]
-    model = nn.Sequential(module, nn.Linear(DIM, 1))
+def test_a_copy_shares_the_tables_and_an_average_has_dense_weights_of_its_own(case: Case) -> None:
+    model, given = case.model, case.features
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     weights, before = [model[1].weight.detach().clone()], model[0](given).detach().clone()
     for _ in range(2):
@@ -299,60 +230,62 @@ def test_a_copy_shares_the_tables_and_an_average_has_dense_weights_of_its_own(
     assert torch.equal(average.module[0](given), model[0](given))
     assert not torch.equal(model[0](given), before)
     torch.testing.assert_close(average.module[1].weight.detach(), (weights[1] + weights[2]) / 2)
-    with pytest.raises(TypeError, match=r"cannot be pickled.*checkpoint.save.*copy.deepcopy"):
-        torch.save(model, io.BytesIO())
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_an_id_that_is_no_row_is_an_index_error_and_a_value_error(store: tierstore.Store, number: int) -> None:
-    module, _ = modules(store)[number]
-    ids = torch.tensor([[1, ROWS]])
-    given = ids if number < 2 else tierstore.KeyedJaggedTensor(["t"], ids[0], lengths=torch.tensor([2]))
-    for kind in (IndexError, ValueError):
-        with pytest.raises(kind, match=f"id {ROWS} is not a row of table 't'"):
-            module(given)
-        with pytest.raises(kind, match=f"id {ROWS} is not a row"):
-            store["t"].read(ids[0])
+def test_an_id_that_is_no_row_is_an_index_error_and_a_value_error(store: tierstore.Store) -> None:
+    ids = torch.tensor([1, ROWS])
+    modules = tierstore.TieredEmbedding(store["t"]), tierstore.TieredEmbeddingBagCollection(store)
+    features = ids, tierstore.KeyedJaggedTensor(["t"], ids, lengths=torch.tensor([2]))
+    for call, given in zip([*modules, store["t"].read], [*features, ids], strict=True):
+        for kind in (IndexError, ValueError):
+            with pytest.raises(kind, match=f"id {ROWS} is not a row of table 't'"):
+                call(given)
 
 
-def test_weight_is_refused_with_the_way_out_which_trains(store: tierstore.Store) -> None:
-    module = tierstore.TieredEmbedding(store["t"])
-    assert not hasattr(module, "weight")
-    with pytest.raises(AttributeError, match=r"emb\(torch.arange\(n\)\).*table.read\(ids\).*table.write"):
-        _ = module.weight
-    with pytest.raises(AttributeError, match="'TieredEmbedding' object has no attribute 'weigth'"):
-        _ = module.weigth
-    before = rows_of(store)
-    module(torch.arange(ROWS)).sum().backward()
-    assert (rows_of(store) != before).all()
+def test_weight_is_refused_with_the_way_out() -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=DIM))
+        module = tierstore.TieredEmbedding(table)
+        assert not hasattr(module, "weight")
+        with pytest.raises(AttributeError, match=r"emb\(torch.arange\(n\)\).*table.read\(ids\).*table.write"):
+            _ = module.weight
+        with pytest.raises(AttributeError, match="'TieredEmbedding' object has no attribute 'weigth'"):
+            _ = module.weigth
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_and_rows_of_half_types_are_taken(store: tierstore.Store, dtype: torch.dtype) -> None:
     table, bag = store["t"], tierstore.TieredEmbeddingBag(store["t"])
     ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 2])
-    scale = torch.tensor([0.3, float("nan"), 0.5], dtype=dtype).nan_to_num(0.7).requires_grad_()
-    expected = scale.detach().float().requires_grad_()
-    with torch.no_grad():  # the rows stay
-        assert torch.equal(bag(ids, offsets, scale), bag(ids, offsets, expected))
+    scale = torch.tensor([0.3, 0.7, 0.5], dtype=dtype).requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(bag(ids, offsets, scale), bag(ids, offsets, scale.float()))
     rows = table.read(ids)
     bag.requires_grad_(False)
     bag(ids, offsets, scale).sum().backward()
     torch.testing.assert_close(scale.grad, rows.sum(1).to(dtype))
-    for batch in tierstore.prefetch(
-        [(ids, offsets, torch.full((3,), torch.nan, dtype=dtype))], bag, features=lambda batch: batch
-    ):
-        assert bag(*batch).isnan().all()
     new = torch.rand(3, DIM).to(dtype)
     table.write(torch.tensor([4, 5, 6]), new)
     assert torch.equal(table.read(torch.tensor([4, 5, 6])), new.float())
-    with tierstore.open(cold="memory", ddr="4MiB") as other:
-        name: Any = str(dtype).removeprefix("torch.")
-        half = other.create_table(tierstore.TableConfig(name="h", num_embeddings=9, embedding_dim=DIM, dtype=name))
-        half.write(torch.arange(9), torch.linspace(-1, 1, 9 * DIM).view(9, DIM))
-        assert torch.equal(half.read(torch.arange(9)), torch.linspace(-1, 1, 9 * DIM).view(9, DIM).to(dtype))
-    with pytest.raises(TypeError, match=r"rows must be float32, float16 or bfloat16, not torch.float64"):
-        table.write(torch.tensor([1]), torch.zeros(1, DIM, dtype=torch.float64))
+
+
+def test_modules_work_under_another_default_dtype(store: tierstore.Store) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        for module in (tierstore.TieredEmbedding(store["t"], padding_idx=0), tierstore.TieredEmbeddingBag(store["t"])):
+            for ahead in tierstore.prefetch([IDS[0], IDS[1]], module.to("cpu").float(), depth=1):
+                out = module(ahead)
+                assert out.dtype == torch.float32
+                out.sum().backward()
+        bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
+        weights = torch.ones(IDS[0].shape, dtype=torch.float32, requires_grad=True)
+        bag(IDS[0], per_sample_weights=weights).sum().backward()
+        assert weights.grad is not None
+        assert weights.grad.dtype == optimizer.clip_grad_norm_(max_norm=1.0).dtype == torch.float32
+        optimizer.step()
+        optimizer.zero_grad()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -380,12 +313,10 @@ def test_rows_come_in_ahead_for_all_modules_of_a_model(store: tierstore.Store, d
                 assert torch.equal(model(ids), expected)
     with pytest.raises(TypeError, match="Linear has no module over tables"):
         tierstore.prefetch(iter(IDS), nn.Linear(1, 1))
-    for given, told in (
-        ([], r"a list of 0, but there are 2 modules: \['row', 'bag'\]"),
-        ({"row": 0}, r"\['row'\], but"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            list(tierstore.prefetch(iter(IDS), model, features=lambda _: given))  # noqa: B023 - called at once
+    with pytest.raises(ValueError, match=r"a list of 0, but there are 2 modules: \['row', 'bag'\]"):
+        list(tierstore.prefetch(iter(IDS), model, features=lambda _: []))
+    with pytest.raises(ValueError, match=r"\['row'\], but"):
+        list(tierstore.prefetch(iter(IDS), model, features=lambda _: {"row": 0}))
 
 
 def test_objects_made_anew_are_noticed(store: tierstore.Store) -> None:
@@ -404,29 +335,9 @@ def test_objects_made_anew_are_noticed(store: tierstore.Store) -> None:
             module(ids)
 
 
-FEW, WIDTH = 60, 5
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_half_tables_pool_in_float32(store_dir: Path, dtype: Any, mode: Any) -> None:
-    with tierstore.open(store_dir, ddr="2MiB") as store:
-        config = tierstore.TableConfig(
-            name="half", num_embeddings=FEW, embedding_dim=WIDTH, dtype=dtype, init=tierstore.init.Normal(std=2.0)
-        )
-        table = store.create_table(config)
-        rows = table.read(torch.arange(FEW))
-        assert rows.dtype == getattr(torch, dtype)
-        ids, offsets = jagged(torch.Generator().manual_seed(0), bags=9, rows=FEW, longest=6)
-        expected = torch.nn.functional.embedding_bag(ids, rows.float(), offsets, mode=mode, include_last_offset=True)
-        pooled = table.pooled(ids, offsets, mode=mode)
-        assert pooled.dtype == torch.float32
-        torch.testing.assert_close(pooled, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_a_call_without_gradients_and_offsets_gives_the_bits_of_one_with(mode):
-    """One compiled call does it; ids may lie apart, be narrow, or none."""
+def test_a_call_without_gradients_and_offsets_gives_the_bits_of_one_with(mode: Any) -> None:
+    """One compiled call does it; ids may lie apart, be narrow, or none. One row of a table of maxima has its bits."""
     with tierstore.open(cold="memory", ddr="8MiB") as store:
         table = store.create_table(tierstore.TableConfig(name="a", num_embeddings=50, embedding_dim=8, pooling=mode))
         table.write(torch.arange(50), torch.randn(50, 8))
@@ -440,3 +351,147 @@ def test_a_call_without_gradients_and_offsets_gives_the_bits_of_one_with(mode):
             torch.testing.assert_close(found, expected)
         with torch.no_grad(), pytest.raises(TypeError, match="must be a Tensor"):
             bag([[1]])
+        values, rows = torch.tensor([[-0.0, 0.0, torch.nan, -torch.inf] * 2]), tierstore.TieredEmbedding(table)
+        table.write(torch.tensor([3]), values)
+        for is_trained in (True, False) if mode == "max" else ():
+            with torch.set_grad_enabled(is_trained):
+                assert torch.equal(rows(torch.tensor([3])).detach().view(torch.int32), values.view(torch.int32))
+
+
+# Models under torch.compile: the same bits of rows, a graph before each module and one behind
+
+
+class Compiled(nn.Module):
+    def __init__(self, store: tierstore.Store) -> None:
+        super().__init__()
+        self.row, self.bag = tierstore.TieredEmbedding(store["t"]), tierstore.TieredEmbeddingBag(store["t"])
+        self.features = tierstore.TieredEmbeddingBagCollection(store)
+
+    def forward(self, ids: Tensor, jagged: tierstore.KeyedJaggedTensor, x: Tensor) -> Tensor:
+        scaled = x * 2
+        rows, bags = self.row(ids) * scaled[:, None], self.bag(ids) * scaled
+        loss: Tensor = rows.sum() + bags.sum() + (self.features(jagged).values() * scaled).sum()
+        return loss
+
+
+def trained(compiled: Any) -> Tensor:
+    random = torch.Generator().manual_seed(1)
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        rule = tierstore.optim.RowWiseAdagrad(lr=0.1)
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule))
+        model = compiled(Compiled(store))
+        for _ in range(8):
+            ids, x = torch.randint(0, ROWS, (8, 4), generator=random), torch.randn(8, DIM, generator=random)
+            jagged = tierstore.KeyedJaggedTensor(["t"], ids.flatten(), offsets=torch.arange(0, 33, 4))
+            model(ids, jagged, x).backward()
+        return store["t"].read(torch.arange(ROWS))
+
+
+def test_training_gives_the_same_bits_without_a_warning() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")  # torch hides some of its own where they are shown, not where they are raised
+        rows = trained(lambda model: torch.compile(model, backend=counter))
+    assert torch.equal(rows, trained(lambda model: model))
+    assert counter.frame_count == 4, "graphs: one before, between and behind three modules"
+    torchs_own = re.compile("torch.jit|Python 3.13.0|Skipping serialization of")
+    assert [str(each.message) for each in warned if not torchs_own.search(str(each.message))] == []
+
+
+THREE = torch.tensor([1, 2, 3])
+
+
+class _OfCollection(nn.Module):
+    def __init__(self, store: tierstore.Store) -> None:
+        super().__init__()
+        self.collection = tierstore.TieredEmbeddingBagCollection(store)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.collection(tierstore.KeyedJaggedTensor(["t"], ids.flatten(), offsets=torch.arange(4))).values()
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jit.script": lambda model, _: torch.jit.script(model),
+    "symbolic_trace": lambda model, _: torch.fx.symbolic_trace(model),
+    "export": lambda model, ids: torch.export.export(model, (ids,), strict=False),
+    "export, strict": lambda model, ids: torch.export.export(model, (ids,), strict=True),
+    "fullgraph": lambda model, ids: torch.compile(model, fullgraph=True, backend="eager")(ids),  # type: ignore[no-untyped-call]
+}
+OF_FUNCTIONS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jit.trace": lambda model, ids: torch.jit.trace(model, (ids,), check_trace=False),  # type: ignore[no-untyped-call]
+    "make_fx": lambda model, ids: make_fx(model)(ids),
+    "make_fx, fake": lambda model, ids: make_fx(model, tracing_mode="fake")(ids),
+    "make_fx, before dispatch": lambda model, ids: make_fx(model, pre_dispatch=True)(ids),
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, *OF_FUNCTIONS])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using len to get tensor shape:torch.jit.TracerWarning")  # of a batch made inside
+def test_a_whole_model_and_a_lookup_of_a_table_are_refused(way: str) -> None:
+    torch._dynamo.reset()
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
+        table.write(torch.arange(100), torch.rand(100, 4))  # all rows are in memory
+        models: list[Any] = [nn.Sequential(tierstore.TieredEmbedding(table), nn.Linear(4, 1))]
+        models += [tierstore.TieredEmbeddingBag(table), _OfCollection(store)]
+        if way in OF_FUNCTIONS:
+            models.append(lambda ids: table.read(ids.flatten()))
+            models.append(lambda ids: table.pooled(ids.flatten(), torch.arange(4)))
+            models.append(lambda ids: table.pooled(ids.flatten(), torch.arange(4), mode="max"))
+        for model in models:
+            expected = model(THREE[:, None])
+            for has_grad in (False, True):
+                with torch.set_grad_enabled(has_grad), pytest.raises(Exception, match="export the dense part"):
+                    (WAYS | OF_FUNCTIONS)[way](model, THREE[:, None])
+            assert torch.equal(model(THREE[:, None]), expected)  # nothing is left behind that would refuse this
+
+
+PAIR = torch.tensor([[1, 2]])
+
+
+def accumulated(model: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        model(PAIR).sum().backward()
+        model(PAIR).sum().backward()
+        optimizer.step()
+
+
+def scaled(model: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(PAIR).sum()).backward()
+    scaler.unscale_(optimizer)
+
+
+def clipped(model: Any, clip: Any = torch.nn.utils.clip_grad_norm_) -> None:
+    model(PAIR).sum().backward()
+    clip(model.parameters(), 1.0)
+
+
+HABITS: dict[str, Callable[[Any, Any], None]] = {
+    "clipping does not reach them": lambda model, _: clipped(model),
+    "clipping does not reach .*clip_grad_norm_": lambda model, _: clipped(model, torch.nn.utils.clip_grad_value_),
+    "a GradScaler does not reach them": scaled,
+    "several passes before a step are several updates": accumulated,
+    "weight_decay=0.5 of SGD does not reach them": lambda _, optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("told", HABITS)
+def test_what_does_not_reach_rows_is_told_once_and_only_where_rows_are_trained_in_backward(told: str) -> None:
+    with tierstore.open(cold="memory", ddr="4MiB") as store, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4))
+        for is_frozen, is_deferred, num_told in ((True, False, 0), (False, False, 1), (False, True, 1)):
+            bag = tierstore.TieredEmbeddingBag(store["t"]).requires_grad_(not is_frozen)
+            model, rows = nn.Sequential(bag, nn.Linear(4, 1)), store.optimizer() if is_deferred else None
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5 if "decay" in told else 0.0)
+            for _ in range(3):
+                HABITS[told](model, optimizer)
+                optimizer.zero_grad()
+                if rows is not None:
+                    rows.zero_grad()
+            messages = [str(each.message) for each in caught]
+            assert len(messages) == num_told, messages
+            assert all(re.search(told + r".*store.optimizer\(\)", each) for each in messages)

@@ -1,10 +1,14 @@
 """Runs made small by what it costs: what is served is what was measured, and a killed search ends as a whole one."""
 
+import itertools
 import json
+import math
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,10 +23,10 @@ from tests.serve.whole import serving
 from tests.train.readers.rows import matrix
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.cli import entry as cli
-from tierstore.precision.held_out import HeldOut
-from tierstore.precision.search import quantize_run
+from tierstore.precision.held_out import Choice, HeldOut, Part, Unit
+from tierstore.precision.search import quantize_run, search, size_of
 from tierstore.serve.models import Models
-from tierstore.serve.models.dense import LOW, in_float32, low_layers, lowered
+from tierstore.serve.models.dense import LOW
 from tierstore.train import train
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
@@ -112,18 +116,6 @@ def test_what_is_served_is_what_was_measured(config: RunConfig, of_type: tuple[s
     assert all(name.startswith("model.") for name in tensors)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_stored_layers_are_packed_again_to_the_same(seed: int) -> None:
-    weight = torch.randn(40, 70, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-30, 9, 40)[:, None]
-    layers = {"a": "int8", "b.c": "bfloat16"}
-    stored = lowered({"model.a.weight": weight, "model.b.c.weight": weight, "other": weight}, layers)
-    again = lowered(in_float32(stored), layers)
-    assert torch.equal(again["model.a.weight.levels"], stored["model.a.weight.levels"])
-    assert torch.allclose(again["model.a.weight.scales"], stored["model.a.weight.scales"], rtol=2e-7, atol=0)
-    assert torch.equal(again["model.b.c.weight"], weight.bfloat16())
-    assert low_layers(stored) == layers
-
-
 def test_the_server_follows_the_choice_and_a_version_with_another(
     config: RunConfig, of_type: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -161,47 +153,36 @@ class Stop(BaseException):
     """As a kill is."""
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The points that were measured; the one after ``HeldOut.measure.stop`` of them is a kill."""
-    done: list[Any] = []
-    measure = HeldOut.measure
+def killed(directory: str | Path, target: Path, *, after: int | None) -> None:
+    """A search that is killed after so many points, or, without a number, in the copy."""
+    measure, left = HeldOut.measure, iter(range(9999 if after is None else after))
 
-    def noted(self: HeldOut, choice: Any, part: Any) -> float:
-        if len(done) == noted.stop:  # type: ignore[attr-defined]
+    def measured(self: HeldOut, choice: Any, part: Any) -> float:
+        if next(left, None) is None:
             raise Stop
-        done.append((part, dict(choice)))
         return measure(self, choice, part)
 
-    noted.stop = -1  # type: ignore[attr-defined]
-    monkeypatch.setattr(HeldOut, "measure", noted)
-    return done
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeldOut, "measure", measured)
+        if after is None:
+            patch.setattr("tierstore.precision.search.quantize", Mock(side_effect=Stop))
+        with pytest.raises(Stop):
+            quantize_run(directory, target, loss=LOSS)
+    assert not target.exists()
 
 
-@pytest.mark.parametrize("stop", [1, 40, "in the copy"])
+@pytest.mark.parametrize("after", [40, None])
 def test_a_killed_search_goes_on_and_ends_the_same(
-    config: RunConfig, small: Path, tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch, stop: Any
+    config: RunConfig, small: Path, tmp_path: Path, after: int | None
 ) -> None:
     target, points = tmp_path / "new", tmp_path / "new.points"
-
-    def killed(*_: object, **__: object) -> None:
-        raise Stop
-
-    with monkeypatch.context() as patch:
-        if stop == "in the copy":
-            patch.setattr("tierstore.precision.search.quantize", killed)
-        else:
-            patch.setattr(HeldOut.measure, "stop", stop)
-        with pytest.raises(Stop):
-            quantize_run(config.store.path, target, loss=LOSS)
-    assert not target.exists()
+    killed(config.store.path, target, after=after)
+    known = [json.loads(line)[0] for line in points.read_text().splitlines()[1:]]
     with points.open("ab") as file:
         file.write(b'["a line that the kill cut')
-    before = len(measured)
     made = quantize_run(config.store.path, target, loss=LOSS)
-    assert made.measured == len(measured) - before
-    assert len({json.dumps(each, sort_keys=True) for each in measured}) == len(measured), "none is measured twice"
-    assert (stop == "in the copy") == (made.measured == 0)
+    assert len(known) == len(set(known)) == (after or len(known))
+    assert (made.measured == 0) == (after is None), "no point is measured twice"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["new"]
     for name in ("quantize.json", "quantize.html"):
         assert (target / name).read_bytes() == (small / name).read_bytes()
@@ -212,16 +193,11 @@ def test_a_killed_search_goes_on_and_ends_the_same(
         assert all(torch.equal(each, other.tensors()[name]) for name, each in one.tensors().items())
 
 
-def test_a_search_with_other_arguments_is_refused_by_name(
-    config: RunConfig, tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_with_other_arguments_is_refused_by_name(config: RunConfig, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(config.store.path, run)
     given: dict[str, Any] = {"loss": LOSS}
-    with monkeypatch.context() as patch:
-        patch.setattr(HeldOut.measure, "stop", 3)
-        with pytest.raises(Stop):
-            quantize_run(run, tmp_path / "new", **given)
+    killed(run, tmp_path / "new", after=3)
     for name, changed in {"loss": {"loss": 0.1}, "data": {"data": config.data.path, "max_rows": TEST_ROWS}}.items():
         with pytest.raises(ValueError, match=rf"new.points is of a search with another {name}"):
             quantize_run(run, tmp_path / "new", **(given | changed))
@@ -246,17 +222,112 @@ def test_the_command_reports_and_wrong_arguments_change_nothing(
     assert "Log loss added over bytes saved" in page
     assert "<polyline" in page
     assert page.count("<tr>") == len(told(new)["steps"]) + 1
+    other = str(tmp_path / "x")
     for wrong, message in {
         (run, str(new), "--loss", "0.5"): "is there already",
-        (run, str(tmp_path / "x"), "--loss", "1.5"): "loss=1.5",
-        (run, str(tmp_path / "x"), "--loss", "nan"): "loss=nan",
-        (run, str(tmp_path / "x"), "--loss", "0.1", "--rows", "0"): "max_rows=0",
-        (run, str(tmp_path / "x")): "either --dtype",
-        (run, str(tmp_path / "x"), "--loss", "0.1", "--table", "C1"): "--table goes with --dtype",
-        (run, str(tmp_path / "x"), "--dtype", "int8", "--rows", "9"): "--rows goes with --loss",
-        (str(small), str(tmp_path / "x"), "--loss", "0.1"): "is in fewer bits already",
+        (run, other, "--loss", "nan"): "loss=nan",
+        (run, other, "--loss", "0.1", "--rows", "0"): "max_rows=0",
+        (run, other): "either --dtype",
+        (run, other, "--loss", "0.1", "--table", "C1"): "--table goes with --dtype",
+        (run, other, "--dtype", "int8", "--rows", "9"): "--rows goes with --loss",
+        (str(small), other, "--loss", "0.1"): "is in fewer bits already",
         (run, str(Path(run) / "x"), "--loss", "0.1"): "is inside the store",
     }.items():
         assert cli.main(["quantize", *wrong]) != 0
         assert message in capsys.readouterr().err
     assert sorted(each.name for each in tmp_path.iterdir()) == ["new"]
+
+
+# The search on made-up losses that do not add up, against all choices there are
+
+UNITS = [Unit(name, {"float32": 64 * rows, "float16": 32 * rows, "int8": 24 * rows, "int4": 16 * rows})
+         for name, rows in (("a", 10), ("b", 400), ("c", 3000))]  # fmt: skip
+UNITS += [Unit("layer", {"float32": 4000, "int8": 1000}), Unit("rest", {"float32": 77})]
+FIRST = 0.5
+
+
+class Losses:
+    """Each lowering adds a loss, more for fewer bits; pairs of lowered units add to that."""
+
+    def __init__(self, seed: int, *, on_check: float = 1.0) -> None:
+        draw = random.Random(seed)
+        self.own: dict[tuple[str, str], float] = {}
+        for unit in UNITS:
+            added = 0.0
+            for dtype in list(unit.size_bytes)[1:]:
+                added += draw.uniform(0, 0.002)
+                self.own[unit.name, dtype] = added
+        self.pairs = {frozenset(pair): draw.uniform(0, 0.001) for pair in itertools.combinations("abc", 2)}
+        self.on_check = on_check
+
+    def added(self, choice: Choice) -> float:
+        pairs = sum(added for pair, added in self.pairs.items() if pair <= choice.keys())
+        return sum(self.own[each] for each in choice.items()) + pairs
+
+    def __call__(self, choice: Choice, part: Part) -> float:
+        return FIRST * (1 + self.added(choice) * (self.on_check if part == "check" else 1))
+
+
+def every_choice() -> list[dict[str, str]]:
+    types = [list(unit.size_bytes) for unit in UNITS]
+    return [
+        {unit.name: dtype for unit, dtype in zip(UNITS, each, strict=True) if dtype != "float32"}
+        for each in itertools.product(*types)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("bound", [0.0, 0.0005, 0.002, 1.0])
+def test_the_bound_holds_together_and_nothing_more_fits(seed: int, bound: float) -> None:
+    losses = Losses(seed)
+    found = search(UNITS, bound, losses)
+    assert losses.added(found.choice) <= bound
+    assert found.added["search"] == pytest.approx(losses.added(found.choice), abs=1e-12)
+    for unit in UNITS:  # and with one more step the loss is above the bound
+        now = unit.size_bytes[found.choice.get(unit.name, "float32")]
+        for dtype in [each for each, size in unit.size_bytes.items() if size < now]:
+            assert losses.added({**found.choice, unit.name: dtype}) > bound
+    fitting = [size_of(UNITS, each) for each in every_choice() if losses.added(each) <= bound]
+    least, most = min(fitting), size_of(UNITS, {})
+    assert size_of(UNITS, found.choice) - least <= 0.25 * (most - least), "greedy is not this far off the best"
+    assert found.choice == {each.unit: each.dtype for each in found.steps if each.became == "kept"}
+
+
+def test_a_loss_that_falls_by_luck_counts_as_one_that_rises() -> None:
+    losses = Losses(1)
+    losses.own = {each: -added for each, added in losses.own.items()}
+    losses.pairs = {}
+    found = search(UNITS, 0.001, losses)
+    assert found.choice
+    assert -0.001 <= found.added["search"] < 0
+
+
+def test_steps_are_undone_until_the_other_rows_agree() -> None:
+    losses = Losses(3, on_check=2.0)
+    found = search(UNITS, 0.004, losses)
+    assert 2 * losses.added(found.choice) <= 0.004
+    assert found.added["check"] == pytest.approx(2 * losses.added(found.choice), abs=1e-12)
+    before: dict[str, str] = {}
+    for step in found.steps:
+        before |= {step.unit: step.dtype} if step.became != "refused" else {}
+    assert losses.added(before) <= 0.004 < 2 * losses.added(before), "the search alone went too far"
+    ends: list[Any] = [each.became for each in found.steps if each.became != "refused"]
+    assert ends == sorted(ends), "those undone are the last ones"
+    undone = next(each for each in found.steps if each.became == "undone")
+    assert 2 * losses.added({**found.choice, undone.unit: undone.dtype}) > 0.004, "no more than needed"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_loss_that_is_no_number_breaks_every_bound(seed: int) -> None:
+    """On either part, of any choice; of the run itself there is no bound to keep."""
+    losses, draw = Losses(seed), random.Random(seed)
+    broken = {(unit.name, dtype) for unit in UNITS for dtype in unit.size_bytes if draw.random() < 0.3}
+    part = draw.choice(["search", "check"])
+
+    def measure(choice: Choice, own: Part) -> float:
+        return math.nan if own == part and broken & {*choice.items()} else losses(choice, own)
+
+    assert not broken & {*search(UNITS, 1.0, measure).choice.items()}
+    for first in (math.nan, math.inf, 0.0):
+        with pytest.raises(ValueError, match="not positive numbers"):
+            search(UNITS, 1.0, lambda choice, own, first=first: first if own == part else 1.0)
