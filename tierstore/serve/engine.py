@@ -317,9 +317,6 @@ class StoreEngine:
     def model(self, name: str, version: str = "") -> ModelMetadata:
         return self._metadata(self._find(name, version))
 
-    def require(self, name: str, version: str = "") -> None:
-        self._find(name, version)
-
     def _metadata(self, served: _Served) -> ModelMetadata:
         metadata = served.model.metadata
         return replace(metadata, name=self._prefix + metadata.name, versions=(str(self.version),))

@@ -5,8 +5,8 @@ from typing import Any, Final
 from grpc import aio
 
 from ...system.processes import address
-from ..base import Engine
 from ..limits import Limits
+from ..repository import Repository
 from ..tls import Tls
 from .service import InferenceService
 
@@ -60,7 +60,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Repository,
         limits: Limits | None = None,
         *,
         host: str = "127.0.0.1",

@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 
-from ..base import Engine
 from ..front import DATA_TYPES, Front
 from ..limits import Budget, Hold, Limits
 from ..messages import InferResponse, ServeError, Status
+from ..repository import Repository
 from . import codec
 from .arrivals import Arrivals
 from .calls import Call
@@ -58,7 +58,7 @@ class _Answer(NamedTuple):
 class InferenceService:
     """Answers every call; what it cannot answer is a status with the error's message, and never a traceback."""
 
-    def __init__(self, engine: Engine, limits: Limits, token: str | None = None) -> None:
+    def __init__(self, engine: Repository, limits: Limits, token: str | None = None) -> None:
         self._engine = engine
         self.front = Front(engine, "grpc", limits, token)
         self._arrivals = Arrivals(max(_LEAST_ARRIVALS, limits.bodies_bytes // (_TAKEN_BYTES * limits.body_bytes)))
