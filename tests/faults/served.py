@@ -32,7 +32,7 @@ import torch
 import tierstore
 from tierstore.serve import program
 from tierstore.serve.admin import updates as admin_updates
-from tierstore.serve.admin.publishing import offer
+from tierstore.serve.admin.offer import offer
 from tierstore.serve.admin.updates import Writer
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.models import Models, rehearse

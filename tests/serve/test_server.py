@@ -27,8 +27,8 @@ from tests.updates.support import ROWS, change, contents, table_config
 from tierstore.cli import entry as cli
 from tierstore.serve import program
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.grpc.service import InferenceService
-from tierstore.serve.rest.protocol import BoundedProtocol
+from tierstore.serve.grpc.server import InferenceService
+from tierstore.serve.rest.server import BoundedProtocol
 from tierstore.serve.workers import share_of
 from tierstore.settings.sections import described
 from tierstore.system import sizes

@@ -25,8 +25,14 @@ from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
 from tierstore.updates.apply import _Old
 from tierstore.updates.child import answer
-from tierstore.updates.header import MAX_CHUNK_BYTES, MAX_PAYLOAD_BYTES, decompress, pack_chunk, unpack_chunk
-from tierstore.updates.update_file import UpdateFile
+from tierstore.updates.update_file import (
+    MAX_CHUNK_BYTES,
+    MAX_PAYLOAD_BYTES,
+    UpdateFile,
+    decompress,
+    pack_chunk,
+    unpack_chunk,
+)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from ..store.manifest import Manifest
 from ..store.refresh import Newer
 from ..system.checks import excerpt
 from ..train.checkpoint import saved_config
-from ..updates.header import origin_of
+from ..updates.update_file import origin_of
 from .base import LONG_IDS, Model, Outputs, Pause
 from .batching import Batcher, OneThread, between
 from .config import ServeConfig

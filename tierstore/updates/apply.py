@@ -25,8 +25,16 @@ from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import ORIGIN_KEY, TableState, repack, unpack, unpack_tensors
 from ..system.files import translate_os_error
-from .header import Origin, UpdateHeader, origin_of
-from .update_file import MAX_HEADER_BYTES, NoBaseError, UnfitError, UnfitTablesError, UpdateFile
+from .update_file import (
+    MAX_HEADER_BYTES,
+    NoBaseError,
+    Origin,
+    UnfitError,
+    UnfitTablesError,
+    UpdateFile,
+    UpdateHeader,
+    origin_of,
+)
 
 KEEP: Final = 2
 _TRANSACTION_BYTES: Final = 16 << 20  # of segments, all of which LMDB holds in memory

@@ -15,8 +15,7 @@ from ..kernels.arrays import Int64s
 from ..store.directory import Opened, open_files
 from ..store.manifest import Manifest
 from ..store.version import NO_LINEAGE, ORIGIN_KEY, Lineage, pack, unpack, unpack_tensors
-from .header import Origin, UpdateHeader
-from .update_file import UpdateWriter
+from .update_file import Origin, UpdateHeader, UpdateWriter
 
 
 class Update(NamedTuple):

@@ -24,7 +24,7 @@ from ..store.manifest import MANIFEST_NAME, parts_in
 from ..store.version import ORIGIN_KEY, is_commit_id
 from ..system.checks import excerpt, require_int
 from ..system.files import make_directory, names_in, output_locked, read_plain_file, write_text
-from .header import Origin, UpdateHeader, origin_of
+from .update_file import Origin, UpdateHeader, origin_of
 
 _LOG: Final = logging.getLogger("tierstore.updates")
 LIST_NAME: Final = "list.json"

@@ -22,8 +22,8 @@ from ..system.killpoints import reach
 from ..system.sizes import format_size
 from .delta import open_source, source_in, write_update
 from .fetch import Source
-from .header import Origin
 from .listing import MADE_NAME, MAX_FILES, Folder, Listing, Offered, way
+from .update_file import Origin
 from .urgent import urgent_rows
 
 _LOG: Final = logging.getLogger("tierstore.updates")

@@ -12,9 +12,7 @@ import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
 from tierstore.serve.base import LONG_IDS
-from tierstore.serve.batching import Batcher, between
-from tierstore.serve.batching.batcher import FAILED_SECONDS
-from tierstore.serve.batching.isolation import MAX_FAILED_RUNS
+from tierstore.serve.batching import FAILED_SECONDS, MAX_FAILED_RUNS, Batcher, between
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.serve.fronts import SECONDS, Fronted, read_answer, read_to_end, serving
 from tierstore.serve.limits import Limits
-from tierstore.serve.rest.protocol import MAX_PIPELINED
+from tierstore.serve.rest.server import MAX_PIPELINED
 
 SHORT = 0.3
 QUICK = Limits(

@@ -29,8 +29,8 @@ from ...system.killpoints import reach
 from ...system.processes import child_options
 from ...updates.canary import MIN_REQUESTS, WINDOW_SECONDS, Canary, Measures, absent
 from ...updates.fetch import Source, Transfer, require_room
-from ...updates.header import Origin, origin_of
 from ...updates.listing import MAX_NAMED, Folder, Listing, Offered, Verdict, way
+from ...updates.update_file import Origin, origin_of
 from .offer import UpdateError, offer_routes
 
 _LOG: Final = logging.getLogger("tierstore.serve")

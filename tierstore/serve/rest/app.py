@@ -23,8 +23,8 @@ from ..messages import ServeError, Status
 from ..repository import Repository
 from ..tensors import JSON_LENGTH_HEADER, MAX_ID_CHARACTERS
 from .infer_body import InferCall, parse_infer, write_infer
-from .protocol import UNDER_WAY
 from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
+from .server import UNDER_WAY
 
 _LOGGER: Final = logging.getLogger(__name__)
 _OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
