@@ -23,7 +23,6 @@ from tierstore import errors
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
-from tierstore.updates.apply import _Old
 from tierstore.updates.child import answer
 from tierstore.updates.update_file import (
     MAX_CHUNK_BYTES,
@@ -329,20 +328,6 @@ def test_a_source_that_no_update_can_hold_is_told_before_its_rows_are_read(tmp_p
         store.commit(extra={"x": ["y" * 1000] * 5000})
     with pytest.raises(ValueError, match=r"a version with extra of 50.* bytes; an update holds at most"):
         write_update(tmp_path / "source", tmp_path / "update")
-
-
-def test_rows_that_an_update_lacks_are_found_with_one_chunk_in_memory() -> None:
-    choice = np.random.default_rng(1)
-    for _ in range(200):
-        sent = np.flatnonzero(choice.random(100) < choice.random())
-        stored = np.flatnonzero(choice.random(100) < choice.random())
-        chunks = [SimpleNamespace(rows=part) for part in np.array_split(stored, choice.integers(1, 9)) if len(part)]
-        old, missing = _Old(chunks), list[int]()  # type: ignore[arg-type]
-        for part in [part for part in np.array_split(sent, choice.integers(1, 9)) if len(part)]:
-            missing += [row for rows in old.missing(part, int(part[-1])) for row in rows.tolist()]
-            assert len(old._rows) <= max((len(each.rows) for each in chunks), default=0)
-        missing += [row for rows in old.missing(np.empty(0, np.int64), 1000) for row in rows.tolist()]
-        assert missing == sorted(set(stored.tolist()) - set(sent.tolist()))
 
 
 def test_several_files_are_applied_as_the_last_ones_version(

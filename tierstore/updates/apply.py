@@ -8,7 +8,7 @@ rows of the third: nobody goes back to a part of a version.
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,9 +18,8 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import TierstoreError
 from ..io.lmdb import LmdbColdTier
-from ..io.reads import ChangedRows
 from ..kernels.arrays import Int64s, Words
-from ..layout import KEY_ROW_BITS, MAX_ROWS
+from ..layout import KEY_ROW_BITS
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import ORIGIN_KEY, TableState, repack, unpack, unpack_tensors
@@ -178,14 +177,14 @@ class _Writer:
         header = update.header
         if header.tables != self._tables[: len(header.tables)]:
             raise UnfitTablesError(f"{update.path} has other tables than the update after it", update.path)
-        is_reset = not header.since and self._tier.version > 0
-        for index in range(len(header.tables)):
-            with self._tier.changes(0) if is_reset else contextlib.nullcontext() as stored:
-                old = _Old(stored.rows(index) if stored is not None else ())
-                for rows, weights in update.rows(index):
-                    self._reset(index, old.missing(rows, int(rows[-1])))  # before: it reads what is stored
-                    self._write(index, rows, weights)
-                self._reset(index, old.missing(np.empty(0, np.int64), MAX_ROWS))
+        for index, config in enumerate(header.tables):
+            if not header.since and self._tier.version:  # a full copy: a row that it lacks has its first value again
+                with self._tier.changes(0) as stored:
+                    for rows, _ in stored.rows(index):
+                        keys = rows | (index << KEY_ROW_BITS)
+                        self._write(index, rows, config.init.rows(keys, self._layouts[index]))
+            for rows, weights in update.rows(index):
+                self._write(index, rows, weights)
         return header.num_rows
 
     def _write(self, index: int, rows: Int64s, weights: Words) -> None:
@@ -196,31 +195,6 @@ class _Writer:
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
             self._tier.write(keys[part], slots[part], weights, state, epoch=self._tier.last_version + 1)
-
-    def _reset(self, index: int, lost: Iterable[Int64s]) -> None:
-        for rows in lost:
-            keys = rows | (index << KEY_ROW_BITS)
-            self._write(index, rows, self._tables[index].init.rows(keys, self._layouts[index]))
-
-
-class _Old:
-    """The rows of a table that a replica has stored, ascending."""
-
-    def __init__(self, chunks: Iterable[ChangedRows]) -> None:
-        self._chunks = iter(chunks)
-        self._rows = np.empty(0, np.int64)
-
-    def missing(self, sent: Int64s, last: int) -> Iterator[Int64s]:
-        """Those up to ``last``, and above what was asked before, that are not among those sent."""
-        while True:
-            count = int(np.searchsorted(self._rows, last, "right"))
-            lost, self._rows = self._rows[:count], self._rows[count:]
-            if len(lost := lost[~np.isin(lost, sent, assume_unique=True)]):
-                yield lost
-            more = None if len(self._rows) else next(self._chunks, None)
-            if more is None:
-                return
-            self._rows = more.rows
 
 
 def roll_back_replica(directory: str | os.PathLike[str], left: str = "") -> Origin:
