@@ -31,7 +31,7 @@ from .config import ServeConfig
 from .grpc.messages import HEALTH_SERVICE
 from .grpc.server import GrpcServer
 from .limits import Limits
-from .logs import configure
+from .logs import configure, flush
 from .messages import ServeError, Status
 from .monitoring.app import monitoring_routes
 from .monitoring.metrics import Metrics, StateCollector, summarize
@@ -207,7 +207,7 @@ def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 
         on_ready: called with the ports once requests are taken, or a replica waits for its first update.
         is_patient: a second signal changes nothing; else it ends the process at once.
     """
-    configure(config.log_level.upper(), as_json=not config.log_text)
+    configure(config.log_level.upper())
     for each in _SIGNALS:  # they end the process, until the loop sees to them
         signal.signal(each, signal.SIG_DFL)
     torch.set_num_threads(config.num_threads)
@@ -244,6 +244,7 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
         await server.repository.begin_to_stop()  # the warm-up sees it and ends
         if not (await asyncio.wait((starting,), timeout=_START_END_SECONDS))[0]:  # a thread compiles kernels, perhaps
             _LOG.warning("stopped while it starts, before it took requests")
+            flush()
             os._exit(0)
     ports = await starting
     if not stopping.is_set():
