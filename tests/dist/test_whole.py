@@ -18,7 +18,7 @@ from tierstore.dist.reshard import resized
 from tierstore.exchange import rows as chunked
 from tierstore.exchange.rows import read_rows
 from tierstore.updates import apply_update, write_update
-from tierstore.updates.urgent import urgent_rows
+from tierstore.updates.delta import urgent_rows
 
 from .ranks import run
 

@@ -38,9 +38,8 @@ from tierstore.serve.config import ServeConfig
 from tierstore.serve.models import Models, rehearse
 from tierstore.system import killpoints
 from tierstore.updates import apply_update, child, roll_back_replica, write_update
-from tierstore.updates.canary import Measures
 from tierstore.updates.fetch import Source
-from tierstore.updates.listing import Listing
+from tierstore.updates.listing import Listing, Measures
 from tierstore.updates.publish import Publisher
 
 from .forked import fork

@@ -10,8 +10,8 @@ from tests.serve import monitored
 from tests.updates.support import SMALL, change
 from tierstore.serve import admin
 from tierstore.serve.admin.offer import publishing_app
-from tierstore.updates.canary import Canary, Measures
 from tierstore.updates.fetch import Source
+from tierstore.updates.listing import Canary, Measures
 from tierstore.updates.publish import Publisher
 
 

@@ -13,8 +13,7 @@ from tests.updates.support import ROWS, SMALL, change, contents, extra_of, make,
 from tierstore import errors
 from tierstore.layout import KEY_ROW_BITS, ROW_MASK
 from tierstore.updates import Origin, Update, apply_update, origin_of, roll_back_replica
-from tierstore.updates.delta import source_of
-from tierstore.updates.urgent import urgent_rows
+from tierstore.updates.delta import source_of, urgent_rows
 
 
 def values(directory: Path, version: int) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from starlette.types import ASGIApp
 
 from ..errors import TierstoreError
 from ..system.processes import address
-from ..updates.canary import MIN_REQUESTS, Canary, Measures
 from ..updates.fetch import Source
+from ..updates.listing import MIN_REQUESTS, Canary, Measures
 from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
 from .grpc.messages import HEALTH_SERVICE
@@ -106,7 +106,7 @@ class Server:
             raise ServeError(Status.INVALID, f"this server follows its trainer: {way_out}")
 
         if (config := self._config).sources:
-            bounds = {name: getattr(config, f"canary_{name}") for name in ("seconds", "loss", "errors", "p99")}
+            bounds = {name: getattr(config, f"canary_{name}") for name in Canary._fields}
             self._replica = Replica(
                 Path(config.store), [Source(url, token) for url in config.sources], extra=engine.only.extra,
                 refresh=engine.refresh, lookups=engine.only.row_counts.top,

@@ -27,10 +27,21 @@ from ...errors import DiskFullError, TierstoreError
 from ...system.checks import excerpt
 from ...system.killpoints import reach
 from ...system.processes import child_options
-from ...updates.canary import MIN_REQUESTS, WINDOW_SECONDS, Canary, Measures, absent
 from ...updates.fetch import Source, Transfer, require_room
-from ...updates.listing import MAX_NAMED, Folder, Listing, Offered, Verdict, way
+from ...updates.listing import (
+    MAX_NAMED,
+    MIN_REQUESTS,
+    Canary,
+    Folder,
+    Listing,
+    Measures,
+    Offered,
+    Verdict,
+    absent,
+    way,
+)
 from ...updates.update_file import Origin, origin_of
+from ..monitoring.metrics import WINDOW_SECONDS
 from .offer import UpdateError, offer_routes
 
 _LOG: Final = logging.getLogger("tierstore.serve")
