@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tierstore
 from tests.children import run
@@ -28,9 +26,7 @@ from tierstore.updates.update_file import (
     MAX_CHUNK_BYTES,
     MAX_PAYLOAD_BYTES,
     UpdateFile,
-    decompress,
     pack_chunk,
-    unpack_chunk,
 )
 
 
@@ -75,14 +71,11 @@ def test_the_same_update_again_does_nothing(replica: Path, updates: dict[int, Up
     assert same(contents(replica), contents(source))
 
 
-def test_a_change_needs_a_replica_and_everything_needs_none(tmp_path: Path, updates: dict[int, Update]) -> None:
+def test_what_is_no_replica_stays(tmp_path: Path, updates: dict[int, Update]) -> None:
     with pytest.raises(errors.StoreNotFoundError, match="is empty, and the update goes from version 1"):
         apply_update(tmp_path / "new", updates[1].path)
     assert not (tmp_path / "new").exists()
     assert apply_update(tmp_path / "new", updates[0].path).version == 3
-
-
-def test_what_others_wrote_is_left_alone(tmp_path: Path, updates: dict[int, Update]) -> None:
     change(tmp_path / "own", 5)
     with pytest.raises(errors.TierstoreError, match="written by others than updates"):
         apply_update(tmp_path / "own", updates[0].path)
@@ -90,13 +83,18 @@ def test_what_others_wrote_is_left_alone(tmp_path: Path, updates: dict[int, Upda
         roll_back_replica(tmp_path / "own")
     with pytest.raises(errors.StoreNotFoundError):
         roll_back_replica(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(updates[0].path)
+    for name in ("pipe", "link"):
+        with pytest.raises(errors.FormatError, match="not a plain file"), UpdateFile(tmp_path / name):
+            pass
 
 
 def test_a_bit_that_flips_is_found_wherever_it_is(replica: Path, updates: dict[int, Update], tmp_path: Path) -> None:
     """By the name of the whole; and in the chunks also by their own checksums."""
     data = updates[1].path.read_bytes()
     damaged = tmp_path / "damaged"
-    for place in range(0, len(data), len(data) // 60):
+    for place in range(0, len(data), len(data) // 30):
         damaged.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
         with pytest.raises(errors.ChecksumError, match="damaged on its way"):
             apply_update(replica, damaged, id=updates[1].id)
@@ -166,38 +164,16 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_changes_nothing(name: str, replica: Path, updates: dict[int, Update], tmp_path: Path) -> None:
-    file = edited(updates[1], tmp_path / "hostile", HOSTILE[name])
-    with pytest.raises(errors.DamagedError):
-        apply_update(replica, file)
-    with tierstore.open(replica, mode="r", **SMALL) as store:
-        assert store.version == 1
-        assert list(store.tables) == ["item", "user"]
-
-
-def test_the_edited_file_is_taken_where_nothing_was_edited(
+def test_a_hostile_file_changes_nothing(
     replica: Path, updates: dict[int, Update], tmp_path: Path, source: Path
 ) -> None:
-    """The test of the tests above."""
+    for name, edit in HOSTILE.items():
+        with pytest.raises(errors.DamagedError):
+            print(name, apply_update(replica, edited(updates[1], tmp_path / name, edit)))
+    with tierstore.open(replica, mode="r", **SMALL) as store:
+        assert (store.version, list(store.tables)) == (1, ["item", "user"])
     assert apply_update(replica, edited(updates[1], tmp_path / "same", lambda own, parts: None)).version == 3
     assert same(contents(replica), contents(source))
-
-
-@given(st.data())
-def test_any_bytes_are_refused_in_the_same_way(data: st.DataObject) -> None:
-    raw = data.draw(st.binary(max_size=200))
-    num_rows = data.draw(st.integers(0, 4))
-    layout = table_config("item", embedding_dim=data.draw(st.integers(1, 5))).layout(4096)
-    try:
-        ids, weights = unpack_chunk(raw, num_rows, layout)
-    except errors.FormatError:
-        assert len(raw) != num_rows * (8 + 4 * layout.dim)
-    else:
-        assert (len(ids), weights.shape) == (num_rows, (num_rows, layout.weight_words))
-        assert pack_chunk(ids, weights, layout) == raw
-    with pytest.raises(errors.FormatError):
-        decompress(raw, 64)
 
 
 def named(file: Path) -> Path:
@@ -244,22 +220,11 @@ def test_what_is_at_fault_is_told(
         wrong.write_bytes(wrong.read_bytes()[:-1] + b"?")
         assert apply(sound[0], wrong) == {str(wrong): "damaged"}
     assert version_of(replica) == 1
-    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", sum(header_bytes(each) for each in sound) - 1)
+    together = sum(int.from_bytes(each.read_bytes()[:8], "little") for each in sound)
+    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", together - 1)
     assert apply(*sound) == {str(sound[1]): "refused"}, "headers take memory together"
-    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", sum(header_bytes(each) for each in sound))
+    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", together)
     assert json.loads(answer(json.dumps(["apply", "", str(replica), *map(str, sound)])))["version"] == 3
-
-
-def header_bytes(file: Path) -> int:
-    return int.from_bytes(file.read_bytes()[:8], "little")
-
-
-def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, updates: dict[int, Update]) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(updates[0].path)
-    for name in ("pipe", "link"):
-        with pytest.raises(errors.FormatError, match="not a plain file"), UpdateFile(tmp_path / name):
-            pass
 
 
 MANY_ROWS = 1_000_000
@@ -307,17 +272,15 @@ def test_an_update_takes_as_much_memory_as_it_may_or_is_refused(tmp_path: Path) 
         inflating(tmp_path, "dense", rows=9, dense_mib=DENSE_MIB),
     )
     hostile = {
-        "too much": with_payload(*[bytes(MAX_CHUNK_BYTES)] * (1 + MAX_PAYLOAD_BYTES // MAX_CHUNK_BYTES)),
-        "far too much": with_payload(*[bytes(MAX_CHUNK_BYTES)] * 256),
-        "extra": with_extra_of(32 << 20),
+        "a payload of": with_payload(*[bytes(MAX_CHUNK_BYTES)] * (1 + MAX_PAYLOAD_BYTES // MAX_CHUNK_BYTES)),
+        "extra of": with_extra_of(32 << 20),
     }
     files = [edited(small, tmp_path / name, edit) for name, edit in hostile.items()]
     assert max(file.stat().st_size for file in files) < 8 << 20
     cases: list[object] = [rows, 64, dense, 64 + 2 * DENSE_MIB, *(word for file in files for word in (file, 136))]
-    applied, dense_applied, *refused = run(APPLY, tmp_path, small.path, *cases).splitlines()
-    assert applied == f"ok Applied(version=1, rows={MANY_ROWS}, was_there=False)"
-    assert dense_applied == "ok Applied(version=1, rows=9, was_there=False)"
-    for said, words in zip(refused, ("a payload of", "a payload of", "extra of"), strict=True):
+    *applied, payload, extra = run(APPLY, tmp_path, small.path, *cases).splitlines()
+    assert applied == [f"ok Applied(version=1, rows={count}, was_there=False)" for count in (MANY_ROWS, 9)]
+    for said, words in ((payload, "a payload of"), (extra, "extra of")):
         assert said.startswith("FormatError"), said
         assert words in said
 
