@@ -182,9 +182,8 @@ def named(file: Path) -> Path:
 
 
 SHORTAGES = [
-    OSError(errno.EMFILE, "no handles"), PermissionError(errno.EACCES, "no"), FileNotFoundError(errno.ENOENT, "gone"),
-    type("ArrayMemoryError", (MemoryError,), {})(), errors.TierstoreError("out of file descriptors"),
-    errors.DiskFullError("full"), errors.StoreLockedError("another has it"), errors.UnreadableError("not now"),
+    OSError(errno.EMFILE, "no handles"), MemoryError(), errors.TierstoreError("out of file descriptors"),
+    errors.DiskFullError("full"), errors.UnreadableError("not now"),
 ]  # fmt: skip
 
 
@@ -204,9 +203,7 @@ def test_what_is_at_fault_is_told(
     for error in (*SHORTAGES, errors.ChecksumError("of the replica")):
 
         def fail(*_: Any, error: Any = error, **__: Any) -> None:
-            raise (
-                error if isinstance(error, Exception) else np._core._exceptions._ArrayMemoryError((9,), np.dtype("u8"))
-            )
+            raise error
 
         with monkeypatch.context() as patch:
             patch.setattr(LmdbColdTier, step, fail)
@@ -227,8 +224,7 @@ def test_what_is_at_fault_is_told(
     assert json.loads(answer(json.dumps(["apply", "", str(replica), *map(str, sound)])))["version"] == 3
 
 
-MANY_ROWS = 1_000_000
-DENSE_MIB = 64
+MANY_ROWS, DENSE_MIB = 1_000_000, 64
 APPLY = """
     from tierstore.updates import apply_update
 
@@ -243,15 +239,14 @@ APPLY = """
     """
 
 
-def inflating(folder: Path, name: str, *, rows: int, dense_mib: int) -> Path:
-    """An update of as many equal rows, and of as many zeros."""
-    source = folder / f"source of {name}"
-    with tierstore.open(source, ddr="256MiB") as store:
-        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=rows, embedding_dim=16))
-        for ids in torch.arange(rows).split(1 << 18):
+def inflating(folder: Path) -> Path:
+    """An update of many equal rows, and of as many zeros."""
+    with tierstore.open(folder / "source", ddr="256MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=MANY_ROWS, embedding_dim=16))
+        for ids in torch.arange(MANY_ROWS).split(1 << 18):
             table.write(ids, torch.ones(len(ids), 16))
-        store.commit(tensors={"w": torch.zeros(dense_mib << 18)})
-    update = write_update(source, folder / name)
+        store.commit(tensors={"w": torch.zeros(DENSE_MIB << 18)})
+    update = write_update(folder / "source", folder / "inflating")
     assert update.size_bytes < 1 << 20 < sum(chunk.raw_bytes for chunk in update.header.chunks) >> 5
     return update.path
 
@@ -267,19 +262,15 @@ def with_extra_of(num_bytes: int) -> Any:
 def test_an_update_takes_as_much_memory_as_it_may_or_is_refused(tmp_path: Path) -> None:
     change(tmp_path / "store", 1)
     small = write_update(tmp_path / "store", tmp_path / "update")
-    rows, dense = (
-        inflating(tmp_path, "rows", rows=MANY_ROWS, dense_mib=1),
-        inflating(tmp_path, "dense", rows=9, dense_mib=DENSE_MIB),
-    )
     hostile = {
         "a payload of": with_payload(*[bytes(MAX_CHUNK_BYTES)] * (1 + MAX_PAYLOAD_BYTES // MAX_CHUNK_BYTES)),
         "extra of": with_extra_of(32 << 20),
     }
     files = [edited(small, tmp_path / name, edit) for name, edit in hostile.items()]
     assert max(file.stat().st_size for file in files) < 8 << 20
-    cases: list[object] = [rows, 64, dense, 64 + 2 * DENSE_MIB, *(word for file in files for word in (file, 136))]
-    *applied, payload, extra = run(APPLY, tmp_path, small.path, *cases).splitlines()
-    assert applied == [f"ok Applied(version=1, rows={count}, was_there=False)" for count in (MANY_ROWS, 9)]
+    cases = [inflating(tmp_path), 64 + 2 * DENSE_MIB, *(word for file in files for word in (file, 136))]
+    applied, payload, extra = run(APPLY, tmp_path, small.path, *cases).splitlines()
+    assert applied == f"ok Applied(version=1, rows={MANY_ROWS}, was_there=False)"
     for said, words in ((payload, "a payload of"), (extra, "extra of")):
         assert said.startswith("FormatError"), said
         assert words in said

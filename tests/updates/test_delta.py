@@ -88,8 +88,14 @@ def test_everything_has_the_bits_of_the_source_and_rows_that_it_lacks_their_firs
 
 
 def test_the_file_is_safetensors_and_the_same_each_time(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    change(source, 1)
+    with pytest.raises(errors.StoreNotFoundError):
+        make(tmp_path / "none")
+    tierstore.open(tmp_path / "new", **SMALL).close()
+    with pytest.raises(errors.StoreNotFoundError, match="nothing was committed"):
+        make(tmp_path / "new")
+    change(source := tmp_path / "source", 1)
+    with pytest.raises(ValueError, match="is at version 1"):
+        make(source, 1)
     one, other = make(source), make(source)
     assert one.id == other.id
     assert one.path.read_bytes() == other.path.read_bytes()
@@ -99,24 +105,12 @@ def test_the_file_is_safetensors_and_the_same_each_time(tmp_path: Path) -> None:
     assert sum(sizes) < one.size_bytes
 
 
-def test_what_there_is_to_publish_is_said_when_there_is_nothing(tmp_path: Path) -> None:
-    with pytest.raises(errors.StoreNotFoundError):
-        make(tmp_path / "none")
-    tierstore.open(tmp_path / "new", **SMALL).close()
-    with pytest.raises(errors.StoreNotFoundError, match="nothing was committed"):
-        make(tmp_path / "new")
-    change(tmp_path / "source", 1)
-    with pytest.raises(ValueError, match="is at version 1"):
-        make(tmp_path / "source", 1)
-
-
 def test_where_a_commit_came_from_is_told_or_refused() -> None:
     assert origin_of({"step": 1}) is None
-    assert origin_of({ORIGIN_KEY: {"source": "0" * 32, "version": 3}}) == Origin("0" * 32, 3)
-    commit = {"commit_id": "0f" * 8}
-    assert origin_of({ORIGIN_KEY: {"source": "0" * 32, "version": 3, **commit}}) == Origin("0" * 32, 3, "0f" * 8)
-    commit = {"commit_id": "0F" * 8}
-    wrong = {"source": "0" * 32, "version": 3, **commit}
-    for stored in (3, {}, {"source": "x", "version": 3}, {"source": "0" * 32, "version": True}, wrong):
+    told = {"source": "0" * 32, "version": 3}
+    for commit_id in ("", "0f" * 8):
+        assert origin_of({ORIGIN_KEY: {**told, "commit_id": commit_id}}) == Origin("0" * 32, 3, commit_id)
+    assert origin_of({ORIGIN_KEY: told}) == Origin("0" * 32, 3)
+    for stored in (3, {}, {**told, "source": "x"}, {**told, "version": True}, {**told, "commit_id": "0F" * 8}):
         with pytest.raises(errors.FormatError):
             origin_of({ORIGIN_KEY: stored})
