@@ -34,8 +34,6 @@ touched in the event loop only.
 """
 
 import asyncio
-import logging
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -47,13 +45,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from .base import LONG_IDS, Pause, Query
 from .config import ServeConfig
+from .logs import log_batch_failed
 from .messages import ServeError, Status
 
-_LOG: Final = logging.getLogger(__name__)
 MAX_FAILED_RUNS: Final = 64
 """Of one batch, after which the rest fails unasked, if the model has never answered anything."""
-_LOG_SECONDS: Final = 1.0
-"""Between two lines of a model, each with a traceback."""
 
 Run: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 """Answers of a batch's queries, one for each, in their order."""
@@ -105,8 +101,6 @@ class Isolation:
         self._model = model
         self._clock = clock
         self._answered: Any = None  # a query that the model has answered
-        self._quiet_until = -math.inf
-        self._num_unlogged = 0
 
     def run(self, run: Run, waiters: Sequence[Waiter]) -> list[Attempt]:
         """Run a batch, again in halves as long as it fails; each query still wanted is in one attempt, in order."""
@@ -137,7 +131,8 @@ class Isolation:
                 middle = len(group) // 2
                 waiting += [group[middle:], group[:middle]]
         if fault is not None:  # the last is of few queries, so it tells most about the cause
-            self._log(sum(len(each.waiters) for each in finished if each.error is not None), len(waiters), fault)
+            count = sum(len(each.waiters) for each in finished if each.error is not None)
+            log_batch_failed(self._model, f"{count} of {len(waiters)} queries of a batch failed", fault)
         return finished
 
     def _is_sound(self, run: Run) -> bool | None:
@@ -149,16 +144,6 @@ class Isolation:
         except BaseException:  # as of any other query
             return False
         return True
-
-    def _log(self, num_failed: int, num_queries: int, fault: BaseException) -> None:
-        now = self._clock()
-        if now < self._quiet_until:
-            self._num_unlogged += 1
-            return
-        fields = {"suppressed": self._num_unlogged} if self._num_unlogged else {}
-        self._quiet_until, self._num_unlogged = now + _LOG_SECONDS, 0
-        message = "model %r: %d of %d queries of a batch failed"
-        _LOG.error(message, self._model, num_failed, num_queries, exc_info=fault, extra=fields)
 
 
 class OneThread(ThreadPoolExecutor):

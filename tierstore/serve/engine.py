@@ -301,11 +301,8 @@ class StoreEngine:
         found = self._known if self.absent else self.models()
         return [{"name": each.name, "version": each.versions[-1], **told} for each in found]
 
-    def watch(self, task: "asyncio.Task[None]") -> None:
-        """If the task ends with an error, the engine cannot go on by itself."""
-        task.add_done_callback(self._note_ended)
-
-    def _note_ended(self, task: "asyncio.Task[None]") -> None:
+    def note_ended(self, task: "asyncio.Task[None]") -> None:
+        """If a task of it ends with an error, the engine cannot go on by itself."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._has_failed = True

@@ -119,17 +119,25 @@ def configure(level: str | int = "INFO") -> None:
 
 
 _failures: dict[str, tuple[int, int, int]] = {}
-"""By status: the second of the last failure, failures in it, and lines left out since the last one written."""
+"""By kind: the second of the last failure, failures in it, and lines left out since the last one written."""
 
 
-def _log_failure(status: str, message: str, fields: dict[str, Any]) -> None:
+def _log_failure(
+    kind: str, message: str, fields: dict[str, Any], *, most: int = MAX_FAILURES_PER_SECOND,
+    level: int = logging.WARNING, error: BaseException | None = None,
+) -> None:  # fmt: skip
     now = int(time.monotonic())
-    second, count, suppressed = _failures.get(status, (now, 0, 0))
+    second, count, suppressed = _failures.get(kind, (now, 0, 0))
     count = count + 1 if second == now else 1
-    is_written = count <= MAX_FAILURES_PER_SECOND
-    _failures[status] = now, count, 0 if is_written else suppressed + 1
-    if is_written:
-        _requests.warning("%s", message, extra=fields | ({"suppressed": suppressed} if suppressed else {}))
+    _failures[kind] = now, count, 0 if count <= most else suppressed + 1
+    if count <= most:
+        fields |= {"suppressed": suppressed} if suppressed else {}
+        _requests.log(level, "%s", message, extra=fields, exc_info=error)
+
+
+def log_batch_failed(model: str, what: str, error: BaseException) -> None:
+    """Log that queries failed, at ERROR, with a traceback, once a second of a model."""
+    _log_failure(f"batch of {model}", f"model {model!r}: {what}", {}, most=1, level=logging.ERROR, error=error)
 
 
 def log_request(

@@ -154,12 +154,13 @@ class Server:
             tasks.append((only, "watching the certificate", _renew(self.tls)))
         for engine, name, task in tasks:
             self._background.append(asyncio.create_task(task, name=name))
-            engine.watch(self._background[-1])
+            self._background[-1].add_done_callback(engine.note_ended)
         return Ports(rest, grpc_port, admin)
 
     def _measure(self, seconds: int, commit_id: str) -> Measures | None:
         """How the server fared in the last seconds; None while its watch has no loss of the commit. For any thread."""
-        loss, every = None, np.concatenate([np.empty(0), *self.metrics.window.latest(seconds)])
+        loss, last = None, self.metrics.window.seconds()[-seconds:]
+        every = np.concatenate([np.empty(0), *(each for second in last for each in second.values())])
         if (watched := self.repository.only.watched) is not None:
             if watched.last is None or watched.last.commit_id != commit_id:
                 return None

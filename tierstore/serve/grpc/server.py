@@ -355,7 +355,7 @@ class InferenceService:
     async def _stream_answer(self, data: bytes, context: Any) -> _Answer:
         try:
             encoded, hold = await self._infer(data, context)
-            return _Answer(codec.encode_stream_response(encoded), hold)
+            return _Answer(codec.join_fields(b"", codec.STREAM_RESPONSE, [encoded]), hold)
         except Exception as error:
             text = _details(_as_refusal(error))
             return _Answer(codec.encode_stream_error(text, codec.id_of(data)), self.front.hold_unsent(0))

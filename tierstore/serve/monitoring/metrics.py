@@ -175,10 +175,13 @@ class Metrics(Collector):
                 _family(Counts, "update_failures", "Updates that failed; the old version stayed.", [], failures),
             ]
 
-    def requests(self) -> dict[tuple[str, str, str], int]:
-        """Answered since the start, by (model, protocol, status)."""
+    def requests(self) -> dict[str, Counter[str]]:
+        """Answered since the start, by model, ``OTHER`` last, and status."""
+        found = {name: Counter[str]() for name in sorted(self.models, key=lambda name: name == OTHER)}
         with self._lock:
-            return {key: found.count for key, found in self._requests.items()}
+            for (model, _, status), each in self._requests.items():
+                found[model][status] += each.count
+        return found
 
     def statistics(self, model: str) -> dict[str, Any]:
         """Of a model, over both protocols and all versions, as Triton has them; none by batch size."""
@@ -292,10 +295,6 @@ class Window:
                 {model: np.array(each) for model, each in self._told.get(second, {}).items()}
                 for second in range(max(self._first, now - WINDOW_SECONDS), now)
             ]
-
-    def latest(self, seconds: int) -> list[Latencies]:
-        """Latencies of all models in each of the last seconds."""
-        return [np.concatenate([np.empty(0), *each.values()]) for each in self.seconds()[-seconds:]]
 
 
 def summarize(seconds: Sequence[Latencies]) -> Recent:
