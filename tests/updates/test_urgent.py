@@ -114,30 +114,22 @@ def test_the_versions_kept_are_two_again_after_the_next(told: Told) -> None:
 
 
 def test_only_what_has_the_urgent_rows_too_is_taken_after_them(told: Told) -> None:
-    whole, mixed = told.update(1), told.mixed()
+    whole, fork = told.update(1), told.folder / "fork"
     apply_update(told.replica, told.urgent.path)
-    change(told.folder / "fork", 20, keep=4)
-    told.source, source = told.folder / "fork", told.source
-    other, everything = told.update(1), told.update(0)
-    assert not source_of(told.source).has_grown_from(told.shown())
-    with pytest.raises(errors.TierstoreError, match=r"with urgent rows of commit \w+ .*a full copy"):
-        apply_update(told.replica, other.path)
-    second = told.update(1, only=urgent_rows(told.source, 1, 0.2, {}))
-    with pytest.raises(errors.TierstoreError, match="with urgent rows of commit"):
-        apply_update(told.replica, second.path)
-    assert same(contents(told.replica), mixed)
-    twin = Path(shutil.copytree(told.replica, told.folder / "twin"))
-    apply_update(twin, everything.path)
-    assert same(contents(twin), contents(told.source))
-    told.source = source
-    change(source, 3, keep=4)
-    assert source_of(source).has_grown_from(told.shown())
-    twin = Path(shutil.copytree(told.replica, told.folder / "other twin"))
-    apply_update(told.replica, told.update(1).path)
-    assert same(contents(told.replica), contents(source))
-    apply_update(twin, whole.path)
-    apply_update(twin, told.update(2).path)
-    assert same(contents(twin), contents(source))
+    change(fork, 20, keep=4)
+    assert not source_of(fork).has_grown_from(told.shown())
+    for settings in ({}, {"only": urgent_rows(fork, 1, 0.2, {})}):
+        with pytest.raises(errors.TierstoreError, match=r"with urgent rows of commit \w+ .*a full copy"):
+            apply_update(told.replica, make(fork, 1, **settings).path)
+    assert same(contents(told.replica), told.mixed())
+    change(told.source, 3, keep=4)
+    assert source_of(told.source).has_grown_from(told.shown())
+    ways = {"all at once": [told.update(1)], "one by one": [whole, told.update(2)], "fork": [make(fork)]}
+    for name, updates in ways.items():
+        twin = Path(shutil.copytree(told.replica, told.folder / name.replace("fork", "twin")))
+        for update in updates:
+            apply_update(twin, update.path)
+        assert same(contents(twin), contents(fork if name == "fork" else told.source))
 
 
 def test_tables_come_with_the_whole(told: Told) -> None:
