@@ -12,6 +12,7 @@ import tierstore
 from tierstore import optim
 from tierstore.exchange.tensor_files import METADATA_KEY
 from tierstore.updates import Update, origin_of, write_update
+from tierstore.updates.delta import Head, open_source, source_in
 
 SMALL: dict[str, Any] = {"ddr": "4MiB", "threads": 1}
 ROWS = 900
@@ -46,6 +47,12 @@ def make(source: Path, since: int = 0, **settings: Any) -> Update:
     folder = source.with_name(f"{source.name} updates")
     folder.mkdir(exist_ok=True)
     return write_update(source, folder / str(len(list(folder.iterdir()))), since=since, **settings)
+
+
+def source_of(directory: Path) -> Head:
+    """Which version a store would publish."""
+    with open_source(directory) as (manifest, tier, _):
+        return source_in(manifest, tier)
 
 
 def contents(directory: Path) -> dict[str, Tensor]:

@@ -9,14 +9,14 @@ import pytest
 
 import tierstore
 from tests import children
-from tests.updates.support import SMALL, change, contents, extra_of, make, same
+from tests.updates.support import SMALL, change, contents, extra_of, make, same, source_of
 from tierstore import errors
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.salvage import salvage
 from tierstore.store import version
 from tierstore.store.version import MAX_ANCESTORS, NO_LINEAGE, ORIGIN_KEY, Ancestor, Lineage
 from tierstore.updates import Applied, Origin, apply_update, origin_of
-from tierstore.updates.delta import Head, source_of
+from tierstore.updates.delta import Head
 
 
 def has(replica: Path) -> Origin | None:

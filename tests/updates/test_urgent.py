@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tierstore
-from tests.updates.support import ROWS, SMALL, change, contents, extra_of, make, same, table_config
+from tests.updates.support import ROWS, SMALL, change, contents, extra_of, make, same, source_of, table_config
 from tierstore import errors
 from tierstore.layout import KEY_ROW_BITS, ROW_MASK
 from tierstore.updates import Origin, Update, apply_update, origin_of, roll_back_replica
-from tierstore.updates.delta import source_of, urgent_rows
+from tierstore.updates.delta import urgent_rows
 
 
 def values(directory: Path, version: int) -> dict[str, Any]:

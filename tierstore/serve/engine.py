@@ -124,7 +124,8 @@ class StoreEngine:
             program = None
             if config.model:
                 program = load_program(Path(config.model), max_samples=config.max_batch_samples, dense=config.dense)
-            dropped = self._note_dropped if config.out_of_range == "zero" else None
+            note, prefix = self._metrics.out_of_range, self._prefix
+            dropped = (lambda name, count: note(prefix + name, count)) if config.out_of_range == "zero" else None
             models = Models(store, dropped=dropped, program=program, dense=config.dense)
             self.watched = self._watch(store)
             self._warm_up(store)
@@ -145,9 +146,6 @@ class StoreEngine:
         self.version = self.newest_version = store.version if origin is None else origin.version
         known = store.commit_id(store.version) if origin is None else origin.commit_id + origin.urgent
         self.commit_id = known or f"version {self.version}"
-
-    def _note_dropped(self, model: str, count: int) -> None:
-        self._metrics.out_of_range(self._prefix + model, count)
 
     def _watch(self, store: Store) -> Watch | None:
         config = self._config

@@ -71,13 +71,8 @@ def open_source(directory: Path, version: int | None = None) -> Iterator[Opened]
         yield opened
 
 
-def source_of(directory: str | os.PathLike[str]) -> Head:
-    """Which version a store would publish. StoreNotFoundError: none, or nothing was committed. DamagedError."""
-    with open_source(Path(directory).absolute()) as (manifest, tier, _):
-        return source_in(manifest, tier)
-
-
 def source_in(manifest: Manifest, tier: Any) -> Head:
+    """Which version an open store would publish."""
     lineage = unpack(tier.version, tier.payload).lineage
     return Head(Origin(manifest.store_id, tier.version, lineage.commit_id), lineage)
 
