@@ -135,6 +135,7 @@ def test_a_log_that_nobody_reads_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 
     with open(reader, "rb"), open(writer, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "__stderr__", stream)
         configure()
         log = logging.getLogger("tierstore.test")
         for number in range(3000):

@@ -5,11 +5,13 @@ with one request.
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import logging
 import os
 import queue
+import select
 import sys
 import time
 from datetime import UTC, datetime
@@ -61,11 +63,19 @@ def _field(value: object) -> bool | int | float | str | None:
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """Writes to what ``sys.stderr`` is then."""
+    """Writes to what ``sys.stderr`` is then; to the process's own past its buffer, whose lock would be held where nobody
+    reads it, so that Python could not end."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
-        super().emit(record)
+        if sys.stderr is not sys.__stderr__:
+            super().emit(record)
+            return
+        data = f"{self.format(record)}\n".encode()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
+            while data:
+                select.select([], [sys.stderr], [])
+                data = data[os.write(sys.stderr.fileno(), data) :]
 
 
 @functools.cache
