@@ -1,7 +1,7 @@
 """What a model is to the batcher."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ..store import Table
 from .messages import InferTensor, ModelMetadata, ServeError
@@ -11,16 +11,6 @@ Pause = Callable[[], None]
 """Lets short queries run between two parts of a long one. Raises ServeError if nobody waits for the long one."""
 LONG_IDS: Final = 32_768
 """A query of more ids is run by itself, in parts: a millisecond of rows in memory, some 50 of rows on SSD."""
-
-
-class Query(Protocol):
-    """A request's inputs, checked, as its model wants them."""
-
-    @property
-    def num_samples(self) -> int: ...
-
-    @property
-    def num_ids(self) -> int: ...
 
 
 class Model:
@@ -33,7 +23,8 @@ class Model:
     """Of each feature whose ids its queries hold, in their order."""
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> Any:
-        """Check a request's inputs; ServeError INVALID names the input."""
+        """A request's inputs, checked, as the model wants them, and with ``num_samples`` and ``num_ids``; ServeError
+        INVALID names the input."""
         raise NotImplementedError
 
     def answer_at_once(self, query: Any) -> Outputs | None:  # noqa: ARG002 - most take longer

@@ -43,7 +43,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from .base import LONG_IDS, Pause, Query
+from .base import LONG_IDS, Pause
 from .config import ServeConfig
 from .logs import log_batch_failed
 from .messages import ServeError, Status
@@ -236,7 +236,7 @@ class Batcher:
         self._present: Final[set[Waiter]] = set()
         self._idle: Final = asyncio.Event()
 
-    async def submit(self, query: Query, deadline: float, client: str = "") -> Any:
+    async def submit(self, query: Any, deadline: float, client: str = "") -> Any:
         """Wait for a query's answer; to cancel the caller takes it back. ``deadline`` is seconds on the clock.
 
         Raises:

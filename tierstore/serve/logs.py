@@ -63,8 +63,8 @@ def _field(value: object) -> bool | int | float | str | None:
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """Writes to what ``sys.stderr`` is then; to the process's own past its buffer, as Python waits for the buffer's lock
-    when it ends."""
+    """Writes to what ``sys.stderr`` is then; to the process's own past its buffer, for whose lock Python waits when it
+    ends."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
