@@ -1,4 +1,4 @@
-"""Urgent rows go first, as a version between two; a publisher that is killed, has no space or hears nonsense goes on."""
+"""Urgent rows go first, as a version between two; a publisher that is killed, has no space, hears nonsense goes on."""
 
 import shutil
 from pathlib import Path
