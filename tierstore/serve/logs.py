@@ -16,7 +16,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ..system.checks import excerpt
 from .messages import InferRequest, ServeError
@@ -67,15 +67,15 @@ class _Stderr(logging.StreamHandler[Any]):
     ends."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        if sys.stderr is not sys.__stderr__:
+        self.stream = stream = cast(Any, sys.stderr)
+        if stream is not sys.__stderr__:
             super().emit(record)
             return
         data = f"{self.format(record)}\n".encode()
         with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
             while data:
-                select.select([], [sys.stderr], [])
-                data = data[os.write(sys.stderr.fileno(), data) :]
+                select.select([], [stream], [])
+                data = data[os.write(stream.fileno(), data) :]
 
 
 @functools.cache
@@ -102,7 +102,7 @@ class _Handler(QueueHandler):
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         if self._num_lost:
             record.lines_lost = self._num_lost
-        return super().prepare(record)  # formatted: nothing that the record refers to waits
+        return cast(logging.LogRecord, super().prepare(record))  # formatted: nothing that the record refers to waits
 
     def enqueue(self, record: logging.LogRecord) -> None:
         try:

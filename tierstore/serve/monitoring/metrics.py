@@ -229,7 +229,7 @@ class Metrics(Collector):
 _NO_BATCH: Final = _Batches()
 
 
-def _family(kind: Any, name: str, text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], Any]) -> Metric:
+def _family(kind: Any, name: str, text: str, labels: Sequence[str], values: Mapping[Any, Any]) -> Metric:
     """``values``: by the labels' values, a number or what ``add_metric`` takes."""
     family = kind(f"tierstore_{name}", text, labels=labels)
     for key, each in values.items():
@@ -362,7 +362,8 @@ class StateCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         state = self._source()
         of = ["store"] if state.stores else []
-        states = {(name,): each for name, each in state.stores.items()} or {(): state}
+        states: dict[tuple[str, ...], State] = {(name,): each for name, each in state.stores.items()}
+        states = states or {(): state}
         watched = {store: each.watch for store, each in states.items() if each.watch is not None}
         tiers = {(*store, tier): stats for store, each in states.items() for tier, stats in each.tiers.tiers.items()}
         queued = {(model,): count for model, count in state.queued_samples.items()}
@@ -376,5 +377,5 @@ class StateCollector(Collector):
                 yield _family(kind, f"tier_{name}", text, [*of, "tier"], _fields(tiers, name))
 
 
-def _fields(records: Mapping[tuple[str, ...], Any], name: str) -> dict[tuple[str, ...], Any]:
+def _fields(records: Mapping[Any, Any], name: str) -> dict[Any, Any]:
     return {key: getattr(each, name) for key, each in records.items()}
