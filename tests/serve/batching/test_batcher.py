@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
+from tierstore.serve import logs
 from tierstore.serve.base import LONG_IDS
 from tierstore.serve.batching import FAILED_SECONDS, MAX_FAILED_RUNS, Batcher, between
 from tierstore.serve.config import ServeConfig
@@ -64,6 +65,7 @@ class Bench:
 @pytest.fixture
 def make_bench() -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
+    logs._failures.clear()  # of a model of the same name
 
     def make(*arguments: Any, **config: int) -> Bench:
         made.append(Bench(*arguments, **config))
