@@ -67,15 +67,16 @@ class _Stderr(logging.StreamHandler[Any]):
     ends."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = stream = cast(Any, sys.stderr)
-        if stream is not sys.__stderr__:
+        self.stream = sys.stderr
+        if sys.stderr is not sys.__stderr__:
             super().emit(record)
             return
+        own: Any = sys.stderr
         data = f"{self.format(record)}\n".encode()
         with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
             while data:
-                select.select([], [stream], [])
-                data = data[os.write(stream.fileno(), data) :]
+                select.select([], [own], [])
+                data = data[os.write(own.fileno(), data) :]
 
 
 @functools.cache
