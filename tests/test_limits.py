@@ -19,7 +19,7 @@ from tierstore.hbm import cache as device_cache
 from tierstore.io import btree, records
 from tierstore.layout import RowLayout
 from tierstore.store import manifest, version
-from tierstore.updates.header import MAX_PAYLOAD_BYTES
+from tierstore.updates.update_file import MAX_PAYLOAD_BYTES
 
 _PAGE = 4096
 _MIB = 2**20

@@ -32,15 +32,14 @@ import torch
 import tierstore
 from tierstore.serve import program
 from tierstore.serve.admin import updates as admin_updates
-from tierstore.serve.admin.publishing import offer
+from tierstore.serve.admin.offer import offer
 from tierstore.serve.admin.updates import Writer
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.models import Models, rehearse
 from tierstore.system import killpoints
 from tierstore.updates import apply_update, child, roll_back_replica, write_update
-from tierstore.updates.canary import Measures
 from tierstore.updates.fetch import Source
-from tierstore.updates.listing import Listing
+from tierstore.updates.listing import Listing, Measures
 from tierstore.updates.publish import Publisher
 
 from .forked import fork

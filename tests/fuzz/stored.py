@@ -28,9 +28,8 @@ from tierstore.io.snapshot import check_page_use
 from tierstore.io.verify import Verifier
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
-from tierstore.updates.header import PAGE_BYTES as UPDATE_PAGE_BYTES
-from tierstore.updates.header import Origin, UpdateHeader
-from tierstore.updates.update_file import UpdateFile, UpdateWriter
+from tierstore.updates.update_file import PAGE_BYTES as UPDATE_PAGE_BYTES
+from tierstore.updates.update_file import Origin, UpdateFile, UpdateHeader, UpdateWriter
 
 from .target import INTERESTING, FindingError, Target, scratch_folder
 

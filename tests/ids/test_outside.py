@@ -28,7 +28,7 @@ from tierstore.offline.inspection import describe_store, verify_store
 from tierstore.offline.salvage import salvage
 from tierstore.trace import read_trace
 from tierstore.updates import apply_update, roll_back_replica, write_update
-from tierstore.updates.header import pack_chunk
+from tierstore.updates.update_file import pack_chunk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 KEY = "embedding_bags.item."

@@ -19,18 +19,20 @@ from tierstore.serve.messages import (
     Status,
     TensorSpec,
 )
+from tierstore.serve.repository import Repository
 
 VERSION = "7"
 
 
-class FakeEngine:
+class FakeEngine(Repository):
     """Models "echo" (each input comes back as an output of its name), "double" (x FP32 [-1, 3] as y, twice it), "slow"
     (waits until ``let_go``), "zeros" (so many as x INT64 [1] says, UINT8), "full", "late", "broken" (each fails in its
     way). It keeps the requests ``seen``, those ``cancelled`` while "slow" held them, and what was ``refused``."""
 
+    is_live = is_ready = True
+    store_names, admin_token = (), None
+
     def __init__(self) -> None:
-        self.is_live = True
-        self.is_ready = True
         self.seen: list[InferRequest] = []
         self.refused: list[tuple[str, Exception]] = []
         self.cancelled: list[InferRequest] = []
@@ -52,8 +54,6 @@ class FakeEngine:
             raise ServeError(Status.NOT_FOUND, f"version {version!r} is not served; {VERSION} is")
         return self._models[name]
 
-    store_names, admin_token = (), None
-
     def index(self) -> list[dict[str, str]]:
         state = "READY" if self.is_ready else "UNAVAILABLE"
         return [{"name": name, "version": VERSION, "state": state} for name in self._models]
@@ -63,9 +63,6 @@ class FakeEngine:
         return self.is_ready
 
     async def change(self, what: str, store: str) -> None: ...
-
-    def require(self, name: str, version: str = "") -> None:
-        self.model(name, version)
 
     def statistics(self, name: str) -> dict[str, Any]:
         spent = {"success": (3, 0.5), "fail": (2, 0.25), "compute_infer": (3, 0.0625 if name == "double" else 0.0)}

@@ -9,7 +9,7 @@ import tierstore
 from tests.serve import fronts
 from tests.updates.support import SMALL, change
 from tierstore.serve import admin
-from tierstore.serve.admin.publishing import publishing_app
+from tierstore.serve.admin.offer import publishing_app
 from tierstore.updates.fetch import Source
 from tierstore.updates.publish import Publisher
 

@@ -4,15 +4,15 @@ import json
 import logging
 import os
 import select
-import socket
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.serve import logs
@@ -45,38 +45,38 @@ def request(**options: Any) -> InferRequest:
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    logs.flush()
     out, err = capsys.readouterr()
     assert not out
     return [json.loads(line) for line in err.splitlines()]
 
 
-@settings(max_examples=20)
 @given(st.text() | st.just(NASTY + "\ud800") | st.just("x" * 100_000), st.sampled_from(ODD))
 def test_no_text_and_no_value_breaks_a_line_or_replaces_its_own_fields(text: str, value: Any) -> None:
     made = record(text, model=text, odd=value, others=[text], level="DEBUG", time="never", logger="another")
     made.created = 1.25
-    line, shown = Formatter().format(made), Formatter(as_json=False).format(made)
+    line = Formatter().format(made)
     assert line.isascii()
     assert line.isprintable()
-    assert shown.isprintable()
-    assert shown.startswith("1970-01-01T00:00:01.250Z WARNING tierstore.test: ")
     found = json.loads(line)
     own = {"time": "1970-01-01T00:00:01.250Z", "level": "WARNING", "logger": "tierstore.test"}
     assert own.items() <= found.items()
-    assert found["odd"] == value or value not in (None, True, 3, 1.5)
-    assert (found["message"], found["model"]) == (text, text) or len(text) >= 200
+    assert "odd" in found
+    if value is None or (type(value) in (bool, int, float) and abs(value) < 9):
+        assert found["odd"] == value
+    if len(text) < 200:
+        assert (found["message"], found["model"]) == (text, text)
     assert len(line) < 6 * 6000
     assert len(found["message"]) < 5000
     assert len(found["model"]) < 300
-    assert "id='a status=OK'" in Formatter(as_json=False).format(record(id="a status=OK")), "it could be two fields"
 
 
-def test_every_logger_writes_to_stderr_in_the_form_asked_for_last(
+def test_every_logger_writes_to_stderr_at_the_level_asked_for_last(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logging.getLogger("uvicorn").addHandler(logging.StreamHandler(sys.stdout))
     monkeypatch.delenv("GRPC_VERBOSITY")
-    configure("INFO", as_json=True)
+    configure("INFO")
     assert os.environ["GRPC_VERBOSITY"] == "NONE", "its core would write lines that are no JSON"
     for name in ("tierstore.serve", "uvicorn.error", "grpc._cython"):
         logging.getLogger(name).info("hello %s", "you", extra={"color_message": "\x1b[1mhello"})
@@ -84,16 +84,16 @@ def test_every_logger_writes_to_stderr_in_the_form_asked_for_last(
         (line,) = lines(capsys)
         assert (line["logger"], line["message"], "color_message" in line) == (name, "hello you", False)
         assert datetime.fromisoformat(line["time"]).utcoffset() is not None
-    configure("DEBUG", as_json=False)
+    configure("DEBUG")
     logging.getLogger("tierstore").debug("hello", extra={"model": "m"})
-    (shown,) = capsys.readouterr().err.splitlines()
-    assert shown.endswith(" DEBUG   tierstore: hello model=m")
+    (line,) = lines(capsys)
+    assert (line["level"], line["message"], line["model"]) == ("DEBUG", "hello", "m")
     with pytest.raises(ValueError, match="LOUD"):
         configure("LOUD")
 
 
 def test_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    configure("INFO", as_json=True)
+    configure("INFO")
     log_request(request(), "OK", 0.0125, version="7")
     log_request(request(version="6"), "NOT_FOUND", 0.001, error=ServeError(Status.NOT_FOUND, f"no {NASTY}"))
     log_refused("grpc", ServeError(Status.INVALID, "bad"), NASTY)
@@ -101,7 +101,7 @@ def test_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert (failed["level"], failed["status"], failed["version"]) == ("WARNING", "NOT_FOUND", "6")
     assert failed["message"].startswith("request failed: no a\n")
     assert (refused["status"], refused["protocol"], refused["request_id"]) == ("INVALID_ARGUMENT", "grpc", NASTY)
-    configure("DEBUG", as_json=True)
+    configure("DEBUG")
     log_request(request(), "OK", 0.0125, version="7")
     (line,) = lines(capsys)
     told = {"level": "DEBUG", "logger": "tierstore.serve.requests", "message": "request answered", "request_id": "r1"}
@@ -112,7 +112,7 @@ def test_requests(capsys: pytest.CaptureFixture[str]) -> None:
 def test_flood_of_failures_is_thinned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)
-    configure("INFO", as_json=True)
+    configure("INFO")
     for _ in range(50):
         log_request(request(), "RESOURCE_EXHAUSTED", 0.001)
     log_request(request(), "INTERNAL", 0.001)
@@ -123,18 +123,15 @@ def test_flood_of_failures_is_thinned(capsys: pytest.CaptureFixture[str], monkey
     assert [line.get("suppressed") for line in lines(capsys)] == [30, None]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "socket", "pipe of another"])
-def test_a_log_that_nobody_reads_is_not_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_nobody_reads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines are left out, none is torn, and the next one that is written says how many."""
-    reader, writer = (each.detach() for each in socket.socketpair()) if kind == "socket" else os.pipe()
-    if kind == "pipe of another":
-        monkeypatch.setattr(logs, "_opened_again", lambda _: None)
+    reader, writer = os.pipe()
+    data, is_read = b"", False
 
-    def read() -> list[dict[str, Any]]:
-        data = b""
-        while select.select([reader], [], [], 0)[0]:
-            data += os.read(reader, 1 << 20)
-        return [json.loads(line) for line in data.splitlines()]
+    def read() -> None:
+        nonlocal data
+        while not is_read or select.select([reader], [], [], 0)[0]:
+            data += os.read(reader, 1 << 20) if select.select([reader], [], [], 0.01)[0] else b""
 
     with open(reader, "rb"), open(writer, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
@@ -143,9 +140,13 @@ def test_a_log_that_nobody_reads_is_not_waited_for(kind: str, monkeypatch: pytes
         log = logging.getLogger("tierstore.test")
         for number in range(3000):
             log.warning("%d %s", number, "x" * (number % 4000))
-        found = read()
+        (thread := threading.Thread(target=read)).start()
+        logs.flush(60)
         log.warning("3000 last")
-        found += read()
+        logs.flush(60)
+        is_read = True
+        thread.join()
+    found = [json.loads(line) for line in data.splitlines()]
     numbers = [int(line["message"].split()[0]) for line in found]
     assert numbers == [*range(len(found) - 1), 3000]
     assert found[-1]["lines_lost"] == 3000 - numbers[-2] - 1 > 0

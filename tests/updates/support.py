@@ -1,18 +1,18 @@
 """Stores to publish from, and what their rows are by other means than the code under test."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.numpy import save
 from torch import Tensor
 
 import tierstore
 from tierstore import optim
 from tierstore.exchange.tensor_files import METADATA_KEY
 from tierstore.updates import Update, origin_of, write_update
+from tierstore.updates.delta import Head, open_source, source_in
 
 SMALL: dict[str, Any] = {"ddr": "4MiB", "threads": 1}
 ROWS = 900
@@ -49,6 +49,12 @@ def make(source: Path, since: int = 0, **settings: Any) -> Update:
     return write_update(source, folder / str(len(list(folder.iterdir()))), since=since, **settings)
 
 
+def source_of(directory: Path) -> Head:
+    """Which version a store would publish."""
+    with open_source(directory) as (manifest, tier, _):
+        return source_in(manifest, tier)
+
+
 def contents(directory: Path) -> dict[str, Tensor]:
     """Every row of every table, as bits."""
     with tierstore.open(directory, mode="r", **SMALL) as store:
@@ -79,13 +85,13 @@ def edited(update: Update, path: Path, edit: Any) -> Path:
     places = [header[f"chunk.{number}"]["data_offsets"] for number in range(len(own["chunks"]))]
     parts = [data[8 + length :][slice(*place)] for place in places]
     edit(own, parts)
-    tensors = {f"chunk.{number:03}": np.frombuffer(part, np.uint8) for number, part in enumerate(parts)}
-    made = save(tensors, {METADATA_KEY: json.dumps(own)})
-    length = int.from_bytes(made[:8], "little")
-    fixed = made[8 : 8 + length].decode()
-    for number in range(len(parts)):
-        fixed = fixed.replace(f'"chunk.{number:03}"', f'"chunk.{number}"')
-    path.write_bytes(len(fixed.encode()).to_bytes(8, "little") + fixed.encode() + made[8 + length :])
+    starts = [0, *itertools.accumulate(map(len, parts))]
+    tensors = {
+        f"chunk.{number}": {"dtype": "U8", "shape": [len(part)], "data_offsets": starts[number : number + 2]}
+        for number, part in enumerate(parts)
+    }
+    head = json.dumps({"__metadata__": {METADATA_KEY: json.dumps(own)}} | tensors).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(parts))
     return path
 
 

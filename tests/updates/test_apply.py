@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tierstore
 from tests.children import run
@@ -23,10 +21,13 @@ from tierstore import errors
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
-from tierstore.updates.apply import _Old
 from tierstore.updates.child import answer
-from tierstore.updates.header import MAX_CHUNK_BYTES, MAX_PAYLOAD_BYTES, decompress, pack_chunk, unpack_chunk
-from tierstore.updates.update_file import UpdateFile
+from tierstore.updates.update_file import (
+    MAX_CHUNK_BYTES,
+    MAX_PAYLOAD_BYTES,
+    UpdateFile,
+    pack_chunk,
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +71,11 @@ def test_the_same_update_again_does_nothing(replica: Path, updates: dict[int, Up
     assert same(contents(replica), contents(source))
 
 
-def test_a_change_needs_a_replica_and_everything_needs_none(tmp_path: Path, updates: dict[int, Update]) -> None:
+def test_what_is_no_replica_stays(tmp_path: Path, updates: dict[int, Update]) -> None:
     with pytest.raises(errors.StoreNotFoundError, match="is empty, and the update goes from version 1"):
         apply_update(tmp_path / "new", updates[1].path)
     assert not (tmp_path / "new").exists()
     assert apply_update(tmp_path / "new", updates[0].path).version == 3
-
-
-def test_what_others_wrote_is_left_alone(tmp_path: Path, updates: dict[int, Update]) -> None:
     change(tmp_path / "own", 5)
     with pytest.raises(errors.TierstoreError, match="written by others than updates"):
         apply_update(tmp_path / "own", updates[0].path)
@@ -85,13 +83,18 @@ def test_what_others_wrote_is_left_alone(tmp_path: Path, updates: dict[int, Upda
         roll_back_replica(tmp_path / "own")
     with pytest.raises(errors.StoreNotFoundError):
         roll_back_replica(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(updates[0].path)
+    for name in ("pipe", "link"):
+        with pytest.raises(errors.FormatError, match="not a plain file"), UpdateFile(tmp_path / name):
+            pass
 
 
 def test_a_bit_that_flips_is_found_wherever_it_is(replica: Path, updates: dict[int, Update], tmp_path: Path) -> None:
     """By the name of the whole; and in the chunks also by their own checksums."""
     data = updates[1].path.read_bytes()
     damaged = tmp_path / "damaged"
-    for place in range(0, len(data), len(data) // 60):
+    for place in range(0, len(data), len(data) // 30):
         damaged.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
         with pytest.raises(errors.ChecksumError, match="damaged on its way"):
             apply_update(replica, damaged, id=updates[1].id)
@@ -161,38 +164,16 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_changes_nothing(name: str, replica: Path, updates: dict[int, Update], tmp_path: Path) -> None:
-    file = edited(updates[1], tmp_path / "hostile", HOSTILE[name])
-    with pytest.raises(errors.DamagedError):
-        apply_update(replica, file)
-    with tierstore.open(replica, mode="r", **SMALL) as store:
-        assert store.version == 1
-        assert list(store.tables) == ["item", "user"]
-
-
-def test_the_edited_file_is_taken_where_nothing_was_edited(
+def test_a_hostile_file_changes_nothing(
     replica: Path, updates: dict[int, Update], tmp_path: Path, source: Path
 ) -> None:
-    """The test of the tests above."""
+    for name, edit in HOSTILE.items():
+        with pytest.raises(errors.DamagedError):
+            print(name, apply_update(replica, edited(updates[1], tmp_path / name, edit)))
+    with tierstore.open(replica, mode="r", **SMALL) as store:
+        assert (store.version, list(store.tables)) == (1, ["item", "user"])
     assert apply_update(replica, edited(updates[1], tmp_path / "same", lambda own, parts: None)).version == 3
     assert same(contents(replica), contents(source))
-
-
-@given(st.data())
-def test_any_bytes_are_refused_in_the_same_way(data: st.DataObject) -> None:
-    raw = data.draw(st.binary(max_size=200))
-    num_rows = data.draw(st.integers(0, 4))
-    layout = table_config("item", embedding_dim=data.draw(st.integers(1, 5))).layout(4096)
-    try:
-        ids, weights = unpack_chunk(raw, num_rows, layout)
-    except errors.FormatError:
-        assert len(raw) != num_rows * (8 + 4 * layout.dim)
-    else:
-        assert (len(ids), weights.shape) == (num_rows, (num_rows, layout.weight_words))
-        assert pack_chunk(ids, weights, layout) == raw
-    with pytest.raises(errors.FormatError):
-        decompress(raw, 64)
 
 
 def named(file: Path) -> Path:
@@ -201,9 +182,8 @@ def named(file: Path) -> Path:
 
 
 SHORTAGES = [
-    OSError(errno.EMFILE, "no handles"), PermissionError(errno.EACCES, "no"), FileNotFoundError(errno.ENOENT, "gone"),
-    type("ArrayMemoryError", (MemoryError,), {})(), errors.TierstoreError("out of file descriptors"),
-    errors.DiskFullError("full"), errors.StoreLockedError("another has it"), errors.UnreadableError("not now"),
+    OSError(errno.EMFILE, "no handles"), MemoryError(), errors.TierstoreError("out of file descriptors"),
+    errors.DiskFullError("full"), errors.UnreadableError("not now"),
 ]  # fmt: skip
 
 
@@ -223,9 +203,7 @@ def test_what_is_at_fault_is_told(
     for error in (*SHORTAGES, errors.ChecksumError("of the replica")):
 
         def fail(*_: Any, error: Any = error, **__: Any) -> None:
-            raise (
-                error if isinstance(error, Exception) else np._core._exceptions._ArrayMemoryError((9,), np.dtype("u8"))
-            )
+            raise error
 
         with monkeypatch.context() as patch:
             patch.setattr(LmdbColdTier, step, fail)
@@ -239,26 +217,14 @@ def test_what_is_at_fault_is_told(
         wrong.write_bytes(wrong.read_bytes()[:-1] + b"?")
         assert apply(sound[0], wrong) == {str(wrong): "damaged"}
     assert version_of(replica) == 1
-    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", sum(header_bytes(each) for each in sound) - 1)
+    together = sum(int.from_bytes(each.read_bytes()[:8], "little") for each in sound)
+    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", together - 1)
     assert apply(*sound) == {str(sound[1]): "refused"}, "headers take memory together"
-    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", sum(header_bytes(each) for each in sound))
+    monkeypatch.setattr("tierstore.updates.apply.MAX_HEADER_BYTES", together)
     assert json.loads(answer(json.dumps(["apply", "", str(replica), *map(str, sound)])))["version"] == 3
 
 
-def header_bytes(file: Path) -> int:
-    return int.from_bytes(file.read_bytes()[:8], "little")
-
-
-def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, updates: dict[int, Update]) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(updates[0].path)
-    for name in ("pipe", "link"):
-        with pytest.raises(errors.FormatError, match="not a plain file"), UpdateFile(tmp_path / name):
-            pass
-
-
-MANY_ROWS = 1_000_000
-DENSE_MIB = 64
+MANY_ROWS, DENSE_MIB = 1_000_000, 64
 APPLY = """
     from tierstore.updates import apply_update
 
@@ -273,16 +239,15 @@ APPLY = """
     """
 
 
-def inflating(folder: Path, name: str, *, rows: int, dense_mib: int) -> Path:
-    """An update of as many equal rows, and of as many zeros."""
-    source = folder / f"source of {name}"
-    with tierstore.open(source, ddr="256MiB") as store:
-        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=rows, embedding_dim=16))
-        for ids in torch.arange(rows).split(1 << 18):
+def inflating(folder: Path) -> Path:
+    """An update of many equal rows, and of as many zeros."""
+    with tierstore.open(folder / "source", ddr="256MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=MANY_ROWS, embedding_dim=16))
+        for ids in torch.arange(MANY_ROWS).split(1 << 18):
             table.write(ids, torch.ones(len(ids), 16))
-        store.commit(tensors={"w": torch.zeros(dense_mib << 18)})
-    update = write_update(source, folder / name)
-    assert update.size_bytes < 1 << 20 < sum(chunk.raw_bytes for chunk in update.header.chunks) >> 5
+        store.commit(tensors={"w": torch.zeros(DENSE_MIB << 18)})
+    update = write_update(folder / "source", folder / "inflating")
+    assert update.size_bytes < 4 << 20 < sum(chunk.raw_bytes for chunk in update.header.chunks) >> 5
     return update.path
 
 
@@ -297,22 +262,16 @@ def with_extra_of(num_bytes: int) -> Any:
 def test_an_update_takes_as_much_memory_as_it_may_or_is_refused(tmp_path: Path) -> None:
     change(tmp_path / "store", 1)
     small = write_update(tmp_path / "store", tmp_path / "update")
-    rows, dense = (
-        inflating(tmp_path, "rows", rows=MANY_ROWS, dense_mib=1),
-        inflating(tmp_path, "dense", rows=9, dense_mib=DENSE_MIB),
-    )
     hostile = {
-        "too much": with_payload(*[bytes(MAX_CHUNK_BYTES)] * (1 + MAX_PAYLOAD_BYTES // MAX_CHUNK_BYTES)),
-        "far too much": with_payload(*[bytes(MAX_CHUNK_BYTES)] * 256),
-        "extra": with_extra_of(32 << 20),
+        "a payload of": with_payload(*[bytes(MAX_CHUNK_BYTES)] * (1 + MAX_PAYLOAD_BYTES // MAX_CHUNK_BYTES)),
+        "extra of": with_extra_of(32 << 20),
     }
     files = [edited(small, tmp_path / name, edit) for name, edit in hostile.items()]
     assert max(file.stat().st_size for file in files) < 8 << 20
-    cases: list[object] = [rows, 64, dense, 64 + 2 * DENSE_MIB, *(word for file in files for word in (file, 136))]
-    applied, dense_applied, *refused = run(APPLY, tmp_path, small.path, *cases).splitlines()
+    cases = [inflating(tmp_path), 64 + 2 * DENSE_MIB, *(word for file in files for word in (file, 136))]
+    applied, payload, extra = run(APPLY, tmp_path, small.path, *cases).splitlines()
     assert applied == f"ok Applied(version=1, rows={MANY_ROWS}, was_there=False)"
-    assert dense_applied == "ok Applied(version=1, rows=9, was_there=False)"
-    for said, words in zip(refused, ("a payload of", "a payload of", "extra of"), strict=True):
+    for said, words in ((payload, "a payload of"), (extra, "extra of")):
         assert said.startswith("FormatError"), said
         assert words in said
 
@@ -323,20 +282,6 @@ def test_a_source_that_no_update_can_hold_is_told_before_its_rows_are_read(tmp_p
         store.commit(extra={"x": ["y" * 1000] * 5000})
     with pytest.raises(ValueError, match=r"a version with extra of 50.* bytes; an update holds at most"):
         write_update(tmp_path / "source", tmp_path / "update")
-
-
-def test_rows_that_an_update_lacks_are_found_with_one_chunk_in_memory() -> None:
-    choice = np.random.default_rng(1)
-    for _ in range(200):
-        sent = np.flatnonzero(choice.random(100) < choice.random())
-        stored = np.flatnonzero(choice.random(100) < choice.random())
-        chunks = [SimpleNamespace(rows=part) for part in np.array_split(stored, choice.integers(1, 9)) if len(part)]
-        old, missing = _Old(chunks), list[int]()  # type: ignore[arg-type]
-        for part in [part for part in np.array_split(sent, choice.integers(1, 9)) if len(part)]:
-            missing += [row for rows in old.missing(part, int(part[-1])) for row in rows.tolist()]
-            assert len(old._rows) <= max((len(each.rows) for each in chunks), default=0)
-        missing += [row for rows in old.missing(np.empty(0, np.int64), 1000) for row in rows.tolist()]
-        assert missing == sorted(set(stored.tolist()) - set(sent.tolist()))
 
 
 def test_several_files_are_applied_as_the_last_ones_version(

@@ -1,5 +1,10 @@
-"""An update holds the rows that changed and no others, and a replica that took it has the source's bits."""
+"""An update holds the rows that changed and no others, and a replica that took it has the source's bits.
 
+A number may be used again; a commit's identity is not, so no replica takes changes of rows that it has not.
+"""
+
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +13,28 @@ import torch
 from safetensors import safe_open
 
 import tierstore
-from tests.updates.support import ROWS, SMALL, assign, change, contents, edited, extra_of, make, same, table_config
+from tests import children
+from tests.updates.support import (
+    ROWS,
+    SMALL,
+    assign,
+    change,
+    contents,
+    edited,
+    extra_of,
+    make,
+    same,
+    source_of,
+    table_config,
+)
 from tierstore import errors
 from tierstore.exchange.rows import read_rows
-from tierstore.store.version import ORIGIN_KEY
-from tierstore.updates import Origin, Update, apply_update, origin_of
+from tierstore.offline.compaction import compact_store
+from tierstore.offline.salvage import salvage
+from tierstore.store import version as payloads
+from tierstore.store.version import MAX_ANCESTORS, NO_LINEAGE, ORIGIN_KEY, Ancestor, Lineage
+from tierstore.updates import Applied, Origin, Update, apply_update, origin_of
+from tierstore.updates.delta import Head
 from tierstore.updates.update_file import UpdateFile
 
 
@@ -88,8 +110,14 @@ def test_everything_has_the_bits_of_the_source_and_rows_that_it_lacks_their_firs
 
 
 def test_the_file_is_safetensors_and_the_same_each_time(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    change(source, 1)
+    with pytest.raises(errors.StoreNotFoundError):
+        make(tmp_path / "none")
+    tierstore.open(tmp_path / "new", **SMALL).close()
+    with pytest.raises(errors.StoreNotFoundError, match="nothing was committed"):
+        make(tmp_path / "new")
+    change(source := tmp_path / "source", 1)
+    with pytest.raises(ValueError, match="is at version 1"):
+        make(source, 1)
     one, other = make(source), make(source)
     assert one.id == other.id
     assert one.path.read_bytes() == other.path.read_bytes()
@@ -99,24 +127,173 @@ def test_the_file_is_safetensors_and_the_same_each_time(tmp_path: Path) -> None:
     assert sum(sizes) < one.size_bytes
 
 
-def test_what_there_is_to_publish_is_said_when_there_is_nothing(tmp_path: Path) -> None:
-    with pytest.raises(errors.StoreNotFoundError):
-        make(tmp_path / "none")
-    tierstore.open(tmp_path / "new", **SMALL).close()
-    with pytest.raises(errors.StoreNotFoundError, match="nothing was committed"):
-        make(tmp_path / "new")
-    change(tmp_path / "source", 1)
-    with pytest.raises(ValueError, match="is at version 1"):
-        make(tmp_path / "source", 1)
-
-
 def test_where_a_commit_came_from_is_told_or_refused() -> None:
     assert origin_of({"step": 1}) is None
-    assert origin_of({ORIGIN_KEY: {"source": "0" * 32, "version": 3}}) == Origin("0" * 32, 3)
-    commit = {"commit_id": "0f" * 8}
-    assert origin_of({ORIGIN_KEY: {"source": "0" * 32, "version": 3, **commit}}) == Origin("0" * 32, 3, "0f" * 8)
-    commit = {"commit_id": "0F" * 8}
-    wrong = {"source": "0" * 32, "version": 3, **commit}
-    for stored in (3, {}, {"source": "x", "version": 3}, {"source": "0" * 32, "version": True}, wrong):
+    told = {"source": "0" * 32, "version": 3}
+    for commit_id in ("", "0f" * 8):
+        assert origin_of({ORIGIN_KEY: {**told, "commit_id": commit_id}}) == Origin("0" * 32, 3, commit_id)
+    assert origin_of({ORIGIN_KEY: told}) == Origin("0" * 32, 3)
+    for stored in (3, {}, {**told, "source": "x"}, {**told, "version": True}, {**told, "commit_id": "0F" * 8}):
         with pytest.raises(errors.FormatError):
             origin_of({ORIGIN_KEY: stored})
+
+
+def has(replica: Path) -> Origin | None:
+    return origin_of(extra_of(replica)[0])
+
+
+def bring(source: Path, replica: Path) -> Applied:
+    """As a publisher does: what the replica lacks."""
+    origin = has(replica) if replica.exists() else None
+    is_ancestor = source_of(source).has_grown_from(origin)
+    update = make(source, origin.version if is_ancestor and origin else 0)
+    return apply_update(replica, update.path, replaces=origin.commit_id if origin else "")
+
+
+def replace(store: Path, other: Path) -> None:
+    shutil.rmtree(store)
+    shutil.copytree(other, store)
+
+
+KILLED = """
+from tierstore.system import killpoints
+
+def hook(name):
+    if name == "commit: transaction committed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def commit():
+    with tierstore.open(sys.argv[1], keep=3, ddr="4MiB", threads=1) as store:
+        store["item"].write(torch.arange(50), torch.full((50, 6), 9.0))
+        killpoints.hook = hook
+        store.commit()
+
+forked(commit)
+"""
+
+
+def test_a_commit_that_was_seen_and_lost_is_not_gone_on_from(tmp_path: Path) -> None:
+    """The next writer goes back to the anchored tree, where the number is free again."""
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1, keep=3)
+    assert children.run(KILLED, source) == "ended with -9\n"
+    apply_update(replica, make(source).path)  # opens it read-only, before a writer does
+    lost = has(replica)
+    assert lost is not None
+    assert lost.version == 2
+    change(source, 20, keep=3)
+    found = source_of(source)
+    assert found.origin.version == 2
+    assert not found.origin.is_same(lost)
+    change(source, 3, keep=3)
+    before, update = contents(replica), make(source, 2)
+    assert update.header.since == 2
+    refused = r"has version 2 \(commit \w+\) .* goes from version 2 \(commit .* a full copy"
+    with pytest.raises(errors.TierstoreError, match=refused):
+        apply_update(replica, update.path)
+    assert same(contents(replica), before)
+    assert not bring(source, replica).was_there
+    assert same(contents(replica), contents(source))
+
+
+def test_each_commit_follows_from_the_one_before_it() -> None:
+    made = NO_LINEAGE
+    ids = []
+    for number in range(1, MAX_ANCESTORS + 50):
+        made = made.following(number - 1)
+        ids.append(made.commit_id)
+    assert len(set(ids)) == len(ids)
+    first = len(ids) - MAX_ANCESTORS
+    assert made.ancestors == tuple(Ancestor(number, ids[number - 1]) for number in range(first, len(ids)))
+    assert made.id_of(first) == ids[first - 1]
+    assert made.id_of(first - 1) == made.id_of(len(ids)) == ""
+    assert Lineage.from_dict(made.to_dict()) == made
+
+
+def without_lineage(tables: Any, extra: Any, _lineage: Any, framed: Any = payloads._framed) -> bytes:
+    """As earlier releases wrote it."""
+    return bytes(framed(tables, extra, NO_LINEAGE))
+
+
+def test_what_an_earlier_release_wrote_gets_everything_until_it_has_an_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(payloads, "_framed", without_lineage)
+        for seed in (1, 2):
+            change(source, seed, keep=3)
+    apply_update(replica, make(source).path)
+    assert source_of(source) == Head(Origin(source_of(source).origin.source, 2, ""), NO_LINEAGE)
+    assert not make(source, 1).header.since  # it is kept, but who says that the replica's is the same?
+    assert not bring(source, replica).was_there
+    change(source, 3, keep=3)
+    assert source_of(source).lineage.ancestors == ()
+    assert not make(source, 2).header.since
+    bring(source, replica)
+    change(source, 4, keep=3)
+    assert bring(source, replica) == (4, 120, False)
+    assert bring(source, replica).was_there
+    with tierstore.open(source, mode="r", version=2, **SMALL) as store:
+        assert store.extra == {"step": 2}
+    with tierstore.open(replica, keep=2, **SMALL) as store:  # the extra of a replica as it was then
+        store.commit(extra={**store.extra, ORIGIN_KEY: {"source": source_of(source).origin.source, "version": 4}})
+    change(source, 5, keep=3)
+    with pytest.raises(errors.TierstoreError, match=r"has version 4 \(commit unknown\)"):
+        apply_update(replica, make(source, 4).path)
+    assert bring(source, replica).rows > 120 - 60
+    assert same(contents(replica), contents(source))
+
+
+def test_a_compacted_copy_is_of_the_same_commits_and_other_copies_are_not(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    for seed in (1, 2):
+        change(source, seed, keep=3)
+    told = source_of(source)
+    bring(source, replica)
+    compact_store(source, tmp_path / "compact")
+    assert source_of(tmp_path / "compact") == told
+    change(tmp_path / "compact", 3, keep=3)
+    assert bring(tmp_path / "compact", replica) == (3, 120, False)
+    assert same(contents(replica), contents(tmp_path / "compact"))
+    salvage(source, tmp_path / "saved")
+    tierstore.quantize(source, tmp_path / "small", dtype="float16")
+    for made in ("saved", "small"):
+        other = source_of(tmp_path / made)
+        assert other.origin.version == 2
+        assert other.origin.commit_id not in ("", told.origin.commit_id)
+        assert other.lineage.ancestors == ()
+    assert extra_of(tmp_path / "saved")[0] == extra_of(source)[0]
+    assert extra_of(tmp_path / "saved")[1].keys() == extra_of(source)[1].keys()
+
+
+def test_any_history_leaves_replicas_with_the_rows_of_the_source(tmp_path: Path) -> None:
+    """Commits, also of new tables, rollbacks, copies and their return, in any order; replicas, and one of a replica,
+    that are brought up now and then."""
+    choice, source, copies = random.Random(5), tmp_path / "source", 0
+    gone_on, used_again = 0, 0
+    change(source, 1, keep=3, names=("item",))
+    for step in range(2, 90):
+        action = choice.choice(["commit"] * 4 + ["rollback", "copy", "restore", "restore"] + ["bring"] * 4)
+        if action == "commit":
+            change(source, step, keep=3, names=[("item",), ("item", "user"), ("user", "new")][step % 3])
+        elif action == "rollback":
+            with tierstore.open(source, keep=3, **SMALL) as store:
+                store.rollback(choice.choice(store.versions))
+        elif action == "copy":
+            copies += 1
+            shutil.copytree(source, tmp_path / f"copy {copies}")
+        elif action == "restore" and copies:
+            replace(source, tmp_path / f"copy {copies}")
+        elif action == "bring":
+            replica, told = tmp_path / f"replica {choice.randint(1, 2)}", source_of(source)
+            origin = has(replica) if replica.exists() else None
+            if told.has_grown_from(origin):
+                gone_on += 1
+            elif origin is not None and not told.origin.is_same(origin):
+                used_again += bool(told.lineage.id_of(origin.version)) or told.origin.version == origin.version
+            bring(source, replica)
+            assert same(contents(replica), contents(source))
+            bring(replica, tmp_path / "replica of 1") if replica.name[-1] == "1" else None
+            assert replica.name[-1] == "2" or same(contents(tmp_path / "replica of 1"), contents(source))
+    assert min(gone_on, used_again) > 1

@@ -36,33 +36,24 @@ def test_only_files_of_updates_are_deleted(tmp_path: Path) -> None:
     assert names(tmp_path) == others | {"folder", "list.json", FILE.id, f"{FILE.id}.partial"}
 
 
-def site(folder: Path) -> Path:
+def site(folder: Path, text: str = "") -> Path:
     folder.mkdir()
     (folder / "index.html").touch()
+    if text:
+        (folder / "list.json").write_text(text)
     return folder
 
 
-def site_with_list(folder: Path) -> Path:
-    (site(folder) / "list.json").write_text("[]")
-    return folder
-
-
-def store(folder: Path) -> Path:
-    change(folder, 1)
-    return folder
-
-
-def sharded(folder: Path) -> Path:
-    change(folder / "0-of-2", 1)
+def store(folder: Path, part: str = "") -> Path:
+    change(folder / part, 1)
     return folder
 
 
 PLACES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a site": (site, "", "choose an empty folder"),
-    "a site with a list": (site_with_list, "", "choose an empty folder"),
-    "a store": (store, "", "is in the store"),
+    "a site with a list": (lambda folder: site(folder, "[]"), "", "choose an empty folder"),
     "within a store": (store, "a/b", "is in the store"),
-    "a sharded store": (sharded, "", "is in the store"),
+    "a sharded store": (lambda folder: store(folder, "0-of-2"), "", "is in the store"),
 }
 
 

@@ -152,7 +152,6 @@ class ServeConfig:
     tls_certificate: str = option("", "certificate chain in PEM, for TLS on all ports")
     tls_key: str = option("", "its key")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "what to log")
-    log_text: bool = option(False, "log plain lines instead of JSON")
 
     def __post_init__(self) -> None:
         from ..cache.ddr import POLICIES  # which brings the compiler along

@@ -27,7 +27,7 @@ from ..store.manifest import Manifest
 from ..store.refresh import Newer
 from ..system.checks import excerpt
 from ..train.checkpoint import saved_config
-from ..updates.header import origin_of
+from ..updates.update_file import origin_of
 from .base import LONG_IDS, Model, Outputs, Pause
 from .batching import Batcher, OneThread, between
 from .config import ServeConfig
@@ -124,7 +124,8 @@ class StoreEngine:
             program = None
             if config.model:
                 program = load_program(Path(config.model), max_samples=config.max_batch_samples, dense=config.dense)
-            dropped = self._note_dropped if config.out_of_range == "zero" else None
+            note, prefix = self._metrics.out_of_range, self._prefix
+            dropped = (lambda name, count: note(prefix + name, count)) if config.out_of_range == "zero" else None
             models = Models(store, dropped=dropped, program=program, dense=config.dense)
             self.watched = self._watch(store)
             self._warm_up(store)
@@ -145,9 +146,6 @@ class StoreEngine:
         self.version = self.newest_version = store.version if origin is None else origin.version
         known = store.commit_id(store.version) if origin is None else origin.commit_id + origin.urgent
         self.commit_id = known or f"version {self.version}"
-
-    def _note_dropped(self, model: str, count: int) -> None:
-        self._metrics.out_of_range(self._prefix + model, count)
 
     def _watch(self, store: Store) -> Watch | None:
         config = self._config
@@ -301,11 +299,8 @@ class StoreEngine:
         found = self._known if self.absent else self.models()
         return [{"name": each.name, "version": each.versions[-1], **told} for each in found]
 
-    def watch(self, task: "asyncio.Task[None]") -> None:
-        """If the task ends with an error, the engine cannot go on by itself."""
-        task.add_done_callback(self._note_ended)
-
-    def _note_ended(self, task: "asyncio.Task[None]") -> None:
+    def note_ended(self, task: "asyncio.Task[None]") -> None:
+        """If a task of it ends with an error, the engine cannot go on by itself."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._has_failed = True
@@ -316,9 +311,6 @@ class StoreEngine:
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
         return self._metadata(self._find(name, version))
-
-    def require(self, name: str, version: str = "") -> None:
-        self._find(name, version)
 
     def _metadata(self, served: _Served) -> ModelMetadata:
         metadata = served.model.metadata

@@ -5,10 +5,10 @@ from typing import Any, Final
 
 from ..system import __version__
 from ..system.checks import excerpt
-from .base import Engine
 from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
 from .messages import ServeError, Status, TensorSpec
+from .repository import Repository
 
 DATA_TYPES: Final = {"TYPE_INT32": 8, "TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_STRING": 13}
 """By the names in JSON, the numbers over gRPC."""
@@ -19,7 +19,7 @@ _REPOSITORY: Final = ("model_repository", "model_repository(unload_dependents)")
 class _NotingRefusals:
     """A context; a class, as it is entered several times a request and a generator's takes microseconds."""
 
-    def __init__(self, engine: Engine, protocol: str, request_id: str) -> None:
+    def __init__(self, engine: Repository, protocol: str, request_id: str) -> None:
         self._told = engine, protocol, request_id
 
     def __enter__(self) -> None:
@@ -36,7 +36,7 @@ class Front:
     those that load and unload the admin token, without which there are none. ValueError: a token that cannot be
     sent."""
 
-    def __init__(self, engine: Engine, protocol: str, limits: Limits, token: str | None) -> None:
+    def __init__(self, engine: Repository, protocol: str, limits: Limits, token: str | None) -> None:
         self.engine: Final = engine
         self.limits: Final = limits
         self.requests: Final = Budget(limits.bodies_bytes, "the requests under way hold {} bytes")

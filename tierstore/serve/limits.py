@@ -38,7 +38,10 @@ class Hold:
 
     def grow(self, size: int) -> None:
         """Take more; ServeError OVERLOADED if the budget is used up."""
-        self._budget.take(size)
+        budget = self._budget
+        if budget.held + size > budget.limit:
+            raise ServeError(Status.OVERLOADED, f"{budget.what.format(budget.limit)}; try again later")
+        budget.held += size
         self.size += size
 
     def __enter__(self) -> "Hold":
@@ -56,15 +59,7 @@ class Budget:
     """What all requests together may hold of something; ``what`` is the error's text, with {} for the limit."""
 
     def __init__(self, limit: int, what: str) -> None:
-        self._limit = limit
-        self._what = what
-        self.held = 0
-
-    def take(self, size: int) -> None:
-        """Take more; ServeError OVERLOADED if the budget is used up. ``hold`` also gives it back."""
-        if self.held + size > self._limit:
-            raise ServeError(Status.OVERLOADED, f"{self._what.format(self._limit)}; try again later")
-        self.held += size
+        self.limit, self.what, self.held = limit, what, 0
 
     def hold(self, size: int = 0) -> Hold:
         """ServeError OVERLOADED if the budget is used up."""

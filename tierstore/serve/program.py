@@ -24,14 +24,14 @@ from starlette.types import ASGIApp
 
 from ..errors import TierstoreError
 from ..system.processes import address
-from ..updates.canary import MIN_REQUESTS, Canary, Measures
 from ..updates.fetch import Source
+from ..updates.listing import MIN_REQUESTS, Canary, Measures
 from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
 from .grpc.messages import HEALTH_SERVICE
 from .grpc.server import GrpcServer
 from .limits import Limits
-from .logs import configure
+from .logs import configure, flush
 from .messages import ServeError, Status
 from .monitoring.app import monitoring_routes
 from .monitoring.metrics import Metrics, StateCollector, summarize
@@ -106,7 +106,7 @@ class Server:
             raise ServeError(Status.INVALID, f"this server follows its trainer: {way_out}")
 
         if (config := self._config).sources:
-            bounds = {name: getattr(config, f"canary_{name}") for name in ("seconds", "loss", "errors", "p99")}
+            bounds = {name: getattr(config, f"canary_{name}") for name in Canary._fields}
             self._replica = Replica(
                 Path(config.store), [Source(url, token) for url in config.sources], extra=engine.only.extra,
                 refresh=engine.refresh, lookups=engine.only.row_counts.top,
@@ -154,12 +154,13 @@ class Server:
             tasks.append((only, "watching the certificate", _renew(self.tls)))
         for engine, name, task in tasks:
             self._background.append(asyncio.create_task(task, name=name))
-            engine.watch(self._background[-1])
+            self._background[-1].add_done_callback(engine.note_ended)
         return Ports(rest, grpc_port, admin)
 
     def _measure(self, seconds: int, commit_id: str) -> Measures | None:
         """How the server fared in the last seconds; None while its watch has no loss of the commit. For any thread."""
-        loss, every = None, np.concatenate([np.empty(0), *self.metrics.window.latest(seconds)])
+        loss, last = None, self.metrics.window.seconds()[-seconds:]
+        every = np.concatenate([np.empty(0), *(each for second in last for each in second.values())])
         if (watched := self.repository.only.watched) is not None:
             if watched.last is None or watched.last.commit_id != commit_id:
                 return None
@@ -207,7 +208,7 @@ def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 
         on_ready: called with the ports once requests are taken, or a replica waits for its first update.
         is_patient: a second signal changes nothing; else it ends the process at once.
     """
-    configure(config.log_level.upper(), as_json=not config.log_text)
+    configure(config.log_level.upper())
     for each in _SIGNALS:  # they end the process, until the loop sees to them
         signal.signal(each, signal.SIG_DFL)
     torch.set_num_threads(config.num_threads)
@@ -244,6 +245,7 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
         await server.repository.begin_to_stop()  # the warm-up sees it and ends
         if not (await asyncio.wait((starting,), timeout=_START_END_SECONDS))[0]:  # a thread compiles kernels, perhaps
             _LOG.warning("stopped while it starts, before it took requests")
+            flush()
             os._exit(0)
     ports = await starting
     if not stopping.is_set():

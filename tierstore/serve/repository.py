@@ -45,20 +45,25 @@ def _table_bytes(directory: Path) -> int:
 
 
 class Repository:
-    """The engine of REST and gRPC, over those of the stores. If there are several, a model's name is the store's, a dot
-    and the model's own. Errors as of ``configs_of``."""
+    """What REST and gRPC ask, over the engines of the stores; for the event loop. Live: it can recover by itself.
+    Ready: it takes requests. Errors as of ``configs_of``.
+
+    Attributes:
+        store_names: of several stores, with one of which and a dot each model's name begins; of one store none.
+        admin_token: what calls to ``change`` must show; None: there are none.
+    """
 
     def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
         self._metrics = metrics
         configs = configs_of(config)
-        self.store_names: Final = tuple(configs) if len(configs) > 1 else ()
+        self.store_names = tuple(configs) if len(configs) > 1 else ()
         prefix = "{}." if self.store_names else ""
         turn = threading.Lock()
         self.engines: Final = {
             name: StoreEngine(each, metrics, turn, prefix.format(name)) for name, each in configs.items()
         }
         self.only: Final = next(iter(self.engines.values()))  # or the first
-        self.admin_token: Final = Token(config.admin_token or "") if config.model_control == "explicit" else None
+        self.admin_token = Token(config.admin_token or "") if config.model_control == "explicit" else None
         self._changes: set[asyncio.Task[None]] = set()
 
     # Starting and stopping
@@ -91,6 +96,7 @@ class Repository:
         return tuple(model for each in self.engines.values() for model in each.models())
 
     def index(self) -> list[dict[str, str]]:
+        """All models as Triton lists them."""
         return [entry for each in self.engines.values() for entry in each.index()]
 
     def _of(self, model: str) -> StoreEngine:
@@ -98,29 +104,31 @@ class Repository:
         return self.engines.get(model.partition(".")[0], self.only)
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
+        """ServeError NOT_FOUND, with the nearest name or the version that is served."""
         return self._of(name).model(name, version)
 
-    def require(self, name: str, version: str = "") -> None:
-        self._of(name).require(name, version)
-
     def is_model_ready(self, name: str, version: str = "") -> bool:
+        """Of a model, or by its name of one of several stores; ``model``'s ServeError, if it has one."""
         engine = self.engines.get(name) or self._of(name)
         if name not in self.engines:
-            engine.require(name, version)
+            engine.model(name, version)
         return engine.is_ready
 
     def statistics(self, name: str) -> dict[str, Any]:
         return self._metrics.statistics(name)
 
     async def infer(self, request: InferRequest) -> InferResponse:
+        """Answer, or ServeError and nothing else; to cancel the task takes the request back."""
         return await self._of(request.model).infer(request)
 
     def note_refused(self, protocol: str, error: ServeError, request_id: str = "") -> None:
+        """Count a request ("http" or "grpc") that was refused before it could be asked here."""
         self._metrics.refused(protocol, error.status)
         log_refused(protocol, error, request_id)
 
     async def change(self, what: str, store: str) -> None:
-        """To its end, also if the client leaves."""
+        """ "unload" a store: answer what came and free its memory; or "load" it, or its newest commit if it is there.
+        It goes on if the client leaves. ServeError NOT_FOUND, or UNAVAILABLE: it cannot be opened."""
         engine = self.engines.get(store)
         if engine is None:
             hint = nearest(store, self.engines)

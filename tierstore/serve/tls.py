@@ -24,10 +24,9 @@ class Tls:
 
     def _read(self) -> tuple[bytes, bytes]:
         try:
-            certificate, key = (path.read_bytes() for path in (self.certificate, self.key))
+            return self.certificate.read_bytes(), self.key.read_bytes()
         except OSError as error:
             raise self._unusable(error) from error
-        return certificate, key
 
     def _loaded(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -65,13 +64,13 @@ class Tls:
 
     def credentials(self) -> Any:
         """For gRPC, which asks at each handshake."""
-        shown: list[Any] = [None]
+        shown: Any = None
 
         def fetch() -> Any:
-            pem, before = self._pem, shown[0]
-            if pem is before:
+            nonlocal shown
+            if shown is self._pem:
                 return None
-            shown[0] = pem
-            return grpc.ssl_server_certificate_configuration([(pem[1], pem[0])])
+            shown = certificate, key = self._pem
+            return grpc.ssl_server_certificate_configuration([(key, certificate)])
 
         return grpc.dynamic_ssl_server_credentials(fetch(), fetch)

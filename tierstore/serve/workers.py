@@ -58,7 +58,7 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
     """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status. If one ends by
     itself, all are stopped, and the status is 1: the supervisor of the command starts it again. OSError: a port
     is taken."""
-    configure(config.log_level.upper(), as_json=not config.log_text)
+    configure(config.log_level.upper())
     context = multiprocessing.get_context("spawn")
     stopping = Flag()
     processes: list[BaseProcess] = []

@@ -2,6 +2,6 @@
 
 from .apply import Applied, apply_update, roll_back_replica
 from .delta import Update, write_update
-from .header import Origin, origin_of
+from .update_file import Origin, origin_of
 
 __all__ = ["Applied", "Origin", "Update", "apply_update", "origin_of", "roll_back_replica", "write_update"]

@@ -8,7 +8,7 @@ rows of the third: nobody goes back to a part of a version.
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,15 +18,22 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import TierstoreError
 from ..io.lmdb import LmdbColdTier
-from ..io.reads import ChangedRows
 from ..kernels.arrays import Int64s, Words
-from ..layout import KEY_ROW_BITS, MAX_ROWS
+from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import ORIGIN_KEY, TableState, repack, unpack, unpack_tensors
 from ..system.files import translate_os_error
-from .header import Origin, UpdateHeader, origin_of
-from .update_file import MAX_HEADER_BYTES, NoBaseError, UnfitError, UnfitTablesError, UpdateFile
+from .update_file import (
+    MAX_HEADER_BYTES,
+    NoBaseError,
+    Origin,
+    UnfitError,
+    UnfitTablesError,
+    UpdateFile,
+    UpdateHeader,
+    origin_of,
+)
 
 KEEP: Final = 2
 _TRANSACTION_BYTES: Final = 16 << 20  # of segments, all of which LMDB holds in memory
@@ -111,8 +118,9 @@ def _apply(directory: Path, tier: LmdbColdTier, updates: Sequence[UpdateFile], r
     _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), updates[-1])
     sent = before if last.is_urgent else updates[-1].version()
     unpack_tensors(sent)
-    writer = _Writer(tier, last.tables)
-    rows = sum(map(writer.write, updates))
+    for index, config in enumerate(last.tables):
+        tier.add_table(index, config.layout(tier.page_bytes), 0 if config.is_dropped else config.num_embeddings)
+    rows = sum(_write_all(tier, last.tables, each) for each in updates)
     states = {config.name: TableState(0, config.optimizer.lr) for config in last.tables}
     version = sent._replace(tables=states, extra={**sent.extra, ORIGIN_KEY: last.shown._asdict()})
     payload = repack(version, before.lineage.following(before.number))
@@ -157,62 +165,29 @@ def _require_tables(directory: Path, tables: tuple[TableConfig, ...], update: Up
         raise UnfitTablesError(lacked, update.path)
 
 
-class _Writer:
-    def __init__(self, tier: LmdbColdTier, tables: tuple[TableConfig, ...]) -> None:
-        self._tier = tier
-        self._tables = tables
-        self._layouts = [config.layout(tier.page_bytes) for config in tables]
-        for index, (config, layout) in enumerate(zip(tables, self._layouts, strict=True)):
-            tier.add_table(index, layout, 0 if config.is_dropped else config.num_embeddings)
-
-    def write(self, update: UpdateFile) -> int:
-        """All its rows; how many. TableError: its tables are not the first ones of the version's."""
-        header = update.header
-        if header.tables != self._tables[: len(header.tables)]:
-            raise UnfitTablesError(f"{update.path} has other tables than the update after it", update.path)
-        is_reset = not header.since and self._tier.version > 0
-        for index in range(len(header.tables)):
-            with self._tier.changes(0) if is_reset else contextlib.nullcontext() as stored:
-                old = _Old(stored.rows(index) if stored is not None else ())
-                for rows, weights in update.rows(index):
-                    self._reset(index, old.missing(rows, int(rows[-1])))  # before: it reads what is stored
-                    self._write(index, rows, weights)
-                self._reset(index, old.missing(np.empty(0, np.int64), MAX_ROWS))
-        return header.num_rows
-
-    def _write(self, index: int, rows: Int64s, weights: Words) -> None:
-        layout = self._layouts[index]
-        keys, slots = rows | (index << KEY_ROW_BITS), np.arange(len(rows), dtype=np.int32)
-        state = np.zeros((len(rows), layout.state_words), np.uint64)
-        step = layout.rows_within(_TRANSACTION_BYTES)
-        for first in range(0, len(rows), step):
-            part = slice(first, first + step)
-            self._tier.write(keys[part], slots[part], weights, state, epoch=self._tier.last_version + 1)
-
-    def _reset(self, index: int, lost: Iterable[Int64s]) -> None:
-        for rows in lost:
-            keys = rows | (index << KEY_ROW_BITS)
-            self._write(index, rows, self._tables[index].init.rows(keys, self._layouts[index]))
+def _write_all(tier: LmdbColdTier, tables: tuple[TableConfig, ...], update: UpdateFile) -> int:
+    """Write all rows of an update; how many. TableError: its tables are not the first ones of the version's."""
+    header = update.header
+    if header.tables != tables[: len(header.tables)]:
+        raise UnfitTablesError(f"{update.path} has other tables than the update after it", update.path)
+    for index, config in enumerate(header.tables):
+        layout = config.layout(tier.page_bytes)
+        if not header.since and tier.version:  # a full copy: a row that it lacks has its first value again
+            with tier.changes(0) as stored:
+                for rows, _ in stored.rows(index):
+                    keys = rows | (index << KEY_ROW_BITS)
+                    _write(tier, layout, keys, config.init.rows(keys, layout))
+        for rows, weights in update.rows(index):
+            _write(tier, layout, rows | (index << KEY_ROW_BITS), weights)
+    return header.num_rows
 
 
-class _Old:
-    """The rows of a table that a replica has stored, ascending."""
-
-    def __init__(self, chunks: Iterable[ChangedRows]) -> None:
-        self._chunks = iter(chunks)
-        self._rows = np.empty(0, np.int64)
-
-    def missing(self, sent: Int64s, last: int) -> Iterator[Int64s]:
-        """Those up to ``last``, and above what was asked before, that are not among those sent."""
-        while True:
-            count = int(np.searchsorted(self._rows, last, "right"))
-            lost, self._rows = self._rows[:count], self._rows[count:]
-            if len(lost := lost[~np.isin(lost, sent, assume_unique=True)]):
-                yield lost
-            more = None if len(self._rows) else next(self._chunks, None)
-            if more is None:
-                return
-            self._rows = more.rows
+def _write(tier: LmdbColdTier, layout: RowLayout, keys: Int64s, weights: Words) -> None:
+    slots, state = np.arange(len(keys), dtype=np.int32), np.zeros((len(keys), layout.state_words), np.uint64)
+    step = layout.rows_within(_TRANSACTION_BYTES)
+    for first in range(0, len(keys), step):
+        part = slice(first, first + step)
+        tier.write(keys[part], slots[part], weights, state, epoch=tier.last_version + 1)
 
 
 def roll_back_replica(directory: str | os.PathLike[str], left: str = "") -> Origin:

@@ -1,4 +1,6 @@
-"""What a publisher or a replica offers: update files, and what replicas are to show. Lists of others are not trusted.
+"""What a publisher or a replica offers: update files, what replicas are to show, and what canaries found of it.
+
+Lists of others are not trusted.
 
 A folder has the files, named by their ids, ``ID.partial`` of one that still arrives, and ``list.json``. Any plain file
 server can offer it.
@@ -13,7 +15,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
@@ -24,7 +26,7 @@ from ..store.manifest import MANIFEST_NAME, parts_in
 from ..store.version import ORIGIN_KEY, is_commit_id
 from ..system.checks import excerpt, require_int
 from ..system.files import make_directory, names_in, output_locked, read_plain_file, write_text
-from .header import Origin, UpdateHeader, origin_of
+from .update_file import Origin, UpdateHeader, origin_of
 
 _LOG: Final = logging.getLogger("tierstore.updates")
 LIST_NAME: Final = "list.json"
@@ -39,7 +41,7 @@ _MAX_FILE_BYTES: Final = 1 << 40
 _MAX_NUMBER: Final = 1 << 62
 _MAX_WHY: Final = 300
 _MAX_FIGURES: Final = 16
-Figures = tuple[float | None, ...]  # as of ``canary.Measures``
+Figures = tuple[float | None, ...]  # as of ``Measures``
 
 
 def _require_ids(*ids: str) -> None:
@@ -259,3 +261,45 @@ class Folder:
             for name in names_in(self.path) - named:
                 if _PASSING.fullmatch(name):
                     (self.path / name).unlink(missing_ok=True)
+
+
+MIN_REQUESTS: Final = 100  # fewer tell nothing of the 99th percentile, or of a share of one in a hundred
+
+
+class Measures(NamedTuple):
+    """How a server fares; None of what it cannot tell. Failed requests are errors, and those that were refused before
+    a model was asked; latency is from arrival to answer, the wait for a batch included."""
+
+    log_loss: float | None = None
+    failed_share: float | None = None
+    seconds_p99: float | None = None
+
+
+class Canary(NamedTuple):
+    """For how long a version on trial is watched, and how much worse than before its server may fare: the settings
+    ``canary_*`` of a server. What is compared is of the minute before, at most."""
+
+    seconds: int
+    loss: float
+    errors: float
+    p99: float
+
+    def worse(self, before: Measures, after: Measures) -> str:
+        """What got worse beyond its bound, in words; "" if nothing did."""
+        bounds = (
+            ("the log loss", f"--canary-loss {self.loss:g}", 1 + self.loss, 0.0),
+            ("the share of failed requests", f"--canary-errors {self.errors:g}", 1.0, self.errors),
+            ("the 99th percentile of latency, in seconds,", f"--canary-p99 {self.p99:g}", 1 + self.p99, 0.0),
+        )
+        found = []
+        for (what, flag, factor, more), was, now in zip(bounds, before, after, strict=True):
+            if was is not None and now is not None and not now <= (most := was * factor + more):  # NaN is not
+                found.append(f"{what} is {now:.5g}, was {was:.5g}, and {flag} allows {most:.5g}")
+        return "; ".join(found)
+
+
+def absent(before: Measures, after: Measures) -> list[str]:
+    """Measures that there were before, and are not there."""
+    return [
+        name for name, was, now in zip(Measures._fields, before, after, strict=True) if was is not None and now is None
+    ]

@@ -20,11 +20,10 @@ from ..store.directory import Opened
 from ..system.files import make_directory
 from ..system.killpoints import reach
 from ..system.sizes import format_size
-from .delta import open_source, source_in, write_update
+from .delta import open_source, source_in, urgent_rows, write_update
 from .fetch import Source
-from .header import Origin
 from .listing import MADE_NAME, MAX_FILES, Folder, Listing, Offered, way
-from .urgent import urgent_rows
+from .update_file import Origin
 
 _LOG: Final = logging.getLogger("tierstore.updates")
 _MAX_OLDER: Final = 64
@@ -102,20 +101,18 @@ class Publisher:
         verdict = listing.verdict_on(trial.commit_id) if trial else None
         if target is not None and target.commit_id in declined and listing.before is not None:
             self._say(f"version {target.version} was declined: back to version {listing.before.version}")
-            back: dict[str, Any] = {"target": listing.before, "shown": listing.before, "before": None}
-            listing, trial = replace(listing, trial=None, serial=_serial(listing), **back), None
+            back, serial = listing.before, _serial(listing)
+            listing, trial = replace(listing, target=back, shown=back, before=None, trial=None, serial=serial), None
         if trial is not None and (self._canary is None or (verdict is not None and verdict.is_approved)):
             self._say(f"version {trial.version} is approved")
-            listing = replace(listing, trial=None, **_shown(listing, trial))
-            listing = replace(listing, files=_kept(listing))
+            listing = _kept(_showing(replace(listing, trial=None), trial))
         elif trial is not None and verdict is not None:
             self._say(f"version {trial.version} is declined: {verdict.why}")
             listing = replace(listing, trial=None, serial=_serial(listing))
-        elif trial is not None and self._canary is not None and self.waits_seconds > self._silent_seconds:
+        elif self._canary is not None and self.waits_seconds > self._silent_seconds and trial and not self._is_told:
             why = self._canary.error or "it has few requests, or its watch has not measured"
             told = f"no decision on version {trial.version} for {self.waits_seconds:.0f} s: {self._canary.url}: {why}"
-            if not self._is_told:
-                self._say(f"{told}. Others stay at version {target.version if target else 0}")
+            self._say(f"{told}. Others stay at version {target.version if target else 0}")
             self._is_told = True
         files = tuple(each for each in listing.files if each.commit_id not in declined)
         self.folder.put(replace(listing, files=files))
@@ -189,14 +186,13 @@ class Publisher:
 
     def _put(self, new: Origin, made: Iterable[Offered]) -> None:
         listing = self.folder.listing
-        shown = _shown(listing, new)
         listing = replace(listing, files=(*listing.files, *made))
-        if self._canary is None or listing.target is None or not shown:
-            listing = replace(listing, **shown)
-        elif not new.is_same(listing.trial):
+        if self._canary is None or listing.target is None:
+            listing = _showing(listing, new)
+        elif not new.is_same(listing.target) and not new.is_same(listing.trial):
             listing = replace(listing, trial=new, serial=_serial(listing, new.version))
             self._waits_since, self._is_told = time.monotonic(), False
-        self.folder.put(replace(listing, files=_kept(listing)))
+        self.folder.put(_kept(listing))
 
 
 def _serial(listing: Listing, version: int = 0) -> int:
@@ -213,20 +209,20 @@ def _base(listing: Listing) -> Origin | None:
     return listing.target if listing.before is None or _is_whole(listing, listing.target) else listing.before
 
 
-def _shown(listing: Listing, new: Origin) -> dict[str, Any]:
+def _showing(listing: Listing, new: Origin) -> Listing:
     if new.is_same(listing.target):
-        return {}
-    return {"target": new, "shown": new, "before": _base(listing), "serial": _serial(listing, new.version)}
+        return listing
+    return replace(listing, target=new, shown=new, before=_base(listing), serial=_serial(listing, new.version))
 
 
-def _kept(listing: Listing) -> tuple[Offered, ...]:
+def _kept(listing: Listing) -> Listing:
     """Files on the way to the target from nothing, and to what is on trial; of older changes as much as a full copy."""
     files, target, trial = listing.files, listing.target, listing.trial
     path = (way(files, None, target) if target else None) or []
     ends = {each.commit_id for each in (target, trial) if each}
     kept = {each.id for each in files if each.commit_id in ends} | {each.id for each in path}
     if not path:
-        return files[-MAX_FILES:]
+        return replace(listing, files=files[-MAX_FILES:])
     left, end = path[0].size_bytes, path[0].commit_id
     for _ in range(_MAX_OLDER):
         older = next((each for each in files if each.commit_id == end and each.since and not each.is_urgent), None)
@@ -234,4 +230,4 @@ def _kept(listing: Listing) -> tuple[Offered, ...]:
             break
         left, end = left - older.size_bytes, older.since_commit_id
         kept.add(older.id)
-    return tuple(each for each in files if each.id in kept)
+    return replace(listing, files=tuple(each for each in files if each.id in kept))

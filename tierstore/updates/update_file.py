@@ -1,6 +1,10 @@
 """An update as a file: safetensors, each chunk a tensor of compressed bytes. docs/updates.md draws it.
 
-A file is named by its XXH64, so one that is cut short or damaged on its way is not taken for the one that was sent.
+A file is named by its XXH64, so one that is cut short or damaged on its way is not taken for the one that was sent. Its
+header and its chunks are read without trusting a word of them.
+
+Neighbouring ids differ by little, and the first bytes of neighbouring floats are alike. So a chunk has ids as
+differences, and of both ids and rows first all elements' first bytes, then all their second bytes, and so on.
 """
 
 import contextlib
@@ -11,15 +15,17 @@ import os
 import tempfile
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
+from ..config import TableConfig
 from ..errors import (
     ChecksumError,
     DiskFullError,
@@ -30,22 +36,241 @@ from ..errors import (
     TruncatedError,
 )
 from ..exchange.tensor_files import METADATA_KEY, SafetensorsFile, TensorSpec
-from ..layout import RowLayout
-from ..store.version import Version, json_bytes, unpack
-from ..system.checks import excerpt
+from ..io.reads import CHUNK_BYTES
+from ..layout import MAX_ROWS, MAX_TABLES, RowLayout
+from ..store.manifest import is_store_id
+from ..store.version import ORIGIN_KEY, Version, is_commit_id, json_bytes, unpack
+from ..system.checks import excerpt, require_int
 from ..system.files import open_plain_file, output_errors, partial_file, require_parent, write_all
 from ..system.sizes import format_size
-from .header import (
-    MAX_CHUNK_BYTES,
-    MAX_PAYLOAD_BYTES,
-    PAGE_BYTES,
-    PAYLOAD,
-    Chunk,
-    UpdateHeader,
-    decompress,
-    pack_chunk,
-    unpack_chunk,
-)
+
+
+class Origin(NamedTuple):
+    """A version of another store, whose id is ``source``, in hex."""
+
+    source: str
+    version: int
+    """Its number there, which a server tells its clients."""
+    commit_id: str = ""
+    """The commit's identity (``store.version.Lineage``); "" of a release without identities."""
+    urgent: str = ""
+    """The identity of a later commit of which some rows are shown already; "" for none."""
+
+    def __str__(self) -> str:
+        some = f" with urgent rows of commit {self.urgent}" if self.urgent else ""
+        return f"version {self.version} (commit {self.commit_id or 'unknown'}){some} of store {self.source}"
+
+    def is_same(self, other: "Origin | None") -> bool:
+        """Whether both are the very same commit, for certain."""
+        return self == other and self.commit_id != ""
+
+
+def origin_of(extra: Mapping[str, Any]) -> Origin | None:
+    """Where the rows of a commit with this ``extra`` come from; None if the store is no replica. FormatError: it is not
+    what ``apply_update`` wrote."""
+    stored = extra.get(ORIGIN_KEY)
+    if stored is None:
+        return None
+    try:
+        found = Origin(stored["source"], stored["version"], stored.get("commit_id", ""), stored.get("urgent", ""))
+    except (KeyError, TypeError, AttributeError):
+        found = Origin("", 0)
+    is_sound = is_store_id(found.source) and type(found.version) is int and found.version >= 1
+    if not is_sound or not all(each == "" or is_commit_id(each) for each in found[2:]):
+        raise FormatError(f"extra[{ORIGIN_KEY!r}] is {excerpt(stored)}, not the source of a replica's rows")
+    return found
+
+
+MAX_CHUNK_BYTES: Final = 2 * CHUNK_BYTES
+"""A chunk before it was compressed: what a reader holds in memory, some times over, for a few bytes of a file. A
+publisher reads ``CHUNK_BYTES`` of rows at a time, and a row of 8 bytes comes with an id of as many."""
+_ID_BYTES: Final = 8
+
+
+def decompress(data: bytes, raw_bytes: int) -> bytes:
+    """Exactly ``raw_bytes``, and never more memory than that; FormatError if it is not that many, or not of zlib."""
+    inflater = zlib.decompressobj()
+    try:
+        raw = inflater.decompress(data, raw_bytes + 1)
+    except zlib.error as error:
+        raise FormatError(f"a chunk cannot be decompressed ({error})") from error
+    if len(raw) != raw_bytes or not inflater.eof or inflater.unused_data:
+        raise FormatError(f"a chunk does not decompress to the {raw_bytes} bytes that its header says")
+    return raw
+
+
+def _planes(values: NDArray[Any]) -> bytes:
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return flat.reshape(-1, values.dtype.itemsize).T.tobytes()
+
+
+def _from_planes(raw: bytes, dtype: "np.dtype[Any]") -> NDArray[Any]:
+    planes = np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1)
+    return np.ascontiguousarray(planes.T).view(dtype).reshape(-1)
+
+
+def chunk_bytes(num_rows: int, layout: RowLayout) -> int:
+    return num_rows * (_ID_BYTES + layout.stored_columns * layout.numpy_dtype.itemsize)
+
+
+def pack_chunk(ids: NDArray[np.int64], weights: NDArray[np.uint64], layout: RowLayout) -> bytes:
+    """A chunk, not compressed yet, of ascending ids [n] and weights [n, weight words], without what pads a row."""
+    rows = weights.view(layout.numpy_dtype)[:, : layout.stored_columns]
+    return _planes(np.diff(ids, prepend=np.int64(0))) + _planes(rows)
+
+
+def unpack_chunk(raw: bytes, num_rows: int, layout: RowLayout) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Inverse of ``pack_chunk``; ids may be anything. FormatError for another length than so many rows have."""
+    if len(raw) != chunk_bytes(num_rows, layout):
+        raise FormatError(f"a chunk has {len(raw)} bytes, and {num_rows} rows have {chunk_bytes(num_rows, layout)}")
+    split = num_rows * _ID_BYTES
+    with np.errstate(over="ignore"):
+        ids = np.cumsum(_from_planes(raw[:split], np.dtype("<i8")))
+    values = _from_planes(raw[split:], layout.numpy_dtype).reshape(num_rows, layout.stored_columns)
+    weights = np.zeros((num_rows, layout.weight_words), np.uint64)
+    weights.view(layout.numpy_dtype)[:, : layout.stored_columns] = values
+    return ids, weights
+
+
+_FORMAT: Final = 3
+PAYLOAD: Final = -1  # in place of a table's index
+MAX_PAYLOAD_BYTES: Final = 256 << 20  # which a server that applies the update holds in memory several times
+PAGE_BYTES: Final = 4096  # of the layouts by which rows are packed, which have nothing of a page in them
+_BASES: Final = ("nothing", "rows")  # every row ever written, or those written since a version
+_MAX_VERSION: Final = 2**40
+
+
+class Chunk(NamedTuple):
+    table: int  # its index, or PAYLOAD
+    rows: int  # 0 in the payload
+    raw_bytes: int  # before it was compressed
+    checksum: str  # XXH64 of the compressed bytes, hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateHeader:
+    """Attributes:
+    origin: what the rows are of.
+    since: the version of the same store that they are changes of; 0 for none, when every row that is not in the update
+        has its first value.
+    since_commit_id: that version's identity; "" for none.
+    tables: all tables of the store, in its order, as a replica has them.
+    chunks: those of one table neighbours, tables ascending, ids ascending; the payload's come first.
+    passed: identities of the commits between ``since`` and the origin, whose rows are in the update, too.
+    is_urgent: there are only some of the changed rows, and a payload without ``extra`` and tensors.
+    """
+
+    origin: Origin
+    since: int
+    since_commit_id: str
+    tables: tuple[TableConfig, ...]
+    chunks: tuple[Chunk, ...]
+    passed: tuple[str, ...] = ()
+    is_urgent: bool = False
+
+    def __post_init__(self) -> None:
+        require_int(self.since, "since", 0, _MAX_VERSION)
+        require_int(self.origin.version, "version", 1, _MAX_VERSION)
+        if not is_store_id(self.origin.source):
+            raise ValueError(f"source={excerpt(self.origin.source)} is not the id of a store")
+        for commit_id in (self.origin.commit_id, self.since_commit_id, *self.passed):
+            if commit_id != "" and not is_commit_id(commit_id):
+                raise ValueError(f"{excerpt(commit_id)} is not the identity of a commit")
+        if self.is_urgent and not (self.since and self.origin.commit_id):
+            raise ValueError("urgent rows of no commit, or for none")
+        if (self.since_commit_id == "") != (self.since == 0):
+            raise ValueError(f"since={self.since} without an identity, or an identity without it")
+        if self.since >= self.origin.version:
+            raise ValueError(f"since={self.since} is not below version {self.origin.version}")
+        if len({config.name for config in self.tables}) < len(self.tables) or len(self.tables) > MAX_TABLES:
+            raise ValueError("two tables have one name, or there are too many")
+        for place, config in enumerate(self.tables):
+            wanted = config.with_ids(place)[1:]
+            if wanted != tuple(replace(each, init=wanted[0].init) for each in self.tables[place + 1 :][: len(wanted)]):
+                raise ValueError(f"table {excerpt(config.name)} has dynamic ids, and the next table does not hold them")
+        layouts = [config.layout(PAGE_BYTES) for config in self.tables]
+        for chunk in self.chunks:
+            require_int(chunk.table, "table", PAYLOAD, len(self.tables) - 1)
+            require_int(chunk.rows, "rows", 0 if chunk.table == PAYLOAD else 1, MAX_ROWS)
+            require_int(chunk.raw_bytes, "raw_bytes", 1, MAX_CHUNK_BYTES)
+            if chunk.table != PAYLOAD and chunk.raw_bytes != chunk_bytes(chunk.rows, layouts[chunk.table]):
+                raise ValueError(f"{chunk.rows} rows of table {chunk.table} in {chunk.raw_bytes} bytes")
+            if not is_commit_id(chunk.checksum):  # 16 hex digits, as well
+                raise ValueError(f"checksum={excerpt(chunk.checksum)}")
+        for config, rows in zip(self.tables, self.rows_of_tables().values(), strict=True):
+            if rows > config.num_embeddings:
+                raise ValueError(f"{rows} rows of table {excerpt(config.name)}, which has {config.num_embeddings}")
+        order = [chunk.table for chunk in self.chunks]
+        if order != sorted(order) or PAYLOAD not in order:
+            raise ValueError("its chunks are in no order, or there is no payload")
+        payload_bytes = sum(chunk.raw_bytes for chunk in self.chunks if chunk.table == PAYLOAD)
+        if payload_bytes > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are taken")
+
+    @property
+    def base(self) -> Origin | None:
+        """The version that the receiver must have; None if it needs none."""
+        return Origin(self.origin.source, self.since, self.since_commit_id) if self.since else None
+
+    @property
+    def shown(self) -> Origin:
+        """What the receiver shows then."""
+        base = self.base
+        return base._replace(urgent=self.origin.commit_id) if self.is_urgent and base else self.origin
+
+    def has_rows_of(self, origin: Origin | None) -> bool:
+        """Whether the receiver has the base, and at most urgent rows that are in the update, too."""
+        urgent = "" if origin is None else origin.urgent
+        is_in = urgent == self.origin.commit_id or urgent in self.passed
+        return self.base is None or (self.base._replace(urgent=urgent).is_same(origin) and (not urgent or is_in))
+
+    @property
+    def num_rows(self) -> int:
+        return sum(chunk.rows for chunk in self.chunks)
+
+    def rows_of_tables(self) -> dict[str, int]:
+        """How many rows of each table are sent."""
+        counts = dict.fromkeys((config.name for config in self.tables), 0)
+        for chunk in self.chunks:
+            if chunk.table != PAYLOAD:
+                counts[self.tables[chunk.table].name] += chunk.rows
+        return counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; ``from_dict`` reads it back."""
+        return {
+            "update_format_version": _FORMAT,
+            "source": self.origin.source,
+            "version": self.origin.version,
+            "commit_id": self.origin.commit_id,
+            "since": self.since,
+            "since_commit_id": self.since_commit_id,
+            "basis": _BASES[self.since > 0],
+            "tables": [config.to_dict() for config in self.tables],
+            "chunks": [list(chunk) for chunk in self.chunks],
+            "passed": list(self.passed),
+            "is_urgent": self.is_urgent,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> "UpdateHeader":
+        """Inverse of ``to_dict``. ValueError, TypeError, KeyError or OverflowError for anything it did not write."""
+        if fields["update_format_version"] != _FORMAT:
+            found = excerpt(fields["update_format_version"])
+            raise ValueError(f"format version {found}, this release reads {_FORMAT}: publish with the same release")
+        made = cls(
+            origin=Origin(fields["source"], fields["version"], fields["commit_id"]),
+            since=fields["since"],
+            since_commit_id=fields["since_commit_id"],
+            tables=tuple(TableConfig.from_dict(config) for config in fields["tables"]),
+            chunks=tuple(Chunk(*chunk) for chunk in fields["chunks"]),
+            passed=tuple(fields["passed"]),
+            is_urgent=fields["is_urgent"] is True,
+        )
+        if fields["basis"] != _BASES[made.since > 0]:
+            raise ValueError(f"basis={excerpt(fields['basis'])} does not go with since={made.since}")
+        return made
+
 
 _PAYLOAD_CHUNK_BYTES: Final = 8 << 20
 MAX_HEADER_BYTES: Final = 32 << 20

@@ -23,14 +23,13 @@ from tests.following import Child
 from tests.serve import whole
 from tests.serve.loops import wait_for
 from tests.serve.replicas import Shown, following, publishing
-from tests.updates.support import change, contents, make, same
+from tests.updates.support import change, contents, make, same, source_of
 from tierstore import errors
 from tierstore.cli import entry as cli
 from tierstore.serve.admin import offer
 from tierstore.serve.admin.offer import UpdateError
 from tierstore.system import killpoints
 from tierstore.updates import fetch
-from tierstore.updates.delta import source_of
 from tierstore.updates.fetch import FetchError, Transfer
 from tierstore.updates.listing import Offered
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from tests.serve.batching.test_states import SteppedExecutor, SteppedLoop
+from tierstore.serve import logs
 from tierstore.serve.base import LONG_IDS
-from tierstore.serve.batching import Batcher, between
-from tierstore.serve.batching.batcher import FAILED_SECONDS
-from tierstore.serve.batching.isolation import MAX_FAILED_RUNS
+from tierstore.serve.batching import FAILED_SECONDS, MAX_FAILED_RUNS, Batcher, between
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
 
@@ -64,6 +63,7 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
+    logs._failures.clear()  # of a model of the same name
     made = Bench()
     yield made
     made.batcher.close()

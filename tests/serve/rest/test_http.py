@@ -25,7 +25,7 @@ from tierstore.serve.limits import Budget, Limits
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.rest import app, infer_body
 from tierstore.serve.rest.app import read_body
-from tierstore.serve.rest.protocol import MAX_PIPELINED
+from tierstore.serve.rest.server import MAX_PIPELINED
 
 X = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}]}
 DOUBLED = {"name": "y", "datatype": "FP32", "shape": [1, 3], "data": [2.0, 5.0, -6.0]}

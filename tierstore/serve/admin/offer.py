@@ -1,21 +1,32 @@
-"""Update files for replicas: GET /updates/list.json, with an ETag, and GET /updates/ID, with a range, as it arrives."""
+"""Update files for replicas: GET /updates/list.json, with an ETag, and GET /updates/ID, with a range, as it arrives.
+
+And the process of ``tierstore publish``, which offers a store's versions so."""
 
 import asyncio
 import os
 import re
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from ...errors import TierstoreError
 from ...system.files import open_plain_file
+from ...system.processes import address, is_loopback
 from ...updates.listing import Folder, Offered
+from ...updates.publish import Publisher
+from ..limits import Limits
+from ..rest.server import HttpServer, listen
+from ..tls import Tls
+from .app import admin_app
 
+_CONNECTIONS: Final = 200
 _IDLE_SECONDS: Final = 60.0  # without growth; then a file ends early
 _BEGIN_SECONDS: Final = 3.0  # for which a request waits for a file to begin here
 _GROWTH_SECONDS: Final = 0.02
@@ -112,3 +123,47 @@ async def _parts(folder: Folder, file: BinaryIO, offered: Offered, offset: int) 
                 await asyncio.sleep(_GROWTH_SECONDS)
     finally:
         asyncio.get_running_loop().run_in_executor(None, file.close)  # not awaited: the request may be cancelled
+
+
+def publishing_app(publisher: Publisher, token: str | None) -> ASGIApp:
+    """The list, the files, and /metrics."""
+    folder = publisher.folder
+
+    async def show_metrics(_: Request) -> PlainTextResponse:
+        found = {
+            "published_version": folder.listing.target.version if folder.listing.target else 0,
+            "published_trial_version": folder.listing.trial.version if folder.listing.trial else 0,
+            "published_undecided_seconds": publisher.waits_seconds,
+            "published_bytes_given": folder.given_bytes,
+        }
+        return PlainTextResponse("".join(f"tierstore_{name} {value:g}\n" for name, value in found.items()))
+
+    return admin_app([*offer_routes(folder), Route("/metrics", show_metrics)], token=token)
+
+
+def offer(publisher: Publisher, *, host: str, port: int, token: str | None, tls: tuple[str, str]) -> None:
+    """Offer versions until SIGTERM or Ctrl-C; the URL is printed. ``tls``: files of certificate and key, or "".
+    Errors as of ``Folder.held``. OSError: of the port. ValueError: of TLS files, or others come in without a token."""
+    if token is None and not is_loopback(host):
+        raise ValueError(f"--host {host} lets other machines in: give --token-file, too")
+    if bool(tls[0]) != bool(tls[1]):
+        raise ValueError("TLS wants both --tls-certificate and --tls-key")
+    with publisher.folder.held():
+        asyncio.run(_offer(publisher, host, port, token, Tls(*map(Path, tls)) if tls[0] else None))
+
+
+async def _offer(publisher: Publisher, host: str, port: int, token: str | None, tls: Tls | None) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    server = HttpServer(publishing_app(publisher, token), limits=Limits(connections=_CONNECTIONS), tls=tls)
+    port = await server.start(listen(host, port))
+    print(f"ready: http{'s' if tls else ''}://{address(host, port)}", flush=True)
+    looking, waiting = asyncio.create_task(asyncio.to_thread(publisher.run)), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({looking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        publisher.stop()
+        waiting.cancel()
+        await server.stop(1.0)
+        await looking

@@ -27,10 +27,21 @@ from ...errors import DiskFullError, TierstoreError
 from ...system.checks import excerpt
 from ...system.killpoints import reach
 from ...system.processes import child_options
-from ...updates.canary import MIN_REQUESTS, WINDOW_SECONDS, Canary, Measures, absent
 from ...updates.fetch import Source, Transfer, require_room
-from ...updates.header import Origin, origin_of
-from ...updates.listing import MAX_NAMED, Folder, Listing, Offered, Verdict, way
+from ...updates.listing import (
+    MAX_NAMED,
+    MIN_REQUESTS,
+    Canary,
+    Folder,
+    Listing,
+    Measures,
+    Offered,
+    Verdict,
+    absent,
+    way,
+)
+from ...updates.update_file import Origin, origin_of
+from ..monitoring.metrics import WINDOW_SECONDS
 from .offer import UpdateError, offer_routes
 
 _LOG: Final = logging.getLogger("tierstore.serve")
@@ -134,7 +145,6 @@ class Replica:
         self._transfer: tuple[Transfer, asyncio.Task[None]] | None = None
         self._pollers = ThreadPoolExecutor(_MAX_POLLS, "polls")
         self._polls: dict[Source, asyncio.Future[Listing]] = {}
-        self._lists: dict[Source, Listing] = {}
         self._refused: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # ids of files that cannot be applied
         self._unfit: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # commits that cannot be shown
         self._tried: Origin | None = None  # what was tried last, for how long a failure pauses it, and until when
@@ -210,16 +220,12 @@ class Replica:
                 raise
 
     async def _poll(self) -> None:
-        begun = []
-        for each in self._sources:
-            if each not in self._polls:
-                self._polls[each] = asyncio.get_running_loop().run_in_executor(self._pollers, each.poll)
-                begun.append(self._polls[each])
+        loop, idle = asyncio.get_running_loop(), [each for each in self._sources if each not in self._polls]
+        begun = {each: loop.run_in_executor(self._pollers, each.poll) for each in idle}
         if begun:
-            await asyncio.wait(begun, timeout=_LISTS_SECONDS)
-        for source in [each for each, poll in self._polls.items() if poll.done()]:
-            self._lists[source] = self._polls.pop(source).result()
-        lists = [self._lists[each] for each in self._sources if each in self._lists]
+            await asyncio.wait(begun.values(), timeout=_LISTS_SECONDS)
+        self._polls = {each: poll for each, poll in (self._polls | begun).items() if not poll.done()}
+        lists = [each.listing for each in self._sources]
         if errors := [each.error for each in self._sources if each.error]:
             self._say("; ".join(errors))
         known = self.folder.listing
@@ -233,8 +239,8 @@ class Replica:
             )  # fmt: skip
         if len(stores) > 1:
             raise UpdateError(409, f"the sources offer several stores, {', '.join(sorted(stores))}: name those of one")
-        newest = max(lists, key=lambda each: each.serial, default=known)
-        if newest.target is not None and newest.serial > known.serial:
+        newest = max((known, *lists), key=lambda each: each.serial)
+        if newest.target is not None and newest is not known:
             known = replace(known, serial=newest.serial, target=newest.target, trial=newest.trial)
         await asyncio.to_thread(self.folder.put, known)
 
@@ -315,7 +321,7 @@ class Replica:
         own_files = self.folder.listing.files
         whole = await asyncio.to_thread(lambda: [each for each in own_files if self._path(each).exists()])
         offered = {
-            each.id: each for each in (*whole, *(each for found in self._lists.values() for each in found.files))
+            each.id: each for each in (*whole, *(each for source in self._sources for each in source.listing.files))
         }
         # A canary takes a version as a whole.
         is_urgent_fit = self._canary is None
@@ -353,7 +359,7 @@ class Replica:
         except DiskFullError:
             await self._put(files=tuple(files[: files.index(offered) + 1]), way=files)
             await asyncio.to_thread(require_room, self.folder.path, offered.size_bytes)
-        having = [each for each, found in self._lists.items() if offered in found.files]
+        having = [each for each in self._sources if offered in each.listing.files]
         transfer = Transfer(self.folder.path, offered, having)
         self._transfer = transfer, asyncio.create_task(asyncio.to_thread(transfer.run))
 

@@ -32,7 +32,7 @@ from .messages import MESSAGES
 
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
-_STREAM_RESPONSE: Final = 2
+STREAM_RESPONSE: Final = 2
 """Numbers of fields."""
 _CONTENTS: Final = {
     "INT32": "int_contents",
@@ -158,10 +158,6 @@ async def encode_response(response: InferResponse, *, is_raw: bool) -> bytes:
                 values.extend(piece.tolist())
     rest = bytes(message.SerializeToString())
     return join_fields(rest, _RAW_OUTPUTS, map(binary_data, response.outputs.values())) if is_raw else rest
-
-
-def encode_stream_response(response: bytes) -> bytes:
-    return join_fields(b"", _STREAM_RESPONSE, [response])
 
 
 def encode_stream_error(text: str, request_id: str) -> bytes:

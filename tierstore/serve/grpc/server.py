@@ -1,14 +1,365 @@
-"""The server of the Open Inference Protocol over gRPC, in the event loop that starts it."""
+"""The Open Inference Protocol over gRPC, answered by an engine in the event loop that starts the server; and gRPC's own
+health check."""
 
-from typing import Any, Final
+import asyncio
+import gc
+import logging
+import traceback
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from grpc import aio
+import grpc
 
 from ...system.processes import address
-from ..base import Engine
-from ..limits import Limits
+from ..front import DATA_TYPES, Front
+from ..limits import Budget, Hold, Limits
+from ..messages import InferResponse, ServeError, Status
+from ..repository import Repository
 from ..tls import Tls
-from .service import InferenceService
+from . import codec
+from .arrivals import Arrivals
+from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, MESSAGES
+
+_log = logging.getLogger(__name__)
+
+_MAKER: Final = "_schedule_rpc_coro"
+"""What runs in gRPC's task that makes the one of a handler. Its variables are in an object that it refers to."""
+_makers: Final[weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[asyncio.Task[Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Of the handlers' tasks that there were when one was last looked for. Tasks that note their own maker would cost each
+call more, and few calls are ended here."""
+
+
+def _maker_of(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
+    """gRPC's task that made a handler's; None if this gRPC has none. All are looked for at once."""
+    if task not in _makers:
+        for maker in asyncio.all_tasks():
+            coroutine = maker.get_coro()
+            if getattr(coroutine, "__qualname__", "") == _MAKER:
+                for each in gc.get_referents(*gc.get_referents(coroutine)):
+                    if isinstance(each, asyncio.Task):
+                        _makers[each] = weakref.ref(maker)
+    found = _makers.get(task)
+    return None if found is None else found()
+
+
+class Call:
+    """The call in flight whose handler is running. Refers to it weakly: it is not to last for that.
+
+    gRPC offers a server no way to end a call: a status waits behind the data, and the task that sends, when cancelled,
+    leaves the call as it is. But gRPC cancels a call that nothing refers to, and frees what it holds. Two tasks refer
+    to a call: its handler's, and that task's maker, which waits for the call's end. Both are cancelled here. Other
+    calls of the connection are not touched.
+    """
+
+    def __init__(self, context: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._peer: str = context.peer()
+        self._task = weakref.ref(task)
+
+    def when_over(self, then: Callable[[], object]) -> None:
+        """Have something done once the call's task ends, which goes on to send the response."""
+        task = self._task()
+        assert task is not None
+        task.add_done_callback(lambda _: then())
+
+    def end_after(self, seconds: float) -> asyncio.TimerHandle:
+        """End the call then, for server and client, whatever it is doing, unless the timer is cancelled."""
+        return asyncio.get_running_loop().call_later(seconds, self._end, seconds)
+
+    def _end(self, seconds: float) -> None:
+        task = self._task()
+        if task is None:
+            return
+        _log.warning("%s accepted no answer for %g seconds: its call is ended", self._peer, seconds)
+        maker = _maker_of(task)
+        if maker is not None:
+            maker.cancel()
+        else:
+            _log.warning("a call of %s cannot be ended with this version of gRPC", self._peer)
+        task.cancel()
+
+
+_MAX_DETAIL_CHARACTERS: Final = 512
+"""A status message travels in metadata, which clients bound at 8 KiB, with up to 12 bytes for a character."""
+_MAX_STREAM_REQUESTS: Final = 8
+"""Of one stream, that wait for their answers."""
+_LEAST_ARRIVALS: Final = 16
+"""Requests that may be arriving, however long they may be."""
+_TAKEN_BYTES: Final = 2
+"""Of memory that gRPC takes for each byte of the messages that may be arriving, with what it has of others, and gives
+back later: 1.3 to 1.8, measured."""
+_SERVING, _NOT_SERVING = 1, 2
+_Fields: TypeAlias = Mapping[str, Any]
+
+
+def _details(error: ServeError) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_DETAIL_CHARACTERS else text[:_MAX_DETAIL_CHARACTERS] + "..."
+
+
+def _as_refusal(error: Exception) -> ServeError:
+    """What the client is told; what nobody expected goes to the log only."""
+    if isinstance(error, ServeError):
+        return error
+    _log.error("a call failed in the server", exc_info=error)
+    return ServeError(Status.INTERNAL, "internal error; the server's log has the cause")
+
+
+class _Answer(NamedTuple):
+    """A response, and its part of what clients may leave unaccepted."""
+
+    encoded: bytes
+    hold: Hold
+
+
+class InferenceService:
+    """Answers every call; what it cannot answer is a status with the error's message, and never a traceback."""
+
+    def __init__(self, engine: Repository, limits: Limits, token: str | None = None) -> None:
+        self._engine = engine
+        self.front = Front(engine, "grpc", limits, token)
+        self._arrivals = Arrivals(max(_LEAST_ARRIVALS, limits.bodies_bytes // (_TAKEN_BYTES * limits.body_bytes)))
+        self._calls = Budget(limits.calls, "{} calls are under way")
+        self._streams = Budget(limits.streams, "{} streams are open")
+
+    def handlers(self) -> tuple[Any, ...]:
+        """For ``add_generic_rpc_handlers``. Calls take and give bytes: a malformed message then has a status of
+        ours. Those of one message are declared as of many: gRPC then leaves it to us how long to wait for it."""
+        engine, asked = self._engine, self._asked
+        load, unload = partial(self._change, "load"), partial(self._change, "unload")
+        methods = {
+            "ServerLive": asked("ServerLive", lambda _: {"live": engine.is_live}, is_open=True),
+            "ServerReady": asked("ServerReady", lambda _: {"ready": engine.is_ready}, is_open=True),
+            "ServerMetadata": asked("ServerMetadata", lambda _: self.front.about()),
+            "ModelReady": asked("ModelReady", self._model_ready),
+            "ModelMetadata": asked("ModelMetadata", self._model_metadata),
+            "ModelConfig": asked("ModelConfig", self._model_config),
+            "ModelStatistics": asked("ModelStatistics", lambda each: self.front.statistics(each.name, each.version)),
+            "RepositoryIndex": asked("RepositoryIndex", self._repository_index),
+            "RepositoryModelLoad": asked("RepositoryModelLoad", load, by_admin=True),
+            "RepositoryModelUnload": asked("RepositoryModelUnload", unload, by_admin=True),
+            "ModelInfer": grpc.stream_unary_rpc_method_handler(self._unary(self._model_infer)),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._unary(self._model_stream_infer)),
+        }
+        health = {"Check": asked("HealthCheck", self._check, is_open=True)}
+        return (
+            grpc.method_handlers_generic_handler(INFERENCE_SERVICE, methods),
+            grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),
+        )
+
+    # Calls
+
+    def _asked(self, name: str, answer: Callable[[Any], _Fields | Awaitable[_Fields]], **access: bool) -> Any:
+        """A handler of requests of that name, whose response has the fields that ``answer`` gives."""
+
+        async def respond(context: Any, _: Call) -> bytes:
+            answered = answer(codec.parse(f"{name}Request", await self._receive_one(context)))
+            fields = await answered if isinstance(answered, Awaitable) else answered
+            return bytes(MESSAGES[f"{name}Response"](**fields).SerializeToString())
+
+        return grpc.stream_unary_rpc_method_handler(self._unary(respond, **access))
+
+    def _unary(
+        self, respond: Callable[[Any, Call], Awaitable[bytes | None]], *, is_open: bool = False, by_admin: bool = False
+    ) -> Any:
+        """A handler of what ``respond`` gives, or of the status of what went wrong."""
+
+        async def handle(_: Any, context: Any) -> bytes | None:
+            call = Call(context)
+            try:
+                if not is_open and (by_admin or self.front.wants_token):
+                    shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+                    if by_admin:
+                        self.front.require_admin_token(shown)
+                    else:
+                        self.front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
+                response = await respond(context, call)
+            except asyncio.CancelledError as error:
+                traceback.clear_frames(error.__traceback__)  # TaskGroup's refer to the call in a circle
+                raise
+            except Exception as error:
+                failure = _as_refusal(error)
+            else:
+                call.when_over(call.end_after(self.front.limits.send_seconds).cancel)
+                return response
+            call.when_over(call.end_after(self.front.limits.send_seconds).cancel)
+            await context.abort(grpc.StatusCode[failure.status.grpc], _details(failure))
+            raise AssertionError("a call that is aborted goes on")
+
+        return handle
+
+    async def _receive(self, context: Any, *, is_first: bool = False) -> bytes | None:
+        """The next request of a call; None at its end."""
+        limits = self.front.limits
+        seconds, what = limits.stream_idle_seconds, "nothing came on the stream for"
+        if is_first:
+            seconds, what = limits.receive_seconds, "the request did not come within"
+        message = await self._arrivals.receive(context.read, context.peer(), seconds, what)
+        return None if message is grpc.aio.EOF else bytes(message)
+
+    async def _receive_one(self, context: Any) -> bytes:
+        with self.front.noting_refusals():
+            if (data := await self._receive(context, is_first=True)) is None:
+                raise ServeError(Status.INVALID, "the call ended without a request")
+            return data
+
+    # Health and metadata
+
+    def _model_ready(self, message: Any) -> dict[str, Any]:
+        """A model that is not there is not ready; it is no error to ask."""
+        try:
+            return {"ready": self._engine.is_model_ready(message.name, message.version)}
+        except ServeError as error:
+            if error.status not in (Status.NOT_FOUND, Status.UNAVAILABLE):
+                raise
+            return {"ready": False}
+
+    def _check(self, message: Any) -> dict[str, Any]:
+        if message.service not in ("", INFERENCE_SERVICE):
+            raise ServeError(Status.NOT_FOUND, f"the services are '' and {INFERENCE_SERVICE!r}")
+        return {"status": _SERVING if self._engine.is_live and self._engine.is_ready else _NOT_SERVING}
+
+    def _model_metadata(self, message: Any) -> dict[str, Any]:
+        described = asdict(self._engine.model(message.name, message.version))
+        del described["parameters"]  # for which there is no field
+        return described
+
+    def _model_config(self, message: Any) -> dict[str, Any]:
+        config = self.front.config(message.name, message.version)
+        for tensor in (*config["input"], *config["output"]):
+            tensor["data_type"] = DATA_TYPES[tensor["data_type"]]
+        parameters = config.pop("parameters")  # a map of messages takes no dicts
+        made = MESSAGES["ModelConfig"](**config)
+        for name, value in parameters.items():
+            made.parameters[name].string_value = value["string_value"]
+        return {"config": made}
+
+    def _repository_index(self, message: Any) -> dict[str, Any]:
+        return {"models": [each for each in self._engine.index() if each["state"] == "READY" or not message.ready]}
+
+    async def _change(self, what: str, message: Any) -> _Fields:
+        await self.front.change(what, message.model_name, message.parameters)
+        return {}
+
+    # Inference
+
+    async def _model_infer(self, context: Any, call: Call) -> bytes:
+        data = await self._receive_one(context)
+        with self.front.noting_refusals():
+            held = self._calls.hold(1)
+        with held:
+            encoded, hold = await self._infer(data, context)
+        if hold.size:
+            call.when_over(hold.release)
+        return encoded
+
+    async def _infer(self, data: bytes, context: Any) -> _Answer:
+        with self.front.noting_refusals():
+            raw_request = codec.read_request(data)
+            held = self.front.hold_request(raw_request.message.model_name)
+        with held:
+            with self.front.noting_refusals(raw_request.message.id):
+                held.grow(len(data))
+                request = codec.decode_request(
+                    raw_request, seconds_left=context.time_remaining(), client=context.peer()
+                )
+            response = await self._engine.infer(request)
+            with self.front.noting_refusals(request.id):
+                return await self._encode(response, bool(raw_request.raws))
+
+    async def _encode(self, response: InferResponse, is_raw: bool) -> _Answer:
+        tensors = response.outputs.values()
+        size = sum(tensor.data.nbytes for tensor in tensors)
+        if is_raw:
+            self._require_size(size)
+        else:
+            way_out = "ask with raw_input_contents, and it comes raw"
+            self.front.require_few(sum(tensor.data.size for tensor in tensors), "typed contents", way_out)
+        with self.front.hold_unsent(size):
+            encoded = await codec.encode_response(response, is_raw=is_raw)
+            self._require_size(len(encoded))
+        return _Answer(encoded, self.front.hold_unsent(len(encoded)))
+
+    def _require_size(self, size: int) -> None:
+        limit = self.front.limits.response_bytes
+        if size > limit:
+            raise ServeError(Status.TOO_LARGE, f"the response has {size} bytes, over {limit}; ask for less at once")
+
+    async def _model_stream_infer(self, context: Any, call: Call) -> None:
+        """Answers in the order of requests, and computes some at a time; one that fails does not end the stream."""
+        with ExitStack() as held:
+            with self.front.noting_refusals():
+                first = [await self._receive(context, is_first=True)]
+                held.enter_context(self._calls.hold(1))
+                held.enter_context(self._streams.hold(1))
+            try:
+                await self._pump(first.pop(), context, call)
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+
+    async def _pump(self, data: bytes | None, context: Any, call: Call) -> None:
+        """Answer the first request, if there is one, and all that come after it."""
+        answers: asyncio.Queue[asyncio.Task[_Answer] | ServeError | None] = asyncio.Queue(
+            _MAX_STREAM_REQUESTS - 2  # besides the one that is awaited and the one to be put
+        )
+        holds: set[Hold] = set()
+
+        async def answer(data: bytes) -> _Answer:
+            found = await self._stream_answer(data, context)
+            holds.add(found.hold)
+            return found
+
+        async def read(data: bytes | None) -> None:
+            try:
+                while data is not None:
+                    await answers.put(tasks.create_task(answer(data)))
+                    del data  # its bytes are counted until it is answered
+                    data = await self._receive(context)
+            except ServeError as error:
+                await answers.put(error)  # once what was asked before is answered
+            else:
+                await answers.put(None)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(read(data))
+                del data
+                while isinstance(last := await answers.get(), asyncio.Task):
+                    encoded, hold = await last
+                    await self._write(encoded, context, call)
+                    hold.release()
+                    holds.discard(hold)
+        finally:
+            for hold in holds:
+                hold.release()
+        if last is not None:
+            raise last
+
+    async def _write(self, encoded: bytes, context: Any, call: Call) -> None:
+        """Send a message of a stream; the call is ended if the client does not accept it in time."""
+        timer = call.end_after(self.front.limits.send_seconds)
+        try:
+            await context.write(encoded)
+        except grpc.aio.InternalError:  # the client has left
+            raise asyncio.CancelledError from None
+        finally:
+            timer.cancel()
+
+    async def _stream_answer(self, data: bytes, context: Any) -> _Answer:
+        try:
+            encoded, hold = await self._infer(data, context)
+            return _Answer(codec.join_fields(b"", codec.STREAM_RESPONSE, [encoded]), hold)
+        except Exception as error:
+            text = _details(_as_refusal(error))
+            return _Answer(codec.encode_stream_error(text, codec.id_of(data)), self.front.hold_unsent(0))
+
 
 _OTHER_CALLS: Final = 1 << 12
 """Besides inference: those whose request has yet to come or whose answer to be accepted, and those about metadata. Each
@@ -60,7 +411,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Repository,
         limits: Limits | None = None,
         *,
         host: str = "127.0.0.1",
@@ -78,7 +429,7 @@ class GrpcServer:
 
     async def start(self) -> int:
         """Listen; returns the port. OSError if the address cannot be listened on."""
-        server = aio.server(
+        server = grpc.aio.server(
             options=_options(self._limits, reuse_port=self._reuse_port),
             maximum_concurrent_rpcs=self._limits.calls + _OTHER_CALLS,
         )

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +18,7 @@ from starlette.routing import Route
 
 from ...report.page import BASE_STYLE
 from ...system.sizes import machine_memory_bytes
-from .metrics import CONTENT_TYPE, OK, OTHER, WINDOW_SECONDS, Latencies, Metrics, Source, State, summarize
+from .metrics import CONTENT_TYPE, OK, OTHER, WINDOW_SECONDS, Latencies, Metrics, Source, summarize
 
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -67,6 +68,7 @@ def snapshot(metrics: Metrics, source: Source, last_seconds: int = WINDOW_SECOND
     minute of them at most, oldest first; all other counts are since the start."""
     seconds, state, last = metrics.window.seconds()[-max(1, last_seconds) :], source(), metrics.last_update
     updates, update_failures, refused, out_of_range = metrics.totals()
+    requests, queued = metrics.requests(), state.queued_samples
     return {
         "server": {
             "worker": metrics.worker,
@@ -90,8 +92,17 @@ def snapshot(metrics: Metrics, source: Source, last_seconds: int = WINDOW_SECOND
             | {"watch": each.watch and each.watch._asdict()}
             for name, each in state.stores.items()
         ],
-        "requests": _requests(metrics, seconds, refused),
-        "models": _models(metrics, state, seconds, out_of_range),
+        "requests": _requests(sum(requests.values(), Counter()), seconds, refused),
+        "models": [  # and last, once they were asked for, names that are no model's
+            {
+                **_model(name, by_status, seconds),
+                **metrics.batches(name),
+                "queued_samples": queued.get(name, 0),
+                "ids_out_of_range": out_of_range.get(name, 0),
+            }
+            for name, by_status in requests.items()
+            if name != OTHER or by_status or name in queued
+        ],
         "tiers": [
             {"name": name, **tier._asdict(), "hit_rate": tier.hit_rate if tier.unique else None}
             for name, tier in state.tiers.tiers.items()
@@ -101,10 +112,7 @@ def snapshot(metrics: Metrics, source: Source, last_seconds: int = WINDOW_SECOND
     }
 
 
-def _requests(metrics: Metrics, seconds: Seconds, refused: Mapping[tuple[str, str], int]) -> dict[str, Any]:
-    by_status: dict[str, int] = {}
-    for (_, _, status), count in metrics.requests().items():
-        by_status[status] = by_status.get(status, 0) + count
+def _requests(by_status: Counter[str], seconds: Seconds, refused: Mapping[tuple[str, str], int]) -> dict[str, Any]:
     together = [np.concatenate([np.empty(0), *second.values()]) for second in seconds]
     history = [summarize([each]) for each in together]
     return {
@@ -123,30 +131,11 @@ def _requests(metrics: Metrics, seconds: Seconds, refused: Mapping[tuple[str, st
     }
 
 
-def _models(metrics: Metrics, state: State, seconds: Seconds, out_of_range: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Each model, and last, once they were asked for, names that are no model's."""
-    queued = state.queued_samples
-    by_model: dict[str, dict[str, int]] = {name: {} for name in sorted(metrics.models, key=lambda name: name == OTHER)}
-    for (model, _, status), count in metrics.requests().items():
-        by_model[model][status] = by_model[model].get(status, 0) + count
-    found = []
-    for name, by_status in by_model.items():
-        if name != OTHER or by_status or name in queued:
-            own = [second.get(name, np.empty(0)) for second in seconds]
-            found.append(
-                {
-                    "name": name,
-                    **_totals(by_status),
-                    "recent": summarize(own)._asdict(),
-                    "history": {"requests": [len(each) for each in own]},
-                    **metrics.batches(name),
-                    "queued_samples": queued.get(name, 0),
-                    "ids_out_of_range": out_of_range.get(name, 0),
-                }
-            )
-    return found
+def _model(name: str, by_status: Counter[str], seconds: Seconds) -> dict[str, Any]:
+    own = [second.get(name, np.empty(0)) for second in seconds]
+    recent = {"recent": summarize(own)._asdict(), "history": {"requests": [len(each) for each in own]}}
+    return {"name": name, **_totals(by_status), **recent}
 
 
-def _totals(by_status: dict[str, int]) -> dict[str, Any]:
-    total = sum(by_status.values())
-    return {"total": total, "failed": total - by_status.get(OK, 0), "by_status": by_status}
+def _totals(by_status: Counter[str]) -> dict[str, Any]:
+    return {"total": by_status.total(), "failed": by_status.total() - by_status[OK], "by_status": dict(by_status)}

@@ -5,19 +5,17 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily as Counts
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily as Histogram
+from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -155,43 +153,35 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         with self._lock:
-            return list(self._families())
+            of, by_status = ["model"], ["protocol", "status"]
+            known, batches = {*self.models} - {OTHER}, self._batches
+            every = {(name,): batches.get(name, _NO_BATCH) for name in known | batches.keys()}
+            ids = {(name,): self._out_of_range[name] for name in known | self._out_of_range.keys()}
+            requests = {key: each.values for key, each in self._requests.items()}
+            queued = {(name,): each.queued.values for name, each in batches.items()}
+            computed = {(name,): each.computed.values for name, each in batches.items()}
+            queries = {key: (each.computed.count, each.queries) for key, each in every.items()}
+            samples = {key: (each.computed.count, each.samples) for key, each in every.items()}
+            failures = {(): self._update_failures}
+            return [
+                _family(Histogram, "request_seconds", "From arrival to answer.", [*of, *by_status], requests),
+                _family(Histogram, "queue_seconds", "Time that a query waits for its batch.", of, queued),
+                _family(Histogram, "compute_seconds", "Of a batch: lookups and the model.", of, computed),
+                _family(Histogram, "update_seconds", "Moves to another version.", [], {(): self._updates.values}),
+                _family(Summary, "batch_queries", "Queries in a batch.", of, queries),
+                _family(Summary, "batch_samples", "Samples in a batch.", of, samples),
+                _family(Counts, "refused_requests", "Refused before a model was asked.", by_status, self._refused),
+                _family(Counts, "ids_out_of_range", "Ids that no row of their table has.", of, ids),
+                _family(Counts, "update_failures", "Updates that failed; the old version stayed.", [], failures),
+            ]
 
-    def _families(self) -> Iterator[Metric]:
-        of, by_status = ["model"], ["protocol", "status"]
-        known, batches = {*self.models} - {OTHER}, dict(self._batches)
-        every = {name: batches.get(name, _NO_BATCH) for name in known | batches.keys()}
-        ids = {(name,): (self._out_of_range[name],) for name in known | self._out_of_range.keys()}
-        requests = {key: each.values for key, each in self._requests.items()}
-        queued, computed = (
-            {(name,): getattr(each, part).values for name, each in batches.items()} for part in ("queued", "computed")
-        )
-        queries, samples = (
-            {(name,): (each.computed.count, getattr(each, part)) for name, each in every.items()}
-            for part in ("queries", "samples")
-        )
-        refused, failures = {key: (count,) for key, count in self._refused.items()}, {(): (self._update_failures,)}
-        found: list[tuple[Any, str, str, Sequence[str], Any]] = [
-            (HistogramMetricFamily, "request_seconds", "From arrival to answer.", [*of, *by_status], requests),
-            (HistogramMetricFamily, "queue_seconds", "Time that a query waits for its batch.", of, queued),
-            (HistogramMetricFamily, "compute_seconds", "Of a batch: lookups and the model.", of, computed),
-            (HistogramMetricFamily, "update_seconds", "Moves to another version.", [], {(): self._updates.values}),
-            (SummaryMetricFamily, "batch_queries", "Queries in a batch.", of, queries),
-            (SummaryMetricFamily, "batch_samples", "Samples in a batch.", of, samples),
-            (CounterMetricFamily, "refused_requests", "Refused before a model was asked.", by_status, refused),
-            (CounterMetricFamily, "ids_out_of_range", "Ids that no row of their table has.", of, ids),
-            (CounterMetricFamily, "update_failures", "Updates that failed; the old version stayed.", [], failures),
-        ]
-        for kind, name, text, labels, of_labels in found:
-            family = kind(f"tierstore_{name}", text, labels=labels)
-            for key, values in of_labels.items():
-                family.add_metric(key, *values)
-            yield family
-
-    def requests(self) -> dict[tuple[str, str, str], int]:
-        """Answered since the start, by (model, protocol, status)."""
+    def requests(self) -> dict[str, Counter[str]]:
+        """Answered since the start, by model, ``OTHER`` last, and status."""
+        found = {name: Counter[str]() for name in sorted(self.models, key=lambda name: name == OTHER)}
         with self._lock:
-            return {key: found.count for key, found in self._requests.items()}
+            for (model, _, status), each in self._requests.items():
+                found[model][status] += each.count
+        return found
 
     def statistics(self, model: str) -> dict[str, Any]:
         """Of a model, over both protocols and all versions, as Triton has them; none by batch size."""
@@ -237,6 +227,15 @@ class Metrics(Collector):
 
 
 _NO_BATCH: Final = _Batches()
+
+
+def _family(kind: Any, name: str, text: str, labels: Sequence[str], values: Mapping[Any, Any]) -> Metric:
+    """``values``: by the labels' values, a number or what ``add_metric`` takes."""
+    family = kind(f"tierstore_{name}", text, labels=labels)
+    for key, each in values.items():
+        family.add_metric(key, *(each if isinstance(each, tuple) else (float(each),)))
+    found: Metric = family
+    return found
 
 
 class _Labelled(CollectorRegistry):
@@ -296,10 +295,6 @@ class Window:
                 {model: np.array(each) for model, each in self._told.get(second, {}).items()}
                 for second in range(max(self._first, now - WINDOW_SECONDS), now)
             ]
-
-    def latest(self, seconds: int) -> list[Latencies]:
-        """Latencies of all models in each of the last seconds."""
-        return [np.concatenate([np.empty(0), *each.values()]) for each in self.seconds()[-seconds:]]
 
 
 def summarize(seconds: Sequence[Latencies]) -> Recent:
@@ -366,26 +361,21 @@ class StateCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         state = self._source()
-        names, states = (["store"], state.stores) if state.stores else ([], {"": state})
-        for field, documentation in _STATE.items():
-            gauge = GaugeMetricFamily(f"tierstore_{field}", documentation, labels=names)
-            for store, each in states.items():
-                gauge.add_metric([store] * len(names), float(getattr(each, field)))
-            yield gauge
-        for field in ("version", "log_loss", "rows"):
-            gauge = GaugeMetricFamily(f"tierstore_watch_{field}", "Of the last reading of --watch.", labels=names)
-            for store, each in states.items():
-                if each.watch is not None:
-                    gauge.add_metric([store] * len(names), getattr(each.watch, field))
-            yield gauge
-        queued = GaugeMetricFamily("tierstore_queued_samples", "Samples that wait for a batch.", labels=["model"])
-        for model, samples in state.queued_samples.items():
-            queued.add_metric([model], samples)
-        yield queued
-        for kind, fields in ((CounterMetricFamily, _TIER_COUNTERS), (GaugeMetricFamily, _TIER_GAUGES)):
-            for field, documentation in fields.items():
-                family = kind(f"tierstore_tier_{field}", documentation, labels=[*names, "tier"])
-                for store, each in states.items():
-                    for tier, stats in each.tiers.tiers.items():
-                        family.add_metric([*[store] * len(names), tier], getattr(stats, field))
-                yield family
+        of = ["store"] if state.stores else []
+        states: dict[tuple[str, ...], State] = {(name,): each for name, each in state.stores.items()}
+        states = states or {(): state}
+        watched = {store: each.watch for store, each in states.items() if each.watch is not None}
+        tiers = {(*store, tier): stats for store, each in states.items() for tier, stats in each.tiers.tiers.items()}
+        queued = {(model,): count for model, count in state.queued_samples.items()}
+        for name, text in _STATE.items():
+            yield _family(Gauge, name, text, of, _fields(states, name))
+        for name in ("version", "log_loss", "rows"):
+            yield _family(Gauge, f"watch_{name}", "Of the last reading of --watch.", of, _fields(watched, name))
+        yield _family(Gauge, "queued_samples", "Samples that wait for a batch.", ["model"], queued)
+        for kind, fields in ((Counts, _TIER_COUNTERS), (Gauge, _TIER_GAUGES)):
+            for name, text in fields.items():
+                yield _family(kind, f"tier_{name}", text, [*of, "tier"], _fields(tiers, name))
+
+
+def _fields(records: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+    return {key: getattr(each, name) for key, each in records.items()}

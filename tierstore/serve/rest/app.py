@@ -17,14 +17,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ...system.checks import excerpt
-from ..base import Engine
 from ..front import Front
 from ..limits import Hold, Limits
 from ..messages import ServeError, Status
+from ..repository import Repository
 from ..tensors import JSON_LENGTH_HEADER, MAX_ID_CHARACTERS
 from .infer_body import InferCall, parse_infer, write_infer
-from .protocol import UNDER_WAY
 from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
+from .server import UNDER_WAY
 
 _LOGGER: Final = logging.getLogger(__name__)
 _OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
@@ -44,7 +44,7 @@ _WINDOWS: Final = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "
 class RestApp:
     """Every path under /v2. It has no lifespan: the engine is ready or not by itself."""
 
-    def __init__(self, engine: Engine, *, limits: Limits | None = None, token: str | None = None) -> None:
+    def __init__(self, engine: Repository, *, limits: Limits | None = None, token: str | None = None) -> None:
         self._engine = engine
         self.front = Front(engine, "http", limits or Limits(), token)
         self._is_parsing = asyncio.Lock()
@@ -139,7 +139,6 @@ class RestApp:
         noting = self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS])
         try:
             with noting:
-                self._engine.require(model, version)
                 held = self.front.hold_request(model)
             with held:
                 with noting:
