@@ -4,7 +4,7 @@ The rules and constants are those of the fast caches; no code is shared with the
 """
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
 from typing import Final
 
@@ -242,40 +242,27 @@ class TinyLFU(Pinnable):
             self._move(key, place if place == LEVELS else max(0, place - amount))
 
 
-class LFU(Pinnable):
+class LFU(LRU):
     """Least frequently used first; of several, the one that has been at that count for longest."""
 
     def __init__(self, maxsize: int) -> None:
         super().__init__(maxsize)
         self._counts: dict[int, int] = {}
-        self._levels: defaultdict[int, dict[int, None]] = defaultdict(dict)
 
     def eviction_order(self) -> Iterator[int]:
-        for count in sorted(self._levels):
-            yield from self._levels[count]
+        return iter(sorted(self.slots, key=self._counts.__getitem__))
 
     def __getitem__(self, key: int) -> int:
-        self._enter(key, self._leave(key) + 1)
+        self._counts[key] += 1
         return super().__getitem__(key)
 
     def __setitem__(self, key: int, slot: int) -> None:
         super().__setitem__(key, slot)
-        self._enter(key, 1)
+        self._counts[key] = 1
 
     def __delitem__(self, key: int) -> None:
         super().__delitem__(key)
-        self._leave(key)
-
-    def _enter(self, key: int, count: int) -> None:
-        self._counts[key] = count
-        self._levels[count][key] = None
-
-    def _leave(self, key: int) -> int:
-        count = self._counts.pop(key)
-        del self._levels[count][key]
-        if not self._levels[count]:
-            del self._levels[count]
-        return count
+        del self._counts[key]
 
 
 CLASSES: Final[dict[str, type[Pinnable]]] = {"lru": LRU, "lfu": LFU, "tinylfu": TinyLFU}

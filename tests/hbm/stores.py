@@ -66,28 +66,20 @@ def few_slots(count: int) -> Any:
     return mock.patch.object(pools, "divide_hbm", lambda _, rows, **_named: dict.fromkeys(rows, size))
 
 
-def hot(store: tierstore.Store, name: str = "t") -> HbmPool:
-    found: Any = store[name].pool.tier
+def hot(store: tierstore.Store) -> HbmPool:
+    found: Any = store["t"].pool.tier
     assert found.on_device
     return found  # type: ignore[no-any-return]
-
-
-def same(ids: Tensor) -> Tensor:
-    return ids
-
-
-def put(store: tierstore.Store, rows: Tensor, value: float) -> None:
-    store["t"].write(rows, torch.full((len(rows), 4), value))
 
 
 def step(bag: Any, ids: Tensor) -> None:
     bag(ids, torch.arange(0, len(ids), 3)).sum().backward()
 
 
-def shown(directory: Path, version: int | None = None, name: str = "t") -> Tensor:
-    with tierstore.open(directory, mode="r", version=version, ddr="2MiB") as store:
+def shown(directory: Path) -> Tensor:
+    with tierstore.open(directory, mode="r", ddr="2MiB") as store:
         store.verify()
-        return store[name].read(ALL)
+        return store["t"].read(ALL)
 
 
 def bits(tensor: Any) -> bytes:
