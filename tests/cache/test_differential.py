@@ -102,6 +102,9 @@ class TwinMachine(RuleBasedStateMachine):
     @rule(give_up=st.booleans())
     def freeze(self, give_up: bool) -> None:
         """A version begins; the one before it ended or was given up."""
+        if self.slow.frozen:
+            with pytest.raises(AssertionError, match="frozen"):
+                self.fast.freeze()
         if give_up:
             self.fast.unfreeze()
             self.slow.unfreeze()
@@ -221,6 +224,7 @@ class TwinMachine(RuleBasedStateMachine):
         assert set(self.in_slots(fast.dirty_slots())) == slow.dirty
         assert set(self.in_slots(fast.frozen_slots())) == slow.frozen
         slots = fast.resident_slots()
+        assert set(self.in_slots(fast.frozen_of(slots))) == slow.frozen
         assert len(slots) == fast.num_resident
         if self.evicts:
             assert order_of(fast) == list(slow.rows.eviction_order())

@@ -1,4 +1,4 @@
-"""What every row cache that evicts must do, whatever it is made of. A subclass names its cache.
+"""What every row cache that evicts must do. A subclass names its cache; histories are those of ``tests/cache``.
 
 The oracle of evictions is a plain cachetools cache, or a TinyLFU of that kind, driven one access at a time.
 """
@@ -84,7 +84,7 @@ ORACLES: Final[dict[str, Any]] = {
 
 
 class RowCacheConformance:
-    """Subclass as ``TestX``, with ``make``, which makes a cache or a reference of ``policy``."""
+    """Subclass as ``TestX``, with ``make``, which makes a cache of ``policy``."""
 
     policy: Any
     num_accesses = 2000
@@ -95,12 +95,6 @@ class RowCacheConformance:
 
     def make(self, capacity: int, *, weight_words: int = 2, state_words: int = 1) -> Any:
         raise NotImplementedError
-
-    def make_of(self, capacity: int, *values: int) -> Any:
-        """A cache that these keys visited."""
-        cache = self.make(capacity)
-        visit(cache, *values)
-        return cache
 
     # Shape
 
@@ -117,25 +111,9 @@ class RowCacheConformance:
 
     # Admission
 
-    @pytest.mark.parametrize("order", [[], [3, 0, 5, 1, 2, 4]])
-    def test_admission_numbers_rows_in_order_of_use(self, order: list[int]) -> None:
-        cache, keys = self.make_of(8, 30), [50, 30, 50, 10, 30, 50]
-        admission = Admission(keys_from(*keys), slots_from(*order))
-        assert cache.admit(admission) is AdmitStatus.COMPLETE
-        distinct = list(dict.fromkeys(keys[position] for position in order or range(6)))
-        assert distinct == ([10, 50, 30] if order else [50, 30, 10])
-        assert admission.consumed == 6
-        assert admission.inverse.tolist() == [distinct.index(key) for key in keys]
-        assert cache.keys_of(admission.slots).tolist() == distinct
-        assert cache.keys_of(admission.missing_slots).tolist() == [key for key in distinct if key != 30]
-        assert len(set(admission.slots.tolist())) == 3
-        assert cache.num_pinned == 3
-        assert cache.find(keys_from(*distinct)).tolist() == admission.slots.tolist()
-        assert cache.by_admission(np.sort(admission.slots)).tolist() == admission.slots.tolist()
-        cache.check_integrity()
-
     def test_calls_of_two_admissions_do_not_mix(self) -> None:
-        cache = self.make_of(1, 1)
+        cache = self.make(1)
+        visit(cache, 1)
         cache.mark_dirty(cache.find(keys_from(1)))
         stopped = Admission(keys_from(2))
         assert cache.admit(stopped) is AdmitStatus.DIRTY_VICTIM
@@ -155,35 +133,6 @@ class RowCacheConformance:
             cache.filled(admission.missing_slots)
             cache.release(admission)
         assert order_of(cache) == oracle_order(oracle)
-        cache.check_integrity()
-
-    # Frozen rows
-
-    def test_frozen_rows_are_victims_that_must_be_thawed_before_they_change(self) -> None:
-        cache = self.make_of(4, 1, 2, 3, 4, 4)
-        order = order_of(cache)
-        slots = cache.find(keys_from(*order))
-        cache.mark_dirty(slots[[0, 2]])
-        cache.freeze()
-        assert (cache.num_dirty, cache.num_frozen) == (0, 2)
-        assert sorted(cache.frozen_slots().tolist()) == sorted(slots[[0, 2]].tolist())
-        cache.check_integrity()
-        cache.mark_dirty(slots[[1]])
-        assert cache.keys_of(cache.dirty_victims(10, 10)).tolist() == [order[0], order[1], order[2]]
-        assert cache.keys_of(cache.dirty_victims(2, 2)).tolist() == [order[0], order[1]]
-        with pytest.raises(AssertionError):
-            cache.evict(slots[[2]])
-        with pytest.raises(AssertionError, match="frozen"):
-            cache.freeze()
-        assert cache.admit(Admission(keys_from(9))) is AdmitStatus.DIRTY_VICTIM
-        assert cache.frozen_of(slots).tolist() == slots[[0, 2]].tolist()
-        cache.mark_dirty(slots[[2]])
-        assert (cache.num_dirty, cache.num_frozen) == (2, 1)
-        cache.thaw(slots)
-        assert (cache.num_dirty, cache.num_frozen) == (2, 0)
-        assert cache.frozen_of(slots).tolist() == []
-        assert cache.admit(Admission(keys_from(9))) is AdmitStatus.COMPLETE
-        assert order_of(cache)[:2] == [order[1], order[2]]
         cache.check_integrity()
 
     # Misuse by the owner

@@ -47,15 +47,7 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def is_silent(self) -> bool:
-        return getattr(self._own, "depth", 0) > 0
-
-    @contextlib.contextmanager
-    def silent(self) -> Iterator[None]:
-        self._own.depth = getattr(self._own, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self._own.depth -= 1
+        return getattr(self._own, "is_silent", False)
 
     def wait(self, name: str) -> None:
         if not self.is_silent:
@@ -79,8 +71,11 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.launches += [name] * launches
                 if waits:
                     self.wait(name)
-            with self.silent():
+            before, self._own.is_silent = self.is_silent, True
+            try:
                 return function(*arguments, **named)
+            finally:
+                self._own.is_silent = before
 
         return call
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,44 +134,30 @@ def test_kernels_are_kept_in_the_cache_of_the_user_or_else_a_private_folder(
     assert compiled.stats.cache_path is None
 
 
-def claim_elsewhere(folder: Path, name: str, then: Callable[[bool], None]) -> int:
-    child = os.fork()
-    if child == 0:
-        with FirstUse(folder).claimed(name, wait=False) as is_mine:
-            then(is_mine)
-            os._exit(is_mine)
-    return child
-
-
-def is_claimed_elsewhere(folder: Path, name: str) -> bool:
-    child = claim_elsewhere(folder, name, lambda _: None)
-    return not os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_a_kernel_is_claimed_by_one_process_and_others_wait_until_it_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first_use = FirstUse(tmp_path)
-    with first_use.claimed("admit"), first_use.claimed("helper"):
-        assert is_claimed_elsewhere(tmp_path, "admit")
-        assert not is_claimed_elsewhere(tmp_path, "look_up")
-    assert not is_claimed_elsewhere(tmp_path, "admit")
-
-    def end(_: bool) -> None:
-        os.write(write, b"!")
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    read, write = os.pipe()
-    child = claim_elsewhere(tmp_path, "admit", end)
-    os.read(read, 1)
+    (claimed, tell), (go, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with FirstUse(tmp_path).claimed("admit"), FirstUse(tmp_path).claimed("helper"):
+            os.write(tell, b"!")
+            os.read(go, 1)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.read(claimed, 1)
     caplog.set_level(logging.INFO)
+    first_use = FirstUse(tmp_path)
+    for name, is_free in (("admit", False), ("look_up", True)):
+        with first_use.claimed(name, wait=False) as is_mine:
+            assert is_mine == is_free
+    os.write(end, b"!")
     with first_use.claimed("admit") as is_mine:
         assert is_mine
     assert "compiling kernels that this machine has not used before" in caplog.text
     os.waitpid(child, 0)
-    os.close(read)
-    os.close(write)
+    for descriptor in (claimed, tell, go, end):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("stderr", [None, object(), "closed"], ids=["none", "no file", "closed"])
