@@ -299,7 +299,7 @@ def test_any_pooling(
         check_pool(rows, batch, MODES[mode], [int(cut * len(batch.inverse)) for cut in cuts], scaled=scaled)
 
 
-@pytest.mark.parametrize(("dim", "dtype"), zip([1, 20, 128], DTYPES, strict=True))
+@pytest.mark.parametrize(("dim", "dtype"), [*zip([1, 20, 128], DTYPES, strict=True)])
 def test_dot_products(rows: Rows, dim: int, dtype: torch.dtype) -> None:
     batch = make_batch(dim, dtype)
     expected = dots(TWIN, batch, [], by_row=False)
