@@ -116,7 +116,7 @@ def _train(
 @pytest.mark.parametrize(
     ("has_optimizer", "place", "share"),
     [
-        (False, "ddr", "small"), (False, "ddr", "over"), (False, "hbm", "near"), (True, "ddr", "near"),
+        (False, "ddr", "small"), (False, "ddr", "over"), (False, "hbm", "near"), (True, "ddr", "small"),
         (True, "ddr", "over"), (True, "hbm", "small"),
     ],
 )  # fmt: skip
