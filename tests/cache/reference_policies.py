@@ -4,12 +4,12 @@ The rules and constants are those of the fast caches; no code is shared with the
 """
 
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections import OrderedDict, UserDict
+from collections.abc import Iterator
 from typing import Final
 
 
-class Pinnable(MutableMapping[int, int]):
+class Pinnable(UserDict[int, int]):
     """key -> slot; evicts the first key in eviction order that is not in ``pins``.
 
     Args:
@@ -17,42 +17,26 @@ class Pinnable(MutableMapping[int, int]):
     """
 
     def __init__(self, maxsize: int) -> None:
+        super().__init__()
         self.maxsize = maxsize
         self.pins: dict[int, int] = {}
-        self.slots: dict[int, int] = {}  # read without counting an access
 
     def eviction_order(self) -> Iterator[int]:
         """Keys, next victim first."""
         raise NotImplementedError
 
-    def __getitem__(self, key: int) -> int:
-        return self.slots[key]
-
     def __setitem__(self, key: int, slot: int) -> None:
-        if key not in self.slots and len(self.slots) == self.maxsize:
+        if key not in self and len(self) == self.maxsize:
             self.popitem()
-        self.slots[key] = slot
-
-    def __delitem__(self, key: int) -> None:
-        del self.slots[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.slots
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.slots)
-
-    def __len__(self) -> int:
-        return len(self.slots)
+        super().__setitem__(key, slot)
 
     def first_unpinned(self) -> int | None:
         return next((key for key in self.eviction_order() if key not in self.pins), None)
 
     def popitem(self) -> tuple[int, int]:
         key = self.first_unpinned()
-        if key is None:
-            raise KeyError("every key is pinned")
-        slot = self.slots[key]
+        assert key is not None, "every key is pinned"
+        slot = self.data[key]
         del self[key]
         return key, slot
 
@@ -67,10 +51,10 @@ class LRU(Pinnable):
     """Least recently used first."""
 
     def eviction_order(self) -> Iterator[int]:
-        return iter(self.slots)
+        return iter(self.data)
 
     def __getitem__(self, key: int) -> int:
-        slot = self.slots[key] = self.slots.pop(key)
+        slot = self.data[key] = self.data.pop(key)
         return slot
 
 
@@ -242,40 +226,27 @@ class TinyLFU(Pinnable):
             self._move(key, place if place == LEVELS else max(0, place - amount))
 
 
-class LFU(Pinnable):
+class LFU(LRU):
     """Least frequently used first; of several, the one that has been at that count for longest."""
 
     def __init__(self, maxsize: int) -> None:
         super().__init__(maxsize)
         self._counts: dict[int, int] = {}
-        self._levels: defaultdict[int, dict[int, None]] = defaultdict(dict)
 
     def eviction_order(self) -> Iterator[int]:
-        for count in sorted(self._levels):
-            yield from self._levels[count]
+        return iter(sorted(self.data, key=self._counts.__getitem__))
 
     def __getitem__(self, key: int) -> int:
-        self._enter(key, self._leave(key) + 1)
+        self._counts[key] += 1
         return super().__getitem__(key)
 
     def __setitem__(self, key: int, slot: int) -> None:
         super().__setitem__(key, slot)
-        self._enter(key, 1)
+        self._counts[key] = 1
 
     def __delitem__(self, key: int) -> None:
         super().__delitem__(key)
-        self._leave(key)
-
-    def _enter(self, key: int, count: int) -> None:
-        self._counts[key] = count
-        self._levels[count][key] = None
-
-    def _leave(self, key: int) -> int:
-        count = self._counts.pop(key)
-        del self._levels[count][key]
-        if not self._levels[count]:
-            del self._levels[count]
-        return count
+        del self._counts[key]
 
 
 CLASSES: Final[dict[str, type[Pinnable]]] = {"lru": LRU, "lfu": LFU, "tinylfu": TinyLFU}

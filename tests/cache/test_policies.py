@@ -1,11 +1,9 @@
-"""LRU and LFU against plain cachetools caches, TinyLFU against its twin, access for access; and on real lookups."""
+"""Hit rates on real lookups and on drifting ones; and TinyLFU against its twin over a long run."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench.data import criteo_keys
 from tests.conformance.row_cache import ORACLES, oracle_access, oracle_order, order_of
@@ -25,27 +23,6 @@ REAL_HIT_RATES: dict[tuple[str, int], float] = {
 
 def bare_cache(policy: str, capacity: int) -> DdrCache:
     return DdrCache(capacity, weight_words=0, state_words=0, policy=policy)
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("policy", ORACLES)
-@given(
-    capacity=st.integers(1, 8),
-    keys=st.lists(st.integers(0, 11), max_size=120),
-    removed=st.lists(st.integers(0, 11), max_size=4),
-)
-def test_any_history_of_a_small_cache(policy: str, capacity: int, keys: list[int], removed: list[int]) -> None:
-    cache, oracle = bare_cache(policy, capacity), ORACLES[policy](capacity)
-    for start in range(0, len(keys) + 1, 40):
-        part = keys[start : start + 40]
-        hits = cache.access(np.array(part, np.int64)).tolist()
-        assert hits == [oracle_access(oracle, key) for key in part]
-        for key in removed:
-            if key in oracle:
-                del oracle[key]
-                cache.evict(cache.find(np.array([key], np.int64)))
-        cache.check_integrity()
-    assert order_of(cache) == oracle_order(oracle)
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,11 @@ from tierstore import optim
 def main(folder: Path, device: str) -> None:
     for number, rule in enumerate((optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.1))):
         for pooling in ("sum", "max"):
-            batches = make_batches(3, scaled=pooling == "sum")
-            expected = train(folder / f"{number} {pooling} plain", batches, optimizer=rule, pooling=pooling)
+            batches, config = make_batches(3, scaled=pooling == "sum"), {"optimizer": rule, "pooling": pooling}
+            expected = train(folder / f"{number} {pooling} plain", batches, config=config)
             for depth in (0, 2):
-                ended = train(
-                    folder / f"{number} {pooling} {depth}", batches, optimizer=rule, pooling=pooling, hbm=TINY,
-                    depth=depth, device=device,
-                )  # fmt: skip
+                place = folder / f"{number} {pooling} {depth}"
+                ended = train(place, batches, config=config, hbm=TINY, depth=depth, device=device)
                 assert_same(ended, expected)
     print("the same bits")
 

@@ -2,10 +2,9 @@
 
 import contextlib
 import random
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,12 +25,10 @@ FEATURES = ["a", "b", "c", "d"]
 
 
 class Ended(NamedTuple):
-    """What training ended in, on the CPU."""
+    """What training ended in, on the CPU: int32, the bits of every row, and of what each step's forward gave."""
 
     rows: Tensor
-    """int32, the bits of every row."""
     outs: list[Tensor]
-    """int32, the bits of what each step's forward gave."""
     stats: Any
 
 
@@ -48,15 +45,15 @@ def make_batches(steps: int, *, device: str = "cpu", scaled: bool = True, seed: 
     return made
 
 
-def make_tables(store: tierstore.Store, *, optimizer: optim.Optimizer | None = None, **config: Any) -> None:
+def make_tables(store: tierstore.Store, **config: Any) -> None:
     for seed, names in enumerate((("a", "b"), ("c", "d"))):
+        init = tierstore.init.Uniform(-1, 1, seed=seed)
+        given = {"optimizer": optim.RowWiseAdagrad(lr=0.1), "init": init} | config
         store.create_table(
             tierstore.TableConfig(
-                name=f"table {seed}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=names,
-                init=tierstore.init.Uniform(-1, 1, seed=seed), optimizer=optimizer or optim.RowWiseAdagrad(lr=0.1),
-                **config,
+                name=f"table {seed}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=names, **given
             )
-        )  # fmt: skip
+        )
 
 
 def train_on(store: tierstore.Store, batches: list[Any], *, depth: int) -> list[Tensor]:
@@ -81,12 +78,11 @@ def read_all(store: tierstore.Store) -> Tensor:
 
 
 def train(
-    directory: Path, batches: list[Any], *, depth: int = 0, optimizer: optim.Optimizer | None = None,
-    pooling: str = "sum", **settings: Any,
-) -> Ended:  # fmt: skip
+    directory: Path, batches: list[Any], *, depth: int = 0, config: Any = MappingProxyType({}), **settings: Any
+) -> Ended:
     """Train, commit, and find in the store what training ended in."""
     with tierstore.open(directory, **({"ddr": DDR} | settings)) as store:
-        make_tables(store, optimizer=optimizer, pooling=pooling)
+        make_tables(store, **config)
         outs = train_on(store, batches, depth=depth)
         for pool in {table.pool for table in store.tables.values()}:
             pool.tier.check_integrity()
@@ -105,22 +101,19 @@ def assert_same(ended: Ended, expected: Ended, told: object = None) -> None:
 
 
 class LateStreams(Streams):
-    """Streams that are idle for random times before and after every step; on the CPU, the thread is."""
+    """Streams that are idle for random times before and after every step."""
 
-    def __init__(self, inner: Streams, delays: "Delays", *, waits: bool = True) -> None:
+    def __init__(self, inner: Streams, delays: "Delays", *, waits: bool) -> None:
         self.pin_memory = inner.pin_memory
         self._inner = inner
         self._delays = delays
         self._waits = waits
 
     @contextlib.contextmanager
-    def _side(self) -> Iterator[None]:
+    def side(self) -> Iterator[None]:
         with self._inner.side():
             self._delays.insert()
             yield
-
-    def side(self) -> AbstractContextManager[Any]:
-        return self._side()
 
     def mark(self) -> Mark:
         self._delays.insert()
@@ -135,22 +128,16 @@ class LateStreams(Streams):
 class Delays:
     """Delays of the calling thread's current stream, of up to about ``longest_us``."""
 
-    def __init__(self, device: str, *, longest_us: int, share: float = 0.5, seed: int = 0) -> None:
+    def __init__(self, *, longest_us: int, share: float = 0.5, seed: int = 0) -> None:
         self.inserted = 0
-        self._is_cuda = device != "cpu"
         self._longest_us = longest_us
         self._share = share
         self._random = random.Random(seed)
 
     def insert(self) -> None:
-        if self._random.random() >= self._share:
-            return
-        self.inserted += 1
-        delay_us = self._random.randrange(self._longest_us // 2, self._longest_us)
-        if self._is_cuda:
-            torch.cuda._sleep(2000 * delay_us)
-        else:
-            time.sleep(delay_us / 1e6)
+        if self._random.random() < self._share:
+            self.inserted += 1
+            torch.cuda._sleep(2000 * self._random.randrange(self._longest_us // 2, self._longest_us))
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays, *, waits: bool = True) -> None:

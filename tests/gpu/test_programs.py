@@ -22,14 +22,9 @@ QUICK = CONFIG.pop("quick")
 TOTAL_SECONDS_MAX = 480
 
 
-def test_quick_sizes_have_the_keys_of_the_whole_ones() -> None:
-    assert set(QUICK) == {*PARTS}
-    assert set(CONFIG) == {*PARTS, "seed"}
-    for name in PARTS:
-        assert set(QUICK[name]) == set(CONFIG[name]), name
-
-
-def test_all_parts_have_time_within_the_whole() -> None:
+def test_quick_sizes_have_the_keys_of_the_whole_ones_which_have_time() -> None:
+    assert set(CONFIG) - {"seed"} == set(QUICK) == {*PARTS}
+    assert {name: set(QUICK[name]) for name in PARTS} == {name: set(CONFIG[name]) for name in PARTS}
     assert sum(CONFIG[name]["limit_s"] for name in PARTS) < TOTAL_SECONDS_MAX
 
 
@@ -45,13 +40,8 @@ def test_each_part_works(tmp_path: Path, name: str, device: str) -> None:
     for table in report.tables:
         assert all(len(row) == len(table.columns) for row in table.rows)
     if name == "cached":
-        bits = {case["bits"] for case in figures["cases"].values()}
         assert [goal.met for goal in report.goals if goal.exactly is not None] == [True]
-        assert len(bits) == 1
-    if name == "rows":
-        assert len(report.goals) == 3
-    if name == "ssd":
-        assert all(found["read_bytes"] > 0 for found in figures["rounds"])
+        assert len({case["bits"] for case in figures["cases"].values()}) == 1
 
 
 @pytest.mark.gpu

@@ -23,16 +23,10 @@ from . import sanitized
 from .support import BAGS, DEVICES, DIM, FEATURES, TINY, WHOLE, make_batches, make_tables, train_on
 
 
-def hot_of(store: tierstore.Store) -> Any:
-    hot = store["table 0"].pool.tier
-    assert hot is not None
-    return hot
-
-
 def in_use(store: tierstore.Store) -> dict[str, int]:
     """Everything that must not grow, once all that was given to the device is done."""
     gc.collect()
-    hot = hot_of(store)
+    hot: Any = store["table 0"].pool.tier
     if store.device.type == "cuda":
         torch.cuda.synchronize()
     assert hot.num_leased == 0  # which also lets go of what is no longer used

@@ -39,24 +39,15 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if not self.is_silent and not func.is_view and not name.startswith(FREE):
             self.launches.append(name)
-            masks = name.startswith("index") and any(
-                each is not None and each.dtype == torch.bool for each in _indices(args)
-            )
-            if name.startswith(WAITING) or masks:
+            indices = args[1] if name.startswith("index") and isinstance(args[1], list) else []
+            is_masked = any(isinstance(each, Tensor) and each.dtype == torch.bool for each in indices)
+            if name.startswith(WAITING) or is_masked:
                 self.wait(name)
         return func(*args, **(kwargs or {}))
 
     @property
     def is_silent(self) -> bool:
-        return getattr(self._own, "depth", 0) > 0
-
-    @contextlib.contextmanager
-    def silent(self) -> Iterator[None]:
-        self._own.depth = getattr(self._own, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self._own.depth -= 1
+        return getattr(self._own, "is_silent", False)
 
     def wait(self, name: str) -> None:
         if not self.is_silent:
@@ -80,8 +71,11 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.launches += [name] * launches
                 if waits:
                     self.wait(name)
-            with self.silent():
+            before, self._own.is_silent = self.is_silent, True
+            try:
                 return function(*arguments, **named)
+            finally:
+                self._own.is_silent = before
 
         return call
 
@@ -101,27 +95,17 @@ class CountingMark:
 
 
 @contextlib.contextmanager
-def counting(monkeypatch: pytest.MonkeyPatch, *copies: tuple[Any, str]) -> Iterator[Count]:
-    """Count what this thread does within.
-
-    Args:
-        copies: (owner, name) of functions that copy between host and device, which is nothing on the CPU.
-    """
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Count]:
+    """Count what this thread does within."""
     count = Count()
     with monkeypatch.context() as patch:
         for name, function in inspect.getmembers(twin, inspect.isfunction):
             if function.__module__ == twin.__name__ and name[0] != "_":
                 patch.setattr(twin, name, count.counted(function, name, KERNELS_OF.get(name, 1)))
         patch.setattr(launches, "launch", count.counted(launches.launch, "triton", 1))
-        for owner, name in copies:
-            patch.setattr(owner, name, count.counted(getattr(owner, name), name, 1))
         for name in ("cpu", "tolist"):
             patch.setattr(Tensor, name, count.counted(getattr(Tensor, name), name, 1, waits=True))
         patch.setattr(Streams, "mark", lambda _: CountingMark(count))
         patch.setattr(Streams, "follow", lambda _, mark: None)
         with count:
             yield count
-
-
-def _indices(args: Any) -> list[Any]:
-    return [each for each in args[1] if each is None or isinstance(each, Tensor)] if isinstance(args[1], list) else []

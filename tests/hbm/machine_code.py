@@ -24,14 +24,6 @@ import torch
 MODULES: Final = tuple(f"tierstore.hbm.{name}_triton" for name in ("cache", "rows"))
 """Every module with Triton kernels."""
 
-# Of a multiprocessor of compute capability 9.0.
-_REGISTERS: Final = 65536
-_WARPS: Final = 64
-_PROGRAMS: Final = 32
-_SHARED_BYTES: Final = 228 << 10
-_RESERVED_BYTES: Final = 1 << 10
-"""Shared memory that the system takes of each program."""
-
 _TYPES: Final = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16",
     torch.int8: "*i8", torch.uint8: "*u8",
@@ -51,53 +43,48 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
-def kernels_of(name: str) -> dict[str, Any]:
-    """Kernels of a module that no other kernel calls: those that are launched."""
+def kernels() -> set[str]:
+    """Names of the kernels that no other kernel calls: those that are launched."""
     from triton.runtime.jit import JITFunction
 
-    module = sys.modules[name]
-    own = {key: value for key, value in vars(module).items() if isinstance(value, JITFunction)}
-    texts = [each.src for part in MODULES for each in vars(sys.modules[part]).values() if isinstance(each, JITFunction)]
-    called = {key for key in own for text in texts if re.search(rf"(?<!def )\b{key}\(", text)}
-    return {key: own[key] for key in own if key not in called and own[key].__module__ == name}
+    made = [each for name in MODULES for each in vars(sys.modules[name]).values() if isinstance(each, JITFunction)]
+    text = "\n".join({each.src for each in made})
+    return {each.fn.__name__ for each in made if not re.search(rf"(?<!def )\b{each.fn.__name__}\(", text)}
 
 
-def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
+def _row_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Tables of 16, 64 and 100 columns, by all modes and rules."""
     from tierstore import optim
     from tierstore.hbm import launches
-    from tierstore.hbm.kernel_types import Bags, Groups
+    from tierstore.hbm.kernel_types import Bags, DeviceIds, Groups
     from tierstore.kernels import slots as kernels
     from tierstore.optim.configs import NUM_HYPER
     from tierstore.optim.rules import SUPER_RUN
 
     length = SUPER_RUN + 1
-    numbers = torch.zeros(length, dtype=torch.int32)
-    order = torch.zeros(length, dtype=torch.int64)
-    groups = Groups(order, numbers, numbers[:1], numbers)
+    numbers, long = torch.zeros(length, dtype=torch.int32), torch.zeros(length, dtype=torch.int64)
+    groups = Groups(long, numbers, numbers[:1], numbers)
 
     def bags(dim: int, *, scaled: bool) -> Bags:
         scale = torch.zeros(length) if scaled else None
         return Bags(numbers[:5], numbers, numbers[:2], numbers[:2], 2, scale, 4 if dim % 4 == 0 else 1)
 
-    def pool(
-        dim: int, weights: torch.Tensor, mode: int, *, scaled: bool = False, by_row: bool = True, first: int = 0
-    ) -> None:
-        out, arg_max = torch.zeros(2, 2 * dim), torch.zeros((4, dim), dtype=torch.int32)
+    def maxima(dim: int) -> torch.Tensor:
+        return torch.zeros((4, dim), dtype=torch.int32)
+
+    def pool(dim: int, weights: torch.Tensor, mode: int, *, scaled: bool = False, by_row: bool = True) -> None:
         launches.pool_rows(
-            bags(dim, scaled=scaled), numbers, numbers if by_row else None, first, length, mode=mode, weights=weights,
-            dim=dim, out=out, arg_max=arg_max if mode == kernels.MAX else None,
+            bags(dim, scaled=scaled), numbers, numbers if by_row else None, int(mode == kernels.MAX), length, mode=mode,
+            weights=weights, dim=dim, out=torch.zeros(2, 2 * dim), arg_max=maxima(dim) if mode == kernels.MAX else None,
         )  # fmt: skip
 
-    def update(
-        dim: int, weights: torch.Tensor, *rules: Any, maxima: bool = False, mean: bool = False, scaled: bool = False
-    ) -> None:
+    def update(dim: int, weights: torch.Tensor, *rules: Any, maxed: bool = False, mean: bool = False) -> None:
         codes = tuple(rule.code for rule in rules)
-        state = torch.zeros(4, max(rule().state_dim(dim) for rule in rules) + 2)
         launches.update_rows(
-            bags(dim, scaled=scaled), groups, numbers, 0, grad_out=torch.zeros(2, 2 * dim),
-            arg_max=torch.zeros((4, dim), dtype=torch.int32) if maxima else None, mean=mean, codes=codes,
-            code_of=numbers, hyper=torch.zeros(len(codes), NUM_HYPER), weights=weights, state=state, dim=dim,
+            bags(dim, scaled=len(codes) > 1), groups, numbers, 0, grad_out=torch.zeros(2, 2 * dim),
+            arg_max=maxima(dim) if maxed else None, mean=mean, codes=codes, code_of=numbers,
+            hyper=torch.zeros(len(codes), NUM_HYPER), weights=weights,
+            state=torch.zeros(4, max(rule().state_dim(dim) for rule in rules) + 2), dim=dim,
             dirty=torch.zeros(4, dtype=torch.uint8) if len(codes) == 1 else None,
         )  # fmt: skip
 
@@ -115,28 +102,21 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "number", lambda: launches.number_bags(numbers[:5], numbers)
     yield "pool sum of 16", lambda: pool(16, narrow, kernels.SUM, by_row=False)
     yield "pool mean of 100", lambda: pool(100, wide, kernels.MEAN, scaled=True)
-    yield "pool max of 16", lambda: pool(16, narrow.half(), kernels.MAX, first=1)
+    yield "pool max of 16", lambda: pool(16, narrow.half(), kernels.MAX)
     yield "dot of 16", lambda: dot(16, narrow)
     yield "dot of 100", lambda: dot(100, wide)
     yield "move up", lambda: move(8, 1, up=True)
     yield "move down", lambda: move(256, 512, up=False)
     yield "sgd of 16", lambda: update(16, narrow, optim.SGD)
     yield "rowwise_adagrad of 64, mean", lambda: update(64, middle, optim.RowWiseAdagrad, mean=True)
-    yield "adam of 16, max", lambda: update(16, narrow, optim.Adam, maxima=True)
-    yield "adam and adagrad of 100, scaled", lambda: update(100, wide, optim.Adam, optim.Adagrad, scaled=True)
-
-
-def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
-    """To slots, and to keys with per-sample weights."""
-    from tierstore.hbm import launches
-    from tierstore.hbm.kernel_types import Bags, DeviceIds
-
-    long, numbers = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
-    for name, rows, scale in (("slots", numbers, None), ("keys", long, torch.zeros(64))):
-        bags = Bags(numbers[:5], numbers, numbers[:2], numbers[:2], 2, scale)
-        given = DeviceIds(long, long[:5], scale)
-        join = partial(launches.join_ids, given, long[:2], long[:2], bags, rows, numbers[:1], long[:3])
-        yield f"join to {name}", join
+    yield "adam of 16, max", lambda: update(16, narrow, optim.Adam, maxed=True)
+    yield "adam and adagrad of 100, scaled", lambda: update(100, wide, optim.Adam, optim.Adagrad)
+    for name, rows, scale in (("slots", numbers[:64], None), ("keys", long[:64], torch.zeros(64))):
+        given, some = DeviceIds(long[:64], long[:5], scale), bags(16, scaled=False)._replace(scale=scale)
+        yield (
+            f"join to {name}",
+            partial(launches.join_ids, given, long[:2], long[:2], some, rows, numbers[:1], long[:3]),
+        )
 
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -161,6 +141,8 @@ def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def launches() -> dict[str, Launch]:
     """By the names of case and kernel; of equal launches the first."""
+    from tierstore.hbm import launches as module
+
     noted: dict[str, Launch] = {}
     case = ""
 
@@ -170,13 +152,9 @@ def launches() -> dict[str, Launch]:
         count = sum(each.startswith(f"{case}: {name}") for each in noted)
         noted[f"{case}: {name}" + f" {count + 1}" * bool(count)] = Launch(kernel, given, options)
 
-    from tierstore.hbm import launches as module
-
     module.launch = note  # type: ignore[assignment]
-    for cases in (_row_cases, _join_cases, _cache_cases):
-        for name, act in cases():
-            case = name
-            act()
+    for case, act in (*_row_cases(), *_cache_cases()):  # noqa: B007 - ``note`` reads it
+        act()
     return noted
 
 
@@ -248,25 +226,19 @@ _NOTED: Final[dict[str, Launch]] = {}
 
 
 def _found(name: str) -> dict[str, Any]:
-    """Registers of a thread, bytes of those that did not fit, the share of a multiprocessor's warps that it can hold,
-    the innermost loops of a kernel over rows, and PTX."""
-    launch = _NOTED[name]
-    compiled = _compiled(launch)
+    """Registers of a thread, bytes of those that did not fit, the innermost loops of a kernel over rows, and PTX."""
+    kernel = _NOTED[name].kernel.fn.__name__
+    compiled = _compiled(_NOTED[name])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
         usage = _tool("cuobjdump", "-res-usage", str(path))
-        sass = _tool("nvdisasm", "-c", str(path)) if launch.kernel.fn.__name__ in ROW_KERNELS else ""
-    registers = int(re.findall(r"REG:(\d+)", usage)[0])
-    warps, shared = int(compiled.metadata.num_warps), int(compiled.metadata.shared)
-    # A quarter of the multiprocessor has a quarter of the registers, given by eight.
-    fitting = 4 * (_REGISTERS // 4 // (-(-registers // 8) * 8 * 32)) // warps
-    programs = min(fitting, _PROGRAMS, _WARPS // warps, _SHARED_BYTES // (shared + _RESERVED_BYTES))
+        sass = _tool("nvdisasm", "-c", str(path)) if kernel in ROW_KERNELS else ""
     return {
-        "kernel": launch.kernel.fn.__name__,
-        "registers": registers,
+        "kernel": kernel,
+        "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spills": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
-        "occupancy": programs * warps / _WARPS,
+        "shared_bytes": int(compiled.metadata.shared),
         "loops": _loops(sass),
         "ptx": compiled.asm["ptx"],
     }
@@ -276,13 +248,11 @@ def found() -> dict[str, Any]:
     """``launches``, what became of each; ``missing``, kernels that no launch is of; and ``twins``, modules of the CPU's
     kernels that came with those of the GPU."""
     _NOTED.update(launches())
-    names = [f"{module}.{name}" for module in MODULES for name in kernels_of(module)]
-    launched = {f"{each.kernel.__module__}.{each.kernel.fn.__name__}" for each in _NOTED.values()}
+    missing = kernels() - {each.kernel.fn.__name__ for each in _NOTED.values()}
     with multiprocessing.get_context("fork").Pool(2) as processes:
         made = processes.map(_found, _NOTED, chunksize=1)
     twins = [name for name in sys.modules if name.endswith(".twin")]
-    launches_made = dict(zip(_NOTED, made, strict=True))
-    return {"missing": sorted(set(names) - launched), "twins": twins, "launches": launches_made}
+    return {"missing": sorted(missing), "twins": twins, "launches": dict(zip(_NOTED, made, strict=True))}
 
 
 if __name__ == "__main__":

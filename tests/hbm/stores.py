@@ -1,6 +1,7 @@
 """Stores whose device memory holds few of their rows, and what is done with them."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,8 +37,9 @@ def simple(**fields: Any) -> tierstore.TableConfig:
     return config(init=tierstore.init.Constant(0.0), optimizer=optim.SGD(lr=1.0), **fields)
 
 
-def least(directory: Path, configs: tuple[tierstore.TableConfig, ...], policy: str) -> str:
-    with tierstore.open(directory, hbm=1, ddr="8MiB", policy=policy) as store:
+def least(configs: Iterable[tierstore.TableConfig], policy: str) -> str:
+    """The smallest budget that these tables allow, as its error says."""
+    with tierstore.open(cold="memory", hbm=1, ddr="8MiB", policy=policy) as store:
         for each in configs:
             store.create_table(each)
         with pytest.raises(BudgetError) as caught:
@@ -47,16 +49,16 @@ def least(directory: Path, configs: tuple[tierstore.TableConfig, ...], policy: s
     return found[1]
 
 
-def open_store(directory: Path, *configs: tierstore.TableConfig, hbm: int = LEAST, **settings: Any) -> tierstore.Store:
-    if hbm == LEAST:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        settings["hbm"] = least(Path(f"{directory}-least"), configs or (simple(),), settings.get("policy", "lru"))
-    else:
-        settings["hbm"] = hbm
+def open_store(
+    directory: Path | None, *configs: tierstore.TableConfig, hbm: int = LEAST, **settings: Any
+) -> tierstore.Store:
+    """In memory, if there is no directory."""
+    configs = configs or (simple(),)
+    settings["hbm"] = least(configs, settings.get("policy", "lru")) if hbm == LEAST else hbm
+    settings["cold"] = "lmdb" if directory else "memory"
     store = tierstore.open(directory, **({"ddr": "2MiB", "threads": 1} | settings))
-    for each in configs or (simple(),):
-        if not store.readonly:
-            store.create_table(each)
+    for each in configs:
+        store.create_table(each)
     return store
 
 
@@ -66,28 +68,20 @@ def few_slots(count: int) -> Any:
     return mock.patch.object(pools, "divide_hbm", lambda _, rows, **_named: dict.fromkeys(rows, size))
 
 
-def hot(store: tierstore.Store, name: str = "t") -> HbmPool:
-    found: Any = store[name].pool.tier
+def hot(store: tierstore.Store) -> HbmPool:
+    found: Any = store["t"].pool.tier
     assert found.on_device
     return found  # type: ignore[no-any-return]
-
-
-def same(ids: Tensor) -> Tensor:
-    return ids
-
-
-def put(store: tierstore.Store, rows: Tensor, value: float) -> None:
-    store["t"].write(rows, torch.full((len(rows), 4), value))
 
 
 def step(bag: Any, ids: Tensor) -> None:
     bag(ids, torch.arange(0, len(ids), 3)).sum().backward()
 
 
-def shown(directory: Path, version: int | None = None, name: str = "t") -> Tensor:
-    with tierstore.open(directory, mode="r", version=version, ddr="2MiB") as store:
+def shown(directory: Path) -> Tensor:
+    with tierstore.open(directory, mode="r", ddr="2MiB") as store:
         store.verify()
-        return store[name].read(ALL)
+        return store["t"].read(ALL)
 
 
 def bits(tensor: Any) -> bytes:

@@ -46,22 +46,17 @@ def use(store: tierstore.Store) -> list[DeviceRows]:
     return [tier for tier in tiers if isinstance(tier, DeviceRows)]
 
 
-def needed(error: BudgetError, name: str) -> str:
-    found = re.match(rf"{name}=.*too little.*; give at least (\d+KiB)$", str(error), re.DOTALL)
-    assert found is not None, str(error)
-    return found[1]
-
-
-def refused(store: tierstore.Store, name: str) -> str | None:
-    """What it says is enough, if the budget of that name is too small."""
+def refused(store: tierstore.Store) -> str | None:
+    """What it says is enough, if the budget of device memory is too small."""
     try:
         use(store)
     except BudgetError as error:
-        return needed(error, name)
+        (enough,) = re.findall(r"^hbm=.*too little.*; give at least (\d+KiB)$", str(error), re.DOTALL)
+        return str(enough)
     return None
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     tables=st.lists(shapes, min_size=1, max_size=3),
     hbm=st.one_of(st.integers(1, 300_000), st.integers(1, 8_000_000)),
@@ -71,7 +66,7 @@ def test_budgets_are_kept_and_what_is_named_as_enough_is(tables: list[dict[str, 
     with tempfile.TemporaryDirectory() as directory:
         given: dict[str, Any] = {"ddr": "64MiB", "policy": policy}
         with make(Path(directory) / "store", tables, hbm=hbm, **given) as store:
-            enough = refused(store, "hbm")
+            enough = refused(store)
             budget = hbm
         if enough is not None:
             budget = parse_size(enough, name="hbm")
@@ -90,44 +85,35 @@ def test_budgets_are_kept_and_what_is_named_as_enough_is(tables: list[dict[str, 
 def tensor_bytes() -> int:
     """Of all tensors' memory that Python knows of, each counted once."""
     gc.collect()
-    storages = {}
-    for each in gc.get_objects():
-        if type(each) is torch.Tensor:
-            storage = each.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize(("number", "policy"), [(0, "lru"), (1, "lfu")])
-@pytest.mark.parametrize("hbm", ["80KiB", "1MiB"])
-def test_no_tensor_escapes_the_accounts(store_dir: Path, hbm: str, number: int, policy: str) -> None:
-    shape = [(64, "float32"), (3, "float16")][(number + (hbm == "1MiB")) % 2]
-    table: dict[str, Any] = {"num_embeddings": 50_000, "embedding_dim": shape[0], "dtype": shape[1]}
+@pytest.mark.parametrize(
+    ("hbm", "dim", "dtype", "policy"), [("80KiB", 64, "float32", "lru"), ("1MiB", 3, "float16", "lfu")]
+)
+def test_no_tensor_escapes_the_accounts(store_dir: Path, hbm: str, dim: int, dtype: str, policy: str) -> None:
+    table: dict[str, Any] = {"num_embeddings": 50_000, "embedding_dim": dim, "dtype": dtype}
     before = tensor_bytes()
     with make(store_dir, [table], ddr="4MiB", hbm=hbm, policy=policy) as store:
         (pool,) = use(store)
-        staging = staging_bytes(pool.layout, pool._staging.rows)
-        taken = tensor_bytes() - before
+        taken = tensor_bytes() - before - staging_bytes(pool.layout, pool._staging.rows)
         assert pool.size_bytes <= parse_size(hbm, name="hbm")
         slack = 4000  # of the batch of 20 ids, kept until rows are next brought in
-        assert taken - staging <= pool.size_bytes + slack
-        assert taken - staging > 0.9 * pool.size_bytes  # and the tensors are seen at all
+        assert 0.9 * pool.size_bytes < taken <= pool.size_bytes + slack
 
 
 @pytest.mark.parametrize("ddr", ["800KiB", "2MiB"])
 def test_staging_in_host_memory_is_part_of_ddr(store_dir: Path, ddr: str) -> None:
-    table: dict[str, Any] = {"num_embeddings": 50_000, "embedding_dim": 64}
-    with make(store_dir, [table], ddr=ddr) as store:
-        use(store)
-        without = store.stats().ddr
-    with make(store_dir, [table], ddr=ddr, hbm="2MiB") as store:
-        (pool,) = use(store)
-        with_hbm = store.stats().ddr
-        staging = pool.host_bytes
+    found, staging = [], 0
+    for hbm in (0, "2MiB"):
+        with make(store_dir, [{"num_embeddings": 50_000, "embedding_dim": 64}], ddr=ddr, hbm=hbm) as store:
+            staging = sum(pool.host_bytes for pool in use(store))
+            found.append(store.stats().ddr)
+            assert found[-1].bytes <= parse_size(ddr, name="ddr")
     assert staging > 100_000
-    assert max(without.bytes, with_hbm.bytes) <= parse_size(ddr, name="ddr")
     row_bytes = 64 * 4 + 44
-    assert without.capacity_rows - with_hbm.capacity_rows > 0.9 * staging / (row_bytes * 17 / 16)
+    assert found[0].capacity_rows - found[1].capacity_rows > 0.9 * staging / (row_bytes * 17 / 16)
 
 
 @pytest.mark.parametrize("hbm", [0, "1% of tables", "0.0000001% of tables"])

@@ -173,39 +173,24 @@ def check_history(kernels: ModuleType, policy: PolicyName, script: Script) -> No
         assert len(cache.slots_with(RESIDENT)) == len(model.rows)
 
 
-@given(st.lists(st.integers(0, 80), unique=True, min_size=1), st.lists(st.integers(0, 80), min_size=1))
-def test_keys_are_found_among_sorted_ones(known: list[int], asked: list[int]) -> None:
-    ordered, order = torch.sort(torch.tensor([*known, -1, -1], device=DEVICE))
-    expected = [known.index(key) + 9 if key in known else -1 for key in asked]
-    for kernels in (twin, launches):
-        found = kernels.find_sorted(ordered, order, torch.tensor(asked, device=DEVICE), 9)
-        assert found.dtype == torch.int32
-        assert found.tolist() == expected
-
-
-@given(
-    edit=st.fixed_dictionaries(
-        {
-            "unpin": st.booleans(),
-            "keep": st.sampled_from([-1, ~DIRTY, ~LOADING]),
-            "add": st.sampled_from([0, DIRTY]),
-        }
-    ),
-    size=st.sampled_from([0, 1, 255, 257, 300]),
-)
-def test_flags(edit: Any, size: int) -> None:
+@pytest.mark.parametrize("kernels", [twin, launches])
+@pytest.mark.parametrize("size", [0, 1, 257, 300])
+def test_keys_are_found_and_flags_edited_by_several_programs(kernels: Any, size: int) -> None:
     generator = torch.Generator().manual_seed(size)
+    known, asked = torch.randperm(600, generator=generator)[:300], torch.randint(0, 600, (size,), generator=generator)
+    ordered, order = torch.sort(torch.cat([known, torch.tensor([-1, -1])]).to(DEVICE))
+    found = kernels.find_sorted(ordered, order, asked.to(DEVICE), 9)
+    places = {key: place + 9 for place, key in enumerate(known.tolist())}
+    assert found.dtype == torch.int32
+    assert found.tolist() == [places.get(key, -1) for key in asked.tolist()]
     before = torch.randint(PIN, 4 * PIN, (320,), generator=generator, dtype=torch.int32)
     slots = torch.randperm(310, generator=generator)[:size].to(torch.int32) - 5
-    expected = before.tolist()
-    for slot in slots.tolist():
-        if 0 <= slot < 290:
-            left = before.tolist()[slot] - (PIN if edit["unpin"] else 0)
-            expected[slot] = (left & edit["keep"]) | edit["add"]
-    for kernels in (twin, launches):
-        flags = before.to(DEVICE, copy=True)
-        kernels.edit_flags(flags, slots.to(DEVICE), 290, **edit)
-        assert flags.tolist() == expected
+    is_slot = (slots >= 0) & (slots < 290)
+    for unpin, keep, add in ((True, -1, DIRTY), (False, ~DIRTY, 0), (True, ~LOADING, 0)):
+        flags, expected = before.to(DEVICE, copy=True), before.clone()
+        expected[slots[is_slot].long()] = (expected[slots[is_slot].long()] - PIN * unpin) & keep | add
+        kernels.edit_flags(flags, slots.to(DEVICE), 290, unpin=unpin, keep=keep, add=add)
+        assert torch.equal(flags.cpu(), expected)
 
 
 def test_counts_are_halved_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

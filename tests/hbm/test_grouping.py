@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.hbm import cache, launches, twin
-from tierstore.hbm.kernel_types import Groups, mixed, sets_of
+from tierstore.hbm.kernel_types import mixed, sets_of
 from tierstore.layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)
@@ -40,37 +40,26 @@ def mix_of(key: int) -> int:
     return ((mix ^ mix >> 27) * 0x94D049BB133111EB) & MASK
 
 
-def check_groups(values: list[int], made: Groups, expected: list[int]) -> None:
-    """``expected`` are the distinct values, in order."""
-    distinct, groups = made.distinct, made
+def check(values: list[int], dtype: torch.dtype, device: str) -> None:
+    """Keys (int64) are grouped in the order of their mixes, and numbered; slots (int32) in their own."""
+    made = cache.group(torch.tensor(values, dtype=dtype, device=device))
+    expected = sorted(set(values), key=mix_of if dtype == torch.int64 else None)
     positions: dict[int, list[int]] = {}
     for position, value in enumerate(values):
         positions.setdefault(value, []).append(position)
-    assert groups.num_unique.tolist() == [len(expected)]
-    assert distinct[: len(expected)].tolist() == expected
-    assert len(distinct) == len(values)
-    order, starts = groups.order.tolist(), groups.starts[: len(expected) + 1].tolist()
-    assert len(groups.starts) == len(values) + 1
+    assert made.num_unique.tolist() == [len(expected)]
+    assert made.distinct[: len(expected)].tolist() == expected
+    assert (len(made.distinct), len(made.starts)) == (len(values), len(values) + 1)
+    order, starts = made.order.tolist(), made.starts[: len(expected) + 1].tolist()
     assert (starts[0], starts[-1]) == (0, len(values))
     for number, value in enumerate(expected):
         assert order[starts[number] : starts[number + 1]] == positions[value]
-    dtypes = [each.dtype for each in (groups.order, groups.starts, groups.num_unique)]
-    assert dtypes == [torch.int64, torch.int32, torch.int32]
-
-
-def check_keys(keys: list[int], device: str) -> None:
-    made = cache.group(torch.tensor(keys, device=device))
-    expected = sorted(set(keys), key=mix_of)
-    check_groups(keys, made, expected)
-    assert made.inverse is not None
-    assert made.distinct[made.inverse.long()].tolist() == keys
-    assert (made.distinct.dtype, made.inverse.dtype) == (torch.int64, torch.int32)
-
-
-def check_slots(slots: list[int], device: str) -> None:
-    made = cache.group(torch.tensor(slots, dtype=torch.int32, device=device))
-    check_groups(slots, made, sorted(set(slots)))
-    assert made.distinct.dtype == torch.int32
+    dtypes = [each.dtype for each in (made.order, made.starts, made.num_unique, made.distinct)]
+    assert dtypes == [torch.int64, torch.int32, torch.int32, dtype]
+    if dtype == torch.int64:
+        assert made.inverse is not None
+        assert made.inverse.dtype == torch.int32
+        assert made.distinct[made.inverse.long()].tolist() == values
 
 
 keys = st.one_of(
@@ -78,16 +67,16 @@ keys = st.one_of(
 )
 
 
-@given(some=st.lists(keys, min_size=1, max_size=120))
-def test_any_keys(device: str, some: list[int]) -> None:
-    check_keys(some, device)
+@given(
+    keys=st.lists(keys, min_size=1, max_size=120),
+    slots=st.lists(st.integers(0, 9) | st.integers(0, 2**31 - 1), min_size=1, max_size=120),
+)
+def test_any_keys_and_slots(device: str, keys: list[int], slots: list[int]) -> None:
+    check(keys, torch.int64, device)
+    check(slots, torch.int32, device)
 
 
-@given(some=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 2**31 - 1)), min_size=1, max_size=120))
-def test_any_slots(device: str, some: list[int]) -> None:
-    check_slots(some, device)
-
-
+@settings(max_examples=settings.default.max_examples // 5)  # each takes seconds in Triton's interpreter
 @given(
     edges=st.lists(st.integers(-2, 2), min_size=1, max_size=3),
     inner=st.lists(st.integers(1, TILE - 1), max_size=3),
@@ -98,7 +87,7 @@ def test_groups_that_begin_about_the_edges_of_tiles(device: str, edges: list[int
     cuts = {(number + 1) * TILE + offset for number, offset in enumerate(edges)}
     cuts |= {(number % len(edges)) * TILE + offset for number, offset in enumerate(inner)}
     count = max(cuts) + last
-    check_slots(np.searchsorted(sorted(cuts), np.arange(count), side="right").tolist(), device)
+    check(np.searchsorted(sorted(cuts), np.arange(count), side="right").tolist(), torch.int32, device)
 
 
 def test_more_tiles_than_one_step_of_the_sum_over_them_takes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

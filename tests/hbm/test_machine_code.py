@@ -59,7 +59,7 @@ def test_registers_suffice_and_loops_keep_the_memory_busy(found: dict[str, Any])
         if each["kernel"] not in ROW_KERNELS:
             continue
         assert each["registers"] <= 64, name
-        assert each["occupancy"] >= 0.5, name
+        assert each["shared_bytes"] <= 6 << 10, name
         assert not sum(loop["barriers"] for loop in each["loops"]), name
         if each["kernel"] in num_loops:
             assert len(each["loops"]) == num_loops[each["kernel"]], name

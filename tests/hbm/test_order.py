@@ -22,33 +22,32 @@ ROWS, DIM, STEPS = 600, 4, 10
 
 
 def train(
-    directory: Path, *, depth: int, rows: int = ROWS, steps: int = STEPS, is_dynamic: bool = False, **settings: Any
+    directory: Path, *, depth: int = 2, rows: int = ROWS, steps: int = STEPS, ids: Any = None, **settings: Any
 ) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     config = tierstore.TableConfig(
-        name="t", num_embeddings=rows // 6 if is_dynamic else rows, embedding_dim=DIM,
+        name="t", num_embeddings=rows // 6 if ids else rows, embedding_dim=DIM, ids=ids,
         init=tierstore.init.Uniform(-1, 1), optimizer=optim.RowWiseAdagrad(lr=0.1),
-        ids=tierstore.DynamicIds() if is_dynamic else None,
     )  # fmt: skip
     with tierstore.open(directory, ddr="2MiB", **settings) as store:
         bag = tierstore.TieredEmbeddingBag(store.create_table(config), mode="sum")
         batches = [((torch.rand(24, 3, generator=generator) ** 2) * rows).long() for _ in range(steps)]
-        for number, ids in enumerate(tierstore.prefetch(batches, bag, depth=depth, features=lambda ids: ids)):
-            out = bag(ids)
+        for number, batch in enumerate(tierstore.prefetch(batches, bag, depth=depth, features=lambda ids: ids)):
+            out = bag(batch)
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
             if number == steps // 2:
                 store.commit()
         return store["t"].read(torch.arange(rows))
 
 
-@pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("hbm", ["8KiB", "64KiB"])
-def test_all_that_uses_a_row_is_ordered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str, is_dynamic: bool
+def test_all_that_uses_a_row_is_ordered_with_dynamic_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str
 ) -> None:
+    """Without them, ``test_bits.py`` has it."""
     trace = tracing.install(monkeypatch, 0)
-    with few_slots(40) if is_dynamic and hbm == "8KiB" else contextlib.nullcontext():
-        train(tmp_path / "store", depth=2, hbm=hbm, is_dynamic=is_dynamic)
+    with few_slots(40) if hbm == "8KiB" else contextlib.nullcontext():
+        train(tmp_path / "store", hbm=hbm, ids=tierstore.DynamicIds())
     assert (trace.problems, trace.num_accesses > 1000) == ([], True)
 
 
@@ -68,7 +67,7 @@ def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bro
                     self._unpin(claim)
 
         monkeypatch.setattr(HbmPool, "_reclaim", reclaim)
-    train(tmp_path / "store", depth=2, hbm="64KiB" if broken == "flush does not wait" else "8KiB")
+    train(tmp_path / "store", hbm="64KiB" if broken == "flush does not wait" else "8KiB")
     assert trace.problems
 
 

@@ -1,140 +1,346 @@
-"""A store with rows in device memory is a store without, bit by bit: whatever is asked of it, and whatever fails."""
+"""A store with rows in device memory: what fails, what is refused, and what a step launches."""
 
-import threading
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import tierstore
-from tests.hbm.stores import ALL, hot, open_store, simple, step
-from tierstore.errors import PartlyTrainedError
+from tests.hbm.counting import Count, counting
+from tests.hbm.stores import ALL, ENOUGH, LEAST, ROWS, config, hot, open_store, shown, simple, step
+from tests.pool.support import STAGED, make_hot, read
+from tierstore import optim
+from tierstore.errors import ClosedError, PartlyTrainedError
 from tierstore.hbm import twin
-from tierstore.hbm.cache import HbmCache, Overflow
+from tierstore.hbm.base import DeviceRows, rows_of
+from tierstore.hbm.cache import HbmCache, Overflow, group
+from tierstore.hbm.streams import CudaStreams, Sender, Streams
+from tierstore.io.base import MemoryColdTier
+from tierstore.pool.host import HostTier
+from tierstore.store import arguments
 
-# Threads
+SIZES = pytest.mark.parametrize("hbm", [LEAST, ENOUGH])
 
 
-def test_no_reader_sees_half_an_update(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update stops in the middle of the rows; who reads, pools or flushes them then waits."""
-    inside, go_on = threading.Event(), threading.Event()
-    real = twin.update_rows
+def bag_of(store: tierstore.Store, name: str = "t", **options: Any) -> Any:
+    return tierstore.TieredEmbeddingBag(store[name], mode="sum", **options)
 
-    def halting(*arguments: Any, weights: Tensor, **named: Any) -> None:
-        before = weights.clone()
-        real(*arguments, weights=weights, **named)
-        after = weights.clone()
-        weights[:, 2:] = before[:, 2:]
-        inside.set()
-        assert go_on.wait(30)
-        weights.copy_(after)
 
-    with open_store(store_dir, hbm=2**20) as store:
-        table = store["t"]
-        table.read(ALL)
-        monkeypatch.setattr(twin, "update_rows", halting)
-        trainer = threading.Thread(target=step, args=(tierstore.TieredEmbeddingBag(table, mode="sum"), ALL[:60]))
-        trainer.start()
-        assert inside.wait(30)
-        offsets = torch.tensor([0, 60])
-        seen: list[Tensor] = []
-        readers = [
-            threading.Thread(target=lambda: seen.append(table.read(ALL[:60]))),
-            threading.Thread(target=lambda: seen.append(table.pooled(ALL[:60], offsets) / 60)),
-            threading.Thread(target=hot(store).flush),
-        ]
-        for reader in readers:
-            reader.start()
-        readers[0].join(0.2)
-        go_on.set()
-        for thread in (trainer, *readers):
-            thread.join(30)
-        assert len(seen) == 2
-        assert hot(store).num_dirty == 0
-        for each in seen:
-            assert (each == -1).all()
+@SIZES
+def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm: int) -> None:
+    with open_store(store_dir, hbm=hbm) as store:
+        out, rows = bag_of(store)(ALL[:6], torch.tensor([0])), hot(store)
+        assert rows.weights.untyped_storage().nbytes() >= ROWS // 8
+    assert [each.untyped_storage().nbytes() for each in (rows.weights, rows.state)] == [0, 0]
+    with pytest.raises(ClosedError):
+        out.sum().backward()
+
+
+def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
+    """A device that is late: copies happen when somebody waits for their mark."""
+    waited: list[int] = []
+
+    class Mark:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def query(self) -> bool:
+            return self.number <= late.number - 3
+
+        def synchronize(self) -> None:
+            waited.append(self.number)
+
+    class Late(Streams):
+        number = 0
+
+        def mark(self) -> Mark:
+            self.number += 1
+            return Mark(self.number)
+
+    def fill(arrays: Sequence[Any]) -> None:
+        arrays[0][:] = number
+
+    late = Late()
+    sender = Sender(late, torch.device("cpu"))
+    for number in range(8):
+        (values,), _ = sender.send([(np.int64, 1 + number * 20_000)], fill)
+        assert (values == number).all()
+    assert waited == [1, 2, 3, 4, 5, 6]
+
+
+# What fails
 
 
 class OutOfMemory(Exception):
     pass
 
 
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``broken(owner, name, first)``: works for ``first`` calls, fails once, then works."""
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool) -> None:
+    real, calls = getattr(owner, name), list[None]()
 
-    def install(owner: Any, name: str, first: int = 0, *, after: bool = False) -> None:
-        real = getattr(owner, name)
-        calls = iter(range(1000))
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 1 and not after:
+            raise OutOfMemory
+        found = real(*arguments, **named)
+        if len(calls) == 1:
+            raise OutOfMemory
+        return found
 
-        def call(*arguments: Any, **named: Any) -> Any:
-            fails = next(calls) == first
-            if fails and not after:
-                raise OutOfMemory
-            found = real(*arguments, **named)
-            if fails:
-                raise OutOfMemory
-            return found
-
-        monkeypatch.setattr(owner, name, call)
-
-    return install
-
-
-@pytest.fixture
-def store(store_dir: Path) -> Iterator[tierstore.Store]:
-    with open_store(store_dir, simple()) as opened:
-        yield opened
-
-
-def reopened(store: tierstore.Store) -> torch.Tensor:
-    store.close()
-    with tierstore.open(store.directory, mode="r", ddr="2MiB") as reader:
-        return reader["t"].read(ALL)
-
-
-def test_what_changed_is_not_forgotten_where_unpinning_fails(store: tierstore.Store, broken: Any) -> None:
-    store["t"].write(ALL[:10], torch.full((10, 4), 7.0))
-    broken(HbmCache, "release")
-    with pytest.raises(OutOfMemory):
-        store.commit()
-    store.commit()
-    assert not store["t"].pool.in_use
-    assert (reopened(store)[:10] == 7).all()
-
-
-def test_rows_of_a_failed_update_are_newer_than_those_below(store: tierstore.Store, broken: Any) -> None:
-    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-    out = bag(ALL[:20].view(4, 5))
-    broken(twin, "update_rows", after=True)
-    with pytest.raises(PartlyTrainedError, match="OutOfMemory") as failed:
-        out.sum().backward()
-    assert isinstance(failed.value.__cause__, OutOfMemory)
-    assert not store["t"].pool.in_use
-    live = store["t"].read(ALL)
-    assert (live[:20] == -1).all()
-    with hot(store).emptied():
-        pass
-    assert torch.equal(store["t"].read(ALL), live)
+    monkeypatch.setattr(owner, name, call)
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "after"),
-    [(HbmCache, "plan", True), (HbmCache, "commit", False), (HbmCache, "settle", True), (Overflow, "use", False)],
-)
-def test_no_row_is_there_that_was_not_brought_in(
-    store: tierstore.Store, broken: Any, owner: type, name: str, after: bool
+    ("hbm", "owner", "name", "after"),
+    [
+        (LEAST, HbmCache, "plan", True), (LEAST, HbmCache, "commit", False), (LEAST, HbmCache, "settle", True),
+        (LEAST, HbmCache, "release", False), (LEAST, Overflow, "use", False), (LEAST, HostTier, "take", False),
+        (LEAST, HostTier, "put", False), (ENOUGH, HostTier, "take", False), (ENOUGH, HostTier, "put", False),
+    ],
+)  # fmt: skip
+def test_a_call_that_fails_loses_no_row(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, hbm: int, owner: type, name: str, after: bool
 ) -> None:
-    table = store["t"]
-    table.write(ALL, torch.arange(600.0)[:, None].expand(-1, 4))
-    with hot(store).emptied():
-        pass
-    broken(owner, name, after=after)
-    with pytest.raises(OutOfMemory):
-        table.read(ALL[50:60])
-    hot(store).check_integrity()
-    assert torch.equal(table.read(ALL)[:, 0], torch.arange(600.0))
-    assert not table.pool.in_use
+    expected = torch.arange(600.0)[:, None].repeat(1, 4)
+    with open_store(store_dir, hbm=hbm) as store:
+        table = store["t"]
+        table.write(ALL, expected)
+        with hot(store).emptied():
+            pass
+        expected[:10] = 7.0
+        if name != "take":
+            table.write(ALL[:10], expected[:10])
+        fail_once(monkeypatch, owner, name, after=after)
+        with contextlib.ExitStack() as fails:
+            fails.enter_context(pytest.raises(OutOfMemory))
+            table.read(ALL[50:350])
+            store.commit()
+        if name == "put":
+            assert hot(store).num_dirty == 10
+        hot(store).check_integrity()
+        table.write(ALL[:10], expected[:10])
+        assert torch.equal(table.read(ALL), expected)
+        store.commit()
+        assert hot(store).num_dirty == 0
+        assert not table.pool.in_use
+    assert torch.equal(shown(store_dir), expected)
+
+
+def test_rows_of_a_failed_update_are_newer_than_those_below(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(store_dir) as store:
+        out = bag_of(store)(ALL[:20].view(4, 5))
+        fail_once(monkeypatch, twin, "update_rows", after=True)
+        with pytest.raises(PartlyTrainedError, match="OutOfMemory") as failed:
+            out.sum().backward()
+        assert isinstance(failed.value.__cause__, OutOfMemory)
+        assert not store["t"].pool.in_use
+        with hot(store).emptied():
+            pass
+        assert (store["t"].read(ALL[:20]) == -1).all()
+
+
+# Ids on the device
+
+
+class There:
+    """From when on tensors count as being on the device; how many batches were joined there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.num_joined, real = 0, DeviceRows.join
+
+        def join(*given: Any) -> Any:
+            self.num_joined += 1
+            return real(*given)
+
+        monkeypatch.setattr(DeviceRows, "join", join)
+
+    def begin(self) -> None:
+        self._monkeypatch.setattr(arguments, "is_there", lambda given, _: isinstance(given, Tensor))
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> There:
+    return There(monkeypatch)
+
+
+def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
+    there.begin()
+    with open_store(store_dir, hbm=ENOUGH) as store:
+        bag = bag_of(store, include_last_offset=True)
+        assert bag(ALL[:0], torch.zeros(1, dtype=torch.int64)).shape == (0, 4)
+        assert bag(ALL[:0], torch.zeros(3, dtype=torch.int64)).tolist() == [[0.0] * 4] * 2
+        assert bag(torch.empty((2, 0), dtype=torch.int64)).tolist() == [[0.0] * 4] * 2
+        with pytest.raises(ValueError, match="end at the number of ids, 4"):
+            bag(ALL[:4], torch.zeros(1, dtype=torch.int64))
+        assert not there.num_joined
+
+
+@SIZES
+def test_a_lookup_under_capture_is_refused(
+    store_dir: Path, there: There, monkeypatch: pytest.MonkeyPatch, hbm: int
+) -> None:
+    with open_store(store_dir, hbm=hbm) as store:
+        bag = bag_of(store)
+        if hbm == ENOUGH:
+            there.begin()
+        before = bag(ALL[:3, None])
+        monkeypatch.setattr(CudaStreams, "__init__", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(rows_of(store["t"].pool).streams, "refuse_capture", CudaStreams().refuse_capture)
+        with pytest.raises(RuntimeError, match="cannot capture a lookup of tables: capture the part"):
+            bag(ALL[:3, None])
+        monkeypatch.undo()
+        assert torch.equal(bag(ALL[:3, None]), before)
+
+
+WRONG: list[tuple[list[int], list[int], str]] = [
+    *(([1, 2, 3, bad, 4, 5], [0, 2, 4], "is not a row of table 'u'") for bad in (-1, ROWS, 2**40)),
+    *(([0, 1, 2, 3, 4, 5], bad, "offsets must start at 0") for bad in ([1, 2, 4], [0, 3, 2], [0, 2, 9], [0, 2**40, 3])),
+]
+
+
+@SIZES
+def test_what_is_wrong_is_named_as_the_host_names_it(store_dir: Path, there: There, hbm: int) -> None:
+    with open_store(store_dir, simple(), simple(name="u"), hbm=hbm) as store:
+        messages: list[list[str]] = []
+        for begin in (lambda: None, there.begin):
+            begin()
+            messages.append([])
+            for ids, offsets, message in WRONG:
+                last = hbm == ENOUGH and "offsets" in message
+                with pytest.raises(ValueError, match=message) as caught:
+                    bag_of(store, "u", include_last_offset=last)(torch.tensor(ids), torch.tensor(offsets))
+                messages[-1].append(str(caught.value).split(" is ")[0].split(";")[0])
+                assert not store["u"].pool.in_use
+        assert messages[0] == messages[1]
+        assert there.num_joined == len(WRONG)
+        step(bag_of(store, "u"), ALL[:3])
+        assert [store[name].read(ALL).sum() for name in "ut"] == [-12, 0]
+
+
+@contextlib.contextmanager
+def late(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> Iterator[tuple[tierstore.Store, Any, Count]]:
+    """A store whose rows are in, and a device that does nothing until the host waits for it or it is said to."""
+    with open_store(directory, hbm=ENOUGH) as store:
+        bag = bag_of(store)
+        step(bag, ALL[:3])
+        store.commit()
+        there.begin()
+        with counting(monkeypatch) as count:
+            yield store, bag, count
+
+
+BAD = torch.tensor([1, ROWS, 2])
+AFTER: dict[str, Callable[[tierstore.Store, Any], Any]] = {
+    "commit": lambda store, bag: store.commit(),
+    "rollback": lambda store, bag: store.rollback(store.version),
+    "create": lambda store, bag: store.create_table(config("late")),
+    "next step": lambda store, bag: step(bag, ALL[6:9]),
+}
+
+
+@pytest.mark.parametrize("who", AFTER)
+def test_a_late_error_is_raised_once(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, who: str) -> None:
+    """By who waits for the device, and by the next step if it is known by then."""
+    with late(store_dir, monkeypatch, there) as (store, bag, count):
+        step(bag, BAD)
+        step(bag, ALL[3:6])
+        assert count.waits == []
+        if who == "next step":
+            count.catch_up()
+        with pytest.raises(ValueError, match=rf"id {ROWS} is not a row of table 't'") as caught:
+            AFTER[who](store, bag)
+        assert "of an earlier batch" in caught.value.__notes__[0]
+        step(bag, ALL[6:9])
+        store.commit()
+        assert store["t"].read(ALL)[:10, 0].tolist() == [-1] * 9 + [0]
+
+
+def test_backward_raises_the_error_if_it_is_known_by_then(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, count):
+        out = bag(BAD, torch.tensor([0]))
+        count.catch_up()
+        before = store["t"].num_changes
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            out.sum().backward()
+        assert store["t"].num_changes == before
+        assert not store["t"].pool.in_use
+
+
+def test_closing_raises_the_error(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There) -> None:
+    work = late(store_dir, monkeypatch, there)
+    with pytest.raises(ValueError, match=f"id {ROWS}"), work as (_, bag, _), torch.no_grad():
+        bag(BAD, torch.tensor([0]))
+    assert shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
+
+
+UPDATE = ["sort", "place_starts", "place_starts", "update_rows", "update_rows", "update_rows"]
+"""Runs and super-runs of hot rows are kernels of an update, too."""
+
+
+@pytest.mark.parametrize(
+    ("is_there", "optimizer", "scaled"),
+    [(False, optim.SGD(), True), (False, optim.Adam(), False), (True, optim.SGD(), False), (True, optim.Adam(), True)],
+)
+def test_a_training_step_is_ten_launches_at_most_and_no_wait(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, is_there: bool, optimizer: Any, scaled: bool
+) -> None:
+    sending = ["join_ids", "mul"] if is_there else ["copy_", "number_bags"]
+    changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, again in each step
+    if is_there:
+        there.begin()
+    with open_store(store_dir, config(optimizer=optimizer), hbm=ENOUGH) as store:
+        bag, ids = bag_of(store), ALL.repeat(3)
+        offsets, gradient = torch.arange(0, 3 * ROWS, 3), torch.ones(ROWS, 4)
+        scale = torch.rand(3 * ROWS) if scaled else None
+        bag(ids, offsets, scale).backward(gradient)
+        with counting(monkeypatch) as count:
+            for _ in range(3):
+                count.clear()
+                bag(ids, offsets, scale).backward(gradient)
+                assert sorted(count.launches) == sorted([*sending, "pool_rows", *UPDATE, *changing])
+                assert count.waits == []
+                count.catch_up()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_launches_and_waits_where_rows_may_be_evicted(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    hot = make_hot(MemoryColdTier(), policy)
+    read(hot, range(20))
+
+    def step(rows: list[int]) -> None:
+        lease = hot.acquire(group(torch.tensor(rows)), len(rows))
+        assert lease is not None
+        with lease.in_use(changes=True):
+            pass
+        lease.release()
+        count.catch_up()
+
+    with counting(monkeypatch) as count:
+        step([*range(20)] * 3)
+        count.clear()
+        step([*range(20)] * 3)
+        expected = ["mix_keys", "sort", "place_starts", "place_starts", "edit_flags", "plan", "copy_", "commit"]
+        assert sorted(count.launches) == sorted(expected)
+        assert count.waits == ["synchronize"]
+        count.clear()
+        step([*range(10, 20 + 2 * STAGED)])
+        listing = ["sort", "list_keys", "move_rows", "move_rows", "edit_flags"]
+        assert sorted(count.launches) == sorted(expected + listing)
+        assert count.waits == ["synchronize"] * 2
+        count.clear()
+        step([*range(30, 40)])  # over dirty victims
+        # The summary; six dirty rows go down by two buffers; the third buffer of rows that go up waits for the first.
+        assert hot.counters.evictions == 6
+        assert count.waits == ["synchronize"] * (1 + 2 + 1)
+    hot.check_integrity()

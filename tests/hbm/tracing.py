@@ -9,14 +9,12 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from torch import Tensor
 
 from tierstore.hbm import pool, twin
-from tierstore.hbm.kernel_types import Groups
 from tierstore.hbm.streams import Staging, Streams
 
 
@@ -119,28 +117,21 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int) -> Trace:
     trace = Trace(seed)
     monkeypatch.setattr(pool, "open_streams", lambda _: TracingStreams(trace))
 
-    def watch(owner: Any, name: str, slots_of: Callable[..., Tensor], *, writes: bool) -> None:
+    def watch(owner: Any, name: str, place: int, *, writes: bool) -> None:
         real = getattr(owner, name)
 
-        def watched(*arguments: Any, **named: Any) -> Any:
-            slots = {slot for slot in slots_of(*arguments).tolist() if slot >= 0}
-            trace.use(name, sorted(slots), writes=writes)
-            return real(*arguments, **named)
+        def watched(*given: Any, **named: Any) -> Any:
+            slots = given[place]
+            if name == "update_rows":  # what is behind is undefined
+                slots = slots[: max(int(given[1].num_unique) - given[3], 0)]
+            trace.use(name, sorted({slot for slot in slots.tolist() if slot >= 0}), writes=writes)
+            return real(*given, **named)
 
         monkeypatch.setattr(owner, name, watched)
 
-    def second(_: Any, slots: Tensor, *others: Any) -> Tensor:
-        return slots
-
-    def third(_one: Any, _other: Any, slots: Tensor, *others: Any) -> Tensor:
-        return slots
-
-    def updated(_: Any, groups: Groups, slots: Tensor, first: int) -> Tensor:
-        return slots[: max(int(groups.num_unique) - first, 0)]  # what is behind is undefined
-
-    watch(twin, "pool_rows", second, writes=False)
-    watch(twin, "dot_rows", second, writes=False)
-    watch(twin, "update_rows", updated, writes=True)
-    watch(Staging, "bring", third, writes=True)
-    watch(Staging, "take", third, writes=False)
+    watch(twin, "pool_rows", 1, writes=False)
+    watch(twin, "dot_rows", 1, writes=False)
+    watch(twin, "update_rows", 2, writes=True)
+    watch(Staging, "bring", 2, writes=True)
+    watch(Staging, "take", 2, writes=False)
     return trace

@@ -53,9 +53,9 @@ colliding_keys = st.builds(key_at, st.sampled_from([0, 1, 2, PLACES - 2, PLACES 
 AROUND_THE_END = [key_at(PLACES - 1, rest) for rest in range(6)]
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, 1000, 2**31 - 2])
-def test_places_are_empty_in_every_table(capacity: int) -> None:
-    assert capacity < num_places(capacity) <= max(2, 1.75 * capacity)
+def test_places_are_empty_in_every_table() -> None:
+    for capacity in (1, 2, 3, 1000, 2**31 - 2):
+        assert capacity < num_places(capacity) <= max(2, 1.75 * capacity)
 
 
 @pytest.mark.kernel

@@ -1,6 +1,6 @@
 """Kernels over rows in slots, compiled and as plain Python, against numpy."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from tierstore.kernels import slots as kernels
 from tierstore.kernels.hashing import SECRET
 
 pytestmark = pytest.mark.kernel
-NONE = np.empty(0, np.float32)
 jagged = st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=6)
 
 
@@ -38,55 +37,29 @@ def test_positions_are_ordered_by_sample(bags: list[list[int]], batch: int) -> N
     assert order.tolist() == sorted(range(len(sample_of)), key=lambda position: sample_of[position])
 
 
-class Grouped(NamedTuple):
-    """Bags of row numbers, as ``group_rows`` lays them out; ``numbers`` are the rows, in order of first use."""
-
-    numbers: list[int]
-    bag_starts: Any
-    slots: Any
-    inverse: Any
-    counts: Any
-    starts: Any
-    sources: Any
-    factors: Any
-    positions: Any
-    bags: Any
-
-
-def grouped(bags: list[list[int]], scale: Any = NONE, *, dim: int = 3) -> Grouped:
-    """One table, one feature; a row's slot is its number."""
-    flat = [row for bag in bags for row in bag]
-    numbers = list(dict.fromkeys(flat))
-    slots = np.array(flat, np.int32)
-    inverse, counts, number = np.full(len(flat), -7, np.int32), np.full(1, -7), np.full(10, 3, np.int32)
-    made = Grouped(
-        numbers, starts_of(bags), np.empty(len(flat), np.int32), inverse, counts, np.empty(len(flat) + 2, np.int64),
-        np.empty(len(flat), np.int64), np.empty(len(scale), np.float32), *np.empty((2, len(flat)), np.int32),
-    )  # fmt: skip
-    kernels.group_rows(
-        0, 1, np.array([0, len(bags)]), made.bag_starts, np.zeros(1, np.int32), len(bags), dim, slots, number,
-        made.slots, made.inverse, scale, False, made.counts, made.starts, made.sources,
-        made.factors, made.positions, made.bags,
-    )  # fmt: skip
-    return made
-
-
 @given(bags=jagged)
 def test_group_rows(bags: list[list[int]]) -> None:
+    """Of one table with one feature of three columns; a row's slot is its number."""
     flat = [row for bag in bags for row in bag]
     bag_of = [number for number, bag in enumerate(bags) for _ in bag]
-    scale = np.arange(len(flat), dtype=np.float32)
-    made = grouped(bags, scale)
-    assert made.counts.tolist() == [len(made.numbers)]
-    assert made.inverse.tolist() == [made.numbers.index(row) for row in flat]
-    assert made.slots[: len(made.numbers)].tolist() == made.numbers
-    for number, row in enumerate(made.numbers):
-        group = slice(made.starts[number], made.starts[number + 1])
+    numbers, count = list(dict.fromkeys(flat)), len(flat)
+    inverse, counts, number = np.full(count, -7, np.int32), np.full(1, -7), np.full(10, 3, np.int32)
+    slots, scale, factors = np.empty(count, np.int32), *np.arange(2 * count, dtype=np.float32).reshape(2, -1)
+    starts, sources = np.empty(count + 2, np.int64), np.empty(count, np.int64)
+    positions, bags_of = np.empty((2, count), np.int32)
+    kernels.group_rows(
+        0, 1, np.array([0, len(bags)]), starts_of(bags), np.zeros(1, np.int32), len(bags), 3, np.array(flat, np.int32),
+        number, slots, inverse, scale, False, counts, starts, sources, factors, positions, bags_of,
+    )  # fmt: skip
+    assert counts.tolist() == [len(numbers)]
+    assert inverse.tolist() == [numbers.index(row) for row in flat]
+    assert slots[: len(numbers)].tolist() == numbers
+    for place, row in enumerate(numbers):
+        group = slice(starts[place], starts[place + 1])
         expected = [position for position, value in enumerate(flat) if value == row]
-        assert made.positions[group].tolist() == expected
-        assert made.bags[group].tolist() == [bag_of[position] for position in expected]
-        assert made.sources[group].tolist() == [3 * bag_of[position] for position in expected]
-        assert made.factors[group].tolist() == expected
+        assert positions[group].tolist() == factors[group].tolist() == expected
+        assert bags_of[group].tolist() == [bag_of[position] for position in expected]
+        assert sources[group].tolist() == [3 * bag_of[position] for position in expected]
 
 
 def test_join_ids_finds_the_first_wrong_id() -> None:

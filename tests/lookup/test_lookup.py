@@ -15,7 +15,7 @@ from tierstore.io.base import MemoryColdTier
 from tierstore.pool.leases import Pins
 from tierstore.store import Store
 
-ROWS, STEPS = 1500, 12
+ROWS, STEPS = 1500, 8
 TABLES: dict[str, Any] = {"a": (24, "sum"), "b": (24, "mean"), "c": (40, "sum")}
 """Two pools, of which one has two updates in a step: dim and pooling."""
 SHARES = {"small": 0.2, "near": 0.45, "over": 1.6}
@@ -62,78 +62,66 @@ def _loss(store: Store, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
-class Trainer:
-    """Trains a store, with faults if there are any; repeats steps, and goes back where that is asked for.
+def _train(
+    store: Store, batches: list[torch.Tensor], *, has_optimizer: bool, faults: Faults | None = None
+) -> tuple[int, int]:
+    """Repeat steps, and go back where that is asked for: how often it did either."""
+    optimizer = store.optimizer() if has_optimizer else None
+    repeated = gone_back = committed = done = 0
 
-    Attributes:
-        repeated: steps repeated; gone_back: times it went back.
-    """
-
-    def __init__(self, store: Store, faults: Faults | None, *, has_optimizer: bool) -> None:
-        self.store, self.faults = store, faults
-        self.optimizer = store.optimizer() if has_optimizer else None
-        self.repeated = self.gone_back = 0
-
-    def run(self, batches: list[torch.Tensor]) -> None:
-        committed, done = 0, 0
-        self.store.commit()
-        while done < len(batches):
-            try:
-                self._step(batches[done])
-            except errors.PartlyTrainedError:
-                for forbidden in (self.store.commit, lambda: self._step(batches[0])):
-                    with pytest.raises(errors.PartlyTrainedError, match=rf"rollback\({self.store.version}\)"):
-                        forbidden()
-                if self.optimizer is not None:
-                    self.optimizer.zero_grad()
-                self.store.rollback(self.store.version)
-                done, self.gone_back = committed, self.gone_back + 1
-                continue
-            done += 1
-            if done % 2 == 0:
-                self.store.commit()
-                committed = done
-
-    def _step(self, ids: torch.Tensor) -> None:
-        if self.optimizer is None:
-            self._until_done(lambda: _loss(self.store, ids).backward())  # type: ignore[no-untyped-call]
-            return
-        self.optimizer.zero_grad()
-        _loss(self.store, ids).backward()  # type: ignore[no-untyped-call]
-        self._until_done(self.optimizer.step)
-
-    def _until_done(self, work: Callable[[], Any]) -> None:
+    def until_done(work: Callable[[], Any]) -> None:
         """Twice a fault may be drawn."""
+        nonlocal repeated
         for turn in range(3):
-            if self.faults is not None and turn < 2 and self.faults.random.random() < 0.6:
-                self.faults.left = self.faults.random.randrange(1, 16)
+            if faults is not None and turn < 2 and faults.random.random() < 0.6:
+                faults.left = faults.random.randrange(1, 16)
             try:
                 work()
                 return
             except ERRORS as error:
                 assert str(error) == "drawn"  # noqa: PT017 - others are faults of ours
-                self.repeated += 1
+                repeated += 1
             finally:
-                if self.faults is not None:
-                    self.faults.left = -1
+                if faults is not None:
+                    faults.left = -1
 
+    def step(ids: torch.Tensor) -> None:
+        if optimizer is None:
+            until_done(lambda: _loss(store, ids).backward())  # type: ignore[no-untyped-call]
+        else:
+            optimizer.zero_grad()
+            _loss(store, ids).backward()  # type: ignore[no-untyped-call]
+            until_done(optimizer.step)
 
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    return Faults(monkeypatch, 5)
+    store.commit()
+    while done < len(batches):
+        try:
+            step(batches[done])
+        except errors.PartlyTrainedError:
+            for forbidden in (store.commit, lambda: step(batches[0])):
+                with pytest.raises(errors.PartlyTrainedError, match=rf"rollback\({store.version}\)"):
+                    forbidden()
+            if optimizer is not None:
+                optimizer.zero_grad()
+            store.rollback(store.version)
+            done, gone_back = committed, gone_back + 1
+            continue
+        done += 1
+        if done % 2 == 0:
+            store.commit()
+            committed = done
+    return repeated, gone_back
 
 
 @pytest.mark.parametrize(
     ("has_optimizer", "place", "share"),
     [
-        *[(False, "ddr", share) for share in SHARES],
-        (False, "hbm", "near"),
-        (True, "ddr", "small"),
-        (True, "ddr", "over"),
-        (True, "hbm", "small"),
+        (False, "ddr", "small"), (False, "ddr", "over"), (False, "hbm", "near"), (True, "ddr", "small"),
+        (True, "ddr", "over"), (True, "hbm", "small"),
     ],
-)
-def test_a_step_is_done_once(faults: Faults, place: str, share: str, has_optimizer: bool) -> None:
+)  # fmt: skip
+def test_a_step_is_done_once(monkeypatch: pytest.MonkeyPatch, place: str, share: str, has_optimizer: bool) -> None:
+    faults = Faults(monkeypatch, 5)
     with _open(**PLACES[place]) as store, _open(ddr="8MiB") as reference:
         pools: list[Any] = [table.pool for table in store.tables.values()]
         capacity = min(pool.tier.capacity_rows if pool.tier.on_device else pool.cache.capacity for pool in pools)
@@ -141,24 +129,17 @@ def test_a_step_is_done_once(faults: Faults, place: str, share: str, has_optimiz
         generator = torch.Generator().manual_seed(1)
         size = int(capacity * SHARES[share]) // 2 * 2
         batches = [torch.randperm(ROWS, generator=generator)[:size].view(-1, 2) for _ in range(STEPS)]
-        trainer = Trainer(store, faults, has_optimizer=has_optimizer)
-        trainer.run(batches)
-        Trainer(reference, None, has_optimizer=has_optimizer).run(batches)
+        repeated, gone_back = _train(store, batches, has_optimizer=has_optimizer, faults=faults)
+        _train(reference, batches, has_optimizer=has_optimizer)
         for name, table in store.tables.items():
             assert torch.equal(table.read(torch.arange(ROWS)), reference[name].read(torch.arange(ROWS)))
             assert table.state == reference[name].state
-        assert trainer.repeated or trainer.gone_back or share == "small"
-        assert (trainer.gone_back > 0) == (share == "over")
+        assert repeated or gone_back or share == "small"
+        assert (gone_back > 0) == (share == "over")
 
 
 FEW, DIM = 100, 4
 IDS, OFFSETS = torch.tensor([3, 5, 3]), torch.tensor([0, 2, 3])
-
-
-def _config(name: str) -> tierstore.TableConfig:
-    return tierstore.TableConfig(
-        name=name, num_embeddings=FEW, embedding_dim=DIM, optimizer=tierstore.optim.SGD(lr=1.0)
-    )
 
 
 @pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
@@ -167,14 +148,15 @@ def test_what_was_staged_in_a_pool_that_a_new_table_replaced_is_staged_anew(
 ) -> None:
     """A prefetch thread has brought rows in and not yet said that it holds them, when the pool is replaced."""
     with tierstore.open(tmp_path / "store", ddr=ddr) as store:
-        table = store.create_table(_config("t"))
+        made: dict[str, Any] = {"num_embeddings": FEW, "embedding_dim": DIM, "optimizer": tierstore.optim.SGD(lr=1.0)}
+        table = store.create_table(tierstore.TableConfig(name="t", **made))
         table.write(torch.arange(FEW), torch.arange(FEW * DIM, dtype=torch.float32).reshape(FEW, DIM))
         expected = table.pooled(IDS, OFFSETS)
         lookup = table.lookup(table.jagged(IDS, OFFSETS, mode="sum"), mode="sum")
         with monkeypatch.context() as patch:
             patch.setattr(Pins, "hold", lambda _self, lease: lease.release() is None)
             lookup.stage()
-        store.create_table(_config("u"))
+        store.create_table(tierstore.TableConfig(name="u", **made))
         out = torch.empty(2, DIM)
         lookup.forward(out, keep=True)
         assert torch.equal(out, expected)

@@ -41,45 +41,36 @@ class Changing(np.ndarray[Any, Any]):
         return super().__getitem__(index)
 
 
-def _changing(array: Any, later: int = NOT_A_ROW) -> Any:
-    made = array.copy().view(Changing)
-    made.later = later
-    return made
-
-
 def _have_change(monkeypatch: pytest.MonkeyPatch, later: int) -> None:
     """All ids and offsets, of every lookup."""
     check_ids: Callable[..., Any] = arguments.check_ids
+
+    def checked(*given: Any, **named: Any) -> Any:
+        made = check_ids(*given, **named).copy().view(Changing)
+        made.later = later
+        return made
+
     for module in (arguments, tierstore.store.table):
-        monkeypatch.setattr(module, "check_ids", lambda *given, **named: _changing(check_ids(*given, **named), later))
-
-
-def _config(name: str) -> tierstore.TableConfig:
-    return tierstore.TableConfig(
-        name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=tierstore.optim.SGD(lr=0.5)
-    )
+        monkeypatch.setattr(module, "check_ids", checked)
 
 
 def _open(**where: Any) -> tierstore.Store:
     store = tierstore.open(cold="memory", policy="lru", **where)
     for name in ("looked up", "another"):
-        store.create_table(_config(name))
-    for table in store.tables.values():
-        table.read(torch.arange(ROWS))  # else ids are read again when it is known that a row is missing
+        rule = tierstore.optim.SGD(lr=0.5)
+        store.create_table(
+            tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule)
+        ).read(torch.arange(ROWS))  # else ids are read again when it is known that a row is missing
     return store
-
-
-def _bags() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(0, 4, BAGS)
-    lengths[40] = kernels.SCRATCH_SLOTS + 30  # a bag of several blocks
-    offsets = np.append(0, np.cumsum(lengths))
-    return torch.from_numpy(generator.integers(0, ROWS, offsets[-1])), torch.from_numpy(offsets)
 
 
 def _everything(store: tierstore.Store) -> list[torch.Tensor]:
     """What lookups and a training step find."""
-    (ids, offsets), table = _bags(), store["looked up"]
+    generator, table = np.random.default_rng(0), store["looked up"]
+    lengths = generator.integers(0, 4, BAGS)
+    lengths[40] = kernels.SCRATCH_SLOTS + 30  # a bag of several blocks
+    offsets = torch.from_numpy(np.append(0, np.cumsum(lengths)))
+    ids = torch.from_numpy(generator.integers(0, ROWS, lengths.sum()))
     found = [table.pooled(ids, offsets, mode="mean"), table.pooled(ids, offsets, mode="max"), table.read(ids)]
     bag = tierstore.TieredEmbeddingBag(table, include_last_offset=True)
     for given in (ids, ids.int()):

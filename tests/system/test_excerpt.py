@@ -10,11 +10,6 @@ from tierstore.system.checks import excerpt, excerpt_names
 from tierstore.system.files import read_plain_file, require_plain_file
 
 
-class _Unprintable:
-    def __repr__(self) -> str:
-        raise ValueError("no")
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -22,14 +17,11 @@ class _Unprintable:
         ("x" * 81, f"'{'x' * 80}'..."),
         (b"y" * 10**6, f"b'{'y' * 80}'..."),
         ("\x1b[2J\n", r"'\x1b[2J\n'"),
-        (10**20, "100000000000000000000"),
         (10**5000, "an integer of 16610 bits"),
-        ([1, 2], "[1, 2]"),
         (["x" * 100], "['" + "x" * 78 + "..."),
         ([10**5000], "a list that cannot be printed"),
-        (_Unprintable(), "a _Unprintable that cannot be printed"),
     ],
-    ids=str.split("short cut bytes controls int vast list cut-list vast-in-list unprintable"),
+    ids=range(7),
 )
 def test_excerpts(value: object, expected: str) -> None:
     assert excerpt(value) == expected

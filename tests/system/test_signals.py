@@ -39,6 +39,7 @@ def raise_signals(*numbers: int) -> None:
 
 
 def test_every_handler_in_python_waits_for_the_outermost_call(ran: list[int]) -> None:
+    """Those behind one that raises run too."""
     handlers = list(map(signal.getsignal, NUMBERS))
 
     @shielded
@@ -49,9 +50,8 @@ def test_every_handler_in_python_waits_for_the_outermost_call(ran: list[int]) ->
     outer()
     assert ran == list(NUMBERS)
     assert list(map(signal.getsignal, NUMBERS)) == handlers
+    ran.clear()
 
-
-def test_handlers_behind_one_that_raises_run_too(ran: list[int]) -> None:
     def fail(number: int, _frame: object) -> None:
         ran.append(number)
         raise RuntimeError(f"signal {number}")
@@ -160,31 +160,21 @@ def test_a_process_ends_with_its_parent_however_that_ends() -> None:
 
 
 def test_a_wait_ends_when_it_is_set_and_not_by_what_was_set_before() -> None:
-    flag = Flag()
+    flag, woken = Flag(), list[bool]()
     for _ in range(3):
         flag.set()
     flag.clear()
-    started = time.monotonic()
-    assert not flag.wait(0.05)
-    assert time.monotonic() - started >= 0.05
-    thread = threading.Thread(target=flag.wait, args=(60.0,))
-    thread.start()
-    flag.set()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert flag.wait(60.0)
-
-
-def test_all_who_wait_are_woken() -> None:
-    flag, woken = Flag(), list[bool]()
-    threads = [threading.Thread(target=lambda: woken.append(flag.wait())) for _ in range(4)]
+    assert not flag.wait(0.02)
+    threads = [threading.Thread(target=lambda: woken.append(flag.wait(60.0))) for _ in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.05)
+    time.sleep(0.02)
+    assert not woken
     flag.set()
     for thread in threads:
         thread.join(30)
     assert woken == [True] * 4
+    assert flag.wait(60.0)
 
 
 def test_a_handler_may_set_it() -> None:
@@ -199,7 +189,7 @@ def test_a_handler_may_set_it() -> None:
     before = signal.signal(signal.SIGALRM, handle)
     try:
         signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
-        while handled < 500:
+        while handled < 100:
             flag.set()
             flag.clear()
             flag.wait(0.0)
@@ -209,4 +199,4 @@ def test_a_handler_may_set_it() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert handled >= 500
+    assert handled >= 100

@@ -64,16 +64,16 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "groups"
 
 
-def write_limit(path: Path, text: str) -> None:
+def write_limit(path: Path, text: str = "1000000") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text + "\n")
 
 
 def test_a_share_of_memory_is_of_the_machines_or_of_the_containers(groups: Path) -> None:
     assert parse_size("50%", name="ddr") == psutil.virtual_memory().total // 2
-    write_limit(groups / "memory.max", "max\n")
+    write_limit(groups / "memory.max", "max")
     assert parse_size("50%", name="ddr") == psutil.virtual_memory().total // 2
-    write_limit(groups / "memory" / "memory.limit_in_bytes", "1000000\n")
+    write_limit(groups / "memory" / "memory.limit_in_bytes")
     assert parse_size("50%", name="ddr") == 500_000
 
 
@@ -84,28 +84,22 @@ def test_a_share_of_memory_is_of_the_machines_or_of_the_containers(groups: Path)
         ("0::/box/job", "box/memory.max"),
         ("7:cpu,memory:/box/job", "memory/box/job/memory.limit_in_bytes"),
         ("7:memory:/box/job", "memory/box/memory.limit_in_bytes"),
+        ("0::/../../box", "memory.max"),
     ],
 )
-def test_the_limit_of_any_group_around_the_process_counts(groups: Path, line: str, file: str) -> None:
+def test_the_limit_of_any_group_around_the_process_counts_and_no_other(groups: Path, line: str, file: str) -> None:
     (groups.parent / "self").write_text(f"3:cpuset:/elsewhere\n{line}\n")
-    write_limit(groups / file, "1000000\n")
-    write_limit(groups / "elsewhere" / "memory.max", "10\n")
-    assert machine_memory_bytes() == 1_000_000
-
-
-def test_a_group_outside_the_container_is_not_looked_for(groups: Path) -> None:
-    (groups.parent / "self").write_text("0::/../../box\n")
-    write_limit(groups.parent.parent / "box" / "memory.max", "10\n")
-    write_limit(groups / "memory.max", "1000000\n")
+    write_limit(groups / file)
+    for outside in (groups / "elsewhere", groups.parent.parent / "box"):
+        write_limit(outside / "memory.max", "10")
     assert machine_memory_bytes() == 1_000_000
 
 
 def test_more_than_the_machine_has_is_refused_with_both_sizes(groups: Path) -> None:
     write_limit(groups / "memory.max", str(2 * 2**20))
     require_memory(2 * 2**20, "ddr='2MiB'")
-    with pytest.raises(
-        BudgetError, match=r"ddr='3MiB' would take 3\.0 MiB and this machine, .* has 2\.0 MiB; give less"
-    ):
+    refusal = r"ddr='3MiB' would take 3\.0 MiB and this machine, .* has 2\.0 MiB; give less"
+    with pytest.raises(BudgetError, match=refusal):
         require_memory(3 * 2**20, "ddr='3MiB'")
 
 
@@ -121,14 +115,10 @@ def test_more_than_the_machine_has_is_refused_with_both_sizes(groups: Path) -> N
     ],
 )
 def test_a_quota_bounds_the_cpus(
-    files: dict[str, str], limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], limit: float, groups: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    groups = tmp_path / "groups"
-    groups.write_text("0::/box\n4:cpu,cpuacct:/box\n")
-    monkeypatch.setattr(sizes, "_CGROUP", groups)
-    monkeypatch.setattr(sizes, "_CGROUP_ROOT", tmp_path)
+        write_limit(groups / name, text)
+    (groups.parent / "self").write_text("0::/box\n4:cpu,cpuacct:/box\n")
     monkeypatch.setattr(sizes.os, "sched_getaffinity", lambda _: range(64))
     assert sizes.cpu_limit() == limit

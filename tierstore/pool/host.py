@@ -227,21 +227,13 @@ class EvictingRows(HostTier):
     def look_up(
         self, joined: Joined, mode: int, out: Tensor, lease: Lease | None, *, keep: bool
     ) -> tuple[Lease | None, Int32s]:
-        arena, leases, keys, into = self._arena, self._leases, joined.keys, out.numpy()
-        count = len(keys)
+        arena, count, into = self._arena, len(joined.keys), out.numpy()
         arg_max = np.empty((joined.num_bags, arena.layout.dim), np.int32) if mode == kernels.MAX else NO_ARG_MAX
         if not count:
             arena.pool(arena.workers, joined, mode, into, arg_max, 0, NO_INTS)
-        parts: Iterable[tuple[int, Lease]]
-        if lease is not None:
-            parts = ((0, lease),)
-        else:
-            fits = not leases.split_batches or self._may_fit(joined)
-            parts = leases.parts(keys, joined.order_of_use() if fits else NO_INTS)
-        for first, part in parts:
-            slots = part.slots if part.inverse is None else part.slots[part.inverse]
+        for first, part in self._parts(joined) if lease is None else ((0, lease),):
             with arena.rows_lock:
-                arena.pool(arena.workers, joined, mode, into, arg_max, first, slots)
+                arena.pool(arena.workers, joined, mode, into, arg_max, first, part.position_slots)
             if keep and not part.held and part.num_positions == count and self._pins.hold(part):
                 lease = part
         return lease, arg_max

@@ -147,7 +147,7 @@ class WriteBack:
             reach("write-back: rows chosen")
             if self._cache.num_frozen:
                 with self._giving_up():
-                    self._write_frozen(slots)  # a row that comes in now is not frozen
+                    self._write_taken(slots, self._epoch - 1, frozen=True)  # a row that comes in now is not frozen
             self._write_dirty(keys)
 
     def write_all(self) -> None:
@@ -164,8 +164,8 @@ class WriteBack:
         self._write_taken(slots[slots >= 0], self._epoch, frozen=False)
 
     def _write_taken(self, slots: Int32s, epoch: int, *, frozen: bool) -> None:
-        """Write the dirty or the frozen ones of these rows, and make those clean that do not change meanwhile. The
-        caller holds the gate."""
+        """Write the dirty or the frozen ones of these rows, and make those clean that do not change meanwhile. A frozen
+        one that changes has its copy in the outbox, which is written after it. The caller holds the gate."""
         cache, pinned = self._cache, Pinned(len(slots))
         lease = self._pins.lease(pinned)
         try:
@@ -208,7 +208,8 @@ class WriteBack:
         with self._lock:
             slots = self._cache.by_admission(self._cache.frozen_slots())
         for first in range(0, len(slots), self.rows_a_write):
-            self._take_turn(partial(self._write_frozen, slots[first : first + self.rows_a_write]))
+            part = slots[first : first + self.rows_a_write]
+            self._take_turn(partial(self._write_taken, part, self._epoch - 1, frozen=True))
             while self._outbox.count > len(self._outbox.keys) // 2:
                 self._take_turn(self._write_some_copies)
         while self._outbox.count:
@@ -233,11 +234,6 @@ class WriteBack:
             self._error = error
             self.abandon()
             raise
-
-    def _write_frozen(self, slots: Int32s) -> None:
-        """Write the frozen ones of these rows. One that changes meanwhile has its copy in the outbox, which is written
-        after it. The caller holds the gate."""
-        self._write_taken(slots, self._epoch - 1, frozen=True)
 
     def _write_some_copies(self) -> None:
         """Write one turn's worth of the outbox, and forget it. The caller holds the gate."""

@@ -1,23 +1,34 @@
-"""What is the fast cache's own: its memory, its bounds, its arguments, and that check_integrity sees damage."""
+"""The contract of caches that evict, and what each cache has of its own: memory, bounds, numbering."""
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from tests.conformance.row_cache import admitted, keys_from, order_of, take, visit
+from tests.conformance.row_cache import RowCacheConformance, admitted, keys_from, order_of, take, visit
 from tierstore.cache.base import STAMP, Admission, AdmitStatus
 from tierstore.cache.cache_state import Tally
 from tierstore.cache.ddr import OVERHEAD_BYTES, DdrCache, capacity_for
+from tierstore.cache.full import FullCache
 from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.layout import KEY_ROW_BITS
 
 POLICY_NAMES = ("lru", "lfu", "tinylfu")
 
 
+@pytest.mark.kernel
+class TestDdr(RowCacheConformance):
+    def make(self, capacity: int, *, weight_words: int = 2, state_words: int = 1) -> Any:
+        return DdrCache(capacity, weight_words=weight_words, state_words=state_words, policy=self.policy)
+
+
+# Memory
+
+
 @pytest.mark.parametrize(
-    ("policy", "stated_bytes", "fixed_bytes"),
-    [("lru", 39, 500), ("lfu", 55, 500), ("tinylfu", 55, 37_800)],
+    ("policy", "stated_bytes", "fixed_bytes"), [("lru", 39, 500), ("lfu", 55, 500), ("tinylfu", 55, 37_800)]
 )
 def test_overhead_is_what_is_stated_and_what_is_allocated(policy: str, stated_bytes: int, fixed_bytes: int) -> None:
     assert OVERHEAD_BYTES[policy] == stated_bytes
@@ -36,20 +47,18 @@ def test_overhead_is_what_is_stated_and_what_is_allocated(policy: str, stated_by
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-@pytest.mark.parametrize(("weight_words", "state_words"), [(32, 1), (1, 0), (0, 0)])
-@pytest.mark.parametrize("budget_bytes", [400, 1000, 4096, 1_000_003])
-def test_capacity_is_the_largest_that_fits(policy: str, weight_words: int, state_words: int, budget_bytes: int) -> None:
-    capacity = capacity_for(policy, budget_bytes, weight_words=weight_words, state_words=state_words)
+@pytest.mark.parametrize(("words", "budget_bytes"), [((32, 1), 4096), ((0, 0), 400), ((1, 0), 1_000_003)])
+def test_capacity_is_the_largest_that_fits(policy: str, words: tuple[int, int], budget_bytes: int) -> None:
+    sizes = {"weight_words": words[0], "state_words": words[1]}
+    capacity = capacity_for(policy, budget_bytes, **sizes)
     if capacity:
-        cache = DdrCache(capacity, weight_words=weight_words, state_words=state_words, policy=policy)
-        assert cache.size_bytes <= budget_bytes
-    larger = DdrCache(capacity + 1, weight_words=weight_words, state_words=state_words, policy=policy)
-    assert larger.size_bytes > budget_bytes
+        assert DdrCache(capacity, policy=policy, **sizes).size_bytes <= budget_bytes
+    assert DdrCache(capacity + 1, policy=policy, **sizes).size_bytes > budget_bytes
 
 
 def test_capacity_is_bounded_by_the_slot_type() -> None:
     assert capacity_for("lru", 2**60, weight_words=1, state_words=0) == 2**31 - 2
-    for capacity in (2**31 - 1, 0, -1):
+    for capacity in (2**31 - 1, 0):
         with pytest.raises(ValueError, match="capacity"):
             DdrCache(capacity, weight_words=1, state_words=0, policy="lru")
 
@@ -62,28 +71,29 @@ def test_memory_is_taken_as_slots_are_used() -> None:
     assert process.memory_info().rss - before < 2**26
 
 
+# Admission
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_stamps_start_over(policy: str) -> None:
+    """Key 3 keeps stamp 1, which the admission after the last number has again."""
     cache = DdrCache(4, weight_words=0, state_words=0, policy=policy)
-    # Key 3 keeps stamp 1, which the admission after the last number has again.
     visit(cache, 3)
     cache._cache_state.tallies[Tally.STAMP] = 2**31 - 2
-    last = admitted(cache, 2, 1)
-    assert last.progress[STAMP] == 2**31 - 1
+    assert admitted(cache, 2, 1).progress[STAMP] == 2**31 - 1
     again = Admission(keys_from(1, 2, 3, 1))
     assert cache.admit(again) is AdmitStatus.COMPLETE
     assert again.progress[STAMP] == 1
     assert again.inverse.tolist() == [0, 1, 2, 0]
-    assert again.num_unique == cache.num_pinned == 3
-    assert again.num_missing == 0
+    assert (again.num_unique, cache.num_pinned, again.num_missing) == (3, 3, 0)
     cache.check_integrity()
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("policy", ["lfu", "tinylfu"])
 def test_admission_passes_each_pinned_slot_once(policy: str) -> None:
-    # Half of the cache is pinned and first in line; a scan from the start for each victim would take minutes.
+    """Half of the cache is pinned and first in line; a scan from the start for each victim would take minutes."""
     capacity = 100_000 if JIT_ENABLED else 200
     half = capacity // 2
     cache = DdrCache(capacity, weight_words=0, state_words=0, policy=policy)
@@ -95,7 +105,6 @@ def test_admission_passes_each_pinned_slot_once(policy: str) -> None:
     assert cache.admit(admission) is AdmitStatus.COMPLETE
     assert set(order_of(cache)) == {*range(half), *range(capacity, capacity + half)}
     assert cache.admit(Admission(keys_from(-1))) is AdmitStatus.ALL_PINNED
-    cache.check_integrity()
 
 
 @pytest.mark.kernel
@@ -111,3 +120,30 @@ def test_replay_needs_a_quiet_cache(prepare: str) -> None:
         cache.freeze()
     with pytest.raises(AssertionError, match=r"pinned|dirty"):
         cache.access(keys_from(2))
+
+
+# Where every row has a slot
+
+
+@pytest.mark.kernel
+def test_rows_lie_table_by_table() -> None:
+    tables = {4: range(5), 1: range(10, 13), 7: range(1, 5)}
+    cache = FullCache(tables, weight_words=2, state_words=1)
+    slots = np.arange(12, dtype=np.int32)
+    keys = cache.numbering.keys_at(slots)
+    assert keys.tolist() == [table << KEY_ROW_BITS | row for table in (1, 4, 7) for row in tables[table]]
+    assert cache.numbering.first_slots(np.array([1, 4, 7])).tolist() == [0 - 10, 3, 8 - 1]
+    admission = Admission(keys[[5, 2]])
+    cache.admit(admission)
+    asked = np.array([2, 5, 7, 7, 5], np.int32)
+    assert not cache.are_in(asked)
+    assert cache.absent(asked).tolist() == [2, 5, 7], "a row that is loading is not in"
+    cache.filled(admission.missing_slots)
+    assert cache.are_in(asked[:2])
+    assert cache.absent(asked).tolist() == [7]
+    admitted(cache, *keys.tolist())
+    assert cache.is_complete
+    strangers = [*(table << KEY_ROW_BITS | row for table, row in [(1, 13), (1, 9), (7, 0), (2, 0), (8, 0)]), -1]
+    assert cache.find(np.array([*strangers, keys[0]], np.int64)).tolist() == [-1] * 6 + [0]
+    with pytest.raises(AssertionError, match="no row"):
+        cache.admit(Admission(keys_from(strangers[0])))

@@ -1,9 +1,10 @@
-"""``Table.pooled`` where all rows are in memory: the same bits and errors as by ``Lookup``, by one compiled call."""
+"""The short ways of ``Table.pooled``, by compiled calls: the same bits, counts and errors as by ``Lookup``."""
 
 import contextlib
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 import tierstore
-from tierstore.errors import ClosedError, TableError
+from tests.io.support import flip, place_of
+from tierstore.errors import ChecksumError, ClosedError, TableError
 from tierstore.kernels import jit as _jit
-from tierstore.kernels import threads
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.pool import direct
 
@@ -23,18 +24,15 @@ ROWS = 500
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="plain Python has no addresses to call by")
 
 
-def _open(path: Path, *, dim: int = 20, dtype: Any = "float32", rows: int = ROWS, **settings: Any) -> tierstore.Store:
+def _open(path: Path, *, dim: int = 20, dtype: Any = "float32", **settings: Any) -> tierstore.Store:
     store = tierstore.open(path / "store", mode="w", ddr="64MiB", **settings)
     for name in ("a", "b"):
         store.create_table(
             tierstore.TableConfig(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                dtype=dtype,
+                name=name, num_embeddings=ROWS, embedding_dim=dim, dtype=dtype,
                 init=tierstore.init.Uniform(-1, 1, seed=3),
             )
-        )
+        )  # fmt: skip
     return store
 
 
@@ -46,7 +44,7 @@ def _bags(generator: np.random.Generator, bags: int, longest: int) -> tuple[torc
 
 def _by_lookup(table: tierstore.Table, ids: torch.Tensor, offsets: torch.Tensor, mode: str) -> torch.Tensor:
     out = torch.empty((len(offsets) - 1, table.layout.dim))
-    table.lookup(table.jagged(ids, offsets, mode=mode), mode=mode).forward(out, keep=True)
+    table.lookup(table.jagged(ids, offsets, mode=mode), mode=mode).forward(out, keep=False)
     return out
 
 
@@ -78,46 +76,18 @@ def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bag
         assert table.pool.arena.cache.counters().hits == hits
 
 
-def test_a_large_lookup_is_split_over_torchs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not threads.Workers(2).native_team():
-        pytest.skip("torch does not compute with GNU's OpenMP here")
-    with _open(tmp_path, threads=2) as store:
-        table = store["a"]
-        ids, offsets = _bags(np.random.default_rng(1), 900, 40)
-        expected = table.pooled(ids, offsets)
-        assert len(ids) >= direct.few(table.pool.arena.workers, 20)
-        used: list[tuple[int, int]] = []
-        look_up_at = direct.look_up_at
-
-        def note(*given: Any) -> Any:
-            used.append(given[4:6])
-            return look_up_at(*given)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(direct, "look_up_at", note)
-            assert torch.equal(_by_lookup(table, ids, offsets, "sum"), expected)
-        ((team, num_threads),) = used
-        assert team
-        assert num_threads == 2
-        assert torch.equal(table.pooled(ids, offsets), expected)
-        monkeypatch.setattr(threads.Workers, "native_team", lambda _: 0)
-        assert torch.equal(table.pooled(ids, offsets), expected)
-
-
-@pytest.mark.parametrize("wrong", [-1, ROWS, 2**40, -(2**63)])
-@pytest.mark.parametrize("place", [0, 40, 8999])
-def test_a_wrong_id_is_named(tmp_path: Path, wrong: int, place: int) -> None:
+def test_a_wrong_id_is_named(tmp_path: Path) -> None:
     with _open(tmp_path) as store:
         table = store["a"]
         table.read(torch.arange(ROWS))
         ids = torch.zeros(9000, dtype=torch.int64)
-        for count in (place + 1, 9000):
-            offsets = torch.arange(0, count + 1)
-            table.pooled(ids[:count], offsets)
-            ids[place] = wrong
-            with pytest.raises(ValueError, match=f"id {wrong} is not a row of table 'a'"):
-                table.pooled(ids[:count], offsets)
-            ids[place] = 0
+        for place, wrong in ((0, -1), (40, ROWS), (40, 2**40), (8999, -(2**63))):
+            for count in (place + 1, 9000):
+                ids[place] = wrong
+                with pytest.raises(ValueError, match=f"id {wrong} is not a row of table 'a'"):
+                    table.pooled(ids[:count], torch.arange(0, count + 1))
+                ids[place] = 0
+                table.pooled(ids[:count], torch.arange(0, count + 1))
 
 
 def test_other_arguments_take_the_long_way(tmp_path: Path) -> None:
@@ -127,57 +97,43 @@ def test_other_arguments_take_the_long_way(tmp_path: Path) -> None:
         expected = table.pooled(ids[::2].contiguous(), offsets)
         assert torch.equal(table.pooled(ids[::2], offsets), expected)
         assert torch.equal(table.pooled(ids[::2], offsets.to(torch.int32)), expected)
-        for dtype in (torch.float32, torch.int16):
-            for wrong in (ids.to(dtype), torch.zeros(20_000, dtype=dtype)):
-                with pytest.raises(TypeError, match="ids must be int64 or int32"):
-                    table.pooled(wrong, offsets)
+        for wrong in (ids.float(), torch.zeros(20_000, dtype=torch.int16)):
+            with pytest.raises(TypeError, match="ids must be int64 or int32"):
+                table.pooled(wrong, offsets)
         with pytest.raises(TypeError, match="offsets must be a Tensor"):
             table.pooled(ids, [0, 8])  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="mode"):
-            table.pooled(ids, offsets, mode="median")
 
 
-def test_a_new_table_or_a_closed_store_is_noticed(tmp_path: Path) -> None:
+def test_a_new_table_or_a_closed_store_is_noticed_and_its_pool_goes(tmp_path: Path) -> None:
     store = _open(tmp_path)
     table = store["b"]
     ids, offsets = torch.arange(9), torch.tensor([0, 9])
-    expected = table.pooled(ids, offsets)
+    expected, pools = table.pooled(ids, offsets), [weakref.ref(table.pool)]
     store.create_table(tierstore.TableConfig(name="c", num_embeddings=70, embedding_dim=20))
+    pools.append(weakref.ref(table.pool))
     assert torch.equal(table.pooled(ids, offsets), expected)
     table.write(ids, torch.ones(9, 20))
     assert torch.equal(table.pooled(ids, offsets), torch.full((1, 20), 9.0))
     store.close()
     with pytest.raises(ClosedError):
         table.pooled(ids, offsets)
+    gc.collect()
+    assert [pool() for pool in pools] == [None, None]
 
 
 @pytest.mark.parametrize("count", [8, 9000])
 def test_a_tensor_without_memory_is_refused(tmp_path: Path, count: int) -> None:
     with _open(tmp_path) as store:
-        table = store["a"]
-        ids, offsets = torch.zeros(count, dtype=torch.int64), torch.tensor([0, count])
+        table, freed = store["a"], torch.zeros(count, dtype=torch.int64)
+        ids, offsets = freed.clone(), torch.tensor([0, count])
         table.pooled(ids, offsets)
-        for name in ("ids", "offsets"):
-            given = {"ids": ids.clone(), "offsets": offsets.clone()}
-            given[name].untyped_storage().resize_(0)
-            with pytest.raises(ValueError, match=f"{name} has no elements in memory"):
-                table.pooled(**given)
-        freed = ids.clone()
         freed.untyped_storage().resize_(0)
-        with pytest.raises(ValueError, match="ids has no elements in memory"):
-            table.read(freed)
-
-
-def test_a_table_keeps_no_pool_alive(tmp_path: Path) -> None:
-    store = _open(tmp_path)
-    table = store["b"]
-    table.pooled(torch.arange(9), torch.tensor([0, 9]))
-    pools = [weakref.ref(table.pool)]
-    store.create_table(tierstore.TableConfig(name="c", num_embeddings=70, embedding_dim=20))
-    pools.append(weakref.ref(table.pool))
-    store.close()
-    gc.collect()
-    assert [pool() for pool in pools] == [None, None]
+        for look_up, name in (
+            (lambda: table.pooled(freed, offsets), "ids"), (lambda: table.pooled(ids, freed), "offsets"),
+            (lambda: table.read(freed), "ids"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=f"{name} has no elements in memory"):
+                look_up()
 
 
 def test_what_is_compiled_for_c_is_compiled_again_when_any_source_changed() -> None:
@@ -187,34 +143,29 @@ def test_what_is_compiled_for_c_is_compiled_again_when_any_source_changed() -> N
 
 def test_lookups_and_writes_beside_new_tables(tmp_path: Path) -> None:
     """A new table brings a new pool: whoever works in the old one goes on in the new one, and loses nothing."""
-    with _open(tmp_path) as store:
-        table = store["a"]
-        ids, offsets, done = torch.arange(4), torch.tensor([0, 4]), threading.Event()
-        written, errors = [0.0], []
+    with _open(tmp_path) as store, ThreadPoolExecutor(1) as threads:
+        table, ids, offsets = store["a"], torch.arange(4), torch.tensor([0, 4])
+        done, made = threading.Event(), 0
 
-        def work() -> None:
-            try:
-                while not done.is_set():
-                    table.write(ids, torch.full((4, 20), written[0] + 1))
-                    written[0] += 1
-                    assert table.pooled(ids, offsets)[0, 0] == 4 * written[0]
-            except BaseException as error:
-                errors.append(error)
+        def work() -> float:
+            written = 0.0
+            while not done.is_set():
+                written += 1
+                table.write(ids, torch.full((4, 20), written))
+                assert table.pooled(ids, offsets)[0, 0] == 4 * written
+            return written
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        made = 0
+        working = threads.submit(work)
         for number in range(2000):
             with contextlib.suppress(TableError):  # rows are in use
                 store.create_table(tierstore.TableConfig(name=f"c{number}", num_embeddings=9, embedding_dim=8))
                 made += 1
-            if made == 20 or errors:
+            if made == 10 or working.done():
                 break
         done.set()
-        thread.join()
-        assert not errors
+        written = working.result()
         assert made
-        assert table.read(ids)[0, 0] == written[0]
+        assert table.read(ids)[0, 0] == written
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -238,3 +189,46 @@ def test_rows_as_they_are_if_all_are_in_memory(tmp_path: Path, dtype: Any) -> No
         assert table.rows_in_memory(ids[:0]).shape == (0, 20)  # type: ignore[union-attr]
     with pytest.raises(ClosedError):
         table.rows_in_memory(ids)
+
+
+# Rows that may be evicted
+
+MANY = 20_000
+
+
+@pytest.fixture
+def evicting(tmp_path: Path) -> Path:
+    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=MANY, embedding_dim=16))
+        table.write(torch.arange(MANY), torch.randn(MANY, 16, generator=torch.Generator().manual_seed(1)))
+        store.commit()
+        flip(tmp_path / "store", place_of(store._cold, 0, 7).row)
+    return tmp_path / "store"
+
+
+def _counts(store: tierstore.Store) -> tuple[int, int, int, int]:
+    ddr = store.stats().ddr
+    return ddr.lookups, ddr.hits, ddr.misses, ddr.evictions
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bits_and_counts_where_rows_may_be_evicted(evicting: Path, mode: str) -> None:
+    generator = np.random.default_rng(2)
+    options: Any = {"mode": "r", "ddr": "700KiB", "threads": 1}
+    with tierstore.open(evicting, **options) as short, tierstore.open(evicting, **options) as long:
+        for _ in range(300):
+            lengths = generator.integers(0, 9, generator.integers(1, 20))
+            offsets = torch.from_numpy(np.append(0, np.cumsum(lengths)))
+            ids = torch.from_numpy(8 + generator.zipf(1.1, lengths.sum()) % (MANY - 8))
+            assert torch.equal(short["t"].pooled(ids, offsets, mode=mode), _by_lookup(long["t"], ids, offsets, mode))
+            assert _counts(short) == _counts(long)
+        assert short.stats().ddr.evictions > 100
+
+
+@pytest.mark.parametrize("offsets_type", [torch.int64, torch.int32], ids=["short", "long"])
+def test_a_damaged_row_is_told_and_counted_once(evicting: Path, offsets_type: torch.dtype) -> None:
+    with tierstore.open(evicting, mode="r", ddr="700KiB") as store:
+        with pytest.raises(ChecksumError, match="row 7"):
+            store["t"].pooled(torch.tensor([7]), torch.tensor([0, 1], dtype=offsets_type))
+        assert _counts(store)[:3] == (1, 0, 1)
+        assert torch.isfinite(store["t"].pooled(torch.tensor([8]), torch.tensor([0, 1]))).all()
