@@ -3,12 +3,10 @@
 import faulthandler
 import gc
 import json
-import math
 import os
 import select
 import signal
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from tierstore.kernels.jit import FIRST_USE
 
-__all__ = ["Ending", "Kill", "fork"]
+__all__ = ["Ending", "fork"]
 
 _HANGS_SECONDS: Final = 60.0
 
@@ -25,16 +23,8 @@ _HANGS_SECONDS: Final = 60.0
 FIRST_USE.is_alone = True
 
 
-class Kill(NamedTuple):
-    """SIGKILL so many seconds after the ``times``-th report ``label``; "start" is the fork."""
-
-    label: str
-    times: int
-    seconds: float
-
-
 class Ending(NamedTuple):
-    """How a process ended, and what it reported, in order, each with its time ("at", in seconds)."""
+    """How a process ended, and what it reported, in order."""
 
     how: Literal["killed", "ended", "failed"]
     reports: list[dict[str, Any]]
@@ -45,8 +35,8 @@ class Ending(NamedTuple):
         return next((report for report in reversed(self.reports) if report["label"] == label), None)
 
 
-def fork(body: Callable[[Callable[..., None]], None], stacks: Path, kill: Kill | None = None) -> Ending:
-    """Run ``body(report)`` in a process, kill it when its time comes, and wait for its end.
+def fork(body: Callable[[Callable[..., None]], None], stacks: Path, kill_after: float | None = None) -> Ending:
+    """Run ``body(report)`` in a process, kill it after so many seconds, and wait for its end.
 
     Args:
         stacks: the file to which a process that hangs writes where each of its threads stands, before it ends.
@@ -55,7 +45,6 @@ def fork(body: Callable[[Callable[..., None]], None], stacks: Path, kill: Kill |
     assert len(own) == 1, f"a lock that one of {own} holds would stay locked after a fork"
     reader, writer = os.pipe()
     gc.freeze()
-    started = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads that libraries keep beside Python's
         child = os.fork()
@@ -63,20 +52,12 @@ def fork(body: Callable[[Callable[..., None]], None], stacks: Path, kill: Kill |
         os.close(reader)
         _run(body, writer, stacks)
     os.close(writer)
-    reports, rest, deadline, part = list[dict[str, Any]](), b"", math.inf, b" "
-    while part:
-        told = sum(report["label"] == kill.label for report in reports) if kill else 0
-        if kill and deadline == math.inf and told >= kill.times:
-            deadline = (started if kill.label == "start" else time.monotonic()) + kill.seconds
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        if select.select([reader], [], [], left)[0]:
-            part = os.read(reader, 1 << 16)
-            *lines, rest = (rest + part).split(b"\n")
-            reports += map(json.loads, lines)
-        else:
-            os.kill(child, signal.SIGKILL)
-            kill, deadline = None, math.inf
-    os.close(reader)
+    if kill_after is not None:
+        select.select([watched := os.pidfd_open(child)], [], [], kill_after)
+        os.kill(child, signal.SIGKILL)
+        os.close(watched)
+    with open(reader) as lines:  # a kill loses a line whole or not at all
+        reports = [json.loads(line) for line in lines]
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     failed = next((report["words"] for report in reports if report["label"] == "failed"), "")
     if not failed and status in (0, -signal.SIGKILL):
@@ -88,13 +69,12 @@ def _run(body: Callable[[Callable[..., None]], None], writer: int, stacks: Path)
     """The child's part; does not return."""
 
     def report(label: str, **values: Any) -> None:
-        os.write(writer, json.dumps({"label": label, "at": time.monotonic(), **values}).encode() + b"\n")
+        os.write(writer, json.dumps({"label": label, **values}).encode() + b"\n")
 
     status = 1
     try:
         file = open(stacks, "w")  # noqa: SIM115 - open until the end of the process
         faulthandler.dump_traceback_later(_HANGS_SECONDS, exit=True, file=file)
-        report("start")
         body(report)
         status = 0
     except BaseException:

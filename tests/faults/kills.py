@@ -14,10 +14,10 @@ import random
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ import tierstore
 from tierstore.errors import DamagedError, TierstoreError
 from tierstore.system.killpoints import POINTS
 
-from .forked import Ending, Kill, fork
+from .forked import Ending, fork
 from .training_run import (
     Action,
     Report,
@@ -37,6 +37,7 @@ from .training_run import (
     live,
     make_plan,
     other_boot,
+    quiet,
     state_of,
     train,
 )  # fmt: skip
@@ -53,23 +54,20 @@ Head = tuple[int, ...]
 
 
 class Course(NamedTuple):
-    """What every chain does, and the seconds of its parts without a kill."""
+    """What every chain does, and how many seconds it takes without a kill."""
 
     plan: Sequence[Action]
     states: dict[int, State]
-    whole: float
-    opening: float
-    commit: float
-    closing: float
+    seconds: float
 
 
 class Doom(NamedTuple):
-    """How one process ends: at the ``point[1]``-th time a named point is reached, or by ``kill``.
+    """How one process ends: at the ``point[1]``-th time a named point is reached, or after so many seconds.
 
     ``reboot``: before the next process, the machine seems to have started again.
     """
 
-    kill: Kill | None = None
+    after: float | None = None
     point: tuple[str, int] = _NEVER
     reboot: bool = False
 
@@ -146,7 +144,7 @@ class Chain:
         ending = fork(
             lambda report: live(self._directory, plan, settings, report, boot=boot, kill_at=doom.point),
             self._stacks,
-            doom.kill,
+            doom.after,
         )
         assert ending.how != "failed", ending.words
         if ending.how == "killed":
@@ -208,19 +206,9 @@ def _shown(directory: Path, states: dict[int, State], may_lack: bool) -> tuple[l
 
 
 def random_dooms(course: Course, generator: random.Random) -> Iterator[Doom]:
-    """Kills spread over the whole run, some aimed at its short parts: opening, committing, closing."""
-    num_commits = sum(action.kind == "commit" for action in course.plan)
+    """Kills spread over the whole run."""
     while True:
-        (where,) = generator.choices(["anywhere", "opening", "committing", "closing"], [0.5, 0.15, 0.25, 0.1])
-        commit = generator.randint(1, num_commits // 4)
-        label, times, seconds = {
-            "anywhere": ("start", 1, course.whole),
-            "opening": ("start", 1, 1.5 * course.opening),
-            "committing": ("begin", commit, 1.5 * course.commit),
-            "closing": ("closing", 1, 1.5 * course.closing),
-        }[where]
-        kill = Kill(label, times, generator.uniform(0, seconds))
-        yield Doom(kill, reboot=generator.random() < _REBOOT_SHARE)
+        yield Doom(generator.uniform(0, course.seconds), reboot=generator.random() < _REBOOT_SHARE)
 
 
 def point_dooms(generator: random.Random) -> Iterator[Doom]:
@@ -240,14 +228,10 @@ def point_dooms(generator: random.Random) -> Iterator[Doom]:
 
 def _settings(generator: random.Random) -> Settings:
     return Settings(
-        policy=generator.choice(["lru", "lfu"]),
-        keep=generator.choice([2, 3, 4]),
-        ddr=generator.choice(["496KiB", "512KiB"]),
-        hbm=generator.choice(["0", "0", "160KiB"]),
-        growth_bytes=generator.choice([64, 256, 1024]) * 2**10,
-        depth=generator.choice([0, 2, 2]),
-        stall_seconds=generator.choice([0, 0, 0.003]),
-    )
+        policy=generator.choice(["lru", "lfu"]), keep=generator.choice([2, 3, 4]),
+        ddr=generator.choice(["496KiB", "512KiB"]), hbm=generator.choice(["0", "0", "160KiB"]),
+        growth_bytes=generator.choice([64, 256, 1024]) * 2**10, depth=generator.choice([0, 2, 2]),
+    )  # fmt: skip
 
 
 def _course(folder: Path, num_commits: int) -> Course:
@@ -255,19 +239,11 @@ def _course(folder: Path, num_commits: int) -> Course:
     plan = make_plan(num_commits)
     states = expected_states(folder / "expected", plan)
     # Here, before anything is forked: what is loaded and compiled now is loaded and compiled in every process.
-    train(folder / "warm", make_plan(3), Settings(), lambda *_, **__: None)
-    inspect(folder / "warm", states, lambda *_, **__: None, boot=0, may_lack=False)
-    stacks, timed = folder / "timed stacks", folder / "timed"
-    ending = fork(lambda report: live(timed, plan, Settings(), report, boot=1, kill_at=_NEVER), stacks)
-    assert ending.how == "ended", f"the run that nobody killed {ending.how}: {ending.words}"
-    at = {report["label"]: report["at"] for report in ending.reports}
-    begun, ends = (
-        {report["position"]: report["at"] for report in ending.reports if report["label"] == label}
-        for label in ("begin", "durable")
-    )
-    commit = median(ends[position] - begun[position] for position in begun)
-    opening, closing = at["opened"] - at["start"], at["closed"] - at["closing"]
-    return Course(plan, states, at["closed"] - at["start"], opening, commit, closing)
+    train(folder / "warm", make_plan(3), Settings(), quiet)
+    inspect(folder / "warm", states, quiet, boot=0, may_lack=False)
+    started = time.monotonic()
+    train(folder / "timed", plan, Settings(), quiet)
+    return Course(plan, states, time.monotonic() - started)
 
 
 def main() -> None:

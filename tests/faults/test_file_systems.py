@@ -26,7 +26,7 @@ from tierstore.io.lmdb import LmdbColdTier
 from tierstore.system.files import write_text
 from tierstore.updates.delta import write_update
 
-from .workload import DDR, Snapshot, Trained, Workload, copied, differences
+from .workload import DDR, Snapshot, Workload, differences, first_tables
 
 ROWS, DIM = 2000, 8
 IDS = torch.arange(ROWS)
@@ -330,7 +330,7 @@ def error_of(step: Callable[[], object]) -> errors.TierstoreError | None:
     return None
 
 
-def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path, initial: dict[str, Trained]) -> None:
+def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path) -> None:
     """The image of the disk lies in a small file system: writes are taken, and lost when that is full.
 
     The machine is not started again: what it still held in memory is gone when the disk is mounted again.
@@ -342,14 +342,14 @@ def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path, initial: 
         _run("mkfs.ext4", "-q", "-E", "nodiscard", image)
         begun: list[Snapshot] = []
         workload = Workload(
-            copied(initial),
+            first_tables(),
             np.random.default_rng(0),
             lambda label, value: begun.append(value) if label == "begun" else None,
         )
         with contextlib.ExitStack() as stack:
             disk = stack.enter_context(mounted(tmp_path / "disk", "-o", "loop", image))
             workload.open(disk / "store")
-            stack.callback(lambda: error_of(workload.close))
+            stack.callback(lambda: error_of(workload.store.close))
             workload.train(1, SOME)
             workload.commit()
             ballast = fill_up(backing, 64 << 10)
@@ -362,7 +362,7 @@ def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path, initial: 
         with contextlib.ExitStack() as stack:
             disk = stack.enter_context(mounted(tmp_path / "disk", "-o", "loop", image))
             workload.open(disk / "store")
-            stack.callback(workload.close)
+            stack.callback(workload.store.close)
             shown = next(version for version in begun if version.extra == workload.store.extra)
             assert last is not None
             assert shown.extra["serial"] >= last.extra["serial"]
@@ -371,6 +371,6 @@ def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path, initial: 
             workload.show(shown)
             workload.train(2)
             kept = workload.commit()
-            workload.close()
+            workload.store.close()
             with tierstore.open(disk / "store", mode="r", ddr=DDR, threads=1) as store:
                 assert differences(store, kept) == []

@@ -7,8 +7,6 @@ back to an earlier version is an action like any other; the run has that version
 import contextlib
 import os
 import signal
-import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,7 +27,7 @@ from tierstore.store.manifest import MANIFEST_NAME
 from tierstore.system import killpoints
 
 __all__ = [
-    "Action", "Report", "Settings", "State", "different", "expected_states", "live", "make_plan", "other_boot",
+    "Action", "Report", "Settings", "State", "different", "expected_states", "live", "make_plan", "other_boot", "quiet",
     "state_of", "train", "watch_names",
 ]  # fmt: skip
 
@@ -39,12 +37,15 @@ _LONGEST_BAG: Final = 6
 _SESSIONS: Final = 450
 _STEPS_A_COMMIT: Final = (2, 4, 3)
 _COMMITS_A_ROLLBACK: Final = 4
-_POINTS_A_STALL: Final = 4
 _RATE_DECAY: Final = 0.995
 Report = Callable[..., None]
 """``report(label, **values)`` is one write, so that a kill loses it whole or not at all."""
 State = dict[str, Any]
 """Every bit that a version holds, by a name in words."""
+
+
+def quiet(_label: str, **_values: Any) -> None:
+    """A report that nobody hears."""
 
 
 class Action(NamedTuple):
@@ -72,28 +73,29 @@ def make_plan(num_commits: int) -> tuple[Action, ...]:
     return tuple(plan)
 
 
-def _configs() -> list[tierstore.TableConfig]:
-    """Three layouts and optimizers; two features share a table, and one has dynamic ids, with rows for a third."""
-    admission = tierstore.DynamicIds(admission=tierstore.ids.Frequency(2))
-    kinds: list[tuple[str, int, int, tierstore.optim.Optimizer, dict[str, Any]]] = [
-        ("item", 900, 28, optim.Adagrad(lr=0.05), {"feature_names": ("clicked", "viewed")}),
-        ("user", 700, 16, optim.Adam(lr=0.02), {}),
-        ("session", _SESSIONS // 3, 12, optim.RowWiseAdagrad(lr=0.05), {"ids": admission}),
-    ]
-    return [
-        tierstore.TableConfig(
-            name=name, num_embeddings=rows, embedding_dim=dim, optimizer=rule,
-            init=tierstore.init.Uniform(-1, 1, seed=3 + place), **more,
-        )
-        for place, (name, rows, dim, rule, more) in enumerate(kinds)
-    ]  # fmt: skip
+_KINDS: Final[list[tuple[str, int, int, tierstore.optim.Optimizer, dict[str, Any]]]] = [
+    ("item", 900, 28, optim.Adagrad(lr=0.05), {"feature_names": ("clicked", "viewed")}),
+    ("user", 700, 16, optim.Adam(lr=0.02), {}),
+    (
+        "session", _SESSIONS // 3, 12, optim.RowWiseAdagrad(lr=0.05),
+        {"ids": tierstore.DynamicIds(admission=tierstore.ids.Frequency(2))},
+    ),
+]  # fmt: skip
+CONFIGS: Final = [
+    tierstore.TableConfig(
+        name=name, num_embeddings=rows, embedding_dim=dim, optimizer=rule,
+        init=tierstore.init.Uniform(-1, 1, seed=3 + place), **more,
+    )
+    for place, (name, rows, dim, rule, more) in enumerate(_KINDS)
+]  # fmt: skip
+"""Three layouts and optimizers; two features share a table, and one has dynamic ids, with rows for a third."""
 
 
 def _batch(number: int) -> tuple[tierstore.KeyedJaggedTensor, Tensor]:
     """Skewed ids of ``FEATURES``, some bags empty, and a float32 target of each sample."""
     generator = torch.Generator().manual_seed(number)
     lengths = torch.randint(0, _LONGEST_BAG, (len(FEATURES) * _SAMPLES,), generator=generator)
-    rows = {name: config.num_embeddings for config in _configs() for name in config.feature_names}
+    rows = {name: config.num_embeddings for config in CONFIGS for name in config.feature_names}
     rows["session"] = _SESSIONS
     ids = []
     for name, own in zip(FEATURES, lengths.view(len(FEATURES), _SAMPLES), strict=True):
@@ -134,7 +136,6 @@ class Settings:
     Attributes:
         growth_bytes: written between two anchors in the background.
         depth: batches prefetched.
-        stall_seconds: at some of the named points, now one and now another, the thread that reaches it waits so long.
     """
 
     policy: Literal["lru", "lfu"] = "lru"
@@ -143,7 +144,6 @@ class Settings:
     hbm: str = "0"
     growth_bytes: int = 256 * 2**10
     depth: int = 2
-    stall_seconds: float = 0
 
 
 class _Life:
@@ -151,17 +151,17 @@ class _Life:
 
     def __init__(
         self, store: tierstore.Store, plan: Sequence[Action], depth: int, report: Report,
-        look: Callable[[int], None] | None = None,
+        look: Callable[[int, tierstore.Store], None] | None,
     ) -> None:  # fmt: skip
         self._store, self._plan, self._depth, self._report, self._look = store, plan, depth, report, look
-        for config in _configs():
+        for config in CONFIGS:
             store.create_table(config)
         self._collection = tierstore.TieredEmbeddingBagCollection(store)
-        self._dense = _Dense(sum(config.embedding_dim * len(config.feature_names) for config in _configs()))
+        self._dense = _Dense(sum(config.embedding_dim * len(config.feature_names) for config in CONFIGS))
         self._position = self._committed = self._take_up()
         self._last: Future[int] | None = None
         if look is not None:
-            look(self._position)
+            look(self._position, store)
         report("opened", position=self._position, numbers=list(store.versions))
 
     def _take_up(self) -> int:
@@ -200,7 +200,7 @@ class _Life:
         self._committed = position
         if self._look is not None:
             self._last.result()
-            self._look(position)
+            self._look(position, self._store)
 
     def _tell(self, done: "Future[Any]", position: int) -> None:
         error = done.exception()
@@ -221,48 +221,46 @@ class _Life:
         self._report("back", position=position)
 
 
-def train(directory: Path, plan: Sequence[Action], settings: Settings, report: Report) -> None:
+def train(
+    directory: Path, plan: Sequence[Action], settings: Settings, report: Report,
+    look: Callable[[int, tierstore.Store], None] | None = None,
+) -> None:  # fmt: skip
     """Go on from the store's version to the end of the plan. Reports "opened", "begin" and "durable" (of commits),
-    "going back" and "back" (of rollbacks), "closing"; "failed" where a commit did."""
+    "going back" and "back" (of rollbacks); "failed" where a commit did."""
     with tierstore.open(
         directory, ddr=settings.ddr, hbm=settings.hbm, policy=settings.policy, keep=settings.keep, threads=1
     ) as store:
-        _Life(store, plan, settings.depth, report).run()
-        report("closing")
+        _Life(store, plan, settings.depth, report, look).run()
 
 
 def live(
     directory: Path, plan: Sequence[Action], settings: Settings, report: Report, *, boot: int, kill_at: tuple[str, int]
 ) -> None:
     """``train`` in a process of its own, which ends at the ``kill_at[1]``-th time the point ``kill_at[0]`` is
-    reached; then "closed"."""
+    reached."""
     reached: Counter[str] = Counter()
 
     def hook(name: str) -> None:
         reached[name] += 1
         if (name, reached[name]) == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if settings.stall_seconds and zlib.crc32(f"{name} {reached[name]}".encode()) % _POINTS_A_STALL == 0:
-            time.sleep(settings.stall_seconds)
 
     killpoints.hook = hook
     watch_names(hook)
     row_file.GROWTH_BYTES = settings.growth_bytes  # type: ignore[misc]
     with other_boot(boot):
         train(directory, plan, settings, report)
-    report("closed")
 
 
 def expected_states(directory: Path, plan: Sequence[Action]) -> dict[int, State]:
     """By position, what each version holds in a run that nobody kills: all rows in memory, each commit waited for. At
     0, what there is before the first."""
     states: dict[int, State] = {}
-    with tierstore.open(directory, ddr="8MiB", keep=2, threads=1) as store:
 
-        def look(position: int) -> None:
-            states[position] = state_of(store)
+    def look(position: int, store: tierstore.Store) -> None:
+        states[position] = state_of(store)
 
-        _Life(store, plan, 0, lambda *_, **__: None, look).run()
+    train(directory, plan, Settings(ddr="8MiB", depth=0), quiet, look)
     return states
 
 
