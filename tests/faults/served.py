@@ -22,8 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,8 +44,6 @@ from tierstore.updates.publish import Publisher
 
 from .forked import fork
 
-__all__ = ["Tally", "kill_servers"]
-
 _ROWS: Final = 64
 _TOKEN: Final = "token-of-the-crash-tests"
 _CANARY, _OTHER = "canary", "other"
@@ -57,17 +54,6 @@ _BACK: Final = ("rollback: head put", "rollback: transaction committed", "rollba
 _READY_S: Final = 120.0
 _SETTLE_S: Final = 120.0
 _BAD_SHARE: Final = 0.35
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """``kills``: by who was killed, and where; ``shown``: versions read from a server and compared, row by row;
-    ``rounds``: versions that all servers then had, or that the canary had gone back from."""
-
-    kills: Counter[str] = field(default_factory=Counter)
-    shown: int = 0
-    rounds: int = 0
-    failures: list[str] = field(default_factory=list)
 
 
 def rows_of(version: int) -> torch.Tensor:
@@ -198,36 +184,25 @@ class Process:
         os.close(reader)
         self.rest = 0 if self.name == "publisher" else json.loads(said)
 
-    def start_if_dead(self) -> bool:
-        """Whether it was dead."""
+    def start_if_dead(self) -> None:
         if os.waitpid(self.pid, os.WNOHANG)[0]:
             self.start()
-            return True
-        return False
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
-    def _ask(self, port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        headers = {"Authorization": f"Bearer {_TOKEN}", "Content-Type": "application/json"}
-        with contextlib.closing(connection):
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-
     def listing(self) -> Listing:
         return Source(f"http://127.0.0.1:{self.ports[self.name]}", _TOKEN).poll()
 
-    def roll_back(self) -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            self._ask(self.ports[self.name], "POST", "/admin/rollback", {})
-
     def rows(self) -> tuple[int, torch.Tensor]:
+        """The version that answers, and all rows."""
         ids = {"name": "ids", "datatype": "INT64", "shape": [_ROWS], "data": list(range(_ROWS))}
-        answer = self._ask(self.rest, "POST", "/v2/models/rows.item/infer", {"inputs": [ids]})[1]
+        connection = http.client.HTTPConnection("127.0.0.1", self.rest, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v2/models/rows.item/infer", json.dumps({"inputs": [ids]}))
+            answer = json.loads(connection.getresponse().read())
         return int(answer["model_version"]), torch.tensor(answer["outputs"][0]["data"]).view(_ROWS, 4)
 
 
@@ -239,8 +214,8 @@ def _free_port() -> int:
 class Chain:
     """A source, its publisher and two servers; ``step`` makes a version, and has somebody killed meanwhile."""
 
-    def __init__(self, folder: Path, generator: random.Random, tally: Tally) -> None:
-        self._folder, self._draw, self._tally = folder, generator, tally
+    def __init__(self, folder: Path, generator: random.Random, kills: Counter[str]) -> None:
+        self._folder, self._draw, self._kills = folder, generator, kills
         self._version, self._ids, self._bad = 0, dict[int, str](), set[int]()
         self._ports = {name: _free_port() for name in (_CANARY, _OTHER, "publisher")}
         (folder / "token").write_text(_TOKEN)
@@ -298,25 +273,12 @@ class Chain:
             time.sleep(self._draw.uniform(0, 3))
             (victim := self._draw.choice(self.processes)).end()
             victim.start()
-            self._tally.kills[f"{victim.name}, at any time"] += 1
+            self._kills[f"{victim.name}, at any time"] += 1
         self._settle(good if is_bad else self._version)
         if doom is not None:
             if not doom[0].exists():
-                self._tally.kills[f"{doom[0].name.removeprefix('doom of ')}, at {doom[1]}"] += 1
+                self._kills[f"{doom[0].name.removeprefix('doom of ')}, at {doom[1]}"] += 1
             doom[0].unlink(missing_ok=True)
-        if not is_bad and self._draw.random() < 0.3:
-            self._go_back(good)
-        self._tally.rounds += 1
-
-    def _go_back(self, good: int) -> None:
-        """An operator has the canary go back, killed meanwhile or not; so do all."""
-        point = self._draw.choice(["rollback: declined", "rollback: written"])
-        (doom := self._folder / f"doom of {_CANARY}").write_text(point)
-        self.canary.roll_back()
-        self._settle(good)
-        self._bad.add(self._version)  # the other one showed it till now
-        self._tally.kills[f"{_CANARY}, at {point}"] += not doom.exists()
-        doom.unlink(missing_ok=True)
 
     def _settle(self, version: int) -> None:
         """Until both servers show a version for good; nobody shows one that was declined to the end."""
@@ -341,29 +303,12 @@ class Chain:
     def _check(self, server: Process) -> int:
         """The version that it shows, whose rows are right; some may be those of one later version, the urgent ones."""
         listing, (version, rows) = server.listing(), server.rows()
-        self._tally.shown += 1
         allowed = {*self._ids} - (self._bad if server is self.other else set())
         shown = (rows == rows_of(version)).all(1)
         later = {version} if server is self.canary else {each for each in allowed if each >= version}
         if version not in allowed or not any((shown | (rows == rows_of(each)).all(1)).all() for each in later):
             raise RuntimeError(f"{server.name} shows version {version} of {sorted(allowed)}: {rows}, {listing}")
         return version
-
-
-def kill_servers(folder: Path, *, kills: int, seed: int) -> Tally:
-    """Until so many were killed; a failure ends it."""
-    tally = Tally()
-    _warm(folder / "warm")
-    chain = Chain(folder, random.Random(seed), tally)
-    try:
-        while tally.kills.total() < kills:
-            chain.step()
-            print(f"{tally.kills.total()} kills, {tally.rounds} rounds", file=sys.stderr, flush=True)
-    except Exception as error:
-        tally.failures.append(f"--seed {seed}, after {tally.kills.total()} kills: {type(error).__name__}: {error}")
-    finally:
-        chain.close()
-    return tally
 
 
 def _warm(folder: Path) -> None:
@@ -380,13 +325,6 @@ def _warm(folder: Path) -> None:
         rehearse(Models(store).by_name.values())
 
 
-@contextlib.contextmanager
-def _folder(parent: Path | None) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="served-", dir=parent))
-    yield folder
-    shutil.rmtree(folder)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.served", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
@@ -394,9 +332,17 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="where stores are made [a temporary folder]")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    with _folder(given.dir) as folder:
-        tally = kill_servers(folder, kills=given.kills, seed=given.seed)
-    print(json.dumps(vars(tally)))
+    folder, kills = Path(tempfile.mkdtemp(prefix="served-", dir=given.dir)), Counter[str]()
+    _warm(folder / "warm")
+    chain = Chain(folder, random.Random(given.seed), kills)
+    try:
+        while kills.total() < given.kills:
+            chain.step()
+            print(f"--seed {given.seed}, {kills.total()} kills", file=sys.stderr, flush=True)
+    finally:
+        chain.close()
+    shutil.rmtree(folder)
+    print(json.dumps(kills))
 
 
 if __name__ == "__main__":

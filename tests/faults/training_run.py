@@ -1,18 +1,16 @@
-"""The training run that is killed: what it has done is a function of its position, the number of actions so far.
+"""The training run that is killed: what it has done is a function of its position, the number of steps so far.
 
-A version goes by the position at which it was committed, so a process that takes one up knows what comes next. Going
-back to an earlier version is an action like any other; the run has that version's rows then, and goes on behind it.
+A version goes by the position at which it was committed, so a process that takes one up knows what comes next.
 """
 
 import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -27,52 +25,20 @@ from tierstore.store.manifest import MANIFEST_NAME
 from tierstore.system import killpoints
 
 __all__ = [
-    "Action", "Report", "Settings", "State", "different", "expected_states", "live", "make_plan", "other_boot", "quiet",
+    "STEPS_A_COMMIT", "Report", "Settings", "State", "different", "expected_states", "live", "other_boot", "quiet",
     "state_of", "train", "watch_names",
 ]  # fmt: skip
 
+STEPS_A_COMMIT: Final = 3
 FEATURES: Final = ("clicked", "viewed", "user", "session")
 _SAMPLES: Final = 24
 _LONGEST_BAG: Final = 6
 _SESSIONS: Final = 450
-_STEPS_A_COMMIT: Final = (2, 4, 3)
-_COMMITS_A_ROLLBACK: Final = 4
 _RATE_DECAY: Final = 0.995
 Report = Callable[..., None]
 """``report(label, **values)`` is one write, so that a kill loses it whole or not at all."""
 State = dict[str, Any]
 """Every bit that a version holds, by a name in words."""
-
-
-def quiet(_label: str, **_values: Any) -> None:
-    """A report that nobody hears."""
-
-
-class Action(NamedTuple):
-    """``number``: of a training step, its batch; of a rollback, the position that it goes back to."""
-
-    kind: Literal["train", "commit", "rollback"]
-    number: int = 0
-
-
-def make_plan(num_commits: int) -> tuple[Action, ...]:
-    """So many commits with a few steps before each, and after every fourth commit a step and a rollback: to the version
-    before the last, and to the last one, in turn."""
-    plan: list[Action] = []
-    marks: list[int] = []
-    batch = 0
-    for commit in range(num_commits):
-        steps = _STEPS_A_COMMIT[commit % len(_STEPS_A_COMMIT)]
-        plan += [*(Action("train", number) for number in range(batch, batch + steps)), Action("commit")]
-        batch += steps
-        marks.append(len(plan))
-        turn, rest = divmod(commit + 1, _COMMITS_A_ROLLBACK)
-        if not rest and commit + 1 < num_commits:
-            plan += [Action("train", batch), Action("rollback", marks[-1 if turn % 2 == 0 else -2])]
-            batch += 1
-    return tuple(plan)
-
-
 _KINDS: Final[list[tuple[str, int, int, tierstore.optim.Optimizer, dict[str, Any]]]] = [
     ("item", 900, 28, optim.Adagrad(lr=0.05), {"feature_names": ("clicked", "viewed")}),
     ("user", 700, 16, optim.Adam(lr=0.02), {}),
@@ -91,6 +57,10 @@ CONFIGS: Final = [
 """Three layouts and optimizers; two features share a table, and one has dynamic ids, with rows for a third."""
 
 
+def quiet(_label: str, **_values: Any) -> None:
+    """A report that nobody hears."""
+
+
 def _batch(number: int) -> tuple[tierstore.KeyedJaggedTensor, Tensor]:
     """Skewed ids of ``FEATURES``, some bags empty, and a float32 target of each sample."""
     generator = torch.Generator().manual_seed(number)
@@ -107,9 +77,9 @@ def _batch(number: int) -> tuple[tierstore.KeyedJaggedTensor, Tensor]:
 class _Dense:
     """Weights, and the state of the random numbers: all of it is committed alongside the rows."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(5)
-        self._layer = torch.nn.Linear(columns, 1)
+        self._layer = torch.nn.Linear(sum(each.embedding_dim * len(each.feature_names) for each in CONFIGS), 1)
         self._optimizer = torch.optim.SGD(self._layer.parameters(), lr=0.01)
 
     def step(self, pooled: Tensor, target: Tensor) -> None:
@@ -146,95 +116,52 @@ class Settings:
     depth: int = 2
 
 
-class _Life:
-    """From the store's version to the end of the plan; ``look`` is given each position while nothing else goes on."""
-
-    def __init__(
-        self, store: tierstore.Store, plan: Sequence[Action], depth: int, report: Report,
-        look: Callable[[int, tierstore.Store], None] | None,
-    ) -> None:  # fmt: skip
-        self._store, self._plan, self._depth, self._report, self._look = store, plan, depth, report, look
-        for config in CONFIGS:
-            store.create_table(config)
-        self._collection = tierstore.TieredEmbeddingBagCollection(store)
-        self._dense = _Dense(sum(config.embedding_dim * len(config.feature_names) for config in CONFIGS))
-        self._position = self._committed = self._take_up()
-        self._last: Future[int] | None = None
-        if look is not None:
-            look(self._position, store)
-        report("opened", position=self._position, numbers=list(store.versions))
-
-    def _take_up(self) -> int:
-        """Have the dense part be as the store's version says; its position."""
-        if self._store.version:
-            self._dense.load(self._store.tensors())
-        return int(self._store.extra.get("position", 0))
-
-    def run(self) -> None:
-        while self._position < len(self._plan):
-            if self._plan[self._position].kind == "rollback":
-                self._go_back(self._plan[self._position].number)
-            else:
-                kinds = [action.kind for action in self._plan[self._position :]]
-                stop = kinds.index("rollback") if "rollback" in kinds else len(kinds)
-                self._go_on(self._plan[self._position : self._position + stop])
-
-    def _go_on(self, actions: Sequence[Action]) -> None:
-        batches = (_batch(action.number) for action in actions if action.kind == "train")
-        ahead = tierstore.prefetch(batches, self._collection, depth=self._depth, features=lambda batch: batch[0])
-        with contextlib.closing(ahead):
-            for action in actions:
-                if action.kind == "train":
-                    ids, target = next(ahead)
-                    self._dense.step(self._collection(ids).values(), target)
-                    for table in self._store.tables.values():
-                        table.learning_rate *= _RATE_DECAY
-                self._position += 1
-                if action.kind == "commit":
-                    self._commit(self._position)
-
-    def _commit(self, position: int) -> None:
-        self._report("begin", position=position)
-        self._last = self._store.commit_async(extra={"position": position}, tensors=self._dense.tensors())
-        self._last.add_done_callback(lambda done: self._tell(done, position))
-        self._committed = position
-        if self._look is not None:
-            self._last.result()
-            self._look(position, self._store)
-
-    def _tell(self, done: "Future[Any]", position: int) -> None:
-        error = done.exception()
-        if error is None:
-            self._report("durable", position=position, version=done.result())
-        else:
-            self._report("failed", words=f"the commit at {position}: {error!r}")
-
-    def _go_back(self, position: int) -> None:
-        """To the version of that position, one of the last two."""
-        if self._last is not None:
-            self._last.result()
-        self._report("going back", position=position)
-        self._store.rollback(self._store.versions[-2 if position < self._committed else -1])
-        assert self._take_up() == position
-        self._committed = position
-        self._position += 1
-        self._report("back", position=position)
-
-
 def train(
-    directory: Path, plan: Sequence[Action], settings: Settings, report: Report,
+    directory: Path, commits: int, settings: Settings, report: Report,
     look: Callable[[int, tierstore.Store], None] | None = None,
 ) -> None:  # fmt: skip
-    """Go on from the store's version to the end of the plan. Reports "opened", "begin" and "durable" (of commits),
-    "going back" and "back" (of rollbacks); "failed" where a commit did."""
+    """Go on from the store's version until there were so many commits. Reports "opened", and of commits "begin" and
+    "durable" or "failed"; ``look`` is given each position while nothing else goes on."""
     with tierstore.open(
         directory, ddr=settings.ddr, hbm=settings.hbm, policy=settings.policy, keep=settings.keep, threads=1
     ) as store:
-        _Life(store, plan, settings.depth, report, look).run()
+        for config in CONFIGS:
+            store.create_table(config)
+        collection, dense = tierstore.TieredEmbeddingBagCollection(store), _Dense()
+        if store.version:
+            dense.load(store.tensors())
+        first = int(store.extra.get("position", 0))
+        if look is not None:
+            look(first, store)
+        report("opened", position=first)
+        steps = range(first, commits * STEPS_A_COMMIT)
+        ahead = tierstore.prefetch(
+            map(_batch, steps), collection, depth=settings.depth, features=lambda batch: batch[0]
+        )
+        with contextlib.closing(ahead):
+            for position, (ids, target) in enumerate(ahead, first + 1):
+                dense.step(collection(ids).values(), target)
+                for table in store.tables.values():
+                    table.learning_rate *= _RATE_DECAY
+                if position % STEPS_A_COMMIT == 0:
+                    report("begin", position=position)
+                    pending = store.commit_async(extra={"position": position}, tensors=dense.tensors())
+                    pending.add_done_callback(lambda done, position=position: _tell(report, done, position))  # type: ignore[misc]
+                    if look is not None:
+                        pending.result()
+                        look(position, store)
+
+
+def _tell(report: Report, done: Any, position: int) -> None:
+    error = done.exception()
+    if error is None:
+        report("durable", position=position, version=done.result())
+    else:
+        report("failed", words=f"the commit at {position}: {error!r}")
 
 
 def live(
-    directory: Path, plan: Sequence[Action], settings: Settings, report: Report, *, boot: int, kill_at: tuple[str, int]
+    directory: Path, commits: int, settings: Settings, report: Report, *, boot: int, kill_at: tuple[str, int]
 ) -> None:
     """``train`` in a process of its own, which ends at the ``kill_at[1]``-th time the point ``kill_at[0]`` is
     reached."""
@@ -249,10 +176,10 @@ def live(
     watch_names(hook)
     row_file.GROWTH_BYTES = settings.growth_bytes  # type: ignore[misc]
     with other_boot(boot):
-        train(directory, plan, settings, report)
+        train(directory, commits, settings, report)
 
 
-def expected_states(directory: Path, plan: Sequence[Action]) -> dict[int, State]:
+def expected_states(directory: Path, commits: int) -> dict[int, State]:
     """By position, what each version holds in a run that nobody kills: all rows in memory, each commit waited for. At
     0, what there is before the first."""
     states: dict[int, State] = {}
@@ -260,7 +187,7 @@ def expected_states(directory: Path, plan: Sequence[Action]) -> dict[int, State]
     def look(position: int, store: tierstore.Store) -> None:
         states[position] = state_of(store)
 
-    train(directory, plan, Settings(ddr="8MiB", depth=0), quiet, look)
+    train(directory, commits, Settings(ddr="8MiB", depth=0), quiet, look)
     return states
 
 
