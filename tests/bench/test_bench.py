@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import device, machine
-from bench.common import Goal, Part, Report, Run, Table, Told, program, run_parts
+from bench.common import Goal, Part, Report, Run, Table, program, run_parts
 from bench.data import ROOT, criteo_keys
 from bench.peers import rocksdb_rows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
@@ -111,8 +111,8 @@ def test_a_part_that_fails_costs_none_before_it(tmp_path: Path) -> None:
 
     saved: list[Report] = []
     parts = {
-        "first": Part(lambda *_: {"rows": 3}, lambda found: Told(tables=[], notes=[f"{found['rows']} rows"])),
-        "second": Part(fails, lambda _: Told(tables=[])),
+        "first": Part(lambda *_: {"rows": 3}, lambda found: Report(tables=[], notes=[f"{found['rows']} rows"])),
+        "second": Part(fails, lambda _: Report(tables=[])),
     }
     request = Run(config={}, quick=True, folder=tmp_path, save=saved.append)
     with pytest.raises(OSError, match="after 3 rows"):
