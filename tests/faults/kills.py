@@ -8,25 +8,33 @@ fails leaves the store.
 """
 
 import argparse
+import faulthandler
+import gc
 import itertools
 import json
+import os
 import random
+import select
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
+import traceback
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
 import tierstore
 from tierstore.errors import DamagedError, TierstoreError
+from tierstore.kernels.jit import FIRST_USE
 from tierstore.system.killpoints import POINTS
 
-from .forked import Ending, fork
 from .training_run import (
     STEPS_A_COMMIT,
     Report,
@@ -42,12 +50,73 @@ from .training_run import (
 )
 
 _NEVER: Final = ("", 0)
+_HANGS_SECONDS: Final = 60.0
 _DDR: Final = "2MiB"
 _REBOOT_SHARE: Final = 0.2
 _REBOOT_SHARES: Final = {"write-back": 0.5, "anchor": 0.8, "commit": 0.5}
 """After kills at named points of these: what an anchor must hold shows when the machine starts again."""
 _COUNTS: Final = {"write-back": 4, "anchor": 3}
 """Up to which of its times a named point is killed at; 1 of the others."""
+
+# A process that helps to compile kernels is waited for by a thread, and there may be none where processes are forked.
+FIRST_USE.is_alone = True
+
+
+class Ending(NamedTuple):
+    """How a process ended, and what it reported, in order."""
+
+    how: Literal["killed", "ended", "failed"]
+    reports: list[dict[str, Any]]
+    words: str = ""
+    """Of a failure: an error, another signal, or a hang."""
+
+
+def fork(body: Callable[[Callable[..., None]], None], stacks: Path, kill_after: float | None = None) -> Ending:
+    """Run ``body(report)`` in a process, kill it after so many seconds, and wait for its end.
+
+    Args:
+        stacks: the file to which a process that hangs writes where each of its threads stands, before it ends.
+    """
+    own = {each.name for each in threading.enumerate()} - {"tierstore-dropped"}  # which holds none while it waits
+    assert len(own) == 1, f"a lock that one of {own} holds would stay locked after a fork"
+    reader, writer = os.pipe()
+    gc.freeze()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that libraries keep beside Python's
+        child = os.fork()
+    if not child:
+        os.close(reader)
+        _run(body, writer, stacks)
+    os.close(writer)
+    if kill_after is not None:
+        select.select([watched := os.pidfd_open(child)], [], [], kill_after)
+        os.kill(child, signal.SIGKILL)
+        os.close(watched)
+    with open(reader) as lines:  # a kill loses a line whole or not at all
+        reports = [json.loads(line) for line in lines]
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    failed = next((report["words"] for report in reports if report["label"] == "failed"), "")
+    if not failed and status in (0, -signal.SIGKILL):
+        return Ending("ended" if status == 0 else "killed", reports)
+    return Ending("failed", reports, failed or f"ended with status {status}: {stacks.read_text()}")
+
+
+def _run(body: Callable[[Callable[..., None]], None], writer: int, stacks: Path) -> None:
+    """The child's part; does not return."""
+
+    def report(label: str, **values: Any) -> None:
+        os.write(writer, json.dumps({"label": label, **values}).encode() + b"\n")
+
+    status = 1
+    try:
+        file = open(stacks, "w")  # noqa: SIM115 - open until the end of the process
+        faulthandler.dump_traceback_later(_HANGS_SECONDS, exit=True, file=file)
+        body(report)
+        status = 0
+    except BaseException:
+        report("failed", words=traceback.format_exc())
+    finally:
+        os._exit(status)
 
 
 class Course(NamedTuple):
@@ -128,9 +197,8 @@ class Chain:
             lambda report: inspect(self._directory, self._course.states, report, boot=self._boot, may_lack=may_lack),
             self._stacks,
         )
-        shown = ending.last("shown")
-        assert shown is not None, f"could not be opened and read: {ending.words or ending.how}"
-        found: dict[int, int] = dict(shown["versions"])
+        assert ending.how == "ended", f"could not be opened and read: {ending.words or ending.how}"
+        found: dict[int, int] = dict(ending.reports[-1]["versions"])
         last = max(found, default=0)
         assert self._durable <= last <= self._begun, f"{found} is shown, not {self._durable} to {self._begun}"
         assert [*found] == [*range(STEPS_A_COMMIT, last + 1, STEPS_A_COMMIT)][-self._settings.keep :]

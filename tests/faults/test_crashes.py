@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,41 +18,22 @@ from . import cuts
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
 
 
-def killed(folder: Path, program: str, **settings: int) -> Any:
-    """What a program prints that kills processes. One with threads may not be forked; a GPU would bring some."""
+@pytest.mark.parametrize(
+    ("kills", "rounds", "commits", "seed"),
+    [(3, 1, 12, 2), *(pytest.param(250, 5, 20, seed, marks=pytest.mark.soak) for seed in (1, 2))],
+)
+def test_a_killed_run_loses_nothing(tmp_path: Path, kills: int, rounds: int, commits: int, seed: int) -> None:
+    """By a process of its own: one with threads may not be forked, and a GPU would bring some."""
     alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     alone |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", f"tests.faults.{program}", "--dir", str(folder), *flags]
+    flags = {"--dir": tmp_path, "--kills": kills, "--rounds": rounds, "--commits": commits, "--seed": seed}
+    command = [sys.executable, "-m", "tests.faults.kills", *(str(word) for flag in flags.items() for word in flag)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[-20_000:]
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kills": 3, "rounds": 1, "commits": 12, "seed": 2},
-        *(
-            pytest.param({"kills": 250, "rounds": 5, "commits": 20, "seed": seed}, marks=pytest.mark.soak)
-            for seed in (1, 2)
-        ),
-    ],
-)
-def test_a_killed_run_loses_nothing(tmp_path: Path, settings: dict[str, int]) -> None:
-    """At every named point, and at random instants."""
-    tally = killed(tmp_path, "kills", **settings)
-    assert tally["random"] == settings["kills"]
-    assert all(tally[name] >= settings["rounds"] for name in POINTS if not name.startswith("rollback"))
-    assert tally["ended"] > settings["rounds"]
-
-
-@pytest.mark.parametrize(
-    ("kills", "seed"), [(4, 3), *(pytest.param(150, seed, marks=pytest.mark.soak) for seed in (1, 2))]
-)
-def test_servers_show_what_was_approved_whoever_is_killed(tmp_path: Path, kills: int, seed: int) -> None:
-    """Servers, what writes for them, publishers with a canary."""
-    assert sum(killed(tmp_path, "served", kills=kills, seed=seed).values()) >= kills
+    tally = json.loads(done.stdout)
+    assert tally["random"] == kills
+    assert all(tally[name] >= rounds for name in POINTS if not name.startswith("rollback"))
+    assert tally["ended"] > rounds
 
 
 # Some instants are in generators and threads that end; what is raised there is shown, and goes no further.

@@ -166,6 +166,7 @@ class Faults(RuleBasedStateMachine):
             step()
 
     def go_back(self) -> None:
+        """After PartlyTrainedError."""
         self.work.settle()
         goal = self.work.steps + 1
         if self.work.store.versions:
@@ -279,29 +280,22 @@ class Faults(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-def run_machine(examples: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("examples", "steps"),
+    [
+        (8 if JIT_ENABLED else 1, 14),
+        pytest.param(600, 30, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_work_and_faults_in_any_order(examples: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without shrinking, which takes an hour: seed and steps of a failure are shown."""
     TOTAL.clear()
+    monkeypatch.setattr(logging.getLogger("tierstore"), "disabled", True)
     phases = set(Phase) - {Phase.shrink, Phase.explain}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger("tierstore"), "disabled", True)
-        run_state_machine_as_test(
-            Faults, settings=settings(max_examples=examples, stateful_step_count=steps, phases=phases)
-        )
-    print(TOTAL)
-
-
-@pytest.mark.timeout(900)
-def test_work_and_faults_in_any_order() -> None:
-    run_machine(8 if JIT_ENABLED else 1, 14)
+    how = settings(max_examples=examples, stateful_step_count=steps, phases=phases)
+    run_state_machine_as_test(Faults, settings=how)
     wanted = ["errors", "failed", "torn", "ahead", "behind", "unreadable"] if JIT_ENABLED else ["torn"]
     assert min(TOTAL[name] for name in wanted) > 0, TOTAL
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-def test_work_and_faults_in_many_orders() -> None:
-    run_machine(600, 30)
 
 
 def test_a_store_in_new_directories_lasts() -> None:
