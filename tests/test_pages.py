@@ -17,7 +17,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tierstore
-from bench.common import Goal, Spread, Table, aligned, per_second
 from bench.data import ROOT, examples
 from docs import reference
 from docs.generate import load_results, pages, stale_plots
@@ -42,15 +41,6 @@ def test_pages_plots_and_results_belong_together() -> None:
         assert found["benchmark"] == name
         assert found["machine"]["cpu"]
         assert (ROOT / "bench" / f"{name}.toml").is_file()
-
-
-def test_goals_rates_and_tables() -> None:
-    for bound, value, met in (("at_least", 0.9, True), ("at_least", 0.89, False), ("at_most", 1.1, False)):
-        assert Goal(name="g", value=value, **{bound: 0.9 if bound == "at_least" else 1.0}).met is met
-    assert [Goal(name="g", value=value, exactly=0.6033).met for value in (0.6033, 0.6034)] == [True, False]
-    assert per_second(10, [1.0, 2.0, 5.0]) == Spread(median=5.0, lowest=2.0, highest=10.0, count=3)
-    shown = aligned(Table(title="T", columns=["name", "n"], rows=[["a", "100"]]))
-    assert shown.splitlines() == ["T", "name    n", "---------", "a     100"]
 
 
 def test_the_readme_is_short_opens_with_the_two_commands_and_has_a_table_of_the_figures() -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 import tierstore
 from tierstore import optim
-from tierstore.dist.reshard import reshard
 from tierstore.errors import TierstoreError
 from tierstore.system import killpoints
 
@@ -44,7 +43,7 @@ TIERS: Final[dict[str, tuple[tuple[int, int], dict[str, Any]]]] = {
 }
 """Rows and columns of a table, and settings of ``tierstore.open``. Tables are changed in the first."""
 _OF_ROWS: Final = ("read", "look up", "write", "train", "train", "prefetch")
-_OF_TABLES: Final = ("create", "change", "drop", "backup", "reshard")
+_OF_TABLES: Final = ("create", "change", "drop")
 _ERRORS: Final[dict[str, Callable[[], BaseException]]] = {
     "memory": lambda: MemoryError("no memory"),
     "disk": lambda: OSError(28, "No space left on device"),
@@ -138,16 +137,6 @@ class _Life:
         self._note_version()  # it commits
         return lambda: self.store.change_table(name, optimizer=rule), self._now
 
-    def _copy(self, kind: str) -> None:
-        target = self._scratch.with_name(f"target{self._made}")
-        if kind == "backup":
-            self.store.backup(target)
-        else:
-            reshard(self._folder, target, plan=None, num_ranks=2, progress=lambda *_: None)
-        with tierstore.open(target, mode="r", ddr="4MiB", threads=1) as made:
-            self._require(self._shown(made) == self._of(made.version), f"a {kind} has wrong rows")
-        shutil.rmtree(target)
-
     def _draw_rows(self, kind: str) -> tuple[Callable[[], Any], Rows]:
         names = [name for name, table in self.store.tables.items() if isinstance(table.config.optimizer, optim.SGD)]
         if not names and kind in ("train", "prefetch"):
@@ -199,8 +188,7 @@ class _Life:
         if kind == "roll back":
             version = self.random.choice(self.store.versions)
             return lambda: self.store.rollback(version), self._of(version)
-        calls = {"commit": self._commit, "commit later": self._commit_later}
-        return calls.get(kind, lambda: self._copy(kind)), self._now
+        return self._commit if kind == "commit" else self._commit_later, self._now
 
     # Cutting them short
 
@@ -239,15 +227,12 @@ class _Life:
             # Another optimizer commits the rows that it moves, before the manifest names their place.
             named = not failed or not is_step or kind == "change" or f"version {epoch}" in said
             self._look_as_killed(said, named=named)
-            self._make_again(kind, call if failed and self._now.keys() == before.keys() else None, said, after)
+            is_made_again = failed and kind in _OF_TABLES and self._now.keys() == before.keys()
+            self._go_on(call if is_made_again else None, said, after)
 
-    def _make_again(self, kind: str, call: Callable[[], Any] | None, said: str, after: Rows) -> None:
+    def _go_on(self, call: Callable[[], Any] | None, said: str, after: Rows) -> None:
         """The call, and a commit, work after the error."""
-        for path in self._folder.parent.glob("target*"):
-            is_part = kind == "reshard" and not (path / "manifest.json").exists() and not list(path.glob("*-of-*"))
-            self._require(is_part, f"{said}: {sorted(os.listdir(path))} is left")
-            shutil.rmtree(path)
-        if call is not None and kind in _OF_TABLES:
+        if call is not None:
             self._commit()
             self._note_version()  # another optimizer commits
             call()  # of no effect if the table was made or changed

@@ -38,7 +38,6 @@ from tierstore.system.killpoints import POINTS
 from .training_run import (
     STEPS_A_COMMIT,
     Report,
-    Settings,
     State,
     different,
     expected_states,
@@ -145,7 +144,7 @@ class Chain:
     only on what is known to be on the device.
     """
 
-    def __init__(self, directory: Path, course: Course, settings: Settings, tally: Counter[str]) -> None:
+    def __init__(self, directory: Path, course: Course, settings: dict[str, Any], tally: Counter[str]) -> None:
         self._directory, self._course, self._settings, self._tally = directory, course, settings, tally
         self._stacks = directory.with_name(f"{directory.name} stacks")
         self._boot, self._was_opened = 1, False
@@ -171,7 +170,7 @@ class Chain:
         """One process; counted where it was killed."""
         course, settings, boot = self._course, self._settings, self._boot
         ending = fork(
-            lambda report: live(self._directory, course.commits, settings, report, boot=boot, kill_at=doom.point),
+            lambda report: live(self._directory, course.commits, report, boot=boot, kill_at=doom.point, **settings),
             self._stacks,
             doom.after,
         )
@@ -201,7 +200,7 @@ class Chain:
         found: dict[int, int] = dict(ending.reports[-1]["versions"])
         last = max(found, default=0)
         assert self._durable <= last <= self._begun, f"{found} is shown, not {self._durable} to {self._begun}"
-        assert [*found] == [*range(STEPS_A_COMMIT, last + 1, STEPS_A_COMMIT)][-self._settings.keep :]
+        assert [*found] == [*range(STEPS_A_COMMIT, last + 1, STEPS_A_COMMIT)][-self._settings["keep"] :]
         assert sorted({*found.values()}) == [*found.values()], f"the versions' numbers do not rise: {found}"
         assert found.items() <= (found | self._numbers).items(), f"{found} were committed as {self._numbers}"
         self._tally["versions"] += len(found)
@@ -267,19 +266,19 @@ def point_dooms(generator: random.Random) -> Iterator[Doom]:
             yield Doom(point=(name, 1))
 
 
-def _settings(generator: random.Random) -> Settings:
-    return Settings(
-        policy=generator.choice(["lru", "lfu"]), keep=generator.choice([2, 3, 4]),
-        ddr=generator.choice(["496KiB", "512KiB"]), hbm=generator.choice(["0", "0", "160KiB"]),
-        growth_bytes=generator.choice([64, 256, 1024]) * 2**10, depth=generator.choice([0, 2, 2]),
-    )  # fmt: skip
+def _settings(generator: random.Random) -> dict[str, Any]:
+    choices: dict[str, list[Any]] = {
+        "policy": ["lru", "lfu"], "keep": [2, 3, 4], "ddr": ["496KiB", "512KiB"], "hbm": ["0", "0", "160KiB"],
+        "growth_bytes": [each * 2**10 for each in (64, 256, 1024)], "depth": [0, 2, 2],
+    }  # fmt: skip
+    return {name: generator.choice(values) for name, values in choices.items()}
 
 
 def _course(folder: Path, commits: int) -> Course:
     """What is loaded and compiled here, before anything is forked, is loaded and compiled in every process."""
     states = expected_states(folder / "expected", commits)
     started = time.monotonic()
-    train(folder / "timed", commits, Settings(), quiet)
+    train(folder / "timed", commits, ddr="496KiB", keep=2)
     seconds = time.monotonic() - started
     inspect(folder / "timed", states, quiet, boot=0, may_lack=False)
     return Course(commits, states, seconds)

@@ -22,7 +22,7 @@ import lmdb.cpython
 
 from .got import Entry, entries, object_of, redirect
 
-__all__ = ["Call", "Failure", "Mark", "Operation", "Recorder", "Tree", "read_tree"]
+__all__ = ["Call", "Mark", "Operation", "Recorder", "Tree", "read_tree"]
 
 Kind = Literal["create", "link", "mkdir", "rename", "sync", "truncate", "unlink", "write"]
 Tree = dict[int, "bytes | dict[str, int]"]
@@ -49,16 +49,9 @@ _active: "Recorder | None" = None
 
 
 class Call(NamedTuple):
-    number: int  # counts the calls that change files, from 0
     name: str  # ``pwrite``, ``fdatasync``, ``open`` (one that creates a file) and so on
     path: Path  # what it changes, as it was named when it was opened or first seen
     size_bytes: int  # of a write
-
-
-class Failure(NamedTuple):
-    """How a call is to fail: with ``errno``, or with 0 by writing half of what it should and saying so."""
-
-    errno: int
 
 
 @dataclass(slots=True)
@@ -110,7 +103,7 @@ class Recorder:
     """While it is entered, records what changes below ``root``, a directory that exists.
 
     Args:
-        fail: asked before each call; None lets it happen.
+        fail: asked before each call; None lets it happen, an errno makes it fail with that, 0 writes half of the data.
 
     Attributes:
         before: the files when it was entered, taken to be on the device.
@@ -119,12 +112,11 @@ class Recorder:
     """
 
     root: Path
-    fail: Callable[[Call], Failure | None] | None = None
+    fail: Callable[[Call], int | None] = lambda call: None
     before: Tree = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    num_calls: int = 0
 
     def __post_init__(self) -> None:
         self.root = self.root.absolute()
@@ -165,17 +157,14 @@ class Recorder:
         operation, path = self._describe(name, arguments)
         if operation is None:
             return _call(name, arguments)
-        with self._lock:
-            call = Call(self.num_calls, name, path, len(operation.data))
-            self.num_calls += 1
-        failure = self.fail(call) if self.fail is not None else None
+        code = self.fail(Call(name, path, len(operation.data)))
         with self._lock:
             operation.began = next(self._clock)
             self.operations.append(operation)
-        if failure is None:
+        if code is None:
             result = _call(name, arguments)
-        elif failure.errno:
-            ctypes.set_errno(failure.errno)
+        elif code:
+            ctypes.set_errno(code)
             result = -1
         else:
             assert name in _SIZED, "only a write can be cut short"

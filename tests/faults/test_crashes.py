@@ -45,7 +45,7 @@ def test_a_killed_run_loses_nothing(tmp_path: Path, kills: int, rounds: int, com
 def test_calls_cut_short_leave_every_row_right(
     tmp_path: Path, number: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lookups and updates over all tiers; commits, tables made, changed and dropped, rollbacks, backups, reshards."""
+    """Lookups and updates over all tiers; commits, tables made, changed and dropped, rollbacks."""
     monkeypatch.setattr(logging.getLogger("tierstore"), "disabled", True)
     tally = cuts.live(tmp_path, cuts=number, seed=seed)
     assert tally["cut"] >= number

@@ -1,11 +1,10 @@
-"""File systems of other kinds: overlays, without hard links, that tell no size, of several users; disks that fail."""
+"""File systems of other kinds: overlays, without hard links, that tell no size, of several users."""
 
 import contextlib
 import errno
 import fcntl
 import io
 import os
-import re
 import shutil
 import stat
 import subprocess
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,8 +24,6 @@ from tierstore.cli.entry import main
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.system.files import write_text
 from tierstore.updates.delta import write_update
-
-from .workload import DDR, Snapshot, Workload, differences, first_tables
 
 ROWS, DIM = 2000, 8
 IDS = torch.arange(ROWS)
@@ -298,53 +294,3 @@ def test_a_file_that_another_store_shares_is_not_written(store: Path, tmp_path: 
     assert main(["backup", str(store), str(tmp_path / "own")]) == 0
     with tierstore.open(tmp_path / "own", ddr="1MiB", threads=1, keep=5) as own:
         assert _write(own, 3.0) == 3
-
-
-# A device that really fails
-
-
-def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path) -> None:
-    """The image of the disk lies in a small file system: writes are taken, and lost when that is full.
-
-    The machine is not started again: what it still held in memory is gone when the disk is mounted again.
-    """
-    with mounted(tmp_path / "backing", "-t", "tmpfs", "-o", "size=12m", "tmpfs") as backing:
-        image, ballast = backing / "disk.img", backing / "ballast"
-        image.touch()
-        os.truncate(image, 64 << 20)
-        _run("mkfs.ext4", "-q", "-E", "nodiscard", image)
-        begun: list[Snapshot] = []
-        workload = Workload(
-            first_tables(),
-            np.random.default_rng(0),
-            lambda label, value: begun.append(value) if label == "begun" else None,
-        )
-        with mounted(tmp_path / "disk", "-o", "loop", image) as disk:
-            workload.open(disk / "store").train(1, batch=30)
-            last = workload.commit()
-            room = os.statvfs(backing)
-            ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - (64 << 10)))
-
-            def fill() -> None:
-                nonlocal last
-                for _ in range(100):
-                    workload.train(1, batch=600)
-                    last = workload.commit()
-
-            with pytest.raises(errors.TierstoreError, match=re.escape(str(disk / "store"))):
-                fill()
-            with contextlib.suppress(errors.TierstoreError):
-                workload.store.close()
-        ballast.unlink()
-        subprocess.run(["e2fsck", "-fy", str(image)], capture_output=True, check=False)
-        with mounted(tmp_path / "disk", "-o", "loop", image) as disk:
-            with contextlib.closing(workload.open(disk / "store").store):
-                shown = next(version for version in begun if version.extra == workload.store.extra)
-                assert shown.extra["serial"] >= last.extra["serial"]
-                assert differences(workload.store, shown) == []
-                workload.store.verify()
-                workload.show(shown)
-                workload.train(2)
-                kept = workload.commit()
-            with tierstore.open(disk / "store", mode="r", ddr=DDR, threads=1) as store:
-                assert differences(store, kept) == []

@@ -30,7 +30,7 @@ from tierstore.kernels.jit import JIT_ENABLED
 
 from .powerloss import Loss, losses, materialise, pending, state
 from .recovery import check, crash_point, promised
-from .syscalls import Call, Failure, Recorder
+from .syscalls import Call, Recorder
 from .training_run import other_boot
 from .workload import Snapshot, Workload, differences, first_tables
 
@@ -61,14 +61,14 @@ class Device:
     is_free: bool = False
     hits: list[Call] = field(default_factory=list)
 
-    def __call__(self, call: Call) -> Failure | None:
+    def __call__(self, call: Call) -> int | None:
         names, code = FAULTS[self.fault] if self.fault else (set(), 0)
         if call.name not in names or self.is_free or call.path.name.endswith("-lock"):
             return None
         self.asked += 1
         if self.asked - 1 == self.number or (self.for_good and self.asked > self.number):
             self.hits.append(call)
-            return Failure(code if len(self.hits) == 1 or code else errno.ENOSPC)
+            return code if len(self.hits) == 1 or code else errno.ENOSPC
         return None
 
     def is_full(self) -> bool:

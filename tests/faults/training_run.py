@@ -8,9 +8,8 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from tierstore.store.manifest import MANIFEST_NAME
 from tierstore.system import killpoints
 
 __all__ = [
-    "STEPS_A_COMMIT", "Report", "Settings", "State", "different", "expected_states", "live", "other_boot", "quiet",
+    "STEPS_A_COMMIT", "Report", "State", "different", "expected_states", "live", "other_boot", "quiet",
     "state_of", "train", "watch_names",
 ]  # fmt: skip
 
@@ -99,32 +98,14 @@ class _Dense:
         torch.set_rng_state(tensors["random"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How the store is used; no bit of what it holds depends on it.
-
-    Attributes:
-        growth_bytes: written between two anchors in the background.
-        depth: batches prefetched.
-    """
-
-    policy: Literal["lru", "lfu"] = "lru"
-    keep: int = 2
-    ddr: str = "448KiB"
-    hbm: str = "0"
-    growth_bytes: int = 256 * 2**10
-    depth: int = 2
-
-
 def train(
-    directory: Path, commits: int, settings: Settings, report: Report,
-    look: Callable[[int, tierstore.Store], None] | None = None,
+    directory: Path, commits: int, report: Report = quiet, *, depth: int = 2,
+    look: Callable[[int, tierstore.Store], None] | None = None, **settings: Any,
 ) -> None:  # fmt: skip
-    """Go on from the store's version until there were so many commits. Reports "opened", and of commits "begin" and
-    "durable" or "failed"; ``look`` is given each position while nothing else goes on."""
-    with tierstore.open(
-        directory, ddr=settings.ddr, hbm=settings.hbm, policy=settings.policy, keep=settings.keep, threads=1
-    ) as store:
+    """Go on from the store's version until there were so many commits; no bit depends on how it is opened. Reports
+    "opened", and of commits "begin" and "durable" or "failed"; ``look`` is given each position while nothing else goes
+    on."""
+    with tierstore.open(directory, threads=1, **settings) as store:
         for config in CONFIGS:
             store.create_table(config)
         collection, dense = tierstore.TieredEmbeddingBagCollection(store), _Dense()
@@ -135,9 +116,7 @@ def train(
             look(first, store)
         report("opened", position=first)
         steps = range(first, commits * STEPS_A_COMMIT)
-        ahead = tierstore.prefetch(
-            map(_batch, steps), collection, depth=settings.depth, features=lambda batch: batch[0]
-        )
+        ahead = tierstore.prefetch(map(_batch, steps), collection, depth=depth, features=lambda batch: batch[0])
         with contextlib.closing(ahead):
             for position, (ids, target) in enumerate(ahead, first + 1):
                 dense.step(collection(ids).values(), target)
@@ -161,10 +140,11 @@ def _tell(report: Report, done: Any, position: int) -> None:
 
 
 def live(
-    directory: Path, commits: int, settings: Settings, report: Report, *, boot: int, kill_at: tuple[str, int]
-) -> None:
+    directory: Path, commits: int, report: Report, *, boot: int, kill_at: tuple[str, int], growth_bytes: int,
+    **settings: Any,
+) -> None:  # fmt: skip
     """``train`` in a process of its own, which ends at the ``kill_at[1]``-th time the point ``kill_at[0]`` is
-    reached."""
+    reached. ``growth_bytes``: written between two anchors in the background."""
     reached: Counter[str] = Counter()
 
     def hook(name: str) -> None:
@@ -174,9 +154,9 @@ def live(
 
     killpoints.hook = hook
     watch_names(hook)
-    row_file.GROWTH_BYTES = settings.growth_bytes  # type: ignore[misc]
+    row_file.GROWTH_BYTES = growth_bytes  # type: ignore[misc]
     with other_boot(boot):
-        train(directory, commits, settings, report)
+        train(directory, commits, report, **settings)
 
 
 def expected_states(directory: Path, commits: int) -> dict[int, State]:
@@ -187,7 +167,7 @@ def expected_states(directory: Path, commits: int) -> dict[int, State]:
     def look(position: int, store: tierstore.Store) -> None:
         states[position] = state_of(store)
 
-    train(directory, commits, Settings(ddr="8MiB", depth=0), quiet, look)
+    train(directory, commits, look=look, ddr="8MiB", keep=2, depth=0)
     return states
 
 
