@@ -12,8 +12,6 @@ import os
 import shutil
 import signal
 import tempfile
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 
 import tierstore
+from tests.children import fork
 from tierstore.errors import DamagedError, TierstoreError
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.layout import KEY_ROW_BITS
@@ -299,40 +298,22 @@ def sweep(
     outcomes: list[Outcome] = []
     parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=parent) as scratch:
-        while len(outcomes) < len(cases):
-            lines, status = _in_child(cases[len(outcomes) :], lambda: prepare(Path(scratch) / "store", samples))
-            for line in lines:
-                outcomes.append(Outcome(cases[len(outcomes)], *line.split("\t")))
-            assert os.WIFSIGNALED(status) or not status, "the process that tries changes failed"
-            if os.WIFSIGNALED(status):
-                number = os.WTERMSIG(status)
-                what = "HANG" if number == signal.SIGALRM else f"CRASH: {signal.Signals(number).name}"
-                outcomes.append(Outcome(cases[len(outcomes)], what))
-    return outcomes
 
-
-def _in_child(cases: Sequence[Case], prepare: Callable[[], Examine]) -> tuple[list[str], int]:
-    """Lines "read<tab>write" of the cases a forked process came through, and its wait status."""
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: ours wait for this child
-        child = os.fork()
-    if child == 0:
-        try:
-            os.close(reader)
+        def try_rest(report: Callable[..., None]) -> None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             torch.set_num_threads(1)
-            examine = prepare()
-            for case in cases:
+            examine = prepare(Path(scratch) / "store", samples)
+            for case in cases[len(outcomes) :]:
                 signal.alarm(TIME_LIMIT_S)
                 outcome = examine(case)
-                line = "\t".join(" ".join(each.split()) for each in (outcome.read, outcome.write))
-                os.write(writer, line.encode("ascii", "replace") + b"\n")
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    os.close(writer)
-    with open(reader, encoding="ascii") as lines:
-        found = lines.read().splitlines()
-    return found, os.waitpid(child, 0)[1]
+                report("tried", read=outcome.read, write=outcome.write)
+
+        while len(outcomes) < len(cases):
+            tried, status = fork(try_rest)
+            for each in tried:
+                outcomes.append(Outcome(cases[len(outcomes)], each["read"], each["write"]))
+            assert status <= 0, "the process that tries changes failed"
+            if status:
+                what = "HANG" if status == -signal.SIGALRM else f"CRASH: {signal.Signals(-status).name}"
+                outcomes.append(Outcome(cases[len(outcomes)], what))
+    return outcomes

@@ -160,7 +160,8 @@ class _Life:
             self._require(torch.equal(found, values), f"a {kind} has wrong rows")
 
         def train() -> None:
-            for batch in tierstore.prefetch([each.view(-1, 1) for each in batches], bag, depth=int(kind == "prefetch")):
+            given = [each.view(-1, 1) for each in batches]
+            for batch in tierstore.prefetch(given, bag, depth=1) if kind == "prefetch" else given:
                 bag(batch).sum().backward()
 
         def look_up() -> None:

@@ -9,28 +9,24 @@ fails leaves the store.
 
 import argparse
 import faulthandler
-import gc
 import itertools
 import json
-import os
 import random
-import select
 import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 import tierstore
+from tests.children import fork
 from tierstore.errors import DamagedError, TierstoreError
 from tierstore.kernels.jit import FIRST_USE
 from tierstore.system.killpoints import POINTS
@@ -61,61 +57,19 @@ _COUNTS: Final = {"write-back": 4, "anchor": 3}
 FIRST_USE.is_alone = True
 
 
-class Ending(NamedTuple):
-    """How a process ended, and what it reported, in order."""
-
-    how: Literal["killed", "ended", "failed"]
-    reports: list[dict[str, Any]]
-    words: str = ""
-    """Of a failure: an error, another signal, or a hang."""
-
-
-def fork(body: Callable[[Callable[..., None]], None], stacks: Path, kill_after: float | None = None) -> Ending:
-    """Run ``body(report)`` in a process, kill it after so many seconds, and wait for its end.
-
-    Args:
-        stacks: the file to which a process that hangs writes where each of its threads stands, before it ends.
-    """
+def forked(body: Callable[[Report], None], kill_after: float | None = None) -> tuple[list[dict[str, Any]], bool]:
+    """What it reported, and whether it was killed."""
     own = {each.name for each in threading.enumerate()} - {"tierstore-dropped"}  # which holds none while it waits
     assert len(own) == 1, f"a lock that one of {own} holds would stay locked after a fork"
-    reader, writer = os.pipe()
-    gc.freeze()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that libraries keep beside Python's
-        child = os.fork()
-    if not child:
-        os.close(reader)
-        _run(body, writer, stacks)
-    os.close(writer)
-    if kill_after is not None:
-        select.select([watched := os.pidfd_open(child)], [], [], kill_after)
-        os.kill(child, signal.SIGKILL)
-        os.close(watched)
-    with open(reader) as lines:  # a kill loses a line whole or not at all
-        reports = [json.loads(line) for line in lines]
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    failed = next((report["words"] for report in reports if report["label"] == "failed"), "")
-    if not failed and status in (0, -signal.SIGKILL):
-        return Ending("ended" if status == 0 else "killed", reports)
-    return Ending("failed", reports, failed or f"ended with status {status}: {stacks.read_text()}")
 
-
-def _run(body: Callable[[Callable[..., None]], None], writer: int, stacks: Path) -> None:
-    """The child's part; does not return."""
-
-    def report(label: str, **values: Any) -> None:
-        os.write(writer, json.dumps({"label": label, **values}).encode() + b"\n")
-
-    status = 1
-    try:
-        file = open(stacks, "w")  # noqa: SIM115 - open until the end of the process
-        faulthandler.dump_traceback_later(_HANGS_SECONDS, exit=True, file=file)
+    def watched(report: Report) -> None:
+        faulthandler.dump_traceback_later(_HANGS_SECONDS, exit=True)
         body(report)
-        status = 0
-    except BaseException:
-        report("failed", words=traceback.format_exc())
-    finally:
-        os._exit(status)
+
+    reports, status = fork(watched, kill_after=kill_after)
+    assert status in (0, -signal.SIGKILL), f"ended with status {status}"
+    assert not [each for each in reports if each["label"] == "failed"], reports
+    return reports, status != 0
 
 
 class Course(NamedTuple):
@@ -146,7 +100,6 @@ class Chain:
 
     def __init__(self, directory: Path, course: Course, settings: dict[str, Any], tally: Counter[str]) -> None:
         self._directory, self._course, self._settings, self._tally = directory, course, settings, tally
-        self._stacks = directory.with_name(f"{directory.name} stacks")
         self._boot, self._was_opened = 1, False
         self._durable = self._begun = 0
         self._numbers: dict[int, int] = {}
@@ -155,7 +108,7 @@ class Chain:
     def run(self, dooms: Iterator[Doom]) -> None:
         """Kill one process after another until ``dooms`` end or one outlives its own; then go on to the end."""
         for doom in dooms:
-            if self._live(doom).how == "ended":
+            if not self._live(doom):
                 assert doom.point == _NEVER, f"{doom.point} was never reached"
                 break
             self._boot += doom.reboot
@@ -166,18 +119,15 @@ class Chain:
         self._tally["ended"] += 1
         shutil.rmtree(self._directory)
 
-    def _live(self, doom: Doom) -> Ending:
-        """One process; counted where it was killed."""
+    def _live(self, doom: Doom) -> bool:
+        """One process; whether it was killed, which is counted."""
         course, settings, boot = self._course, self._settings, self._boot
-        ending = fork(
+        reports, is_killed = forked(
             lambda report: live(self._directory, course.commits, report, boot=boot, kill_at=doom.point, **settings),
-            self._stacks,
             doom.after,
         )
-        assert ending.how != "failed", ending.words
-        if ending.how == "killed":
-            self._tally[doom.point[0] or "random"] += 1
-        for report in ending.reports:
+        self._tally[doom.point[0] or "random"] += is_killed
+        for report in reports:
             position = report["position"]
             if report["label"] == "opened":  # what a process that writes has taken up is durable
                 assert self._durable <= position <= self._begun
@@ -187,17 +137,15 @@ class Chain:
             else:
                 assert report["version"] > max(self._numbers.values(), default=0)
                 self._durable, self._numbers[position] = position, report["version"]
-        return ending
+        return is_killed
 
     def _inspect(self) -> int:
         """Check what the process left; the position of its last version."""
         may_lack = not self._was_opened
-        ending = fork(
-            lambda report: inspect(self._directory, self._course.states, report, boot=self._boot, may_lack=may_lack),
-            self._stacks,
+        (*_, shown), _ = forked(
+            lambda report: inspect(self._directory, self._course.states, report, boot=self._boot, may_lack=may_lack)
         )
-        assert ending.how == "ended", f"could not be opened and read: {ending.words or ending.how}"
-        found: dict[int, int] = dict(ending.reports[-1]["versions"])
+        found: dict[int, int] = dict(shown["versions"])
         last = max(found, default=0)
         assert self._durable <= last <= self._begun, f"{found} is shown, not {self._durable} to {self._begun}"
         assert [*found] == [*range(STEPS_A_COMMIT, last + 1, STEPS_A_COMMIT)][-self._settings["keep"] :]

@@ -2,14 +2,11 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from bench.data import ROOT
+from tests.children import run
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.system.killpoints import POINTS
 
@@ -23,14 +20,10 @@ pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="a process under test ha
     [(3, 1, 12, 2), *(pytest.param(250, 5, 20, seed, marks=pytest.mark.soak) for seed in (1, 2))],
 )
 def test_a_killed_run_loses_nothing(tmp_path: Path, kills: int, rounds: int, commits: int, seed: int) -> None:
-    """By a process of its own: one with threads may not be forked, and a GPU would bring some."""
-    alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    alone |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    """At each named point, and at random instants."""
     flags = {"--dir": tmp_path, "--kills": kills, "--rounds": rounds, "--commits": commits, "--seed": seed}
-    command = [sys.executable, "-m", "tests.faults.kills", *(str(word) for flag in flags.items() for word in flag)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr[-20_000:]
-    tally = json.loads(done.stdout)
+    code, words = "from tests.faults.kills import main; main()", [word for flag in flags.items() for word in flag]
+    tally = json.loads(run(code, *words, timeout=7200))
     assert tally["random"] == kills
     assert all(tally[name] >= rounds for name in POINTS if not name.startswith("rollback"))
     assert tally["ended"] > rounds
