@@ -11,8 +11,7 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -127,8 +126,8 @@ class Recorder:
         global _active
         assert _active is None, "one recorder at a time"
         self.before, self._numbers, self._paths = read_tree(self.root)
-        callbacks = _callbacks()
-        self._replaced = redirect([(entry, callbacks[entry.symbol]) for entry in _table()])
+        addresses = {symbol: ctypes.cast(each, ctypes.c_void_p).value or 0 for symbol, each in _callbacks().items()}
+        self._replaced = redirect([(entry, addresses[entry.symbol]) for entry in _table()])
         _active = self
         return self
 
@@ -271,9 +270,6 @@ def _call(name: str, arguments: tuple[int, ...]) -> int:
 
 # The callbacks
 
-_made: dict[str, Any] = {}
-_found: list[Entry] = []
-
 
 @functools.cache
 def _real(name: str) -> Any:
@@ -283,20 +279,16 @@ def _real(name: str) -> Any:
     return function
 
 
+@functools.cache
 def _table() -> list[Entry]:
-    if not _found:
-        interpreter = object_of(ctypes.cast(ctypes.pythonapi.PyLong_FromLong, ctypes.c_void_p).value or 0)
-        for path in (Path(lmdb.cpython.__file__).resolve(), interpreter):
-            _found.extend(entries(path, _NAMES))
-    return _found
+    interpreter = object_of(ctypes.cast(ctypes.pythonapi.PyLong_FromLong, ctypes.c_void_p).value or 0)
+    return [each for path in (Path(lmdb.cpython.__file__).resolve(), interpreter) for each in entries(path, _NAMES)]
 
 
-def _callbacks() -> dict[str, int]:
-    """Addresses of the callbacks by symbol; they are kept for good, for a thread may be in one at any time."""
-    for symbol in _NAMES:
-        if symbol not in _made:
-            _made[symbol] = _Function(_callback_of(symbol))
-    return {symbol: ctypes.cast(function, ctypes.c_void_p).value or 0 for symbol, function in _made.items()}
+@functools.cache
+def _callbacks() -> dict[str, Any]:
+    """By symbol; they are kept for good, for a thread may be in one at any time."""
+    return {symbol: _Function(_callback_of(symbol)) for symbol in _NAMES}
 
 
 def _callback_of(symbol: str) -> Callable[..., int]:
@@ -307,21 +299,14 @@ def _callback_of(symbol: str) -> Callable[..., int]:
         recorder = _active
         if recorder is None or getattr(_local, "busy", False):
             return _call(real_name, arguments)
-        with _busy():
-            try:
-                return recorder.handle(name, arguments)
-            except BaseException as error:  # it would vanish: C code cannot pass it on
-                recorder.problems.append(f"{name}: {error!r}")
-                ctypes.set_errno(5)
-                return -1
+        _local.busy = True
+        try:
+            return recorder.handle(name, arguments)
+        except BaseException as error:  # it would vanish: C code cannot pass it on
+            recorder.problems.append(f"{name}: {error!r}")
+            ctypes.set_errno(5)
+            return -1
+        finally:
+            _local.busy = False
 
     return callback
-
-
-@contextmanager
-def _busy() -> Iterator[None]:
-    _local.busy = True
-    try:
-        yield
-    finally:
-        _local.busy = False
