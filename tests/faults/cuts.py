@@ -309,7 +309,7 @@ class _Life:
         self._now = shown
         if said.startswith("roll back"):
             self._durable = self.store.version
-        is_known = self.store.version in (self._durable, max(self._versions))
+        is_known = self.store.version >= self._durable and self.store.version in self._versions
         self._require(is_known, f"{said}: version {self.store.version}, not {self._durable}")
 
     def _require_whole(self, said: str) -> None:
@@ -329,7 +329,7 @@ class _Life:
     def _look_as_killed(self, said: str, *, named: bool) -> None:
         shutil.copytree(self._folder, self._scratch)
         with tierstore.open(self._scratch, ddr="4MiB", threads=1) as store:
-            is_kept = store.version == self._durable or (named and store.version > self._durable)
+            is_kept = store.version >= self._durable and (named or store.version <= self.store.version)
             self._require(is_kept, f"{said}: a killed process leaves version {store.version}, not {self._durable}")
             self._require(self._shown(store) == self._of(store.version), f"{said}: a killed process leaves wrong rows")
         shutil.rmtree(self._scratch)

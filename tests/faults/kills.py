@@ -226,7 +226,7 @@ def _course(folder: Path, commits: int) -> Course:
     """What is loaded and compiled here, before anything is forked, is loaded and compiled in every process."""
     states = expected_states(folder / "expected", commits)
     started = time.monotonic()
-    train(folder / "timed", commits, ddr="496KiB", keep=2)
+    train(folder / "timed", commits, ddr="512KiB", policy="lru")
     seconds = time.monotonic() - started
     inspect(folder / "timed", states, quiet, boot=0, may_lack=False)
     return Course(commits, states, seconds)
