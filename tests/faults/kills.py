@@ -202,16 +202,13 @@ def random_dooms(course: Course, generator: random.Random) -> Iterator[Doom]:
 
 def point_dooms(generator: random.Random) -> Iterator[Doom]:
     """A kill at each named point, in an order in which each is still to come."""
-    order = ("manifest", "rows file", "prune", "commit", "write-back", "anchor")
-    for part in order:
+    for part in ("manifest", "rows file", "prune", "commit", "log", "write-back", "cleaning", "anchor"):
         for name in (name for name in POINTS if name.partition(":")[0] == part):
             count = generator.randint(1, _COUNTS.get(part, 1))
             yield Doom(point=(name, count), reboot=generator.random() < _REBOOT_SHARES.get(part, _REBOOT_SHARE))
-    for name in POINTS:
-        if name.partition(":")[0] not in (*order, "rollback"):
-            # The pages are put back where something was written after the last anchor.
-            yield Doom(point=("write-back: segments published", 3), reboot=True)
-            yield Doom(point=(name, 1))
+    # Pages are put back where something was written after the last anchor.
+    yield Doom(point=("write-back: segments published", 3), reboot=True)
+    yield Doom(point=("recovery: anchored meta pages put back", 1))
 
 
 def _settings(generator: random.Random) -> dict[str, Any]:
