@@ -4,8 +4,8 @@ VENV ?= .venv
 # Any requirement pip takes, with options: TORCH="torch" for the newest, or TORCH="torch --index-url URL" for another build.
 TORCH ?= torch==2.13.0
 
-# Processes that share the tests, file by file.
-JOBS ?= 2
+# Processes that share the tests, file by file: one more than cores, as a quarter of their time tests wait for others.
+JOBS ?= 3
 
 # Flags for tierstore demo.
 DEMO ?=
@@ -56,9 +56,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 suite: $(READY)
 	$(PYTEST)
 
-# Only the files that have such tests are imported.
+# Only the files that have such tests are imported. These never wait, so there is a process for each core.
 kernels-without-jit: $(READY)
-	NUMBA_DISABLE_JIT=1 $(PYTEST) -m "kernel and not soak" --quiet --durations=3 \
+	NUMBA_DISABLE_JIT=1 $(PYTEST) --numprocesses 2 -m "kernel and not soak" --quiet --durations=3 \
 	  $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.kernel' tests)
 
 # Environments of several GB where torch is a CUDA build; they stay in .matrix.

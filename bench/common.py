@@ -91,10 +91,6 @@ class Report:
     question: str = ""
 
 
-Told = Report
-"""A part's share of the report."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """Repetitions of one measurement."""

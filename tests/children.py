@@ -2,12 +2,18 @@
 
 import atexit
 import functools
+import gc
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import traceback
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +155,39 @@ def make_store(folder: Path) -> None:
     with tierstore.open(folder, ddr="2MiB", threads=1) as store:
         store.create_table(config).write(torch.arange(2000), torch.full((2000, 16), 3.0))
         store.commit(extra={"step": 1}, tensors={"w": torch.ones(3)})
+
+
+def fork(
+    body: Callable[[Callable[..., None]], None], *, kill_after: float | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    """What ``body(report)`` reports in a forked process, and how that ends: its status, or less than 0 by a signal.
+
+    ``report(label, **values)`` is one write, so that a kill loses it whole or not at all.
+
+    Args:
+        kill_after: seconds until it is killed.
+    """
+    reader, writer = os.pipe()
+    gc.freeze()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that libraries keep beside Python's
+        child = os.fork()
+    if not child:
+
+        def report(label: str, **values: Any) -> None:
+            os.write(writer, json.dumps({"label": label, **values}).encode() + b"\n")
+
+        try:
+            body(report)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(writer)
+    if kill_after is not None:
+        select.select([watched := os.pidfd_open(child)], [], [], kill_after)
+        os.kill(child, signal.SIGKILL)
+        os.close(watched)
+    with open(reader) as lines:
+        reports = [json.loads(line) for line in lines]
+    return reports, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -92,10 +92,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def criteo_path() -> Path:
     """The 80,000 real rows of Criteo that the project's figures are about; they are not part of the project."""
-    path = find_criteo()
-    if path is None:
-        pytest.skip("no real Criteo file: set TIERSTORE_CRITEO to criteo_80k.tsv.gz")
-    return path
+    return find_criteo() or pytest.skip("no real Criteo file: set TIERSTORE_CRITEO to criteo_80k.tsv.gz")
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,7 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -27,6 +22,7 @@ import torch
 from torch import Tensor
 
 import tierstore
+from tests.children import fork
 from tierstore.errors import DamagedError, TierstoreError
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.layout import KEY_ROW_BITS
@@ -38,33 +34,30 @@ TIME_LIMIT_S: Final = 60  # for one change; what takes longer hangs
 _DDR: Final = "1MiB"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    version: int
-    extra: dict[str, Any]
-    tensors: dict[str, Tensor]
-    rows: dict[str, Tensor]  # of each table, [num_embeddings, embedding_dim]
-
-    @classmethod
-    def of(cls, store: "tierstore.Store") -> "Expected":
-        rows = {name: table.read(torch.arange(table.config.num_embeddings)) for name, table in store.tables.items()}
-        return cls(version=store.version, extra=store.extra, tensors=store.tensors(), rows=rows)
-
-    def differences(self, other: "Expected") -> list[str]:
-        found = [name for name in ("version", "extra") if getattr(self, name) != getattr(other, name)]
-        for what in ("tensors", "rows"):
-            own, theirs = getattr(self, what), getattr(other, what)
-            if own.keys() != theirs.keys():
-                found.append(f"names of {what}")
-            found += [
-                f"{what} of {name}" for name in own.keys() & theirs.keys() if not torch.equal(own[name], theirs[name])
-            ]
-        return found
+Contents = dict[str, Any]
+"""What a store shows, by a name in words."""
 
 
 class Sample(NamedTuple):
     files: dict[str, bytes]
-    expected: Expected
+    expected: Contents
+
+
+def contents_of(store: "tierstore.Store") -> Contents:
+    found: Contents = {"version": store.version, "extra": store.extra}
+    found |= {f"tensor {name}": tensor for name, tensor in store.tensors().items()}
+    for name, table in store.tables.items():
+        found[f"rows of {name}"] = table.read(torch.arange(table.config.num_embeddings))
+    return found
+
+
+def _differences(one: Contents, other: Contents) -> list[str]:
+    def same(name: str) -> bool:
+        first, second = one.get(name), other.get(name)
+        are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+        return torch.equal(first, second) if are_tensors else first is second or first == second
+
+    return [name for name in one.keys() | other.keys() if not same(name)]
 
 
 class Case(NamedTuple):
@@ -151,7 +144,7 @@ def _train(folder: Path, seed: int, sizes: dict[str, int], shares: dict[int, tup
                 dense = torch.rand((3, 50), generator=generator)
                 store.commit(extra={"step": store.version + 1, "seed": seed}, tensors={"dense": dense})
     with tierstore.open(folder, mode="r", ddr=_DDR, threads=1) as store:
-        expected = Expected.of(store)
+        expected = contents_of(store)
     files = {name: (folder / name).read_bytes() for name in FILES}
     return Sample(files, expected)
 
@@ -236,28 +229,28 @@ def _told(folder: Path, mode: str, attempt: Callable[[], str]) -> str:
         return f"WRONG {mode}: {error!r}"
 
 
-def _attempt(folder: Path, mode: Any, expected: Sequence[Expected]) -> str:
+def _attempt(folder: Path, mode: Any, expected: Sequence[Contents]) -> str:
     with tierstore.open(folder, mode=mode, ddr=_DDR, threads=1) as store:
-        found = Expected.of(store)
+        found = contents_of(store)
         # Of two stores' files either may be the one that is whole.
-        differences = min((each.differences(found) for each in expected), key=len)
+        differences = min((_differences(each, found) for each in expected), key=len)
         if differences:
             return f"WRONG {mode}: {', '.join(differences)}"
         store.verify()  # after the rows: a wrong row must not be read, whatever verify finds then
         return "right" if mode == "r" else _write_and_reopen(folder, store, found)
 
 
-def _write_and_reopen(folder: Path, store: "tierstore.Store", before: Expected) -> str:
-    rows = {name: values.clone() for name, values in before.rows.items()}
-    for name, values in rows.items():
-        ids = torch.arange(0, len(values), 3)
-        values[ids] += 1
-        store[name].write(ids, values[ids])
-    store.commit(extra=before.extra, tensors=before.tensors)
+def _write_and_reopen(folder: Path, store: "tierstore.Store", before: Contents) -> str:
+    after = before | {"version": before["version"] + 1}
+    for name, table in store.tables.items():
+        rows, ids = before[f"rows of {name}"].clone(), torch.arange(0, table.config.num_embeddings, 3)
+        rows[ids] += 1
+        table.write(ids, rows[ids])
+        after[f"rows of {name}"] = rows
+    store.commit(extra=store.extra, tensors=store.tensors())
     store.close()
-    after = Expected(version=before.version + 1, extra=before.extra, tensors=before.tensors, rows=rows)
     with tierstore.open(folder, mode="r", ddr=_DDR, threads=1) as store:
-        differences = after.differences(Expected.of(store))
+        differences = _differences(after, contents_of(store))
         store.verify()
     return f"WRONG after a commit: {', '.join(differences)}" if differences else "right"
 
@@ -295,63 +288,32 @@ def sweep(
     cases: Sequence[Case],
     samples: Sequence[Sample],
     *,
-    workers: int = 2,
     prepare: Callable[[Path, Sequence[Sample]], Examine] = whole_store,
 ) -> list[Outcome]:
-    """Try each case in forked processes, several at a time; a process that dies is replaced.
+    """Try each case in a forked process; one that dies is replaced.
 
     Args:
         prepare: ``whole_store`` or ``row_file``.
     """
-    parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=parent) as scratch, ThreadPoolExecutor(workers) as executor:
-        # Interleaved, so that all are done at about the same time.
-        parts = [cases[number::workers] for number in range(workers)]
-        folders = [Path(scratch) / str(number) for number in range(workers)]
-        done = executor.map(lambda part, own: _sweep_part(part, lambda: prepare(own, samples)), parts, folders)
-        return [outcome for part in done for outcome in part]
-
-
-def _sweep_part(cases: Sequence[Case], prepare: Callable[[], Examine]) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    while len(outcomes) < len(cases):
-        lines, status = _in_child(cases[len(outcomes) :], prepare)
-        for line in lines:
-            outcomes.append(Outcome(cases[len(outcomes)], *line.split("\t")))
-        assert os.WIFSIGNALED(status) or not status, "the process that tries changes failed"
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            what = "HANG" if number == signal.SIGALRM else f"CRASH: {signal.Signals(number).name}"
-            outcomes.append(Outcome(cases[len(outcomes)], what))
-    return outcomes
+    parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=parent) as scratch:
 
-
-_FORKING: Final = threading.Lock()
-"""One fork at a time: some packages refuse one beside another, and filters of warnings are the process's."""
-
-
-def _in_child(cases: Sequence[Case], prepare: Callable[[], Examine]) -> tuple[list[str], int]:
-    """Lines "read<tab>write" of the cases a forked process came through, and its wait status."""
-    reader, writer = os.pipe()
-    with _FORKING, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: ours wait for this child
-        child = os.fork()
-    if child == 0:
-        try:
-            os.close(reader)
+        def try_rest(report: Callable[..., None]) -> None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             torch.set_num_threads(1)
-            examine = prepare()
-            for case in cases:
+            examine = prepare(Path(scratch) / "store", samples)
+            for case in cases[len(outcomes) :]:
                 signal.alarm(TIME_LIMIT_S)
                 outcome = examine(case)
-                line = "\t".join(" ".join(each.split()) for each in (outcome.read, outcome.write))
-                os.write(writer, line.encode("ascii", "replace") + b"\n")
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    os.close(writer)
-    with open(reader, encoding="ascii") as lines:
-        found = lines.read().splitlines()
-    return found, os.waitpid(child, 0)[1]
+                report("tried", read=outcome.read, write=outcome.write)
+
+        while len(outcomes) < len(cases):
+            tried, status = fork(try_rest)
+            for each in tried:
+                outcomes.append(Outcome(cases[len(outcomes)], each["read"], each["write"]))
+            assert status <= 0, "the process that tries changes failed"
+            if status:
+                what = "HANG" if status == -signal.SIGALRM else f"CRASH: {signal.Signals(-status).name}"
+                outcomes.append(Outcome(cases[len(outcomes)], what))
+    return outcomes

@@ -1,4 +1,4 @@
-"""A process that writes a store which another follows, and what its first table holds then."""
+"""A process that writes a store which another follows, one that follows, and what the first table holds then."""
 
 import json
 import subprocess
@@ -14,62 +14,45 @@ __all__ = ["DIM", "EVERY", "OWN_NAMESPACE", "ROWS", "Child", "Reader", "Writer",
 
 ROWS, DIM = 3000, 8
 EVERY = torch.arange(ROWS)
-
-WRITER = """
+PROGRAM = """
 import json, shutil, sys
 import torch, tierstore
 store = None
 for line in sys.stdin:
-    order = json.loads(line)
-    if store is not None and order[0] in ("open", "close"):
+    order, name, *given = [*json.loads(line), None, None]
+    found = None
+    if store is not None and order in ("open", "close"):
         store.close()
         store = None
-    if order[0] == "open":
-        store = tierstore.open(order[1], ddr="1MiB", keep=order[2] if order[2:] else 3)
-    elif order[0] == "create":
-        store.create_table(tierstore.TableConfig(name=order[1], num_embeddings=order[2], embedding_dim=order[3],
-            dtype=order[4] if order[4:] else "float32",
-            init=tierstore.init.Uniform(-1, 1, seed=4), optimizer=tierstore.optim.RowWiseAdagrad(lr=0.1)))
-    elif order[0] == "write":
-        ids = torch.tensor(order[2])
-        table = store[order[1]]
-        rows = torch.full((len(ids), table.config.embedding_dim), float(order[3]), dtype=table.layout.torch_dtype)
-        table.write(ids, rows)
-    elif order[0] == "commit":
-        store.commit(extra={"step": order[1]}, tensors={"w": torch.tensor([float(order[1])])})
-    elif order[0] == "rollback":
-        store.rollback(order[1])
-    elif order[0] == "change":
-        store.change_table(order[1], **order[2])
-    elif order[0] == "drop":
-        store.drop_table(order[1])
-    elif order[0] == "copy":
-        shutil.copytree(order[1], order[2])
-    print(json.dumps(store.version if store else 0), flush=True)
-"""
-
-
-READER = """
-import json, shutil, sys
-import torch, tierstore
-from tierstore import errors
-store = None
-for line in sys.stdin:
-    order = json.loads(line)
-    if order[0] == "open":
-        store = tierstore.open(order[1], mode="r", ddr="440KiB")
-    elif order[0] == "copy":
-        shutil.copytree(order[1], order[2])
-    elif order[0] == "close":
-        store.close()
-    found = None
     try:
-        if order[0] == "refresh":
+        if order == "open":
+            settings = {"mode": "r", "ddr": "440KiB"} if sys.argv[1] == "r" else {"ddr": "1MiB", "keep": given[0] or 3}
+            store = tierstore.open(name, **settings)
+        elif order == "create":
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=given[0], embedding_dim=given[1],
+                dtype=given[2] or "float32",
+                init=tierstore.init.Uniform(-1, 1, seed=4), optimizer=tierstore.optim.RowWiseAdagrad(lr=0.1)))
+        elif order == "write":
+            table = store[name]
+            rows = torch.full((len(given[0]), table.config.embedding_dim), float(given[1]))
+            table.write(torch.tensor(given[0]), rows.to(table.layout.torch_dtype))
+        elif order == "commit":
+            store.commit(extra={"step": name}, tensors={"w": torch.tensor([float(name)])})
+        elif order == "rollback":
+            store.rollback(name)
+        elif order == "change":
+            store.change_table(name, **given[0])
+        elif order == "drop":
+            store.drop_table(name)
+        elif order == "copy":
+            shutil.copytree(name, given[0])
+        elif order == "refresh":
             found = store.refresh()
-        elif order[0] == "read":
-            table = store[order[1]]
-            found = table.read(torch.arange(table.config.num_embeddings)).unique().tolist()
-    except errors.TierstoreError as error:
+        elif order == "read":
+            found = store[name].read(torch.arange(store[name].config.num_embeddings)).unique().tolist()
+        if sys.argv[1] == "w":
+            found = store.version if store else 0
+    except tierstore.errors.TierstoreError as error:
         found = repr(error)
     print(json.dumps(found), flush=True)
 """
@@ -106,10 +89,10 @@ class Child:
 
 
 class Writer(Child):
-    """It opens stores for writing."""
+    """It opens stores for writing, and answers with the version."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(WRITER, **options)
+        super().__init__(PROGRAM, "w", **options)
 
     def __call__(self, *order: Any) -> int:
         return int(self.ask(json.dumps(order)))
@@ -119,18 +102,16 @@ class Reader(Child):
     """It opens a store for reading."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(READER, **options)
+        super().__init__(PROGRAM, "r", **options)
 
     def __call__(self, *order: Any) -> Any:
         return json.loads(self.ask(json.dumps(order)))
 
 
-def first_values(table: int = 0) -> torch.Tensor:
-    """What rows hold that nobody wrote, by the definition of the initializer."""
+def first_values() -> torch.Tensor:
+    """What rows of the first table hold that nobody wrote, by the definition of the initializer."""
     out = np.empty((ROWS, DIM), np.float32)
-    tierstore.init.Uniform(-1, 1, seed=4).fill(
-        np.arange(ROWS) + (table << 40), np.arange(ROWS, dtype=np.int32), out, DIM, 0
-    )
+    tierstore.init.Uniform(-1, 1, seed=4).fill(np.arange(ROWS), np.arange(ROWS, dtype=np.int32), out, DIM, 0)
     return torch.from_numpy(out)
 
 

@@ -14,85 +14,68 @@ import sys
 import time
 import tomllib
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / ".matrix"
 SUPPORTED: Final = ("3.11", "3.12", "3.13", "3.14")
-EXTRAS: Final = ("parquet", "serve", "plan")  # whose dependencies are the user's, not the tests'
+EXTRAS: Final = ("parquet", "serve")  # whose dependencies are the user's, not the tests'
 SHOWN: Final = ("torch", "numpy", "numba", "lmdb", "pyarrow", "psutil")
 
 
-class Environment(NamedTuple):
-    """``pins`` are requirements that pip is held to, by name."""
-
-    name: str
-    python: str
-    torch: str
-    pins: dict[str, str]
-
-
-def oldest(project: dict) -> dict[str, str]:
-    """The lowest version of each dependency that a project's table allows, as a requirement, by name."""
-    extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(each for extra in EXTRAS for each in extras[extra])]
+def oldest() -> dict[str, str]:
+    """The lowest version of each dependency that the project allows, as a requirement, by name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(each for extra in EXTRAS for each in project["optional-dependencies"][extra])]
     found = (re.fullmatch(r"([\w-]+)>=([\d.]+).*", requirement) for requirement in wanted)
     return {match[1]: f"{match[1]}=={match[2]}" for match in found if match}
 
 
-def version_of(python: str) -> str | None:
-    """As "3.12"; None if there is no such program."""
-    if shutil.which(python) is None:
-        return None
-    code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def environments(pythons: list[str], torch: str) -> list[Environment]:
-    """One for each Python, and one with the oldest dependencies on the first of them."""
+def versions(pythons: list[str]) -> dict[str, str]:
+    """The supported ones that are there, by version, as "3.12"."""
     found: dict[str, str] = {}
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
     for python in pythons:
-        version = version_of(python)
-        if version is None:
+        if shutil.which(python) is None:
             print(f"skipped: {python} is not there; name others with PYTHONS='python3.12 /path/to/python3.13'")
-        elif version not in SUPPORTED:
-            print(f"skipped: {python} is Python {version}; supported are {', '.join(SUPPORTED)}")
-        else:
+            continue
+        version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        if version in SUPPORTED:
             found.setdefault(version, python)
-    pins = oldest(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
-    made = [Environment(f"python{version}", python, torch, {}) for version, python in sorted(found.items())]
-    return [*made, *(Environment("oldest", each.python, pins["torch"], pins) for each in made[:1])]
+        else:
+            print(f"skipped: {python} is Python {version}; supported are {', '.join(SUPPORTED)}")
+    return found
 
 
-def install(environment: Environment) -> Path:
-    """Its Python; made or brought up to date."""
-    folder = FOLDER / environment.name
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([environment.python, "-m", "venv", folder], check=True)
-    pins = folder / "pins.txt"
-    pins.write_text("\n".join(environment.pins.values()))
-    pip = [python, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, *shlex.split(environment.torch)], check=True)
-    subprocess.run([*pip, "--constraint", pins, "--editable", f"{ROOT}[dev]"], check=True)
-    return python
+def install(name: str, python: str, torch: str, pins: dict[str, str]) -> Path:
+    """The environment's Python; made or brought up to date."""
+    made = FOLDER / name / "bin" / "python"
+    if not made.exists():
+        subprocess.run([python, "-m", "venv", FOLDER / name], check=True)
+    held = FOLDER / name / "pins.txt"
+    held.write_text("\n".join(pins.values()))
+    pip = [made, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, *shlex.split(torch)], check=True)
+    subprocess.run([*pip, "--constraint", held, "--editable", f"{ROOT}[dev]"], check=True)
+    return made
 
 
-def is_passed(environment: Environment, tests: list[str]) -> bool:
+def is_passed(name: str, python: str, torch: str, pins: dict[str, str], tests: list[str]) -> bool:
     """Whether the tests pass there; a line says what the environment has, and how pytest ended."""
+    print(f"\n{name}: {python}, {torch}", flush=True)
     started, shown = time.monotonic(), ""
     try:
-        python = install(environment)
+        made = install(name, python, torch, pins)
         code = f"import importlib.metadata as m; print(', '.join(n + ' ' + m.version(n) for n in {SHOWN!r}))"
-        shown = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-        subprocess.run([python, "-m", "tierstore", "compile"], check=True)
-        run = [python, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile"]
+        shown = subprocess.run([made, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run([made, "-m", "tierstore", "compile"], check=True)
+        run = [made, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile"]
         outcome = subprocess.run([*run, *tests], cwd=ROOT, check=False).returncode
     except subprocess.CalledProcessError as error:
         print(f"{shlex.join(map(str, error.cmd))} ended with {error.returncode}")
         outcome = error.returncode
     word = "FAILED" if outcome else "passed"
-    print(f"{environment.name:11} {word} in {time.monotonic() - started:.0f} s  ({shown})", flush=True)
+    print(f"{name:11} {word} in {time.monotonic() - started:.0f} s  ({shown})", flush=True)
     return not outcome
 
 
@@ -101,15 +84,11 @@ def main() -> int:
     parser.add_argument("--pythons", default=" ".join(f"python{version}" for version in SUPPORTED))
     parser.add_argument("--torch", default="torch", help="requirement for all but the oldest")
     parser.add_argument("--tests", default="", help="what pytest is to run; all without it")
-    parser.add_argument("--only", default="", help="names of environments: python3.12 oldest")
     given = parser.parse_args()
-    wanted = environments(given.pythons.split(), given.torch)
+    found, pins, tests = versions(given.pythons.split()), oldest(), given.tests.split()
     FOLDER.mkdir(exist_ok=True)
-    passed = []
-    for environment in wanted:
-        if not given.only or environment.name in given.only.split():
-            print(f"\n{environment.name}: {environment.python}, {environment.torch}", flush=True)
-            passed.append(is_passed(environment, given.tests.split()))
+    passed = [is_passed(f"python{version}", python, given.torch, {}, tests) for version, python in found.items()]
+    passed += [is_passed("oldest", python, pins["torch"], pins, tests) for _, python in sorted(found.items())[:1]]
     return 0 if passed and all(passed) else 1
 
 

@@ -13,12 +13,11 @@ import tierstore
 from tests.train.readers.rows import category_of, some_rows, to_text
 from tierstore.plan import planning
 from tierstore.train import train
-from tierstore.train.config import Override, load, parse_override
+from tierstore.train.config import load, parse_override
 from tierstore.train.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-PLAN = EXAMPLES / "plan.toml"
 Run = Callable[..., list[str]]
 
 
@@ -131,20 +130,14 @@ def test_a_plan_meets_its_target_and_more_memory_is_never_slower(run: Run) -> No
     assert rates == sorted(rates)
 
 
-def test_the_table_names_every_example() -> None:
+def test_the_table_names_every_example_and_their_files_are_valid() -> None:
     named = re.findall(r"^\| \[(.*?)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert sorted([*named, "README.md"]) == sorted(path.name for path in EXAMPLES.iterdir() if path.is_file())
-
-
-def test_the_example_of_a_plan_is_valid() -> None:
-    asked = planning.load(PLAN)
+    asked = planning.load(EXAMPLES / "plan.toml")
     assert asked.target.samples_per_s > 0
     assert not asked.is_fixed
-
-
-@pytest.mark.parametrize("path", sorted(set(EXAMPLES.glob("*.toml")) - {PLAN}), ids=lambda path: path.name)
-def test_every_other_toml_is_a_valid_run_file(path: Path) -> None:
-    assert load(path).data.train_rows > 0
+    for path in EXAMPLES.glob("criteo*.toml"):
+        assert load(path).data.train_rows > 0
 
 
 def test_criteo_with_dynamic_ids_has_rows_for_the_categories_seen_twice(tmp_path: Path) -> None:
@@ -161,25 +154,20 @@ def test_criteo_with_dynamic_ids_has_rows_for_the_categories_seen_twice(tmp_path
             assert torch.cat(list(store[f"C{column + 1}"].written())).tolist() == twice
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "least"), [(12_000, 0.71), pytest.param(64_000, 0.770, marks=[pytest.mark.slow, pytest.mark.soak])]
+)
 def test_criteo_with_five_percent_in_memory_reaches_its_auc_in_the_bits_of_the_in_memory_run(
-    criteo_path: Path, tmp_path: Path
+    criteo_path: Path, tmp_path: Path, rows: int, least: float
 ) -> None:
-    def run(name: str, **store: str) -> Summary:
-        overrides = [
-            Override(section, key, value, key)
-            for section, key, value in [
-                ("data", "path", str(criteo_path)),
-                ("store", "path", str(tmp_path / name)),
-                *(("store", key, value) for key, value in store.items()),
-            ]
-        ]
-        return train(load(EXAMPLES / "criteo.toml", overrides), bits=True)
+    def run(name: str, *more: str) -> Summary:
+        given = [f'data.path="{criteo_path}"', f'store.path="{tmp_path / name}"', f"data.train_rows={rows}", *more]
+        return train(load(EXAMPLES / "criteo.toml", map(parse_override, given)), bits=True)
 
     tiered = run("tiered")
-    assert tiered.test.auc >= 0.770
+    assert tiered.test.auc >= least
     assert tiered.tiers.ddr.bytes < 0.05 * 630_200 * 128
     assert tiered.tiers.ddr.evictions > 0
-    in_memory = run("in memory", ddr="256MiB")
+    in_memory = run("in memory", 'store.ddr="256MiB"')
     assert in_memory.tiers.ddr.evictions == 0
     assert tiered.bits == in_memory.bits

@@ -51,26 +51,19 @@ def test_splitmix_gives_the_published_sequence() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 3, -1, 2**70])
-def test_uniform(seed: int) -> None:
-    rule = init.Uniform(-0.25, 0.5, seed=seed)
-    expected = [[-0.25 + 0.75 * unit(bits_of(seed, key, column)) for column in range(5)] for key in KEYS]
-    assert np.array_equal(filled(rule, KEYS, 5), np.array(expected, np.float32))
-
-
-def test_normal() -> None:
-    rule = init.Normal(0.5, 2.0, seed=4)
-    for key, row in zip(KEYS, filled(rule, KEYS, 5), strict=True):
-        for column, value in enumerate(row):
-            bits = bits_of(4, key, column)
-            angle = 2 * math.pi * unit(splitmix(bits ^ 0xD1B54A32D192ED03))
-            expected = 0.5 + 2 * math.sqrt(-2 * math.log(1 - unit(bits))) * math.cos(angle)
-            assert value == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_constant_is_everywhere_and_uniform_stays_below_its_upper_end() -> None:
+def test_uniform_normal_and_constant_values(seed: int) -> None:
+    bits = [[bits_of(seed, key, column) for column in range(5)] for key in KEYS]
+    uniform = np.array([[-0.25 + 0.75 * unit(each) for each in row] for row in bits], np.float32)
+    assert np.array_equal(filled(init.Uniform(-0.25, 0.5, seed=seed), KEYS, 5), uniform)
+    angles = [[2 * math.pi * unit(splitmix(each ^ 0xD1B54A32D192ED03)) for each in row] for row in bits]
+    lengths = [[math.sqrt(-2 * math.log(1 - unit(each))) for each in row] for row in bits]
+    normal = 0.5 + 2 * np.array(lengths) * np.cos(angles)
+    np.testing.assert_allclose(filled(init.Normal(0.5, 2.0, seed=seed), KEYS, 5), normal, rtol=1e-6)
     assert (filled(init.Constant(-3.5), KEYS, 4) == -3.5).all()
-    rule = init.Uniform(1.0, 1.0 + 2**-20)
-    values = filled(rule, list(range(200)), 16)
+
+
+def test_uniform_stays_below_its_upper_end() -> None:
+    values = filled(init.Uniform(1.0, 1.0 + 2**-20), list(range(200)), 16)
     assert (values >= 1.0).all()
     assert (values < np.float32(1.0 + 2**-20)).all()
 

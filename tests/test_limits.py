@@ -23,6 +23,7 @@ from tierstore.updates.update_file import MAX_PAYLOAD_BYTES
 
 _PAGE = 4096
 _MIB = 2**20
+_WIDEST = (layout.MAX_PAGES_PER_BLOCK * _PAGE // 8 - layout.BLOCK_HEADER_WORDS - layout.PAIR_WORDS) * 2  # columns
 
 
 def _power(value: int, less: int = 0) -> str:
@@ -31,13 +32,9 @@ def _power(value: int, less: int = 0) -> str:
     return f"2^{(value + less).bit_length() - 1}" + (f" - {less}" if less else "")
 
 
-def _documented() -> dict[str, str]:
-    lines = re.findall(r"^\| (.+?) \| (.+?) \|", (ROOT / "docs" / "limits.md").read_text(), re.MULTILINE)
-    return dict(lines)
-
-
 def test_the_page_has_the_numbers_of_the_code() -> None:
-    said = _documented()
+    text = (ROOT / "docs" / "limits.md").read_text()
+    said = dict(re.findall(r"^\| (.+?) \| (.+?) \|", text, re.MULTILINE))
     most = layout.MAX_PAGES_PER_BLOCK * _PAGE - layout.BLOCK_HEADER_WORDS * layout.WORD_BYTES
     expected = {
         "rows of a table": _power(layout.MAX_ROWS),
@@ -61,23 +58,13 @@ def test_the_page_has_the_numbers_of_the_code() -> None:
     assert {name: said[name][: len(text)] for name, text in expected.items()} == expected
 
 
-def _table(**changes: Any) -> tierstore.TableConfig:
-    settings: dict[str, Any] = {"name": "t", "num_embeddings": 10, "embedding_dim": 4}
-    return tierstore.TableConfig(**settings | changes)
-
-
-def _wide() -> int:
-    """Columns of the widest row."""
-    return (layout.MAX_PAGES_PER_BLOCK * _PAGE // 8 - layout.BLOCK_HEADER_WORDS - layout.PAIR_WORDS) * 2
-
-
 @pytest.mark.parametrize(
     ("make", "last", "named"),
     [
-        (lambda count: _table(num_embeddings=count), 2**40, "num_embeddings"),
-        (lambda count: _table(embedding_dim=count), 2**20, "embedding_dim"),
-        (lambda count: _table(name="n" * count), 200, "name"),
-        (lambda count: RowLayout(dim=count).pages_per_block, _wide(), "Split the table by columns"),
+        (lambda count: tierstore.TableConfig(name="t", num_embeddings=count, embedding_dim=4), 2**40, "num_embeddings"),
+        (lambda count: tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=count), 2**20, "embedding_dim"),
+        (lambda count: tierstore.TableConfig(name="n" * count, num_embeddings=9, embedding_dim=4), 200, "name"),
+        (lambda count: RowLayout(dim=count).pages_per_block, _WIDEST, "Split the table by columns"),
         (lambda count: tierstore.open(cold="memory", threads=count, ddr="4MiB").close(), 1024, "threads"),
         (lambda count: tierstore.open(cold="memory", keep=count, ddr="4MiB").close(), 1000, "keep"),
     ],
@@ -104,17 +91,13 @@ def test_the_last_version(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_plan_of_too_many_ranks(tmp_path: Path) -> None:
+def test_a_plan_of_too_many_ranks_and_a_file_of_too_many_pages(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     Plan(MAX_RANKS, {}).save(path)
     assert Plan.load(path).world_size == MAX_RANKS
     Plan(MAX_RANKS + 1, {}).save(path)
     with pytest.raises(ValueError, match="world_size"):
         Plan.load(path)
-
-
-def test_a_file_of_more_pages_is_not_read() -> None:
-    """And one of as many is, if its meta page says so."""
     page = bytearray(btree.META_READ_BYTES)
     struct.pack_into("<H", page, 10, 8)
     struct.pack_into("<IIQQ", page, 16, btree.MAGIC, 1, 0, 0)

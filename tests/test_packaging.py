@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -23,16 +22,7 @@ from bench.data import ROOT
 
 HEAVY = {"IPython", "grpc", "ipywidgets", "lxml", "matplotlib", "pandas", "pyarrow", "scipy", "torchrec", "triton"}
 """What a reader, a plot or a notebook may need; whoever only wants a table must not wait for them."""
-
-
-def all_modules() -> list[str]:
-    found = pkgutil.walk_packages(tierstore.__path__, "tierstore.")
-    return ["tierstore", *(module.name for module in found if module.name != "tierstore.__main__")]
-
-
-@pytest.fixture(scope="module")
-def project() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def run_python(code: str, *arguments: str) -> str:
@@ -42,14 +32,6 @@ def run_python(code: str, *arguments: str) -> str:
     )
     assert not done.returncode, done.stderr
     return done.stdout
-
-
-def test_all_lists_names_that_exist() -> None:
-    for name in all_modules():
-        module = importlib.import_module(name)
-        listed = getattr(module, "__all__", [])  # modules within a package need none
-        assert len(set(listed)) == len(listed), f"{name}: a name twice"
-        assert [each for each in listed if not hasattr(module, each)] == [], name
 
 
 def public_names(module: ModuleType) -> set[str]:
@@ -64,24 +46,30 @@ def public_names(module: ModuleType) -> set[str]:
 
 
 def test_packages_show_exactly_what_all_lists() -> None:
-    for name in all_modules():
-        package = importlib.import_module(name)
-        if hasattr(package, "__path__"):
-            assert public_names(package) <= set(getattr(package, "__all__", ())), name
+    found = pkgutil.walk_packages(tierstore.__path__, "tierstore.")
+    for name in ["tierstore", *(each.name for each in found if each.name != "tierstore.__main__")]:
+        module = importlib.import_module(name)
+        listed = getattr(module, "__all__", [])  # modules within a package need none
+        assert len(set(listed)) == len(listed), f"{name}: a name twice"
+        assert [each for each in listed if not hasattr(module, each)] == [], name
+        if hasattr(module, "__path__"):
+            assert public_names(module) <= set(listed), name
 
 
-def test_version_is_one(project: dict[str, Any]) -> None:
-    assert tierstore.__version__ == version("tierstore") == project["version"]
-
-
-def test_command_line_is_installed() -> None:
+def test_version_is_one_and_the_command_line_is_installed() -> None:
+    assert tierstore.__version__ == version("tierstore") == PROJECT["version"]
     (script,) = entry_points(group="console_scripts", name="tierstore")
     assert script.value == "tierstore.cli:main"
     assert callable(script.load())
 
 
-def test_import_says_nothing_and_loads_little() -> None:
-    """Nor do help and wrong usage of any command. numba itself loads scipy, where it is there."""
+def test_import_says_nothing_loads_little_and_gives_every_name_when_it_is_asked_for() -> None:
+    """Nor do help and wrong usage of any command. numba itself loads scipy, where it is there. Names are those of
+    ``__all__``, and packages that the documentation uses."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    used = set(re.findall(r"\btierstore\.([a-z]+)\.[A-Za-z]", "".join(each.read_text() for each in texts)))
+    named = {name for name in used if (ROOT / "tierstore" / name).is_dir()}
+    assert {"dist", "models", "optim"} <= named
     code = """
 import contextlib, io, sys
 from tierstore import cli
@@ -97,62 +85,42 @@ import torch, numba
 before = set(sys.modules)
 from tierstore import *
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
-"""
-    command_line, package = run_python(code).splitlines()
-    assert command_line == ""
-    assert "tierstore" in package.split()
-    assert not set(package.split()) & HEAVY
-
-
-def test_names_are_there_when_they_are_asked_for() -> None:
-    """Those of ``__all__``, and the packages that the documentation uses."""
-    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    used = set(re.findall(r"\btierstore\.([a-z]+)\.[A-Za-z]", "".join(each.read_text() for each in texts)))
-    named = {name for name in used if (ROOT / "tierstore" / name).is_dir()}
-    assert {"dist", "models", "optim"} <= named
-    code = """
-import sys, tierstore
+import tierstore
 found = [getattr(tierstore, name) for name in sys.argv[1:]]
 print({*sys.argv[1:]} <= {*dir(tierstore)}, hasattr(tierstore, "nix"))
 """
-    assert run_python(code, *named, *tierstore.__all__) == "True False\n"
+    command_line, package, names = run_python(code, *named, *tierstore.__all__).splitlines()
+    assert command_line == ""
+    assert "tierstore" in package.split()
+    assert not set(package.split()) & HEAVY
+    assert names == "True False"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A wheel and a source distribution, as the build backend makes them of the sources."""
+def test_a_wheel_holds_the_package_and_works_outside_the_checkout(tmp_path: Path) -> None:
+    """As the build backend makes it of the sources."""
     flit = pytest.importorskip("flit_core.buildapi", reason="the build backend is not there; make test installs it")
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    source, made, target = (tmp_path / name for name in ("source", "made", "site"))
+    made.mkdir()
     for path in sources():
         copy = source / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
-    (source / "cache").symlink_to("tierstore/cache")
-    (source / "io").symlink_to("tierstore/io")
+    for layer in ("cache", "io"):
+        (source / layer).symlink_to(f"tierstore/{layer}")
     with contextlib.chdir(source):
-        return {"wheel": target / flit.build_wheel(str(target)), "source": target / flit.build_sdist(str(target))}
-
-
-def test_what_is_built_holds_the_package_and_nothing_else(built: dict[str, Path], project: dict[str, Any]) -> None:
-    with tarfile.open(built["source"]) as archive:
-        top = {each.split("/", 2)[1] for each in archive.getnames()}
+        wheel, archive = made / flit.build_wheel(str(made)), made / flit.build_sdist(str(made))
+    with tarfile.open(archive) as opened:
+        top = {each.split("/", 2)[1] for each in opened.getnames()}
     assert top == {"tierstore", "pyproject.toml", "README.md", "LICENSE", "PKG-INFO"}
-    names = set(zipfile.ZipFile(built["wheel"]).namelist())
-    metadata = f"tierstore-{project['version']}.dist-info/"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    metadata = f"tierstore-{PROJECT['version']}.dist-info/"
     own = {name for name in names if not name.startswith(metadata)}
     package = [path.relative_to(ROOT) for path in sources() if path.is_relative_to(ROOT / "tierstore")]
-    assert own == {
-        path.as_posix()
-        for path in package
-        if path.suffix in (".py", ".html", ".css", ".toml", ".proto", ".binpb") or path.name == "py.typed"
-    }
+    kinds = (".py", ".html", ".css", ".toml", ".proto", ".binpb")
+    assert own == {path.as_posix() for path in package if path.suffix in kinds or path.name == "py.typed"}
     assert {"tierstore/py.typed", "tierstore/serve/monitoring/page.html", "tierstore/report/page.html"} <= own
     assert {metadata + "licenses/LICENSE", metadata + "entry_points.txt"} <= names
-
-
-def test_a_wheel_works_outside_the_checkout(built: dict[str, Path], tmp_path: Path) -> None:
-    target = tmp_path / "site"
-    zipfile.ZipFile(built["wheel"]).extractall(target)
+    zipfile.ZipFile(wheel).extractall(target)
     code = """
 import os, sys, warnings
 os.environ["NUMBA_DISABLE_JIT"] = "1"  # to compile the kernels of another place takes half a minute
@@ -170,15 +138,10 @@ with tierstore.open(sys.argv[2], mode="r", ddr="1MiB") as store:
     assert run_python(code, str(target), str(tmp_path / "store")).strip() == "[[1.0, 1.0, 1.0, 1.0]]"
 
 
-@pytest.mark.parametrize("layer", ["cache", "io"])
-def test_root_links_lead_to_the_layers(layer: str) -> None:
-    link = ROOT / layer
-    assert link.is_symlink()
-    assert link.readlink() == Path("tierstore", layer)
-    assert link.resolve() == Path(tierstore.__file__).parent / layer
-
-
-def test_links_do_not_hide_the_standard_library() -> None:
+def test_root_links_lead_to_the_layers_and_do_not_hide_the_standard_library() -> None:
+    for layer in ("cache", "io"):
+        assert (ROOT / layer).readlink() == Path("tierstore", layer)
+        assert (ROOT / layer).resolve() == Path(tierstore.__file__).parent / layer
     code = "import os, sys; os.chdir(sys.argv[1]); sys.path.insert(0, ''); import io; print(io.BytesIO)"
     assert run_python(code, str(ROOT)).strip() == "<class '_io.BytesIO'>"
 
@@ -197,9 +160,9 @@ def imported() -> Iterator[str]:
             yield from (name.split(".")[0] for name in names)
 
 
-def test_what_is_imported_is_asked_for_and_nothing_else(project: dict[str, Any]) -> None:
-    extras = [each for extra in ("parquet", "serve") for each in project["optional-dependencies"][extra]]
-    asked = {each.split(">")[0] for each in (*project["dependencies"], *extras)}
+def test_what_is_imported_is_asked_for_and_nothing_else() -> None:
+    extras = [each for extra in ("parquet", "serve") for each in PROJECT["optional-dependencies"][extra]]
+    asked = {each.split(">")[0] for each in (*PROJECT["dependencies"], *extras)}
     used = set(imported()) - set(sys.stdlib_module_names) - {"tierstore"}
     assert {MODULES.get(name, name) for name in asked} == used - BROUGHT
 
@@ -214,20 +177,18 @@ def sources() -> list[Path]:
     return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "why"),
-    [
-        (r"(?<![\w.~$}*-])/(?:home|root|work|mnt|opt|Users|workspace)/\w", "a path of somebody's machine"),
-        (r"--(?:extra-)?index-url\s+http|--find-links|\bpypi\b", "a package index: which one is the user's choice"),
-        (r"(?i)\bthis session\b|\bissue #?\d", "the circumstances in which it was written"),
-    ],
-)
-def test_tree_depends_on_no_machine(pattern: str, why: str) -> None:
+def test_tree_depends_on_no_machine() -> None:
+    forbidden = [
+        r"(?<![\w.~$}*-])/(?:home|root|work|mnt|opt|Users|workspace)/\w",  # a path of somebody's machine
+        r"--(?:extra-)?index-url\s+http|--find-links|\bpypi\b",  # which package index is the user's choice
+        r"(?i:\bthis session\b|\bissue #?\d)",  # the circumstances in which it was written
+    ]
+    pattern = re.compile("|".join(forbidden))
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sources()
         if path != Path(__file__) and path.name != "LICENSE"
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
-        if re.search(pattern, line)
+        if pattern.search(line)
     ]
-    assert not found, why
+    assert not found

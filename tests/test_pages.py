@@ -1,4 +1,5 @@
-"""The first snippet of each page of the documentation runs as a newcomer would run it."""
+"""The documentation: its figures are those of the committed results, its links lead somewhere, and the first snippet
+of each page runs as a newcomer would run it."""
 
 import contextlib
 import os
@@ -17,11 +18,75 @@ import torch.distributed.checkpoint as dcp
 
 import tierstore
 from bench.data import ROOT, examples
+from docs import reference
+from docs.generate import load_results, pages, stale_plots
+from docs.headline import headline
 from tierstore.cli import main
 
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+EVERY_PAGE = [*ROOT.glob("*.md"), ROOT / "examples" / "README.md", *PAGES]
 _LAST_LINE = 12
 _OF_THE_SHELL = set("|&;<>$`*")  # commands with one of these are for sh, not for ``main``
+_SHORTER = {"sweep.md": ("=64,256 --seeds 2", "=256 --seeds 1")}  # each run is a process of its own
+
+# Figures
+
+
+def test_pages_plots_and_results_belong_together() -> None:
+    stale = [path.name for path, text in pages().items() if path.read_text() != text]
+    assert not stale, "run make docs and commit what it writes"
+    assert [path.name for path, _, _ in stale_plots()] == [], "run make docs and commit what it draws"
+    for name, found in load_results().items():
+        assert found["benchmark"] == name
+        assert found["machine"]["cpu"]
+        assert (ROOT / "bench" / f"{name}.toml").is_file()
+
+
+def test_the_readme_is_short_opens_with_the_two_commands_and_has_a_table_of_the_figures() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 120
+    assert [line.split()[:2] for line in lines[2:4]] == [["make", "demo"], ["make", "test"]]
+    columns, *rows = headline(load_results())
+    assert len(rows) == 5
+    for row in rows:
+        ours, theirs = (float(cell.split()[0].replace(",", "")) for cell in (row[1], row[3]))
+        assert float(row[4]) == pytest.approx(ours / theirs, rel=0.03)
+    assert headline({}) == [columns]
+
+
+# The reference, and links
+
+
+def test_the_reference_is_built_without_warnings_and_describes_all_that_is_public(tmp_path: Path) -> None:
+    reference.build(tmp_path)
+    made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
+    assert made >= {"index.html", "tierstore.html", "tierstore/optim.html", "tierstore/train/readers.html"}
+    assert "TieredEmbeddingBagCollection" in (tmp_path / "tierstore.html").read_text()
+    assert reference.undocumented() == []
+
+
+def test_links_between_pages_lead_somewhere_and_the_index_leads_to_every_page() -> None:
+    for path in EVERY_PAGE:
+        targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())
+        assert [target for target in targets if not (path.parent / target).exists()] == [], path
+    index = re.findall(r"\]\(([a-z/-]+\.md)\)", (DOCS / "index.md").read_text())
+    assert {*index} == {str(page.relative_to(DOCS)) for page in PAGES} - {"index.md"}
+
+
+def test_the_first_examples_of_pages_may_be_run_in_one_folder() -> None:
+    """Each makes a store of a name of its own."""
+    names = [
+        name
+        for page in EVERY_PAGE
+        for first in examples(str(page.relative_to(ROOT)))[:1]
+        for name in {*re.findall(r'(?:open|open_sharded|path)[(=]"([^"]+)"', first)}
+    ]
+    assert len(names) > 10
+    assert len(names) == len({*names}), sorted(names)
+
+
+# Snippets
 
 
 def first_block(page: Path) -> tuple[str, str]:
@@ -33,25 +98,77 @@ def first_block(page: Path) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def commands(text: str) -> str:
+def commands(text: str) -> list[str]:
     """The indented commands of ours."""
-    return "\n".join(re.findall(r"^    (tierstore .*)$", text, re.MULTILINE))
+    return re.findall(r"^    (tierstore .*)$", text, re.MULTILINE)
 
 
-def run_python(block: str, name: str, **names: Any) -> None:
-    exec(compile(block, name, "exec"), {"__name__": "__main__", **names})
+def run_python(block: str, name: str, **names: Any) -> dict[str, Any]:
+    exec(compile(block, name, "exec"), names := {"__name__": "__main__", **names})
+    return names
+
+
+def run_shell(block: str) -> None:
+    """Commands of ours alone run in this process: to start one takes longer than most of them do."""
+    lines = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [words for words in lines if words]
+    if all(words[0] == "tierstore" and not _OF_THE_SHELL & set("".join(words)) for words in lines):
+        for words in lines:
+            assert main(words[1:]) == 0, shlex.join(words)
+        return
+    found = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    environment = os.environ | {"PATH": found, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    shell = subprocess.Popen(
+        ["sh", "-e", "-c", block], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        assert shell.wait() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # a server that a failed block left
+            os.killpg(shell.pid, signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_first_snippet_runs_in_an_empty_folder(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pages on planning and sweeps: where the checkout's examples/ is, and run.toml of docs/train.md."""
+    language, block = first_block(page)
+    assert language in {"sh", "python"}
+    monkeypatch.chdir(tmp_path)
+    if page.name in ("planning.md", "sweep.md") or page.parent.name == "planning":
+        Path("examples").symlink_to(ROOT / "examples")
+        if " run.toml" in block:
+            run_shell(first_block(DOCS / "train.md")[1].partition("tierstore train")[0])
+    if language == "python":
+        run_python(block, page.name)
+        return
+    if page.name in _SHORTER:
+        old, new = _SHORTER[page.name]
+        assert old in block
+        block = block.replace(old, new)
+    run_shell(block)
+
+
+def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_python(*examples("README.md"), "README.md")
+    with names["tierstore"].open("shop", mode="r", ddr="64MiB") as store:
+        assert store.extra == {"step": 1}
+        furthest = store["item"].read(torch.tensor([3, 17, 999_999_999, 5])).abs().amax(dim=1)
+        # Rows begin within 0.01 of zero. Row 5 was never looked up; the first step moves the others by more.
+        assert (furthest > 0.01).tolist() == [True, True, True, False]
 
 
 def test_the_run_from_the_command_line_follows_the_one_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = ROOT / "docs" / "data.md"
+    page = DOCS / "data.md"
     text = page.read_text().partition("\n## ")[0]
     (toml,) = re.findall(r"^```toml\n# (.*?)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     run_python(first_block(page)[1], page.name)
     Path(toml[0]).write_text(toml[1])
-    first, resumed = commands(text).splitlines()
+    first, resumed = commands(text)
     run_shell(first)
     with tierstore.open("visits", mode="r") as python, tierstore.open("visits-2", mode="r") as shell:
         assert torch.equal(*(store["city"].read(torch.arange(1_000)) for store in (python, shell)))
@@ -69,10 +186,10 @@ def test_adams_state_moves_as_the_page_says(
     optimizer = rule(bag.parameters(), lr=0.01)  # type: ignore[call-arg]
     bag(torch.tensor([[3, 9]])).square().sum().backward()
     optimizer.step()
-    text = (ROOT / "docs" / "coming-from-embedding-bag.md").read_text()
     snippet = examples("docs/coming-from-embedding-bag.md")[1]
     run_python(snippet, "Adam", torch=torch, bag=bag, optimizer=optimizer)
-    run_shell("\n".join(line for line in commands(text).splitlines() if "-of-ada" in line))
+    text = (DOCS / "coming-from-embedding-bag.md").read_text()
+    run_shell("\n".join(line for line in commands(text) if "-of-ada" in line))
     with tierstore.open("bags-of-adam", ddr="8MiB") as store:
         optimizer.zero_grad()
         for each in (bag, tierstore.TieredEmbeddingBag(store["item"])):
@@ -90,53 +207,9 @@ def test_a_checkpoint_of_torchrec_with_a_prefix_loads_as_the_page_says(tmp_path:
     weight = torch.rand(10, 4)
     saved = {"model": {"sparse.ebc.embedding_bags.product.weight": weight, "over.weight": torch.rand(2)}}
     dcp.save(saved, checkpoint_id=tmp_path)
-    text = (ROOT / "docs" / "coming-from-torchrec.md").read_text()
+    text = (DOCS / "coming-from-torchrec.md").read_text()
     (snippet,) = re.findall(r"^  ```python\n(.*?)^  ```$", text, re.MULTILINE | re.DOTALL)
     with tierstore.open(cold="memory", ddr="8MiB") as store:
-        table = tierstore.TableConfig(name="product", num_embeddings=10, embedding_dim=4)
-        store.create_table(table)
+        store.create_table(tierstore.TableConfig(name="product", num_embeddings=10, embedding_dim=4))
         run_python(textwrap.dedent(snippet), "prefix", tierstore=tierstore, dcp=dcp, store=store, path=tmp_path)
         assert torch.equal(store["product"].read(torch.arange(10)), weight)
-
-
-def run_shell(block: str) -> None:
-    """Commands of ours alone run in this process: to start one takes longer than most of them do."""
-    commands = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
-    commands = [words for words in commands if words]
-    if all(words[0] == "tierstore" and not _OF_THE_SHELL & set("".join(words)) for words in commands):
-        for words in commands:
-            assert main(words[1:]) == 0, shlex.join(words)
-        return
-    found = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    environment = os.environ | {"PATH": found, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    shell = subprocess.Popen(
-        ["sh", "-e", "-c", block], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        assert shell.wait() == 0
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # a server that a failed block left
-            os.killpg(shell.pid, signal.SIGKILL)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
-def test_first_snippet_runs_in_an_empty_folder(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of pages on planning and sweeps: where the checkout's examples/ is, and run.toml of docs/train.md."""
-    language, block = first_block(page)
-    assert language in {"sh", "python"}
-    monkeypatch.chdir(tmp_path)
-    if page.name in ("planning.md", "sweep.md") or page.parent.name == "planning":
-        Path("examples").symlink_to(ROOT / "examples")
-        if " run.toml" in block:
-            run_shell(first_block(ROOT / "docs" / "train.md")[1].partition("tierstore train")[0])
-    if language == "sh":
-        run_shell(block)
-    else:
-        run_python(block, page.name)
-
-
-def test_the_index_leads_to_every_page() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.name != "index.md"]
-    assert sorted(set(re.findall(r"\]\(([a-z/-]+\.md)\)", index))) == sorted(pages)

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import tierstore
-from tests.packed import pack_store
 from tierstore import optim
 from tierstore.errors import TableError
 from tierstore.kernels.jit import JIT_ENABLED
@@ -112,15 +111,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.saved_extra: dict[int, dict[str, int]] = {0: {}}
         self.last_version = self.count = 0
         self.pending: Future[int] | None = None
+        self.followed: dict[str, Model] = {}
         self.open()
-        self.begin_to_follow()
+        self.follower = tierstore.open(**self.where, mode="r", ddr=DDR) if self.on_disk else None
 
     def open(self) -> None:
         self.store = tierstore.open(**self.where, **self.settings)
-
-    def begin_to_follow(self) -> None:
-        self.follower = tierstore.open(**self.where, mode="r", ddr=DDR) if self.on_disk else None
-        self.followed = copy.deepcopy(self.live)
 
     def new_name(self) -> str:
         self.count += 1
@@ -219,18 +215,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.settings |= {"policy": policy, "ddr": ddr, "hbm": hbm}
         self.open()
         self.show_version()
-
-    @precondition(lambda self: self.live and self.on_disk)
-    @rule(seed=st.integers(0, 9))
-    def pack(self, seed: int) -> None:
-        """Go on with a copy whose rows lie in another order."""
-        assert self.follower is not None
-        self.follower.close()
-        self.store.close()
-        pack_store(self.folder / "store", seed)
-        self.open()
-        self.show_version()
-        self.begin_to_follow()
 
     @precondition(lambda self: self.version)
     @rule(data=st.data())

@@ -61,24 +61,21 @@ def rows_of(folder: Path) -> Rows:
 
 class History:
     """A store that was written through its cold tier in any order: versions ahead of their time and late for it, kept
-    ones, some gone back to, processes that ended. ``left_over``: rows of no version are left at the end.
+    ones, some gone back to, processes that ended. Rows of no version are left at the end.
     """
 
-    def __init__(
-        self, folder: Path, seed: int, *, turns: int, slack: float, sizes: list[int], left_over: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, seed: int, *, turns: int, slack: float, sizes: list[int]) -> None:
         with tierstore.open(folder, ddr="1MiB", threads=1) as store:
             for config in TABLES:
                 store.create_table(config)
         self._random, self._sizes = np.random.default_rng(seed), sizes
         self._epochs: dict[int, Rows] = {}
-        self.all_rows: dict[int, set[bytes]] = {}
         tier = open_tier(folder, readonly=False, slack=slack)
         self._write(tier)
         self._commit(tier)
         for turn in range(turns):
             action = self._random.choice(["write"] * 16 + ["commit"] * 4 + ["rollback", "reopen"])
-            if action == "write" or (left_over and turn > turns - 4):
+            if action == "write" or turn > turns - 4:
                 self._write(tier)
             elif action == "commit":
                 self._commit(tier)
@@ -89,8 +86,6 @@ class History:
                 tier.close()
                 tier = open_tier(folder, readonly=False, slack=slack)
                 self._drop(tier)
-        for _ in range(0 if left_over else 2):
-            self._commit(tier)
         self.version = tier.version
         self._drop(tier)
         self.rows = {key: row for _, rows in sorted(self._epochs.items()) for key, row in rows.items()}
@@ -108,9 +103,7 @@ class History:
         epoch = tier.last_version + int(self._random.choice([1, 1, 1, 2]))
         tier.write(keys, np.arange(count, dtype=np.int32), weights, state, epoch=epoch)
         for i, key in enumerate(keys.tolist()):
-            row = weights[i].tobytes() + state[i].tobytes()
-            self._epochs.setdefault(epoch, {})[key] = row
-            self.all_rows.setdefault(key, set()).add(row)
+            self._epochs.setdefault(epoch, {})[key] = weights[i].tobytes() + state[i].tobytes()
 
     def _commit(self, tier: LmdbColdTier) -> None:
         version = tier.last_version + 1
@@ -170,8 +163,6 @@ class Image:
         self.nodes = [
             (self._big(node + 8), self._big(node + 16), node) for page in self.leaves for node in self.nodes_of(page)
         ]
-        self.used = {*self.leaves, *self.branches}
-        self.used |= {page for _, _, node in self.nodes for page in self.value_of(node)}
         self.segments = [self._segment(self._little(node + 24, 8)) for kind, _, node in self.nodes if kind == 0]
 
     def _big(self, at: int) -> int:
@@ -183,10 +174,6 @@ class Image:
     def nodes_of(self, page: int) -> list[int]:
         at = page * PAGE
         return [at + self._little(at + 16 + 2 * i, 2) for i in range((self._little(at + 12, 2) - 16) // 2)]
-
-    def value_of(self, node: int) -> range:
-        first, size = self._little(node + 24, 8), self._little(node, 2) | self._little(node + 2, 2) << 16
-        return range(first, first + -(-(size + 16) // PAGE)) if self._little(node + 4, 2) else range(0)
 
     def _pages(self, page: int, depth: int) -> Iterator[tuple[int, int]]:
         yield page, depth

@@ -1,183 +1,169 @@
 """Kill training runs: ``python -m tests.faults.kills --seed 1 --kills 500 --rounds 5`` prints how often each was done.
 
-One store after another is used by a chain of processes, each killed with SIGKILL: at each named point, then at random
-instants. After each kill every row, optimizer state and dense tensor of every kept version is compared with a run that
-nobody kills, and the next process goes on from there. After some of the kills the machine seems to have started again.
-Places and times are drawn from the seed and the number of the chain; ``--chain N --seed S`` repeats one chain. What
-fails ends it, and leaves the store.
+One store after another is used by a chain of processes, each killed with SIGKILL: at each named point of opening,
+write-back and commit, then at random instants. After each kill every row, optimizer state and dense tensor of every
+kept version is compared with a run that nobody kills, and the next process goes on from there. After some of the kills
+the machine seems to have started again. Places and times are drawn from the seed and the number of the chain. What
+fails leaves the store.
 """
 
 import argparse
+import faulthandler
 import itertools
 import json
 import random
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any, Final, NamedTuple
 
 import torch
 
 import tierstore
+from tests.children import fork
 from tierstore.errors import DamagedError, TierstoreError
+from tierstore.kernels.jit import FIRST_USE
 from tierstore.system.killpoints import POINTS
 
-from .forked import Ending, Kill, fork
 from .training_run import (
-    Action,
+    STEPS_A_COMMIT,
     Report,
-    Settings,
     State,
     different,
     expected_states,
     live,
-    make_plan,
     other_boot,
+    quiet,
     state_of,
     train,
-)  # fmt: skip
+)
 
 _NEVER: Final = ("", 0)
+_HANGS_SECONDS: Final = 60.0
 _DDR: Final = "2MiB"
 _REBOOT_SHARE: Final = 0.2
-_REBOOT_SHARES: Final = {"write-back": 0.5, "anchor": 0.8, "commit": 0.5, "rollback": 0.5}
+_REBOOT_SHARES: Final = {"write-back": 0.5, "anchor": 0.8, "commit": 0.5}
 """After kills at named points of these: what an anchor must hold shows when the machine starts again."""
-_COUNTS: Final = {"write-back": 6, "commit": 2, "anchor": 3}
+_COUNTS: Final = {"write-back": 4, "anchor": 3}
 """Up to which of its times a named point is killed at; 1 of the others."""
-Head = tuple[int, ...]
-"""Positions of the kept versions, the oldest first."""
+
+# A process that helps to compile kernels is waited for by a thread, and there may be none where processes are forked.
+FIRST_USE.is_alone = True
+
+
+def forked(body: Callable[[Report], None], kill_after: float | None = None) -> tuple[list[dict[str, Any]], bool]:
+    """What it reported, and whether it was killed."""
+    own = {each.name for each in threading.enumerate()} - {"tierstore-dropped"}  # which holds none while it waits
+    assert len(own) == 1, f"a lock that one of {own} holds would stay locked after a fork"
+
+    def watched(report: Report) -> None:
+        faulthandler.dump_traceback_later(_HANGS_SECONDS, exit=True)
+        body(report)
+
+    reports, status = fork(watched, kill_after=kill_after)
+    assert status in (0, -signal.SIGKILL), f"ended with status {status}"
+    assert not [each for each in reports if each["label"] == "failed"], reports
+    return reports, status != 0
 
 
 class Course(NamedTuple):
-    """What every chain does, and the seconds of its parts without a kill."""
+    """What every chain does, and how many seconds it takes without a kill."""
 
-    plan: Sequence[Action]
+    commits: int
     states: dict[int, State]
-    whole: float
-    opening: float
-    commit: float
-    closing: float
+    seconds: float
 
 
 class Doom(NamedTuple):
-    """How one process ends: at the ``point[1]``-th time a named point is reached, or by ``kill``.
+    """How one process ends: at the ``point[1]``-th time a named point is reached, or after so many seconds.
 
     ``reboot``: before the next process, the machine seems to have started again.
     """
 
-    kill: Kill | None = None
+    after: float | None = None
     point: tuple[str, int] = _NEVER
     reboot: bool = False
 
 
-class Promise:
-    """The heads that may be found: the last that is durable, and those that were begun since.
+class Chain:
+    """One store, from its making to the last commit; what was done is counted in ``tally``.
 
-    A reader may see one that was begun, and the next process that writes go back to the one before: it builds only on
-    what is known to be on the device.
+    A reader may see a version that was begun, and the next process that writes go back to the one before: it builds
+    only on what is known to be on the device.
     """
 
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._heads: list[Head] = [()]
-        self._numbers: dict[int, int] = {}
-        self._highest = 0
-        self.was_opened = False
-
-    def hear(self, report: dict[str, Any]) -> None:
-        """Take in what a process reported."""
-        label, position = report["label"], report.get("position", 0)
-        if label == "opened":  # what a process that writes has taken up is durable
-            self.was_opened, count = True, len(report["numbers"])
-            fitting = [head for head in self._heads if (head or (0,))[-1] == position and len(head) == count]
-            assert fitting, f"opened at {position}, with {count} versions, of {self._heads}"
-            self._heads, self._numbers = fitting[-1:], dict(zip(fitting[-1], report["numbers"], strict=True))
-        elif label == "begin":
-            self._heads.append((*self._heads[-1], position)[-self._keep :])
-            self._numbers.pop(position, None)
-        elif label == "going back":
-            self._heads.append(tuple(kept for kept in self._heads[-1] if kept <= position))
-        elif label in ("durable", "back"):
-            # Going back to the newest version leaves the head as it is: both are this one.
-            del self._heads[: next(i for i, head in enumerate(self._heads) if head and head[-1] == position)]
-            if label == "durable":
-                assert report["version"] > self._highest, f"number {report['version']} after {self._highest}"
-                self._highest = self._numbers[position] = report["version"]
-
-    def check(self, head: Head, numbers: Sequence[int]) -> None:
-        """Of what a store shows after a kill."""
-        assert head in self._heads, f"the positions kept are {head}, not one of {self._heads}"
-        assert sorted(set(numbers)) == list(numbers), f"the versions' numbers do not rise: {numbers}"
-        told = [self._numbers.get(position, number) for position, number in zip(head, numbers, strict=True)]
-        assert told == list(numbers), f"the versions at {head} are {numbers}, and were committed as {told}"
-
-
-class Chain:
-    """One store, from its making to the end of the plan; what was done is counted in ``tally``."""
-
-    def __init__(self, directory: Path, course: Course, settings: Settings, tally: Counter[str]) -> None:
+    def __init__(self, directory: Path, course: Course, settings: dict[str, Any], tally: Counter[str]) -> None:
         self._directory, self._course, self._settings, self._tally = directory, course, settings, tally
-        self._stacks = directory.with_name(f"{directory.name} stacks")
-        self._promise = Promise(settings.keep)
-        self._boot = 1
+        self._boot, self._was_opened = 1, False
+        self._durable = self._begun = 0
+        self._numbers: dict[int, int] = {}
+        """Of versions that a commit said are durable, by position."""
 
     def run(self, dooms: Iterator[Doom]) -> None:
         """Kill one process after another until ``dooms`` end or one outlives its own; then go on to the end."""
         for doom in dooms:
-            if self._live(doom).how == "ended":
+            if not self._live(doom):
                 assert doom.point == _NEVER, f"{doom.point} was never reached"
                 break
             self._boot += doom.reboot
             self._inspect()
         else:
             self._live(Doom())
-        head = self._inspect()
-        assert head[-1:] == (len(self._course.plan),), f"the run ended, and its last version is of {head}"
+        assert self._inspect() == self._course.commits * STEPS_A_COMMIT
         self._tally["ended"] += 1
         shutil.rmtree(self._directory)
 
-    def _live(self, doom: Doom) -> Ending:
-        """One process; counted where it was killed."""
-        plan, settings, boot = self._course.plan, self._settings, self._boot
-        ending = fork(
-            lambda report: live(self._directory, plan, settings, report, boot=boot, kill_at=doom.point),
-            self._stacks,
-            doom.kill,
+    def _live(self, doom: Doom) -> bool:
+        """One process; whether it was killed, which is counted."""
+        course, settings, boot = self._course, self._settings, self._boot
+        reports, is_killed = forked(
+            lambda report: live(self._directory, course.commits, report, boot=boot, kill_at=doom.point, **settings),
+            doom.after,
         )
-        assert ending.how != "failed", ending.words
-        if ending.how == "killed":
-            self._tally[doom.point[0] or "random"] += 1
-        for report in ending.reports:
-            self._promise.hear(report)
-        return ending
+        self._tally[doom.point[0] or "random"] += is_killed
+        for report in reports:
+            position = report["position"]
+            if report["label"] == "opened":  # what a process that writes has taken up is durable
+                assert self._durable <= position <= self._begun
+                self._was_opened, self._durable, self._begun = True, position, position
+            elif report["label"] == "begin":
+                self._begun = position
+            else:
+                assert report["version"] > max(self._numbers.values(), default=0)
+                self._durable, self._numbers[position] = position, report["version"]
+        return is_killed
 
-    def _inspect(self) -> Head:
-        """Check what the process left; the positions of its versions."""
-        may_lack = not self._promise.was_opened
-        ending = fork(
-            lambda report: inspect(self._directory, self._course.states, report, boot=self._boot, may_lack=may_lack),
-            self._stacks,
+    def _inspect(self) -> int:
+        """Check what the process left; the position of its last version."""
+        may_lack = not self._was_opened
+        (*_, shown), _ = forked(
+            lambda report: inspect(self._directory, self._course.states, report, boot=self._boot, may_lack=may_lack)
         )
-        shown = ending.last("shown")
-        assert shown is not None, f"could not be opened and read: {ending.words or ending.how}"
-        self._tally["versions"] += len(shown["head"])
-        self._promise.check(head := tuple(shown["head"]), shown["numbers"])
-        return head
+        found: dict[int, int] = dict(shown["versions"])
+        last = max(found, default=0)
+        assert self._durable <= last <= self._begun, f"{found} is shown, not {self._durable} to {self._begun}"
+        assert [*found] == [*range(STEPS_A_COMMIT, last + 1, STEPS_A_COMMIT)][-self._settings["keep"] :]
+        assert sorted({*found.values()}) == [*found.values()], f"the versions' numbers do not rise: {found}"
+        assert found.items() <= (found | self._numbers).items(), f"{found} were committed as {self._numbers}"
+        self._tally["versions"] += len(found)
+        return last
 
 
 def inspect(directory: Path, states: dict[int, State], report: Report, *, boot: int, may_lack: bool) -> None:
-    """Open what a process left for reading, and compare every version; reports the "head" and "numbers" it "shown".
+    """Open what a process left for reading, and compare every version; reports the "versions" that are "shown".
 
     Where the machine has started again, a store can be read only after it was opened for writing: then a copy is.
 
     Args:
         may_lack: the process may have died before the store was whole.
     """
-    copy, shown = directory.with_name(f"{directory.name} copy"), (list[int](), list[int]())
+    copy, shown = directory.with_name(f"{directory.name} copy"), list[tuple[int, int]]()
     with other_boot(boot):
         try:
             shown = _shown(directory, states, may_lack)
@@ -189,111 +175,81 @@ def inspect(directory: Path, states: dict[int, State], report: Report, *, boot: 
                 shutil.rmtree(copy)
             elif not may_lack:
                 raise
-    report("shown", head=shown[0], numbers=shown[1])
+    report("shown", versions=shown)
 
 
-def _shown(directory: Path, states: dict[int, State], may_lack: bool) -> tuple[list[int], list[int]]:
+def _shown(directory: Path, states: dict[int, State], may_lack: bool) -> list[tuple[int, int]]:
+    """Position and number of each version."""
     with tierstore.open(directory, mode="r", ddr=_DDR, threads=1) as store:
-        numbers = list(store.versions)
-    head = []
+        numbers = store.versions
+    shown = []
     for number in numbers or (None,):
         with tierstore.open(directory, mode="r", version=number, ddr=_DDR, threads=1) as store:
             store.verify()
             position, found = store.extra.get("position", 0), state_of(store)
-        head += [] if number is None else [position]
         assert position in states, f"version {number} was committed at {position}, where there is no commit"
         wrong = different(states[position], found, may_lack=may_lack)
         assert not wrong, f"version {number}, of position {position}, differs in {wrong}"
-    return head, numbers
+        shown += [] if number is None else [(position, number)]
+    return shown
 
 
 def random_dooms(course: Course, generator: random.Random) -> Iterator[Doom]:
-    """Kills spread over the whole run, some aimed at its short parts: opening, committing, closing."""
-    num_commits = sum(action.kind == "commit" for action in course.plan)
+    """Kills spread over the whole run."""
     while True:
-        (where,) = generator.choices(["anywhere", "opening", "committing", "closing"], [0.5, 0.15, 0.25, 0.1])
-        commit = generator.randint(1, num_commits // 4)
-        label, times, seconds = {
-            "anywhere": ("start", 1, course.whole),
-            "opening": ("start", 1, 1.5 * course.opening),
-            "committing": ("begin", commit, 1.5 * course.commit),
-            "closing": ("closing", 1, 1.5 * course.closing),
-        }[where]
-        kill = Kill(label, times, generator.uniform(0, seconds))
-        yield Doom(kill, reboot=generator.random() < _REBOOT_SHARE)
+        yield Doom(generator.uniform(0, course.seconds), reboot=generator.random() < _REBOOT_SHARE)
 
 
 def point_dooms(generator: random.Random) -> Iterator[Doom]:
     """A kill at each named point, in an order in which each is still to come."""
-    parts = ("manifest", "rows file", "rollback", "prune", "commit", "write-back", "anchor")
-    order = {part: [name for name in POINTS if name.partition(":")[0] == part] for part in parts}
-    for part, names in order.items():
-        for name in names:
+    for part in ("manifest", "rows file", "prune", "commit", "log", "write-back", "cleaning", "anchor"):
+        for name in (name for name in POINTS if name.partition(":")[0] == part):
             count = generator.randint(1, _COUNTS.get(part, 1))
             yield Doom(point=(name, count), reboot=generator.random() < _REBOOT_SHARES.get(part, _REBOOT_SHARE))
-    for name in POINTS:
-        if name.partition(":")[0] not in order:
-            # The pages are put back where something was written after the last anchor.
-            yield Doom(point=("write-back: segments published", 3), reboot=True)
-            yield Doom(point=(name, 1))
+    # Pages are put back where something was written after the last anchor.
+    yield Doom(point=("write-back: segments published", 3), reboot=True)
+    yield Doom(point=("recovery: anchored meta pages put back", 1))
 
 
-def _settings(generator: random.Random) -> Settings:
-    return Settings(
-        policy=generator.choice(["lru", "lfu"]),
-        keep=generator.choice([2, 3, 4]),
-        ddr=generator.choice(["496KiB", "512KiB"]),
-        hbm=generator.choice(["0", "0", "160KiB"]),
-        growth_bytes=generator.choice([64, 256, 1024]) * 2**10,
-        depth=generator.choice([0, 2, 2]),
-        stall_seconds=generator.choice([0, 0, 0.003]),
-    )
+def _settings(generator: random.Random) -> dict[str, Any]:
+    choices: dict[str, list[Any]] = {
+        "policy": ["lru", "lfu"], "keep": [2, 3, 4], "ddr": ["496KiB", "512KiB"], "hbm": ["0", "0", "160KiB"],
+        "growth_bytes": [each * 2**10 for each in (64, 256, 1024)], "depth": [0, 2, 2],
+    }  # fmt: skip
+    return {name: generator.choice(values) for name, values in choices.items()}
 
 
-def _course(folder: Path, num_commits: int) -> Course:
-    """The plan, what it must lead to, and how long it takes without a kill."""
-    plan = make_plan(num_commits)
-    states = expected_states(folder / "expected", plan)
-    # Here, before anything is forked: what is loaded and compiled now is loaded and compiled in every process.
-    train(folder / "warm", make_plan(3), Settings(), lambda *_, **__: None)
-    inspect(folder / "warm", states, lambda *_, **__: None, boot=0, may_lack=False)
-    stacks, timed = folder / "timed stacks", folder / "timed"
-    ending = fork(lambda report: live(timed, plan, Settings(), report, boot=1, kill_at=_NEVER), stacks)
-    assert ending.how == "ended", f"the run that nobody killed {ending.how}: {ending.words}"
-    at = {report["label"]: report["at"] for report in ending.reports}
-    begun, ends = (
-        {report["position"]: report["at"] for report in ending.reports if report["label"] == label}
-        for label in ("begin", "durable")
-    )
-    commit = median(ends[position] - begun[position] for position in begun)
-    opening, closing = at["opened"] - at["start"], at["closed"] - at["closing"]
-    return Course(plan, states, at["closed"] - at["start"], opening, commit, closing)
+def _course(folder: Path, commits: int) -> Course:
+    """What is loaded and compiled here, before anything is forked, is loaded and compiled in every process."""
+    states = expected_states(folder / "expected", commits)
+    started = time.monotonic()
+    train(folder / "timed", commits, ddr="512KiB", policy="lru")
+    seconds = time.monotonic() - started
+    inspect(folder / "timed", states, quiet, boot=0, may_lack=False)
+    return Course(commits, states, seconds)
 
 
 def main() -> None:
-    """First a chain that is not killed, then some killed at each point, then at random until there were enough."""
+    """First some chains killed at each point, then at random until there were enough."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20, help="at random instants")
     parser.add_argument("--rounds", type=int, default=1, help="over all named points")
     parser.add_argument("--commits", type=int, default=20, help="of a run")
-    parser.add_argument("--chain", type=int, help="only this one")
     parser.add_argument("--dir", type=Path, help="where stores are made [a temporary folder]")
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="kills-", dir=given.dir))
-    course, tally, names = _course(folder, given.commits), Counter[str](), ["not killed"]
-    names += ["named points"] * given.rounds
-    for number in itertools.count() if given.chain is None else [given.chain]:
-        if number >= len(names) and tally["random"] >= given.kills:
+    course, tally = _course(folder, given.commits), Counter[str]()
+    for number in itertools.count():
+        if number >= given.rounds and tally["random"] >= given.kills:
             break
-        name = names[number] if number < len(names) else "random"
-        generator = random.Random(f"{given.seed} {number} {name}")
-        left = 0 if name == "not killed" else given.kills - tally["random"]
-        dooms = point_dooms(generator) if name == "named points" else random_dooms(course, generator)
-        dooms = dooms if name == "named points" else itertools.islice(dooms, left)
-        print(f"--seed {given.seed} --chain {number} ({name}), after {tally['random']}", file=sys.stderr, flush=True)
-        Chain(folder / f"{name} {number}", course, _settings(generator), tally).run(dooms)
+        generator = random.Random(f"{given.seed} {number}")
+        dooms = itertools.islice(random_dooms(course, generator), given.kills - tally["random"])
+        if number < given.rounds:
+            dooms = point_dooms(generator)
+        print(f"--seed {given.seed}, chain {number}, after {dict(tally)}", file=sys.stderr, flush=True)
+        Chain(folder / f"{number}", course, _settings(generator), tally).run(dooms)
     shutil.rmtree(folder)
     print(json.dumps(tally))
 

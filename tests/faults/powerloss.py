@@ -15,11 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from .syscalls import Operation, Recorder, Tree
+from .syscalls import Operation, Recorder
 
 __all__ = ["Loss", "losses", "materialise", "pending", "state"]
 
 SECTOR_BYTES = 512
+State = dict[int, bytearray | dict[str, int]]
+"""Files and directories, as in ``syscalls.Tree``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +62,28 @@ def _is_safe(operation: Operation, syncs: dict[int, list[Operation]]) -> bool:
     return bool(later) and not later[0].failed
 
 
-def state(recorder: Recorder, safe: Sequence[int], loss: Loss, unsafe: Sequence[int]) -> Tree:
+def state(recorder: Recorder, safe: Sequence[int], loss: Loss, unsafe: Sequence[int]) -> State:
     torn = dict(loss.torn)
-    tree: Tree = {number: dict(node) if isinstance(node, dict) else node for number, node in recorder.before.items()}
-    images: dict[int, bytearray] = {}
+    tree: State = {
+        number: dict(node) if isinstance(node, dict) else bytearray(node) for number, node in recorder.before.items()
+    }
     for index in sorted({*safe, *loss.survivors}):
         operation = recorder.operations[index]
         if operation.kind in ("write", "truncate"):
-            image = images.setdefault(operation.inode, bytearray(_content(tree, operation.inode)))
-            _apply_data(image, operation, torn.get(index))
+            _apply_data(_file(tree, operation), operation, torn.get(index))
         else:
             _apply_entry(tree, operation)
-    if loss.grown:
-        for index in unsafe:
-            operation = recorder.operations[index]
-            if operation.kind == "write":
-                image = images.setdefault(operation.inode, bytearray(_content(tree, operation.inode)))
-                _lengthen(image, operation.offset + len(operation.data))
-    return {**tree, **{number: bytes(image) for number, image in images.items()}}
+    for index in unsafe if loss.grown else ():
+        operation = recorder.operations[index]
+        if operation.kind == "write":
+            _lengthen(_file(tree, operation), operation.offset + len(operation.data))
+    return tree
 
 
-def _content(tree: Tree, number: int) -> bytes:
-    node = tree.get(number, b"")
-    assert isinstance(node, bytes)
-    return node
+def _file(tree: State, operation: Operation) -> bytearray:
+    image = tree.setdefault(operation.inode, bytearray())
+    assert isinstance(image, bytearray)
+    return image
 
 
 def _lengthen(image: bytearray, size: int) -> None:
@@ -97,37 +97,36 @@ def _apply_data(image: bytearray, operation: Operation, sectors: int | None) -> 
         del image[start:]
         _lengthen(image, start)
         return
+    if sectors is None:
+        _lengthen(image, end)
+        image[start:end] = operation.data
+        return
     for number, part in enumerate(range(start // SECTOR_BYTES * SECTOR_BYTES, end, SECTOR_BYTES)):
         first, last = max(part, start), min(part + SECTOR_BYTES, end)
-        if sectors is None:
-            first, last = start, end
-        elif not sectors >> number & 1:
-            continue
-        _lengthen(image, last)
-        image[first:last] = operation.data[first - start : last - start]
-        if sectors is None:
-            break
+        if sectors >> number & 1:
+            _lengthen(image, last)
+            image[first:last] = operation.data[first - start : last - start]
 
 
-def _apply_entry(tree: Tree, operation: Operation) -> None:
+def _apply_entry(tree: State, operation: Operation) -> None:
     directory = tree.setdefault(operation.directory, {})
     assert isinstance(directory, dict)
     if operation.kind == "mkdir":
         tree.setdefault(operation.inode, {})
     elif operation.kind == "create":
-        tree.setdefault(operation.inode, b"")
+        tree.setdefault(operation.inode, bytearray())
     if operation.old_name:
         directory.pop(operation.old_name, None)
     if operation.name:
         directory[operation.name] = operation.inode
 
 
-def materialise(tree: Tree, target: Path, number: int = 0) -> None:
+def materialise(tree: State, target: Path, number: int = 0) -> None:
     target.mkdir()
     entries = tree.get(number, {})
     assert isinstance(entries, dict)
     for name, child in entries.items():
-        node = tree.get(child, b"")
+        node = tree.get(child, bytearray())
         if isinstance(node, dict):
             materialise(tree, target / name, child)
         else:
@@ -135,37 +134,24 @@ def materialise(tree: Tree, target: Path, number: int = 0) -> None:
 
 
 def losses(recorder: Recorder, unsafe: Sequence[int], generator: np.random.Generator, most: int) -> Iterator[Loss]:
-    """Losses of a set of changes: all subsets where there are few, else all simple ones and some that are drawn."""
-    everything = frozenset(unsafe)
+    """Losses of a set of changes: all subsets where there are few, else some that are drawn; then torn writes."""
     if 2 ** len(unsafe) <= most:
         for count in range(len(unsafe) + 1):
             yield from (Loss(frozenset(some)) for some in itertools.combinations(unsafe, count))
     else:
-        yield from _sampled((Loss(some) for some in _simple(unsafe)), generator, most // 2)
-        for _ in range(most - most // 2):
-            kept = generator.random(len(unsafe)) < generator.choice([0.1, 0.5, 0.9])
-            yield Loss(frozenset(np.array(unsafe)[kept].tolist()))
+        yield from (Loss(_drawn(unsafe, generator)) for _ in range(most))
     for grown in (False, True):
-        yield Loss(everything, tuple(_tears(recorder, unsafe, generator)), grown)
+        yield Loss(frozenset(unsafe), tuple(_tears(recorder, unsafe, generator)), grown)
     yield Loss(frozenset(), grown=True)
 
 
-def _simple(unsafe: Sequence[int]) -> Iterator[frozenset[int]]:
-    everything = frozenset(unsafe)
-    for count in range(len(unsafe) + 1):
-        yield frozenset(unsafe[:count])
-        yield frozenset(unsafe[count:])
-    for one in unsafe:
-        yield frozenset({one})
-        yield everything - {one}
-
-
-def _sampled(some: Iterator[Loss], generator: np.random.Generator, most: int) -> Iterator[Loss]:
-    found = list(dict.fromkeys(some))
-    if len(found) > most:
-        chosen = generator.choice(len(found) - 2, max(0, most - 2), replace=False) + 1
-        found = [found[0], found[1], *(found[i] for i in sorted(chosen) if i != 1)]
-    yield from found
+def _drawn(unsafe: Sequence[int], generator: np.random.Generator) -> frozenset[int]:
+    """The first ones, the last ones, one, all but one, or any."""
+    everything, place = frozenset(unsafe), int(generator.integers(len(unsafe) + 1))
+    kept = generator.random(len(unsafe)) < generator.choice([0.1, 0.5, 0.9])
+    one, some = frozenset(unsafe[place : place + 1]), frozenset(np.array(unsafe)[kept].tolist())
+    kinds = [frozenset(unsafe[:place]), frozenset(unsafe[place:]), one, everything - one, some, some]
+    return kinds[generator.integers(len(kinds))]
 
 
 def _tears(recorder: Recorder, unsafe: Sequence[int], generator: np.random.Generator) -> Iterator[tuple[int, int]]:

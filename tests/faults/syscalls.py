@@ -11,8 +11,7 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ import lmdb.cpython
 
 from .got import Entry, entries, object_of, redirect
 
-__all__ = ["Call", "Failure", "Mark", "Operation", "Recorder", "Tree", "read_tree"]
+__all__ = ["Call", "Mark", "Operation", "Recorder", "Tree", "read_tree"]
 
 Kind = Literal["create", "link", "mkdir", "rename", "sync", "truncate", "unlink", "write"]
 Tree = dict[int, "bytes | dict[str, int]"]
@@ -49,16 +48,9 @@ _active: "Recorder | None" = None
 
 
 class Call(NamedTuple):
-    number: int  # counts the calls that change files, from 0
     name: str  # ``pwrite``, ``fdatasync``, ``open`` (one that creates a file) and so on
     path: Path  # what it changes, as it was named when it was opened or first seen
     size_bytes: int  # of a write
-
-
-class Failure(NamedTuple):
-    """How a call is to fail: with ``errno``, or with 0 by writing half of what it should and saying so."""
-
-    errno: int
 
 
 @dataclass(slots=True)
@@ -110,7 +102,7 @@ class Recorder:
     """While it is entered, records what changes below ``root``, a directory that exists.
 
     Args:
-        fail: asked before each call; None lets it happen.
+        fail: asked before each call; None lets it happen, an errno makes it fail with that, 0 writes half of the data.
 
     Attributes:
         before: the files when it was entered, taken to be on the device.
@@ -119,12 +111,11 @@ class Recorder:
     """
 
     root: Path
-    fail: Callable[[Call], Failure | None] | None = None
+    fail: Callable[[Call], int | None] = lambda call: None
     before: Tree = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    num_calls: int = 0
 
     def __post_init__(self) -> None:
         self.root = self.root.absolute()
@@ -135,8 +126,8 @@ class Recorder:
         global _active
         assert _active is None, "one recorder at a time"
         self.before, self._numbers, self._paths = read_tree(self.root)
-        callbacks = _callbacks()
-        self._replaced = redirect([(entry, callbacks[entry.symbol]) for entry in _table()])
+        addresses = {symbol: ctypes.cast(each, ctypes.c_void_p).value or 0 for symbol, each in _callbacks().items()}
+        self._replaced = redirect([(entry, addresses[entry.symbol]) for entry in _table()])
         _active = self
         return self
 
@@ -165,17 +156,14 @@ class Recorder:
         operation, path = self._describe(name, arguments)
         if operation is None:
             return _call(name, arguments)
-        with self._lock:
-            call = Call(self.num_calls, name, path, len(operation.data))
-            self.num_calls += 1
-        failure = self.fail(call) if self.fail is not None else None
+        code = self.fail(Call(name, path, len(operation.data)))
         with self._lock:
             operation.began = next(self._clock)
             self.operations.append(operation)
-        if failure is None:
+        if code is None:
             result = _call(name, arguments)
-        elif failure.errno:
-            ctypes.set_errno(failure.errno)
+        elif code:
+            ctypes.set_errno(code)
             result = -1
         else:
             assert name in _SIZED, "only a write can be cut short"
@@ -282,9 +270,6 @@ def _call(name: str, arguments: tuple[int, ...]) -> int:
 
 # The callbacks
 
-_made: dict[str, Any] = {}
-_found: list[Entry] = []
-
 
 @functools.cache
 def _real(name: str) -> Any:
@@ -294,20 +279,16 @@ def _real(name: str) -> Any:
     return function
 
 
+@functools.cache
 def _table() -> list[Entry]:
-    if not _found:
-        interpreter = object_of(ctypes.cast(ctypes.pythonapi.PyLong_FromLong, ctypes.c_void_p).value or 0)
-        for path in (Path(lmdb.cpython.__file__).resolve(), interpreter):
-            _found.extend(entries(path, _NAMES))
-    return _found
+    interpreter = object_of(ctypes.cast(ctypes.pythonapi.PyLong_FromLong, ctypes.c_void_p).value or 0)
+    return [each for path in (Path(lmdb.cpython.__file__).resolve(), interpreter) for each in entries(path, _NAMES)]
 
 
-def _callbacks() -> dict[str, int]:
-    """Addresses of the callbacks by symbol; they are kept for good, for a thread may be in one at any time."""
-    for symbol in _NAMES:
-        if symbol not in _made:
-            _made[symbol] = _Function(_callback_of(symbol))
-    return {symbol: ctypes.cast(function, ctypes.c_void_p).value or 0 for symbol, function in _made.items()}
+@functools.cache
+def _callbacks() -> dict[str, Any]:
+    """By symbol; they are kept for good, for a thread may be in one at any time."""
+    return {symbol: _Function(_callback_of(symbol)) for symbol in _NAMES}
 
 
 def _callback_of(symbol: str) -> Callable[..., int]:
@@ -318,21 +299,14 @@ def _callback_of(symbol: str) -> Callable[..., int]:
         recorder = _active
         if recorder is None or getattr(_local, "busy", False):
             return _call(real_name, arguments)
-        with _busy():
-            try:
-                return recorder.handle(name, arguments)
-            except BaseException as error:  # it would vanish: C code cannot pass it on
-                recorder.problems.append(f"{name}: {error!r}")
-                ctypes.set_errno(5)
-                return -1
+        _local.busy = True
+        try:
+            return recorder.handle(name, arguments)
+        except BaseException as error:  # it would vanish: C code cannot pass it on
+            recorder.problems.append(f"{name}: {error!r}")
+            ctypes.set_errno(5)
+            return -1
+        finally:
+            _local.busy = False
 
     return callback
-
-
-@contextmanager
-def _busy() -> Iterator[None]:
-    _local.busy = True
-    try:
-        yield
-    finally:
-        _local.busy = False

@@ -2,111 +2,44 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
-import threading
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench.data import ROOT
-from tests.io.support import open_tier
+from tests.children import run
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.system.killpoints import POINTS
 
-from . import cut_calls, cut_steps
-from .cutter import Cutter
+from . import cuts
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
 
 
-def killed(folder: Path, program: str, **settings: int) -> Any:
-    """What a program prints that kills processes. One with threads may not be forked; a GPU would bring some."""
-    alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    alone |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", f"tests.faults.{program}", "--dir", str(folder), *flags]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr[-20_000:]
-    return json.loads(done.stdout)
-
-
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"kills": 3, "rounds": 1, "commits": 12, "seed": 2},
-        *(
-            pytest.param({"kills": 250, "rounds": 5, "commits": 20, "seed": seed}, marks=pytest.mark.soak)
-            for seed in (1, 2)
-        ),
-    ],
+    ("kills", "rounds", "commits", "seed"),
+    [(3, 1, 12, 2), *(pytest.param(250, 5, 20, seed, marks=pytest.mark.soak) for seed in (1, 2))],
 )
-def test_a_killed_run_loses_nothing(tmp_path: Path, settings: dict[str, int]) -> None:
-    """At every named point, and at random instants."""
-    tally = killed(tmp_path, "kills", **settings)
-    assert tally["random"] == settings["kills"]
-    assert all(tally[name] >= settings["rounds"] for name in POINTS)
-    assert tally["ended"] >= 1 + settings["rounds"]
-
-
-@pytest.mark.parametrize(
-    ("kills", "seed"), [(4, 3), *(pytest.param(150, seed, marks=pytest.mark.soak) for seed in (1, 2))]
-)
-def test_servers_show_what_was_approved_whoever_is_killed(tmp_path: Path, kills: int, seed: int) -> None:
-    """Servers, what writes for them, publishers with a canary."""
-    found = killed(tmp_path, "served", kills=kills, seed=seed)
-    assert not found["failures"], "\n".join(found["failures"])
-    assert sum(found["kills"].values()) >= kills
-
-
-def cut(folder: Path, live: Callable[..., Counter[str]], cuts: int, seed: int) -> None:
-    level = logging.getLogger("tierstore").level
-    logging.getLogger("tierstore").setLevel(logging.CRITICAL)
-    try:
-        tally = live(folder, cuts=cuts, seed=seed)
-    finally:
-        logging.getLogger("tierstore").setLevel(level)
-    assert tally["cut"] >= cuts
-    assert tally["raised"] > cuts / 4, "hardly any call was cut short"
+def test_a_killed_run_loses_nothing(tmp_path: Path, kills: int, rounds: int, commits: int, seed: int) -> None:
+    """At each named point, and at random instants."""
+    flags = {"--dir": tmp_path, "--kills": kills, "--rounds": rounds, "--commits": commits, "--seed": seed}
+    code, words = "from tests.faults.kills import main; main()", [word for flag in flags.items() for word in flag]
+    tally = json.loads(run(code, *words, timeout=7200))
+    assert tally["random"] == kills
+    assert all(tally[name] >= rounds for name in POINTS if not name.startswith("rollback"))
+    assert tally["ended"] > rounds
 
 
 # Some instants are in generators and threads that end; what is raised there is shown, and goes no further.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
-    ("cuts", "seed"), [(280, 1), *(pytest.param(2000, 1000 * seed, marks=pytest.mark.soak) for seed in range(1, 10))]
+    ("number", "seed"), [(180, 1), *(pytest.param(2000, 1000 * seed, marks=pytest.mark.soak) for seed in range(1, 11))]
 )
-def test_calls_cut_short_at_any_instant_leave_every_row_right(tmp_path: Path, cuts: int, seed: int) -> None:
-    cut(tmp_path, cut_calls.live, cuts, seed)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("cuts", [12, pytest.param(400, marks=pytest.mark.soak)])
-def test_an_error_between_any_two_steps_leaves_the_store_at_work(tmp_path: Path, cuts: int) -> None:
-    """Of commits, tables made, changed and dropped, rollbacks, backups and reshards."""
-    cut(tmp_path, cut_steps.live, cuts, 1)
-
-
-def test_a_lease_that_is_cut_short_keeps_no_tier_open(tmp_path: Path) -> None:
-    cutter, instant = Cutter(), 0
-    error: BaseException | None = MemoryError()
-
-    def lease() -> None:
-        with tier.lease():
-            pass
-
-    with cutter.installed():
-        while error is not None:
-            instant += 1
-            tier = open_tier(tmp_path)
-            lease()  # makes the map
-            _, error = cutter.run(lease, kind="memory", instant=instant, in_main=True)
-            closing = threading.Thread(target=tier.close, daemon=True)
-            closing.start()
-            closing.join(30)
-            assert not closing.is_alive(), f"closing waits for a lease that was cut short at {cutter.place}"
-    assert instant > 8
+def test_calls_cut_short_leave_every_row_right(
+    tmp_path: Path, number: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups and updates over all tiers; commits, tables made, changed and dropped, rollbacks."""
+    monkeypatch.setattr(logging.getLogger("tierstore"), "disabled", True)
+    tally = cuts.live(tmp_path, cuts=number, seed=seed)
+    assert tally["cut"] >= number
+    assert tally["raised"] > number / 4, "hardly any call was cut short"

@@ -22,14 +22,6 @@ def store(store_dir: Path) -> Path:
     return store_dir
 
 
-def contents(folder: Path) -> torch.Tensor:
-    with tierstore.open(folder, mode="r", ddr="2MiB", threads=1) as store:
-        store.verify()
-        return store["t"].read(torch.arange(2000))
-
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-
 # File systems and permissions
 
 
@@ -37,7 +29,9 @@ def test_a_read_only_file_system_is_read_and_not_written_to(tmp_path: Path) -> N
     with mounted(tmp_path / "mounted", "-t", "tmpfs", "-o", "size=64m", "tmpfs") as folder:
         make_store(folder / "store")
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        assert (contents(folder / "store") == 3.0).all()
+        with tierstore.open(folder / "store", mode="r", ddr="2MiB", threads=1) as reader:
+            reader.verify()
+            assert (reader["t"].read(torch.arange(2000)) == 3.0).all()
         for name in ("store", "new"):
             with pytest.raises(errors.TierstoreError, match=rf"{name}.*read-only; open the store with mode=\"r\""):
                 tierstore.open(folder / name, ddr="2MiB")
@@ -46,42 +40,45 @@ def test_a_read_only_file_system_is_read_and_not_written_to(tmp_path: Path) -> N
             assert store.commit() == 2
 
 
-def _as_nobody(folder: Path, name: str, mode: str) -> str:
-    """How an open by another user ends; root is permitted everything."""
-    for above in (folder, *folder.parents):
-        if above.stat().st_uid == os.geteuid() and above.is_relative_to(Path(tempfile.gettempdir()) / "pytest-of-root"):
-            above.chmod(0o755)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_user_that_lacks_a_permission() -> None:
+    """In a folder of its own: that of pytest may not be looked into by others."""
     code = """
     def use(folder, mode):
         with tierstore.open(folder, mode=mode, ddr="2MiB", threads=1) as store:
             return bool((store["t"].read(torch.arange(2000)) == 3.0).all())
 
-    os.setgid(65534)
-    os.setuid(65534)
-    forked(use, *sys.argv[1:])
+    def use_as_nobody(folder, mode):
+        os.setgid(65534)
+        os.setuid(65534)
+        return use(folder, mode)
+
+    store = Path(sys.argv[1])
+    for mode in ("r", "w"):
+        use(store, mode)  # loads the kernels, which others may not read
+    for folder, mode in ((store, "r"), (store, "w"), (store.with_name("new"), "w")):
+        forked(use_as_nobody, folder, mode)
+    (store / "rows.lmdb").chmod(0o600)
+    forked(use_as_nobody, store, "r")
     """
-    return run(code, folder / name, mode).strip()
-
-
-@needs_root
-def test_a_user_that_lacks_a_permission(tmp_path: Path) -> None:
-    make_store(tmp_path / "store")
-    assert _as_nobody(tmp_path, "store", "r") == "ok True"
-    for name in ("store", "new"):
-        said = _as_nobody(tmp_path, name, "w")
-        assert said.startswith(f"TierstoreError {tmp_path / name}")
-        assert "this user lacks the permission" in said
-    (tmp_path / "store" / "rows.lmdb").chmod(0o600)
-    said = _as_nobody(tmp_path, "store", "r")
-    assert said.startswith(f"TierstoreError {tmp_path / 'store'}")
-    assert "ermission" in said
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        store = Path(folder, "store")
+        make_store(store)
+        read, *refused = run(code, store).splitlines()
+    assert read == "ok True"
+    for said, folder in zip(refused, (store, store.with_name("new"), store), strict=True):
+        assert said.startswith(f"TierstoreError {folder}")
+        assert "ermission" in said
+    assert all("this user lacks the permission" in said for said in refused[:2])
 
 
 # File descriptors
 
 
-def _refusals(store: Path, mode: str) -> list[str]:
-    """What a use of the store says as the limit on descriptors rises by one until all works; the store stays whole."""
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_a_store_stays_whole_without_file_descriptors_and_says_what_to_raise(store: Path, mode: str) -> None:
+    """As the limit on descriptors rises by one until all works."""
     code = """
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     ids = torch.arange(2000)
@@ -120,12 +117,7 @@ def _refusals(store: Path, mode: str) -> list[str]:
     assert refusal is None
     assert len(os.listdir("/proc/self/fd")) <= used, "descriptors leak"
     """
-    return run(code, store, mode).splitlines()
-
-
-@pytest.mark.parametrize("mode", ["r", "w"])
-def test_a_store_stays_whole_without_file_descriptors_and_says_what_to_raise(store: Path, mode: str) -> None:
-    said = _refusals(store, mode)
+    said = run(code, store, mode).splitlines()
     assert len(said) >= 2
     assert [line for line in said if "raise `ulimit -n`" not in line or str(store) not in line] == []
 

@@ -1,4 +1,4 @@
-"""File systems of other kinds: overlays, without hard links, that tell no size, of several users; disks that fail."""
+"""File systems of other kinds: overlays, without hard links, that tell no size, of several users."""
 
 import contextlib
 import errno
@@ -9,12 +9,11 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,8 +24,6 @@ from tierstore.cli.entry import main
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.system.files import write_text
 from tierstore.updates.delta import write_update
-
-from .workload import DDR, Snapshot, Trained, Workload, copied, differences
 
 ROWS, DIM = 2000, 8
 IDS = torch.arange(ROWS)
@@ -85,54 +82,44 @@ def store(made: Path, tmp_path: Path) -> Path:
 # Overlays
 
 
-@pytest.fixture
-def layered(made: Path, tmp_path: Path) -> Iterator[Path]:
+def test_a_store_of_a_lower_layer_is_written_to_and_a_reader_of_it_is_told_to_open_again(
+    made: Path, tmp_path: Path
+) -> None:
     for name in ("upper", "work"):
         (tmp_path / name).mkdir()
-    lower = tmp_path / "lower"
-    shutil.copytree(made, lower / "store")
-    layers = f"lowerdir={lower},upperdir={tmp_path / 'upper'},workdir={tmp_path / 'work'}"
+    shutil.copytree(made, tmp_path / "lower" / "store")
+    layers = f"lowerdir={tmp_path / 'lower'},upperdir={tmp_path / 'upper'},workdir={tmp_path / 'work'}"
     with mounted(tmp_path / "merged", "-t", "overlay", "overlay", "-o", layers) as merged:
-        yield merged / "store"
-
-
-def test_a_store_of_a_lower_layer_is_written_to(layered: Path) -> None:
-    with tierstore.open(layered, ddr="1MiB", threads=1, keep=5) as store:
-        assert _write(store, 3.0) == 3
-        assert _values(store) == [3.0]
-    _check(layered, 3.0)
-    with tierstore.open(layered, ddr="1MiB", threads=1, keep=5) as store:
-        store.rollback(1)
-    _check(layered, 1.0)
-
-
-def test_a_reader_of_a_lower_layer_is_told_to_open_again(layered: Path) -> None:
-    with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
-        assert _values(reader) == [2.0]
-        with tierstore.open(layered, ddr="1MiB", threads=1) as writer:
-            for value in (3.0, 4.0, 5.0):
-                _write(writer, value)
-        with pytest.raises(errors.StoreReplacedError, match=r"rows\.lmdb: .*open the store again"):
-            reader.refresh()
-        assert reader.version == 2
-        assert _values(reader) == [2.0]
-    _check(layered, 5.0)
+        layered = merged / "store"
+        with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
+            assert _values(reader) == [2.0]
+            with tierstore.open(layered, ddr="1MiB", threads=1, keep=5) as writer:
+                for value in (3.0, 4.0, 5.0):
+                    assert _write(writer, value) == value
+                    assert _values(writer) == [value]
+            with pytest.raises(errors.StoreReplacedError, match=r"rows\.lmdb: .*open the store again"):
+                reader.refresh()
+            assert reader.version == 2
+            assert _values(reader) == [2.0]
+        _check(layered, 5.0)
+        with tierstore.open(layered, ddr="1MiB", threads=1, keep=5) as writer:
+            writer.rollback(1)
+        _check(layered, 1.0)
 
 
 # Files that others remove
 
-SECOND_WRITER = """
-for folder in sys.argv[1:]:
-    try:
-        tierstore.open(folder, ddr="1MiB", threads=1).close()
-        print("opened")
-    except errors.TierstoreError as error:
-        print(type(error).__name__)
-"""
-
 
 def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_path: Path) -> None:
     names = sorted({path.name for path in made.iterdir()} | {"rows.lmdb-lock"})
+    second_writer = """
+    for folder in sys.argv[1:]:
+        try:
+            tierstore.open(folder, ddr="1MiB", threads=1).close()
+            print("opened")
+        except errors.TierstoreError as error:
+            print(type(error).__name__)
+    """
     with contextlib.ExitStack() as stack:
         pairs = {}
         for name in names:
@@ -141,8 +128,7 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_p
                 stack.enter_context(tierstore.open(folder, mode=mode, ddr="1MiB", threads=1)) for mode in ("w", "r")
             )
             (folder / name).unlink()
-        told = run(SECOND_WRITER, *(tmp_path / name for name in names)).splitlines()
-        said = dict(zip(names, told, strict=True))
+        said = dict(zip(names, run(second_writer, *(tmp_path / name for name in names)).splitlines(), strict=True))
         assert said.pop("manifest.json") == "FormatError"
         assert said.pop("rows.lmdb") == "TruncatedError"
         assert set(said.values()) == {"StoreLockedError"}, said
@@ -308,69 +294,3 @@ def test_a_file_that_another_store_shares_is_not_written(store: Path, tmp_path: 
     assert main(["backup", str(store), str(tmp_path / "own")]) == 0
     with tierstore.open(tmp_path / "own", ddr="1MiB", threads=1, keep=5) as own:
         assert _write(own, 3.0) == 3
-
-
-# A device that really fails
-
-SOME, MANY = 30, 600  # ids a batch: a store of few rows first, then one that must grow
-
-
-def fill_up(place: Path, left_bytes: int) -> Path:
-    room = os.statvfs(place)
-    ballast = place / "ballast"
-    ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - left_bytes))
-    return ballast
-
-
-def error_of(step: Callable[[], object]) -> errors.TierstoreError | None:
-    try:
-        step()
-    except errors.TierstoreError as error:
-        return error
-    return None
-
-
-def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path, initial: dict[str, Trained]) -> None:
-    """The image of the disk lies in a small file system: writes are taken, and lost when that is full.
-
-    The machine is not started again: what it still held in memory is gone when the disk is mounted again.
-    """
-    with mounted(tmp_path / "backing", "-t", "tmpfs", "-o", "size=12m", "tmpfs") as backing:
-        image = backing / "disk.img"
-        with image.open("wb") as file:
-            file.truncate(64 << 20)
-        _run("mkfs.ext4", "-q", "-E", "nodiscard", image)
-        begun: list[Snapshot] = []
-        workload = Workload(
-            copied(initial),
-            np.random.default_rng(0),
-            lambda label, value: begun.append(value) if label == "begun" else None,
-        )
-        with contextlib.ExitStack() as stack:
-            disk = stack.enter_context(mounted(tmp_path / "disk", "-o", "loop", image))
-            workload.open(disk / "store")
-            stack.callback(lambda: error_of(workload.close))
-            workload.train(1, SOME)
-            workload.commit()
-            ballast = fill_up(backing, 64 << 10)
-            steps = (step for _ in range(100) for step in (lambda: workload.train(1, MANY), workload.commit))
-            error = next(error for error in map(error_of, steps) if error is not None)
-            assert str(disk / "store") in str(error)
-            last = workload.last
-        ballast.unlink()
-        subprocess.run(["e2fsck", "-fy", str(image)], capture_output=True, check=False)
-        with contextlib.ExitStack() as stack:
-            disk = stack.enter_context(mounted(tmp_path / "disk", "-o", "loop", image))
-            workload.open(disk / "store")
-            stack.callback(workload.close)
-            shown = next(version for version in begun if version.extra == workload.store.extra)
-            assert last is not None
-            assert shown.extra["serial"] >= last.extra["serial"]
-            assert differences(workload.store, shown) == []
-            workload.store.verify()
-            workload.show(shown)
-            workload.train(2)
-            kept = workload.commit()
-            workload.close()
-            with tierstore.open(disk / "store", mode="r", ddr=DDR, threads=1) as store:
-                assert differences(store, kept) == []

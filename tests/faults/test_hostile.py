@@ -4,6 +4,7 @@ import ast
 import gzip
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +74,19 @@ def table(**changes: Any) -> dict[str, Any]:
     return tierstore.TableConfig(name="t", num_embeddings=2000, embedding_dim=16).to_dict() | changes
 
 
-CLAIMS = {
-    "vast tables": (
-        [table()] + [table(name=f"t{i}", num_embeddings=2**40) for i in range(3000)],
-        "BudgetError the system refuses",
-    ),
-    "one vast table": ([table(num_embeddings=2**40)], "BudgetError the system refuses 4.0 TiB"),
-    "wide rows": ([table(embedding_dim=1 << 20)], "FormatError {path} describes what this release does not know"),
-    "many tables": (
-        [table()] + [table(name=f"t{i}", num_embeddings=1, embedding_dim=4) for i in range(300)],
-        "ok (301, torch.Size([3, 16]))",
-    ),
-}
-
-
 def test_a_manifest_that_claims_too_much_ends_in_an_error_and_little_memory(tmp_path: Path) -> None:
+    vast, many = {"num_embeddings": 2**40}, {"num_embeddings": 1, "embedding_dim": 4}
+    refused, unknown = "BudgetError the system refuses", "FormatError {path} describes what this release does not know"
+    claims = {
+        "vast tables": ([table()] + [table(name=f"t{i}", **vast) for i in range(3000)], refused),
+        "one vast table": ([table(**vast)], f"{refused} 4.0 TiB"),
+        "wide rows": ([table(embedding_dim=1 << 20)], unknown),
+        "many tables": (
+            [table()] + [table(name=f"t{i}", **many) for i in range(300)], "ok (301, torch.Size([3, 16]))"
+        ),
+    }  # fmt: skip
     expected = []
-    for claim, (tables, message) in CLAIMS.items():
+    for claim, (tables, message) in claims.items():
         make_store(tmp_path / claim)
         forge(tmp_path / claim, tables=tables)
         expected += [message.format(path=tmp_path / claim / MANIFEST_NAME)] * 2
@@ -103,7 +100,7 @@ def test_a_manifest_that_claims_too_much_ends_in_an_error_and_little_memory(tmp_
         for mode in ("r", "w"):
             forked(use, folder, mode)
     """
-    lines = run(code, *(tmp_path / claim for claim in CLAIMS)).splitlines()
+    lines = run(code, *(tmp_path / claim for claim in claims)).splitlines()
     assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
 
 
@@ -133,36 +130,29 @@ def test_a_sparse_manifest_of_a_gigabyte_is_not_read(store: Path) -> None:
         tierstore.open(store, mode="r")
 
 
-PLAIN_FILES = (MANIFEST_NAME, "rows.lmdb", "rows.lmdb-lock", "rows.anchor")
-
-
 def _replace(path: Path, kind: str, target: Path) -> None:
     path.unlink()
-    if kind == "link":
-        path.symlink_to(target)
-    elif kind == "dangling link":
-        path.symlink_to(target.with_name("nowhere"))
-    elif kind == "pipe":
+    if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
     else:
-        path.symlink_to("/dev/zero")
+        path.symlink_to({"link": target, "dangling link": target.with_name("nowhere"), "device": "/dev/zero"}[kind])
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "device"])
-@pytest.mark.parametrize("name", PLAIN_FILES)
-def test_what_is_no_plain_file_is_refused(store: Path, tmp_path: Path, name: str, kind: str) -> None:
-    outside = tmp_path / "outside"
-    outside.write_bytes((store / name).read_bytes())
-    before = outside.read_bytes()
-    _replace(store / name, kind, outside)
-    told = rf"{name} is a .*, not a plain file|holds rows\.lmdb but no {name}"
-    for mode in ("r", "w"):
-        with pytest.raises(errors.TierstoreError, match=told):
-            tierstore.open(store, mode=mode, ddr="2MiB")
-    assert outside.read_bytes() == before
-    assert not outside.with_name("nowhere").exists()
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "rows.lmdb", "rows.lmdb-lock", "rows.anchor"])
+def test_what_is_no_plain_file_is_refused(store: Path, tmp_path: Path, name: str) -> None:
+    before = (store / name).read_bytes()
+    for kind in ("link", "dangling link", "pipe", "folder", "device"):
+        copy, outside = Path(shutil.copytree(store, tmp_path / kind)), tmp_path / f"outside {kind}"
+        outside.write_bytes(before)
+        _replace(copy / name, kind, outside)
+        told = rf"{name} is a .*, not a plain file|holds rows\.lmdb but no {name}"
+        for mode in ("r", "w"):
+            with pytest.raises(errors.TierstoreError, match=told):
+                tierstore.open(copy, mode=mode, ddr="2MiB")  # type: ignore[arg-type]
+        assert outside.read_bytes() == before
+        assert not outside.with_name("nowhere").exists()
 
 
 def test_a_hostile_lock_file_is_made_anew(store: Path) -> None:

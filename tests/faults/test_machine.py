@@ -8,7 +8,6 @@ and the next life begins with the files as they are, as a kill left them, or as 
 import collections
 import contextlib
 import errno
-import functools
 import logging
 import os
 import shutil
@@ -29,11 +28,11 @@ from tierstore.errors import DiskFullError, PartlyTrainedError, TierstoreError, 
 from tierstore.io import row_file, superblock
 from tierstore.kernels.jit import JIT_ENABLED
 
-from .conftest import SHARED_MEMORY
 from .powerloss import Loss, losses, materialise, pending, state
-from .recovery import crash_points, explore, promised
-from .syscalls import Call, Failure, Recorder
-from .workload import Snapshot, Trained, Workload, copied, differences, first_tables
+from .recovery import check, crash_point, promised
+from .syscalls import Call, Recorder
+from .training_run import other_boot
+from .workload import Snapshot, Workload, differences, first_tables
 
 SYNCS = {"fsync", "fdatasync"}
 DATA = {"pwrite", "write", "writev"}
@@ -62,14 +61,14 @@ class Device:
     is_free: bool = False
     hits: list[Call] = field(default_factory=list)
 
-    def __call__(self, call: Call) -> Failure | None:
+    def __call__(self, call: Call) -> int | None:
         names, code = FAULTS[self.fault] if self.fault else (set(), 0)
         if call.name not in names or self.is_free or call.path.name.endswith("-lock"):
             return None
         self.asked += 1
         if self.asked - 1 == self.number or (self.for_good and self.asked > self.number):
             self.hits.append(call)
-            return Failure(code if len(self.hits) == 1 or code else errno.ENOSPC)
+            return code if len(self.hits) == 1 or code else errno.ENOSPC
         return None
 
     def is_full(self) -> bool:
@@ -79,14 +78,9 @@ class Device:
         return self.fault in ("full", "over quota") and not in_place
 
 
-@functools.cache
-def tables() -> dict[str, Trained]:
-    with tempfile.TemporaryDirectory() as folder:
-        return first_tables(Path(folder) / "store")
-
-
-def nothing() -> Snapshot:
-    return Snapshot({}, {}, copied(tables()), version=0)
+def in_memory() -> tempfile.TemporaryDirectory[str]:
+    """A directory in memory, where the system has such a place: syncs are recorded, not waited for."""
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 
 
 DEVICES = st.builds(Device, st.sampled_from([None, *FAULTS]), st.integers(0, 120), st.booleans())
@@ -100,10 +94,10 @@ class Faults(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(row_file, "GROWTH_BYTES", GROWTH_BYTES)
         self.patch.setattr(superblock, "boot_id", lambda: b"start" + self.boots.to_bytes(11, "little"))
-        self.folder = tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        self.folder = in_memory()
         self.scratch = Path(self.folder.name)
         (self.scratch / "life 0").mkdir()
-        self.live([nothing()], device)
+        self.live([Snapshot({}, {}, first_tables(), version=0)], device)
 
     def live(self, versions: list[Snapshot], device: Device) -> None:
         self.device, self.errors = device, list[TierstoreError]()
@@ -111,7 +105,7 @@ class Faults(RuleBasedStateMachine):
         self.root = self.scratch / f"life {self.lives}"
         self.recorder = Recorder(self.root, fail=device)
         self.recorder.__enter__()
-        self.work = Workload(copied(tables()), self.generator, self.recorder.mark, keep=self.keep, serial=self.serial)
+        self.work = Workload(first_tables(), self.generator, self.recorder.mark, keep=self.keep, serial=self.serial)
         try:
             self.work.open(self.root / "store")
         except TierstoreError as error:
@@ -137,7 +131,7 @@ class Faults(RuleBasedStateMachine):
 
     def close(self) -> None:
         try:
-            self.work.close()
+            self.work.store.close()
         except TierstoreError as error:
             self.note(error)
 
@@ -172,6 +166,7 @@ class Faults(RuleBasedStateMachine):
             step()
 
     def go_back(self) -> None:
+        """After PartlyTrainedError."""
         self.work.settle()
         goal = self.work.steps + 1
         if self.work.store.versions:
@@ -186,7 +181,7 @@ class Faults(RuleBasedStateMachine):
 
     def open_anew(self) -> None:
         self.close()
-        self.work._pending = None
+        self.work.pending = None
         self.work.open(self.root / "store")
         self.work.show(self.shown_now())
         self.work.take_up()
@@ -201,7 +196,7 @@ class Faults(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 3))
     def commit_in_the_background(self, steps: int) -> None:
-        self.attempt(lambda: self.work.commit_beside(steps))
+        self.attempt(lambda: self.work.commit(steps))
         self.attempt(self.work.settle)
 
     @precondition(
@@ -233,20 +228,21 @@ class Faults(RuleBasedStateMachine):
         versions = self.end()
         time = self.recorder.time
         if loses != "nothing":
-            time = int(self.generator.choice(crash_points(self.recorder)))
+            time = crash_point(self.recorder, self.first, self.generator)
             versions, _ = promised(self.recorder, time, self.first)
         self.lives += 1
-        place = self.scratch / f"life {self.lives}"
         safe, unsafe = pending(self.recorder, time)
         loss = Loss(frozenset(unsafe))
         if loses == "power":
             self.boots += 1
-            loss = [*losses(self.recorder, unsafe, self.generator, 4)][int(self.generator.integers(4))]
-        materialise(state(self.recorder, safe, loss, unsafe), place)
+            found = [*losses(self.recorder, unsafe, self.generator, 4)]
+            loss = found[self.generator.integers(len(found))]
+        materialise(state(self.recorder, safe, loss, unsafe), self.scratch / f"life {self.lives}")
         shutil.rmtree(self.root)
         self.live(versions, device)
 
     def end(self) -> list[Snapshot]:
+        """Close the store, and look at what power lost at some instant would have left."""
         try:
             self.close()
         finally:
@@ -259,13 +255,22 @@ class Faults(RuleBasedStateMachine):
             partly = isinstance(self.errors[0], PartlyTrainedError)
             assert isinstance(self.errors[0].__cause__ if partly else self.errors[0], DiskFullError), self.errors[0]
             assert (self.reopened, self.gone_back) == (False, partly)
-        (self.scratch / "states").mkdir(exist_ok=True)
-        counts = explore(
-            self.recorder, self.first, self.scratch / "states", points=1, states_each=2, generator=self.generator,
-            boots=self.boots + 1,
-        )  # fmt: skip
-        TOTAL.update(errors=len(self.errors), lives=1, failed=bool(self.device.hits), gone_back=self.gone_back)
-        TOTAL.update(torn=counts.torn, states=counts.states, ahead=counts.went_ahead, behind=counts.went_back)
+        TOTAL.update(errors=len(self.errors), failed=bool(self.device.hits))
+        time = crash_point(self.recorder, self.first, self.generator)
+        safe, unsafe = pending(self.recorder, time)
+        versions, tables = promised(self.recorder, time, self.first)
+        for number, loss in enumerate(losses(self.recorder, unsafe, self.generator, 2)):
+            place = self.scratch / "state"
+            materialise(state(self.recorder, safe, loss, unsafe), place)
+            try:
+                with other_boot(self.boots + 1):
+                    shown = check(place / "store", versions, tables, goes_on=number % 2 == 0)
+            except BaseException as error:
+                error.add_note(f"at {time}: {loss}; promised {[version.extra for version in versions]}")
+                raise
+            shutil.rmtree(place)
+            is_old = shown is versions[0]
+            TOTAL.update(torn=bool(loss.torn), behind=len(versions) > 1 and is_old, ahead=not is_old)
         return promised(self.recorder, self.recorder.time, self.first)[0]
 
     def teardown(self) -> None:
@@ -275,39 +280,31 @@ class Faults(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-def run_machine(examples: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("examples", "steps"),
+    [
+        (8 if JIT_ENABLED else 1, 14),
+        pytest.param(600, 30, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_work_and_faults_in_any_order(examples: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without shrinking, which takes an hour: seed and steps of a failure are shown."""
     TOTAL.clear()
+    monkeypatch.setattr(logging.getLogger("tierstore"), "disabled", True)
     phases = set(Phase) - {Phase.shrink, Phase.explain}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger("tierstore"), "disabled", True)
-        run_state_machine_as_test(
-            Faults, settings=settings(max_examples=examples, stateful_step_count=steps, phases=phases)
-        )
-    print(TOTAL)
-
-
-@pytest.mark.timeout(900)
-def test_work_and_faults_in_any_order() -> None:
-    run_machine(8 if JIT_ENABLED else 1, 14)
+    how = settings(max_examples=examples, stateful_step_count=steps, phases=phases)
+    run_state_machine_as_test(Faults, settings=how)
     wanted = ["errors", "failed", "torn", "ahead", "behind", "unreadable"] if JIT_ENABLED else ["torn"]
     assert min(TOTAL[name] for name in wanted) > 0, TOTAL
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-def test_work_and_faults_in_many_orders() -> None:
-    run_machine(600, 30)
-
-
-def test_a_store_in_new_directories_lasts(scratch: Path, initial: dict[str, Trained]) -> None:
+def test_a_store_in_new_directories_lasts() -> None:
     """Whoever makes a directory syncs the one that names it: else the first commits may vanish, store and all."""
-    with Recorder(scratch) as recorder:
-        workload = Workload(copied(initial), np.random.default_rng(0), recorder.mark)
-        workload.open(scratch / "new" / "newer" / "store").train(1)
+    with in_memory() as scratch, Recorder(Path(scratch)) as recorder:
+        workload = Workload(first_tables(), np.random.default_rng(0), recorder.mark)
+        workload.open(Path(scratch) / "new" / "newer" / "store").train(1)
         workload.commit()
-        workload.close()
-    made = [number for number, operation in enumerate(recorder.operations) if operation.kind == "mkdir"]
-    safe, _ = pending(recorder, recorder.time)
+        workload.store.close()
+    made = {number for number, operation in enumerate(recorder.operations) if operation.kind == "mkdir"}
     assert len(made) == 3
-    assert {*made} <= {*safe}
+    assert made <= {*pending(recorder, recorder.time)[0]}

@@ -1,20 +1,15 @@
-"""The training run that is killed: what it has done is a function of its position, the number of actions so far.
+"""The training run that is killed: what it has done is a function of its position, the number of steps so far.
 
-A version goes by the position at which it was committed, so a process that takes one up knows what comes next. Going
-back to an earlier version is an action like any other; the run has that version's rows then, and goes on behind it.
+A version goes by the position at which it was committed, so a process that takes one up knows what comes next.
 """
 
 import contextlib
 import os
 import signal
-import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -29,71 +24,47 @@ from tierstore.store.manifest import MANIFEST_NAME
 from tierstore.system import killpoints
 
 __all__ = [
-    "Action", "Report", "Settings", "State", "different", "expected_states", "live", "make_plan", "other_boot",
+    "STEPS_A_COMMIT", "Report", "State", "different", "expected_states", "live", "other_boot", "quiet",
     "state_of", "train", "watch_names",
 ]  # fmt: skip
 
+STEPS_A_COMMIT: Final = 3
 FEATURES: Final = ("clicked", "viewed", "user", "session")
 _SAMPLES: Final = 24
 _LONGEST_BAG: Final = 6
 _SESSIONS: Final = 450
-_STEPS_A_COMMIT: Final = (2, 4, 3)
-_COMMITS_A_ROLLBACK: Final = 4
-_POINTS_A_STALL: Final = 4
 _RATE_DECAY: Final = 0.995
 Report = Callable[..., None]
 """``report(label, **values)`` is one write, so that a kill loses it whole or not at all."""
 State = dict[str, Any]
 """Every bit that a version holds, by a name in words."""
+_KINDS: Final[list[tuple[str, int, int, tierstore.optim.Optimizer, dict[str, Any]]]] = [
+    ("item", 900, 28, optim.Adagrad(lr=0.05), {"feature_names": ("clicked", "viewed")}),
+    ("user", 700, 16, optim.Adam(lr=0.02), {}),
+    (
+        "session", _SESSIONS // 3, 12, optim.RowWiseAdagrad(lr=0.05),
+        {"ids": tierstore.DynamicIds(admission=tierstore.ids.Frequency(2))},
+    ),
+]  # fmt: skip
+CONFIGS: Final = [
+    tierstore.TableConfig(
+        name=name, num_embeddings=rows, embedding_dim=dim, optimizer=rule,
+        init=tierstore.init.Uniform(-1, 1, seed=3 + place), **more,
+    )
+    for place, (name, rows, dim, rule, more) in enumerate(_KINDS)
+]  # fmt: skip
+"""Three layouts and optimizers; two features share a table, and one has dynamic ids, with rows for a third."""
 
 
-class Action(NamedTuple):
-    """``number``: of a training step, its batch; of a rollback, the position that it goes back to."""
-
-    kind: Literal["train", "commit", "rollback"]
-    number: int = 0
-
-
-def make_plan(num_commits: int) -> tuple[Action, ...]:
-    """So many commits with a few steps before each, and after every fourth commit a step and a rollback: to the version
-    before the last, and to the last one, in turn."""
-    plan: list[Action] = []
-    marks: list[int] = []
-    batch = 0
-    for commit in range(num_commits):
-        steps = _STEPS_A_COMMIT[commit % len(_STEPS_A_COMMIT)]
-        plan += [*(Action("train", number) for number in range(batch, batch + steps)), Action("commit")]
-        batch += steps
-        marks.append(len(plan))
-        turn, rest = divmod(commit + 1, _COMMITS_A_ROLLBACK)
-        if not rest and commit + 1 < num_commits:
-            plan += [Action("train", batch), Action("rollback", marks[-1 if turn % 2 == 0 else -2])]
-            batch += 1
-    return tuple(plan)
-
-
-def _configs() -> list[tierstore.TableConfig]:
-    """Three layouts and optimizers; two features share a table, and one has dynamic ids, with rows for a third."""
-    admission = tierstore.DynamicIds(admission=tierstore.ids.Frequency(2))
-    kinds: list[tuple[str, int, int, tierstore.optim.Optimizer, dict[str, Any]]] = [
-        ("item", 900, 28, optim.Adagrad(lr=0.05), {"feature_names": ("clicked", "viewed")}),
-        ("user", 700, 16, optim.Adam(lr=0.02), {}),
-        ("session", _SESSIONS // 3, 12, optim.RowWiseAdagrad(lr=0.05), {"ids": admission}),
-    ]
-    return [
-        tierstore.TableConfig(
-            name=name, num_embeddings=rows, embedding_dim=dim, optimizer=rule,
-            init=tierstore.init.Uniform(-1, 1, seed=3 + place), **more,
-        )
-        for place, (name, rows, dim, rule, more) in enumerate(kinds)
-    ]  # fmt: skip
+def quiet(_label: str, **_values: Any) -> None:
+    """A report that nobody hears."""
 
 
 def _batch(number: int) -> tuple[tierstore.KeyedJaggedTensor, Tensor]:
     """Skewed ids of ``FEATURES``, some bags empty, and a float32 target of each sample."""
     generator = torch.Generator().manual_seed(number)
     lengths = torch.randint(0, _LONGEST_BAG, (len(FEATURES) * _SAMPLES,), generator=generator)
-    rows = {name: config.num_embeddings for config in _configs() for name in config.feature_names}
+    rows = {name: config.num_embeddings for config in CONFIGS for name in config.feature_names}
     rows["session"] = _SESSIONS
     ids = []
     for name, own in zip(FEATURES, lengths.view(len(FEATURES), _SAMPLES), strict=True):
@@ -105,9 +76,9 @@ def _batch(number: int) -> tuple[tierstore.KeyedJaggedTensor, Tensor]:
 class _Dense:
     """Weights, and the state of the random numbers: all of it is committed alongside the rows."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(5)
-        self._layer = torch.nn.Linear(columns, 1)
+        self._layer = torch.nn.Linear(sum(each.embedding_dim * len(each.feature_names) for each in CONFIGS), 1)
         self._optimizer = torch.optim.SGD(self._layer.parameters(), lr=0.01)
 
     def step(self, pooled: Tensor, target: Tensor) -> None:
@@ -127,142 +98,76 @@ class _Dense:
         torch.set_rng_state(tensors["random"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How the store is used; no bit of what it holds depends on it.
-
-    Attributes:
-        growth_bytes: written between two anchors in the background.
-        depth: batches prefetched.
-        stall_seconds: at some of the named points, now one and now another, the thread that reaches it waits so long.
-    """
-
-    policy: Literal["lru", "lfu"] = "lru"
-    keep: int = 2
-    ddr: str = "448KiB"
-    hbm: str = "0"
-    growth_bytes: int = 256 * 2**10
-    depth: int = 2
-    stall_seconds: float = 0
-
-
-class _Life:
-    """From the store's version to the end of the plan; ``look`` is given each position while nothing else goes on."""
-
-    def __init__(
-        self, store: tierstore.Store, plan: Sequence[Action], depth: int, report: Report,
-        look: Callable[[int], None] | None = None,
-    ) -> None:  # fmt: skip
-        self._store, self._plan, self._depth, self._report, self._look = store, plan, depth, report, look
-        for config in _configs():
+def train(
+    directory: Path, commits: int, report: Report = quiet, *, depth: int = 2,
+    look: Callable[[int, tierstore.Store], None] | None = None, **settings: Any,
+) -> None:  # fmt: skip
+    """Go on from the store's version until there were so many commits; no bit depends on how it is opened. Reports
+    "opened", and of commits "begin" and "durable" or "failed"; ``look`` is given each position while nothing else goes
+    on."""
+    with tierstore.open(directory, threads=1, **settings) as store:
+        for config in CONFIGS:
             store.create_table(config)
-        self._collection = tierstore.TieredEmbeddingBagCollection(store)
-        self._dense = _Dense(sum(config.embedding_dim * len(config.feature_names) for config in _configs()))
-        self._position = self._committed = self._take_up()
-        self._last: Future[int] | None = None
+        collection, dense = tierstore.TieredEmbeddingBagCollection(store), _Dense()
+        if store.version:
+            dense.load(store.tensors())
+        first = int(store.extra.get("position", 0))
         if look is not None:
-            look(self._position)
-        report("opened", position=self._position, numbers=list(store.versions))
-
-    def _take_up(self) -> int:
-        """Have the dense part be as the store's version says; its position."""
-        if self._store.version:
-            self._dense.load(self._store.tensors())
-        return int(self._store.extra.get("position", 0))
-
-    def run(self) -> None:
-        while self._position < len(self._plan):
-            if self._plan[self._position].kind == "rollback":
-                self._go_back(self._plan[self._position].number)
-            else:
-                kinds = [action.kind for action in self._plan[self._position :]]
-                stop = kinds.index("rollback") if "rollback" in kinds else len(kinds)
-                self._go_on(self._plan[self._position : self._position + stop])
-
-    def _go_on(self, actions: Sequence[Action]) -> None:
-        batches = (_batch(action.number) for action in actions if action.kind == "train")
-        ahead = tierstore.prefetch(batches, self._collection, depth=self._depth, features=lambda batch: batch[0])
+            look(first, store)
+        report("opened", position=first)
+        steps = range(first, commits * STEPS_A_COMMIT)
+        ahead = tierstore.prefetch(map(_batch, steps), collection, depth=depth, features=lambda batch: batch[0])
         with contextlib.closing(ahead):
-            for action in actions:
-                if action.kind == "train":
-                    ids, target = next(ahead)
-                    self._dense.step(self._collection(ids).values(), target)
-                    for table in self._store.tables.values():
-                        table.learning_rate *= _RATE_DECAY
-                self._position += 1
-                if action.kind == "commit":
-                    self._commit(self._position)
-
-    def _commit(self, position: int) -> None:
-        self._report("begin", position=position)
-        self._last = self._store.commit_async(extra={"position": position}, tensors=self._dense.tensors())
-        self._last.add_done_callback(lambda done: self._tell(done, position))
-        self._committed = position
-        if self._look is not None:
-            self._last.result()
-            self._look(position)
-
-    def _tell(self, done: "Future[Any]", position: int) -> None:
-        error = done.exception()
-        if error is None:
-            self._report("durable", position=position, version=done.result())
-        else:
-            self._report("failed", words=f"the commit at {position}: {error!r}")
-
-    def _go_back(self, position: int) -> None:
-        """To the version of that position, one of the last two."""
-        if self._last is not None:
-            self._last.result()
-        self._report("going back", position=position)
-        self._store.rollback(self._store.versions[-2 if position < self._committed else -1])
-        assert self._take_up() == position
-        self._committed = position
-        self._position += 1
-        self._report("back", position=position)
+            for position, (ids, target) in enumerate(ahead, first + 1):
+                dense.step(collection(ids).values(), target)
+                for table in store.tables.values():
+                    table.learning_rate *= _RATE_DECAY
+                if position % STEPS_A_COMMIT == 0:
+                    report("begin", position=position)
+                    pending = store.commit_async(extra={"position": position}, tensors=dense.tensors())
+                    pending.add_done_callback(lambda done, position=position: _tell(report, done, position))  # type: ignore[misc]
+                    if look is not None:
+                        pending.result()
+                        look(position, store)
 
 
-def train(directory: Path, plan: Sequence[Action], settings: Settings, report: Report) -> None:
-    """Go on from the store's version to the end of the plan. Reports "opened", "begin" and "durable" (of commits),
-    "going back" and "back" (of rollbacks), "closing"; "failed" where a commit did."""
-    with tierstore.open(
-        directory, ddr=settings.ddr, hbm=settings.hbm, policy=settings.policy, keep=settings.keep, threads=1
-    ) as store:
-        _Life(store, plan, settings.depth, report).run()
-        report("closing")
+def _tell(report: Report, done: Any, position: int) -> None:
+    error = done.exception()
+    if error is None:
+        report("durable", position=position, version=done.result())
+    else:
+        report("failed", words=f"the commit at {position}: {error!r}")
 
 
 def live(
-    directory: Path, plan: Sequence[Action], settings: Settings, report: Report, *, boot: int, kill_at: tuple[str, int]
-) -> None:
+    directory: Path, commits: int, report: Report, *, boot: int, kill_at: tuple[str, int], growth_bytes: int,
+    **settings: Any,
+) -> None:  # fmt: skip
     """``train`` in a process of its own, which ends at the ``kill_at[1]``-th time the point ``kill_at[0]`` is
-    reached; then "closed"."""
+    reached. ``growth_bytes``: written between two anchors in the background."""
     reached: Counter[str] = Counter()
 
     def hook(name: str) -> None:
         reached[name] += 1
         if (name, reached[name]) == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if settings.stall_seconds and zlib.crc32(f"{name} {reached[name]}".encode()) % _POINTS_A_STALL == 0:
-            time.sleep(settings.stall_seconds)
 
     killpoints.hook = hook
     watch_names(hook)
-    row_file.GROWTH_BYTES = settings.growth_bytes  # type: ignore[misc]
+    row_file.GROWTH_BYTES = growth_bytes  # type: ignore[misc]
     with other_boot(boot):
-        train(directory, plan, settings, report)
-    report("closed")
+        train(directory, commits, report, **settings)
 
 
-def expected_states(directory: Path, plan: Sequence[Action]) -> dict[int, State]:
+def expected_states(directory: Path, commits: int) -> dict[int, State]:
     """By position, what each version holds in a run that nobody kills: all rows in memory, each commit waited for. At
     0, what there is before the first."""
     states: dict[int, State] = {}
-    with tierstore.open(directory, ddr="8MiB", keep=2, threads=1) as store:
 
-        def look(position: int) -> None:
-            states[position] = state_of(store)
+    def look(position: int, store: tierstore.Store) -> None:
+        states[position] = state_of(store)
 
-        _Life(store, plan, 0, lambda *_, **__: None, look).run()
+    train(directory, commits, look=look, ddr="8MiB", keep=2, depth=0)
     return states
 
 

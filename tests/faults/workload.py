@@ -1,6 +1,8 @@
 """A training run and what it must leave behind: a model of each table in plain numpy, copied at each commit."""
 
+import copy
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,28 +15,23 @@ from numpy.typing import NDArray
 import tierstore
 from tierstore import optim
 from tierstore.errors import PartlyTrainedError
+from tierstore.layout import KEY_ROW_BITS
 
-__all__ = ["DDR", "Snapshot", "Trained", "Workload", "configs", "copied", "differences", "first_tables"]
+__all__ = ["DDR", "Snapshot", "Trained", "Workload", "differences", "first_tables"]
 
 DDR = "476KiB"
-SLACK = 1.05  # so that most transactions clean
 """Holds a fifth of the rows: the others are written back while training."""
+SLACK = 1.05  # so that most transactions clean
 Floats = NDArray[np.float32]
-
-
-def configs() -> list[tierstore.TableConfig]:
-    return [
-        tierstore.TableConfig(
-            name="trained",
-            num_embeddings=700,
-            embedding_dim=16,
-            init=tierstore.init.Uniform(-1, 1, seed=3),
-            optimizer=optim.Adagrad(lr=0.5),
-        ),
-        tierstore.TableConfig(
-            name="written", num_embeddings=400, embedding_dim=60, init=tierstore.init.Uniform(-1, 1, seed=4)
-        ),
-    ]
+CONFIGS = [
+    tierstore.TableConfig(
+        name="trained", num_embeddings=700, embedding_dim=16, init=tierstore.init.Uniform(-1, 1, seed=3),
+        optimizer=optim.Adagrad(lr=0.5),
+    ),
+    tierstore.TableConfig(
+        name="written", num_embeddings=400, embedding_dim=60, init=tierstore.init.Uniform(-1, 1, seed=4)
+    ),
+]  # fmt: skip
 
 
 @dataclass
@@ -53,30 +50,27 @@ class Trained:
         root = np.sqrt(self.sums[rows]) + np.float32(1e-10)
         self.weights[rows] -= np.float32(0.5) * gradient / root
 
-    def copy(self) -> "Trained":
-        return Trained(self.weights.copy(), self.sums.copy())
+
+Tables = dict[str, Trained]
 
 
 @dataclass
 class Snapshot:
     extra: dict[str, Any]  # no two have the same
     tensors: dict[str, torch.Tensor]
-    tables: dict[str, Trained]
+    tables: Tables
     version: int | None = None  # its number; None until the commit returned
     kept: "tuple[Snapshot, ...]" = ()  # versions that can be opened when this one is the last, itself the last of them
 
 
-def first_tables(directory: Path) -> dict[str, Trained]:
+def first_tables() -> Tables:
     tables = {}
-    with tierstore.open(directory, ddr="4MiB", threads=1) as store:
-        for config in configs():
-            rows = store.create_table(config).read(torch.arange(config.num_embeddings)).numpy()
-            tables[config.name] = Trained(rows.copy(), np.zeros_like(rows))
+    for index, config in enumerate(CONFIGS):
+        count, dim = config.num_embeddings, config.embedding_dim
+        rows, keys = np.empty((count, dim), np.float32), np.arange(count) | index << KEY_ROW_BITS
+        config.init.fill(keys, np.arange(count, dtype=np.int32), rows, dim, 0)
+        tables[config.name] = Trained(rows, np.zeros_like(rows))
     return tables
-
-
-def copied(tables: dict[str, Trained]) -> dict[str, Trained]:
-    return {name: table.copy() for name, table in tables.items()}
 
 
 @dataclass
@@ -89,7 +83,7 @@ class Workload:
         keep: versions to keep.
     """
 
-    tables: dict[str, Trained]
+    tables: Tables
     generator: np.random.Generator
     mark: Callable[[str, Any], None] = lambda label, value: None
     keep: int = 1
@@ -98,12 +92,11 @@ class Workload:
     store: Any = field(default=None)
     last: Snapshot | None = None  # the last commit that returned
     unfinished: tuple[str, Trained] | None = None  # the table that a call is changing, and what it is to be afterwards
-    _pending: tuple[Snapshot, Any] | None = None
+    pending: tuple[Snapshot, "Future[int]"] | None = None
 
-    def open(self, directory: Path, **settings: Any) -> "Workload":
-        own = {"ddr": DDR, "threads": 1, "keep": self.keep, "slack": SLACK}
-        self.store = tierstore.open(directory, **(own | settings))
-        for config in configs():
+    def open(self, directory: Path) -> "Workload":
+        self.store = tierstore.open(directory, ddr=DDR, threads=1, keep=self.keep, slack=SLACK)
+        for config in CONFIGS:
             self.store.create_table(config)
             self.mark("table", config.name)
         return self
@@ -113,33 +106,26 @@ class Workload:
         for _ in range(steps):
             ids = self.generator.random(batch) ** 2 * len(self.tables["trained"].weights)
             self.train_rows(ids.astype(np.int64))
-            self._write_rows(batch // 3)
+            after = copy.deepcopy(self.tables["written"])
+            rows = self.generator.choice(len(after.weights) // 2, batch // 3, replace=False)
+            after.weights[rows] = self.generator.random((len(rows), after.weights.shape[1]), np.float32)
+            self.unfinished = "written", after
+            self.store["written"].write(torch.from_numpy(rows), torch.from_numpy(after.weights[rows]))
+            self.tables["written"], self.unfinished = after, None
             self.steps += 1
 
     def train_rows(self, ids: NDArray[np.int64]) -> None:
-        after = self.tables["trained"].copy()
+        after = copy.deepcopy(self.tables["trained"])
         gradients = self.generator.integers(-3, 4, (len(ids), after.weights.shape[1])).astype(np.float32)
         after.step(ids, gradients)
         self.unfinished = "trained", after
         bag = tierstore.TieredEmbeddingBag(self.store["trained"], mode="sum")
         out = bag(torch.from_numpy(ids), torch.arange(len(ids)))
         (out * torch.from_numpy(gradients)).sum().backward()
-        self._finish()
-
-    def _write_rows(self, count: int) -> None:
-        after = self.tables["written"].copy()
-        ids = self.generator.choice(len(after.weights) // 2, count, replace=False)
-        after.weights[ids] = self.generator.random((count, after.weights.shape[1]), np.float32)
-        self.unfinished = "written", after
-        self.store["written"].write(torch.from_numpy(ids), torch.from_numpy(after.weights[ids]))
-        self._finish()
-
-    def _finish(self) -> None:
-        assert self.unfinished is not None
-        name, after = self.unfinished
-        self.tables[name], self.unfinished = after, None
+        self.tables["trained"], self.unfinished = after, None
 
     def take_up(self) -> None:
+        """After a call that failed: each row is as before it or after it."""
         name, after = self.unfinished or ("trained", self.tables["trained"])
         before = self.tables[name]
         rows = self.store[name].read(torch.arange(len(before.weights))).numpy()
@@ -148,45 +134,35 @@ class Workload:
         before.weights[done], before.sums[done] = after.weights[done], after.sums[done]
         self.unfinished = None
 
-    def snapshot(self) -> Snapshot:
+    def commit(self, steps: int = 0) -> Snapshot:
+        """In the background of so many steps."""
         self.serial += 1
         extra = {"step": self.steps, "serial": self.serial}
-        return Snapshot(extra, {"dense": torch.arange(3) * self.steps}, copied(self.tables))
-
-    def begin(self) -> tuple[Snapshot, Any]:
-        begun, self._pending = self.snapshot(), None
+        begun = Snapshot(extra, {"dense": torch.arange(3) * self.steps}, copy.deepcopy(self.tables))
+        self.pending = None
         self.mark("begun", begun)
-        return begun, self.store.commit_async(extra=begun.extra, tensors=begun.tensors)
-
-    def end(self, begun: Snapshot, future: Any) -> Snapshot:
-        number = future.result()
-        before = self.last.kept if self.last is not None else ()
-        assert not before or number > (before[-1].version or 0)
-        begun.version, begun.kept = number, (*before, begun)[-self.keep :]
-        self.last = begun
-        self.mark("returned", begun)
+        self.pending = begun, self.store.commit_async(extra=begun.extra, tensors=begun.tensors)
+        self.train(steps)
+        self.settle()
         return begun
 
-    def commit(self) -> Snapshot:
-        return self.end(*self.begin())
-
-    def commit_beside(self, steps: int) -> Snapshot:
-        self._pending = begun, future = self.begin()
-        self.train(steps)
-        self._pending = None
-        return self.end(begun, future)
-
     def settle(self) -> None:
-        pending, self._pending = self._pending, None
+        """Wait for the commit that is pending."""
+        pending, self.pending = self.pending, None
         if pending is not None:
-            self.end(*pending)
+            begun, number = pending[0], pending[1].result()
+            before = self.last.kept if self.last is not None else ()
+            assert not before or number > (before[-1].version or 0)
+            begun.version, begun.kept = number, (*before, begun)[-self.keep :]
+            self.last = begun
+            self.mark("returned", begun)
 
     def rollback(self, to: Snapshot) -> None:
         assert self.last is not None
-        kept = tuple(old for old in self.last.kept if (old.version or 0) <= (to.version or 0))
+        assert to.version is not None
+        kept = tuple(old for old in self.last.kept if (old.version or 0) <= to.version)
         shown = replace(to, kept=kept)
         self.mark("begun", shown)
-        assert to.version is not None
         self.store.rollback(to.version)
         self.mark("returned", shown)
         self.show(shown)
@@ -205,11 +181,8 @@ class Workload:
         self.train(goal - self.steps)
 
     def show(self, shown: Snapshot) -> None:
-        self.last, self.tables, self.steps = shown, copied(shown.tables), shown.extra.get("step", 0)
+        self.last, self.tables, self.steps = shown, copy.deepcopy(shown.tables), shown.extra.get("step", 0)
         self.unfinished = None
-
-    def close(self) -> None:
-        self.store.close()
 
 
 def differences(store: Any, kept: Snapshot) -> list[str]:
