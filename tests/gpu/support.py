@@ -48,7 +48,7 @@ def make_batches(steps: int, *, device: str = "cpu", scaled: bool = True, seed: 
 def make_tables(store: tierstore.Store, **config: Any) -> None:
     for seed, names in enumerate((("a", "b"), ("c", "d"))):
         init = tierstore.init.Uniform(-1, 1, seed=seed)
-        given = {"optimizer": optim.RowWiseAdagrad(lr=0.1), "init": init} | config
+        given: dict[str, Any] = {"optimizer": optim.RowWiseAdagrad(lr=0.1), "init": init} | config
         store.create_table(
             tierstore.TableConfig(
                 name=f"table {seed}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=names, **given

@@ -55,8 +55,9 @@ def open_store(
     """In memory, if there is no directory."""
     configs = configs or (simple(),)
     settings["hbm"] = least(configs, settings.get("policy", "lru")) if hbm == LEAST else hbm
-    settings["cold"] = "lmdb" if directory else "memory"
-    store = tierstore.open(directory, **({"ddr": "2MiB", "threads": 1} | settings))
+    cold: Any = "lmdb" if directory else "memory"
+    given: dict[str, Any] = {"ddr": "2MiB", "threads": 1} | settings
+    store = tierstore.open(directory, cold=cold, **given)
     for each in configs:
         store.create_table(each)
     return store

@@ -70,7 +70,7 @@ def make_batch(
     # Features side by side, the last one first, a gap before and behind.
     columns, table_of = 4 + dim * np.arange(features)[::-1], rng.permutation(tables)[np.arange(features) % tables]
 
-    def numbered(*values: Any) -> list[Tensor]:
+    def numbered(*values: Any) -> Any:
         return [torch.from_numpy(np.ascontiguousarray(each, np.int32)) for each in values]
 
     def normal(*shape: int) -> Tensor:
