@@ -248,7 +248,7 @@ def _edits_of_indexes() -> list[bytes]:
         for page in range(len(_segments()[0]))
         for word in (COUNT, segments.NEWEST, segments.OLDEST, KEYS, KEYS + 1)
     ]
-    return [struct.pack("<BBHI", (1, 2, 4, 5)[page % 4], page, 16 + 8 * word, 7 + word) for page, word in places]
+    return [struct.pack("<BBHI", (1, 2, 4, 5)[page % 4], page, 16 + 8 * word, 7 + word) for page, word in places[::2]]
 
 
 # An update's file, or the payload or the rows in one whose checksums are right.

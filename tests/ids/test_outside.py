@@ -35,7 +35,7 @@ KEY = "embedding_bags.item."
 MARK = 0x1122334455667788
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     rules=RULES,
     versions=st.lists(st.tuples(st.lists(BATCHES, min_size=1, max_size=3), BATCHES), min_size=2, max_size=4),
@@ -91,7 +91,7 @@ def test_a_hostile_update_is_refused_or_read_as_damaged(tmp_path: Path) -> None:
         read(tmp_path / "replica")
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     batches=st.lists(BATCHES, max_size=4), later=st.lists(BATCHES, min_size=1, max_size=4), other=BATCHES,
     form=st.sampled_from(["safetensors", "checkpoint", "dcp"]), eviction=st.sampled_from([LRU(), LFU()]), rules=RULES,
