@@ -173,7 +173,7 @@ def drop_all(directory: Path, *, by_collector: bool) -> None:
     for each in listed:
         next(each)
     held = [store.commit_async(), store.record(f"{directory}.npz"), store.optimizer(), table, dynamic, bag, other]
-    rings = _rings(store)
+    rings = [store._cold._file.map.locks.rings.take()]  # type: ignore[union-attr]
     everything = [store, optimizer, outputs, hook, listed, held, rings]
     del store, table, dynamic, bag, other, optimizer, outputs, hook, listed, pipelines, held, rings, parameter, each
     if by_collector:
@@ -190,11 +190,6 @@ def drop_all(directory: Path, *, by_collector: bool) -> None:
     gc.collect()
     sys.settrace(None)
     assert ran == []
-
-
-def _rings(store: tierstore.Store) -> list[object]:
-    ring = store._cold._file.map.locks.rings.take()  # type: ignore[union-attr]
-    return [] if ring is None else [ring]
 
 
 def test_nothing_of_python_runs_where_errors_are_dropped(store_dir: Path) -> None:
