@@ -28,7 +28,6 @@ from tierstore.io import mapped, reads, writer
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap
 from tierstore.io.segments import stored_segments
-from tierstore.io.sigbus import Guard
 from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
@@ -53,15 +52,11 @@ def commit_some_rows(path: Path) -> None:
         commit(tier, b"two")
 
 
-def _rows_guard(tier: LmdbColdTier) -> Guard:
-    return tier._file.map.rows.guard
-
-
 def test_zeros_do_not_count_though_the_page_is_the_files_again(
     tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another reader may map the file again between the copy of a row and its checksum."""
-    rows = _rows_guard(tier)
+    rows = tier._file.map.rows.guard
     refuse(rows, page_of(tier, 0, 7))
     real = reads.gather
 
@@ -134,8 +129,8 @@ def test_a_bad_page_that_others_meet_stops_no_commit(tier: LmdbColdTier) -> None
 
     def meet() -> None:
         while not is_over.is_set():
-            _rows_guard(tier).begin()
-            refuse(_rows_guard(tier), page)
+            tier._file.map.rows.guard.begin()
+            refuse(tier._file.map.rows.guard, page)
             assert not tier._file.map.rows.words[page * PAGE // 8]
 
     thread = threading.Thread(target=meet)
@@ -241,7 +236,7 @@ def test_a_handler_that_was_put_over_ours(tier: LmdbColdTier) -> None:
     faulthandler.disable()
     faulthandler.enable()
     try:
-        refuse(_rows_guard(tier), page_of(tier, 0, 7))
+        refuse(tier._file.map.rows.guard, page_of(tier, 0, 7))
         with pytest.raises(UnreadableError):
             check_rows(tier, WIDE, keys_of(0, ALL), 1)
     finally:

@@ -241,9 +241,9 @@ def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
     """Between any two pieces of the listing rows are used, some leave and others come, at random."""
     random = np.random.default_rng(3)
     for _ in range(20):
-        cache = DdrCache(100, weight_words=1, state_words=0, policy=policy)
+        cache, before = DdrCache(100, weight_words=1, state_words=0, policy=policy), np.random.default_rng(7)
         for _ in range(30):
-            visit(cache, random.zipf(1.3, 20) % 300)
+            visit(cache, before.zipf(1.3, 20) % 300)
         came = stayed = set(cache.keys_of(cache.resident_slots()).tolist())
         found = Listing()
         while cache.list_more(found, 8):
