@@ -31,8 +31,10 @@ BLOCKS: list[tuple[str, ...]] = [
     *([STEP] * 4), ("look up", "look up", "train", "train"), ("prefetch",), ("clip",), ("average",), ("balance",),
     ("create",), ("commit",), ("commit",),
 ]  # fmt: skip
-SEEDS: Final = range(12)
 MISTAKES = ["leave out", "do twice", "swap", "wrong id", "owner fails", "wrong extra", "disk full", "raise", "new rate"]
+SEEDS: Final = range(len(MISTAKES))
+OF: Final = {"wrong id": "look up", "owner fails": "look up", "wrong extra": "commit", "disk full": "commit"}
+"""Calls that mistakes are made in; others are in any."""
 
 
 class Call(NamedTuple):
@@ -57,7 +59,8 @@ def schedule(seed: int) -> list[Call]:
 def mistaken(calls: Sequence[Call], seed: int) -> list[Call]:
     """What the rank calls that makes a mistake."""
     draw, found = random.Random(-seed), list(calls)
-    mistake, place = draw.choice(MISTAKES), draw.randrange(len(calls) - 1)
+    mistake = MISTAKES[seed % len(MISTAKES)]
+    place = draw.choice([n for n, call in enumerate(calls[:-1]) if call.name == OF.get(mistake, call.name)])
     if mistake == "leave out":
         del found[place]
     elif mistake == "do twice":

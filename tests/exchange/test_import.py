@@ -184,6 +184,7 @@ def test_conversion_is_asked_for_and_rounds_as_torch_does(tmp_path, source, targ
 
 
 ADAM, ADAGRAD = {"optimizer": OPTIMIZERS["adam"]}, {"optimizer": OPTIMIZERS["adagrad"]}
+MOMENTS = ("a.exp_avg", "a.exp_avg_sq")
 PARTS = {"a.weight": some(), **{f"a.{name}": torch.as_tensor(part) for name, part in STATE.items()}}
 
 
@@ -206,7 +207,11 @@ PARTS = {"a.weight": some(), **{f"a.{name}": torch.as_tensor(part) for name, par
         (PARTS, ADAM | {"mapping": {"a.exp_avg": "item.exp_avg"}}, "of a table 'item', whose weights are not"),
         (PARTS, {"mapping": {"a.weight": "item", "a.exp_avg": "item.exp_avg"}}, "has SGD, without exp_avg; import"),
         (PARTS, ADAGRAD | {"mapping": {"a.weight": "item", "a.step": "item.step"}}, "has Adagrad, without step"),
-        (PARTS, {"mapping": dict.fromkeys(PARTS, "item.sum")}, "would be 'item.sum'"),
+        (
+            PARTS,
+            ADAGRAD | {"mapping": {"a.weight": "item"} | dict.fromkeys(MOMENTS, "item.sum")},
+            "would be 'item.sum'",
+        ),
     ],
 )
 def test_what_cannot_be_a_table_is_named_and_makes_no_store(tmp_path, tensors, arguments, message):

@@ -150,7 +150,7 @@ def best_of_all(tables: list[TableConfig], demand: Demand, limit: float) -> floa
 SHAPE = st.tuples(st.integers(1, 3000), st.sampled_from([4, 8, 16]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     shapes=st.lists(SHAPE, min_size=1, max_size=12),
     share=st.sampled_from([1.0, 1.2, 2.0]),
