@@ -32,7 +32,8 @@ def found_plan(
     optimizer are planned together, as costs are of one."""
     ranks, counted, found = store.ranks, [table for table in tables if table.ids is None], dict[str, Sharding]()
     asked = _evenly(ranks, counted) if demand is None else demand_of(demand, counted, ranks.size)
-    for kind in dict.fromkeys(table.optimizer.kind for table in counted):
+    kinds: Any = dict.fromkeys(table.optimizer.kind for table in counted)
+    for kind in kinds:
         known = costs
         if costs is None:
             if ranks.size != dist.get_world_size():
