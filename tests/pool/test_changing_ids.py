@@ -58,9 +58,9 @@ def _open(**where: Any) -> tierstore.Store:
     store = tierstore.open(cold="memory", policy="lru", **where)
     for name in ("looked up", "another"):
         rule = tierstore.optim.SGD(lr=0.5)
-        store.create_table(
-            tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule)
-        ).read(torch.arange(ROWS))  # else ids are read again when it is known that a row is missing
+        store.create_table(tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule))
+    for table in store.tables.values():
+        table.read(torch.arange(ROWS))  # else ids are read again when it is known that a row is missing
     return store
 
 
