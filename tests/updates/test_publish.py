@@ -14,9 +14,9 @@ from tierstore import errors
 from tierstore.layout import KEY_ROW_BITS, ROW_MASK
 from tierstore.system import killpoints
 from tierstore.updates import Origin, Update, apply_update, origin_of, roll_back_replica
-from tierstore.updates.delta import urgent_rows
 from tierstore.updates.listing import Listing, Verdict, way
 from tierstore.updates.publish import Publisher
+from tierstore.updates.write import urgent_rows
 
 
 def values(directory: Path, version: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tables sharded over the ranks of ``torch.distributed``; every rank has its own tiers."""
 
-from .collection import (
+from .model import shard
+from .modules import (
     ShardedTieredEmbedding,
     ShardedTieredEmbeddingBag,
     ShardedTieredEmbeddingBagCollection,
@@ -9,7 +10,6 @@ from .collection import (
     data_parallel,
     own_tensors,
 )
-from .model import shard
 from .plan import Plan, Sharding
 from .store import ShardedStore, open_sharded
 from .tower_modules import TowerTieredEmbeddingBagCollection, TowerTieredEmbeddingCollection

@@ -25,7 +25,7 @@ from ..pool.converting import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
 from ..trace import Trace
-from .collection import (
+from .modules import (
     ShardedModule,
     ShardedTieredEmbedding,
     ShardedTieredEmbeddingBag,

@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from ..nn.collection import strides_of
 from ..nn.function import Prepared
 from ..nn.jagged import JaggedLike, KeyedTensor
-from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average
 from .lookup import ShardedLookup
+from .modules import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average
 from .owners import Owners
 from .pooled import BagsRoute, PooledLookup, PooledPlace, piece_sizes
 from .ranks import Precision, Ranks, decoded, encoded

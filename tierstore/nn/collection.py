@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..lookup.jagged import DeviceJagged
+from ..lookup.device_ids import DeviceJagged
 from ..lookup.lookup import make_lookup
 from ..pool.joined import Features, Jagged, Joined
 from ..store import Store, Table

@@ -324,7 +324,7 @@ class Jagged(NamedTuple):
 
     @property
     def on_host(self) -> "Jagged":
-        """Itself; ``lookup.jagged.DeviceJagged`` copies."""
+        """Itself; ``lookup.device_ids.DeviceJagged`` copies."""
         return self
 
     def join(self, features: Features, places: Sequence[int]) -> Joined:

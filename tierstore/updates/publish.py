@@ -20,10 +20,10 @@ from ..store.directory import Opened
 from ..system.files import make_directory
 from ..system.killpoints import reach
 from ..system.sizes import format_size
-from .delta import open_source, source_in, urgent_rows, write_update
 from .fetch import Source
 from .listing import MADE_NAME, MAX_FILES, Folder, Listing, Offered, way
 from .update_file import Origin
+from .write import open_source, source_in, urgent_rows, write_update
 
 _LOG: Final = logging.getLogger("tierstore.updates")
 _MAX_OLDER: Final = 64

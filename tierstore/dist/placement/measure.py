@@ -26,7 +26,7 @@ from ...nn.jagged import KeyedJaggedTensor
 from ...optim import Optimizer
 from ...optim.configs import RULES, RuleName
 from ...trace import TableTrace, Trace
-from ..collection import ShardedTieredEmbeddingBagCollection, data_parallel
+from ..modules import ShardedTieredEmbeddingBagCollection, data_parallel
 from ..plan import Sharding
 from ..ranks import Ranks, ranks_on_host
 from ..store import open_sharded

@@ -34,8 +34,8 @@ from tierstore.offline.salvage import salvage
 from tierstore.store import version as payloads
 from tierstore.store.version import MAX_ANCESTORS, NO_LINEAGE, ORIGIN_KEY, Ancestor, Lineage
 from tierstore.updates import Applied, Origin, Update, apply_update, origin_of
-from tierstore.updates.delta import Head
 from tierstore.updates.update_file import UpdateFile
+from tierstore.updates.write import Head
 
 
 def sent_rows(update: Update) -> dict[str, set[int]]:
