@@ -141,6 +141,7 @@ NOTHING = b"\x00\x00\x00\xff\xff"
 @pytest.mark.parametrize(
     ("encoding", "first", "status"),
     [("gzip", gzipped(JSON) + b"more", Status.INVALID), ("deflate", b"\x78\x01" + NOTHING * 199, Status.TOO_LARGE)],
+    ids=["more after its end", "blocks of nothing"],
 )
 def test_what_cannot_become_a_body_is_not_read_to_its_end(encoding: str, first: bytes, status: Status) -> None:
     received = []
