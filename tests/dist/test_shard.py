@@ -337,7 +337,7 @@ def refusals() -> list[str]:
 
     def refuse(model: nn.Module, **options: Any) -> None:
         before = dict(model.named_modules())
-        with pytest.raises((ValueError, OSError, TableError, RankError)) as raised:
+        with pytest.raises((ValueError, TypeError, OSError, TableError, RankError)) as raised:
             shard(model, store, **({"plan": None} | options))
         told.append(str(raised.value))
         assert dict(model.named_modules()) == before
@@ -353,6 +353,7 @@ def refusals() -> list[str]:
         refuse(words(), tables={"dense": "item"})
         refuse(words(), plan=Plan(3, {}))
         refuse(words(), source=__file__)
+        refuse(words(), plan="auto", demand=[words()])
         refuse(nn.Sequential(data_parallel(words())))
         refuse(words(seed=dist.get_rank()))
         refuse(words(), tables={"dense": "item"} if dist.get_rank() else None)  # one rank alone
@@ -365,6 +366,7 @@ def test_what_cannot_be_sharded_is_named(tmp_path: Path) -> None:
         "tables: 'dense' is no nn.Embedding",
         "the plan is for 3 ranks",
         "is a file: import it by tierstore import",
+        "demand must be a Trace",
         "DistributedDataParallel: give its module before",
         "weights of ranks 0 and 1 differs",
     ]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,3 +195,24 @@ def test_the_process_that_compiles_ahead_ends_with_its_parent(tmp_path: Path) ->
             return
         time.sleep(0.05)
     pytest.fail("it goes on")
+
+
+def test_a_fork_while_a_thread_compiles_can_compile() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def compile_on() -> None:
+        while not ended.is_set():
+            numba.njit(lambda x: x + 1)(1)
+            begun.set()
+
+    (thread := threading.Thread(target=compile_on)).start()
+    try:
+        assert begun.wait(60)
+        for _ in range(3):
+            if not (child := os.fork()):
+                signal.alarm(60)
+                os._exit(numba.njit(lambda x: x * 2)(1))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    finally:
+        ended.set()
+        thread.join()

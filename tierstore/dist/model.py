@@ -83,10 +83,9 @@ def shard(
     """Shard a model as it stands over a store's ranks, and make the rest data-parallel; collective.
 
     Replaced are modules over a plain store, TorchRec's ``EmbeddingBagCollection`` and ``EmbeddingCollection``,
-    ``nn.EmbeddingBag`` and ``nn.Embedding``. Those that share a weight or a table still do. The result is bit-identical
-    to sharded modules written by hand. A rank reads only rows that it owns, 8 MiB at a time; weights may be on "meta".
-    Tables that the store has stay: a resumed run goes on. New ones get the rows of ``source``; else the model's, with
-    optimizer state; on "meta", or of a plain store without rows, first values. Nothing is committed.
+    ``nn.EmbeddingBag`` and ``nn.Embedding``. Those that share a weight or a table still do. Bits are those of sharded
+    modules written by hand. A rank reads only rows that it owns, 8 MiB at a time. Tables that the store has stay. New
+    ones get the rows of ``source``; else the model's, with optimizer state; on "meta", first values.
 
     Args:
         model: changed in place; alike on all ranks. Modules that stay are not on "meta", and get rank 0's weights.
@@ -95,7 +94,7 @@ def shard(
         tables: the table's name of torch's modules by path; others stay. Default: all, named by their path.
         optimizer: of tables made of torch's and TorchRec's modules, see ``convert``; a dict is by table name.
             Default: what ``apply_optimizer_in_backward`` gave a weight, else ``SGD()``.
-        init: first values where weights are on "meta". Default: normal with std 1; TorchRec's: as its configs say.
+        init: where weights are on "meta". Default: normal with std 1, or as TorchRec's configs say.
         source: a store or its folder, sharded or not, with tables of these names.
         demand: of "auto": of all ranks' batches. Default: 1,024 samples a rank, an id a feature, all rows alike.
         costs: of "auto": of these ranks, or their file. Default: measured now, in up to a minute.
@@ -105,9 +104,9 @@ def shard(
         ``DistributedDataParallel(model, **options)``, or the model if it has no other parameters that are trained.
 
     Raises:
-        ValueError: modules that cannot be replaced, each with its reason; or a wrong argument. TypeError: ``store`` is
-            none. TableError: ranks' models differ, or the source has another table. OSError: no file. RankError:
-            another rank failed. The model was not changed; tables may have been made, but not committed.
+        ValueError, TypeError: modules that cannot be replaced, each with its reason; a wrong argument. TableError:
+            ranks' models differ, or the source has another table. OSError: no file. RankError: another rank failed. The
+            model was not changed; tables may have been made, but not committed.
     """
     if not isinstance(store, ShardedStore):
         raise TypeError(f"store must be a ShardedStore, as open_sharded gives, not {type(store).__name__}")
@@ -299,7 +298,8 @@ def _rows_of(
             for one in (each.config, source[name].config)
         )
         if wanted != known:
-            raise TableError(f"{source.directory} has {source[name].config}, not {each.config}: give an export of it")
+            told = f"{source.directory} has {source[name].config}, not {each.config}"
+            raise TableError(f"{told}: export it, and import that with this config into a store to give as source")
     return {name: source[name] for name in tables}
 
 

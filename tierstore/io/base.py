@@ -177,6 +177,7 @@ def check_arenas(layout: RowLayout, slots: Int32s, weights: Words, state: Words)
         )
     if int(slots.min()) < 0 or int(slots.max()) >= min(len(weights), len(state)):
         raise ValueError(f"slots must be in [0, {min(len(weights), len(state))})")
+    assert weights.flags.c_contiguous and state.flags.c_contiguous, "kernels take them flat"  # noqa: PT018
 
 
 def require_distinct(keys: Int64s) -> None:

@@ -291,8 +291,9 @@ def _read(words: Words, address: int, page_words: int, limit: int, stored: Store
         statuses[i] = _index_status(words, page_words, limit, first_page, pages, stored[i]["number"])
         if statuses[i] == 0:
             at = first_page * page_words + PAGE_HEADER_WORDS
-            stored[i]["rows"], stored[i]["first_key"] = words[at + COUNT] & COUNT_MASK, words[at + KEYS]
-            stored[i]["newest"], stored[i]["oldest"] = words[at + NEWEST], words[at + OLDEST]
+            stored[i]["rows"] = np.int64(words[at + COUNT] & COUNT_MASK)
+            stored[i]["first_key"] = np.int64(words[at + KEYS])
+            stored[i]["newest"], stored[i]["oldest"] = np.int64(words[at + NEWEST]), np.int64(words[at + OLDEST])
 
 
 def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterator[slice]:

@@ -36,6 +36,7 @@ import numpy as np
 import xxhash
 from numba import types
 from numba.core import event
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import overload
 
 from ..system import __version__
@@ -379,6 +380,11 @@ if JIT_ENABLED:
     FIRST_USE = FirstUse(FOLDER, f"{zlib.crc32(repr(_BUILT_WITH).encode()):08x}")
     event.register("numba:compile", FIRST_USE)
     os.register_at_fork(after_in_child=FIRST_USE.disown)
+    # A fork waits for a thread that compiles: the child's own first kernel would wait for it for ever.
+    os.register_at_fork(
+        before=global_compiler_lock.acquire, after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )  # fmt: skip
 
     def callback(function: Callable[..., None], *arguments: Any) -> Any:
         """A kernel for C, given numba's types of its arguments; its ``address`` is good as long as the object lives."""

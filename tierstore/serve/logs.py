@@ -16,7 +16,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from ..system.checks import excerpt
 from .messages import InferRequest, ServeError
@@ -24,8 +24,8 @@ from .messages import InferRequest, ServeError
 MAX_VALUE_CHARACTERS: Final = 256
 MAX_MESSAGE_CHARACTERS: Final = 4096
 MAX_TRACEBACK_CHARACTERS: Final = 16384
-MAX_WAITING: Final = 1000
-"""Lines that wait to be written."""
+MAX_WAITING_BYTES: Final = 1 << 20
+"""Of lines that wait to be written; one more may begin below it."""
 MAX_FAILURES_PER_SECOND: Final = 20
 """Lines about failed requests, of each status; what is left out is counted by the next line."""
 
@@ -62,55 +62,62 @@ def _field(value: object) -> bool | int | float | str | None:
     return _cut(value, MAX_VALUE_CHARACTERS) if isinstance(value, str) else excerpt(value, MAX_VALUE_CHARACTERS)
 
 
-class _Stderr(logging.StreamHandler[Any]):
+class _Stderr(logging.Handler):
     """Writes to what ``sys.stderr`` is then; to the process's own past its buffer, for whose lock Python waits when it
-    ends."""
+    ends. ``num_bytes``: of lines that it is done with."""
+
+    num_bytes = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        if sys.stderr is not sys.__stderr__:
-            super().emit(record)
-            return
         own: Any = sys.stderr
-        data = f"{self.format(record)}\n".encode()
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
-            while data:
+        with contextlib.suppress(Exception):  # it is closed, or None
+            if own is not sys.__stderr__:
+                own.write(f"{record.msg}\n")
+            left = f"{record.msg}\n".encode() if own is sys.__stderr__ else b""
+            while left:
                 select.select([], [own], [])
-                data = data[os.write(own.fileno(), data) :]
-
-
-@functools.cache
-def _lines() -> "queue.Queue[logging.LogRecord]":
-    """Lines that a thread writes to stderr: nobody else waits for whoever reads that."""
-    found = queue.Queue[logging.LogRecord](MAX_WAITING)
-    QueueListener(found, _Stderr()).start()
-    atexit.register(flush)
-    return found
-
-
-def flush(seconds: float = 1.0) -> None:
-    """Wait until all that was logged is written, at most so long."""
-    end = time.monotonic() + seconds
-    while _lines().unfinished_tasks and time.monotonic() < end:
-        time.sleep(0.002)
+                left = left[os.write(own.fileno(), left) :]
+        self.num_bytes += len(record.msg)
 
 
 class _Handler(QueueHandler):
-    """Leaves lines out while too many wait; the next one that is written has their number."""
+    """Has a thread write lines to stderr: nobody else waits for whoever reads that. Leaves lines out while too many
+    wait; the next one that is written has their number."""
 
-    _num_lost = 0
+    def __init__(self) -> None:
+        # Any allocation may run a finalizer that logs: ``queue.Queue`` would wait for a lock that its caller holds.
+        super().__init__(queue.SimpleQueue[logging.LogRecord]())
+        self._stderr, self._num_bytes, self._num_lost = _Stderr(), 0, 0
+        QueueListener(self.queue, self._stderr).start()
+        atexit.register(self.wait)
+
+    def wait(self, seconds: float = 1.0) -> None:
+        """Until all that was logged is written, at most so long."""
+        end = time.monotonic() + seconds
+        while self._stderr.num_bytes < self._num_bytes and time.monotonic() < end:
+            time.sleep(0.002)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         if self._num_lost:
             record.lines_lost = self._num_lost
-        return cast(logging.LogRecord, super().prepare(record))  # formatted: nothing that the record refers to waits
+        return logging.makeLogRecord({"msg": self.format(record)})  # nothing else of it waits
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        try:
-            super().enqueue(record)
-            self._num_lost = 0
-        except queue.Full:
+        if self._num_bytes - self._stderr.num_bytes >= MAX_WAITING_BYTES:
             self._num_lost += 1
+            return
+        self._num_bytes, self._num_lost = self._num_bytes + len(record.msg), 0
+        super().enqueue(record)
+
+
+@functools.cache
+def _handler() -> _Handler:
+    return _Handler()
+
+
+def flush(seconds: float = 1.0) -> None:
+    """Wait until all that was logged is written, at most so long."""
+    _handler().wait(seconds)
 
 
 def configure(level: str | int = "INFO") -> None:
@@ -119,7 +126,7 @@ def configure(level: str | int = "INFO") -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     root = logging.getLogger()
     root.setLevel(level)
-    handler = _Handler(_lines())
+    handler = _handler()
     handler.setFormatter(Formatter())
     root.handlers = [*(each for each in root.handlers if not isinstance(each, _Handler)), handler]
     for name in ("grpc", "uvicorn", "uvicorn.access", "uvicorn.asgi", "uvicorn.error"):

@@ -31,6 +31,9 @@ def found_plan(
     """The sharding of each table without dynamic ids; collective. Arguments and errors as of ``shard``. Tables of one
     optimizer are planned together, as costs are of one."""
     ranks, counted, found = store.ranks, [table for table in tables if table.ids is None], dict[str, Sharding]()
+    with ranks.telling():
+        if not isinstance(demand, Trace | None):
+            raise TypeError(f"demand must be a Trace, as Store.record writes one, not {type(demand).__name__}")
     asked = _evenly(ranks, counted) if demand is None else demand_of(demand, counted, ranks.size)
     kinds: Any = dict.fromkeys(table.optimizer.kind for table in counted)
     for kind in kinds:
