@@ -151,6 +151,15 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_
     assert {(each.interrupted, each.step, each.bits) for each in resumed} == {(False, STEPS, expected[0])}
 
 
+def test_dynamic_ids_are_stopped_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    changes = {"data__hashing": "none", "embedding__ids": "dynamic", "embedding__num_embeddings": 20}
+    changes |= {"embedding__admit_after": 2, "train__batch_size": 75, "train__epochs": 1}  # 4 steps
+    whole = run(train_rank, 2, tmp_path, config(tmp_path, "whole", train__prefetch_depth=0, **changes))
+    run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), False, 2)
+    resumed = run(train_rank, 2, tmp_path, config(tmp_path, "parts", **changes), True)
+    assert {(each.bits, each.test) for each in resumed} == {(whole[0].bits, whole[0].test)}
+
+
 def train_as_started(words: list[str], port: int, dies_at: int) -> int:
     """The command's status; rank 1 ends in a step."""
     before_step(dies_at, 1, die)

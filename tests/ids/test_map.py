@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -106,6 +107,18 @@ def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, high
             for each in gone:
                 del known[each]
             made.check_integrity()
+
+
+def test_a_queue_that_memory_was_short_for_is_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, everyone = IdMap(5000), lambda rows: np.ones(len(rows), np.bool_)
+    made.put(made.free_rows(5000), np.arange(5000), np.repeat(np.arange(1, 51, dtype=np.uint32), 100))
+    assert len(made.evict(3, [], everyone)) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(id_map, "queue_up_to", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            made.evict(2000, [], everyone)
+    assert made.ids[made.evict(2000, [], everyone)].tolist() == list(range(3, 2003))
+    made.check_integrity()
 
 
 def test_bytes_an_id() -> None:

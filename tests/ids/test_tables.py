@@ -19,9 +19,11 @@ from torch import Tensor
 import tierstore
 from tests.hbm.stores import MODES, few_slots
 from tests.ids.test_machine import INIT
+from tests.io.support import flip, place_of
 from tests.serve.models.stores import asked, tensor
 from tierstore.errors import IdError, TableError
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
+from tierstore.offline.salvage import salvage
 from tierstore.serve.models import Models
 
 BIG = 2**63 - 1
@@ -305,6 +307,19 @@ def test_any_minute_is_a_time(minute: int, way: str, tmp_path: Path) -> None:
         store.set_time(60 * minute + 1020)
         table.admit(torch.tensor([2]))
         assert listed(table) == [2]
+
+
+def test_a_clock_that_repair_has_lost_is_that_of_the_newest_id(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "store", ddr="2MiB") as store:
+        table = store.create_table(config(rows=3))
+        for key in range(9):
+            table.admit(torch.tensor([key]))
+        store.commit()
+        flip(tmp_path / "store", place_of(store._cold, table.index + 1, 0).row)
+    assert len(salvage(tmp_path / "store", tmp_path / "saved").lost) == 1
+    with tierstore.open(tmp_path / "saved", ddr="2MiB") as store:
+        assert store["item"].admit(torch.tensor([20, 21])) == 2
+        assert listed(store["item"]) == [8, 20, 21]
 
 
 COUNTED = {"admission": Frequency(2, 40)}

@@ -35,8 +35,9 @@ from tests.conformance.cold_tier import (
     write_rows,
 )
 from tests.io.support import flip, open_tier, opened, place_of, plain_lmdb
+from tierstore import layout as layout_module
 from tierstore.errors import BudgetError, ChecksumError, DiskFullError
-from tierstore.io import places, row_file, segments
+from tierstore.io import log, places, row_file, segments, writer
 from tierstore.io.base import ColdTier, MemoryColdTier
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import MAX_VERSION
@@ -133,6 +134,15 @@ def test_a_commit_that_finds_no_room_to_clean_stands(
         check_rows(tier, WIDE, keys, 2)
 
 
+def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(opened(tmp_path)) as tier:
+        write_rows(tier, WIDE, keys_of(0, np.arange(500)), 1)
+        clean = Mock(return_value=True)
+        monkeypatch.setattr(tier._writer, "_clean", clean)
+        assert commit(tier, b"") == 1
+        assert 0 < clean.call_count < 30
+
+
 def test_close_waits_for_reads(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     keys = keys_of(0, np.arange(1000))
@@ -205,6 +215,31 @@ def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.Mon
                 bound = max(bound, (slack + 0.1) * rows_bytes + 3 * (growth + transaction))
                 most = max(most, tier.path.stat().st_size / bound)
         assert 0.8 < most <= 1
+
+
+def test_few_pages_are_written_beside_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments, and all that is counted in their pages, are an eighth: 64 MB hold the tree of 500 MB."""
+    counted = ("SEGMENT_PAGES", layout_module), ("GROWTH_BYTES", row_file), ("DELETED_PAGES", log)
+    for name, module in (*counted, ("DELETED_PAGES", writer), ("_CLEANED_PAGES", writer)):
+        monkeypatch.setattr(module, name, getattr(module, name) // 8)
+    monkeypatch.setattr(places, "SMALL_PAGES", 0)
+    layout, num_rows, generator, at = RowLayout(dim=480), 16_000, np.random.default_rng(0), list[tuple[float, int]]()
+    parts = np.split(np.arange(num_rows), 250)
+    with closing(open_tier(tmp_path)) as tier:
+        tier.add_table(0, layout, num_rows)
+        for version in range(10):
+            for part in parts if version else ():
+                write_rows(tier, layout, keys_of(0, part), version)
+            if version:
+                commit(tier, b"")
+                parts = [generator.choice(num_rows, 64, replace=False) for _ in range(60)]
+            with tier.lease_tree() as snapshot:
+                counters, written = tier.counters(), int(Path("/proc/self/io").read_text().split()[3])
+                beside = written - counters.bytes_written - counters.bytes_moved
+                at.append((beside / PAGE, snapshot.txn_id))
+    pages, transactions = np.diff(at, axis=0).T
+    assert pages[0] <= 6 * transactions[0]
+    assert np.mean((pages / transactions)[-4:]) <= 12
 
 
 PAGE = 4096

@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.io.support import flip, place_of
 from tierstore.errors import ChecksumError, ClosedError, TableError
 from tierstore.kernels import jit as _jit
 from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.kernels.threads import Workers
 from tierstore.pool import direct
 
 ROWS = 500
@@ -74,6 +76,23 @@ def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bag
             assert torch.equal(table.pooled(given, offsets, mode=mode), expected)
             hits += len(given)
         assert table.pool.arena.cache.counters().hits == hits
+
+
+def test_a_large_lookup_is_split_over_torchs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Workers(2).native_team():
+        pytest.skip("torch does not compute with GNU's OpenMP here")
+    with _open(tmp_path, threads=2) as store:
+        table = store["a"]
+        table.read(torch.arange(ROWS))
+        ids, offsets = _bags(np.random.default_rng(1), 900, 40)
+        noted = {name: Mock(wraps=getattr(direct, name)) for name in ("pool_at", "look_up_at")}
+        for name, spy in noted.items():
+            monkeypatch.setattr(direct, name, spy)
+        found = [table.pooled(ids, offsets), _by_lookup(table, ids, offsets, "sum")]
+        assert noted["pool_at"].call_args.args[-1], "the team of threads"
+        assert noted["look_up_at"].call_args.args[4]
+        monkeypatch.setattr(Workers, "native_team", lambda _: 0)
+        assert all(torch.equal(each, table.pooled(ids, offsets)) for each in found)
 
 
 def test_a_wrong_id_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -33,8 +34,11 @@ from tests.serve.whole import ADMIN, FREE_PORTS, InThread, command, serving
 from tests.updates.support import change, contents, table_config
 from tierstore.cli import entry as cli
 from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.serve import program
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.grpc.server import InferenceService
 from tierstore.serve.messages import Status
+from tierstore.serve.rest.server import BoundedProtocol
 from tierstore.serve.workers import share_of
 from tierstore.settings.sections import described
 from tierstore.system import sizes
@@ -170,6 +174,22 @@ def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: 
     assert (status["served"], status["newest"], status["update_failures"]) == (5, 5, 0)
     assert status["updates"] >= 4
     assert (status["staleness_seconds"], server.metric("tierstore_version")) == (0, 5)
+
+
+def test_answers_name_the_version_of_their_rows_after_a_move_that_failed_half_way(
+    writer: Writer, server: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(type(server.engine._models), "_made", Mock(side_effect=MemoryError))
+        writer("create", "u", ROWS, DIM)
+        number(writer, 2, "t", "u")
+        wait_for(lambda: server.engine.version == 2)
+        answer = ask_rows(server, [1]).json()
+        assert (answer["model_version"], answer["outputs"][0]["data"][0]) == ("2", 2.0)
+    number(writer, 3, "t", "u")
+    wait_for(lambda: server.engine.version == 3)
+    with Client(server.url) as client:
+        assert (client.rows([7], table="u") == 3.0).all(), "models are made at the next move"
 
 
 def damage(store_dir: Path, version: int) -> None:
@@ -358,6 +378,17 @@ def test_what_cannot_be_served_is_told_in_a_line(
         for flag in ("--port", "--grpc-port"):  # though the workers of one server share theirs
             line = said(capfd, "--store", str(store), *two_workers(), flag, port)
             assert f"cannot listen on 127.0.0.1 port {port}" in line
+
+
+def test_a_server_that_does_not_answer_is_never_ready(
+    store: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with another version of what it uses the private parts of."""
+    monkeypatch.setattr(program, "_ANSWER_SECONDS", 0.2)
+    for place, name in ((InferenceService, "_check"), (BoundedProtocol, "on_headers_complete")):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, lambda *_: 1 // 0)
+            assert "the server does not answer itself" in said(capfd, "--store", str(store), *FREE_PORTS)
 
 
 OF_KINDS: dict[Any, list[Any]] = {int: [True, "x", 1.5], float: [True, "x", math.nan], bool: ["yes", 5], str: [5, True]}

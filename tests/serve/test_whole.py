@@ -10,6 +10,7 @@ import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -35,9 +36,10 @@ from tierstore.cli import entry as cli
 from tierstore.models import DLRM
 from tierstore.serve import hot_rows
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.engine import StoreEngine
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.tls import Tls
-from tierstore.serve.watch import LabelledRows, Watch
+from tierstore.serve.watch import LabelledRows, Watch, WatchReading
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.checkpoint import Position, commit_run, restore_run
 from tierstore.train.config import RunConfig
@@ -347,6 +349,22 @@ def test_a_reading_ends_and_bears_its_first_version(changes: bool, caplog: pytes
     want = -np.log([0.9, 0.8, 2.0**-24]).mean()
     assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
     assert ("version 7 (to 9 in the end) has" if changes else "version 7 has") in caplog.text
+
+
+def test_another_commit_of_the_same_number_is_measured() -> None:
+    """A source restored from a copy uses numbers again."""
+    engine: Any = SimpleNamespace(_config=SimpleNamespace(watch="rows"), _is_ready=True, version=3, commit_id="a")
+    measured = []
+
+    async def measure() -> None:
+        measured.append(engine.commit_id)
+        engine.watched.last = WatchReading(3, 0.5, 9, True, engine.commit_id)
+        engine.commit_id = {"a": "b"}.get(engine.commit_id, "c")
+
+    engine.watched = SimpleNamespace(last=None, measure=measure)
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(StoreEngine.watch_loss(engine), 1))
+    assert measured == ["a", "b", "c"]
 
 
 def test_what_cannot_be_watched_is_said_before_the_server_is_ready(run: RunConfig, tmp_path: Path) -> None:

@@ -154,6 +154,20 @@ ENDING: Final[dict[str, tuple[str, Callable[[Scene], object]]]] = {
 }
 """Each in a scene of its own, as others may then have nothing left to do."""
 
+OF_OTHERS: Final = {
+    "Store": "find_or_require has_rows_of note_partly_trained pool_of require_whole_steps use_optimizer use_rows "
+    "tables version versions extra changed_tables",
+    "Table": "columns converted follows give_rows go_on_at id_error ids in_pool is_whole jagged keys_of local "
+    "lookup name next_hyper note_change pool pooled_directly require_float require_whole restore rounding_seed "
+    "size_bytes state",
+    "Recorder": "add_table note_bags note_lookups note_rows",
+    "Newer": "found manifest rows show_ids version",
+    "PendingCommit": "end",
+    "TieredOptimizer": "add_param_group load_state_dict has_grad collect zero_grad clip_grad_norm_ "
+    "of_own_tables param_groups state_dict",
+}
+"""Public names that users do not call, that only look at what others above do, or that one of these has."""
+
 
 # What a caller has begun: each calls ``act`` amid it.
 
@@ -300,6 +314,13 @@ def test_no_call_waits_for_its_own_caller(tmp_path: Path) -> None:
             hold(scene, partial(_use, scene, f"{holder} ({kind})", calls, slow))
             scene.end()
     assert not slow
+
+
+def test_every_public_call_is_made() -> None:
+    for kind in (tierstore.Store, tierstore.Table, Recorder, Newer, PendingCommit, Prefetched, TieredOptimizer):
+        own = {name for base in kind.__mro__ if "tierstore" in base.__module__ for name in vars(base) if name[0] != "_"}
+        made = {name.partition(".")[2] for name in (*CALLS, *ENDING) if name.startswith(f"{kind.__name__}.")}
+        assert own == made | {*OF_OTHERS.get(kind.__name__, "").split()}, f"CALLS or ENDING of {kind.__name__}"
 
 
 def test_locks_can_be_taken_again_by_the_thread_that_has_them() -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -72,3 +73,16 @@ def test_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(jit, "FOLDER", None)
     assert cli.main(["compile"]) == 1
     assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in capsys.readouterr().err
+
+
+def test_once_a_first_run_is_compiled_no_process_looks_for_its_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Mock(side_effect=OSError)
+    monkeypatch.setattr(jit, "start", start)
+    monkeypatch.setattr(jit, "default_threads", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    jit.FirstUse(tmp_path, "of these sources").note_done()
+    for stamp, expected in (("of these sources", []), ("of others", ["first_run"])):
+        jit.FirstUse(tmp_path, stamp)._begin()
+        assert [call.args[0] for call in start.call_args_list] == expected

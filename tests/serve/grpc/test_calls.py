@@ -2,6 +2,7 @@
 
 import contextlib
 import queue
+import re
 import socket
 import struct
 import threading
@@ -26,7 +27,7 @@ from tests.serve.fronts import SECONDS, Fronted, ask, refused, serving, tensor
 from tests.serve.test_requests import Drawn, Tensor, decode, grpc_message, valid
 from tierstore.serve.grpc import codec
 from tierstore.serve.grpc.codec import split_field
-from tierstore.serve.grpc.messages import INFERENCE_SERVICE
+from tierstore.serve.grpc.messages import INFERENCE_SERVICE, MESSAGES
 from tierstore.serve.grpc.server import _options
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import ServeError, Status
@@ -467,6 +468,32 @@ def test_half_open_calls_do_not_keep_others_out(stack: ExitStack, method: str) -
                 [answer] = stub.ModelStreamInfer(iter([request_of(1)]), timeout=SECONDS)
                 assert not answer.error_message
         assert {str(error).split(" requests are arriving")[0] for _, error in served.engine.refused} == {"16"}
+
+
+# Of these we describe what we send.
+PARTS = {"ModelConfig", "ModelInput", "ModelOutput", "ModelParameter", "InferBatchStatistics", "ModelStatistics"}
+
+
+def fields(message: Any) -> set[tuple[Any, ...]]:
+    return {
+        (each.number, each.name, each.label, {each.TYPE_ENUM: each.TYPE_INT32}.get(each.type, each.type),
+         each.message_type and each.message_type.full_name, each.containing_oneof and each.containing_oneof.name)
+        for each in message.fields
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:label:DeprecationWarning")
+def test_fields_are_those_of_the_proto_files_and_tritons() -> None:
+    tops = [each.DESCRIPTOR for each in MESSAGES.values()]
+    described = [each for own in tops for each in (own, *own.nested_types)]
+    numbers = [(each.name, each.number) for own in described if not own.GetOptions().map_entry for each in own.fields]
+    texts = [path.read_text() for path in Path(codec.__file__).parent.glob("*.proto")]
+    found = [(name, int(number)) for text in texts for name, number in re.findall(r"(\w+) = (\d+);", text)]
+    assert sorted(numbers) == sorted(found)
+    for own in described:
+        if own.file.package == "inference":
+            theirs = fields(service_pb2.DESCRIPTOR.pool.FindMessageTypeByName(own.full_name))
+            assert fields(own) == theirs or (own.name in PARTS and fields(own) < theirs), own.name
 
 
 # Calls that are reset.
