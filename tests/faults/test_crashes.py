@@ -3,9 +3,12 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import tierstore
 from tests.children import run
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.system.killpoints import POINTS
@@ -27,6 +30,39 @@ def test_a_killed_run_loses_nothing(tmp_path: Path, kills: int, rounds: int, com
     assert tally["random"] == kills
     assert all(tally[name] >= rounds for name in POINTS if not name.startswith("rollback"))
     assert tally["ended"] > rounds
+
+
+ROLLED_BACK = """
+from tierstore.system import killpoints
+
+def live(folder, point):
+    store = tierstore.open(folder, ddr="2MiB", threads=1, keep=3)
+    table = store.create_table(table_config())
+    for value in (1, 2, 3):
+        table.write(torch.arange(0, 2000, value), torch.full((len(range(0, 2000, value)), 16), float(value)))
+        store.commit()
+    killpoints.hook = lambda name: os.kill(os.getpid(), signal.SIGKILL) if name == point else None
+    store.rollback(1)
+
+forked(live, *sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("point", [name for name in POINTS if name.startswith("rollback")])
+def test_a_rollback_that_is_killed_has_gone_back_or_not(tmp_path: Path, point: str) -> None:
+    """Whoever writes goes on from what is known to be on the device."""
+    assert run(ROLLED_BACK, tmp_path, point) == "ended with -9\n"
+    kept = {"head put": {3}, "transaction committed": {1, 3}}.get(point.removeprefix("rollback: "), {1})
+    options: Any
+    for options in ({"mode": "r"}, {"keep": 3}, {"mode": "r"}):
+        with tierstore.open(tmp_path, ddr="2MiB", threads=1, **options) as store:
+            expected = torch.full((2000, 16), 0.5)
+            for value in range(1, store.version + 1):
+                expected[::value] = value
+            assert torch.equal(store["t"].read(torch.arange(2000)), expected)
+            assert store.version in kept
+            assert store.versions == tuple(range(1, store.version + 1))
+            store.verify()
 
 
 # Some instants are in generators and threads that end; what is raised there is shown, and goes no further.

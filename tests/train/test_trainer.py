@@ -20,6 +20,7 @@ from tierstore.trace import read_trace
 from tierstore.trace.sampling import is_sampled
 from tierstore.train import train, trainer
 from tierstore.train.build import build_model, open_data, partition_run, trace_run
+from tierstore.train.checkpoint import restore_run
 from tierstore.train.config import ConfigError, load
 from tierstore.train.metrics import Evaluation
 
@@ -271,6 +272,15 @@ def test_a_test_file_is_evaluated_on_after_each_epoch(folder, run, capsys):
     (folder / "train.tsv").write_bytes(b"".join(lines[:TRAIN_ROWS]))
     (folder / "test.tsv").write_bytes(b"".join(lines[TRAIN_ROWS:]))
     after = run("after")
+    config = config_of(folder, "none", store__path=after.store)
+    reader, hasher = open_data(config)
+    (test,) = reader.batches(hasher, batch_size=TEST_ROWS, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + TEST_ROWS)
+    with tierstore.open(after.store, ddr="16MiB") as store, torch.no_grad():
+        built = trainer.build_run(config, store)
+        restore_run(built)
+        logits = built.model(test.dense, test.sparse)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, test.labels)
+    assert after.test.log_loss == pytest.approx(loss.item(), abs=1e-6)
     files = {"data__path": str(folder / "train.tsv"), "data__test_path": str(folder / "test.tsv")}
     own = run("own", data__train_rows=0, data__test_rows=0, train__test_each_epoch=True, **files)
     assert (own.test, own.bits) == (after.test, after.bits)
