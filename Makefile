@@ -4,8 +4,10 @@ VENV ?= .venv
 # Any requirement pip takes, with options: TORCH="torch" for the newest, or TORCH="torch --index-url URL" for another build.
 TORCH ?= torch==2.13.0
 
-# Processes that share the tests, file by file: one more than cores, as a quarter of their time tests wait for others.
+# Processes that share the tests, file by file: one more than two cores, as a quarter of their time tests wait for others.
 JOBS ?= 3
+# Those that share tests of kernels as plain Python, which never wait.
+CORES ?= 2
 
 # Flags for tierstore demo.
 DEMO ?=
@@ -52,13 +54,13 @@ pytest: $(READY)
 
 # OpenMP's threads of several processes would wait for each other, spinning. Slow files begin first (tests/conftest.py).
 # Processes find each other's bytecode, also where an image says that none is to be written.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 suite: $(READY)
-	$(PYTEST)
+	$(PYTEST) --numprocesses $(JOBS)
 
-# Only the files that have such tests are imported. These never wait, so there is a process for each core.
+# Only the files that have such tests are imported.
 kernels-without-jit: $(READY)
-	NUMBA_DISABLE_JIT=1 $(PYTEST) --numprocesses 2 -m "kernel and not soak" --quiet --durations=3 \
+	NUMBA_DISABLE_JIT=1 $(PYTEST) --numprocesses $(CORES) -m "kernel and not soak" --quiet --durations=3 \
 	  $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.kernel' tests)
 
 # Environments of several GB where torch is a CUDA build; they stay in .matrix.

@@ -111,10 +111,11 @@ class OneTable:
         return keys if kernels.row_keys(ids, 0, self._num_rows, self._table_key, keys) < 0 else None
 
     def _pool_from_cache(self, arena: Arena, ids: Tensor, offsets: Tensor, bags: int, mode: int) -> Tensor | None:
-        num_ids = ids.numel()
-        keys, starts = self._keys(ids.numpy()) if num_ids < self._few else None, np.full(bags + 1, num_ids, np.int64)
+        if ids.numel() >= self._few or (keys := self._keys(ids.numpy())) is None:
+            return None
+        starts = np.full(bags + 1, len(keys), np.int64)
         starts[: offsets.numel()] = offsets.numpy()
-        if keys is None or not kernels.copy_offsets(starts, num_ids, starts):
+        if not kernels.copy_offsets(starts, len(keys), starts):
             return None
         with arena.lock:
             slots = None if arena.is_closed else arena.cache.use(keys)

@@ -37,8 +37,7 @@ def found_plan(
     asked = _evenly(ranks, counted) if demand is None else demand_of(demand, counted, ranks.size)
     kinds: Any = dict.fromkeys(table.optimizer.kind for table in counted)
     for kind in kinds:
-        known = costs
-        if costs is None:
+        if (known := costs) is None:
             if ranks.size != dist.get_world_size():
                 raise ValueError('plan="auto" measures all ranks of torch.distributed: give costs= of the store\'s')
             if ranks.rank == 0:
