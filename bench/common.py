@@ -327,8 +327,9 @@ def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
 
     The report is saved after each part, so that one that fails costs none before it.
     """
-    figures: dict[str, Any] = dict(request.earlier)
-    for name in request.parts or tuple(parts):
+    asked = request.parts or tuple(parts)
+    figures: dict[str, Any] = {name: found for name, found in request.earlier.items() if name not in asked}
+    for name in asked:
         print(f"--- {name}", flush=True)
         begun = time.perf_counter()
         found = parts[name].measure(request, figures)
