@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple, get_args
 
 import pytest
 import torch
+from tierstore.dist.load import StepTime
 from torch import Tensor
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, average, load, open_sharded
-from tierstore.dist.load import StepTime
 from tierstore.dist.ranks import Precision, Ranks, decoded, encoded
 from tierstore.lookup.lookup import Lookup
 

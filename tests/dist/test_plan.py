@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tierstore.dist.table import local_config
 
 import tierstore
 from tierstore import optim
 from tierstore.dist import Plan, Sharding
 from tierstore.dist.plan import ShardingType
-from tierstore.dist.table import local_config
 
 
 def drawn_sharding(draw: random.Random, size: int) -> Sharding:

@@ -166,7 +166,6 @@ class RoutedLookup(ShardedLookup):
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self._known_route: Any = None
-        self._epoch = 0
         self._batch = ""
 
     @abstractmethod
@@ -175,14 +174,8 @@ class RoutedLookup(ShardedLookup):
 
     def route(self, ranks: Ranks) -> None:
         if self._known_route is None:
-            self._epoch = self._owners.epoch  # first: owners may change meanwhile
             self._known_route = self._find_route(ranks)
             self._batch = ranks.next_batch()
-        elif self._epoch != self._owners.epoch:
-            raise RuntimeError(
-                f"rows of {self._names} may have other owners since this batch's ids were exchanged, by rebalance or "
-                "rollback: look the batch up again"
-            )
 
     @property
     def _route(self) -> Any:

@@ -1,4 +1,4 @@
-"""The ranks of a process group and their exchanges.
+"""The ranks of a process group, their exchanges, and what each holds and spends its steps on.
 
 Every rank makes the same calls in the same order, and each call begins with an exchange of a fixed size, in which ranks
 say what they call. Ranks that call different things meet there, and each raises an error that names the calls of all;
@@ -14,15 +14,14 @@ import pickle
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankError
-from .load import StepClock, Traffic
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 """TorchRec's names. "int8": each row as 8-bit integers and one float32, the largest magnitude of the row over 127."""
@@ -91,6 +90,74 @@ def ranks_on_host(size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
+class Traffic(NamedTuple):
+    """Running totals of one rank: bytes to and from others, and seconds in exchanges, waiting for others included."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step of one rank, on average, from one backward pass to the next.
+
+    In a step that ranks make together each takes as long as the slowest. ``busy`` tells them apart: who is done waits
+    in exchanges.
+
+    Attributes:
+        busy: outside of exchanges. exchanging: in them, waiting for other ranks included.
+        ssd: of threads that read and wrote rows. processor: of all its threads.
+    """
+
+    busy: float = 0.0
+    exchanging: float = 0.0
+    ssd: float = 0.0
+    processor: float = 0.0
+
+
+class Load(NamedTuple):
+    """What a rank holds, and did.
+
+    Attributes:
+        num_rows, size_bytes: that it owns; with their optimizer state, were they all in memory.
+        lookups: rows that ranks asked it for.
+        traffic: of its exchanges, without those of ids that ``prefetch`` sent.
+        step: since the last ``balance``; a rank whose ``busy`` is far above the others' keeps them waiting.
+    """
+
+    num_rows: int
+    size_bytes: int
+    lookups: int
+    traffic: Traffic
+    step: StepTime
+
+
+class StepClock:
+    """Times this rank's steps. ``exchanging_s``, ``ssd_s``: seconds so far, in exchanges and of threads at rows."""
+
+    def __init__(self, exchanging_s: Callable[[], float], ssd_s: Callable[[], float]) -> None:
+        self._exchanging_s, self._ssd_s = exchanging_s, ssd_s
+        self._begun, self._counted, self._steps = StepTime(), "", 0
+
+    def note_backward(self, table: str) -> None:
+        """Rows of a table get gradients. A step is one with the table that came first; set-up before it is none."""
+        if not self._counted:
+            self._counted, self._begun = table, self._now()
+        elif table == self._counted:
+            self._steps += 1
+
+    def mean(self) -> StepTime:
+        """Of the steps since the last call."""
+        now, steps = self._now(), self._steps
+        pairs = zip(now, self._begun if steps else now, strict=True)
+        self._begun, self._steps = now, 0
+        return StepTime(*((end - begun) / max(steps, 1) for end, begun in pairs))
+
+    def _now(self) -> StepTime:
+        exchanging = self._exchanging_s()
+        return StepTime(time.perf_counter() - exchanging, exchanging, self._ssd_s(), time.process_time())
+
+
 class Ranks:
     """A process group, None for all ranks, as lookups use it. Every rank makes the same calls in the same order.
 
@@ -145,11 +212,6 @@ class Ranks:
         found = self._twins[(common & -common).bit_length() - 1]
         found._is_idle, found._pass_name = False, f" of prefetch {self._num_passes}"
         return found
-
-    @property
-    def has_busy_twin(self) -> bool:
-        """Whether a ``twin`` is not released yet."""
-        return not all(twin._is_idle for twin in self._twins)
 
     def release(self) -> None:
         """Of a ``twin``: this rank does not use it any more."""

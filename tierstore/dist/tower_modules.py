@@ -15,12 +15,10 @@ from ..nn.function import Prepared
 from ..nn.jagged import JaggedLike, KeyedTensor
 from .lookup import ShardedLookup
 from .modules import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average
-from .owners import Owners
+from .owners import Owners, ShardedTable, Towers
 from .pooled import BagsRoute, PooledLookup, PooledPlace, piece_sizes
 from .ranks import Precision, Ranks, decoded, encoded
 from .store import ShardedStore
-from .table import ShardedTable
-from .towers import Towers
 
 
 class TowerBags(PooledLookup):

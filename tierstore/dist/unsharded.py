@@ -22,9 +22,9 @@ from ..pool.converting import RowSource
 from ..store.directory import Opened
 from ..store.manifest import Manifest
 from ..store.version import Ancestor, Lineage, Version, repack, unpack
+from .owners import whole_config
 from .parts import SECTION, Commits, Source, in_common, newest_set, state_columns
 from .plan import Shard, Sharding
-from .table import whole_config
 
 _ATTEMPTS: Final = 10
 """To open parts before their writers drop the version that all have."""
