@@ -14,7 +14,7 @@ from .commands import OPTIMIZERS, require_outputs
 
 if TYPE_CHECKING:
     from ..config import TableConfig
-    from ..dist.placement import Prediction, RankCosts
+    from ..dist.placement import Prediction
     from ..plan import Workload
     from ..trace import Trace
 
@@ -41,15 +41,9 @@ def _measure(options: argparse.Namespace) -> int:
         found = measure_ranks(optimizer=options.optimizer, seconds=options.seconds, progress=show)
     if rank == 0:
         found.save(options.out, force=options.force)
-        print(_describe_costs(found))
+        errors = ", ".join(f"{kind} {error:.0%}" for kind, error in vars(found.errors).items())
+        print(f"{found.source}\nmean error of a step's time, by exchange: {errors}")
     return 0
-
-
-def _describe_costs(costs: "RankCosts") -> str:
-    from ..dist.placement.costs import KINDS
-
-    errors = ", ".join(f"{kind} {getattr(costs.errors, kind):.0%}" for kind in KINDS)
-    return f"{costs.source}\nmean error of a step's time, by exchange: {errors}"
 
 
 def _plan(options: argparse.Namespace) -> int:

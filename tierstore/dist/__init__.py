@@ -13,7 +13,7 @@ from .modules import (
 )
 from .plan import Plan, Sharding
 from .store import ShardedStore, open_sharded
-from .tower_modules import TowerTieredEmbeddingBagCollection, TowerTieredEmbeddingCollection
+from .tower_modules import TowerTieredEmbeddingBagCollection
 
 __all__ = [
     "Plan",
@@ -24,7 +24,6 @@ __all__ = [
     "ShardedTieredEmbeddingCollection",
     "Sharding",
     "TowerTieredEmbeddingBagCollection",
-    "TowerTieredEmbeddingCollection",
     "average",
     "data_parallel",
     "even",

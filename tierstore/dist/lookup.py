@@ -88,7 +88,6 @@ class SendsGradients(ABC):
         """Exchange gradients and bring the rows in for the update. If this rank fails once the exchange began, others
         may train all the same, so the step must not be repeated. What all ranks refuse before it may be."""
         may_be_trained = False
-        self._ranks.clock.note_backward(self.tables[0].name)
         try:
             sent = self.sent(grad_out)
             may_be_trained = True
@@ -111,7 +110,6 @@ class SendsGradients(ABC):
                     "several ranks and row-wise Adagrad needs whole rows; shard it by rows, or call step() after each "
                     "backward and clip nothing"
                 )
-        self._ranks.clock.note_backward(self.tables[0].name)
         sent = self.sent(grad_out)
         if not sent.keys:
             return sent.lookup.gradients(sent.gradient)

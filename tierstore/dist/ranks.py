@@ -1,4 +1,4 @@
-"""The ranks of a process group, their exchanges, and what each holds and spends its steps on.
+"""The ranks of a process group, their exchanges, and what each holds and sends.
 
 Every rank makes the same calls in the same order, and each call begins with an exchange of a fixed size, in which ranks
 say what they call. Ranks that call different things meet there, and each raises an error that names the calls of all;
@@ -14,7 +14,7 @@ import pickle
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
@@ -98,64 +98,20 @@ class Traffic(NamedTuple):
     seconds: float = 0.0
 
 
-class StepTime(NamedTuple):
-    """Seconds of a step of one rank, on average, from one backward pass to the next.
-
-    In a step that ranks make together each takes as long as the slowest. ``busy`` tells them apart: who is done waits
-    in exchanges.
-
-    Attributes:
-        busy: outside of exchanges. exchanging: in them, waiting for other ranks included.
-        ssd: of threads that read and wrote rows. processor: of all its threads.
-    """
-
-    busy: float = 0.0
-    exchanging: float = 0.0
-    ssd: float = 0.0
-    processor: float = 0.0
-
-
 class Load(NamedTuple):
     """What a rank holds, and did.
 
     Attributes:
         num_rows, size_bytes: that it owns; with their optimizer state, were they all in memory.
         lookups: rows that ranks asked it for.
-        traffic: of its exchanges, without those of ids that ``prefetch`` sent.
-        step: since the last ``balance``; a rank whose ``busy`` is far above the others' keeps them waiting.
+        traffic: of its exchanges, without those of ids that ``prefetch`` sent. A rank whose ``seconds`` grow the least
+            keeps others waiting.
     """
 
     num_rows: int
     size_bytes: int
     lookups: int
     traffic: Traffic
-    step: StepTime
-
-
-class StepClock:
-    """Times this rank's steps. ``exchanging_s``, ``ssd_s``: seconds so far, in exchanges and of threads at rows."""
-
-    def __init__(self, exchanging_s: Callable[[], float], ssd_s: Callable[[], float]) -> None:
-        self._exchanging_s, self._ssd_s = exchanging_s, ssd_s
-        self._begun, self._counted, self._steps = StepTime(), "", 0
-
-    def note_backward(self, table: str) -> None:
-        """Rows of a table get gradients. A step is one with the table that came first; set-up before it is none."""
-        if not self._counted:
-            self._counted, self._begun = table, self._now()
-        elif table == self._counted:
-            self._steps += 1
-
-    def mean(self) -> StepTime:
-        """Of the steps since the last call."""
-        now, steps = self._now(), self._steps
-        pairs = zip(now, self._begun if steps else now, strict=True)
-        self._begun, self._steps = now, 0
-        return StepTime(*((end - begun) / max(steps, 1) for end, begun in pairs))
-
-    def _now(self) -> StepTime:
-        exchanging = self._exchanging_s()
-        return StepTime(time.perf_counter() - exchanging, exchanging, self._ssd_s(), time.process_time())
 
 
 class Ranks:
@@ -167,7 +123,6 @@ class Ranks:
     Attributes:
         rank: this one's number in the group. size: how many there are. traffic: of this object's exchanges.
         run: the identity of what is trained, once it is known: calls of different runs differ.
-        clock: of the steps that backward passes of this object's calls are in.
 
     Raises:
         ValueError: this process is not in the group, or the group cannot exchange tensors on the CPU.
@@ -187,7 +142,6 @@ class Ranks:
         self._numbers = range(self.size) if numbers is None else numbers
         self.traffic = Traffic()
         self.run = ""
-        self.clock = StepClock(lambda: self.traffic.seconds, lambda: 0.0)
         self._backend: Any = group or dist.group.WORLD
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size

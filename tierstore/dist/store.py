@@ -32,7 +32,7 @@ from .opening import OwnPart, open_to_read, require_alike
 from .owners import Owners, ShardedTable, Towers, Wire, local_config, whole_config
 from .parts import NO_COMMITS, SECTION, Commits, in_common
 from .plan import Exchange, Plan, Sharding, ShardingType
-from .ranks import Load, Precision, Ranks, StepClock, ranks_on_host
+from .ranks import Load, Precision, Ranks, ranks_on_host
 
 _ALIKE: Final = (
     ("learning rate", "set the same on all ranks, and commit again"),
@@ -102,9 +102,16 @@ def open_sharded(
         ValueError: a wrong argument, ranks give different ones, a group as ``Ranks`` refuses, or towers as ``Towers``.
     """
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
+    wire, on_host = Wire(forward_precision, backward_precision), ranks_on_host(ranks.size)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
-            wire = _checked(mode, keep, Wire(forward_precision, backward_precision))
+            require_choice(mode, ("r", "w"), "mode")
+            if keep < 2:
+                raise ValueError(
+                    f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last"
+                )
+            for name, precision in wire._asdict().items():
+                require_choice(precision, get_args(Precision), f"{name}_precision")
             planned = planned_tables(plan, ranks)
         require_alike(ranks, mode=mode, plan=planned, precision=wire, towers=towers)
         groups = None if towers is None else Towers.of(towers, ranks)
@@ -112,7 +119,9 @@ def open_sharded(
             opened.callback(groups.close)
             with ranks.together():
                 planned = groups.planned(planned)
-        options = _options(ranks.size, ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
+        options = dict[str, Any](hbm=hbm, device=device, policy=policy)
+        options["ddr"] = f"{50 / on_host:.3f}%" if ddr is None else ddr
+        options["threads"] = max(default_threads() // on_host, 1) if threads is None else threads
         writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
         if folder is None or cold == "memory":
             with ranks.together():
@@ -129,23 +138,6 @@ def open_sharded(
             own.replace_others(made.version)
         opened.pop_all()
     return made
-
-
-def _checked(mode: str, keep: int, wire: Wire) -> Wire:
-    require_choice(mode, ("r", "w"), "mode")
-    if keep < 2:
-        raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
-    for name, precision in wire._asdict().items():
-        require_choice(precision, get_args(Precision), f"{name}_precision")
-    return wire
-
-
-def _options(size: int, *, ddr: int | str | None, threads: int | None, **others: Any) -> dict[str, Any]:
-    """Of ``open_store``, with a rank's share of its host by default."""
-    on_host = ranks_on_host(size)
-    others["ddr"] = f"{50 / on_host:.3f}%" if ddr is None else ddr
-    others["threads"] = max(default_threads() // on_host, 1) if threads is None else threads
-    return others
 
 
 def planned_tables(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mapping[str, Sharding]:
@@ -179,7 +171,6 @@ class ShardedStore:
         self.shown = Shown()
         self.planned = planned
         self.unloaded = set[str]()
-        self._clock = ranks.clock = StepClock(lambda: owners.traffic.seconds, lambda: local.stats().ssd.seconds)
         self.device, self.offsets_type = local.device, local.offsets_type
         self.readonly, self.directory = local.readonly, local.directory
         with ranks.together():
@@ -332,12 +323,11 @@ class ShardedStore:
         return self.local.use_optimizer(ShardedOptimizer(self, dense))
 
     def balance(self) -> list[Load]:
-        """What each rank holds, and did since it opened the store (``step``: since the last call), in order of the
-        ranks. Collective."""
+        """What each rank holds, and did since it opened the store, in order of the ranks. Collective."""
         with self.ranks.telling():
             own_rows = sum(len(table.rows) for table in self.tables.values())
             size_bytes = sum(table.local.size_bytes for table in self.tables.values())
-            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic, self._clock.mean())
+            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic)
         return self.ranks.gather(own, "balance")
 
     @property
