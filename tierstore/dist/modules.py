@@ -52,7 +52,8 @@ def even(batches: Iterable[Batch], store: ShardedStore, *, empty: Batch | None =
 
 
 class Even(Generic[Batch]):
-    """What ``even`` gives. Its ``state_dict`` and ``load_state_dict`` are those of the source, where it has them."""
+    """What ``even`` gives. An empty batch goes through the model as any does, so each rank makes every call in its
+    place. ``state_dict`` and ``load_state_dict`` are those of the source, where it has them."""
 
     def __init__(self, batches: Iterable[Batch], ranks: Ranks, empty: Batch | None) -> None:
         self._batches = batches
@@ -67,7 +68,7 @@ class Even(Generic[Batch]):
 
     def over(self, ranks: Ranks) -> Iterator[Batch]:
         """Iterate with exchanges over these ranks, whose group no other thread uses."""
-        source, empty, goes_on = iter(self._batches), self._empty, True
+        source, empty = iter(self._batches), self._empty
         with ranks.telling():
             batch = next(source, _NO_MORE)
             goes_on = batch is not _NO_MORE

@@ -102,16 +102,9 @@ def open_sharded(
         ValueError: a wrong argument, ranks give different ones, a group as ``Ranks`` refuses, or towers as ``Towers``.
     """
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
-    wire, on_host = Wire(forward_precision, backward_precision), ranks_on_host(ranks.size)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
-            require_choice(mode, ("r", "w"), "mode")
-            if keep < 2:
-                raise ValueError(
-                    f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last"
-                )
-            for name, precision in wire._asdict().items():
-                require_choice(precision, get_args(Precision), f"{name}_precision")
+            wire = _checked(mode, keep, Wire(forward_precision, backward_precision))
             planned = planned_tables(plan, ranks)
         require_alike(ranks, mode=mode, plan=planned, precision=wire, towers=towers)
         groups = None if towers is None else Towers.of(towers, ranks)
@@ -119,9 +112,7 @@ def open_sharded(
             opened.callback(groups.close)
             with ranks.together():
                 planned = groups.planned(planned)
-        options = dict[str, Any](hbm=hbm, device=device, policy=policy)
-        options["ddr"] = f"{50 / on_host:.3f}%" if ddr is None else ddr
-        options["threads"] = max(default_threads() // on_host, 1) if threads is None else threads
+        options = _options(ranks.size, ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
         writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
         if folder is None or cold == "memory":
             with ranks.together():
@@ -138,6 +129,23 @@ def open_sharded(
             own.replace_others(made.version)
         opened.pop_all()
     return made
+
+
+def _checked(mode: str, keep: int, wire: Wire) -> Wire:
+    require_choice(mode, ("r", "w"), "mode")
+    if keep < 2:
+        raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
+    for name, precision in wire._asdict().items():
+        require_choice(precision, get_args(Precision), f"{name}_precision")
+    return wire
+
+
+def _options(size: int, *, ddr: int | str | None, threads: int | None, **others: Any) -> dict[str, Any]:
+    """Of ``open_store``, with a rank's share of its host by default."""
+    on_host = ranks_on_host(size)
+    others["ddr"] = f"{50 / on_host:.3f}%" if ddr is None else ddr
+    others["threads"] = max(default_threads() // on_host, 1) if threads is None else threads
+    return others
 
 
 def planned_tables(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mapping[str, Sharding]:
