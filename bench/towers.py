@@ -40,7 +40,7 @@ def _measure(request: Run, interaction: str, store: Path) -> Found:
 
     for seed in config["seeds"]:
         flat = train(_FLAT, seed)
-        train(_SIMILAR, seed, partition_run(flat, config["towers"], seed=seed).towers)
+        train(_SIMILAR, seed, partition_run(flat, config["towers"], seed=seed))
         columns = np.random.default_rng(seed).permutation(flat.data.sparse_columns)
         train(_RANDOM, seed, [each.tolist() for each in np.array_split(columns, config["towers"])])
     return found

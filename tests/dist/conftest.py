@@ -12,7 +12,7 @@ from .stores import train
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "store"
-    run(train, 2, folder.parent, folder, [None], {}, False)
+    run(train, 2, folder.parent, folder)
     return folder
 
 

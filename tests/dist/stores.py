@@ -11,7 +11,6 @@ import torch.distributed as dist
 import tierstore
 from tierstore import optim
 from tierstore.dist import Plan, ShardedStore, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
-from tierstore.dist import rebalance as dist_rebalance
 from tierstore.exchange.rows import read_rows
 
 ROWS = 301
@@ -25,14 +24,13 @@ CONFIGS = {
         "c": {"optimizer": optim.Adam(lr=0.1), "dtype": "bfloat16"},
         "d": {"optimizer": optim.SGD(lr=0.1)},
         "e": {"optimizer": optim.Adam(lr=0.1), "dtype": "bfloat16"},
-        "f": {"optimizer": optim.RowWiseAdagrad(lr=0.1)},  # the last: its gradients cannot be collected
+        "f": {"optimizer": optim.RowWiseAdagrad(lr=0.1)},
     }.items()
 }  # fmt: skip
 BY_COLUMNS = Sharding("column_wise", (0, 1))
-FIXED = {"d": Sharding("data_parallel", (0, 1)), "e": BY_COLUMNS, "f": BY_COLUMNS}
-BEFORE = Plan(2, FIXED | {
-    "a": Sharding("row_wise", (0, 1)), "b": Sharding("table_wise", (0,), "pooled"),
-    "c": Sharding("table_wise", (1,)),
+PLAN = Plan(2, {
+    "a": Sharding("row_wise", (0, 1)), "b": Sharding("table_wise", (0,), "pooled"), "c": Sharding("table_wise", (1,)),
+    "d": Sharding("data_parallel", (0, 1)), "e": BY_COLUMNS, "f": BY_COLUMNS,
 })  # fmt: skip
 Bits = dict[str, tuple[bytes, bytes]]
 
@@ -46,43 +44,31 @@ def batch(seed: int, rank: int, names: Sequence[str]) -> tierstore.KeyedJaggedTe
 
 
 class Job:
-    """A store with a module and, if gradients are collected, an optimizer that stay while rows move."""
+    """A store with a module."""
 
-    def __init__(self, store: ShardedStore, *, collected: bool = False) -> None:
-        dist_rebalance.CHUNK_BYTES = 1 << 12  # type: ignore[misc]
+    def __init__(self, store: ShardedStore) -> None:
         self.store = store
-        self.names = list(CONFIGS)[: -1 if collected else None]
-        for name in self.names:
-            store.create_table(CONFIGS[name])
-        self.module = ShardedTieredEmbeddingBagCollection(store, tables=self.names)
-        self.optimizer = store.optimizer() if collected else None
+        for config in CONFIGS.values():
+            store.create_table(config)
+        self.module = ShardedTieredEmbeddingBagCollection(store)
 
     def train(self, step: int) -> None:
-        given = [batch(step, self.store.ranks.rank, self.names)]
+        given = [batch(step, self.store.ranks.rank, list(CONFIGS))]
         for each in tierstore.prefetch(given, self.module) if step % 2 else given:
             self.module(each).values().square().sum().backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def shardings(self) -> dict[str, Sharding]:
-        return {name: table.sharding for name, table in self.store.tables.items()}
 
 
 def opened(folder: Path, **options: Any) -> ShardedStore:
-    return open_sharded(folder, plan=BEFORE if dist.get_world_size() == 2 else None, **SMALL | options)
+    return open_sharded(folder, plan=PLAN if dist.get_world_size() == 2 else None, **SMALL | options)
 
 
-def train(folder: Path, plans: list[Plan | None], options: dict[str, Any], collected: bool) -> Any:
-    """A step and a commit for each plan, which says where rows are to go with the commit, if anywhere."""
-    with opened(folder, **options) as store:
-        job = Job(store, collected=collected)
-        for plan in plans:
-            step = store.extra.get("steps", 0)
+def train(folder: Path, steps: int = 1, keep: int = 2) -> None:
+    """So many steps, each with a commit."""
+    with opened(folder, keep=keep) as store:
+        job, first = Job(store), store.extra.get("steps", 0)
+        for step in range(first, first + steps):
             job.train(step)
-            given: Any = {"extra": {"steps": step + 1, "rank": store.ranks.rank}, "tensors": {"w": torch.ones(3)}}
-            store.commit(**given) if plan is None else store.rebalance(plan, **given)
-        return job.shardings(), [load.num_rows for load in store.balance()]
+            store.commit(extra={"steps": step + 1, "rank": store.ranks.rank}, tensors={"w": torch.ones(3)})
 
 
 def contents(source: Path | Any, **options: Any) -> Bits:

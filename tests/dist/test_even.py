@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, data_parallel, even, open_sharded
-from tierstore.dist.uneven_batches import empty_of
+from tierstore.dist.modules import empty_of
 from tierstore.errors import RankError
 
 from .ranks import run

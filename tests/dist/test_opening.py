@@ -47,7 +47,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def train_in(size: int, folder: Path, steps: int) -> None:
-    run(train, size, folder.parent, folder, [None] * steps, {}, False)
+    run(train, size, folder.parent, folder, steps)
 
 
 # Kills

@@ -1,9 +1,8 @@
-"""Sharding plans: every value has its owners, files say what was planned, TorchRec's plans come in, wrong ones not."""
+"""Sharding plans: every value has its owners, files say what was planned, wrong ones are refused."""
 
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 import tierstore
 from tierstore import optim
 from tierstore.dist import Plan, Sharding
+from tierstore.dist.owners import local_config
 from tierstore.dist.plan import ShardingType
-from tierstore.dist.table import local_config
 
 
 def drawn_sharding(draw: random.Random, size: int) -> Sharding:
@@ -46,30 +45,6 @@ def test_every_value_has_one_owner_or_all_and_a_file_says_so(
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     Plan(size, tables).save(path)
     assert Plan.load(path) == Plan(size, tables)
-
-
-def of_torchrec(**tables: tuple[str, list[int]]) -> dict[str, Any]:
-    return {name: SimpleNamespace(sharding_type=kind, ranks=ranks) for name, (kind, ranks) in tables.items()}
-
-
-def test_plans_of_torchrec_come_in() -> None:
-    one = of_torchrec(a=("row_wise", [0, 1]), b=("data_parallel", [0]))
-    other = of_torchrec(c=("column_wise", [1, 0]), e=("grid_shard", [0, 1]))
-    offsets = [(0, 0), (0, 8)]
-    other["e"].sharding_spec = SimpleNamespace(shards=[SimpleNamespace(shard_offsets=each) for each in offsets])
-    assert Plan.from_torchrec(SimpleNamespace(plan={"model.one": one, "model.other": other}), 2).tables == {
-        "a": Sharding("row_wise", (0, 1), "pooled"),
-        "b": Sharding("data_parallel", (0, 1)),
-        "c": Sharding("column_wise", (1, 0), "rows"),
-        "e": Sharding("grid_shard", (0, 1), "rows", 2),
-    }
-    for plan, told in (
-        (SimpleNamespace(plan={"one": one, "two": one}), "two modules"),
-        (of_torchrec(a=("grid_shard", [0])), r"table 'a'.*grid_shard.*sharding_spec"),
-        (of_torchrec(a=("table_height_wise", [0])), r"table 'a'.*table_height_wise"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            Plan.from_torchrec(plan, 2)
 
 
 @pytest.mark.parametrize(

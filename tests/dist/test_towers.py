@@ -20,7 +20,6 @@ from tierstore.dist import (
     ShardedStore,
     Sharding,
     TowerTieredEmbeddingBagCollection,
-    TowerTieredEmbeddingCollection,
     data_parallel,
     open_sharded,
 )
@@ -198,7 +197,7 @@ def refused() -> list[str]:
         assert store["b"].sharding == Sharding("table_wise", (2,), "pooled")
         told.append(error_of(lambda: TowerTieredEmbeddingBagCollection(store)))
         store.create_table(C)
-        told.append(error_of(lambda: TowerTieredEmbeddingCollection(store)))
+        told.append(error_of(lambda: TowerTieredEmbeddingBagCollection(store)))
     with open_hosts(2, towers=two) as store:
         store.create_table(replace(A, ids=tierstore.DynamicIds(unseen="init")))
         told.append(error_of(lambda: TowerTieredEmbeddingBagCollection(store, tables=["a"])))

@@ -24,11 +24,6 @@ from .stores import CONFIGS, ROWS, SMALL, Bits, contents, opened, train
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
-def train_more(folder: Path) -> None:
-    """Two ranks, a step and a commit."""
-    run(train, 2, folder.parent, folder, [None], {}, False)
-
-
 def plain(folder: Path) -> Path:
     made = folder.with_name("plain")
     assert cli.main(["reshard", str(folder), str(made), "--plain"]) == 0
@@ -52,7 +47,7 @@ def test_versions_are_the_commits_that_all_ranks_have_and_a_reader_moves_on_to_t
     with tierstore.open(folder, mode="r", **SMALL) as store:
         first = contents(store)
         assert store.find_newer() is None
-        train_more(folder)
+        run(train, 2, folder.parent, folder)
         assert contents(store) == first
         assert store.refresh() == 2
         second = contents(store)
@@ -67,7 +62,7 @@ def test_versions_are_the_commits_that_all_ranks_have_and_a_reader_moves_on_to_t
         commit_alone(folder, 3)
         assert store.refresh() == 2
         assert contents(folder) == second
-        train_more(folder)  # in a number of its own
+        run(train, 2, folder.parent, folder)  # in a number of its own
         assert store.refresh() == 4
         assert contents(store) == contents(folder) != second
     with tierstore.open(folder, mode="r", version=2, **SMALL) as store:

@@ -155,7 +155,7 @@ ENDING: Final[dict[str, tuple[str, Callable[[Scene], object]]]] = {
 """Each in a scene of its own, as others may then have nothing left to do."""
 
 OF_OTHERS: Final = {
-    "Store": "find_or_require has_rows_of note_partly_trained pool_of require_whole_steps use_optimizer use_rows "
+    "Store": "find_or_require has_rows_of note_partly_trained pool_of require_whole_steps use_optimizer "
     "tables version versions extra changed_tables",
     "Table": "columns converted follows give_rows go_on_at id_error ids in_pool is_whole jagged keys_of local "
     "lookup name next_hyper note_change pool pooled_directly require_float require_whole restore rounding_seed "

@@ -14,7 +14,7 @@ from .commands import OPTIMIZERS, require_outputs
 
 if TYPE_CHECKING:
     from ..config import TableConfig
-    from ..dist.placement import Prediction, RankCosts
+    from ..dist.placement import Prediction
     from ..plan import Workload
     from ..trace import Trace
 
@@ -41,15 +41,9 @@ def _measure(options: argparse.Namespace) -> int:
         found = measure_ranks(optimizer=options.optimizer, seconds=options.seconds, progress=show)
     if rank == 0:
         found.save(options.out, force=options.force)
-        print(_describe_costs(found))
+        errors = ", ".join(f"{kind} {error:.0%}" for kind, error in vars(found.errors).items())
+        print(f"{found.source}\nmean error of a step's time, by exchange: {errors}")
     return 0
-
-
-def _describe_costs(costs: "RankCosts") -> str:
-    from ..dist.placement.costs import KINDS
-
-    errors = ", ".join(f"{kind} {getattr(costs.errors, kind):.0%}" for kind in KINDS)
-    return f"{costs.source}\nmean error of a step's time, by exchange: {errors}"
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -114,26 +108,6 @@ def _describe(tables: "list[TableConfig]", found: "Prediction") -> list[str]:
     ]
 
 
-def _towers(options: argparse.Namespace) -> int:
-    from ..settings.sections import Override
-    from ..train.build import partition_run
-    from ..train.config import load
-
-    require_outputs({"TOWERS.json": options.out}, [options.run_file], force=options.force)
-    flags = (("data", options.data), ("store", options.store))
-    given = [Override(name, "path", value, f"--{name} {value}") for name, value in flags if value is not None]
-    found = partition_run(load(options.run_file, given), options.towers, rows=options.rows, seed=options.seed)
-    found.save(options.out, force=options.force)
-    lines: list[tuple[str, ...]] = [("  tower", "lookups", "bytes", "alike", "others", "tables")]
-    for tower, (names, shares, alike) in enumerate(zip(found.towers, found.shares, found.alike, strict=True)):
-        figures = (*shares, alike[tower], (alike.sum() - alike[tower]) / max(len(alike) - 1, 1))
-        lines.append((f"  {tower}", *(f"{each:.2f}" for each in figures), ", ".join(map(_shown, names))))
-    print(f"{options.out}: {len(found.tables):,} tables in {options.towers} towers; stress {found.stress:.2f}")
-    print("\n".join(columns_of(lines)))
-    print("lookups, bytes: of the mean; alike: mean similarity of a tower's tables, and of them and other towers'")
-    return 0
-
-
 def _shown(name: str) -> str:
     return excerpt(name, _NAME_CHARACTERS).replace("'", "")
 
@@ -177,21 +151,5 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "examples:\n"
         "  tierstore shard plan rmc2 plan.json --costs ranks.json\n"
         "  tierstore shard plan mine.toml plan.json --costs ranks.json --trace run.npz --limit 8GiB",
-    ),
-    "towers": command(
-        _towers,
-        (
-            arg("run_file", metavar="RUN.toml", help="a run file that was trained"),
-            arg("out", metavar="TOWERS.json", help="the towers that are written, for open_sharded and model.towers"),
-            arg("--towers", type=int, required=True, metavar="N", help="as many as hosts"),
-            arg("--data", metavar="PATH", help="file or folder to read (data.path)"),
-            arg("--store", metavar="DIR", help="folder of the store (store.path)"),
-            arg("--rows", type=int, default=10_000, metavar="N", help="of the data, to compare by (default: 10000)"),
-            arg("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)"),
-            arg("--force", help="replace TOWERS.json if it exists"),
-        ),
-        "decide which tables are a host's",
-        "Group a trained run's tables into towers: tables with similar vectors together, loads about equal.",
-        "example:\n  tierstore shard towers run.toml towers.json --towers 2",
     ),
 }

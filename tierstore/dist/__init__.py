@@ -8,12 +8,12 @@ from .modules import (
     ShardedTieredEmbeddingCollection,
     average,
     data_parallel,
+    even,
     own_tensors,
 )
 from .plan import Plan, Sharding
 from .store import ShardedStore, open_sharded
-from .tower_modules import TowerTieredEmbeddingBagCollection, TowerTieredEmbeddingCollection
-from .uneven_batches import even
+from .tower_modules import TowerTieredEmbeddingBagCollection
 
 __all__ = [
     "Plan",
@@ -24,7 +24,6 @@ __all__ = [
     "ShardedTieredEmbeddingCollection",
     "Sharding",
     "TowerTieredEmbeddingBagCollection",
-    "TowerTieredEmbeddingCollection",
     "average",
     "data_parallel",
     "even",

@@ -18,9 +18,8 @@ from ..ids.peers import Peers
 from ..kernels.arrays import Bools, Int64s, Words
 from ..lookup.base import AnyLookup, Found, Use
 from ..lookup.dynamic_ids import DynamicLookup, Sought, with_rows
-from .owners import Owners
+from .owners import Owners, ShardedTable
 from .ranks import Ranks
-from .table import ShardedTable
 
 _DIGIT_BITS = 8
 _HEAD = 4

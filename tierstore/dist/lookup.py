@@ -88,7 +88,6 @@ class SendsGradients(ABC):
         """Exchange gradients and bring the rows in for the update. If this rank fails once the exchange began, others
         may train all the same, so the step must not be repeated. What all ranks refuse before it may be."""
         may_be_trained = False
-        self._ranks.clock.note_backward(self.tables[0].name)
         try:
             sent = self.sent(grad_out)
             may_be_trained = True
@@ -111,7 +110,6 @@ class SendsGradients(ABC):
                     "several ranks and row-wise Adagrad needs whole rows; shard it by rows, or call step() after each "
                     "backward and clip nothing"
                 )
-        self._ranks.clock.note_backward(self.tables[0].name)
         sent = self.sent(grad_out)
         if not sent.keys:
             return sent.lookup.gradients(sent.gradient)
@@ -166,7 +164,6 @@ class RoutedLookup(ShardedLookup):
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self._known_route: Any = None
-        self._epoch = 0
         self._batch = ""
 
     @abstractmethod
@@ -175,14 +172,8 @@ class RoutedLookup(ShardedLookup):
 
     def route(self, ranks: Ranks) -> None:
         if self._known_route is None:
-            self._epoch = self._owners.epoch  # first: owners may change meanwhile
             self._known_route = self._find_route(ranks)
             self._batch = ranks.next_batch()
-        elif self._epoch != self._owners.epoch:
-            raise RuntimeError(
-                f"rows of {self._names} may have other owners since this batch's ids were exchanged, by rebalance or "
-                "rollback: look the batch up again"
-            )
 
     @property
     def _route(self) -> Any:

@@ -1,6 +1,7 @@
 """A model sharded as it stands: modules over a sharded store in the place of its own, each row loaded by its owners."""
 
 import contextlib
+import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import TableConfig
@@ -34,15 +36,21 @@ from .modules import (
     data_parallel,
 )
 from .opening import require_alike
+from .owners import ShardedTable, local_config
 from .parts import of_columns, open_parts
 from .plan import Plan, Sharding
+from .ranks import Ranks
 from .reshard import copied
 from .store import ShardedStore, planned_tables
-from .table import ShardedTable
 
 if TYPE_CHECKING:
-    from .placement import RankCosts
+    from .placement import Demand, RankCosts
 
+_LOG: Final = logging.getLogger("tierstore")
+_SECONDS: Final = 10.0
+"""Of measured steps."""
+_SAMPLES: Final = 1024
+"""Of a rank's batch, where nothing is known of batches."""
 PathLike = str | os.PathLike[str]
 _TIERED: Final = (TieredEmbeddingBag, TieredEmbedding, TieredEmbeddingBagCollection, TieredEmbeddingCollection)
 _TORCHREC: Final = {"EmbeddingBagCollection": "embedding_bags", "EmbeddingCollection": "embeddings"}
@@ -118,9 +126,7 @@ def shard(
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
         require_alike(store.ranks, weights={name: own.checksum for name, own in rows.items() if isinstance(own, _Rows)})
         if plan == "auto" and (unplanned := [each.config for name, each in new.items() if name not in store.planned]):
-            from .placement.auto import found_plan  # which training without it has no use for
-
-            planned = found_plan(store, unplanned, demand, costs, rank_bytes)
+            planned = _found_plan(store, unplanned, demand, costs, rank_bytes)
         for name, table in found.tables.items():
             made_so = {} if name in store.tables or name not in planned else planned[name]._asdict()
             store.create_table(table.config, **made_so)
@@ -316,3 +322,58 @@ def _load(rows: _Rows | Table | None, table: ShardedTable, rank: int) -> None:
                 write_rows(table.local, start, *of_columns(rows.read(start, stop), table.config, own))
     if rows.state is not None:
         table.local.restore(rows.state)
+
+
+def _found_plan(
+    store: ShardedStore, tables: Sequence[TableConfig], demand: Trace | None, costs: Any, rank_bytes: float
+) -> dict[str, Sharding]:
+    """The sharding of each table without dynamic ids, found by one rank for all; collective. Arguments and errors as of
+    ``shard``. Tables of one optimizer are planned together, as costs are of one."""
+    # Training without it has no use for these.
+    from .placement import RankCosts, Search, demand_of
+    from .placement.measure import measure_ranks
+
+    ranks, counted, found = store.ranks, [table for table in tables if table.ids is None], dict[str, Sharding]()
+    with ranks.telling():
+        if not isinstance(demand, Trace | None):
+            raise TypeError(f"demand must be a Trace, as Store.record writes one, not {type(demand).__name__}")
+    asked = _evenly(ranks, counted) if demand is None else demand_of(demand, counted, ranks.size)
+    kinds: Any = dict.fromkeys(table.optimizer.kind for table in counted)
+    for kind in kinds:
+        if (known := costs) is None:
+            if ranks.size != dist.get_world_size():
+                raise ValueError('plan="auto" measures all ranks of torch.distributed: give costs= of the store\'s')
+            if ranks.rank == 0:
+                _LOG.warning("measuring for up to %d s what steps over these ranks cost; costs= has it", _SECONDS)
+            known = measure_ranks(optimizer=kind, seconds=_SECONDS)
+        with ranks.telling():
+            if ranks.rank == 0:
+                known = known if isinstance(known, RankCosts) else RankCosts.load(known)
+                if known.world_size != ranks.size:
+                    raise ValueError(f"the costs are of {known.world_size} ranks, and there are {ranks.size}")
+                own = [table for table in counted if table.optimizer.kind == kind]
+                best = Search(own, asked, known, rank_bytes=rank_bytes).best()
+                found |= {table.name: _possible(store, table, best.plan.tables[table.name]) for table in own}
+                rank_bytes -= float(best.size_bytes.max())
+    return ranks.gather(found, "shard")[0]
+
+
+def _possible(store: ShardedStore, table: TableConfig, sharding: Sharding) -> Sharding:
+    """It, or by rows where the table cannot be sharded so."""
+    try:
+        store.local.find_or_require(local_config(table, sharding, store.ranks.rank))
+    except (ValueError, TableError):
+        return Sharding("row_wise", tuple(range(store.ranks.size)))
+    return sharding
+
+
+def _evenly(ranks: Ranks, tables: Sequence[TableConfig]) -> "Demand":
+    """One id a feature, all rows alike."""
+    from .placement import Demand, TableDemand
+
+    found = {}
+    for table in tables:
+        rows, ids = table.num_embeddings, _SAMPLES * len(table.feature_names)
+        own, of_all = (rows * -np.expm1(count * np.log1p(-1 / (rows + 1))) for count in (ids, ids * ranks.size))
+        found[table.name] = TableDemand(ids, own, of_all)
+    return Demand(_SAMPLES, found)

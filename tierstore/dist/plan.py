@@ -146,30 +146,3 @@ class Plan(NamedTuple):
             except (ValueError, TypeError) as error:
                 raise type(error)(f"{path}: table {name!r}: {error}") from None
         return cls(size, found)
-
-    @classmethod
-    def from_torchrec(cls, plan: Any, world_size: int, *, exchange: Exchange = "pooled") -> "Plan":
-        """Of TorchRec's ``ShardingPlan``, or of a mapping of table names to what has ``sharding_type`` and ``ranks``.
-        ``exchange`` is of tables sharded by rows or not at all; TorchRec's owners pool. ValueError: two modules have a
-        table of one name, or a sharding that is none of ours."""
-        modules = list(plan.plan.values()) if hasattr(plan, "plan") else [plan]
-        found: dict[str, Sharding] = {}
-        for module in modules:
-            for name, each in module.items():
-                if name in found:
-                    raise ValueError(f"two modules of the plan have a table {name!r}; import one module's at a time")
-                kind = str(each.sharding_type)
-                replicated = kind == "data_parallel"
-                ranks = range(world_size) if replicated else each.ranks
-                own = exchange if kind in ("table_wise", "row_wise", "table_row_wise") else "rows"
-                spec, columns = getattr(each, "sharding_spec", None), 1
-                if kind == "grid_shard":
-                    if spec is None:
-                        why = "grid_shard, without the sharding_spec that says where its shards begin"
-                        raise ValueError(f"table {name!r}: {why}")
-                    columns = len({shard.shard_offsets[1] for shard in spec.shards})
-                try:
-                    found[name] = Sharding.checked(kind, ranks, own, world_size, columns)
-                except (ValueError, TypeError) as error:
-                    raise type(error)(f"table {name!r}: {error}") from None
-        return cls(world_size, found)

@@ -21,8 +21,8 @@ from ..lookup.lookup import make_lookup
 from ..pool.joined import NO_FLOATS, Features, Joined
 from ..store import Table
 from .lookup import RoutedLookup, SendsGradients, Sent
+from .owners import ShardedTable
 from .ranks import Ranks
-from .table import ShardedTable
 
 _HEADER: Final = 3
 """Numbers before a rank's sizes and keys: its samples, weights and ids."""

@@ -1,4 +1,4 @@
-"""The ranks of a process group and their exchanges.
+"""The ranks of a process group, their exchanges, and what each holds and sends.
 
 Every rank makes the same calls in the same order, and each call begins with an exchange of a fixed size, in which ranks
 say what they call. Ranks that call different things meet there, and each raises an error that names the calls of all;
@@ -15,14 +15,13 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankError
-from .load import StepClock, Traffic
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 """TorchRec's names. "int8": each row as 8-bit integers and one float32, the largest magnitude of the row over 127."""
@@ -91,6 +90,30 @@ def ranks_on_host(size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
+class Traffic(NamedTuple):
+    """Running totals of one rank: bytes to and from others, and seconds in exchanges, waiting for others included."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+
+
+class Load(NamedTuple):
+    """What a rank holds, and did.
+
+    Attributes:
+        num_rows, size_bytes: that it owns; with their optimizer state, were they all in memory.
+        lookups: rows that ranks asked it for.
+        traffic: of its exchanges, without those of ids that ``prefetch`` sent. A rank whose ``seconds`` grow the least
+            keeps others waiting.
+    """
+
+    num_rows: int
+    size_bytes: int
+    lookups: int
+    traffic: Traffic
+
+
 class Ranks:
     """A process group, None for all ranks, as lookups use it. Every rank makes the same calls in the same order.
 
@@ -100,7 +123,6 @@ class Ranks:
     Attributes:
         rank: this one's number in the group. size: how many there are. traffic: of this object's exchanges.
         run: the identity of what is trained, once it is known: calls of different runs differ.
-        clock: of the steps that backward passes of this object's calls are in.
 
     Raises:
         ValueError: this process is not in the group, or the group cannot exchange tensors on the CPU.
@@ -120,7 +142,6 @@ class Ranks:
         self._numbers = range(self.size) if numbers is None else numbers
         self.traffic = Traffic()
         self.run = ""
-        self.clock = StepClock(lambda: self.traffic.seconds, lambda: 0.0)
         self._backend: Any = group or dist.group.WORLD
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size
@@ -145,11 +166,6 @@ class Ranks:
         found = self._twins[(common & -common).bit_length() - 1]
         found._is_idle, found._pass_name = False, f" of prefetch {self._num_passes}"
         return found
-
-    @property
-    def has_busy_twin(self) -> bool:
-        """Whether a ``twin`` is not released yet."""
-        return not all(twin._is_idle for twin in self._twins)
 
     def release(self) -> None:
         """Of a ``twin``: this rank does not use it any more."""

@@ -20,9 +20,9 @@ from ..store.directory import open_files
 from ..store.manifest import MANIFEST_NAME
 from ..store.stored_ids import ids_bytes
 from ..system.files import require_room
+from .owners import ShardedTable, local_config, whole_config
 from .parts import Commits, Parts, of_columns, open_parts
 from .plan import Plan, Shard, Sharding
-from .table import ShardedTable, local_config, whole_config
 
 Progress = Callable[[int, int], None]
 WORK_NAME: Final = "reshard.partial"  # where in the target a copy is made; what is in it may be deleted

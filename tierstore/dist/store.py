@@ -13,7 +13,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Final, Literal, Self, get_args
 
 import torch
@@ -21,22 +21,18 @@ from torch import Tensor
 
 from ..cache.ddr import AUTO
 from ..config import TableConfig
-from ..errors import TableError, TierstoreError
+from ..errors import ClosedError, TableError, TierstoreError
 from ..io.log import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..store import Store, open_store
 from ..store.lifetime import Shown
 from ..store.optimizer import TieredOptimizer
 from ..system.checks import require_choice
-from .load import Load, StepClock
 from .opening import OwnPart, open_to_read, require_alike
-from .owners import Owners, Wire
+from .owners import Owners, ShardedTable, Towers, Wire, local_config, whole_config
 from .parts import NO_COMMITS, SECTION, Commits, in_common
 from .plan import Exchange, Plan, Sharding, ShardingType
-from .ranks import Precision, Ranks, ranks_on_host
-from .rebalance import moved_rows, require_idle, require_movable
-from .table import ShardedTable, local_config, whole_config
-from .towers import Towers
+from .ranks import Load, Precision, Ranks, ranks_on_host
 
 _ALIKE: Final = (
     ("learning rate", "set the same on all ranks, and commit again"),
@@ -183,7 +179,6 @@ class ShardedStore:
         self.shown = Shown()
         self.planned = planned
         self.unloaded = set[str]()
-        self._clock = ranks.clock = StepClock(lambda: owners.traffic.seconds, lambda: local.stats().ssd.seconds)
         self.device, self.offsets_type = local.device, local.offsets_type
         self.readonly, self.directory = local.readonly, local.directory
         with ranks.together():
@@ -336,12 +331,11 @@ class ShardedStore:
         return self.local.use_optimizer(ShardedOptimizer(self, dense))
 
     def balance(self) -> list[Load]:
-        """What each rank holds, and did since it opened the store (``step``: since the last call), in order of the
-        ranks. Collective."""
+        """What each rank holds, and did since it opened the store, in order of the ranks. Collective."""
         with self.ranks.telling():
             own_rows = sum(len(table.rows) for table in self.tables.values())
             size_bytes = sum(table.local.size_bytes for table in self.tables.values())
-            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic, self._clock.mean())
+            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic)
         return self.ranks.gather(own, "balance")
 
     @property
@@ -380,55 +374,10 @@ class ShardedStore:
         """
         return self._commit(self._attempt + 1, extra, tensors)
 
-    def rebalance(
-        self, plan: Plan | str | os.PathLike[str], *, extra: dict[str, Any] | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> int:  # fmt: skip
-        """Move rows, with optimizer state, to the owners that a plan names, and commit; collective. Modules and
-        optimizers go on, with the same bits. After an error, or a kill, all rows have their old owners, or all the new.
-
-        Args:
-            plan: or its file, the same on all ranks. Tables that it does not name stay; new ones will be created so.
-            extra, tensors: as for ``commit``, which the result is of, too.
-
-        Raises:
-            TableError: rows are in use by a batch, a prefetch pass is in flight, gradients are collected; or a table
-                would have another exchange or kind of lookup, has ranges of columns, or dynamic ids that would move.
-            ValueError: the plan is for another number of ranks, differs between ranks, or moves a tower's table to
-                another host. Others: as of ``commit``, and of ``Plan.load``.
-        """
-        with self.ranks.together("rebalance"):
-            require_idle(self.local, self.ranks)
-            planned = planned_tables(plan, self.ranks)
-        require_alike(self.ranks, plan=planned)
-        with self.ranks.together("rebalance"):
-            self._require_within(planned)
-            require_movable(self.tables.values(), planned)
-        with moved_rows(self.tables.values(), planned, self.local, self.ranks):
-            number = self._commit(self._attempt + 1, extra, tensors, planned)
-        self.planned = {**self.planned, **planned}
-        self._reshard(planned)
-        return number
-
-    def _reshard(self, shardings: Mapping[str, Sharding]) -> None:
-        """Go by these, of a commit whose rows are there."""
-        tables = [table for name, table in self.tables.items() if shardings.get(name, table.sharding) != table.sharding]
-        for table in tables:
-            table.take(shardings[table.name])
-        if tables:
-            self.owners.set(self.tables.values())
-            self.owners.epoch += 1
-            if (optimizer := self.local.optimizer_in_use) is not None and optimizer.has_grad:
-                optimizer.zero_grad()  # of rows that are others' now
-            self.local.use_rows({})  # caches are made for the rows that are left
-
-    def _commit(
-        self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None,
-        moved: Mapping[str, Sharding] = MappingProxyType({}),
-    ) -> int:  # fmt: skip
+    def _commit(self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> int:
         commit_id = self._agree_to_commit(number)
         self._attempt = number
-        shardings = {name: moved.get(name, each.sharding).to_json() for name, each in self.tables.items()}
+        shardings = {name: each.sharding.to_json() for name, each in self.tables.items()}
         versions, ids = self._known.versions, self._known.ids | {number: commit_id}
         with self.ranks.together(f"end of commit {number}"):
             commits = Commits(self.ranks.run, versions, shardings, ids)
@@ -451,12 +400,12 @@ class ShardedStore:
     def rollback(self, version: int) -> None:
         """Go back to a commit that all ranks keep; collective. Later ones, and what was not committed, are dropped.
 
-        Tables that were created later stay, empty. Rows have the owners of that commit again; if these are others,
-        ``optimizer()`` forgets gradients. After a kill all ranks open this commit, or all the last one.
+        Tables that were created later stay, empty. After a kill all ranks open this commit, or all the last one.
 
         Raises:
             ValueError: it is not one of ``versions`` of all ranks. TableError: rows are in use by a batch in flight.
-            RuntimeError: another rank failed, or asks for another commit.
+            RuntimeError: another rank failed, or asks for another commit. ClosedError: rows had other owners then, as
+                an earlier release moved them: the store is at that commit, and is to be opened again.
         """
         call = f"rollback to {version}"
         kept = set.intersection(*map(set, self.ranks.gather(self.versions, call)))
@@ -469,7 +418,9 @@ class ShardedStore:
                 )
             self.local.rollback(self._known.versions[version])
         self._note_agreed()
-        self._reshard(self._committed_shardings())
+        if any(self.tables[name].sharding != each for name, each in self._committed_shardings().items()):
+            self.close()
+            raise ClosedError(f"rows had other owners in commit {version}: open the store again, which is at it now")
         self._steps = {table.name: table.local.state.step for table in self.tables.values()}
 
     def _agree_to_commit(self, number: int) -> str:

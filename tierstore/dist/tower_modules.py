@@ -14,13 +14,11 @@ from ..nn.collection import strides_of
 from ..nn.function import Prepared
 from ..nn.jagged import JaggedLike, KeyedTensor
 from .lookup import ShardedLookup
-from .modules import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average
-from .owners import Owners
+from .modules import ShardedTieredEmbeddingBagCollection, average
+from .owners import Owners, ShardedTable, Towers
 from .pooled import BagsRoute, PooledLookup, PooledPlace, piece_sizes
 from .ranks import Precision, Ranks, decoded, encoded
 from .store import ShardedStore
-from .table import ShardedTable
-from .towers import Towers
 
 
 class TowerBags(PooledLookup):
@@ -89,14 +87,6 @@ class TowerBags(PooledLookup):
         return self._ranks.exchange(rows, given, taken, self._towers.host)
 
 
-class TowerTieredEmbeddingCollection(ShardedTieredEmbeddingCollection):
-    """``ShardedTieredEmbeddingCollection`` over tables that must be in towers."""
-
-    def __init__(self, store: ShardedStore, *, tables: Sequence[str] | None = None) -> None:
-        _require_towers(store, tables)
-        super().__init__(store, tables=tables)
-
-
 class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
     """``ShardedTieredEmbeddingBagCollection`` over tables of towers; see "Towers" in docs/distributed.md. Collective.
 
@@ -125,7 +115,9 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
         tables: Sequence[str] | None = None,
         is_weighted: bool = True,
     ) -> None:
-        towers = _require_towers(store, tables)
+        towers = store.owners.towers
+        if towers is None:
+            raise ValueError("the store has no towers: open it by open_sharded(..., towers=[tables of host 0, ...])")
         super().__init__(store, tables=tables, is_weighted=is_weighted)
         for table in self.tables:
             if table.config.counts_unseen:
@@ -322,12 +314,3 @@ class _ToPeers(torch.autograd.Function):
 def _width(columns: int, precision: Precision) -> int:
     """Of a row on its way."""
     return encoded(torch.empty(1, columns), precision).shape[1]
-
-
-def _require_towers(store: ShardedStore, tables: Sequence[str] | None) -> Towers:
-    towers = store.owners.towers
-    if towers is None:
-        raise ValueError("the store has no towers: open it by open_sharded(..., towers=[tables of host 0, ...])")
-    for name in store.tables if tables is None else tables:
-        towers.tower_of(name)
-    return towers

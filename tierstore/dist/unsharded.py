@@ -22,9 +22,9 @@ from ..pool.converting import RowSource
 from ..store.directory import Opened
 from ..store.manifest import Manifest
 from ..store.version import Ancestor, Lineage, Version, repack, unpack
+from .owners import whole_config
 from .parts import SECTION, Commits, Source, in_common, newest_set, state_columns
 from .plan import Shard, Sharding
-from .table import whole_config
 
 _ATTEMPTS: Final = 10
 """To open parts before their writers drop the version that all have."""
@@ -263,8 +263,7 @@ class WholeTier:
                 each.close()
             return None
         self._latest = joined
-        tables = {index: self._whole(index, each.layout, each.num_rows) for index, each in self.tables.items()}
-        return _NewerWhole(self, found, joined, tables)
+        return _NewerWhole(self, found, joined)
 
     def write(self, *_arguments: Any, **_more: Any) -> NoReturn:
         """Raises ReadOnlyError."""
@@ -301,7 +300,6 @@ class _NewerWhole(NamedTuple):
     tier: WholeTier
     found: Sequence[NewerVersion]
     joined: _Joint
-    tables: Mapping[int, WholeTable]
 
     @property
     def version(self) -> int:
@@ -316,13 +314,12 @@ class _NewerWhole(NamedTuple):
         return np.unique(np.concatenate([each.changed for each in self.found]))
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
-        _read_by([each.read for each in self.found], self.tables, keys, slots, weights, state, present)
+        _read_by([each.read for each in self.found], self.tier.tables, keys, slots, weights, state, present)
 
     def show(self) -> None:
         for each in self.found:
             each.show()
         self.tier.shown = self.joined
-        self.tier.tables |= self.tables  # rows may have other owners
 
     def close(self) -> None:
         for each in self.found:

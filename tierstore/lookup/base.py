@@ -75,7 +75,7 @@ class LookupTable(ABC):
         index: its number in the store.
         layout: how its rows lie in memory.
         rows: the rows that this store uses; all, but for tables that are sharded over processes. To be set before the
-            first use, or by ``Store.use_rows``.
+            first use.
         first_rate: where a new ``Store.optimizer`` starts: ``config.optimizer.lr``, or what ``learning_rate`` was set
             to since the store was opened.
         is_gone: the store has moved to a version without it.

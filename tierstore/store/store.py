@@ -186,14 +186,6 @@ class Store(ClosedWhenDropped, Unpicklable):
         with self._changing(name) as table:
             self._catalog.drop(table)
 
-    @shielded
-    def use_rows(self, rows: Mapping[str, range]) -> None:
-        """Use these rows of tables, by name, from now on. TableError: rows are in use. DiskFullError, ReadOnlyError."""
-        self.require_writable()
-        with self._retired():
-            for name, own in rows.items():
-                self[name].rows = own
-
     @contextlib.contextmanager
     def _changing(self, name: str) -> Iterator[Table]:
         self.require_writable()

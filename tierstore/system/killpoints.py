@@ -22,9 +22,9 @@ POINTS: Final = (
 COPY_POINTS: Final = (
     "copy: rows in place", "copy: manifest in place", "copy: done",
     "reshard: other parts held", "reshard: stale part set aside", "reshard: part written", "reshard: parts opened",
-    "reshard: replaced part set aside", "reshard: done", "rebalance: rows written",
+    "reshard: replaced part set aside", "reshard: done",
 )  # fmt: skip
-"""Those of copies that are made in a place of their own, and of ranks that reshard or exchange rows."""
+"""Those of copies that are made in a place of their own, and of ranks that reshard."""
 
 UPDATE_POINTS: Final = (
     "fetch: part written", "fetch: checked", "update: applied", "update: shown", "update: file kept"

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import init, optim
 from ..config import TableConfig
 from ..dist import TowerTieredEmbeddingBagCollection
-from ..dist.placement.towers import TowerPlan, partition, similarity_of
+from ..dist.placement.towers import Names, partition, similarity_of
 from ..ids import LFU, LRU, DynamicIds, Frequency
 from ..models import DLRM, DCNTower, DLRMTower, Towers
 from ..nn.collection import TieredEmbeddingBagCollection
@@ -202,7 +202,7 @@ def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
 
 
 @torch.no_grad()
-def partition_run(config: RunConfig, count: int, *, rows: int = 10_000, seed: int = 0) -> TowerPlan:
+def partition_run(config: RunConfig, count: int, *, rows: int = 10_000, seed: int = 0) -> Names:
     """``partition`` of a run's tables by what its store's last commit holds and its first ``rows`` training rows look
     up. Loads are lookups, and bytes of rows with optimizer state. Changes nothing.
 

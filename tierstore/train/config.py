@@ -139,7 +139,7 @@ class ModelSection(Checked):
     cross_layers: int = option(2, 'layers of the cross network ("dcn")', low=1, high=_MAX_LAYERS)
     cross_rank: int = option(32, 'rank of its weight matrices ("dcn"); 0: full', low=0, high=_MAX_WIDTH)
     towers: str | tuple[tuple[str, ...], ...] = option(
-        (), "columns that are compressed together: a file of tierstore shard towers, or lists; []: none"
+        (), "columns that are compressed together: a JSON file of them, or lists; []: none"
     )
     tower_compression: float = option(4.0, "bytes of their vectors over those that towers give", low=1, high=1000)
     tower_per_feature: int = option(0, 'vectors that a tower gives for each of its columns ("dot")', low=0, high=1000)

@@ -11,14 +11,13 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from torch import Tensor
 
 from ...kernels.arrays import Float64s, Int64s
 from ...settings.sections import converted
-from ...system.files import write_text
 
 Names = tuple[tuple[str, ...], ...]
 _STARTS: Final = 16
@@ -26,28 +25,6 @@ _MOST_WORK: Final = 10**8
 _MOST_CHANGES: Final = 10_000
 _MOST_ROUNDS: Final = 300
 _LEAST_GAIN: Final = 1e-9
-
-
-class TowerPlan(NamedTuple):
-    """Tables in towers.
-
-    Attributes:
-        plane: float64 [tables, 2], where each is. stress: Kruskal's stress-1, 0 where it has the distances wanted.
-        shares: float64 [towers, loads], each tower's part of a load, of the mean: 1 for all were they equal.
-        alike: float64 [towers, towers], mean similarity of two tables, one of each.
-    """
-
-    towers: Names
-    tables: tuple[str, ...]
-    plane: Float64s
-    stress: float
-    shares: Float64s
-    alike: Float64s
-
-    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the file that ``load_towers`` reads; FileExistsError if there is one, without ``force``."""
-        lines = ",\n  ".join(json.dumps(tower) for tower in self.towers)
-        write_text(Path(path), f'{{"towers": [\n  {lines}]}}\n', force=force)
 
 
 def load_towers(path: str | os.PathLike[str]) -> Names:
@@ -91,7 +68,7 @@ def similarity_of(batches: Iterable[Tensor], tables: Sequence[str]) -> Float64s:
 
 def partition(
     tables: Sequence[str], similarity: Float64s, loads: Float64s, count: int, *, slack: float = 0.1, seed: int = 0
-) -> TowerPlan:
+) -> Names:
     """Tables in ``count`` towers of about equal loads, those that are alike together. The same for the same seed.
     ValueError: fewer tables than towers, or no tower.
 
@@ -102,8 +79,7 @@ def partition(
     """
     if not 1 <= count <= len(tables):
         raise ValueError(f"{count} towers of {len(tables)} tables: expected 1 to {len(tables)}")
-    pairs = 1 - np.eye(len(tables))  # without those of a table with itself
-    plane, stress = plane_of((1 - similarity) * pairs)
+    plane, _ = plane_of((1 - similarity) * (1 - np.eye(len(tables))))
     mean = np.asarray(loads, np.float64).sum(axis=0) / count
     shares = np.divide(loads, mean, out=np.zeros(np.shape(loads)), where=mean > 0)
     dealt, fullest = _dealt(np.argsort(-shares.max(axis=1), kind="stable"), shares, count)
@@ -113,10 +89,7 @@ def partition(
     allowed = [dealt, *(groups for groups, fullest in others if fullest <= most)]
     _, best = min((_improved(each, plane, shares, most) for each in allowed), key=lambda found: found[0])
     members = sorted((np.flatnonzero(best == tower) for tower in range(count)), key=lambda own: int(own[0]))
-    towers = tuple(tuple(tables[int(place)] for place in own) for own in members)
-    member = np.array([np.isin(np.arange(len(tables)), own) for own in members], np.float64)
-    alike = (member @ (similarity * pairs) @ member.T) / np.maximum(member @ pairs @ member.T, 1)
-    return TowerPlan(towers, tuple(tables), plane, stress, member @ shares, alike)
+    return tuple(tuple(tables[int(place)] for place in own) for own in members)
 
 
 def plane_of(distances: Float64s) -> tuple[Float64s, float]:
