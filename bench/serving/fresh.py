@@ -8,7 +8,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 
-from tierstore.serve.tensors import JSON_LENGTH_HEADER
+from tierstore.serve.messages import JSON_LENGTH_HEADER
 
 from ..child import HOST
 from ..common import Goal, Part, Report, Run, Table

@@ -38,8 +38,8 @@ from tierstore.serve import program
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.grpc.server import InferenceService
 from tierstore.serve.messages import Status
+from tierstore.serve.program import share_of
 from tierstore.serve.rest.server import BoundedProtocol
-from tierstore.serve.workers import share_of
 from tierstore.settings.sections import described
 from tierstore.system import sizes
 from tierstore.trace import read_trace

@@ -36,9 +36,9 @@ from tierstore.cli import entry as cli
 from tierstore.models import DLRM
 from tierstore.serve import hot_rows
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.credentials import Tls
 from tierstore.serve.engine import StoreEngine
 from tierstore.serve.messages import ServeError, Status
-from tierstore.serve.tls import Tls
 from tierstore.serve.watch import LabelledRows, Watch, WatchReading
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.checkpoint import Position, commit_run, restore_run

@@ -330,7 +330,7 @@ _GONE: Final = ("to", "since", "fan_out", "dry_run")
 
 
 def _publish(options: argparse.Namespace) -> int:
-    from ..serve.bearer_token import read_token
+    from ..serve.credentials import read_token
     from ..updates.fetch import Source
     from ..updates.publish import Publisher
 

@@ -182,6 +182,8 @@ def between(turn: threading.Lock, pause: Pause) -> Pause:
     return paused
 
 
+MAX_QUEUE_REQUESTS: Final = 4096
+"""Queries that may wait for one model."""
 _SUSPECT_SECONDS: Final = 60.0
 """For which a client's queries are run alone, after one that failed."""
 _MAX_SUSPECTS: Final = 4096
@@ -295,18 +297,18 @@ class Batcher:
             line, counted, has_job = [*self._together, *self._alone], self.num_waiting_samples, self._has_job
         total = sum(waiter.num_samples for waiter in line)
         assert counted == total <= self._config.max_queue_samples, f"{counted} wait"
-        assert len(line) <= self._config.max_queue_requests, f"{len(line)} wait"
+        assert len(line) <= MAX_QUEUE_REQUESTS, f"{len(line)} wait"
         assert self._present >= set(line), "someone waits whose caller has gone"
         is_served = has_job or all(waiter.future.done() for waiter in self._present)
         assert not line or is_served, f"{len(line)} wait for no job"
 
     def _enter(self, waiter: Waiter) -> None:
         """Into the line; ServeError if it is full."""
-        limit, samples, full = self._config.max_queue_requests, self._config.max_queue_samples, ""
+        samples, full = self._config.max_queue_samples, ""
         with self._lock:
             num_waiting = len(self._together) + len(self._alone)
-            if num_waiting >= limit:
-                full = f"{num_waiting} requests wait already, max_queue_requests is {limit}"
+            if num_waiting >= MAX_QUEUE_REQUESTS:
+                full = f"{num_waiting} requests wait already"
             elif self.num_waiting_samples + waiter.num_samples > samples:
                 many = f"{self.num_waiting_samples} samples wait already and {waiter.num_samples} more came"
                 full = f"{many}, max_queue_samples is {samples}"

@@ -86,8 +86,7 @@ def serve(options: argparse.Namespace) -> int:
     try:
         from ..store.directory import require_store
         from ..store.recording import require_recordable
-        from .program import run
-        from .workers import recording_paths, run_workers
+        from .program import recording_paths, run, run_workers
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == __package__.partition(".")[0]:
             raise  # the package is broken: to install others mends nothing

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from ..settings.sections import check_ranges, option
 from ..system.checks import require_choice
 from ..system.sizes import parse_size
-from .bearer_token import read_token
+from .credentials import read_token
 
 _MAX_PORT: Final = 65_535
 _PATHS: Final = ("store", "model", "warm_up", "record", "watch")
@@ -44,7 +44,6 @@ class StoreConfig:
     watch: str = ""
     max_batch_samples: int = 0
     max_queue_samples: int = 0
-    max_queue_requests: int = 0
 
     @property
     def called(self) -> str:
@@ -97,9 +96,7 @@ class ServeConfig:
     workers: int = option(1, "processes that share the ports; each takes its part of --ddr", low=1, high=1024)
     max_batch_samples: int = option(4096, "samples of a batch, and of a request", low=1)
     max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused (503)", low=1)
-    max_queue_requests: int = option(4096, "requests that may wait for a model; more are refused (503)", low=1)
     request_seconds: float = _seconds(10.0, "a request that gives no deadline has this one")
-    body_bytes: int = option(64 << 20, "longest request over REST", low=1024, high=_INT32_MAX)
     grpc_body_bytes: int = option(
         4 << 20,
         "longest request over gRPC; 512 MiB over this many may be arriving at a time",
@@ -107,7 +104,6 @@ class ServeConfig:
         high=_INT32_MAX,
     )
     connections: int = option(1000, "connections at a time, of REST and of gRPC each", low=1, high=_INT32_MAX)
-    receive_seconds: float = option(30.0, "time for a request to arrive whole", low=0.001, high=86_400)
     idle_seconds: float = option(
         75.0, "time a REST connection may stay open without a request; longer than your proxy's", low=0.001, high=86_400
     )
@@ -141,9 +137,6 @@ class ServeConfig:
     canary_loss: float = option(0.002, "by what share its log loss may grow", low=0)
     canary_errors: float = option(0.01, "how much larger its share of failed requests may be", low=0)
     canary_p99: float = option(1.0, "by what share its 99th percentile of latency may grow", low=0)
-    model_control: Literal["none", "explicit"] = option(
-        "none", "whether clients that show the admin token may load and unload the named stores, as of Triton"
-    )
     grace_seconds: float = _seconds(30.0, "on SIGTERM, time for requests under way to finish")
     token_file: str = option("", "file with the bearer token that clients must show; health stays open")
     admin_token_file: str = option(
@@ -180,15 +173,6 @@ class ServeConfig:
             raise ValueError("a canary is a replica: give --from URL, too")
         for url in self.sources:
             parse_url(url)
-        if self.model_control == "explicit" and not self.admin_token_file:
-            raise ValueError("model_control='explicit' is for those who show the admin token: give an admin_token_file")
-        if self.model_control == "explicit" and (self.workers > 1 or self.sources):
-            raise ValueError(
-                "model_control='explicit' goes neither with --from nor with several workers, of which a call reaches "
-                "one: set workers to 1, and start more servers"
-            )
-        if self.model_control == "explicit" and (self.record or any(each.record for each in self.stores)):
-            raise ValueError("model_control='explicit' and record do not go together: a recording ends with its store")
         if self.stores:
             self._require_apart()
         if self.workers > 1 and (self.sources or 0 in (self.port, self.grpc_port, self.admin_port)):

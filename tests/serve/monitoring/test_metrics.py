@@ -158,22 +158,6 @@ def test_all_that_happens_is_counted(metrics: Metrics, clock: Clock) -> None:
     assert orjson.loads(orjson.dumps(about)) == about
 
 
-def test_a_batchs_time_counts_for_each_of_its_requests(metrics: Metrics) -> None:
-    metrics.batched("dlrm", 3, 50, [0.25, 0.5, 1.0], 2.0)
-    metrics.batched("dlrm", 1, 7, [0.25], 4.0)
-    metrics.answered("dlrm", "http", None, 3.0)
-    metrics.answered("dlrm", "grpc", None, 5.0)
-    metrics.answered("dlrm", "grpc", Status.DEADLINE, 7.0)
-    found = metrics.statistics("dlrm")
-    assert (found["inference_count"], found["execution_count"]) == (2, 2)
-    spent = {"success": (2, 8), "fail": (1, 7), "queue": (4, 2), "compute_infer": (4, 10)}
-    spent |= {"compute_input": (4, 0), "compute_output": (4, 0), "cache_hit": (0, 0), "cache_miss": (0, 0)}
-    wanted = {name: {"count": count, "ns": seconds * 10**9} for name, (count, seconds) in spent.items()}
-    assert found["inference_stats"] == wanted
-    assert found["last_inference"] > 1.7e12
-    assert metrics.statistics("items")["last_inference"] == 0
-
-
 def test_the_exposition_stays_small_with_many_models_and_every_series_tells_its_worker() -> None:
     """26 tables with their rows and bags, "ranking", "pooled" and "rows": unasked, and all asked over one protocol."""
     names = [f"{kind}.C{index}" for kind in ("pooled", "rows") for index in range(26)] + ["ranking", "pooled", "rows"]

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import DiskFullError, TierstoreError
 from ...system.processes import is_loopback
-from ..bearer_token import Token
+from ..credentials import Token
 from ..messages import ServeError
 
 ADMIN_HEADER: Final = "x-tierstore-admin"

@@ -21,9 +21,9 @@ from ...system.files import open_plain_file
 from ...system.processes import address, is_loopback
 from ...updates.listing import Folder, Offered
 from ...updates.publish import Publisher
+from ..credentials import Tls
 from ..limits import Limits
 from ..rest.server import HttpServer, listen
-from ..tls import Tls
 from .app import admin_app
 
 _CONNECTIONS: Final = 200

@@ -37,9 +37,8 @@ class Arrivals:
         self._num_held = 0
         self._waiting: dict[asyncio.Future[None], str] = {}  # the connection of each, in the order of their coming
 
-    async def receive(self, read: Callable[[], Awaitable[Any]], peer: str, seconds: float, what: str) -> Any:
-        """What ``read`` gives of a connection. ServeError DEADLINE, which says ``what``; OVERLOADED: it lost its
-        place."""
+    async def receive(self, read: Callable[[], Awaitable[Any]], peer: str, seconds: float) -> Any:
+        """What ``read`` gives of a connection. ServeError DEADLINE; OVERLOADED: it lost its place."""
         place: _Place | None = None
         try:
             async with asyncio.timeout(seconds) as timer:
@@ -53,7 +52,7 @@ class Arrivals:
             if place is not None and place.is_lost:
                 message = f"{self._places} requests are arriving, and the oldest gives way; try again later"
                 raise ServeError(Status.OVERLOADED, message) from None
-            raise ServeError(Status.DEADLINE, f"{what} {seconds:g} seconds") from None
+            raise ServeError(Status.DEADLINE, f"the request did not come within {seconds:g} seconds") from None
         finally:
             if place is not None:
                 self._leave(place)

@@ -65,10 +65,10 @@ class _Seconds:
 
 
 class _Batches:
-    """Of one model. ``query_seconds``: sum over queries, of how long the batch of each took."""
+    """Of one model."""
 
     def __init__(self) -> None:
-        self.queries, self.samples, self.query_seconds = 0, 0, 0.0
+        self.queries, self.samples = 0, 0
         self.queued, self.computed = _Seconds(), _Seconds()
 
 
@@ -85,7 +85,6 @@ class Metrics(Collector):
         self.last_update: LastUpdate | None = None
         self._lock = threading.Lock()
         self._requests: defaultdict[tuple[str, str, str], _Seconds] = defaultdict(_Seconds)
-        self._last: dict[str, float] = {}
         self._batches: defaultdict[str, _Batches] = defaultdict(_Batches)
         self._refused: Counter[tuple[str, str]] = Counter()
         self._out_of_range: Counter[str] = Counter()
@@ -107,7 +106,6 @@ class Metrics(Collector):
         model = self._known(model)
         with self._lock:
             self._requests[model, protocol, OK if status is None else status.name.lower()].add(seconds)
-            self._last[model] = time.time()
         self.window.add(model, seconds, failed=status is not None)
 
     def batched(
@@ -117,7 +115,6 @@ class Metrics(Collector):
             found = self._batches[self._known(model)]
             found.queries += num_queries
             found.samples += num_samples
-            found.query_seconds += compute_seconds * num_queries
             found.computed.add(compute_seconds)
             for seconds in queue_seconds:
                 found.queued.add(seconds)
@@ -182,27 +179,6 @@ class Metrics(Collector):
             for (model, _, status), each in self._requests.items():
                 found[model][status] += each.count
         return found
-
-    def statistics(self, model: str) -> dict[str, Any]:
-        """Of a model, over both protocols and all versions, as Triton has them; none by batch size."""
-        with self._lock:
-            batches, queries = self._batches.get(model, _NO_BATCH), self._batches.get(model, _NO_BATCH).queries
-            told = [(status == OK, each) for (name, _, status), each in self._requests.items() if name == model]
-            spent = {"queue": (queries, batches.queued.sum), "compute_infer": (queries, batches.query_seconds)}
-            for kind, is_wanted in (("success", True), ("fail", False)):
-                found = [each for is_good, each in told if is_good is is_wanted]
-                spent[kind] = sum(each.count for each in found), sum(each.sum for each in found)
-            spent |= dict.fromkeys(("compute_input", "compute_output"), (queries, 0.0))
-            spent |= dict.fromkeys(("cache_hit", "cache_miss"), (0, 0.0))
-            return {
-                "last_inference": int(self._last.get(model, 0.0) * 1e3),
-                "inference_count": spent["success"][0],
-                "execution_count": batches.computed.count,
-                "inference_stats": {
-                    kind: {"count": count, "ns": round(seconds * 1e9)} for kind, (count, seconds) in spent.items()
-                },
-                "batch_stats": [],
-            }
 
     def batches(self, model: str) -> dict[str, float | None]:
         """How many batches a model had since the start, and what they were on average; None of none."""

@@ -17,14 +17,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ...system.checks import excerpt
-from ..front import Front
-from ..limits import Hold, Limits
-from ..messages import ServeError, Status
-from ..repository import Repository
-from ..tensors import JSON_LENGTH_HEADER, MAX_ID_CHARACTERS
-from .infer_body import InferCall, parse_infer, write_infer
-from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
-from .server import UNDER_WAY
+from ..limits import LARGE_RESPONSE_BYTES, Hold, Limits
+from ..messages import JSON_LENGTH_HEADER, MAX_ID_CHARACTERS, ServeError, Status
+from ..repository import SERVER, Front, Repository
+from .infer_body import JSON, Header, InferCall, Reply, parse_infer, write_infer
+from .server import UNDER_WAY, error_body
 
 _LOGGER: Final = logging.getLogger(__name__)
 _OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
@@ -71,11 +68,9 @@ class RestApp:
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
         # Each part is decoded by itself: a table's name may have slashes of its own.
         parts = [unquote(part) for part in scope["raw_path"].decode("latin-1").removesuffix("/").split("/")]
-        match parts:
-            case ["", "v2", "repository", "models", name, "load" | "unload" as what]:
-                return await self._change(scope, receive, what, name)
         if self.front.wants_token and scope["path"] not in _OPEN_PATHS:
-            self.front.require_token(_shown(scope), "give the server's token: Authorization: Bearer TOKEN")
+            shown = [value for name, value in scope["headers"] if name == b"authorization"]
+            self.front.require_token(shown, "give the server's token: Authorization: Bearer TOKEN")
         version = ""
         if len(parts) > 5 and parts[2] == "models" and parts[4] == "versions" and parts[5]:
             version = parts[5]
@@ -99,15 +94,11 @@ class RestApp:
         """What a path shows; None if there is nothing."""
         match parts:
             case ["", "v2"]:
-                return json_reply(self.front.about())
+                return json_reply(SERVER)
             case ["", "v2", "health", "live"]:
                 return _ready(self._engine.is_live, "live")
             case ["", "v2", "health", "ready"]:
                 return _ready(self._engine.is_ready, "ready")
-            case ["", "v2", "models", "stats"]:
-                return json_reply(self.front.statistics())
-            case ["", "v2", "models", name, "stats"]:
-                return json_reply(self.front.statistics(name, version))
             case ["", "v2", "models", name, "config"]:
                 return json_reply(self.front.config(name, version))
             case ["", "v2", "models", name]:
@@ -115,21 +106,6 @@ class RestApp:
             case ["", "v2", "models", name, "ready"]:
                 return _ready(self._engine.is_model_ready(name, version), "ready", name=name)
         return None
-
-    async def _change(self, scope: Scope, receive: Receive, what: str, store: str) -> Reply:
-        self.front.require_admin_token(_shown(scope))
-        if scope["method"] != "POST":
-            return _not_allowed(scope, b"POST")
-        with self.front.requests.hold() as held:
-            headers, limit = dict(scope["headers"]), self.front.limits.json_bytes
-            body = await read_body(held, limit, headers, receive, self._long_bodies)
-        try:
-            given = orjson.loads(body or b"{}").get("parameters") or {}
-            names = list(given.keys())
-        except (ValueError, AttributeError):
-            raise ServeError(Status.INVALID, 'the body is no JSON object like {"parameters": {}}') from None
-        await self.front.change(what, store, names)
-        return json_reply({})
 
     async def _infer(self, scope: Scope, receive: Receive, model: str, version: str) -> Reply:
         if scope["method"] != "POST":
@@ -171,16 +147,36 @@ class RestApp:
                 return await write_infer(response, call)
 
 
+def json_reply(value: Any, status: int = 200) -> Reply:
+    return Reply(status, orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def error_reply(status: int, message: str, *headers: Header) -> Reply:
+    return Reply(status, error_body(message), (JSON, *headers))
+
+
+def refusal(error: ServeError, *headers: Header) -> Reply:
+    if error.status is Status.UNAUTHENTICATED:
+        headers += ((b"www-authenticate", b"Bearer"),)
+    return error_reply(error.status.http, str(error), *headers)
+
+
+async def send_reply(send: Send, reply: Reply) -> None:
+    """As ASGI messages. Returns once a large reply has been accepted by the client, all but what sockets hold."""
+    length = (b"content-length", b"%d" % len(reply.body))
+    is_large = len(reply.body) > LARGE_RESPONSE_BYTES
+    await send({"type": "http.response.start", "status": reply.status, "headers": [*reply.headers, length]})
+    await send({"type": "http.response.body", "body": reply.body, "more_body": is_large})
+    if is_large:  # a second message waits until the first has left
+        await send({"type": "http.response.body", "body": b""})
+
+
 def _json_length(headers: Mapping[bytes, bytes]) -> int | None:
     length = headers.get(_JSON_LENGTH)
     # More digits than that are beyond any body.
     if length is not None and not (length.isdigit() and len(length) < 20):
         raise ServeError(Status.INVALID, f"{JSON_LENGTH_HEADER} {excerpt(length.decode('latin-1'))} is not a length")
     return None if length is None else int(length)
-
-
-def _shown(scope: Scope) -> list[bytes]:
-    return [value for name, value in scope["headers"] if name == b"authorization"]
 
 
 @contextmanager

@@ -1,11 +1,17 @@
-"""The server's certificate and key, which may be renewed while it serves."""
+"""The server's certificate and key, which may be renewed while it serves; the token of its clients and that of its
+operators.
+"""
 
+import base64
+import binascii
+import hmac
 import logging
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
+from ..system.checks import require_token
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 WATCH_SECONDS: Final = 5.0
@@ -64,6 +70,8 @@ class Tls:
 
     def credentials(self) -> Any:
         """For gRPC, which asks at each handshake."""
+        import grpc  # here, as every command reads this module
+
         shown: Any = None
 
         def fetch() -> Any:
@@ -74,3 +82,38 @@ class Tls:
             return grpc.ssl_server_certificate_configuration([(key, certificate)])
 
         return grpc.dynamic_ssl_server_credentials(fetch(), fetch)
+
+
+def read_token(path: str, *, name: str = "token_file") -> str:
+    """What a token file holds, without white space around it; ValueError if it cannot be read or holds no token."""
+    try:
+        text = Path(path).read_text(encoding="ascii", errors="replace").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}={path!r} cannot be read: {error}") from None
+    return require_token(text, f"{name}={path!r}: the token")
+
+
+class Token:
+    """A token of printable ASCII without spaces, else ValueError. It is compared in constant time."""
+
+    def __init__(self, text: str) -> None:
+        self._token = require_token(text, "the token").encode()
+
+    def is_shown(self, authorization: Sequence[str | bytes], *, or_as_password: bool = False) -> bool:
+        """Whether a request's Authorization headers are one "Bearer TOKEN"; or "Basic ...", with the token as the
+        password."""
+        if len(authorization) != 1:
+            return False
+        given = authorization[0]
+        scheme, _, shown = (given.encode(errors="replace") if isinstance(given, str) else given).partition(b" ")
+        if scheme.lower() == b"bearer":
+            return hmac.compare_digest(shown.strip(b" "), self._token)
+        return or_as_password and scheme.lower() == b"basic" and hmac.compare_digest(_password(shown), self._token)
+
+
+def _password(credentials: bytes) -> bytes:
+    """Of "user:password" in base64; empty if it is not of that form."""
+    try:
+        return base64.b64decode(credentials.strip(b" "), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
