@@ -13,7 +13,7 @@ LARGE_RESPONSE_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    body_bytes: int = 64 << 20  # longest request, and of a compressed one once inflated
+    body_bytes: int = 64 << 20  # longest request, and of a compressed one over gRPC once inflated
     # Requests under way, together; one beyond that is refused. And again those arriving over gRPC, each as twice the
     # longest.
     bodies_bytes: int = 1 << 30

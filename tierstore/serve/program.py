@@ -211,20 +211,16 @@ async def _renew(tls: Tls) -> None:
         await asyncio.to_thread(tls.renew)
 
 
-def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0, is_patient: bool = False) -> int:
+def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status. Handlers of signals are left that do nothing.
-
-    Args:
-        on_ready: called with the ports once requests are taken, or a replica waits for its first update.
-        is_patient: a second signal changes nothing; else it ends the process at once.
-    """
+    ``on_ready`` is called with the ports once requests are taken, or a replica waits for its first update."""
     configure(config.log_level.upper())
     for each in _SIGNALS:  # they end the process, until the loop sees to them
         signal.signal(each, signal.SIG_DFL)
     torch.set_num_threads(config.num_threads)
     _make_room_for(config.connections)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, worker, on_ready, is_patient))
+        runner.run(_serve(config, worker, on_ready))
     return 0
 
 
@@ -240,12 +236,21 @@ def _make_room_for(connections: int) -> None:
             _LOG.warning(message, found, connections, wanted)
 
 
-async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any], is_patient: bool) -> None:
+async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any]) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     server = Server(config, worker=worker)  # which may compile kernels
+
+    def stop() -> None:
+        stopping.set()
+        if config.workers > 1:  # a second signal may be the parent's, which passes each on
+            return
+        for each in _SIGNALS:  # a second one ends the process at once
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+
     for each in _SIGNALS:
-        loop.add_signal_handler(each, _stop, stopping, () if is_patient else _SIGNALS)
+        loop.add_signal_handler(each, stop)
     # By default SIGHUP ends a process.
     loop.add_signal_handler(signal.SIGHUP, server.tls.renew if server.tls is not None else int)
     starting = asyncio.create_task(server.start())
@@ -263,14 +268,6 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
     await waiting
     _LOG.info("stopping: requests under way have %.0f s", config.grace_seconds)
     await server.stop()
-
-
-def _stop(stopping: asyncio.Event, signals: Sequence[signal.Signals]) -> None:
-    stopping.set()
-    loop = asyncio.get_running_loop()
-    for each in signals:
-        loop.remove_signal_handler(each)
-        signal.signal(each, signal.SIG_DFL)
 
 
 # Several processes that share the ports, each with its own part of the memory.
@@ -345,10 +342,9 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
 
 
 def _work(config: ServeConfig, index: int, ready: Any, parent: int) -> None:
-    """One worker. A second signal may be its parent's, which passes each on: it is not taken for impatience."""
     end_with(parent, signal.SIGTERM)
     try:
-        run(config, worker=index, on_ready=lambda _: ready.set(), is_patient=True)
+        run(config, worker=index, on_ready=lambda _: ready.set())
     except (TierstoreError, ValueError, OSError) as error:
         _LOG.error("%s", error)
         sys.exit(1)

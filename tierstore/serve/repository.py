@@ -102,10 +102,9 @@ class Repository:
 
     def index(self) -> list[dict[str, str]]:
         """All models as Triton lists them."""
-        state = {each: "READY" if each.is_ready else "UNAVAILABLE" for each in self.engines.values()}
         return [
-            {"name": model.name, "version": model.versions[-1], "state": state[each]}
-            for each in state
+            {"name": model.name, "version": model.versions[-1], "state": "READY" if each.is_ready else "UNAVAILABLE"}
+            for each in self.engines.values()
             for model in each.models()
         ]
 
@@ -178,8 +177,7 @@ class _NotingRefusals:
 
 class Front:
     """One protocol's side of the engine: "http" or "grpc". Requests must show the token, but for those about health.
-    ValueError: a token that cannot be
-    sent."""
+    ValueError: a token that cannot be sent."""
 
     def __init__(self, engine: Repository, protocol: str, limits: Limits, token: str | None) -> None:
         self.engine: Final = engine

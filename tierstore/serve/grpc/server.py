@@ -179,9 +179,7 @@ class InferenceService:
         """A model that is not there is not ready; it is no error to ask."""
         try:
             return {"ready": self._engine.is_model_ready(message.name, message.version)}
-        except ServeError as error:
-            if error.status not in (Status.NOT_FOUND, Status.UNAVAILABLE):
-                raise
+        except ServeError:
             return {"ready": False}
 
     def _check(self, message: Any) -> dict[str, Any]:
