@@ -17,7 +17,6 @@ from tests.serve.test_fronts import as_dict
 from tests.serve.whole import ADMIN, InThread, serving
 from tests.updates.support import ROWS, change
 from tierstore.serve import batching
-from tierstore.serve.command import parse_stores
 from tierstore.serve.config import ServeConfig, StoreConfig
 from tierstore.serve.messages import Status
 from tierstore.serve.program import recording_paths, worker_config
@@ -140,13 +139,6 @@ def test_the_queue_of_one_store_keeps_nobody_from_another(
                 with refused(Status.OVERLOADED, "store 'a' has its part"):
                     ask(server, protocol, "a.pooled.item", **INPUTS)
         assert len({each.result() for each in waiting[:2]}) == 1
-
-
-def test_stores_of_flags() -> None:
-    assert parse_stores(["./x=y,ddr=1"]) == {"store": "./x=y,ddr=1"}
-    assert parse_stores(["a=x,y,ddr=1,max_batch_samples=7", "r/b"]) == {
-        "stores": [{"name": "a", "path": "x,y", "ddr": "1", "max_batch_samples": 7}, {"path": "r/b"}]
-    }
 
 
 def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Path) -> None:

@@ -312,21 +312,11 @@ class Batcher:
     def _start_job(self) -> None:
         """In either thread, without the lock."""
         try:
-            job = self._executor.submit(self._work)
-        except RuntimeError:
-            self._abandon()
-        else:
-            job.add_done_callback(self._note_cancelled)
-
-    def _note_cancelled(self, job: Future[None]) -> None:
-        if job.cancelled():
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """The executor was shut down first; nobody must wait for it."""
-        with self._lock:
-            self._has_job = False
-        self._post(self.close)
+            self._executor.submit(self._work)
+        except RuntimeError:  # it was shut down first; nobody must wait for it
+            with self._lock:
+                self._has_job = False
+            self._post(self.close)
 
     def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None

@@ -16,7 +16,7 @@ _PATHS: Final = ("store", "model", "warm_up", "record", "watch")
 _NO_PATHS: Final = ("", "auto", "none")
 _INT32_MAX: Final = (1 << 31) - 1
 """gRPC counts a message's bytes, and connections, in 32 bits."""
-STORE_NAME: Final = re.compile(r"[\w-]+")
+_STORE_NAME: Final = re.compile(r"[\w-]+")
 """No dot: of several stores, a model's name is the store's, a dot, and the model's own."""
 
 
@@ -61,11 +61,7 @@ class ServeConfig:
     ValueError: a value that cannot be; names it and what is accepted.
     """
 
-    store: str = option(
-        "",
-        "folder of the store; with --from it need not exist yet. Several times for several stores, then also "
-        "NAME=DIR,ddr=2GiB,model=FILE.pt2",
-    )
+    store: str = option("", "folder of the store; with --from it need not exist yet. For several: [[stores]] in a file")
     stores: tuple[StoreConfig, ...] = option((), "several stores, in a file: of each what StoreConfig has")
     model: str = option(
         "", "file of torch.export.save, served under the file's name; inputs named like features get their rows"
@@ -184,12 +180,12 @@ class ServeConfig:
         """ValueError unless the stores can be served alongside each other, under their names."""
         names = [each.called for each in self.stores]
         for name in names:
-            if names.count(name) > 1 or not STORE_NAME.fullmatch(name):
+            if names.count(name) > 1 or not _STORE_NAME.fullmatch(name):
                 rule = "of its own, of letters, digits, _ and -"
-                raise ValueError(f"stores: {name!r}: a store has a name {rule}: --store NAME=DIR")
+                raise ValueError(f"stores: {name!r}: a store has a name {rule}: set name")
         if len(names) > 1 and (self.model or self.record or self.watch):
             what = "model" if self.model else "record" if self.record else "watch"
-            raise ValueError(f"{what} is of one store, and there are {len(names)}: --store NAME=DIR,{what}=FILE")
+            raise ValueError(f"{what} is of one store, and there are {len(names)}: set it in [[stores]]")
         if self.sources:
             raise ValueError("--from is of one store, named by store: start a server for each replica")
         self.by_store()

@@ -74,10 +74,6 @@ class SteppedExecutor(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self.is_shut_down = True
-        while cancel_futures and self.jobs:
-            future, _ = self.jobs.pop()
-            future.cancel()
-            future.set_running_or_notify_cancel()
 
 
 NEVER = float("inf")
