@@ -2,6 +2,7 @@
 operators.
 """
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -14,7 +15,7 @@ from typing import Any, Final
 from ..system.checks import require_token
 
 _LOG: Final = logging.getLogger("tierstore.serve")
-WATCH_SECONDS: Final = 5.0
+_WATCH_SECONDS: Final = 5.0
 """Between two looks at the files."""
 
 
@@ -67,6 +68,12 @@ class Tls:
         else:
             self._pem = pem
             _LOG.info("the certificate is renewed from %s", self.certificate)
+
+    async def watch(self) -> None:
+        """Renew now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.to_thread(self.renew)
 
     def credentials(self) -> Any:
         """For gRPC, which asks at each handshake."""

@@ -32,7 +32,7 @@ from ..updates.fetch import Source
 from ..updates.listing import MIN_REQUESTS, Canary, Measures
 from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
-from .credentials import WATCH_SECONDS, Tls
+from .credentials import Tls
 from .grpc.codec import HEALTH_SERVICE
 from .grpc.server import GrpcServer
 from .limits import Limits
@@ -154,7 +154,7 @@ class Server:
         if self._replica is not None:
             tasks.append((only, "following sources", self._replica.run()))
         if self.tls is not None:
-            tasks.append((only, "watching the certificate", _renew(self.tls)))
+            tasks.append((only, "watching the certificate", self.tls.watch()))
         for engine, name, task in tasks:
             self._background.append(asyncio.create_task(task, name=name))
             self._background[-1].add_done_callback(engine.note_ended)
@@ -203,12 +203,6 @@ class Server:
         await self.repository.stop()
         await self._admin.stop(1.0)
         gc.unfreeze()
-
-
-async def _renew(tls: Tls) -> None:
-    while True:
-        await asyncio.sleep(WATCH_SECONDS)
-        await asyncio.to_thread(tls.renew)
 
 
 def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0) -> int:
@@ -278,8 +272,6 @@ def share_of(size: int | str, workers: int) -> int | str:
     if isinstance(size, int):
         return size // workers
     text = size.strip()
-    if text.isdecimal():
-        return int(text) // workers
     number = text[: len(text) - len(text.lstrip("0123456789._"))]
     return f"{float(number) / workers:.6f}{text[len(number) :]}"
 

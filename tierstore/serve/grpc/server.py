@@ -93,19 +93,6 @@ _SERVING, _NOT_SERVING = 1, 2
 _Fields: TypeAlias = Mapping[str, Any]
 
 
-def _details(error: ServeError) -> str:
-    text = str(error)
-    return text if len(text) <= _MAX_DETAIL_CHARACTERS else text[:_MAX_DETAIL_CHARACTERS] + "..."
-
-
-def _as_refusal(error: Exception) -> ServeError:
-    """What the client is told; what nobody expected goes to the log only."""
-    if isinstance(error, ServeError):
-        return error
-    _log.error("a call failed in the server", exc_info=error)
-    return ServeError(Status.INTERNAL, "internal error; the server's log has the cause")
-
-
 class InferenceService:
     """Answers every call; what it cannot answer is a status with the error's message, and never a traceback."""
 
@@ -150,17 +137,24 @@ class InferenceService:
         """Answers with what ``respond`` gives, or with the status of what went wrong."""
 
         async def handle(_: Any, context: Any) -> bytes | None:
-            call, response, failure = Call(context), None, None
+            call = Call(context)
+            response: bytes | None = None
+            failure: ServeError | None = None
             try:
                 if not is_open and self.front.wants_token:
                     shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
                     self.front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
                 response = await respond(context, call)
-            except Exception as error:
-                failure = _as_refusal(error)
+            except ServeError as error:
+                failure = error
+            except Exception:
+                _log.exception("a call failed in the server")
+                failure = ServeError(Status.INTERNAL, "internal error; the server's log has the cause")
             call.bound_sending(self.front.limits.send_seconds)
             if failure is not None:
-                await context.abort(grpc.StatusCode[failure.status.grpc], _details(failure))
+                text = str(failure)
+                text = text if len(text) <= _MAX_DETAIL_CHARACTERS else text[:_MAX_DETAIL_CHARACTERS] + "..."
+                await context.abort(grpc.StatusCode[failure.status.grpc], text)
             return response
 
         return grpc.stream_unary_rpc_method_handler(handle)
