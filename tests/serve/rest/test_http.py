@@ -72,7 +72,7 @@ IDS = {
 }
 
 
-def test_paths_and_request_ids(client: httpx.Client, server: Fronted) -> None:
+def test_paths_request_ids_and_lengths_of_the_json(client: httpx.Client, server: Fronted) -> None:
     for path, status in PATHS.items():
         response = client.get(path)
         assert response.status_code == status
@@ -86,9 +86,6 @@ def test_paths_and_request_ids(client: httpx.Client, server: Fronted) -> None:
         assert client.post("/v2/models/full/infer", json=X, headers=headers).headers.get("x-request-id") == header
         assert client.post(INFER, headers=headers).headers.get("x-request-id") == header
     assert "id has more than" in error_of(client.post(INFER, json=X, headers={"X-Request-Id": "i" * 2000}), 400)
-
-
-def test_wrong_length_of_the_json(client: httpx.Client) -> None:
     for length in ("-1", "5.0", "x", "1" * 30, "", "+5", "999999"):
         response = client.post(INFER, json=X, headers={"Inference-Header-Content-Length": length})
         assert "Inference-Header-Content-Length" in error_of(response, 400)
