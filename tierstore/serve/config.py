@@ -9,7 +9,6 @@ from typing import Any, Final, Literal
 from ..settings.sections import check_ranges, option
 from ..system.checks import require_choice
 from ..system.sizes import parse_size
-from .credentials import read_token
 
 _MAX_PORT: Final = 65_535
 _PATHS: Final = ("store", "model", "warm_up", "record", "watch")
@@ -214,12 +213,18 @@ class ServeConfig:
     @property
     def token(self) -> str | None:
         """What the clients' token file holds; ValueError if it cannot be read or is empty."""
-        return read_token(self.token_file, name="token_file") if self.token_file else None
+        return self._read_token("token_file")
 
     @property
     def admin_token(self) -> str | None:
         """The operators'; ValueError also if it is the clients'."""
-        found = read_token(self.admin_token_file, name="admin_token_file") if self.admin_token_file else None
+        found = self._read_token("admin_token_file")
         if found is not None and found == self.token:
             raise ValueError("admin_token_file holds the token of clients, who may change nothing; make another")
         return found
+
+    def _read_token(self, name: str) -> str | None:
+        from .credentials import read_token  # which brings asyncio along
+
+        path = getattr(self, name)
+        return read_token(path, name=name) if path else None

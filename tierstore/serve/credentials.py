@@ -77,7 +77,7 @@ class Tls:
 
     def credentials(self) -> Any:
         """For gRPC, which asks at each handshake."""
-        import grpc  # here, as every command reads this module
+        import grpc  # which a publisher of files does without
 
         shown: Any = None
 
