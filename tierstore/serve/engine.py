@@ -34,8 +34,8 @@ from .config import ServeConfig
 from .hot_rows import RowCounts, hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_request
 from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError, Status
+from .metrics import Metrics, State
 from .models import Models, load_program, rehearse
-from .monitoring.metrics import Metrics, State, TableInfo
 from .watch import Watch, read_labelled
 
 _LOG: Final = logging.getLogger("tierstore.serve")
@@ -68,7 +68,7 @@ def _free() -> None:
 
 
 class StoreEngine:
-    """The models of one store, what monitoring looks at, and what an operator may ask. Its coroutines are for one event
+    """The models of one store, what metrics show of it, and what an operator may ask. Its coroutines are for one event
     loop. ``turn`` is held while a batch runs. ``prefix`` begins the models' names."""
 
     def __init__(self, config: ServeConfig, metrics: Metrics, turn: threading.Lock, prefix: str = "") -> None:
@@ -454,7 +454,7 @@ class StoreEngine:
         await _in(self._executor, self._show, found)
         self._serve_models()
         self._stale_since = None
-        self._metrics.updated(self.version, time.monotonic() - started)
+        self._metrics.updated(time.monotonic() - started)
         return self.version
 
     def _show(self, newer: Newer) -> None:
@@ -484,7 +484,7 @@ class StoreEngine:
     # What is reported of it
 
     def state(self) -> State:
-        """Tiers, versions and models as they are now, for metrics and the status page."""
+        """Tiers, versions and models as they are now, for metrics."""
         store, stale_since = self._store, self._stale_since
         tiers = self._before
         with contextlib.suppress(TierstoreError):  # closed meanwhile
@@ -496,12 +496,6 @@ class StoreEngine:
             newest_version=self.newest_version,
             staleness_seconds=0.0 if stale_since is None else time.monotonic() - stale_since,
             tiers=tiers,
-            tables=[
-                TableInfo(
-                    self._prefix + name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype
-                )
-                for name, table in ([] if store is None else list(store.tables.items()))
-            ],
             queued_samples={name: served.batcher.num_waiting_samples for name, served in self._served.items()},
             watch=None if self.watched is None else self.watched.last,
         )

@@ -19,7 +19,7 @@ from .config import ServeConfig
 from .engine import StoreEngine
 from .logs import log_refused
 from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
-from .monitoring.metrics import Metrics, State
+from .metrics import Metrics, State
 
 
 def configs_of(config: ServeConfig) -> dict[str, ServeConfig]:
@@ -161,7 +161,6 @@ class Repository:
             live=self.is_live,
             ready=self.is_ready,
             tiers=total([each.tiers for each in states.values()]),
-            tables=[table for each in states.values() for table in each.tables],
             queued_samples={name: count for each in states.values() for name, count in each.queued_samples.items()},
             stores=states,
             watch=None,

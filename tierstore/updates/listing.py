@@ -200,11 +200,10 @@ def way(
 
 class Folder:
     """The files and the list of one publisher or replica, which alone writes there. Its methods wait for the disk;
-    ``listing``, ``text`` and ``tag`` are in memory. ``given_bytes``: of files, to others."""
+    ``listing``, ``text`` and ``tag`` are in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.given_bytes = 0
         self._is_read = False
         self._set(Listing())
 

@@ -239,7 +239,7 @@ def test_an_update_passes_through_a_replica_while_it_arrives_there(
     assert partial.stat().st_size == half[0]
     go_on.set()
     assert first.follow() == second.follow() == 1
-    assert publisher.folder.given_bytes == sum(each.size_bytes for each in first.listing.files)
+    assert publisher.given_bytes == sum(each.size_bytes for each in first.listing.files)
 
 
 def test_a_transfer_goes_on_where_it_broke_and_leaves_who_is_silent(

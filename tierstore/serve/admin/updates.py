@@ -41,7 +41,7 @@ from ...updates.listing import (
     way,
 )
 from ...updates.update_file import Origin, origin_of
-from ..monitoring.metrics import WINDOW_SECONDS
+from ..metrics import WINDOW_SECONDS
 from .offer import UpdateError, offer_routes
 
 _LOG: Final = logging.getLogger("tierstore.serve")
