@@ -37,7 +37,8 @@ from tierstore.serve.admin.updates import Writer
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.models import Models, rehearse
 from tierstore.system import killpoints
-from tierstore.updates import apply_update, child, roll_back_replica, write_update
+from tierstore.updates import apply_update, roll_back_replica, write_update
+from tierstore.updates.apply import answer
 from tierstore.updates.fetch import Source
 from tierstore.updates.listing import Listing, Measures
 from tierstore.updates.publish import Publisher
@@ -114,7 +115,7 @@ def _write_replicas(listener: socket.socket, folder: Path) -> None:
 
         threading.Thread(target=read, args=(lines, requests), daemon=True).start()
         while True:
-            connection.sendall(child.answer(requests.get()).encode() + b"\n")
+            connection.sendall(answer(requests.get()).encode() + b"\n")
 
 
 class _Forked(Writer):

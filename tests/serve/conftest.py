@@ -16,7 +16,7 @@ from tierstore.train.config import RunConfig
 
 WRITER = """
 import sys
-from tierstore.updates.child import answer
+from tierstore.updates.apply import answer
 for line in sys.stdin:
     print(answer(line), flush=True)
 """

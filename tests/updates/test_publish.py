@@ -15,8 +15,7 @@ from tierstore.layout import KEY_ROW_BITS, ROW_MASK
 from tierstore.system import killpoints
 from tierstore.updates import Origin, Update, apply_update, origin_of, roll_back_replica
 from tierstore.updates.listing import Listing, Verdict, way
-from tierstore.updates.publish import Publisher
-from tierstore.updates.write import urgent_rows
+from tierstore.updates.publish import Publisher, urgent_rows
 
 
 def values(directory: Path, version: int) -> dict[str, Any]:

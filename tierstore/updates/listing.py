@@ -295,10 +295,3 @@ class Canary(NamedTuple):
             if was is not None and now is not None and not now <= (most := was * factor + more):  # NaN is not
                 found.append(f"{what} is {now:.5g}, was {was:.5g}, and {flag} allows {most:.5g}")
         return "; ".join(found)
-
-
-def absent(before: Measures, after: Measures) -> list[str]:
-    """Measures that there were before, and are not there."""
-    return [
-        name for name, was, now in zip(Measures._fields, before, after, strict=True) if was is not None and now is None
-    ]

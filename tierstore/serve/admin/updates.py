@@ -37,7 +37,6 @@ from ...updates.listing import (
     Measures,
     Offered,
     Verdict,
-    absent,
     way,
 )
 from ...updates.update_file import Origin, origin_of
@@ -49,7 +48,6 @@ POLL_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 2.0
 _MAX_RETRY_SECONDS: Final = 64.0  # up to which each failure on the way to a version doubles the pause
 _FULL: Final = 507
-_WRITE_LIMIT_SECONDS: Final = 4 * 3600.0
 _MAX_KEPT: Final = 64
 _MAX_KEPT_BYTES: Final = 1 << 30  # of files, the last one counted, which is kept in any case
 _REFUSED: Final = 422
@@ -67,34 +65,30 @@ class Writer:
     ``start`` and ``close`` wait for the system: for threads."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._turn = asyncio.Lock()
+        self._process: Any = None
         self._starting = threading.RLock()
 
     def start(self) -> None:
         with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self.close()
-                command, parent = [sys.executable, "-P", "-m", "tierstore.updates.child"], str(os.getpid())
+                code, parent = "from tierstore.updates import apply; apply.answer_lines()", str(os.getpid())
                 self._process = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, text=True,
+                    [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True,
                     **child_options(subprocess.PIPE, TIERSTORE_PARENT=parent),
                 )  # fmt: skip
 
     async def ask(self, *request: str) -> dict[str, Any]:
-        """Its answer. UpdateError: it refuses, or ended."""
-        async with self._turn:
-            try:
-                await asyncio.to_thread(self.start)
-                async with asyncio.timeout(_WRITE_LIMIT_SECONDS):
-                    line = await asyncio.to_thread(self._exchange, json.dumps(request))
-                outcome: dict[str, Any] = json.loads(line)
-            except (OSError, ValueError, TimeoutError) as error:
-                await asyncio.to_thread(self.close)
-                raise UpdateError(500, f"the process that writes ended: {error}", is_passing=True) from error
-            except asyncio.CancelledError:
-                await asyncio.to_thread(self.close)  # its answer would be taken for the next one's
-                raise
+        """Its answer; one at a time. UpdateError: it refuses, or ended."""
+        try:
+            await asyncio.to_thread(self.start)
+            outcome: dict[str, Any] = json.loads(await asyncio.to_thread(self._exchange, json.dumps(request)))
+        except (OSError, ValueError) as error:
+            await asyncio.to_thread(self.close)
+            raise UpdateError(500, f"the process that writes ended: {error}", is_passing=True) from error
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self.close)  # its answer would be taken for the next one's
+            raise
         if "error" in outcome:
             raise UpdateError(
                 _FULL if outcome["is_full"] else _REFUSED, outcome["error"],
@@ -103,13 +97,10 @@ class Writer:
         return outcome
 
     def _exchange(self, line: str) -> str:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-        return process.stdout.readline()
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer: str = self._process.stdout.readline()
+        return answer
 
     def close(self) -> None:
         with self._starting:
@@ -204,7 +195,7 @@ class Replica:
             target = self._target(own, listing)
             if target is None:
                 return False
-            if target.is_same(own):
+            if target == own:
                 await self._stop_transfer()
                 return await self._judge(target)
             if target != self._tried:
@@ -255,7 +246,7 @@ class Replica:
         """Go back from a version that was declined, or that is not wanted any more where it follows the wanted one."""
         shown = {own.commit_id, own.urgent} - {""}
         is_declined = shown & {*listing.declined, *listing.left}
-        is_over = listing.before is not None and listing.before.is_same(self._target(own, listing))
+        is_over = listing.before is not None and listing.before == self._target(own, listing)
         if not (is_declined or is_over) or own.commit_id in self._unfit:
             return False
         try:
@@ -393,7 +384,7 @@ class Replica:
     async def _apply(self, files: Sequence[Offered], own: Origin | None, target: Origin) -> bool:
         """Apply files as one version, and show it; if that fails, the one before stays. False: a canary waits."""
         listing = self.folder.listing
-        if self._canary is not None and own is not None and target.is_same(listing.trial):
+        if self._canary is not None and own is not None and target == listing.trial:
             window = min(self._canary.seconds, WINDOW_SECONDS)
             before = await asyncio.to_thread(self._measure, window, own.commit_id + own.urgent)
             if before is None or before == Measures():
@@ -415,7 +406,7 @@ class Replica:
                 await self._put(files=kept, way=kept)
             elif len(kept) < len(files):
                 await self._put(files=tuple(each for each in listing.files if each.id not in self._refused), way=kept)
-            if faults[files[-1].id] == "refused" and self._canary is not None and target.is_same(listing.trial):
+            if faults[files[-1].id] == "refused" and self._canary is not None and target == listing.trial:
                 await self._decline(target, f"it cannot be applied: {excerpt(str(error), 300)}")
             raise
         reach("update: applied")
@@ -437,14 +428,14 @@ class Replica:
             if not applied["was_there"]:  # what is shown and what the replica has are the same again
                 with contextlib.suppress(UpdateError):  # of a first version there is none before
                     await self._writer.ask("rollback", "", str(self._directory))
-            if self._canary is not None and target.is_same(self.folder.listing.trial):
+            if self._canary is not None and target == self.folder.listing.trial:
                 await self._decline(target, f"it cannot be shown: {excerpt(str(error), 300)}")
             raise
 
     async def _judge(self, own: Origin) -> bool:
         """Compare what is on trial with before, once it was shown for long enough; whether there is a new verdict."""
         known, canary, now = self.folder.listing, self._canary, time.monotonic()
-        if canary is not None and own.is_same(known.trial) and known.trial_of != own.commit_id:
+        if canary is not None and own == known.trial and known.trial_of != own.commit_id:
             known = replace(known, trial_of=own.commit_id, trial_before=())  # it was shown before: nothing to compare
             await asyncio.to_thread(self.folder.put, known)
             self._shown_at, self._judge_at = now, 0.0
@@ -464,7 +455,8 @@ class Replica:
             await self._decline(own, worse, before, after)
             reach("canary: declined")
             return True
-        if lacking := absent(before, after):
+        pairs = zip(before._fields, before, after, strict=True)
+        if lacking := [name for name, was, now in pairs if was is not None and now is None]:
             self._say(f"the canary cannot judge {own} yet: {', '.join(lacking)} of it is not measured")
         elif now >= self._shown_at + canary.seconds:
             verdict = Verdict(own.version, own.commit_id, True, "", tuple(before), tuple(after))
