@@ -74,9 +74,7 @@ def following(directory: Path, urls: Sequence[str], *, token: str | None = None,
     taker = replica.taker = admin.Replica(
         directory, sources, extra=replica.extra, refresh=lambda: replica.refresh(), **settings
     )
-    calls = admin.admin_routes(
-        refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh, resume=replica.refresh
-    )
+    calls = admin.admin_routes(refresh=replica.refresh, rollback=taker.roll_back)
     try:
         with fronts.serving("http", app=admin.admin_app([*taker.routes(), *calls], token=token)) as served:
             replica.loop, replica.url = served, served.url

@@ -88,7 +88,7 @@ class StoreEngine:
         self._before = _NOTHING
         self._is_ready = False
         self.watched: Watch | None = None
-        self.is_draining = self._is_stopping = False
+        self.is_draining = False  # for good, once the server stops
         self._has_failed = False
         self._is_parsing: Final = asyncio.Lock()
         self.row_counts: Final = RowCounts()
@@ -200,9 +200,8 @@ class StoreEngine:
         return _Served(model, batcher)
 
     async def begin_to_stop(self) -> None:
-        """Drain for good."""
-        self._is_stopping = True
-        await self.drain()
+        """Take no more requests; those that came are answered."""
+        self.is_draining, self._is_ready = True, False
 
     async def stop(self) -> None:
         """Answer what came, within ``grace_seconds``, and close the store; its hot rows are kept for next time."""
@@ -236,7 +235,7 @@ class StoreEngine:
         """Open the store again as it was at the start; one that is open moves to its newest commit. ServeError
         UNAVAILABLE: it cannot be opened, or the server stops."""
         async with self._moving:
-            if self._is_stopping:
+            if self.is_draining:
                 raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
             was_absent = bool(self.absent)
             self.absent = "loading" if was_absent else ""
@@ -468,18 +467,6 @@ class StoreEngine:
                     self._note_shown(store)
         finally:
             newer.close()
-
-    async def drain(self) -> bool:
-        """Take no more requests, until ``resume``; those that came are answered."""
-        self.is_draining, self._is_ready = True, False
-        return True
-
-    async def resume(self) -> bool:
-        """Take requests again; whether none are taken. ServeError UNAVAILABLE if the server stops."""
-        if self._is_stopping:
-            raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
-        self.is_draining, self._is_ready = False, self._models is not None
-        return False
 
     # What is reported of it
 

@@ -115,7 +115,7 @@ class Server:
             routes.append(read_only_route())
         else:
             rollback = self._replica.roll_back if self._replica else refuse_rollback
-            routes += admin_routes(refresh=engine.refresh, rollback=rollback, drain=engine.drain, resume=engine.resume)
+            routes += admin_routes(refresh=engine.refresh, rollback=rollback)
         return admin_app(routes, token=token)
 
     async def start(self) -> Ports:

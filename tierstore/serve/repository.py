@@ -145,12 +145,6 @@ class Repository:
         versions = await asyncio.gather(*(each.refresh() for each in self.engines.values()))
         return dict(zip(self.engines, versions, strict=True)) if self.store_names else versions[0]
 
-    async def drain(self) -> bool:
-        return all([await each.drain() for each in self.engines.values()])
-
-    async def resume(self) -> bool:
-        return any([await each.resume() for each in self.engines.values()])
-
     def state(self) -> State:
         """Of several stores: the sums, and the version that is furthest behind."""
         states = {name: each.state() for name, each in self.engines.items()}

@@ -302,34 +302,6 @@ def test_what_a_server_cannot_show_is_passed_over(source: Path, publisher: Any, 
     require_same(replica, source)
 
 
-def test_a_drained_server_waits_and_then_moves_on(source: Path, publisher: Any, replica: Shown) -> None:
-    publisher.step()
-    replica.follow()
-    show = replica.refresh
-
-    async def drained() -> int:
-        return replica.version
-
-    replica.refresh = drained  # type: ignore[method-assign]
-    for version in (2, 3):
-        change(source, version, keep=4)
-        publisher.step()
-        for _ in range(100):
-            if not replica.step() and not replica.taker._transfer:
-                break
-        else:
-            pytest.fail("it spins")
-    assert replica.version == 1
-    replica.refresh = show  # type: ignore[method-assign]
-    assert replica.follow() == 3
-    require_same(replica, source)
-    replica.refresh = drained  # type: ignore[method-assign]
-    assert replica.roll_back() == 2
-    assert replica.follow() == 3
-    replica.refresh = show  # type: ignore[method-assign]
-    assert replica.follow() == 2
-
-
 def test_any_file_server_can_offer_a_folder(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "offered"
 

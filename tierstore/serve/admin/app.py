@@ -54,18 +54,17 @@ def read_only_route() -> Route:
     return Route("/admin/{call:path}", refuse, methods=["POST"])
 
 
-def admin_routes(*, refresh: Call, rollback: Call, drain: Call, resume: Call) -> list[Route]:
-    """POST /admin/refresh and /admin/rollback, answered {"version": ...}; /admin/drain and /admin/resume,
-    {"draining": ...}. A call raises ServeError or another TierstoreError where it cannot be done."""
+def admin_routes(*, refresh: Call, rollback: Call) -> list[Route]:
+    """POST /admin/refresh and /admin/rollback, answered {"version": ...}. A call raises ServeError or another
+    TierstoreError where it cannot be done."""
 
-    def route(name: str, call: Call, field: str) -> Route:
+    def route(name: str, call: Call) -> Route:
         async def answer(_: Request) -> Response:
-            return JSONResponse({field: await call()})
+            return JSONResponse({"version": await call()})
 
         return Route(f"/admin/{name}", answer, methods=["POST"])
 
-    drains = [route("drain", drain, "draining"), route("resume", resume, "draining")]
-    return [route("refresh", refresh, "version"), route("rollback", rollback, "version"), *drains]
+    return [route("refresh", refresh), route("rollback", rollback)]
 
 
 def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starlette:

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,8 +55,6 @@ _MAX_REMEMBERED: Final = 1024  # files that were refused, and commits that could
 _LISTS_SECONDS: Final = 0.25
 """For which a step waits for lists. A later list counts in a later step, which does not wait for it again."""
 _MAX_POLLS: Final = 64
-
-_Act = Callable[[], Awaitable[object]]
 
 
 class Writer:
@@ -142,7 +139,6 @@ class Replica:
         self._pause = self._try_at = 0.0
         self._shown_at = self._judge_at = 0.0
         self._said = ""
-        self._rest: Callable[[], Awaitable[bool]] | None = None  # of a move that is written, and not shown
 
     def routes(self) -> list[Route]:
         return offer_routes(self.folder, self._lookups)
@@ -186,8 +182,6 @@ class Replica:
     async def step(self) -> bool:
         """Do one thing towards the version that the sources want shown; whether there may be more to do."""
         async with self._turn:
-            if self._rest is not None and not await self._rest():
-                return False
             await self._poll()
             own, listing = self.own, self.folder.listing
             if own is not None and await self._went_back(own, listing):
@@ -262,23 +256,10 @@ class Replica:
     async def _go_back(self, own: Origin) -> Origin:
         origin = Origin(**await self._writer.ask("rollback", own.urgent or own.commit_id, str(self._directory)))
         reach("rollback: written")
-
-        async def note() -> None:
-            await self._put(before=None)
-            _LOG.info("went back from %s to %s", own, origin)
-
-        await self._move(own, self._refresh, note)
+        await self._refresh()
+        await self._put(before=None)
+        _LOG.info("went back from %s to %s", own, origin)
         return origin
-
-    async def _move(self, own: Origin | None, show: _Act, note: _Act) -> bool:
-        """Show what is written, and note it. False while the server is drained: a later step does it then."""
-        self._rest = None
-        await show()
-        if self.own == own:
-            self._rest = partial(self._move, own, show, note)
-            return False
-        await note()
-        return True
 
     async def roll_back(self) -> int:
         """Show the version before the current one, and never this one again; its number at the source. Of a canary it
@@ -410,15 +391,13 @@ class Replica:
                 await self._decline(target, f"it cannot be applied: {excerpt(str(error), 300)}")
             raise
         reach("update: applied")
-
-        async def note() -> None:
-            reach("update: shown")
-            self._shown_at, self._judge_at, self._said = time.monotonic(), 0.0, ""
-            await self._put(before=own and own._replace(urgent=""))
-            reach("update: file kept")
-            _LOG.info("version %d: %d rows in %.1f s", applied["version"], applied["rows"], time.monotonic() - started)
-
-        return await self._move(own, partial(self._show, applied, target), note)
+        await self._show(applied, target)
+        reach("update: shown")
+        self._shown_at, self._judge_at, self._said = time.monotonic(), 0.0, ""
+        await self._put(before=own and own._replace(urgent=""))
+        reach("update: file kept")
+        _LOG.info("version %d: %d rows in %.1f s", applied["version"], applied["rows"], time.monotonic() - started)
+        return self.own != own  # a server that stops stays where it is
 
     async def _show(self, applied: Mapping[str, Any], target: Origin) -> None:
         try:
