@@ -148,7 +148,6 @@ HOSTILE = {
     "no order": assign("chunks", 0, 0, value=1),
     "source": assign("source", value="../../x"),
     "since": assign("since", value=3),
-    "basis": assign("basis", value="rumour"),
     "version": assign("version", value="3"),
     "commit": assign("commit_id", value="0" * 15),
     "passed": assign("passed", value=["0" * 15]),

@@ -17,7 +17,6 @@ def quick(warm_writer: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("PAUSE_SECONDS", 0.01), ("SILENT_SECONDS", 0.5), ("PATIENCE_SECONDS", 2.0)):
         monkeypatch.setattr(fetch, name, seconds)
     monkeypatch.setattr(offer, "_BEGIN_SECONDS", 0.1)
-    monkeypatch.setattr(updates, "_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(updates, "_LISTS_SECONDS", 20.0)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -191,31 +190,6 @@ def test_a_file_that_lost_a_bit_here_is_fetched_again(
     assert replica.follow() == 2
     require_same(replica, source)
     assert publisher.given_bytes == copy.size_bytes + 2 * delta.size_bytes
-
-
-def test_what_fails_for_a_while_is_tried_again_and_again_later(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
-) -> None:
-    publisher = stack.enter_context(publishing(source))
-    publisher.step()
-    replica = stack.enter_context(following(tmp_path / "replica", [publisher.url]))
-    now, tried, ask = [0.0], list[float](), replica.taker._writer.ask
-    monkeypatch.setattr(updates, "_RETRY_SECONDS", 2.0)
-    monkeypatch.setattr(updates, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    async def refuse(*request: str) -> Any:
-        tried.append(now[0])
-        if now[0] < 250:
-            raise UpdateError(500, "out of file descriptors", is_passing=True)
-        return await ask(*request)
-
-    monkeypatch.setattr(replica.taker._writer, "ask", refuse)
-    while replica.version == 0:
-        with contextlib.suppress(UpdateError):
-            replica.follow()
-        now[0] += 1.0
-    assert tried == [0, 2, 6, 14, 30, 62, 126, 190, 254]
-    require_same(replica, source)
 
 
 def test_a_slow_source_does_not_delay_another(

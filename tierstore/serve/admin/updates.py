@@ -44,8 +44,7 @@ from .offer import UpdateError, offer_routes
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 POLL_SECONDS: Final = 0.5
-_RETRY_SECONDS: Final = 2.0
-_MAX_RETRY_SECONDS: Final = 64.0  # up to which each failure on the way to a version doubles the pause
+_RETRY_SECONDS: Final = 4.0  # after a failure on the way to a version
 _FULL: Final = 507
 _MAX_KEPT: Final = 64
 _MAX_KEPT_BYTES: Final = 1 << 30  # of files, the last one counted, which is kept in any case
@@ -135,8 +134,6 @@ class Replica:
         self._polls: dict[Source, asyncio.Future[Listing]] = {}
         self._refused: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # ids of files that cannot be applied
         self._unfit: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # commits that cannot be shown
-        self._tried: Origin | None = None  # what was tried last, for how long a failure pauses it, and until when
-        self._pause = self._try_at = 0.0
         self._shown_at = self._judge_at = 0.0
         self._said = ""
 
@@ -153,9 +150,8 @@ class Replica:
             with contextlib.suppress(TierstoreError, OSError):  # of a full disk; later steps say so
                 await self.begin()
             while True:
-                pause = POLL_SECONDS
                 try:
-                    pause = 0.0 if await self.step() else pause
+                    pause = 0.0 if await self.step() else POLL_SECONDS
                 except Exception as error:
                     trace = None if isinstance(error, TierstoreError | OSError) else error
                     self._say(str(error), trace)
@@ -192,17 +188,8 @@ class Replica:
             if target == own:
                 await self._stop_transfer()
                 return await self._judge(target)
-            if target != self._tried:
-                self._tried, self._pause, self._try_at = target, 0.0, 0.0
-            if time.monotonic() < self._try_at:
-                return False
-            try:
-                files = await self._fetched(own, target)
-                return files is not None and await self._apply(files, own, target)
-            except Exception:
-                self._pause = min(max(_RETRY_SECONDS, 2 * self._pause), _MAX_RETRY_SECONDS)
-                self._try_at = time.monotonic() + self._pause
-                raise
+            files = await self._fetched(own, target)
+            return files is not None and await self._apply(files, own, target)
 
     async def _poll(self) -> None:
         loop, idle = asyncio.get_running_loop(), [each for each in self._sources if each not in self._polls]
