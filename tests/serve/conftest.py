@@ -9,7 +9,7 @@ import pytest
 from tests.following import Child
 from tests.serve.whole import make_certificate
 from tests.train.runs import config_of
-from tierstore.serve.admin.updates import Writer
+from tierstore.serve.replica import Writer
 from tierstore.serve.tls import Tls
 from tierstore.train import train
 from tierstore.train.config import RunConfig

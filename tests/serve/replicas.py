@@ -9,7 +9,8 @@ import tierstore
 from tests.serve import fronts
 from tests.updates.support import SMALL, change
 from tierstore.serve import admin
-from tierstore.serve.admin.offer import offer_routes
+from tierstore.serve.offer import offer_routes
+from tierstore.serve.replica import Replica
 from tierstore.updates.fetch import Source
 from tierstore.updates.publish import Publisher
 
@@ -71,7 +72,7 @@ def following(directory: Path, urls: Sequence[str], *, token: str | None = None,
     """A replica that follows sources where it is told to, and offers what it has; ``settings`` are of ``Replica``."""
     replica = Shown(directory)
     sources = [Source(url, token) for url in urls]
-    taker = replica.taker = admin.Replica(
+    taker = replica.taker = Replica(
         directory, sources, extra=replica.extra, refresh=lambda: replica.refresh(), **settings
     )
     calls = admin.admin_routes(refresh=replica.refresh, rollback=taker.roll_back)

@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.fronts import serving
 from tierstore.errors import TierstoreError
 from tierstore.pool.stats import Stats, TierStats
-from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes, metrics_route
-from tierstore.serve.admin.offer import UpdateError
+from tierstore.serve.admin import ADMIN_HEADER, admin_app, admin_routes, metrics_route
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.metrics import WINDOW_SECONDS, Metrics, State, StateCollector, Window
+from tierstore.serve.offer import UpdateError
 
 
 class Clock:

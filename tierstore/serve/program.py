@@ -25,7 +25,7 @@ from ..errors import TierstoreError
 from ..system.processes import address
 from ..updates.fetch import Source
 from ..updates.listing import MIN_REQUESTS, Canary, Measures
-from .admin import Replica, admin_app, admin_routes, metrics_route, read_only_route
+from .admin import admin_app, admin_routes, metrics_route, read_only_route
 from .config import ServeConfig
 from .grpc.messages import HEALTH_SERVICE
 from .grpc.server import GrpcServer
@@ -33,6 +33,7 @@ from .limits import Limits
 from .logs import configure, flush
 from .messages import ServeError, Status
 from .metrics import Metrics, StateCollector
+from .replica import Replica
 from .repository import Repository
 from .rest.app import RestApp
 from .rest.server import HttpServer, listen

@@ -8,7 +8,8 @@ import pytest
 
 from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change
-from tierstore.serve.admin import offer, updates
+from tierstore.serve import offer
+from tierstore.serve import replica as updates
 from tierstore.updates import fetch
 
 

@@ -16,10 +16,10 @@ from tests.serve.admin.test_follow import KilledError, require_same
 from tests.serve.loops import wait_for
 from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change, contents, same
-from tierstore.serve.admin import updates as replicas
-from tierstore.serve.admin.offer import UpdateError
+from tierstore.serve import replica as replicas
 from tierstore.serve.hot_rows import COUNTED_ROWS, RowCounts
 from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.offer import UpdateError
 from tierstore.system import killpoints
 from tierstore.updates.fetch import Source
 from tierstore.updates.listing import Canary, Measures

@@ -26,8 +26,8 @@ from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change, contents, make, same, source_of
 from tierstore import errors
 from tierstore.cli import entry as cli
-from tierstore.serve.admin import offer
-from tierstore.serve.admin.offer import UpdateError
+from tierstore.serve import offer
+from tierstore.serve.offer import UpdateError
 from tierstore.system import killpoints
 from tierstore.updates import fetch
 from tierstore.updates.fetch import FetchError, Transfer

@@ -16,8 +16,8 @@ from tests.serve.replicas import following, publishing, publishing_changes
 from tests.updates.support import change
 from tierstore import errors
 from tierstore.cli import entry as cli
-from tierstore.serve.admin import updates
-from tierstore.serve.admin.offer import UpdateError
+from tierstore.serve import replica as updates
+from tierstore.serve.offer import UpdateError
 from tierstore.updates.fetch import Source
 from tierstore.updates.listing import MAX_FILES, Listing, Offered, way
 

@@ -15,11 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...errors import DiskFullError, TierstoreError
-from ...system.processes import is_loopback
-from ..bearer_token import Token
-from ..messages import ServeError
-from ..metrics import CONTENT_TYPE, Metrics
+from ..errors import DiskFullError, TierstoreError
+from ..system.processes import is_loopback
+from .bearer_token import Token
+from .messages import ServeError
+from .metrics import CONTENT_TYPE, Metrics
 
 ADMIN_HEADER: Final = "x-tierstore-admin"
 """With any value it marks a POST as meant: a web page elsewhere cannot send it without asking first."""

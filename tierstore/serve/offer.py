@@ -15,15 +15,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ...errors import TierstoreError
-from ...system.files import open_plain_file
-from ...system.processes import address, is_loopback
-from ...updates.listing import Folder, Offered
-from ...updates.publish import Publisher
-from ..limits import Limits
-from ..rest.server import HttpServer, listen
-from ..tls import Tls
-from .app import admin_app
+from ..errors import TierstoreError
+from ..system.files import open_plain_file
+from ..system.processes import address, is_loopback
+from ..updates.listing import Folder, Offered
+from ..updates.publish import Publisher
+from .admin import admin_app
+from .limits import Limits
+from .rest.server import HttpServer, listen
+from .tls import Tls
 
 _CONNECTIONS: Final = 200
 _IDLE_SECONDS: Final = 60.0  # without growth; then a file ends early

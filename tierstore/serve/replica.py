@@ -22,12 +22,12 @@ from typing import Any, Final
 
 from starlette.routing import Route
 
-from ...errors import DiskFullError, TierstoreError
-from ...system.checks import excerpt
-from ...system.killpoints import reach
-from ...system.processes import child_options
-from ...updates.fetch import Source, Transfer, require_room
-from ...updates.listing import (
+from ..errors import DiskFullError, TierstoreError
+from ..system.checks import excerpt
+from ..system.killpoints import reach
+from ..system.processes import child_options
+from ..updates.fetch import Source, Transfer, require_room
+from ..updates.listing import (
     MAX_NAMED,
     MIN_REQUESTS,
     Canary,
@@ -38,8 +38,8 @@ from ...updates.listing import (
     Verdict,
     way,
 )
-from ...updates.update_file import Origin, origin_of
-from ..metrics import WINDOW_SECONDS
+from ..updates.update_file import Origin, origin_of
+from .metrics import WINDOW_SECONDS
 from .offer import UpdateError, offer_routes
 
 _LOG: Final = logging.getLogger("tierstore.serve")
