@@ -89,7 +89,7 @@ def serve(options: argparse.Namespace) -> int:
         scheme = "https" if config.tls_certificate else "http"
         places = [f"REST {scheme}://{address(config.host, ports.rest)}"]
         places += [f"gRPC {address(config.host, ports.grpc)}"] if ports.grpc >= 0 else []
-        places += [f"status {scheme}://{address(config.admin_host, ports.admin)}/"] if ports.admin >= 0 else []
+        places += [f"admin {scheme}://{address(config.admin_host, ports.admin)}"] if ports.admin >= 0 else []
         print(f"ready: {', '.join(places)}", flush=True)
 
     is_said = _WAIT_POLICY in os.environ

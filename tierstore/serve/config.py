@@ -82,9 +82,7 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address that REST and gRPC listen on; 0.0.0.0 for all")
     port: int = _port(8000, "port of REST; 0: any that is free")
     grpc_port: int = _port(8001, "port of gRPC; 0: any that is free, -1: no gRPC", -1)
-    admin_host: str = option(
-        "127.0.0.1", "address of status page, metrics and admin calls; others need --admin-token-file"
-    )
+    admin_host: str = option("127.0.0.1", "address of metrics and admin calls; others need --admin-token-file")
     admin_port: int = _port(
         8002, "their port; 0: any that is free, -1: none. With workers, worker i takes port + i", -1
     )

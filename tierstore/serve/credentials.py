@@ -3,8 +3,6 @@ operators.
 """
 
 import asyncio
-import base64
-import binascii
 import hmac
 import logging
 import ssl
@@ -106,21 +104,10 @@ class Token:
     def __init__(self, text: str) -> None:
         self._token = require_token(text, "the token").encode()
 
-    def is_shown(self, authorization: Sequence[str | bytes], *, or_as_password: bool = False) -> bool:
-        """Whether a request's Authorization headers are one "Bearer TOKEN"; or "Basic ...", with the token as the
-        password."""
+    def is_shown(self, authorization: Sequence[str | bytes]) -> bool:
+        """Whether a request's Authorization headers are one "Bearer TOKEN"."""
         if len(authorization) != 1:
             return False
         given = authorization[0]
         scheme, _, shown = (given.encode(errors="replace") if isinstance(given, str) else given).partition(b" ")
-        if scheme.lower() == b"bearer":
-            return hmac.compare_digest(shown.strip(b" "), self._token)
-        return or_as_password and scheme.lower() == b"basic" and hmac.compare_digest(_password(shown), self._token)
-
-
-def _password(credentials: bytes) -> bytes:
-    """Of "user:password" in base64; empty if it is not of that form."""
-    try:
-        return base64.b64decode(credentials.strip(b" "), validate=True).partition(b":")[2]
-    except binascii.Error:
-        return b""
+        return scheme.lower() == b"bearer" and hmac.compare_digest(shown.strip(b" "), self._token)

@@ -33,8 +33,8 @@ from .config import ServeConfig
 from .hot_rows import RowCounts, hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_request
 from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError, Status
+from .metrics import Metrics, State
 from .models import Models, load_program, rehearse
-from .monitoring.metrics import Metrics, State, TableInfo
 from .watch import Watch, read_labelled
 
 _LOG: Final = logging.getLogger("tierstore.serve")
@@ -58,7 +58,7 @@ class _Ran(NamedTuple):
 
 
 class StoreEngine:
-    """The models of one store, what monitoring looks at, and what an operator may ask. Its coroutines are for one event
+    """The models of one store, what metrics show of it, and what an operator may ask. Its coroutines are for one event
     loop. ``turn`` is held while a batch runs. ``prefix`` begins the models' names."""
 
     def __init__(self, config: ServeConfig, metrics: Metrics, turn: threading.Lock, prefix: str = "") -> None:
@@ -77,7 +77,7 @@ class StoreEngine:
         self._moving = asyncio.Lock()
         self._is_ready = False
         self.watched: Watch | None = None
-        self.is_draining = self._is_stopping = False
+        self.is_draining = False  # for good, once the server stops
         self._has_failed = False
         self._is_parsing: Final = asyncio.Lock()
         self.row_counts: Final = RowCounts()
@@ -187,9 +187,8 @@ class StoreEngine:
         return _Served(model, batcher)
 
     async def begin_to_stop(self) -> None:
-        """Drain for good."""
-        self._is_stopping = True
-        await self.drain()
+        """Take no more requests; those that came are answered."""
+        self.is_draining, self._is_ready = True, False
 
     async def stop(self) -> None:
         """Answer what came, within ``grace_seconds``, and close the store; its hot rows are kept for next time."""
@@ -397,7 +396,7 @@ class StoreEngine:
         await _in(self._executor, self._show, found)
         self._serve_models()
         self._stale_since = None
-        self._metrics.updated(self.version, time.monotonic() - started)
+        self._metrics.updated(time.monotonic() - started)
         return self.version
 
     def _show(self, newer: Newer) -> None:
@@ -412,22 +411,10 @@ class StoreEngine:
         finally:
             newer.close()
 
-    async def drain(self) -> bool:
-        """Take no more requests, until ``resume``; those that came are answered."""
-        self.is_draining, self._is_ready = True, False
-        return True
-
-    async def resume(self) -> bool:
-        """Take requests again; whether none are taken. ServeError UNAVAILABLE if the server stops."""
-        if self._is_stopping:
-            raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
-        self.is_draining, self._is_ready = False, self._models is not None
-        return False
-
     # What is reported of it
 
     def state(self) -> State:
-        """Tiers, versions and models as they are now, for metrics and the status page."""
+        """Tiers, versions and models as they are now, for metrics."""
         store, stale_since = self._store, self._stale_since
         tiers = _NOTHING
         with contextlib.suppress(TierstoreError):  # closed meanwhile
@@ -439,12 +426,6 @@ class StoreEngine:
             newest_version=self.newest_version,
             staleness_seconds=0.0 if stale_since is None else time.monotonic() - stale_since,
             tiers=tiers,
-            tables=[
-                TableInfo(
-                    self._prefix + name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype
-                )
-                for name, table in ([] if store is None else list(store.tables.items()))
-            ],
             queued_samples={name: served.batcher.num_waiting_samples for name, served in self._served.items()},
             watch=None if self.watched is None else self.watched.last,
         )

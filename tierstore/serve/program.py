@@ -22,7 +22,6 @@ import grpc
 import numpy as np
 import torch
 import uvloop
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..errors import TierstoreError
@@ -30,7 +29,7 @@ from ..system.processes import address
 from ..system.signals import Flag, end_with, handlers_restored
 from ..updates.fetch import Source
 from ..updates.listing import MIN_REQUESTS, Canary, Measures
-from .admin import Replica, admin_app, admin_routes, read_only_route
+from .admin import admin_app, admin_routes, metrics_route, read_only_route
 from .config import ServeConfig
 from .credentials import Tls
 from .grpc.codec import HEALTH_SERVICE
@@ -38,8 +37,8 @@ from .grpc.server import GrpcServer
 from .limits import Limits
 from .logs import configure, flush
 from .messages import ServeError, Status
-from .monitoring.app import monitoring_routes
-from .monitoring.metrics import Metrics, StateCollector, summarize
+from .metrics import Metrics, StateCollector
+from .replica import Replica
 from .repository import Repository
 from .rest.app import RestApp
 from .rest.server import HttpServer, listen
@@ -101,7 +100,7 @@ class Server:
 
     def _admin_app(self) -> ASGIApp:
         engine, token = self.repository, self._config.admin_token
-        routes: list[Route] = monitoring_routes(self.metrics, engine.state)
+        routes = [metrics_route(self.metrics)]
 
         async def refuse_rollback() -> int:
             way_out = "go back there, with tierstore rollback, and it follows"
@@ -119,7 +118,7 @@ class Server:
             routes.append(read_only_route())
         else:
             rollback = self._replica.roll_back if self._replica else refuse_rollback
-            routes += admin_routes(refresh=engine.refresh, rollback=rollback, drain=engine.drain, resume=engine.resume)
+            routes += admin_routes(refresh=engine.refresh, rollback=rollback)
         return admin_app(routes, token=token)
 
     async def start(self) -> Ports:
@@ -162,16 +161,16 @@ class Server:
 
     def _measure(self, seconds: int, commit_id: str) -> Measures | None:
         """How the server fared in the last seconds; None while its watch has no loss of the commit. For any thread."""
-        loss, last = None, self.metrics.window.seconds()[-seconds:]
-        every = np.concatenate([np.empty(0), *(each for second in last for each in second.values())])
+        loss, every = None, self.metrics.window.latencies(seconds)
         if (watched := self.repository.only.watched) is not None:
             if watched.last is None or watched.last.commit_id != commit_id:
                 return None
             loss = watched.last.log_loss if math.isfinite(watched.last.log_loss) else sys.float_info.max
-        recent = summarize([every])
         if len(every) < MIN_REQUESTS:
             return Measures(loss)
-        return Measures(loss, recent.failed_per_second / recent.requests_per_second, recent.seconds_p99)
+        good = every[~np.isnan(every)]
+        p99 = float(np.quantile(good, 0.99, method="inverted_cdf")) if len(good) else None
+        return Measures(loss, 1 - len(good) / len(every), p99)
 
     async def _require_answers(self, rest: int, grpc_port: int) -> None:
         """TierstoreError unless both protocols answer: private parts of uvicorn and grpcio are used."""

@@ -21,7 +21,7 @@ from .engine import StoreEngine
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
 from .logs import log_refused
 from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status, TensorSpec
-from .monitoring.metrics import Metrics, State
+from .metrics import Metrics, State
 
 DATA_TYPES: Final = {"TYPE_INT32": 8, "TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_STRING": 13}
 """By the names in JSON, the numbers over gRPC."""
@@ -137,12 +137,6 @@ class Repository:
         versions = await asyncio.gather(*(each.refresh() for each in self.engines.values()))
         return dict(zip(self.engines, versions, strict=True)) if self.store_names else versions[0]
 
-    async def drain(self) -> bool:
-        return all([await each.drain() for each in self.engines.values()])
-
-    async def resume(self) -> bool:
-        return any([await each.resume() for each in self.engines.values()])
-
     def state(self) -> State:
         """Of several stores: the sums, and the version that is furthest behind."""
         states = {name: each.state() for name, each in self.engines.items()}
@@ -153,7 +147,6 @@ class Repository:
             live=self.is_live,
             ready=self.is_ready,
             tiers=total([each.tiers for each in states.values()]),
-            tables=[table for each in states.values() for table in each.tables],
             queued_samples={name: count for each in states.values() for name, count in each.queued_samples.items()},
             stores=states,
             watch=None,

@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
-from ...errors import TierstoreError
-from ...system.files import open_plain_file
-from ...system.processes import address, is_loopback
-from ...updates.listing import Folder, Offered
-from ...updates.publish import Publisher
-from ..credentials import Tls
-from ..limits import Limits
-from ..rest.server import HttpServer, listen
-from .app import admin_app
+from ..errors import TierstoreError
+from ..system.files import open_plain_file
+from ..system.processes import address, is_loopback
+from ..updates.listing import Folder, Offered
+from ..updates.publish import Publisher
+from .admin import admin_app
+from .credentials import Tls
+from .limits import Limits
+from .rest.server import HttpServer, listen
 
 _CONNECTIONS: Final = 200
 _IDLE_SECONDS: Final = 60.0  # without growth; then a file ends early
@@ -73,7 +72,7 @@ def offer_routes(folder: Folder, lookups: Callable[[], Sequence[tuple[int, int]]
             "Content-Range": f"bytes {first}-{offered.size_bytes - 1}/{offered.size_bytes}",
             "Content-Length": str(offered.size_bytes - first),
         }
-        body = _parts(folder, file, offered, first)
+        body = _parts(file, offered, first)
         return StreamingResponse(body, 206, headers, media_type="application/octet-stream")
 
     routes = [Route("/updates/list.json", show_list, methods=["GET"])]
@@ -101,7 +100,7 @@ async def _opened(folder: Path, file_id: str) -> BinaryIO:
     return file
 
 
-async def _parts(folder: Folder, file: BinaryIO, offered: Offered, offset: int) -> AsyncIterator[bytes]:
+async def _parts(file: BinaryIO, offered: Offered, offset: int) -> AsyncIterator[bytes]:
     """A file from ``offset`` on, as it grows; ends early if it does not, or was begun anew."""
 
     def read() -> tuple[bytes, bool]:
@@ -116,29 +115,12 @@ async def _parts(folder: Folder, file: BinaryIO, offered: Offered, offset: int) 
             if data:
                 yield data
                 offset, grew_at = offset + len(data), time.monotonic()
-                folder.given_bytes += len(data)
             elif not is_there or time.monotonic() - grew_at > _IDLE_SECONDS:
                 return
             else:
                 await asyncio.sleep(_GROWTH_SECONDS)
     finally:
         asyncio.get_running_loop().run_in_executor(None, file.close)  # not awaited: the request may be cancelled
-
-
-def publishing_app(publisher: Publisher, token: str | None) -> ASGIApp:
-    """The list, the files, and /metrics."""
-    folder = publisher.folder
-
-    async def show_metrics(_: Request) -> PlainTextResponse:
-        found = {
-            "published_version": folder.listing.target.version if folder.listing.target else 0,
-            "published_trial_version": folder.listing.trial.version if folder.listing.trial else 0,
-            "published_undecided_seconds": publisher.waits_seconds,
-            "published_bytes_given": folder.given_bytes,
-        }
-        return PlainTextResponse("".join(f"tierstore_{name} {value:g}\n" for name, value in found.items()))
-
-    return admin_app([*offer_routes(folder), Route("/metrics", show_metrics)], token=token)
 
 
 def offer(publisher: Publisher, *, host: str, port: int, token: str | None, tls: tuple[str, str]) -> None:
@@ -156,7 +138,9 @@ async def _offer(publisher: Publisher, host: str, port: int, token: str | None, 
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    server = HttpServer(publishing_app(publisher, token), limits=Limits(connections=_CONNECTIONS), tls=tls)
+    server = HttpServer(
+        admin_app(offer_routes(publisher.folder), token=token), limits=Limits(connections=_CONNECTIONS), tls=tls
+    )
     port = await server.start(listen(host, port))
     print(f"ready: http{'s' if tls else ''}://{address(host, port)}", flush=True)
     looking, waiting = asyncio.create_task(asyncio.to_thread(publisher.run)), asyncio.create_task(stopping.wait())
