@@ -3,6 +3,7 @@
 A number may be used again; a commit's identity is not, so no replica takes changes of rows that it has not.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,17 @@ def test_a_compacted_copy_is_of_the_same_commits_and_other_copies_are_not(tmp_pa
         assert other.lineage.ancestors == ()
     assert extra_of(tmp_path / "saved")[0] == extra_of(source)[0]
     assert extra_of(tmp_path / "saved")[1].keys() == extra_of(source)[1].keys()
+
+
+def test_a_full_copy_leaves_no_rows_of_tables_that_came_after_it(tmp_path: Path) -> None:
+    """In a replica of a source that was put back from a copy."""
+    source, fork, replica = tmp_path / "source", tmp_path / "fork", tmp_path / "replica"
+    change(source, 1, keep=4, names=("item",))
+    shutil.copytree(source, fork)
+    copy = make(source)
+    for seed, directory in ((2, fork), (3, source)):
+        change(directory, seed, keep=4)
+    lost = make(fork)
+    apply_update(replica, lost.path)
+    apply_update(replica, copy.path, make(source, 1).path, replaces=lost.header.origin.commit_id)
+    assert same(contents(replica), contents(source))
