@@ -3,7 +3,6 @@
 A number may be used again; a commit's identity is not, so no replica takes changes of rows that it has not.
 """
 
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -147,11 +146,6 @@ def bring(source: Path, replica: Path) -> Applied:
     return apply_update(replica, update.path, replaces=origin.commit_id if origin else "")
 
 
-def replace(store: Path, other: Path) -> None:
-    shutil.rmtree(store)
-    shutil.copytree(other, store)
-
-
 KILLED = """
 from tierstore.system import killpoints
 
@@ -245,33 +239,15 @@ def test_a_compacted_copy_is_of_the_same_commits_and_other_copies_are_not(tmp_pa
     assert extra_of(tmp_path / "saved")[1].keys() == extra_of(source)[1].keys()
 
 
-def test_any_history_leaves_replicas_with_the_rows_of_the_source(tmp_path: Path) -> None:
-    """Commits, also of new tables, rollbacks, copies and their return, in any order; replicas, and one of a replica,
-    that are brought up now and then."""
-    choice, source, copies = random.Random(5), tmp_path / "source", 0
-    gone_on, used_again = 0, 0
-    change(source, 1, keep=3, names=("item",))
-    for step in range(2, 90):
-        action = choice.choice(["commit"] * 4 + ["rollback", "copy", "restore", "restore"] + ["bring"] * 4)
-        if action == "commit":
-            change(source, step, keep=3, names=[("item",), ("item", "user"), ("user", "new")][step % 3])
-        elif action == "rollback":
-            with tierstore.open(source, keep=3, **SMALL) as store:
-                store.rollback(choice.choice(store.versions))
-        elif action == "copy":
-            copies += 1
-            shutil.copytree(source, tmp_path / f"copy {copies}")
-        elif action == "restore" and copies:
-            replace(source, tmp_path / f"copy {copies}")
-        elif action == "bring":
-            replica, told = tmp_path / f"replica {choice.randint(1, 2)}", source_of(source)
-            origin = has(replica) if replica.exists() else None
-            if told.has_grown_from(origin):
-                gone_on += 1
-            elif origin is not None and told.origin != origin:
-                used_again += bool(told.lineage.id_of(origin.version)) or told.origin.version == origin.version
-            bring(source, replica)
-            assert same(contents(replica), contents(source))
-            bring(replica, tmp_path / "replica of 1") if replica.name[-1] == "1" else None
-            assert replica.name[-1] == "2" or same(contents(tmp_path / "replica of 1"), contents(source))
-    assert min(gone_on, used_again) > 1
+def test_a_full_copy_leaves_no_rows_of_tables_that_came_after_it(tmp_path: Path) -> None:
+    """In a replica of a source that was put back from a copy."""
+    source, fork, replica = tmp_path / "source", tmp_path / "fork", tmp_path / "replica"
+    change(source, 1, keep=4, names=("item",))
+    shutil.copytree(source, fork)
+    copy = make(source)
+    for seed, directory in ((2, fork), (3, source)):
+        change(directory, seed, keep=4)
+    lost = make(fork)
+    apply_update(replica, lost.path)
+    apply_update(replica, copy.path, make(source, 1).path, replaces=lost.header.origin.commit_id)
+    assert same(contents(replica), contents(source))

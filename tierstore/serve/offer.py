@@ -3,6 +3,7 @@
 And the process of ``tierstore publish``, which offers a store's versions so."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -27,7 +28,6 @@ from .rest.server import HttpServer, listen
 
 _CONNECTIONS: Final = 200
 _IDLE_SECONDS: Final = 60.0  # without growth; then a file ends early
-_BEGIN_SECONDS: Final = 3.0  # for which a request waits for a file to begin here
 _GROWTH_SECONDS: Final = 0.02
 """How often a file is looked at that grows: each server that passes it on adds half of that."""
 _PART_BYTES: Final = 256 << 10
@@ -67,7 +67,7 @@ def offer_routes(folder: Folder, lookups: Callable[[], Sequence[tuple[int, int]]
             raise UpdateError(400, "a header like Range: bytes=100- may say where to begin")
         if (first := int(match[1])) >= offered.size_bytes:
             raise UpdateError(416, f"update {file_id} has {offered.size_bytes} bytes")
-        file = await _opened(folder.path, file_id)
+        file = await asyncio.to_thread(_open, folder.path, file_id)
         headers = {
             "Content-Range": f"bytes {first}-{offered.size_bytes - 1}/{offered.size_bytes}",
             "Content-Length": str(offered.size_bytes - first),
@@ -81,23 +81,12 @@ def offer_routes(folder: Folder, lookups: Callable[[], Sequence[tuple[int, int]]
     return [*routes, Route("/updates/{id}", give, methods=["GET"])]
 
 
-async def _opened(folder: Path, file_id: str) -> BinaryIO:
-    """A file that is whole, or arrives. UpdateError: it does not begin to."""
-
-    def find() -> BinaryIO | None:
-        for name in (f"{file_id}.partial", file_id, f"{file_id}.partial"):  # it may be renamed meanwhile
-            try:
-                return open_plain_file(folder / name)
-            except FileNotFoundError:
-                pass
-        return None
-
-    patience = time.monotonic() + _BEGIN_SECONDS
-    while (file := await asyncio.to_thread(find)) is None:
-        if time.monotonic() > patience:
-            raise UpdateError(404, "there is nothing of this update yet")
-        await asyncio.sleep(_GROWTH_SECONDS)
-    return file
+def _open(folder: Path, file_id: str) -> BinaryIO:
+    """A file that is whole, or arrives. UpdateError: it has not begun to."""
+    for name in (f"{file_id}.partial", file_id, f"{file_id}.partial"):  # it may be renamed meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            return open_plain_file(folder / name)
+    raise UpdateError(404, "there is nothing of this update yet")
 
 
 async def _parts(file: BinaryIO, offered: Offered, offset: int) -> AsyncIterator[bytes]:

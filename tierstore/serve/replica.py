@@ -134,6 +134,7 @@ class Replica:
         self._polls: dict[Source, asyncio.Future[Listing]] = {}
         self._refused: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # ids of files that cannot be applied
         self._unfit: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # commits that cannot be shown
+        self._cut_off: Origin | None = None  # urgent rows are of a commit that is lost: only a full copy leads on
         self._shown_at = self._judge_at = 0.0
         self._said = ""
 
@@ -285,7 +286,7 @@ class Replica:
         # A canary takes a version as a whole.
         is_urgent_fit = self._canary is None
         usable = [each for each in offered.values() if each.id not in self._refused and each.is_urgent <= is_urgent_fit]
-        files = way(usable, own, target, {each.id for each in own_files})
+        files = way(usable, None if own == self._cut_off else own, target, {each.id for each in own_files})
         if files is None:
             await self._stop_transfer()
             self._say(f"nobody offers what leads from {own or 'nothing'} to {target}")
@@ -366,6 +367,8 @@ class Replica:
             applied = await self._writer.ask("apply", commit, str(self._directory), *paths)
         except UpdateError as error:
             faults = {each.id: error.faults.get(str(self._path(each))) for each in files}
+            if own is not None and own.urgent and files[0].since and faults[files[0].id] == "refused":
+                self._cut_off, faults[files[0].id] = own, None  # it may fit after a full copy
             for path in [self._path(each) for each in files if faults[each.id] == "damaged"]:  # fetched again
                 await asyncio.to_thread(path.unlink, missing_ok=True)
             self._refused.extend(each for each, fault in faults.items() if fault == "refused")

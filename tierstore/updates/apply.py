@@ -158,14 +158,16 @@ def _write_all(tier: LmdbColdTier, tables: tuple[TableConfig, ...], update: Upda
     header = update.header
     if header.tables != tables[: len(header.tables)]:
         raise UnfitTablesError(f"{update.path} has other tables than the update after it", update.path)
-    written = 0
-    for index, config in enumerate(header.tables):
-        layout = config.layout(tier.page_bytes)
-        if not header.since and tier.version:  # a full copy: a row that it lacks has its first value again
+    if not header.since and tier.version:  # a full copy: a row that it lacks has its first value again
+        for index, config in enumerate(tables):
+            layout = config.layout(tier.page_bytes)
             with tier.changes(0) as stored:
                 for rows, _ in stored.rows(index):
                     keys = rows | (index << KEY_ROW_BITS)
                     _write(tier, layout, keys, config.init.rows(keys, layout))
+    written = 0
+    for index, config in enumerate(header.tables):
+        layout = config.layout(tier.page_bytes)
         for rows, weights in update.rows(index):
             _write(tier, layout, rows | (index << KEY_ROW_BITS), weights)
             written += len(rows)
