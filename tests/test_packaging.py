@@ -118,7 +118,7 @@ def test_a_wheel_holds_the_package_and_works_outside_the_checkout(tmp_path: Path
     package = [path.relative_to(ROOT) for path in sources() if path.is_relative_to(ROOT / "tierstore")]
     kinds = (".py", ".html", ".css", ".toml", ".proto", ".binpb")
     assert own == {path.as_posix() for path in package if path.suffix in kinds or path.name == "py.typed"}
-    assert {"tierstore/py.typed", "tierstore/serve/monitoring/page.html", "tierstore/report/page.html"} <= own
+    assert {"tierstore/py.typed", "tierstore/report/page.html"} <= own
     assert {metadata + "licenses/LICENSE", metadata + "entry_points.txt"} <= names
     zipfile.ZipFile(wheel).extractall(target)
     code = """

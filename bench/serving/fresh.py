@@ -8,7 +8,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 
-from tierstore.serve.tensors import JSON_LENGTH_HEADER
+from tierstore.serve.messages import JSON_LENGTH_HEADER
 
 from ..child import HOST
 from ..common import Goal, Part, Report, Run, Table
@@ -65,7 +65,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
                             # So that commits fall at any time between two looks of the server.
                             time.sleep(generator.random() * 0.1)
                             seconds.append(served(client))
-                failures = int(server.status()["version"]["update_failures"])
+                failures = int(server.metric("tierstore_update_failures_total"))
     print(f"  commit to served: {1e3 * float(np.median(seconds)):.0f} ms, first {1e3 * max(firsts):.0f}", flush=True)
     return {
         "first_seconds": firsts,

@@ -13,7 +13,7 @@ from h2.connection import H2Connection
 from h2.events import DataReceived, ResponseReceived, StreamEnded, StreamReset, TrailersReceived
 from h2.settings import SettingCodes, Settings
 
-from tierstore.serve.grpc.messages import INFERENCE_SERVICE
+from tierstore.serve.grpc.codec import INFERENCE_SERVICE
 
 from .clients import Answer, Connection, Done, SocketClient
 

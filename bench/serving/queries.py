@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tierstore.plan.traces import draw_zipf
-from tierstore.serve.grpc.messages import MESSAGES
-from tierstore.serve.tensors import JSON_LENGTH_HEADER
+from tierstore.serve.grpc.codec import MESSAGES
+from tierstore.serve.messages import JSON_LENGTH_HEADER
 
 QUERY_SIZES: Final = (100,) * 2 + (200,) * 12 + (300,) * 2 + (400, 500, 600, 700)
 """Samples of a query, each a twentieth of all: the distribution of MLPerf Inference's DLRM."""

@@ -1,6 +1,5 @@
 """A ranking server under load: what the parts of the benchmark share."""
 
-import json
 import re
 import sys
 import time
@@ -23,7 +22,7 @@ from .load import closed_loop, poisson
 from .shape import kaggle_rows, kaggle_store, table_bytes
 from .trainer import TrainerProcess
 
-_READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), status http://[^:]+:(\d+)/")
+_READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), admin http://[^:]+:(\d+)")
 
 
 class ServerProcess(Child):
@@ -44,16 +43,16 @@ class ServerProcess(Child):
             raise
         self.rest_port, self.grpc_port, self._admin_port = map(int, found.groups())
 
-    def status(self) -> dict[str, Any]:
-        """Its status.json."""
-        with urllib.request.urlopen(f"http://{HOST}:{self._admin_port}/status.json", timeout=30) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-        return found
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of its series of that name that have the label."""
+        with urllib.request.urlopen(f"http://{HOST}:{self._admin_port}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(each.split()[-1]) for each in lines if each.startswith(f"{name}{{") and label in each)
 
     def used(self) -> Any:
         """float64 [3] so far: seconds of processors, hits of host memory, and rows that were looked up in it."""
-        tier = next(each for each in self.status()["tiers"] if each["name"] == "ddr")
-        return np.array([self.cpu_seconds(), tier["hits"], tier["unique"]])
+        hits, misses = (self.metric(f"tierstore_tier_{name}_total", 'tier="ddr"') for name in ("hits", "misses"))
+        return np.array([self.cpu_seconds(), hits, hits + misses])
 
 
 class Rig:

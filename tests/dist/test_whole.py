@@ -16,7 +16,7 @@ from tierstore.dist.parts import SECTION, open_parts
 from tierstore.dist.reshard import resized
 from tierstore.exchange import rows as chunked
 from tierstore.updates import apply_update, write_update
-from tierstore.updates.write import urgent_rows
+from tierstore.updates.publish import urgent_rows
 
 from .ranks import run
 from .stores import CONFIGS, ROWS, SMALL, Bits, contents, opened, train

@@ -30,14 +30,14 @@ from typing import Any, Final
 import torch
 
 import tierstore
-from tierstore.serve import program
-from tierstore.serve.admin import updates as admin_updates
-from tierstore.serve.admin.offer import offer
-from tierstore.serve.admin.updates import Writer
+from tierstore.serve import program, replica
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.models import Models, rehearse
+from tierstore.serve.offer import offer
+from tierstore.serve.replica import Writer
 from tierstore.system import killpoints
-from tierstore.updates import apply_update, child, roll_back_replica, write_update
+from tierstore.updates import apply_update, roll_back_replica, write_update
+from tierstore.updates.apply import answer
 from tierstore.updates.fetch import Source
 from tierstore.updates.listing import Listing, Measures
 from tierstore.updates.publish import Publisher
@@ -114,7 +114,7 @@ def _write_replicas(listener: socket.socket, folder: Path) -> None:
 
         threading.Thread(target=read, args=(lines, requests), daemon=True).start()
         while True:
-            connection.sendall(child.answer(requests.get()).encode() + b"\n")
+            connection.sendall(answer(requests.get()).encode() + b"\n")
 
 
 class _Forked(Writer):
@@ -144,7 +144,7 @@ class _Forked(Writer):
 def _serve(folder: Path, name: str, ports: dict[str, int], ready: int) -> None:
     """A server, in a forked process; does not return."""
     _Forked.folder, _Forked.name = folder, name
-    admin_updates.Writer = _Forked  # type: ignore[misc]
+    replica.Writer = _Forked  # type: ignore[misc]
     killpoints.hook = _dies(folder / f"doom of {name}")
 
     def measure(_: Any, _seconds: int, commit_id: str) -> Measures:

@@ -23,7 +23,7 @@ from tierstore import errors
 from tierstore.cli.entry import main
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.system.files import write_text
-from tierstore.updates.write import write_update
+from tierstore.updates.publish import write_update
 
 ROWS, DIM = 2000, 8
 IDS = torch.arange(ROWS)

@@ -8,8 +8,7 @@ import numpy as np
 import orjson
 
 from tests.train.readers.rows import matrix
-from tierstore.serve.grpc.codec import decode_request, encode_response, read_request
-from tierstore.serve.grpc.messages import MESSAGES
+from tierstore.serve.grpc.codec import MESSAGES, decode_request, encode_response, read_request
 from tierstore.serve.messages import DATATYPES, InferRequest, InferResponse, ServeError, Status
 from tierstore.serve.rest.infer_body import parse_infer, write_infer
 from tierstore.settings.sections import to_toml

@@ -52,7 +52,7 @@ def test_a_replica_has_the_ids_and_rows_of_each_version(rules: DynamicIds, versi
                 twin.evict(table, evicted if number % 2 == 0 else [])
                 store.commit()
             update = write_update(source, Path(folder, str(number)), since=number - 1)
-            apply_update(replica, update.path, id=update.id)
+            apply_update(replica, update.path)
             assert read(replica) == twin.rows
             if number == 1:
                 follower = held.enter_context(tierstore.open(replica, mode="r", **SMALL))

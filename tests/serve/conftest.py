@@ -9,14 +9,14 @@ import pytest
 from tests.following import Child
 from tests.serve.whole import make_certificate
 from tests.train.runs import config_of
-from tierstore.serve.admin.updates import Writer
-from tierstore.serve.tls import Tls
+from tierstore.serve.credentials import Tls
+from tierstore.serve.replica import Writer
 from tierstore.train import train
 from tierstore.train.config import RunConfig
 
 WRITER = """
 import sys
-from tierstore.updates.child import answer
+from tierstore.updates.apply import answer
 for line in sys.stdin:
     print(answer(line), flush=True)
 """

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierstore.serve import tensors
+from tierstore.serve import messages
 from tierstore.serve.messages import (
     DATATYPES,
     InferRequest,
@@ -30,7 +30,7 @@ class FakeEngine(Repository):
     way). It keeps the requests ``seen``, those ``cancelled`` while "slow" held them, and what was ``refused``."""
 
     is_live = is_ready = True
-    store_names, admin_token = (), None
+    store_names = ()
 
     def __init__(self) -> None:
         self.seen: list[InferRequest] = []
@@ -43,9 +43,6 @@ class FakeEngine(Repository):
             name: ModelMetadata(name=name, parameters={"features": "a,b"}, **about)
             for name in ("broken", "double", "echo", "full", "late", "slow", "zeros")
         }
-
-    def models(self) -> tuple[ModelMetadata, ...]:
-        return tuple(self._models.values())
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
         if name not in self._models:
@@ -61,14 +58,6 @@ class FakeEngine(Repository):
     def is_model_ready(self, name: str, version: str = "") -> bool:
         self.model(name, version)
         return self.is_ready
-
-    async def change(self, what: str, store: str) -> None: ...
-
-    def statistics(self, name: str) -> dict[str, Any]:
-        spent = {"success": (3, 0.5), "fail": (2, 0.25), "compute_infer": (3, 0.0625 if name == "double" else 0.0)}
-        stats = {kind: {"count": count, "ns": int(seconds * 1e9)} for kind, (count, seconds) in spent.items()}
-        counts = {"last_inference": 1_700_000_000_123, "inference_count": 3, "execution_count": 1}
-        return {**counts, "inference_stats": stats, "batch_stats": []}
 
     async def infer(self, request: InferRequest) -> InferResponse:
         self.seen.append(request)
@@ -111,7 +100,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began = threading.Event()
         self.may_go_on = threading.Event()
-        monkeypatch.setattr(tensors, "pause", self)
+        monkeypatch.setattr(messages, "pause", self)
 
     async def __call__(self) -> None:
         self.began.set()

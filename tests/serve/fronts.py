@@ -18,12 +18,12 @@ from tritonclient.utils import InferenceServerException
 
 from tests.serve.fakes import FakeEngine
 from tests.serve.loops import LoopThread
+from tierstore.serve.credentials import Tls
 from tierstore.serve.grpc.server import GrpcServer
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import Status
 from tierstore.serve.rest.app import RestApp
 from tierstore.serve.rest.server import HttpServer, listen
-from tierstore.serve.tls import Tls
 
 PROTOCOLS = ("http", "grpc")
 SECONDS = 20.0

@@ -9,7 +9,8 @@ import tierstore
 from tests.serve import fronts
 from tests.updates.support import SMALL, change
 from tierstore.serve import admin
-from tierstore.serve.admin.offer import publishing_app
+from tierstore.serve.offer import offer_routes
+from tierstore.serve.replica import Replica
 from tierstore.updates.fetch import Source
 from tierstore.updates.publish import Publisher
 
@@ -71,12 +72,10 @@ def following(directory: Path, urls: Sequence[str], *, token: str | None = None,
     """A replica that follows sources where it is told to, and offers what it has; ``settings`` are of ``Replica``."""
     replica = Shown(directory)
     sources = [Source(url, token) for url in urls]
-    taker = replica.taker = admin.Replica(
+    taker = replica.taker = Replica(
         directory, sources, extra=replica.extra, refresh=lambda: replica.refresh(), **settings
     )
-    calls = admin.admin_routes(
-        refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh, resume=replica.refresh
-    )
+    calls = admin.admin_routes(refresh=replica.refresh, rollback=taker.roll_back)
     try:
         with fronts.serving("http", app=admin.admin_app([*taker.routes(), *calls], token=token)) as served:
             replica.loop, replica.url = served, served.url
@@ -92,10 +91,22 @@ def following(directory: Path, urls: Sequence[str], *, token: str | None = None,
 
 @contextlib.contextmanager
 def publishing(store: Path, *, token: str | None = None, folder: Path | None = None, **settings: Any) -> Iterator[Any]:
-    """A publisher that looks where ``step`` is called, and offers at ``url``."""
+    """A publisher that looks where ``step`` is called, and offers at ``url``; ``given_bytes``: of files, so far."""
     publisher: Any = Publisher(store, folder, **settings)
     publisher.folder.open()
-    with fronts.serving("http", app=publishing_app(publisher, token)) as served:
+    publisher.given_bytes = 0
+    app = admin.admin_app(offer_routes(publisher.folder), token=token)
+
+    async def counting(scope: Any, receive: Any, send: Any) -> None:
+        is_file = scope["type"] == "http" and not scope["path"].endswith("list.json")
+
+        async def count(message: Any) -> None:
+            publisher.given_bytes += len(message.get("body", b"")) * is_file
+            await send(message)
+
+        await app(scope, receive, count)
+
+    with fronts.serving("http", app=counting) as served:
         publisher.url = served.url
         yield publisher
 

@@ -30,7 +30,7 @@ from tests.following import Child, Writer
 from tests.serve.clients import Client
 from tests.serve.fronts import refused, tensor
 from tests.serve.loops import WAIT_SECONDS, wait_for
-from tests.serve.whole import ADMIN, FREE_PORTS, InThread, command, serving
+from tests.serve.whole import ADMIN, FREE_PORTS, InThread, command, serving, summed
 from tests.updates.support import change, contents, table_config
 from tierstore.cli import entry as cli
 from tierstore.kernels.jit import JIT_ENABLED
@@ -38,8 +38,8 @@ from tierstore.serve import program
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.grpc.server import InferenceService
 from tierstore.serve.messages import Status
+from tierstore.serve.program import share_of
 from tierstore.serve.rest.server import BoundedProtocol
-from tierstore.serve.workers import share_of
 from tierstore.settings.sections import described
 from tierstore.system import sizes
 from tierstore.trace import read_trace
@@ -114,16 +114,11 @@ def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response
     return httpx.post(f"{server.url}/v2/models/rows.t/infer", json={"inputs": inputs} | options, timeout=60)
 
 
-def test_health_says_when_a_server_drains_or_cannot_follow_any_more(
-    server: InThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_says_when_a_server_cannot_follow_any_more(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def health(name: str) -> int:
         return httpx.get(f"{server.url}/v2/health/{name}").status_code
 
-    for call, status in (("drain", 503), ("resume", 200)):
-        answer = httpx.post(f"{server.admin}/admin/{call}", headers=ADMIN)
-        assert answer.json() == {"draining": call == "drain"}
-        assert (health("live"), health("ready"), ask_rows(server, [1]).status_code) == (200, status, status)
+    assert (health("live"), health("ready"), ask_rows(server, [1]).status_code) == (200, 200, 200)
 
     def fail() -> None:
         raise BaseException("beyond what is expected to go wrong")
@@ -170,10 +165,9 @@ def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: 
         for gone in "uv":
             with refused(Status.NOT_FOUND):
                 client.rows([7], table=gone)
-    status = server.status()["version"]
-    assert (status["served"], status["newest"], status["update_failures"]) == (5, 5, 0)
-    assert status["updates"] >= 4
-    assert (status["staleness_seconds"], server.metric("tierstore_version")) == (0, 5)
+    names = ("version", "newest_version", "update_failures_total", "staleness_seconds")
+    assert [server.metric(f"tierstore_{name}") for name in names] == [5, 5, 0, 0]
+    assert server.metric("tierstore_update_seconds_count") >= 4
 
 
 def test_answers_name_the_version_of_their_rows_after_a_move_that_failed_half_way(
@@ -208,9 +202,9 @@ def test_a_damaged_version_is_not_served(
     with server.held(server.engine._looker):
         number(writer, 2)
         damage(store_dir, 2)
-    wait_for(lambda: server.status()["version"]["update_failures"] >= 2)
-    status = server.status()["version"]
-    assert (status["served"], status["updates"], status["staleness_seconds"] > 0) == (1, 0, True)
+    wait_for(lambda: server.metric("tierstore_update_failures_total") >= 2)
+    assert [server.metric(f"tierstore_{name}") for name in ("version", "update_seconds_count")] == [1, 0]
+    assert server.metric("tierstore_staleness_seconds") > 0
     answer = ask_rows(server, list(range(ROWS))).json()
     assert (answer["model_version"], set(answer["outputs"][0]["data"])) == ("1", {1.0})
     refused = httpx.post(f"{server.admin}/admin/refresh", headers=ADMIN, timeout=60)
@@ -221,7 +215,7 @@ def test_a_damaged_version_is_not_served(
     number(writer, 3)
     wait_for(lambda: server.engine.version == 3)
     assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [3.0] * DIM
-    assert server.status()["version"]["staleness_seconds"] == 0
+    assert server.metric("tierstore_staleness_seconds") == 0
 
 
 def test_a_store_that_is_replaced_goes_on_to_be_served(
@@ -230,8 +224,8 @@ def test_a_store_that_is_replaced_goes_on_to_be_served(
     writer("close")
     shutil.rmtree(store_dir)
     wait_for(lambda: server.metric("tierstore_update_failures_total") >= 2)
-    status = server.status()["version"]
-    assert (status["served"], status["staleness_seconds"] > 0) == (1, True)
+    assert server.metric("tierstore_version") == 1
+    assert server.metric("tierstore_staleness_seconds") > 0
     (said,) = [line for line in caplog.messages if "version 1 goes on to be served until" in line]
     assert "until this server is started again; to move on failed" in said
     assert "rows.lmdb was deleted" in said
@@ -242,7 +236,7 @@ def test_a_store_that_is_replaced_goes_on_to_be_served(
     assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [1.0] * DIM
 
 
-def test_metrics_and_status_agree_with_what_was_asked(server: InThread) -> None:
+def test_metrics_agree_with_what_was_asked(server: InThread) -> None:
     rehearsed = server.engine.state().tiers.ddr.unique
     with Client(server.url) as client:
         for _ in range(3):
@@ -252,17 +246,13 @@ def test_metrics_and_status_agree_with_what_was_asked(server: InThread) -> None:
             client.rows([ROWS], table="t")
     with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
         client.infer("rows.t", ids_of([4]))
-    status = server.status()
-    by_name = {model["name"]: model for model in status["models"]}
-    assert (by_name["rows.t"]["total"], by_name["rows.t"]["failed"], status["requests"]["total"]) == (5, 1, 6)
-    assert by_name["pooled.t"]["by_status"] == {"ok": 1}
-    assert by_name["pooled.t"]["batch_samples_mean"] == 2
-    for count, labels in ((3, {"protocol": "http", "status": "ok"}), (1, {"protocol": "grpc"})):
+    for count, labels in ((3, {"protocol": "http", "status": "ok"}), (1, {"protocol": "grpc"}), (5, {})):
         assert server.metric("tierstore_request_seconds_count", model="rows.t", **labels) == count
-    assert [each["name"] for each in status["tables"]] == ["t"]
-    (ddr,) = [tier for tier in status["tiers"] if tier["name"] == "ddr"]
-    assert ddr["unique"] - rehearsed == 3 * 3 + 2 + 1
-    assert 0 < ddr["bytes"] <= 4 << 20
+    assert server.metric("tierstore_request_seconds_count", model="pooled.t", status="ok") == 1
+    assert server.metric("tierstore_batch_samples_sum", model="pooled.t") == 2
+    found = sum(server.metric(f"tierstore_tier_{name}_total", tier="ddr") for name in ("hits", "misses"))
+    assert found - rehearsed == 3 * 3 + 2 + 1
+    assert 0 < server.metric("tierstore_tier_bytes", tier="ddr") <= 4 << 20
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int4"])
@@ -275,7 +265,6 @@ def test_fewer_bits_are_those_of_a_quantized_store(writer: Writer, store_dir: Pa
     with serving(store_dir, dtype=dtype, ddr="412KiB") as server, Client(server.url) as client:
         assert np.array_equal(client.rows(every, table="t"), want)
         assert np.array_equal(client.pooled(every, [4] * (ROWS // 4), table="t"), pooled)
-        assert server.status()["tables"][0]["dtype"] == dtype
         assert server.engine.state().tiers.ddr.bytes <= 412 << 10
 
 
@@ -300,7 +289,6 @@ def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_in_the_
     with command(log, str(file), *two_workers()) as server:
         with Client(server.url) as client:
             assert np.array_equal(client.rows(ids, table="item"), want)
-        assert httpx.get(f"{server.admin}/status.json").json()["server"]["ready"]
         workers = psutil.Process(server.process.pid).children(recursive=True)
         assert workers
         server.end(signal.SIGKILL)
@@ -325,8 +313,7 @@ def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_in_the_
 
 
 def queued(admin: str) -> int:
-    models = httpx.get(f"{admin}/status.json").json()["models"]
-    return int(sum(model["queued_samples"] for model in models))
+    return int(summed(admin, "tierstore_queued_samples"))
 
 
 @pytest.mark.parametrize(
@@ -448,8 +435,7 @@ def test_workers_share_the_ports_and_end_together(store: Path, tmp_path: Path) -
         admins = [server.admin, f"{address}:{int(port) + 1}"]
 
         def served() -> list[int]:
-            statuses = [httpx.get(f"{each}/status.json", timeout=WAIT_SECONDS).json() for each in admins]
-            return [status["requests"]["total"] for status in statuses]
+            return [int(summed(each, "tierstore_request_seconds_count")) for each in admins]
 
         def ask() -> bool:
             with Client(server.url) as client:  # a new connection each time

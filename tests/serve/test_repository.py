@@ -1,11 +1,8 @@
-"""Several stores in one server: named, apart from each other, loaded and unloaded while it runs."""
+"""Several stores in one server: named, and apart from each other."""
 
 import os
-import shutil
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,23 +10,19 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
-from tritonclient.utils import InferenceServerException
 
 from tests.serve.fronts import MODULES, PROTOCOLS, refused, tensor
 from tests.serve.loops import wait_for
-from tests.serve.models.programs import Both, save
 from tests.serve.test_fronts import as_dict
-from tests.serve.whole import ADMIN, ADMIN_TOKEN, InThread, serving
+from tests.serve.whole import ADMIN, InThread, serving
 from tests.updates.support import ROWS, change
-from tierstore.serve.command import parse_stores
+from tierstore.serve import batching
 from tierstore.serve.config import ServeConfig, StoreConfig
 from tierstore.serve.messages import Status
+from tierstore.serve.program import recording_paths, worker_config
 from tierstore.serve.repository import configs_of
-from tierstore.serve.workers import recording_paths, worker_config
 from tierstore.settings.sections import described
 
-BY_ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
 IDS = np.arange(0, ROWS, 7)
 LENGTHS, WEIGHTS = np.full(1, len(IDS), np.int32), np.linspace(-1, 1, len(IDS), dtype=np.float32)
 INPUTS = {"ids": IDS, "lengths": LENGTHS, "weights": WEIGHTS}
@@ -46,7 +39,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def named(stores: dict[str, Path], **settings: Any) -> dict[str, Any]:
     own = [StoreConfig(name=name, path=str(path), **settings.pop(name, {})) for name, path in stores.items()]
-    return {"stores": tuple(own), "model_control": "explicit"} | settings
+    return {"stores": tuple(own)} | settings
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +53,10 @@ def protocol(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def triton(server: InThread, protocol: str, **options: Any) -> Any:
+def triton(server: InThread, protocol: str) -> Any:
     """Triton's client of the protocol, one thread's at a time."""
     address = server.grpc if protocol == "grpc" else server.url.removeprefix("http://")
-    return MODULES[protocol].InferenceServerClient(address, **options)
+    return MODULES[protocol].InferenceServerClient(address)
 
 
 def ask(server: InThread, protocol: str, model: str, **inputs: Any) -> tuple[str, bytes]:
@@ -80,19 +73,20 @@ def rows(server: InThread, protocol: str, store: str) -> tuple[str, bytes]:
     return ask(server, protocol, f"{store}.rows.item", ids=IDS)
 
 
-def states(server: InThread, protocol: str = "http") -> dict[str, tuple[str, str]]:
-    """State and reason of each model."""
+def listed(server: InThread, protocol: str = "http") -> list[str]:
+    """The models of the index, all ready."""
     with triton(server, protocol) as client:
         index = as_dict(client.get_model_repository_index())
-    listed = index if isinstance(index, list) else index["models"]
-    return {each["name"]: (each["state"], each.get("reason", "")) for each in listed}
+    models = index if isinstance(index, list) else index["models"]
+    assert {each["state"] for each in models} == {"READY"}
+    return [each["name"] for each in models]
 
 
 def test_answers_are_those_of_two_servers_to_the_bit(stores: dict[str, Path], both: InThread) -> None:
     names = []
     for store, path in stores.items():
         with serving(path) as single:
-            for model in states(single):
+            for model in listed(single):
                 names.append(f"{store}.{model}")
                 wanted = {name: INPUTS[name] for name in (["ids"] if model.startswith("rows") else INPUTS)}
                 if "." not in model:
@@ -100,7 +94,7 @@ def test_answers_are_those_of_two_servers_to_the_bit(stores: dict[str, Path], bo
                 for protocol in PROTOCOLS:
                     assert ask(both, protocol, names[-1], **wanted) == ask(single, protocol, model, **wanted)
     for protocol in PROTOCOLS:
-        assert list(states(both, protocol)) == names
+        assert listed(both, protocol) == names
         with triton(both, protocol) as client:
             assert client.get_model_metadata("b.rows.item", "1")
         with refused(Status.NOT_FOUND, "did you mean 'a.rows.item'"):
@@ -118,22 +112,21 @@ def test_clients_metrics_and_logs_have_the_stores(both: InThread, caplog: pytest
     assert failed.__dict__["model"] == "a.rows.item"
     assert both.metric("tierstore_request_seconds_count", **ok) == before + 2
     assert both.metric("tierstore_ready", store="b") == both.metric("tierstore_version", store="b") == 1
-    status = both.status()
-    assert [each["name"] for each in status["stores"]] == ["a", "b"]
-    assert "b.user" in [each["name"] for each in status["tables"]]
     refreshed = httpx.post(f"{both.admin}/admin/refresh", headers=ADMIN)
     assert refreshed.json() == {"version": {"a": 1, "b": 1}}
 
 
-def test_the_queue_of_one_store_keeps_nobody_from_another(stores: dict[str, Path], protocol: str) -> None:
+def test_the_queue_of_one_store_keeps_nobody_from_another(
+    stores: dict[str, Path], protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not by its batch that runs on and on, its full queue, nor by the connections and calls of those who wait."""
-    settings = named(stores, a={"max_queue_requests": 2}, connections=8)
-    with serving(**settings) as server, ThreadPoolExecutor(4) as pool:
+    monkeypatch.setattr(batching, "MAX_QUEUE_REQUESTS", 2)
+    with serving(**named(stores, connections=8)) as server, ThreadPoolExecutor(4) as pool:
         engine = server.engine
         with server.held(engine._executor):
             waiting = [pool.submit(rows, server, protocol, "a") for _ in range(2)]
             wait_for(lambda: len(engine._served["a.rows.item"].batcher._present) == 2)
-            with refused(Status.OVERLOADED, "max_queue_requests is 2"):
+            with refused(Status.OVERLOADED, "2 requests wait already"):
                 rows(server, protocol, "a")
             waiting.append(pool.submit(ask, server, protocol, "a.rows.user", ids=IDS))
             wait_for(lambda: engine._served["a.rows.user"].batcher._present)
@@ -145,91 +138,9 @@ def test_the_queue_of_one_store_keeps_nobody_from_another(stores: dict[str, Path
         assert len({each.result() for each in waiting[:2]}) == 1
 
 
-def test_unloading_answers_what_came_and_loading_has_the_same_answers(
-    stores: dict[str, Path], tmp_path: Path, protocol: str
-) -> None:
-    """A client that leaves while its store is unloaded changes nothing."""
-    path = save(Both(), tmp_path / "both.pt2", *(torch.zeros(2, width) for width in (2, 6, 5)))
-    shutil.copytree(stores["a"], tmp_path / "a")
-    given = named(stores | {"a": tmp_path / "a"}, a={"model": str(path)})
-    patience = {"network_timeout": 0.3} if protocol == "http" else {}
-    with serving(**given) as server, ThreadPoolExecutor(1) as pool, triton(server, protocol) as client:
-        before = rows(server, protocol, "a")
-        assert server.metric("tierstore_tier_bytes", store="a", tier="ddr") > 0
-        gone = [
-            weakref.ref(each)
-            for each in (next(iter(server.engine._store._pools)).cache, server.engine._models._exported)
-        ]
-        with server.held():
-            waiting = pool.submit(rows, server, protocol, "a")
-            wait_for(lambda: server.engine.state().queued_samples["a.rows.item"])
-            with triton(server, protocol, **patience) as leaves, suppress(TimeoutError, InferenceServerException):
-                leaves.unload_model("a", headers=BY_ADMIN, **({} if patience else {"client_timeout": 0.3}))
-            assert states(server, protocol)["a.rows.item"] == ("UNLOADING", "unloading")
-            with refused(Status.UNAVAILABLE, "its store is unloading"):
-                rows(server, protocol, "a")
-            assert rows(server, protocol, "b")
-            assert not waiting.done()
-        assert waiting.result() == before
-        wait_for(lambda: states(server, protocol)["a.both"] == ("UNAVAILABLE", "unloaded"))
-        assert [each() for each in gone] == [None] * 2, "its memory is in use still"
-        assert server.metric("tierstore_tier_bytes", store="a") == 0
-        assert [client.is_model_ready(name) for name in ("a.rows.item", "a", "b.rows.item", "b")] == [0, 0, 1, 1]
-        assert client.is_server_ready()
-        with refused(Status.UNAVAILABLE, "its store is unloaded"):
-            client.get_model_metadata("a.rows.item")
-        client.unload_model("a", headers=BY_ADMIN, unload_dependents=True)
-        change(tmp_path / "a", 7)
-        assert server.call(server.engine.refresh()) == 1, "it is no way to load"
-        client.load_model("a", headers=BY_ADMIN)
-        assert rows(server, protocol, "a")[0] == "2"
-        assert set(states(server, protocol).values()) == {("READY", "")}
-        client.unload_model("a", headers=BY_ADMIN)
-        (tmp_path / "a").rename(tmp_path / "elsewhere")
-        with refused(Status.UNAVAILABLE, "no store at"):
-            client.load_model("a", headers=BY_ADMIN)
-        assert states(server)["a.rows.item"] == ("UNAVAILABLE", "load failed")
-        assert rows(server, protocol, "b"), "another store goes on"
-        (tmp_path / "elsewhere").rename(tmp_path / "a")
-        client.load_model("a", headers=BY_ADMIN)
-        assert rows(server, protocol, "a")
-        shutil.rmtree(tmp_path / "a")
-        shutil.copytree(stores["b"], tmp_path / "a")
-        with refused(Status.UNAVAILABLE, "the store was replaced"):
-            client.load_model("a", headers=BY_ADMIN)
-        assert states(server)["a.rows.item"] == ("READY", "")
-
-
-def test_what_is_not_loaded_and_by_whom(stores: dict[str, Path], both: InThread, protocol: str) -> None:
-    with triton(both, protocol) as client:
-        for headers in ({}, {"authorization": "Bearer other"}):
-            for call in (client.load_model, client.unload_model):
-                with refused(Status.UNAUTHENTICATED, "admin token"):
-                    call("a", headers=headers)
-        for name in ("c", "a.rows.item", "../a", str(stores["a"])):
-            with refused(Status.NOT_FOUND):
-                client.load_model(name, headers=BY_ADMIN)
-        with refused(Status.INVALID, "parameter 'config' is not taken"):
-            client.load_model("a", headers=BY_ADMIN, config="{}")
-        assert "model_repository" in str(client.get_server_metadata())
-        client.load_model("a", headers=BY_ADMIN)  # as it is
-        assert rows(both, protocol, "a")
-    with serving(stores["a"]) as single, triton(single, protocol) as client:
-        with refused(Status.INVALID, "--model-control explicit"):
-            client.unload_model("a", headers=BY_ADMIN)
-        assert "model_repository" not in str(client.get_server_metadata())
-
-
-def test_stores_of_flags() -> None:
-    assert parse_stores(["./x=y,ddr=1"]) == {"store": "./x=y,ddr=1"}
-    assert parse_stores(["a=x,y,ddr=1,max_batch_samples=7", "r/b"]) == {
-        "stores": [{"name": "a", "path": "x,y", "ddr": "1", "max_batch_samples": 7}, {"path": "r/b"}]
-    }
-
-
 def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Path) -> None:
     change(tmp_path / "item", 3, names=("item",))
-    given = named(stores | {"c": tmp_path / "item"}, a={"ddr": "1MiB"}, ddr=7000, model_control="none")
+    given = named(stores | {"c": tmp_path / "item"}, a={"ddr": "1MiB"}, ddr=7000)
     config = ServeConfig(**given)
     assert {name: each.ddr for name, each in configs_of(config).items()} == {"a": "1MiB", "b": 4156, "c": 2843}
     of_tables = configs_of(replace(config, ddr="5% of tables"))
@@ -243,7 +154,6 @@ def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Pa
 
 
 A, B = {"path": "x/a"}, {"path": "x/b"}
-EXPLICIT = {"model_control": "explicit", "admin_token_file": "t"}
 WRONG: dict[str, dict[str, Any]] = {
     "TLS wants both": {"store": "x", "tls_key": "key.pem"},
     "admin_host='0.0.0.0' lets other machines in": {"store": "x", "admin_host": "0.0.0.0"},
@@ -259,9 +169,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "start a server for each replica": {"stores": [A, B], "sources": ["http://a"]},
     'unknown key "dddr"': {"stores": [A, B | {"dddr": "1"}]},
     "stores: a: max_queue_samples=5 is below": {"stores": [A | {"max_queue_samples": 5}, B]},
-    "give an admin_token_file": {"store": "x", "model_control": "explicit"},
-    "a recording ends with its store": {"stores": [A | {"record": "r.npz"}, B]} | EXPLICIT,
-    "set workers to 1": {"store": "x", "workers": 2} | EXPLICIT,
 }
 
 

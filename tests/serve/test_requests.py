@@ -19,9 +19,18 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from tierstore.serve.grpc.codec import decode_request, read_request
-from tierstore.serve.messages import DATATYPES, NUMBERS, InferRequest, InferTensor, ServeError, Status
+from tierstore.serve.messages import (
+    DATATYPES,
+    MAX_TENSORS,
+    MAX_TEXTS,
+    NUMBERS,
+    PIECE_ELEMENTS,
+    InferRequest,
+    InferTensor,
+    ServeError,
+    Status,
+)
 from tierstore.serve.rest.infer_body import MAX_JSON_LISTS, parse_infer, write_json_data
-from tierstore.serve.tensors import MAX_TENSORS, MAX_TEXTS, PIECE_ELEMENTS
 
 JSON_MAX = 1 << 20
 _FIELDS = {"INT32": "int", "INT64": "int64", "FP32": "fp32", "BYTES": "bytes"}

@@ -36,9 +36,9 @@ from tierstore.cli import entry as cli
 from tierstore.models import DLRM
 from tierstore.serve import hot_rows
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.credentials import Tls
 from tierstore.serve.engine import StoreEngine
 from tierstore.serve.messages import ServeError, Status
-from tierstore.serve.tls import Tls
 from tierstore.serve.watch import LabelledRows, Watch, WatchReading
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.checkpoint import Position, commit_run, restore_run
@@ -137,8 +137,8 @@ def test_a_replica_of_a_run_ranks_as_its_source(run: RunConfig, question: dict[s
         assert back.json() == {"version": int(expected[0][0])}
         assert ranked(client, question) == expected[0]
         assert httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60).status_code in (422, 500)
-        status = server.status()["version"]
-        assert (status["served"], status["update_failures"]) == (int(expected[0][0]), 0)
+        assert server.metric("tierstore_version") == int(expected[0][0])
+        assert server.metric("tierstore_update_failures_total") == 0
 
 
 def test_hot_rows_are_kept_while_serving_and_there_after_a_restart(
@@ -231,9 +231,8 @@ def test_clients_and_operators_have_a_token_each(plain: Path, tmp_path: Path) ->
                 client.infer("rows.item", ids_of([1]))
             found = client.infer("rows.item", ids_of([1]), headers={"authorization": "Bearer s3cret"})
             assert found.as_numpy("rows").shape == (1, 6)
-        for path in ("/", "/metrics", "/status.json"):
-            shown = [httpx.get(server.admin + path, headers=headers).status_code for headers in ({}, bearer, ADMIN)]
-            assert shown == [401, 401, 200]
+        shown = [httpx.get(f"{server.admin}/metrics", headers=headers).status_code for headers in ({}, bearer, ADMIN)]
+        assert shown == [401, 401, 200]
         refresh = f"{server.admin}/admin/refresh"
         assert httpx.post(refresh, headers=ADMIN | bearer).status_code == 401
         assert httpx.post(refresh, headers=ADMIN).json() == {"version": 1}
@@ -244,9 +243,8 @@ def test_clients_and_operators_have_a_token_each(plain: Path, tmp_path: Path) ->
 def test_without_an_admin_token_nothing_is_changed_whoever_asks(plain: Path) -> None:
     """A proxy on this machine may ask as the machine itself does."""
     with serving(plain, admin_token_file="") as server:
-        for path in ("/", "/metrics", "/status.json"):
-            assert httpx.get(server.admin + path).status_code == 200
-        for call in ("drain", "refresh", "rollback"):
+        assert httpx.get(f"{server.admin}/metrics").status_code == 200
+        for call in ("refresh", "rollback"):
             refused = httpx.post(f"{server.admin}/admin/{call}", headers=ADMIN)
             assert refused.status_code == 403
             assert "--admin-token-file" in refused.json()["error"]
@@ -274,7 +272,7 @@ def test_a_renewed_certificate_is_shown_on_all_ports(
 
         renew = server.server.tls.renew
         (first,) = shown()
-        for port, path in ((server.ports.rest, "/v2/health/ready"), (server.ports.admin, "/status.json")):
+        for port, path in ((server.ports.rest, "/v2/health/ready"), (server.ports.admin, "/metrics")):
             assert httpx.get(f"https://127.0.0.1:{port}{path}", verify=False, headers=ADMIN).status_code == 200
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"http://127.0.0.1:{port}{path}")
@@ -320,8 +318,7 @@ def test_each_version_is_measured_and_a_worse_one_is_told_of(run: RunConfig, cap
             assert (loss <= 1.02 * first) == holds
             wait_for(lambda version=version: server.metric("tierstore_watch_version") == version)
             assert server.metric("tierstore_watch_log_loss") == pytest.approx(loss, rel=1e-5)
-            told = server.status()["watch"]
-            assert (told["version"], told["rows"], told["holds"]) == (version, WATCHED, holds)
+            assert server.metric("tierstore_watch_rows") == WATCHED
             said = [each for each in caplog.records if f"version {version} has a log loss of" in each.message]
             assert [each.levelname for each in said] == ["INFO" if holds else "WARNING"]
         assert server.metric("tierstore_request_seconds_count") == 0, "they are not a client's requests"

@@ -40,6 +40,16 @@ def make_certificate(name: str, certificate: Path, key: Path, *options: str) -> 
     subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
+def summed(admin: str, name: str, **labels: str) -> float:
+    """The sum of the series of this name that have these labels, of a server's admin port."""
+    total = 0.0
+    for line in httpx.get(f"{admin}/metrics", headers=ADMIN, timeout=WAIT_SECONDS).raise_for_status().text.splitlines():
+        is_it = line.startswith((f"{name}{{", f"{name} "))
+        if is_it and all(f'{key}="{value}"' in line for key, value in labels.items()):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
 class InThread(LoopThread):
     """A server whose event loop is a thread's."""
 
@@ -78,17 +88,8 @@ class InThread(LoopThread):
     def admin(self) -> str:
         return f"http://127.0.0.1:{self.ports.admin}"
 
-    def status(self) -> Any:
-        return httpx.get(f"{self.admin}/status.json", headers=ADMIN).raise_for_status().json()
-
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of the series of this name that have these labels."""
-        total = 0.0
-        for line in httpx.get(f"{self.admin}/metrics", headers=ADMIN).raise_for_status().text.splitlines():
-            is_it = line.startswith((f"{name}{{", f"{name} "))
-            if is_it and all(f'{key}="{value}"' in line for key, value in labels.items()):
-                total += float(line.rsplit(" ", 1)[1])
-        return total
+        return summed(self.admin, name, **labels)
 
     @contextlib.contextmanager
     def held(self, executor: Any = None) -> Iterator[None]:
@@ -151,7 +152,7 @@ class Command:
         has_line, _, _ = select.select([self.process.stdout], [], [], WAIT_SECONDS)
         assert has_line, f"not ready: {self.log.read_text()}"
         self.line = self.process.stdout.readline().decode()
-        found = re.fullmatch(r"ready: REST (\S+), gRPC (\S+), status (\S+)/\n", self.line)
+        found = re.fullmatch(r"ready: REST (\S+), gRPC (\S+), admin (\S+)\n", self.line)
         assert found is not None, self.line + self.log.read_text()
         self.url, self.grpc, self.admin = found.groups()
 

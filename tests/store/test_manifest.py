@@ -32,7 +32,7 @@ from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.store.version import NO_LINEAGE, pack, unpack, unpack_tensors
 from tierstore.system import killpoints
 from tierstore.updates.apply import apply_update
-from tierstore.updates.write import write_update
+from tierstore.updates.publish import write_update
 
 CONFIG = tierstore.TableConfig(
     name="items", num_embeddings=100, embedding_dim=4, dtype="bfloat16", feature_names=("a", "b"), pooling="mean",

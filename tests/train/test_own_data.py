@@ -20,9 +20,8 @@ from tests.serve.models.stores import asked
 from tests.train.readers.rows import category_of
 from tests.train.readers.test_hashing import splitmix64
 from tierstore.cli import main
-from tierstore.serve.messages import InferTensor
+from tierstore.serve.messages import InferTensor, objects
 from tierstore.serve.models import Models
-from tierstore.serve.tensors import objects
 from tierstore.train import demo, synthetic, train
 from tierstore.train.build import build_run, open_run_store
 from tierstore.train.config import DataSection, EmbeddingSection, ModelSection, RunConfig, StoreSection, TrainSection

@@ -12,7 +12,7 @@ import tierstore
 from tierstore import optim
 from tierstore.exchange.tensor_files import METADATA_KEY
 from tierstore.updates import Update, origin_of, write_update
-from tierstore.updates.write import Head, open_source, source_in
+from tierstore.updates.publish import Head, open_source, source_in
 
 SMALL: dict[str, Any] = {"ddr": "4MiB", "threads": 1}
 ROWS = 900

@@ -198,7 +198,7 @@ def test_another_store_and_another_table_are_refused_even_if_they_would_fit(
 
 WRITER = """
 import sys
-from tierstore.updates.child import answer
+from tierstore.updates.apply import answer
 for line in sys.stdin:
     print(answer(line), flush=True)
 """

@@ -330,7 +330,7 @@ _GONE: Final = ("to", "since", "fan_out", "dry_run")
 
 
 def _publish(options: argparse.Namespace) -> int:
-    from ..serve.bearer_token import read_token
+    from ..serve.credentials import read_token
     from ..updates.fetch import Source
     from ..updates.publish import Publisher
 
@@ -355,7 +355,7 @@ def _publish(options: argparse.Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt), publisher.folder.held():
             publisher.run()
     else:
-        from ..serve.admin.offer import offer  # which needs what only servers need
+        from ..serve.offer import offer  # which needs what only servers need
 
         tls = (options.tls_certificate, options.tls_key)
         offer(publisher, host=options.host, port=options.port, token=token, tls=tls)

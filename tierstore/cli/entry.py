@@ -344,7 +344,6 @@ _COMMANDS: Final = {
         """examples:
   tierstore serve --store shop --ddr 2GiB
   tierstore serve --store shop --dtype int8 --workers 2
-  tierstore serve --store ads=runs/ads --store feed=runs/feed,ddr=2GiB
   tierstore serve --store replica --from http://trainer:8002
   tierstore serve serve.toml --port 9000""",
     ),

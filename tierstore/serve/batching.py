@@ -51,9 +51,6 @@ from .messages import ServeError, Status
 MAX_FAILED_RUNS: Final = 64
 """Of one batch, after which the rest fails unasked, if the model has never answered anything."""
 
-Run: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
-"""Answers of a batch's queries, one for each, in their order."""
-
 
 @dataclass(slots=True, eq=False)
 class Waiter:
@@ -79,71 +76,6 @@ class Attempt(NamedTuple):
 def is_no_querys_fault(error: BaseException | None) -> bool:
     """Whether a run would have ended so with any queries: the model is not there any more, or nobody waits."""
     return isinstance(error, ServeError) and error.status in (Status.UNAVAILABLE, Status.DEADLINE)
-
-
-def _attempt(run: Run, waiters: Sequence[Waiter], clock: Callable[[], float]) -> Attempt:
-    started = clock()
-    try:
-        answers = run([waiter.query for waiter in waiters])
-        if len(answers) != len(waiters):
-            raise RuntimeError(f"{len(answers)} outputs came back for {len(waiters)} queries")
-    # Whatever it is, somebody waits for an answer, and the thread has other batches to run.
-    except BaseException as error:
-        return Attempt(waiters, (), error, clock() - started)
-    return Attempt(waiters, answers, None, clock() - started)
-
-
-class Isolation:
-    """Runs one model's batches, in one thread. Failures are logged once a second, with a traceback; ServeErrors are
-    answers."""
-
-    def __init__(self, model: str, clock: Callable[[], float]) -> None:
-        self._model = model
-        self._clock = clock
-        self._answered: Any = None  # a query that the model has answered
-
-    def run(self, run: Run, waiters: Sequence[Waiter]) -> list[Attempt]:
-        """Run a batch, again in halves as long as it fails; each query still wanted is in one attempt, in order."""
-        finished: list[Attempt] = []
-        fault: BaseException | None = None
-        waiting = [waiters]
-        num_failed, is_sound = 0, None  # whether the model answers anything; None: unknown
-        while waiting:
-            group = [waiter for waiter in waiting.pop() if not waiter.future.done()]
-            if not group:
-                continue
-            attempt = _attempt(run, group, self._clock)
-            if attempt.error is None:
-                is_sound = True
-                if group[-1].query.num_ids <= LONG_IDS:
-                    self._answered = group[-1].query
-                finished.append(attempt)
-                continue
-            num_failed += 1
-            if not isinstance(attempt.error, ServeError):
-                fault = attempt.error
-            if len(group) > 1 and is_sound is None and not is_no_querys_fault(attempt.error):
-                is_sound = self._is_sound(run)
-            is_hopeless = is_sound is False or (is_sound is None and num_failed >= MAX_FAILED_RUNS)
-            if len(group) == 1 or is_hopeless or is_no_querys_fault(attempt.error):
-                finished.append(attempt)
-            else:
-                middle = len(group) // 2
-                waiting += [group[middle:], group[:middle]]
-        if fault is not None:  # the last is of few queries, so it tells most about the cause
-            count = sum(len(each.waiters) for each in finished if each.error is not None)
-            log_batch_failed(self._model, f"{count} of {len(waiters)} queries of a batch failed", fault)
-        return finished
-
-    def _is_sound(self, run: Run) -> bool | None:
-        """Whether the model answers again what it has answered before; None if that was nothing."""
-        if self._answered is None:
-            return None
-        try:
-            run([self._answered])
-        except BaseException:  # as of any other query
-            return False
-        return True
 
 
 class OneThread(ThreadPoolExecutor):
@@ -182,6 +114,8 @@ def between(turn: threading.Lock, pause: Pause) -> Pause:
     return paused
 
 
+MAX_QUEUE_REQUESTS: Final = 4096
+"""Queries that may wait for one model."""
 _SUSPECT_SECONDS: Final = 60.0
 """For which a client's queries are run alone, after one that failed."""
 _MAX_SUSPECTS: Final = 4096
@@ -218,7 +152,7 @@ class Batcher:
         self._run: Final = run
         self._at_once: Final = at_once
         self._others: Final = others
-        self._isolation: Final = Isolation(model, clock)
+        self._answered: Any = None  # a query that the model has answered
         self._suspects: dict[str, float] = {}  # until when
         self._executor: Final = executor
         self._config: Final = config
@@ -295,18 +229,18 @@ class Batcher:
             line, counted, has_job = [*self._together, *self._alone], self.num_waiting_samples, self._has_job
         total = sum(waiter.num_samples for waiter in line)
         assert counted == total <= self._config.max_queue_samples, f"{counted} wait"
-        assert len(line) <= self._config.max_queue_requests, f"{len(line)} wait"
+        assert len(line) <= MAX_QUEUE_REQUESTS, f"{len(line)} wait"
         assert self._present >= set(line), "someone waits whose caller has gone"
         is_served = has_job or all(waiter.future.done() for waiter in self._present)
         assert not line or is_served, f"{len(line)} wait for no job"
 
     def _enter(self, waiter: Waiter) -> None:
         """Into the line; ServeError if it is full."""
-        limit, samples, full = self._config.max_queue_requests, self._config.max_queue_samples, ""
+        samples, full = self._config.max_queue_samples, ""
         with self._lock:
             num_waiting = len(self._together) + len(self._alone)
-            if num_waiting >= limit:
-                full = f"{num_waiting} requests wait already, max_queue_requests is {limit}"
+            if num_waiting >= MAX_QUEUE_REQUESTS:
+                full = f"{num_waiting} requests wait already"
             elif self.num_waiting_samples + waiter.num_samples > samples:
                 many = f"{self.num_waiting_samples} samples wait already and {waiter.num_samples} more came"
                 full = f"{many}, max_queue_samples is {samples}"
@@ -378,21 +312,11 @@ class Batcher:
     def _start_job(self) -> None:
         """In either thread, without the lock."""
         try:
-            job = self._executor.submit(self._work)
-        except RuntimeError:
-            self._abandon()
-        else:
-            job.add_done_callback(self._note_cancelled)
-
-    def _note_cancelled(self, job: Future[None]) -> None:
-        if job.cancelled():
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """The executor was shut down first; nobody must wait for it."""
-        with self._lock:
-            self._has_job = False
-        self._post(self.close)
+            self._executor.submit(self._work)
+        except RuntimeError:  # it was shut down first; nobody must wait for it
+            with self._lock:
+                self._has_job = False
+            self._post(self.close)
 
     def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
@@ -410,7 +334,8 @@ class Batcher:
             batch = self._take() if alone is None else [alone]
             if alone is not None:
                 self._remove(alone)
-        attempts, taken = self._attempt(batch, None if alone is None else lambda: self._pause(alone))
+        taken = self._clock()
+        attempts = self._run_all(batch, None if alone is None else lambda: self._pause(alone))
         with self._lock:
             self._has_job = False
             starts = self._claim_job()
@@ -418,9 +343,60 @@ class Batcher:
         if starts:
             self._start_job()
 
-    def _attempt(self, batch: Sequence[Waiter], pause: Pause | None) -> tuple[list[Attempt], float]:
-        taken = self._clock()
-        return self._isolation.run(lambda queries: self._run(queries, pause), batch), taken
+    def _run_all(self, batch: Sequence[Waiter], pause: Pause | None) -> list[Attempt]:
+        """Run a batch, again in halves as long as it fails; each query still wanted is in one attempt, in order.
+        Failures are logged once a second, with a traceback; ServeErrors are answers."""
+        finished: list[Attempt] = []
+        fault: BaseException | None = None
+        waiting = [batch]
+        num_failed, is_sound = 0, None  # whether the model answers anything; None: unknown
+        while waiting:
+            group = [waiter for waiter in waiting.pop() if not waiter.future.done()]
+            if not group:
+                continue
+            attempt = self._attempt(group, pause)
+            if attempt.error is None:
+                is_sound = True
+                if group[-1].query.num_ids <= LONG_IDS:
+                    self._answered = group[-1].query
+                finished.append(attempt)
+                continue
+            num_failed += 1
+            if not isinstance(attempt.error, ServeError):
+                fault = attempt.error
+            if len(group) > 1 and is_sound is None and not is_no_querys_fault(attempt.error):
+                is_sound = self._is_sound()
+            is_hopeless = is_sound is False or (is_sound is None and num_failed >= MAX_FAILED_RUNS)
+            if len(group) == 1 or is_hopeless or is_no_querys_fault(attempt.error):
+                finished.append(attempt)
+            else:
+                middle = len(group) // 2
+                waiting += [group[middle:], group[:middle]]
+        if fault is not None:  # the last is of few queries, so it tells most about the cause
+            count = sum(len(each.waiters) for each in finished if each.error is not None)
+            log_batch_failed(self._model, f"{count} of {len(batch)} queries of a batch failed", fault)
+        return finished
+
+    def _attempt(self, waiters: Sequence[Waiter], pause: Pause | None) -> Attempt:
+        started = self._clock()
+        try:
+            answers = self._run([waiter.query for waiter in waiters], pause)
+            if len(answers) != len(waiters):
+                raise RuntimeError(f"{len(answers)} outputs came back for {len(waiters)} queries")
+        # Whatever it is, somebody waits for an answer, and the thread has other batches to run.
+        except BaseException as error:
+            return Attempt(waiters, (), error, self._clock() - started)
+        return Attempt(waiters, answers, None, self._clock() - started)
+
+    def _is_sound(self) -> bool | None:
+        """Whether the model answers again what it has answered before; None if that was nothing."""
+        if self._answered is None:
+            return None
+        try:
+            self._run([self._answered], None)
+        except BaseException:  # as of any other query
+            return False
+        return True
 
     def _pause(self, alone: Waiter) -> None:
         """Between two parts of a query. ServeError if nobody waits for it."""
@@ -434,7 +410,8 @@ class Batcher:
         if self._together:
             with self._lock:
                 batch = self._take()
-            self._post(self._deliver, *self._attempt(batch, None))
+            taken = self._clock()
+            self._post(self._deliver, self._run_all(batch, None), taken)
 
     def _deliver(self, attempts: list[Attempt], taken: float) -> None:
         for attempt in attempts:

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get
 from ..settings.sections import described, nearest, read_toml
 from ..system.processes import address
 from ..system.signals import handlers_restored
-from .config import STORE_NAME, ServeConfig, StoreConfig
+from .config import ServeConfig
 
 if TYPE_CHECKING:
     from .program import Ports
@@ -47,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hints = get_type_hints(ServeConfig)
     for flag, way in _GONE.items():
         parser.add_argument(flag, action=_Gone, nargs="?", help=argparse.SUPPRESS, const=way)
-    for each in (each for each in fields(ServeConfig) if each.name != "stores"):  # which --store gives
+    for each in (each for each in fields(ServeConfig) if each.name != "stores"):  # which a file gives
         flag, default = _FLAGS.get(each.name, "--" + each.name.replace("_", "-")), each.default
         text = str(each.metadata["help"]).replace("%", "%%")
         if isinstance(default, bool):
@@ -56,28 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0, ()) else ""
         kind, choices = type(default), get_args(hints[each.name]) if get_origin(hints[each.name]) is Literal else None
         metavar = _METAVARS.get(each.name, {int: "N", float: "SECONDS"}.get(kind, "TEXT"))
-        action, kind = ("append", str) if each.name in ("store", "sources") else ("store", kind)
+        action, kind = ("append", str) if each.name == "sources" else ("store", kind)
         parser.add_argument(
             flag, type=kind, metavar=None if choices else metavar, choices=choices, help=text, action=action,
             dest=each.name,
         )  # fmt: skip
-
-
-def parse_stores(texts: Sequence[str]) -> dict[str, Any]:
-    """``store`` or ``stores`` of settings, as ``DIR`` or ``NAME=DIR,KEY=VALUE`` say."""
-    found = [_store(text) for text in texts]
-    return {"store": texts[0]} if found == [{"path": texts[0]}] else {"stores": found}
-
-
-def _store(text: str) -> dict[str, Any]:
-    name, equals, rest = text.partition("=")
-    if not equals or not STORE_NAME.fullmatch(name):
-        return {"path": text}
-    path, *settings = re.split(r",(?=\w+=)", rest)
-    kinds = {each.name: type(each.default) for each in fields(StoreConfig)}
-    pairs = (each.split("=", 1) for each in settings)
-    own = {key: int(value) if kinds.get(key) is int and value.isdecimal() else value for key, value in pairs}
-    return {"name": name, "path": path, **own}
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -86,8 +68,7 @@ def serve(options: argparse.Namespace) -> int:
     try:
         from ..store.directory import require_store
         from ..store.recording import require_recordable
-        from .program import run
-        from .workers import recording_paths, run_workers
+        from .program import recording_paths, run, run_workers
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == __package__.partition(".")[0]:
             raise  # the package is broken: to install others mends nothing
@@ -96,7 +77,7 @@ def serve(options: argparse.Namespace) -> int:
     given = _read(Path(options.file), names) if options.file else {}
     given |= {name: flag for name in names if (flag := getattr(options, name, None)) is not None}
     if options.store:
-        given |= {"store": "", "stores": []} | parse_stores(options.store)
+        given["stores"] = []
     config = described(ServeConfig, given)
     if not config.sources:  # a replica may wait for its store; else it is reported before a port is opened
         for each in config.by_store().values():
@@ -108,7 +89,7 @@ def serve(options: argparse.Namespace) -> int:
         scheme = "https" if config.tls_certificate else "http"
         places = [f"REST {scheme}://{address(config.host, ports.rest)}"]
         places += [f"gRPC {address(config.host, ports.grpc)}"] if ports.grpc >= 0 else []
-        places += [f"status {scheme}://{address(config.admin_host, ports.admin)}/"] if ports.admin >= 0 else []
+        places += [f"admin {scheme}://{address(config.admin_host, ports.admin)}"] if ports.admin >= 0 else []
         print(f"ready: {', '.join(places)}", flush=True)
 
     is_said = _WAIT_POLICY in os.environ

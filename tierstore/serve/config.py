@@ -9,14 +9,13 @@ from typing import Any, Final, Literal
 from ..settings.sections import check_ranges, option
 from ..system.checks import require_choice
 from ..system.sizes import parse_size
-from .bearer_token import read_token
 
 _MAX_PORT: Final = 65_535
 _PATHS: Final = ("store", "model", "warm_up", "record", "watch")
 _NO_PATHS: Final = ("", "auto", "none")
 _INT32_MAX: Final = (1 << 31) - 1
 """gRPC counts a message's bytes, and connections, in 32 bits."""
-STORE_NAME: Final = re.compile(r"[\w-]+")
+_STORE_NAME: Final = re.compile(r"[\w-]+")
 """No dot: of several stores, a model's name is the store's, a dot, and the model's own."""
 
 
@@ -44,7 +43,6 @@ class StoreConfig:
     watch: str = ""
     max_batch_samples: int = 0
     max_queue_samples: int = 0
-    max_queue_requests: int = 0
 
     @property
     def called(self) -> str:
@@ -62,11 +60,7 @@ class ServeConfig:
     ValueError: a value that cannot be; names it and what is accepted.
     """
 
-    store: str = option(
-        "",
-        "folder of the store; with --from it need not exist yet. Several times for several stores, then also "
-        "NAME=DIR,ddr=2GiB,model=FILE.pt2",
-    )
+    store: str = option("", "folder of the store; with --from it need not exist yet. For several: [[stores]] in a file")
     stores: tuple[StoreConfig, ...] = option((), "several stores, in a file: of each what StoreConfig has")
     model: str = option(
         "", "file of torch.export.save, served under the file's name; inputs named like features get their rows"
@@ -88,18 +82,14 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address that REST and gRPC listen on; 0.0.0.0 for all")
     port: int = _port(8000, "port of REST; 0: any that is free")
     grpc_port: int = _port(8001, "port of gRPC; 0: any that is free, -1: no gRPC", -1)
-    admin_host: str = option(
-        "127.0.0.1", "address of status page, metrics and admin calls; others need --admin-token-file"
-    )
+    admin_host: str = option("127.0.0.1", "address of metrics and admin calls; others need --admin-token-file")
     admin_port: int = _port(
         8002, "their port; 0: any that is free, -1: none. With workers, worker i takes port + i", -1
     )
     workers: int = option(1, "processes that share the ports; each takes its part of --ddr", low=1, high=1024)
     max_batch_samples: int = option(4096, "samples of a batch, and of a request", low=1)
     max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused (503)", low=1)
-    max_queue_requests: int = option(4096, "requests that may wait for a model; more are refused (503)", low=1)
     request_seconds: float = _seconds(10.0, "a request that gives no deadline has this one")
-    body_bytes: int = option(64 << 20, "longest request over REST", low=1024, high=_INT32_MAX)
     grpc_body_bytes: int = option(
         4 << 20,
         "longest request over gRPC; 512 MiB over this many may be arriving at a time",
@@ -107,7 +97,6 @@ class ServeConfig:
         high=_INT32_MAX,
     )
     connections: int = option(1000, "connections at a time, of REST and of gRPC each", low=1, high=_INT32_MAX)
-    receive_seconds: float = option(30.0, "time for a request to arrive whole", low=0.001, high=86_400)
     idle_seconds: float = option(
         75.0, "time a REST connection may stay open without a request; longer than your proxy's", low=0.001, high=86_400
     )
@@ -141,9 +130,6 @@ class ServeConfig:
     canary_loss: float = option(0.002, "by what share its log loss may grow", low=0)
     canary_errors: float = option(0.01, "how much larger its share of failed requests may be", low=0)
     canary_p99: float = option(1.0, "by what share its 99th percentile of latency may grow", low=0)
-    model_control: Literal["none", "explicit"] = option(
-        "none", "whether clients that show the admin token may load and unload the named stores, as of Triton"
-    )
     grace_seconds: float = _seconds(30.0, "on SIGTERM, time for requests under way to finish")
     token_file: str = option("", "file with the bearer token that clients must show; health stays open")
     admin_token_file: str = option(
@@ -180,15 +166,6 @@ class ServeConfig:
             raise ValueError("a canary is a replica: give --from URL, too")
         for url in self.sources:
             parse_url(url)
-        if self.model_control == "explicit" and not self.admin_token_file:
-            raise ValueError("model_control='explicit' is for those who show the admin token: give an admin_token_file")
-        if self.model_control == "explicit" and (self.workers > 1 or self.sources):
-            raise ValueError(
-                "model_control='explicit' goes neither with --from nor with several workers, of which a call reaches "
-                "one: set workers to 1, and start more servers"
-            )
-        if self.model_control == "explicit" and (self.record or any(each.record for each in self.stores)):
-            raise ValueError("model_control='explicit' and record do not go together: a recording ends with its store")
         if self.stores:
             self._require_apart()
         if self.workers > 1 and (self.sources or 0 in (self.port, self.grpc_port, self.admin_port)):
@@ -200,12 +177,12 @@ class ServeConfig:
         """ValueError unless the stores can be served alongside each other, under their names."""
         names = [each.called for each in self.stores]
         for name in names:
-            if names.count(name) > 1 or not STORE_NAME.fullmatch(name):
+            if names.count(name) > 1 or not _STORE_NAME.fullmatch(name):
                 rule = "of its own, of letters, digits, _ and -"
-                raise ValueError(f"stores: {name!r}: a store has a name {rule}: --store NAME=DIR")
+                raise ValueError(f"stores: {name!r}: a store has a name {rule}: set name")
         if len(names) > 1 and (self.model or self.record or self.watch):
             what = "model" if self.model else "record" if self.record else "watch"
-            raise ValueError(f"{what} is of one store, and there are {len(names)}: --store NAME=DIR,{what}=FILE")
+            raise ValueError(f"{what} is of one store, and there are {len(names)}: set it in [[stores]]")
         if self.sources:
             raise ValueError("--from is of one store, named by store: start a server for each replica")
         self.by_store()
@@ -234,12 +211,18 @@ class ServeConfig:
     @property
     def token(self) -> str | None:
         """What the clients' token file holds; ValueError if it cannot be read or is empty."""
-        return read_token(self.token_file, name="token_file") if self.token_file else None
+        return self._read_token("token_file")
 
     @property
     def admin_token(self) -> str | None:
         """The operators'; ValueError also if it is the clients'."""
-        found = read_token(self.admin_token_file, name="admin_token_file") if self.admin_token_file else None
+        found = self._read_token("admin_token_file")
         if found is not None and found == self.token:
             raise ValueError("admin_token_file holds the token of clients, who may change nothing; make another")
         return found
+
+    def _read_token(self, name: str) -> str | None:
+        from .credentials import read_token  # which brings asyncio along
+
+        path = getattr(self, name)
+        return read_token(path, name=name) if path else None

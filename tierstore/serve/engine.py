@@ -8,7 +8,6 @@ thread looks for newer commits and reads what changed, while batches run.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 import time
@@ -34,8 +33,8 @@ from .config import ServeConfig
 from .hot_rows import RowCounts, hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_request
 from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError, Status
+from .metrics import Metrics, State
 from .models import Models, load_program, rehearse
-from .monitoring.metrics import Metrics, State, TableInfo
 from .watch import Watch, read_labelled
 
 _LOG: Final = logging.getLogger("tierstore.serve")
@@ -58,17 +57,8 @@ class _Ran(NamedTuple):
     version: str
 
 
-def _free() -> None:
-    """Have the collector look at what was there when the server began, too: parts of a store are in cycles."""
-    was_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
-    if was_frozen:
-        gc.freeze()
-
-
 class StoreEngine:
-    """The models of one store, what monitoring looks at, and what an operator may ask. Its coroutines are for one event
+    """The models of one store, what metrics show of it, and what an operator may ask. Its coroutines are for one event
     loop. ``turn`` is held while a batch runs. ``prefix`` begins the models' names."""
 
     def __init__(self, config: ServeConfig, metrics: Metrics, turn: threading.Lock, prefix: str = "") -> None:
@@ -85,15 +75,12 @@ class StoreEngine:
         self.newest_version = 0
         self._stale_since: float | None = None
         self._moving = asyncio.Lock()
-        self._before = _NOTHING
         self._is_ready = False
         self.watched: Watch | None = None
-        self.is_draining = self._is_stopping = False
+        self.is_draining = False  # for good, once the server stops
         self._has_failed = False
         self._is_parsing: Final = asyncio.Lock()
         self.row_counts: Final = RowCounts()
-        self.absent = ""  # what became of the store: "unloading", "unloaded", "loading" or "load failed"
-        self._known: list[ModelMetadata] = []  # its models, while it is absent
 
     # Starting and stopping
 
@@ -200,61 +187,25 @@ class StoreEngine:
         return _Served(model, batcher)
 
     async def begin_to_stop(self) -> None:
-        """Drain for good."""
-        self._is_stopping = True
-        await self.drain()
+        """Take no more requests; those that came are answered."""
+        self.is_draining, self._is_ready = True, False
 
     async def stop(self) -> None:
         """Answer what came, within ``grace_seconds``, and close the store; its hot rows are kept for next time."""
         await self.begin_to_stop()
         async with self._moving:
-            await self._end(list(self._served.values()))
+            await asyncio.gather(*(each.batcher.drain(self._config.grace_seconds) for each in self._served.values()))
+            store, self._store = self._store, None
+            await _in(self._looker, int)  # it may be reading the store
+            await _in(self._executor, self._close, store)
         self._looker.shutdown()
         self._executor.shutdown()
-
-    async def _end(self, served: Sequence[_Served]) -> None:
-        await asyncio.gather(*(each.batcher.drain(self._config.grace_seconds) for each in served))
-        store, self._store = self._store, None
-        await _in(self._looker, int)  # it may be reading the store
-        await _in(self._executor, self._close, store)
-
-    async def unload(self) -> None:
-        """As ``stop``, and free the store's memory; until ``load`` its models are unavailable."""
-        async with self._moving:
-            if not self.absent:
-                self._known, self.absent = list(self.models()), "unloading"
-                served, self._served = list(self._served.values()), {}
-                try:
-                    await self._end(served)
-                finally:
-                    del served
-                    self._before, self._stale_since, self.absent = _NOTHING, None, "unloaded"
-                    await _in(self._executor, _free)
-            _LOG.info("unloaded %s", self._config.store)
-
-    async def load(self) -> None:
-        """Open the store again as it was at the start; one that is open moves to its newest commit. ServeError
-        UNAVAILABLE: it cannot be opened, or the server stops."""
-        async with self._moving:
-            if self._is_stopping:
-                raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
-            was_absent = bool(self.absent)
-            self.absent = "loading" if was_absent else ""
-            try:
-                await (self.start() if was_absent else self._move())
-            except Exception as error:
-                self.absent = "load failed" if was_absent else ""
-                what = "loaded" if was_absent else "moved to its newest commit"
-                _LOG.exception("%s is not %s", self._config.store, what)
-                raise ServeError(Status.UNAVAILABLE, f"the store is not {what}: {error}") from error
-            self.absent = ""
 
     def _close(self, store: Store | None) -> None:
         self._models = None
         if store is None:
             return
         try:
-            self._before = store.stats()
             if self._config.warm_up == "auto":
                 self._save_hot_rows(store)
             recorder = store.recorder
@@ -290,14 +241,7 @@ class StoreEngine:
 
     @property
     def is_ready(self) -> bool:
-        return self._is_ready and self.is_live and not self.absent
-
-    def index(self) -> list[dict[str, str]]:
-        """All models as Triton lists them, also while they are not loaded."""
-        state = "READY" if self.is_ready else {"unloading": "UNLOADING", "loading": "LOADING"}.get(self.absent)
-        told = {"state": state or "UNAVAILABLE"} | ({"reason": self.absent} if self.absent else {})
-        found = self._known if self.absent else self.models()
-        return [{"name": each.name, "version": each.versions[-1], **told} for each in found]
+        return self._is_ready and self.is_live
 
     def note_ended(self, task: "asyncio.Task[None]") -> None:
         """If a task of it ends with an error, the engine cannot go on by itself."""
@@ -317,8 +261,6 @@ class StoreEngine:
         return replace(metadata, name=self._prefix + metadata.name, versions=(str(self.version),))
 
     def _find(self, name: str, version: str) -> _Served:
-        if self.absent and name.startswith(self._prefix):
-            raise ServeError(Status.UNAVAILABLE, f"model {excerpt(name)} is not there: its store is {self.absent}")
         served = self._served.get(name)
         if served is None and not self._served and not self._is_ready:
             raise ServeError(Status.UNAVAILABLE, "the server is not ready: it has no models yet; try again")
@@ -438,13 +380,13 @@ class StoreEngine:
                 raise
 
     async def _move(self) -> int:
-        if self.is_draining or self.absent:
+        if self.is_draining:
             return self.version
         if self._store is None:
             await self.start()
             return self.version
         started = time.monotonic()
-        found = await _in(self._looker, lambda: None if self._store is None else self._store.find_newer())
+        found = await _in(self._looker, self._store.find_newer)
         if found is None:
             self._stale_since = None
             return self.version
@@ -454,39 +396,27 @@ class StoreEngine:
         await _in(self._executor, self._show, found)
         self._serve_models()
         self._stale_since = None
-        self._metrics.updated(self.version, time.monotonic() - started)
+        self._metrics.updated(time.monotonic() - started)
         return self.version
 
     def _show(self, newer: Newer) -> None:
         """Move the store and the models, in the executor; ``version`` is what the store shows, also after an error."""
-        store, models = self._store, self._models
+        assert self._store is not None
+        assert self._models is not None
         try:
-            if store is not None and models is not None:
-                try:
-                    models.show(newer)
-                finally:
-                    self._note_shown(store)
+            try:
+                self._models.show(newer)
+            finally:
+                self._note_shown(self._store)
         finally:
             newer.close()
-
-    async def drain(self) -> bool:
-        """Take no more requests, until ``resume``; those that came are answered."""
-        self.is_draining, self._is_ready = True, False
-        return True
-
-    async def resume(self) -> bool:
-        """Take requests again; whether none are taken. ServeError UNAVAILABLE if the server stops."""
-        if self._is_stopping:
-            raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
-        self.is_draining, self._is_ready = False, self._models is not None
-        return False
 
     # What is reported of it
 
     def state(self) -> State:
-        """Tiers, versions and models as they are now, for metrics and the status page."""
+        """Tiers, versions and models as they are now, for metrics."""
         store, stale_since = self._store, self._stale_since
-        tiers = self._before
+        tiers = _NOTHING
         with contextlib.suppress(TierstoreError):  # closed meanwhile
             tiers = tiers if store is None else store.stats()
         return State(
@@ -496,12 +426,6 @@ class StoreEngine:
             newest_version=self.newest_version,
             staleness_seconds=0.0 if stale_since is None else time.monotonic() - stale_since,
             tiers=tiers,
-            tables=[
-                TableInfo(
-                    self._prefix + name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype
-                )
-                for name, table in ([] if store is None else list(store.tables.items()))
-            ],
             queued_samples={name: served.batcher.num_waiting_samples for name, served in self._served.items()},
             watch=None if self.watched is None else self.watched.last,
         )

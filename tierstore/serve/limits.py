@@ -13,7 +13,7 @@ LARGE_RESPONSE_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    body_bytes: int = 64 << 20  # longest request, and of a compressed one once inflated
+    body_bytes: int = 64 << 20  # longest request, and of a compressed one over gRPC once inflated
     # Requests under way, together; one beyond that is refused. And again those arriving over gRPC, each as twice the
     # longest.
     bodies_bytes: int = 1 << 30
@@ -23,12 +23,10 @@ class Limits:
     responses_bytes: int = 1 << 30  # responses above 64 KiB that are encoded or not accepted yet, together
     header_bytes: int = 16 << 10  # longest request line and header fields, or metadata
     connections: int = 1000  # at a time, of each protocol; one more is refused
-    calls: int = 256  # inference calls under way over gRPC; a stream counts as one
-    streams: int = 128  # ModelStreamInfer calls among them
+    calls: int = 256  # inference calls under way over gRPC
     receive_seconds: float = 30.0  # time for a request to arrive whole, and for a TLS handshake
     send_seconds: float = 60.0  # time a client may take to accept a response
     idle_seconds: float = 75.0  # time an HTTP connection may stay open without a request
-    stream_idle_seconds: float = 300.0  # time a gRPC stream may ask nothing more
 
 
 class Hold:

@@ -1,49 +1,52 @@
-"""A server's process: its ports, its signals, from start to end."""
+"""A server's process: its ports, its signals, from start to end; and several that share the ports."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
+import multiprocessing
 import os
 import resource
 import signal
-import ssl
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import grpc
 import numpy as np
 import torch
 import uvloop
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..errors import TierstoreError
 from ..system.processes import address
+from ..system.signals import Flag, end_with, handlers_restored
 from ..updates.fetch import Source
 from ..updates.listing import MIN_REQUESTS, Canary, Measures
-from .admin import Replica, admin_app, admin_routes, read_only_route
+from .admin import admin_app, admin_routes, metrics_route, read_only_route
 from .config import ServeConfig
-from .grpc.messages import HEALTH_SERVICE
+from .credentials import Tls
+from .grpc.codec import HEALTH_SERVICE
 from .grpc.server import GrpcServer
 from .limits import Limits
 from .logs import configure, flush
 from .messages import ServeError, Status
-from .monitoring.app import monitoring_routes
-from .monitoring.metrics import Metrics, StateCollector, summarize
+from .metrics import Metrics, StateCollector
+from .replica import Replica
 from .repository import Repository
 from .rest.app import RestApp
 from .rest.server import HttpServer, listen
-from .tls import WATCH_SECONDS, Tls
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _START_END_SECONDS: Final = 2.0
-
+_POLL_SECONDS: Final = 0.2
 
 _OWN: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _ANSWER_SECONDS: Final = 30.0
@@ -72,10 +75,8 @@ class Server:
         self.repository = Repository(config, self.metrics)
         self.metrics.add(StateCollector(self.repository.state))
         limits = Limits(
-            body_bytes=config.body_bytes,
-            bodies_bytes=max(Limits().bodies_bytes, config.body_bytes, config.grpc_body_bytes),
+            bodies_bytes=max(Limits().bodies_bytes, config.grpc_body_bytes),
             connections=config.connections,
-            receive_seconds=config.receive_seconds,
             idle_seconds=config.idle_seconds,
         )
         self._http = HttpServer(
@@ -99,7 +100,7 @@ class Server:
 
     def _admin_app(self) -> ASGIApp:
         engine, token = self.repository, self._config.admin_token
-        routes: list[Route] = monitoring_routes(self.metrics, engine.state)
+        routes = [metrics_route(self.metrics)]
 
         async def refuse_rollback() -> int:
             way_out = "go back there, with tierstore rollback, and it follows"
@@ -117,7 +118,7 @@ class Server:
             routes.append(read_only_route())
         else:
             rollback = self._replica.roll_back if self._replica else refuse_rollback
-            routes += admin_routes(refresh=engine.refresh, rollback=rollback, drain=engine.drain, resume=engine.resume)
+            routes += admin_routes(refresh=engine.refresh, rollback=rollback)
         return admin_app(routes, token=token)
 
     async def start(self) -> Ports:
@@ -137,7 +138,8 @@ class Server:
             _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc_port, admin)
             if not is_shared:
                 await self.repository.start()
-            await self._require_answers(rest, grpc_port)
+            if self.tls is None:
+                await self._require_answers(rest, grpc_port)
         except BaseException:
             await self.stop()
             raise
@@ -151,7 +153,7 @@ class Server:
         if self._replica is not None:
             tasks.append((only, "following sources", self._replica.run()))
         if self.tls is not None:
-            tasks.append((only, "watching the certificate", _renew(self.tls)))
+            tasks.append((only, "watching the certificate", self.tls.watch()))
         for engine, name, task in tasks:
             self._background.append(asyncio.create_task(task, name=name))
             self._background[-1].add_done_callback(engine.note_ended)
@@ -159,25 +161,32 @@ class Server:
 
     def _measure(self, seconds: int, commit_id: str) -> Measures | None:
         """How the server fared in the last seconds; None while its watch has no loss of the commit. For any thread."""
-        loss, last = None, self.metrics.window.seconds()[-seconds:]
-        every = np.concatenate([np.empty(0), *(each for second in last for each in second.values())])
+        loss, every = None, self.metrics.window.latencies(seconds)
         if (watched := self.repository.only.watched) is not None:
             if watched.last is None or watched.last.commit_id != commit_id:
                 return None
             loss = watched.last.log_loss if math.isfinite(watched.last.log_loss) else sys.float_info.max
-        recent = summarize([every])
         if len(every) < MIN_REQUESTS:
             return Measures(loss)
-        return Measures(loss, recent.failed_per_second / recent.requests_per_second, recent.seconds_p99)
+        good = every[~np.isnan(every)]
+        p99 = float(np.quantile(good, 0.99, method="inverted_cdf")) if len(good) else None
+        return Measures(loss, 1 - len(good) / len(every), p99)
 
     async def _require_answers(self, rest: int, grpc_port: int) -> None:
         """TierstoreError unless both protocols answer: private parts of uvicorn and grpcio are used."""
         host = _OWN.get(self._config.host, self._config.host)
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                await ask_rest(host, rest, is_tls=self.tls is not None)
-                if grpc_port >= 0 and self.tls is None:
-                    await ask_grpc(host, grpc_port)
+                reader, writer = await asyncio.open_connection(host, rest)
+                writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                answer = await reader.read()
+                writer.close()
+                if not answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 503 ")):
+                    raise OSError(f"REST answers {answer[:100]!r}")
+                if grpc_port >= 0:
+                    options = [("grpc.enable_http_proxy", 0)]
+                    async with grpc.aio.insecure_channel(address(host, grpc_port), options=options) as channel:
+                        await channel.unary_unary(f"/{HEALTH_SERVICE}/Check")(b"")
         except Exception as error:
             message = f"the server does not answer itself ({type(error).__name__}: {error}); its log may say why"
             raise TierstoreError(f"{message}. Is it with this release's versions of uvicorn and grpcio?") from error
@@ -195,26 +204,16 @@ class Server:
         gc.unfreeze()
 
 
-async def _renew(tls: Tls) -> None:
-    while True:
-        await asyncio.sleep(WATCH_SECONDS)
-        await asyncio.to_thread(tls.renew)
-
-
-def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0, is_patient: bool = False) -> int:
+def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status. Handlers of signals are left that do nothing.
-
-    Args:
-        on_ready: called with the ports once requests are taken, or a replica waits for its first update.
-        is_patient: a second signal changes nothing; else it ends the process at once.
-    """
+    ``on_ready`` is called with the ports once requests are taken, or a replica waits for its first update."""
     configure(config.log_level.upper())
     for each in _SIGNALS:  # they end the process, until the loop sees to them
         signal.signal(each, signal.SIG_DFL)
     torch.set_num_threads(config.num_threads)
     _make_room_for(config.connections)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, worker, on_ready, is_patient))
+        runner.run(_serve(config, worker, on_ready))
     return 0
 
 
@@ -230,12 +229,21 @@ def _make_room_for(connections: int) -> None:
             _LOG.warning(message, found, connections, wanted)
 
 
-async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any], is_patient: bool) -> None:
+async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any]) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     server = Server(config, worker=worker)  # which may compile kernels
+
+    def stop() -> None:
+        stopping.set()
+        if config.workers > 1:  # a second signal may be the parent's, which passes each on
+            return
+        for each in _SIGNALS:  # a second one ends the process at once
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+
     for each in _SIGNALS:
-        loop.add_signal_handler(each, _stop, stopping, () if is_patient else _SIGNALS)
+        loop.add_signal_handler(each, stop)
     # By default SIGHUP ends a process.
     loop.add_signal_handler(signal.SIGHUP, server.tls.renew if server.tls is not None else int)
     starting = asyncio.create_task(server.start())
@@ -255,32 +263,93 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
     await server.stop()
 
 
-def _stop(stopping: asyncio.Event, signals: Sequence[signal.Signals]) -> None:
-    stopping.set()
-    loop = asyncio.get_running_loop()
-    for each in signals:
-        loop.remove_signal_handler(each)
-        signal.signal(each, signal.SIG_DFL)
+# Several processes that share the ports, each with its own part of the memory.
 
 
-async def ask_rest(host: str, port: int, *, is_tls: bool) -> None:
-    """OSError unless there is an answer."""
-    context = None
-    if is_tls:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+def share_of(size: int | str, workers: int) -> int | str:
+    """One worker's part of a budget, in the form it was given."""
+    if isinstance(size, int):
+        return size // workers
+    text = size.strip()
+    number = text[: len(text) - len(text.lstrip("0123456789._"))]
+    return f"{float(number) / workers:.6f}{text[len(number) :]}"
+
+
+def worker_config(config: ServeConfig, index: int) -> ServeConfig:
+    """The settings of one of several processes: its part of each budget, and a file of its own to record in, of
+    NAME.npz NAME.0.npz and so on."""
+    if config.workers == 1:
+        return config
+
+    def part(each: Any) -> Any:
+        stem, suffix = os.path.splitext(each.record)
+        record = each.record and f"{stem}.{index}{suffix}"
+        return replace(each, ddr=each.ddr and share_of(each.ddr, config.workers), record=record)
+
+    return replace(cast(ServeConfig, part(config)), stores=tuple(map(part, config.stores)))
+
+
+def recording_paths(config: ServeConfig) -> list[str]:
+    """The file of each process, and of each store, to record in."""
+    every = [each for index in range(config.workers) for each in worker_config(config, index).by_store().values()]
+    return [each.record for each in every if each.record]
+
+
+def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int:
+    """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status. If one ends by
+    itself, all are stopped, and the status is 1: the supervisor of the command starts it again. OSError: a port
+    is taken."""
+    configure(config.log_level.upper())
+    context = multiprocessing.get_context("spawn")
+    stopping = Flag()
+    processes: list[BaseProcess] = []
+    waited_for = [context.Event() for _ in range(config.workers)]
+    ended = 0
+    for port in (config.port, config.grpc_port):
+        if port >= 0:
+            for listener in listen(config.host, port):  # alone: workers of two servers would share it, unseen
+                listener.close()
+    with _passed_on(stopping, processes):
+        for index in range(config.workers):
+            arguments = (worker_config(config, index), index, waited_for[index], os.getpid())
+            processes.append(context.Process(target=_work, args=arguments, name=f"tierstore-worker-{index}"))
+            processes[index].start()
+        while not ended and not stopping.wait(_POLL_SECONDS):
+            for index, process in enumerate(processes):
+                if not process.is_alive():
+                    ended = 1
+                    _LOG.error("worker %d ended (exit status %s): all are stopped", index, process.exitcode)
+            if waited_for and all(each.is_set() for each in waited_for):
+                waited_for = []
+                on_ready(Ports(config.port, config.grpc_port, config.admin_port))
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + config.grace_seconds + 10
+        for process in processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+    return ended
+
+
+def _work(config: ServeConfig, index: int, ready: Any, parent: int) -> None:
+    end_with(parent, signal.SIGTERM)
     try:
-        writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        answer = await reader.read()
-    finally:
-        writer.close()
-    if not answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 503 ")):
-        raise OSError(f"REST answers {answer[:100]!r}")
+        run(config, worker=index, on_ready=lambda _: ready.set())
+    except (TierstoreError, ValueError, OSError) as error:
+        _LOG.error("%s", error)
+        sys.exit(1)
 
 
-async def ask_grpc(host: str, port: int) -> None:
-    """grpc.RpcError unless there is an answer."""
-    options = [("grpc.enable_http_proxy", 0)]
-    async with grpc.aio.insecure_channel(address(host, port), options=options) as channel:
-        await channel.unary_unary(f"/{HEALTH_SERVICE}/Check")(b"")
+@contextlib.contextmanager
+def _passed_on(stopping: Flag, processes: Sequence[BaseProcess]) -> Iterator[None]:
+    def pass_on(number: int, _: object) -> None:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
+    with handlers_restored(*_SIGNALS, signal.SIGHUP):
+        for each in _SIGNALS:
+            signal.signal(each, lambda *_: stopping.set())
+        signal.signal(signal.SIGHUP, pass_on)
+        yield

@@ -1,25 +1,36 @@
-"""The stores of a server, by name: what it serves, and which of that is loaded.
+"""The stores of a server, by name, and what REST and gRPC do alike around a request.
 
-Each store is an engine of its own, with its own thread, queues and part of the memory. Their batches take turns.
+Each store is an engine of its own, with its own thread, queues and part of the memory. Their batches take turns. A
+``Front`` says who may ask, what is refused, and how much is held of answers.
 """
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from ..pool.stats import total
-from ..settings.sections import nearest
 from ..store.directory import open_files
-from ..system.checks import excerpt
+from ..system import __version__
 from ..system.sizes import is_share_of_tables, parse_size
-from .bearer_token import Token
 from .config import ServeConfig
+from .credentials import Token
 from .engine import StoreEngine
+from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
 from .logs import log_refused
-from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
-from .monitoring.metrics import Metrics, State
+from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status, TensorSpec
+from .metrics import Metrics, State
+
+DATA_TYPES: Final = {"TYPE_INT32": 8, "TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_STRING": 13}
+"""By the names in JSON, the numbers over gRPC."""
+SERVER: Final = {
+    "name": "tierstore",
+    "version": __version__,
+    "extensions": ["binary_tensor_data", "model_configuration"],
+}
+"""The server's metadata."""
 
 
 def configs_of(config: ServeConfig) -> dict[str, ServeConfig]:
@@ -50,7 +61,6 @@ class Repository:
 
     Attributes:
         store_names: of several stores, with one of which and a dot each model's name begins; of one store none.
-        admin_token: what calls to ``change`` must show; None: there are none.
     """
 
     def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
@@ -63,8 +73,6 @@ class Repository:
             name: StoreEngine(each, metrics, turn, prefix.format(name)) for name, each in configs.items()
         }
         self.only: Final = next(iter(self.engines.values()))  # or the first
-        self.admin_token = Token(config.admin_token or "") if config.model_control == "explicit" else None
-        self._changes: set[asyncio.Task[None]] = set()
 
     # Starting and stopping
 
@@ -90,14 +98,15 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        return all(each.is_ready or (each.absent and not each.is_draining) for each in self.engines.values())
-
-    def models(self) -> tuple[ModelMetadata, ...]:
-        return tuple(model for each in self.engines.values() for model in each.models())
+        return all(each.is_ready for each in self.engines.values())
 
     def index(self) -> list[dict[str, str]]:
         """All models as Triton lists them."""
-        return [entry for each in self.engines.values() for entry in each.index()]
+        return [
+            {"name": model.name, "version": model.versions[-1], "state": "READY" if each.is_ready else "UNAVAILABLE"}
+            for each in self.engines.values()
+            for model in each.models()
+        ]
 
     def _of(self, model: str) -> StoreEngine:
         """The engine that has the model, or knows that there is none."""
@@ -108,14 +117,9 @@ class Repository:
         return self._of(name).model(name, version)
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        """Of a model, or by its name of one of several stores; ``model``'s ServeError, if it has one."""
-        engine = self.engines.get(name) or self._of(name)
-        if name not in self.engines:
-            engine.model(name, version)
-        return engine.is_ready
-
-    def statistics(self, name: str) -> dict[str, Any]:
-        return self._metrics.statistics(name)
+        """As of ``model``, with its ServeError."""
+        self.model(name, version)
+        return self._of(name).is_ready
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer, or ServeError and nothing else; to cancel the task takes the request back."""
@@ -126,30 +130,12 @@ class Repository:
         self._metrics.refused(protocol, error.status)
         log_refused(protocol, error, request_id)
 
-    async def change(self, what: str, store: str) -> None:
-        """ "unload" a store: answer what came and free its memory; or "load" it, or its newest commit if it is there.
-        It goes on if the client leaves. ServeError NOT_FOUND, or UNAVAILABLE: it cannot be opened."""
-        engine = self.engines.get(store)
-        if engine is None:
-            hint = nearest(store, self.engines)
-            raise ServeError(Status.NOT_FOUND, f"there is no store {excerpt(store)}, which come and go whole; {hint}")
-        task = asyncio.create_task(engine.load() if what == "load" else engine.unload())
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        await asyncio.shield(task)
-
     # What an operator may ask, and what is reported
 
     async def refresh(self) -> int | dict[str, int]:
         """The version then served; of several stores, by name."""
         versions = await asyncio.gather(*(each.refresh() for each in self.engines.values()))
         return dict(zip(self.engines, versions, strict=True)) if self.store_names else versions[0]
-
-    async def drain(self) -> bool:
-        return all([await each.drain() for each in self.engines.values()])
-
-    async def resume(self) -> bool:
-        return any([await each.resume() for each in self.engines.values()])
 
     def state(self) -> State:
         """Of several stores: the sums, and the version that is furthest behind."""
@@ -161,8 +147,92 @@ class Repository:
             live=self.is_live,
             ready=self.is_ready,
             tiers=total([each.tiers for each in states.values()]),
-            tables=[table for each in states.values() for table in each.tables],
             queued_samples={name: count for each in states.values() for name, count in each.queued_samples.items()},
             stores=states,
             watch=None,
         )
+
+
+class _NotingRefusals:
+    """A context; a class, as it is entered several times a request and a generator's takes microseconds."""
+
+    def __init__(self, engine: Repository, protocol: str, request_id: str) -> None:
+        self._told = engine, protocol, request_id
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ServeError):
+            engine, protocol, request_id = self._told
+            engine.note_refused(protocol, error, request_id)
+
+
+class Front:
+    """One protocol's side of the engine: "http" or "grpc". Requests must show the token, but for those about health.
+    ValueError: a token that cannot be sent."""
+
+    def __init__(self, engine: Repository, protocol: str, limits: Limits, token: str | None) -> None:
+        self.engine: Final = engine
+        self.limits: Final = limits
+        self.requests: Final = Budget(limits.bodies_bytes, "the requests under way hold {} bytes")
+        names = engine.store_names
+        self._least = limits.bodies_bytes // (limits.calls if protocol == "grpc" else limits.connections)
+        part = max(limits.bodies_bytes // max(1, len(names)), limits.body_bytes + self._least)
+        full = "store {!r} has its part of the requests under way, {{}} bytes"
+        self._parts = {name: Budget(part, full.format(name)) for name in names}
+        self.unsent: Final = Budget(limits.responses_bytes, "clients have yet to accept {} bytes")
+        self._nothing_unsent = self.unsent.hold()
+        self._protocol = protocol
+        self._token = None if token is None else Token(token)
+
+    @property
+    def wants_token(self) -> bool:
+        return self._token is not None
+
+    def noting_refusals(self, request_id: str = "") -> "_NotingRefusals":
+        return _NotingRefusals(self.engine, self._protocol, request_id)
+
+    def require_token(self, shown: Sequence[str | bytes], way_out: str) -> None:
+        """ServeError UNAUTHENTICATED unless these values of a request's "authorization" show the token."""
+        if self._token is not None and not self._token.is_shown(shown):
+            with self.noting_refusals():
+                raise ServeError(Status.UNAUTHENTICATED, way_out)
+
+    def hold_request(self, model: str) -> Hold:
+        """A request's part of what may be under way. Of several stores each has its own, where any request counts as
+        ``_least`` more: so the queue of one leaves calls and connections to the others."""
+        part = self._parts.get(model.partition(".")[0])
+        return self.requests.hold() if part is None else part.hold(self._least)
+
+    def require_few(self, num_elements: int, form: str, way_out: str) -> None:
+        """ServeError TOO_LARGE for a response that has more numbers than are encoded one by one."""
+        if num_elements > self.limits.elements:
+            raise ServeError(
+                Status.TOO_LARGE,
+                f"the response has {num_elements} numbers, and {self.limits.elements} are sent as {form}; {way_out}, "
+                "or for less at once",
+            )
+
+    def hold_unsent(self, size: int) -> Hold:
+        """A large response's part of what clients may leave unaccepted."""
+        return self.unsent.hold(size) if size > LARGE_RESPONSE_BYTES else self._nothing_unsent
+
+    def config(self, name: str, version: str) -> dict[str, Any]:
+        """A model as Triton describes it; ServeError NOT_FOUND. ``max_batch_size`` is 0: the shapes have their batch
+        dimension."""
+
+        def described(spec: TensorSpec) -> dict[str, Any]:
+            kind = "STRING" if spec.datatype == "BYTES" else spec.datatype
+            return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.shape)}
+
+        model = self.engine.model(name, version)
+        return {
+            "name": model.name,
+            "platform": model.platform,
+            "backend": model.platform,
+            "max_batch_size": 0,
+            "input": [described(spec) for spec in model.inputs],
+            "output": [described(spec) for spec in model.outputs],
+            "parameters": {name: {"string_value": str(value)} for name, value in model.parameters.items()},
+        }

@@ -1,39 +1,35 @@
-"""An update's rows in a replica: all of them as one version, or none.
+"""An update's rows in a replica: all of them as one version, or none. And the process that writes them for a server.
 
 A replica is a store that only updates write, and numbers its commits itself. Which version of the source a commit shows
-stands in its ``extra`` (``header.Origin``). Two versions are kept; three if the second is urgent, the first with some
-rows of the third: nobody goes back to a part of a version.
+stands in its ``extra`` (``update_file.Origin``). Two versions are kept; three if the second is urgent, the first with
+some rows of the third: nobody goes back to a part of a version.
 """
 
 import contextlib
+import hashlib
 import itertools
+import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import xxhash
 
 from ..config import TableConfig
-from ..errors import TierstoreError
+from ..errors import DamagedError, DiskFullError, TierstoreError, UnreadableError
 from ..io.lmdb import LmdbColdTier
 from ..kernels.arrays import Int64s, Words
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import ORIGIN_KEY, TableState, repack, unpack, unpack_tensors
-from ..system.files import translate_os_error
-from .update_file import (
-    MAX_HEADER_BYTES,
-    NoBaseError,
-    Origin,
-    UnfitError,
-    UnfitTablesError,
-    UpdateFile,
-    UpdateHeader,
-    origin_of,
-)
+from ..system.files import open_plain_file, translate_os_error
+from ..system.signals import end_with
+from .update_file import MAX_HEADER_BYTES, Origin, UnfitError, UnfitTablesError, UpdateFile, origin_of
 
 KEEP: Final = 2
 _TRANSACTION_BYTES: Final = 16 << 20  # of segments, all of which LMDB holds in memory
@@ -47,12 +43,7 @@ class Applied(NamedTuple):
     """The replica had this version already; nothing was done."""
 
 
-def apply_update(
-    directory: str | os.PathLike[str],
-    *files: str | os.PathLike[str],
-    id: str | None = None,  # noqa: A002 - the word for it
-    replaces: str = "",
-) -> Applied:
+def apply_update(directory: str | os.PathLike[str], *files: str | os.PathLike[str], replaces: str = "") -> Applied:
     """Make the version in an update the current one of a replica, which is made if there is none.
 
     Several files are applied as one version, that of the last: each begins at the version of the one before it. Each
@@ -64,11 +55,10 @@ def apply_update(
     and some 25 bytes for each byte of the files' headers, which have 32 MiB together at most.
 
     Args:
-        id: what the file must be, as ``Update.id``; it is then read twice. Default: not checked.
         replaces: identity of the source's commit that the replica has, so that it may go back to one of a lower number.
 
     Raises:
-        ChecksumError: the file is not ``id``. FormatError, TruncatedError: it is no update, or damaged.
+        FormatError, TruncatedError, ChecksumError: a file is no update, or damaged.
         TierstoreError: the replica is not at the version that the update is made from, has rows of another store, or is
             no replica.
         TableError: its tables are others. DiskFullError. StoreLockedError: another process writes it.
@@ -77,11 +67,11 @@ def apply_update(
     with contextlib.ExitStack() as opened:
         updates, left = list[UpdateFile](), MAX_HEADER_BYTES
         for file in files:
-            updates.append(opened.enter_context(UpdateFile(Path(file), id=id, header_bytes=left)))
+            updates.append(opened.enter_context(UpdateFile(Path(file), header_bytes=left)))
             left -= updates[-1].header_bytes
-        is_there, first = (directory / MANIFEST_NAME).exists(), updates[0]
-        if first.header.since and not is_there:
-            raise NoBaseError(f"{directory} is empty, and the update {_wants(first.header)}", first.path)
+        is_there = (directory / MANIFEST_NAME).exists()
+        if not is_there:
+            _require_base(directory, None, updates[0])
         if not is_there or not Manifest.read(directory).has_rows:  # or only begun
             open_store(directory, mode="w", ddr="64MiB", threads=1).close()
         with _open(directory) as tier:
@@ -105,7 +95,7 @@ def _apply(directory: Path, tier: LmdbColdTier, updates: Sequence[UpdateFile], r
     origin = origin_of(before.extra)
     if before.number and origin is None:
         raise TierstoreError(f"{directory} was written by others than updates; choose another directory for a replica")
-    if origin is not None and (last.origin.is_same(origin) or last.shown.is_same(origin)):
+    if origin is not None and origin in (last.origin, last.shown):
         return Applied(origin.version, 0, True)
     _require_base(directory, origin, updates[0])
     for one, other in itertools.pairwise(updates):
@@ -132,10 +122,6 @@ def _apply(directory: Path, tier: LmdbColdTier, updates: Sequence[UpdateFile], r
     return Applied(last.shown.version, rows, False)
 
 
-def _wants(header: UpdateHeader) -> str:
-    return f"goes from {header.base} to version {header.origin.version}; a full copy brings what is missing here"
-
-
 def _require_base(directory: Path, origin: Origin | None, update: UpdateFile) -> None:
     header = update.header
     if origin is not None and origin.source != header.origin.source:
@@ -146,7 +132,9 @@ def _require_base(directory: Path, origin: Origin | None, update: UpdateFile) ->
         )
     if not header.has_rows_of(origin) or (header.is_urgent and origin is not None and origin.urgent):
         has = "is empty" if origin is None else f"has {origin}"
-        raise UnfitError(f"{directory} {has}, and the update {_wants(header)}", update.path)
+        wants = f"goes from {header.base} to version {header.origin.version}"
+        missing = "a full copy brings what is missing here"
+        raise UnfitError(f"{directory} {has}, and the update {wants}; {missing}", update.path)
 
 
 def _require_tables(directory: Path, tables: tuple[TableConfig, ...], update: UpdateFile) -> None:
@@ -170,16 +158,20 @@ def _write_all(tier: LmdbColdTier, tables: tuple[TableConfig, ...], update: Upda
     header = update.header
     if header.tables != tables[: len(header.tables)]:
         raise UnfitTablesError(f"{update.path} has other tables than the update after it", update.path)
-    for index, config in enumerate(header.tables):
-        layout = config.layout(tier.page_bytes)
-        if not header.since and tier.version:  # a full copy: a row that it lacks has its first value again
+    if not header.since and tier.version:  # a full copy: a row that it lacks has its first value again
+        for index, config in enumerate(tables):
+            layout = config.layout(tier.page_bytes)
             with tier.changes(0) as stored:
                 for rows, _ in stored.rows(index):
                     keys = rows | (index << KEY_ROW_BITS)
                     _write(tier, layout, keys, config.init.rows(keys, layout))
+    written = 0
+    for index, config in enumerate(header.tables):
+        layout = config.layout(tier.page_bytes)
         for rows, weights in update.rows(index):
             _write(tier, layout, rows | (index << KEY_ROW_BITS), weights)
-    return header.num_rows
+            written += len(rows)
+    return written
 
 
 def _write(tier: LmdbColdTier, layout: RowLayout, keys: Int64s, weights: Words) -> None:
@@ -206,3 +198,62 @@ def roll_back_replica(directory: str | os.PathLike[str], left: str = "") -> Orig
         origin = origin_of(unpack(tier.version, tier.payload).extra)
         assert origin is not None, "a replica's kept version is no replica's"
         return origin
+
+
+def answer_lines() -> None:
+    """Write a replica for a server, which has it open for reading: a process may open a row file once. Each line of
+    the input is answered with one. It ends with the process ``TIERSTORE_PARENT``, however that ends."""
+    end_with(int(os.environ["TIERSTORE_PARENT"]))
+    for line in sys.stdin:
+        print(answer(line), flush=True)
+
+
+def answer(line: str) -> str:
+    """Of a line in JSON, ["apply", REPLACES, DIR, FILE, ...] or ["rollback", LEFT, DIR], what ``apply_update`` or
+    ``roll_back_replica`` gives; or an error, and the files at fault."""
+    action, commit_id, directory, *files = json.loads(line)
+    outcome: dict[str, Any]
+    try:
+        if action == "rollback":
+            outcome = roll_back_replica(directory, commit_id)._asdict()
+        else:
+            outcome = apply_update(directory, *files, replaces=commit_id)._asdict()
+    except Exception as error:
+        outcome = {
+            "error": str(error) or type(error).__name__,
+            "is_full": isinstance(error, DiskFullError),
+            "is_refused": _is_of_content(error),
+            "faults": _faults(error, files) if _is_of_content(error) else {},
+        }
+    return json.dumps(outcome)
+
+
+def _is_of_content(error: Exception) -> bool:
+    """Whether it is of what was read; else it passes, as a lock or a shortage does."""
+    if isinstance(error, TierstoreError):
+        return isinstance(error, UnfitError | DamagedError) and not isinstance(error, UnreadableError)
+    return not isinstance(error, OSError | MemoryError)
+
+
+def _faults(error: Exception, files: Sequence[str]) -> dict[str, str]:
+    """Of files: "refused" if one is wrong as it was offered, "damaged" if this disk made it so. Each is read again by
+    itself, as the replica may be what is damaged."""
+    found, unfit = dict[str, str](), error.path if isinstance(error, UnfitError) else None
+    for path in map(Path, files):
+        is_wrong = path == unfit
+        try:
+            with open_plain_file(path) as file:
+                digest = hashlib.file_digest(file, xxhash.xxh64).hexdigest()  # type: ignore[arg-type]
+            if digest != path.name:
+                found[str(path)] = "damaged"
+                continue
+            with UpdateFile(path) as update:
+                unpack_tensors(update.version())
+                for table in range(0 if unfit else len(update.header.tables)):
+                    for _ in update.rows(table):
+                        pass
+        except Exception as fault:
+            is_wrong = _is_of_content(fault)
+        if is_wrong:
+            found[str(path)] = "refused"
+    return found

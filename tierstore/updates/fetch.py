@@ -1,7 +1,6 @@
 """Lists and files of updates from a URL, by HTTP of the standard library. All of it waits for sockets: for threads."""
 
 import contextlib
-import functools
 import http.client
 import json
 import logging
@@ -53,12 +52,6 @@ def parse_url(url: str) -> SplitResult:
     return parts
 
 
-@functools.lru_cache(1024)  # once a process
-def _warn_of_plain_token(url: str) -> None:
-    why = "gets the token unencrypted, and anyone who listens may use it: serve with --tls-certificate and"
-    _LOG.warning("%s %s --tls-key, and name it as https://", url, why)
-
-
 class Source:
     """Whoever offers a list and files below a URL: a publisher, a replica, a plain file server. Without a path in the
     URL it is "/updates", as servers have it. ValueError: no such URL, or token. ``listing``: the last that was read;
@@ -75,7 +68,8 @@ class Source:
         self._place = str(parts.hostname), parts.port or port
         self._headers = {} if token is None else {"Authorization": f"Bearer {require_token(token)}"}
         if token is not None and not is_tls and not is_loopback(str(parts.hostname)):
-            _warn_of_plain_token(url)
+            why = "gets the token unencrypted, and anyone who listens may use it: serve with --tls-certificate and"
+            _LOG.warning("%s %s --tls-key, and name it as https://", url, why)
 
     @contextlib.contextmanager
     def _get(self, name: str, **headers: Any) -> Iterator[tuple[http.client.HTTPResponse, "_Watch"]]:

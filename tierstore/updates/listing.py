@@ -200,11 +200,10 @@ def way(
 
 class Folder:
     """The files and the list of one publisher or replica, which alone writes there. Its methods wait for the disk;
-    ``listing``, ``text`` and ``tag`` are in memory. ``given_bytes``: of files, to others."""
+    ``listing``, ``text`` and ``tag`` are in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.given_bytes = 0
         self._is_read = False
         self._set(Listing())
 
@@ -296,10 +295,3 @@ class Canary(NamedTuple):
             if was is not None and now is not None and not now <= (most := was * factor + more):  # NaN is not
                 found.append(f"{what} is {now:.5g}, was {was:.5g}, and {flag} allows {most:.5g}")
         return "; ".join(found)
-
-
-def absent(before: Measures, after: Measures) -> list[str]:
-    """Measures that there were before, and are not there."""
-    return [
-        name for name, was, now in zip(Measures._fields, before, after, strict=True) if was is not None and now is None
-    ]

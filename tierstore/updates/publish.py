@@ -1,35 +1,227 @@
-"""A store's versions as files in a folder, which replicas pull: the process that offers them, and a plain folder.
+"""Making updates of a store: what changed in it since a version, as files in a folder, which replicas pull.
 
 A new version is offered as what changed since the one that replicas show, and as a full copy when the changes since the
 last copy are larger than that. With a canary, one version is on trial at a time.
+
+Of the changed rows servers may have the urgent ones first: new ones, then those whose change most lookups see. After
+M. Sima et al., Ekko (OSDI 2022): freshness, share of requests, size of the change. Within both kinds the greatest
+product of lookups, as servers counted them, and L2 norm of the change comes first. Earlier values are read from the
+store, if it keeps that version (``keep=``); else all changes count alike, and no row as new.
 """
 
+import contextlib
 import logging
+import math
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from ..errors import TierstoreError
-from ..layout import KEY_ROW_BITS, MAX_TABLES
-from ..store.directory import Opened
+import numpy as np
+
+from .. import optim
+from ..config import TableConfig
+from ..errors import StoreNotFoundError, TierstoreError
+from ..io.base import ColdTier
+from ..io.reads import ChangedRows
+from ..kernels.arrays import Bools, Floats, Int64s
+from ..layout import KEY_ROW_BITS, MAX_TABLES, RowLayout
+from ..pool.converting import floats
+from ..store.directory import Opened, open_files
+from ..store.manifest import Manifest
+from ..store.version import NO_LINEAGE, ORIGIN_KEY, Lineage, pack, unpack, unpack_tensors
 from ..system.files import make_directory
 from ..system.killpoints import reach
 from ..system.sizes import format_size
 from .fetch import Source
 from .listing import MADE_NAME, MAX_FILES, Folder, Listing, Offered, way
-from .update_file import Origin
-from .write import open_source, source_in, urgent_rows, write_update
+from .update_file import Origin, UpdateHeader, UpdateWriter
 
 _LOG: Final = logging.getLogger("tierstore.updates")
 _MAX_OLDER: Final = 64
 _MAX_KEY: Final = MAX_TABLES << KEY_ROW_BITS
 _MAX_COUNT: Final = 1 << 50
 LOOK_SECONDS: Final = 0.5
+
+
+class Update(NamedTuple):
+    """A file that was made; its ``id`` is that of its content."""
+
+    path: Path
+    id: str
+    size_bytes: int
+    header: UpdateHeader
+
+
+class Head(NamedTuple):
+    """What a store would publish, its last version, and what it can tell changes since, the lineage."""
+
+    origin: Origin
+    lineage: Lineage
+
+    def has_grown_from(self, origin: Origin | None) -> bool:
+        """Whether its version was made from this very commit, and from that of its urgent rows, as far back as the
+        lineage goes."""
+        own = {"", self.origin.commit_id, *(each.commit_id for each in self.lineage.ancestors)}
+        return (
+            origin is not None
+            and origin.source == self.origin.source
+            and self.lineage.id_of(origin.version) == origin.commit_id
+            and origin.urgent in own
+        )
+
+
+@contextlib.contextmanager
+def open_source(directory: Path, version: int | None = None) -> Iterator[Opened]:
+    """A store whose last version, or a kept one, is published, its tables added; it may be trained on meanwhile."""
+    opened = open_files(directory, readonly=True, version=version)
+    with contextlib.closing(opened.cold) as tier:
+        if not tier.version:
+            raise StoreNotFoundError(f"{directory}: nothing was committed yet, so there is nothing to publish")
+        opened.manifest.add_tables(tier)
+        yield opened
+
+
+def source_in(manifest: Manifest, tier: Any) -> Head:
+    """Which version an open store would publish. TierstoreError: the commit has no identity."""
+    lineage = unpack(tier.version, tier.payload).lineage
+    if not lineage.commit_id:
+        made = f"version {tier.version} of store {manifest.store_id}"
+        raise TierstoreError(f"{made} was made by an earlier release: commit once more with this one")
+    return Head(Origin(manifest.store_id, tier.version, lineage.commit_id), lineage)
+
+
+def write_update(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    since: int = 0,
+    version: int | Opened | None = None,
+    only: Int64s | None = None,
+) -> Update:
+    """Write what changed since a version to a file: rows, ids, tables, ``extra`` and tensors but the optimizer's.
+
+    The rows that were written since that version are sent; if it is not in the lineage of the current one, every row
+    that was ever written; then ``header.since`` is 0. The store is opened read-only and may be trained on meanwhile.
+    The same call gives the same bytes. Memory: some 32 MiB, the map of the rows, 8 bytes for each row sent, and the
+    dense tensors.
+
+    Args:
+        directory: the store's.
+        out: the file; must not exist.
+        since: the version that the receiver has; 0 if it has none.
+        version: a kept one; default: the last. Or what ``open_source`` gave, which need not be kept any more.
+        only: of what changed since then only these rows, keys, int64 [n], and nothing but rows: an urgent update.
+
+    Raises:
+        StoreNotFoundError: no store, or nothing was committed. ValueError: ``since`` is not below the current version.
+        FileExistsError, DiskFullError. DamagedError: a row that would be sent is damaged.
+    """
+    directory, out = Path(directory).absolute(), Path(out).absolute()
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose another name")
+    source = contextlib.nullcontext(version) if isinstance(version, Opened) else open_source(directory, version)
+    with source as (manifest, tier, _), contextlib.closing(UpdateWriter(out)) as writer:
+        if not 0 <= since < tier.version:
+            raise ValueError(
+                f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
+            )
+        sent, tensors, extra = unpack(tier.version, tier.payload), {}, {}
+        if only is None:
+            tensors = {name: each for name, each in unpack_tensors(sent).items() if not name.startswith("optimizer.")}
+            extra = {key: value for key, value in sent.extra.items() if key != ORIGIN_KEY}
+        writer.add_payload(pack({}, extra, tensors, NO_LINEAGE))
+        origin, lineage = source_in(manifest, tier)
+        since_commit_id = lineage.id_of(since)
+        since = since if since_commit_id else 0
+        with tier.changes(since) as changes:
+            if only is not None and changes.written is not None:
+                changes.written = np.intersect1d(changes.written, only)
+            for index, config in enumerate(manifest.tables):
+                for chunk in changes.rows(index):
+                    writer.add_rows(index, config.layout(manifest.page_bytes), chunk.rows, chunk.weights)
+        lookup_only: dict[str, Any] = {"optimizer": optim.SGD(), "rounding": "nearest"}  # rows without state
+        header = UpdateHeader(
+            origin=origin,
+            since=since,
+            since_commit_id=since_commit_id,
+            tables=tuple(replace(config, **lookup_only) for config in manifest.tables),
+            chunks=tuple(writer.chunks),
+            passed=tuple(each.commit_id for each in lineage.ancestors if 0 < since < each.version),
+            is_urgent=only is not None,
+        )
+        update_id = writer.finish(header)
+    return Update(out, update_id, out.stat().st_size, header)
+
+
+def urgent_rows(
+    directory: str | os.PathLike[str], since: int, share: float, lookups: Mapping[int, int],
+    version: Opened | None = None,
+) -> Int64s:  # fmt: skip
+    """Keys of the most urgent rows, int64 [n] ascending: that share of what changed since a version, one at least.
+
+    Rows of tables with dynamic ids are none of them: an id may have moved, and both rows belong to one version. Memory:
+    the map of the rows, twice, 17 bytes for each row that changed, and some 32 MiB. Raises as ``write_update``.
+
+    Args:
+        lookups: how often servers looked rows up, by key; of others once less than of a row with 1.
+        version: as ``open_source`` gave it; default: the last.
+    """
+    directory, total = Path(directory).absolute(), 0
+    columns: list[tuple[Int64s, Bools, Floats]] = [
+        (np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.float32))
+    ]
+    with (
+        open_source(directory) if version is None else contextlib.nullcontext(version) as (manifest, tier, _),
+        _earlier(directory, since, unpack(tier.version, tier.payload).lineage) as earlier,
+        tier.changes(since) as changes,
+    ):
+        for index, config in enumerate(manifest.tables):
+            for chunk in changes.rows(index):
+                total += len(chunk.rows)
+                if config.ids is None and not config.is_hidden:
+                    columns.append(_weigh(index, config, config.layout(manifest.page_bytes), chunk, earlier))
+    keys, are_new, sizes = (np.concatenate(each) for each in zip(*columns, strict=True))
+    hot, counts = np.array([*lookups.items()], np.int64).reshape(-1, 2), np.ones(len(keys))
+    hot = hot[np.isin(hot[:, 0], keys)]
+    counts[np.searchsorted(keys, hot[:, 0])] += hot[:, 1]
+    order = np.lexsort((keys, -counts * sizes, ~are_new))
+    return np.sort(keys[order[: max(1, int(share * total))]])
+
+
+@contextlib.contextmanager
+def _earlier(directory: Path, version: int, lineage: Lineage) -> Iterator[ColdTier | None]:
+    """The store at an earlier version; None if it does not keep that."""
+    with contextlib.ExitStack() as stack:
+        found = None
+        try:
+            manifest, tier, _ = open_files(directory, readonly=True, version=version)
+            stack.callback(tier.close)
+            if unpack(version, tier.payload).lineage.commit_id == lineage.id_of(version):
+                manifest.add_tables(tier)
+                found = tier
+        except TierstoreError as error:
+            _LOG.warning("urgent rows are chosen by lookups alone, as earlier values are not at hand: %s", error)
+        yield found
+
+
+def _weigh(
+    index: int, config: TableConfig, layout: RowLayout, changed: ChangedRows, earlier: ColdTier | None
+) -> tuple[Int64s, Bools, Floats]:
+    """Keys, whether they are new, and L2 norms of their change, float32."""
+    keys, count = changed.rows | (index << KEY_ROW_BITS), len(changed.rows)
+    if earlier is None:
+        return keys, np.zeros(count, np.bool_), np.ones(count, np.float32)
+    before, state = (np.empty((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
+    present = np.empty(count, np.bool_)
+    earlier.read(keys, np.arange(count, dtype=np.int32), before, state, present)
+    before[~present] = config.init.rows(keys[~present], layout)
+    sizes = np.linalg.norm((floats(changed.weights, layout) - floats(before, layout)).numpy(), axis=1)
+    return keys, ~present, np.nan_to_num(sizes, nan=np.inf, posinf=np.inf)
 
 
 class Publisher:
@@ -57,14 +249,8 @@ class Publisher:
         self._store, self._urgent = Path(store).absolute(), urgent
         self.folder = Folder(Path(folder or self._store.with_name(f"{self._store.name}.updates")).absolute())
         self._canary, self._silent_seconds, self._lookups, self._say = canary, silent_seconds, lookups, say
-        self._waits_since = time.monotonic()
-        self._is_told = False
+        self._silent_at = time.monotonic() + silent_seconds  # when it is said that a version is on trial still
         self._stop = threading.Event()
-
-    @property
-    def waits_seconds(self) -> float:
-        """For how long a version has been on trial, seen by this process; 0 if none is."""
-        return time.monotonic() - self._waits_since if self.folder.listing.trial else 0.0
 
     def step(self) -> bool:
         """Hear the canary, and offer the store's version if that is a new one; whether it was. Errors as of
@@ -109,11 +295,11 @@ class Publisher:
         elif trial is not None and verdict is not None:
             self._say(f"version {trial.version} is declined: {verdict.why}")
             listing = replace(listing, trial=None, serial=_serial(listing))
-        elif self._canary is not None and self.waits_seconds > self._silent_seconds and trial and not self._is_told:
+        elif trial is not None and self._canary is not None and time.monotonic() > self._silent_at:
             why = self._canary.error or "it has few requests, or its watch has not measured"
-            told = f"no decision on version {trial.version} for {self.waits_seconds:.0f} s: {self._canary.url}: {why}"
+            told = f"no decision on version {trial.version} for {self._silent_seconds:.0f} s: {self._canary.url}: {why}"
             self._say(f"{told}. Others stay at version {target.version if target else 0}")
-            self._is_told = True
+            self._silent_at = math.inf
         files = tuple(each for each in listing.files if each.commit_id not in declined)
         self.folder.put(replace(listing, files=files))
         reach("publish: canary heard")
@@ -125,12 +311,10 @@ class Publisher:
         target, new = listing.target, source.origin
         if target is not None and target.source != new.source:
             raise TierstoreError(f"{self.folder.path} has {target}, and this is {new}: choose another folder")
-        if not new.commit_id:
-            raise TierstoreError(f"{self._store}: an earlier release made {new}: commit once more with this one")
-        if new.commit_id in listing.declined or (new.is_same(target) and _is_whole(listing, target)):
+        if new.commit_id in listing.declined or (new == target and _is_whole(listing, target)):
             return False
         base, urgent = _base(listing), "" if target is None or _is_whole(listing, target) else target.commit_id
-        has_grown = base is not None and not base.is_same(new) and source.has_grown_from(base._replace(urgent=urgent))
+        has_grown = base is not None and base != new and source.has_grown_from(base._replace(urgent=urgent))
         since = base.version if base is not None and has_grown else 0
         if since and self._urgent and all(each.commit_id != new.commit_id for each in listing.files):
             self._offer_urgent(opened, since, new)
@@ -189,9 +373,9 @@ class Publisher:
         listing = replace(listing, files=(*listing.files, *made))
         if self._canary is None or listing.target is None:
             listing = _showing(listing, new)
-        elif not new.is_same(listing.target) and not new.is_same(listing.trial):
+        elif new not in (listing.target, listing.trial):
             listing = replace(listing, trial=new, serial=_serial(listing, new.version))
-            self._waits_since, self._is_told = time.monotonic(), False
+            self._silent_at = time.monotonic() + self._silent_seconds
         self.folder.put(_kept(listing))
 
 
@@ -210,7 +394,7 @@ def _base(listing: Listing) -> Origin | None:
 
 
 def _showing(listing: Listing, new: Origin) -> Listing:
-    if new.is_same(listing.target):
+    if new == listing.target:
         return listing
     return replace(listing, target=new, shown=new, before=_base(listing), serial=_serial(listing, new.version))
 

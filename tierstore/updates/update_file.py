@@ -8,7 +8,6 @@ differences, and of both ids and rows first all elements' first bytes, then all 
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -30,7 +29,6 @@ from ..errors import (
     ChecksumError,
     DiskFullError,
     FormatError,
-    StoreNotFoundError,
     TableError,
     TierstoreError,
     TruncatedError,
@@ -51,18 +49,14 @@ class Origin(NamedTuple):
     source: str
     version: int
     """Its number there, which a server tells its clients."""
-    commit_id: str = ""
-    """The commit's identity (``store.version.Lineage``); "" of a release without identities."""
+    commit_id: str
+    """The commit's identity (``store.version.Lineage``)."""
     urgent: str = ""
     """The identity of a later commit of which some rows are shown already; "" for none."""
 
     def __str__(self) -> str:
         some = f" with urgent rows of commit {self.urgent}" if self.urgent else ""
-        return f"version {self.version} (commit {self.commit_id or 'unknown'}){some} of store {self.source}"
-
-    def is_same(self, other: "Origin | None") -> bool:
-        """Whether both are the very same commit, for certain."""
-        return self == other and self.commit_id != ""
+        return f"version {self.version} (commit {self.commit_id}){some} of store {self.source}"
 
 
 def origin_of(extra: Mapping[str, Any]) -> Origin | None:
@@ -72,11 +66,11 @@ def origin_of(extra: Mapping[str, Any]) -> Origin | None:
     if stored is None:
         return None
     try:
-        found = Origin(stored["source"], stored["version"], stored.get("commit_id", ""), stored.get("urgent", ""))
-    except (KeyError, TypeError, AttributeError):
-        found = Origin("", 0)
-    is_sound = is_store_id(found.source) and type(found.version) is int and found.version >= 1
-    if not is_sound or not all(each == "" or is_commit_id(each) for each in found[2:]):
+        found = Origin(**stored)
+    except TypeError:
+        found = Origin("", 0, "")
+    is_version = is_store_id(found.source) and type(found.version) is int and found.version >= 1
+    if not is_version or not is_commit_id(found.commit_id) or not (found.urgent == "" or is_commit_id(found.urgent)):
         raise FormatError(f"extra[{ORIGIN_KEY!r}] is {excerpt(stored)}, not the source of a replica's rows")
     return found
 
@@ -85,18 +79,6 @@ MAX_CHUNK_BYTES: Final = 2 * CHUNK_BYTES
 """A chunk before it was compressed: what a reader holds in memory, some times over, for a few bytes of a file. A
 publisher reads ``CHUNK_BYTES`` of rows at a time, and a row of 8 bytes comes with an id of as many."""
 _ID_BYTES: Final = 8
-
-
-def decompress(data: bytes, raw_bytes: int) -> bytes:
-    """Exactly ``raw_bytes``, and never more memory than that; FormatError if it is not that many, or not of zlib."""
-    inflater = zlib.decompressobj()
-    try:
-        raw = inflater.decompress(data, raw_bytes + 1)
-    except zlib.error as error:
-        raise FormatError(f"a chunk cannot be decompressed ({error})") from error
-    if len(raw) != raw_bytes or not inflater.eof or inflater.unused_data:
-        raise FormatError(f"a chunk does not decompress to the {raw_bytes} bytes that its header says")
-    return raw
 
 
 def _planes(values: NDArray[Any]) -> bytes:
@@ -136,7 +118,6 @@ _FORMAT: Final = 3
 PAYLOAD: Final = -1  # in place of a table's index
 MAX_PAYLOAD_BYTES: Final = 256 << 20  # which a server that applies the update holds in memory several times
 PAGE_BYTES: Final = 4096  # of the layouts by which rows are packed, which have nothing of a page in them
-_BASES: Final = ("nothing", "rows")  # every row ever written, or those written since a version
 _MAX_VERSION: Final = 2**40
 
 
@@ -173,13 +154,11 @@ class UpdateHeader:
         require_int(self.origin.version, "version", 1, _MAX_VERSION)
         if not is_store_id(self.origin.source):
             raise ValueError(f"source={excerpt(self.origin.source)} is not the id of a store")
-        for commit_id in (self.origin.commit_id, self.since_commit_id, *self.passed):
-            if commit_id != "" and not is_commit_id(commit_id):
+        for commit_id in (self.origin.commit_id, *([self.since_commit_id] if self.since else []), *self.passed):
+            if not is_commit_id(commit_id):
                 raise ValueError(f"{excerpt(commit_id)} is not the identity of a commit")
-        if self.is_urgent and not (self.since and self.origin.commit_id):
-            raise ValueError("urgent rows of no commit, or for none")
-        if (self.since_commit_id == "") != (self.since == 0):
-            raise ValueError(f"since={self.since} without an identity, or an identity without it")
+        if not self.since and (self.is_urgent or self.since_commit_id != ""):
+            raise ValueError("urgent rows for no commit, or the identity of none")
         if self.since >= self.origin.version:
             raise ValueError(f"since={self.since} is not below version {self.origin.version}")
         if len({config.name for config in self.tables}) < len(self.tables) or len(self.tables) > MAX_TABLES:
@@ -222,11 +201,7 @@ class UpdateHeader:
         """Whether the receiver has the base, and at most urgent rows that are in the update, too."""
         urgent = "" if origin is None else origin.urgent
         is_in = urgent == self.origin.commit_id or urgent in self.passed
-        return self.base is None or (self.base._replace(urgent=urgent).is_same(origin) and (not urgent or is_in))
-
-    @property
-    def num_rows(self) -> int:
-        return sum(chunk.rows for chunk in self.chunks)
+        return self.base is None or (self.base._replace(urgent=urgent) == origin and (not urgent or is_in))
 
     def rows_of_tables(self) -> dict[str, int]:
         """How many rows of each table are sent."""
@@ -245,7 +220,7 @@ class UpdateHeader:
             "commit_id": self.origin.commit_id,
             "since": self.since,
             "since_commit_id": self.since_commit_id,
-            "basis": _BASES[self.since > 0],
+            "basis": "rows" if self.since else "nothing",
             "tables": [config.to_dict() for config in self.tables],
             "chunks": [list(chunk) for chunk in self.chunks],
             "passed": list(self.passed),
@@ -258,7 +233,7 @@ class UpdateHeader:
         if fields["update_format_version"] != _FORMAT:
             found = excerpt(fields["update_format_version"])
             raise ValueError(f"format version {found}, this release reads {_FORMAT}: publish with the same release")
-        made = cls(
+        return cls(
             origin=Origin(fields["source"], fields["version"], fields["commit_id"]),
             since=fields["since"],
             since_commit_id=fields["since_commit_id"],
@@ -267,9 +242,6 @@ class UpdateHeader:
             passed=tuple(fields["passed"]),
             is_urgent=fields["is_urgent"] is True,
         )
-        if fields["basis"] != _BASES[made.since > 0]:
-            raise ValueError(f"basis={excerpt(fields['basis'])} does not go with since={made.since}")
-        return made
 
 
 _PAYLOAD_CHUNK_BYTES: Final = 8 << 20
@@ -361,9 +333,6 @@ class UnfitError(TierstoreError):
 class UnfitTablesError(UnfitError, TableError): ...
 
 
-class NoBaseError(UnfitError, StoreNotFoundError): ...
-
-
 class UpdateFile:
     """An update, open for reading.
 
@@ -371,23 +340,17 @@ class UpdateFile:
     says, at most ``MAX_CHUNK_BYTES``. Memory: the header's, one chunk, and the payload where it is asked for.
 
     Args:
-        id: what it must be, the XXH64 of the whole in 16 hex digits; default: not checked.
         header_bytes: that its header may have; ``self.header_bytes`` is what it has.
 
     Raises:
-        FileNotFoundError. FormatError, TruncatedError: no update, or damaged. ChecksumError: it is not ``id``.
+        FileNotFoundError. FormatError, TruncatedError: no update, or damaged.
         UnfitError: a larger header, as others take memory, too.
     """
 
-    def __init__(
-        self, path: Path, *, id: str | None = None, header_bytes: int = MAX_HEADER_BYTES,  # noqa: A002 - the word for it
-    ) -> None:  # fmt: skip
+    def __init__(self, path: Path, *, header_bytes: int = MAX_HEADER_BYTES) -> None:
         self.path = path
         self._file = open_plain_file(path)
         try:
-            if id is not None and hashlib.file_digest(self._file, xxhash.xxh64).hexdigest() != id:  # type: ignore[arg-type]
-                raise ChecksumError(f"{path} is not the update {id}: it was damaged on its way; send it again")
-            self._file.seek(0)
             self._read_header(header_bytes)
         except BaseException:
             self.close()
@@ -447,10 +410,15 @@ class UpdateFile:
         chunk = self.header.chunks[number]
         if len(data) != stop - start or xxhash.xxh64_hexdigest(data) != chunk.checksum:
             raise ChecksumError(f"{self.path}: chunk {number} does not match its checksum; send the update again")
+        inflater = zlib.decompressobj()
         try:
-            return decompress(data, chunk.raw_bytes)
-        except FormatError as error:
-            raise FormatError(f"{self.path}, chunk {number}: {error}") from error
+            raw = inflater.decompress(data, chunk.raw_bytes + 1)  # and never more memory than that
+        except zlib.error as error:
+            raise FormatError(f"{self.path}: chunk {number} cannot be decompressed ({error})") from error
+        if len(raw) != chunk.raw_bytes or not inflater.eof or inflater.unused_data:
+            said = f"does not decompress to the {chunk.raw_bytes} bytes that its header says"
+            raise FormatError(f"{self.path}: chunk {number} {said}")
+        return raw
 
     def close(self) -> None:
         self._file.close()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change
-from tierstore.serve.admin import offer, updates
+from tierstore.serve import replica as updates
 from tierstore.updates import fetch
 
 
@@ -16,8 +16,6 @@ from tierstore.updates import fetch
 def quick(warm_writer: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("PAUSE_SECONDS", 0.01), ("SILENT_SECONDS", 0.5), ("PATIENCE_SECONDS", 2.0)):
         monkeypatch.setattr(fetch, name, seconds)
-    monkeypatch.setattr(offer, "_BEGIN_SECONDS", 0.1)
-    monkeypatch.setattr(updates, "_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(updates, "_LISTS_SECONDS", 20.0)
 
 

@@ -6,6 +6,7 @@ import functools
 import http.server
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,8 +27,8 @@ from tests.serve.replicas import Shown, following, publishing
 from tests.updates.support import change, contents, make, same, source_of
 from tierstore import errors
 from tierstore.cli import entry as cli
-from tierstore.serve.admin import offer
-from tierstore.serve.admin.offer import UpdateError
+from tierstore.serve import offer
+from tierstore.serve.offer import UpdateError
 from tierstore.system import killpoints
 from tierstore.updates import fetch
 from tierstore.updates.fetch import FetchError, Transfer
@@ -91,6 +92,15 @@ class Fleet:
         with tierstore.open(self.source, keep=4, ddr="4MiB", threads=1) as store:
             store.rollback(self.draw.choice(store.versions) if place is None else store.versions[place])
 
+    def restore(self) -> None:
+        """Have the source be its copy of before, or make one: numbers of versions are used again."""
+        copy = self.source.with_name("copy")
+        if is_restored := copy.exists() and self.draw.random() < 0.7:
+            shutil.rmtree(self.source)
+        else:
+            shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(*((copy, self.source) if is_restored else (self.source, copy)))
+
     def publish(self) -> None:
         self._doom = self.draw.choice([0, self.draw.randint(1, 5)])
         with contextlib.suppress(KilledError):
@@ -123,9 +133,9 @@ def test_replicas_of_drawn_sources_end_at_the_version_of_the_source(
 ) -> None:
     """Bit for bit, whatever is killed, broken off, damaged or gone back from."""
     fleet = Fleet(source, seed, monkeypatch, stack)
-    for _ in range(25):
+    for _ in range(35):
         action = fleet.draw.choice(
-            [fleet.commit, fleet.commit, fleet.publish, fleet.publish, fleet.go_back, *[None] * 5]
+            [*[fleet.commit] * 3, *[fleet.publish] * 3, fleet.go_back, fleet.restore, fleet.restore, *[None] * 7]
         )
         if action is not None:
             action()
@@ -141,6 +151,8 @@ def test_replicas_of_drawn_sources_end_at_the_version_of_the_source(
         action()
         fleet.publish()
         for replica in fleet.replicas:
+            with contextlib.suppress(UpdateError):  # after urgent rows of a commit that is lost: then a full copy
+                replica.follow()
             replica.follow()
             require_same(replica, source)
     for replica in fleet.replicas:
@@ -215,9 +227,10 @@ def test_an_update_passes_through_a_replica_while_it_arrives_there(
     publisher.step()
     parts, go_on, half = offer._parts, threading.Event(), list[int]()
 
-    async def slow(folder: Any, *rest: Any) -> Any:
-        async for data in parts(folder, *rest):
-            if folder is not publisher.folder:
+    async def slow(file: Any, *rest: Any) -> Any:
+        is_publishers = str(publisher.folder.path) in os.readlink(f"/proc/self/fd/{file.fileno()}")
+        async for data in parts(file, *rest):
+            if not is_publishers:
                 yield data
                 continue
             half.append(len(data) // 2)
@@ -239,7 +252,7 @@ def test_an_update_passes_through_a_replica_while_it_arrives_there(
     assert partial.stat().st_size == half[0]
     go_on.set()
     assert first.follow() == second.follow() == 1
-    assert publisher.folder.given_bytes == sum(each.size_bytes for each in first.listing.files)
+    assert publisher.given_bytes == sum(each.size_bytes for each in first.listing.files)
 
 
 def test_a_transfer_goes_on_where_it_broke_and_leaves_who_is_silent(
@@ -300,34 +313,6 @@ def test_what_a_server_cannot_show_is_passed_over(source: Path, publisher: Any, 
     publisher.step()
     assert replica.follow() == 3
     require_same(replica, source)
-
-
-def test_a_drained_server_waits_and_then_moves_on(source: Path, publisher: Any, replica: Shown) -> None:
-    publisher.step()
-    replica.follow()
-    show = replica.refresh
-
-    async def drained() -> int:
-        return replica.version
-
-    replica.refresh = drained  # type: ignore[method-assign]
-    for version in (2, 3):
-        change(source, version, keep=4)
-        publisher.step()
-        for _ in range(100):
-            if not replica.step() and not replica.taker._transfer:
-                break
-        else:
-            pytest.fail("it spins")
-    assert replica.version == 1
-    replica.refresh = show  # type: ignore[method-assign]
-    assert replica.follow() == 3
-    require_same(replica, source)
-    replica.refresh = drained  # type: ignore[method-assign]
-    assert replica.roll_back() == 2
-    assert replica.follow() == 3
-    replica.refresh = show  # type: ignore[method-assign]
-    assert replica.follow() == 2
 
 
 def test_any_file_server_can_offer_a_folder(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,7 +187,7 @@ def test_in_the_pauses_of_a_long_query_short_ones_of_all_models_are_answered(ben
     assert runs == [part, short[0], part, short[1], part, part, short[0], part, short[1]]
     assert [task.result() for task in submitted if task is not submitted[1]] == [7, 1, 2, 1, 2]
     assert status_of(submitted[1]) is Status.DEADLINE
-    bench.executor.shutdown(cancel_futures=True)
+    bench.executor.shutdown()
     late = bench.submit(Ask(1))
     assert status_of(late) is Status.UNAVAILABLE
 

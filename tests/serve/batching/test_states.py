@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tierstore.serve import batching
 from tierstore.serve.base import LONG_IDS, Pause
 from tierstore.serve.batching import Batcher
 from tierstore.serve.config import ServeConfig
@@ -73,10 +74,6 @@ class SteppedExecutor(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self.is_shut_down = True
-        while cancel_futures and self.jobs:
-            future, _ = self.jobs.pop()
-            future.cancel()
-            future.set_running_or_notify_cancel()
 
 
 NEVER = float("inf")
@@ -134,7 +131,9 @@ class BatcherMachine(RuleBasedStateMachine):
     def start(self, max_batch: int, more_queue: int, max_requests: int) -> None:
         self.loop, self.executor = SteppedLoop(), SteppedExecutor()
         bounds = {"max_batch_samples": max_batch, "max_queue_samples": max_batch + more_queue}
-        self.config = ServeConfig(store="x", max_queue_requests=max_requests, **bounds)
+        self.config = ServeConfig(store="x", **bounds)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(batching, "MAX_QUEUE_REQUESTS", max_requests)
         self.batcher = Batcher("m", self.run, self.executor, self.config, at_once=self.at_once, clock=self.loop.time)
         self.asked: list[Asked] = []
         self.waiting: list[Asked] = []
@@ -165,7 +164,7 @@ class BatcherMachine(RuleBasedStateMachine):
         if asked.deadline <= self.loop.now:
             return "DEADLINE"
         num_waiting = sum(each.num_samples for each in self.waiting)
-        full = len(self.waiting) >= self.config.max_queue_requests
+        full = len(self.waiting) >= batching.MAX_QUEUE_REQUESTS
         return "OVERLOADED" if full or num_waiting + asked.num_samples > self.config.max_queue_samples else ""
 
     def at_once(self, asked: Asked) -> int | None:
@@ -358,6 +357,7 @@ class BatcherMachine(RuleBasedStateMachine):
         assert not self.faults
 
     def teardown(self) -> None:
+        self.patch.undo()
         if self.drain is None:
             self.begin_to_drain(3)
         while self.executor.jobs:

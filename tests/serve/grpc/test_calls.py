@@ -1,4 +1,4 @@
-"""What only gRPC has: streams, its own health check, typed contents, and clients that are hostile below messages."""
+"""What only gRPC has: its own health check, typed contents, and clients that are hostile below messages."""
 
 import contextlib
 import queue
@@ -26,16 +26,14 @@ from bench.serving.http2 import begun, headers_of, send_part
 from tests.serve.fronts import SECONDS, Fronted, ask, refused, serving, tensor
 from tests.serve.test_requests import Drawn, Tensor, decode, grpc_message, valid
 from tierstore.serve.grpc import codec
-from tierstore.serve.grpc.codec import split_field
-from tierstore.serve.grpc.messages import INFERENCE_SERVICE, MESSAGES
+from tierstore.serve.grpc.codec import INFERENCE_SERVICE, MESSAGES, split_field
 from tierstore.serve.grpc.server import _options
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import ServeError, Status
 
 X = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
 MEBIBYTE = 1 << 20
-STINGY = (("grpc.http2.lookahead_bytes", 65535), ("grpc.http2.bdp_probe", 0))
-"""A client that accepts 64 KiB of a response that is not read, and never more."""
+INFER = f"/{INFERENCE_SERVICE}/ModelInfer"
 
 
 @pytest.fixture(scope="module")
@@ -48,38 +46,6 @@ def running() -> Iterator[Fronted]:
 def served(running: Fronted) -> Iterator[Fronted]:
     yield running.reset()
     running.reset()
-
-
-def raw_request(size: int) -> Any:
-    message = service_pb2.ModelInferRequest(model_name="echo", raw_input_contents=[bytes(size)])
-    message.inputs.add(name="x", datatype="INT32", shape=[size // 4])
-    return message
-
-
-class Stream:
-    """What a stream answers, in order: (result, error). Its end cancels it: the client would wait for it."""
-
-    def __init__(self, served: Fronted, **options: Any) -> None:
-        self._client = served.client()
-        self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        self._client.start_stream(lambda result, error: self._answers.put((result, error)), **options)
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._client.stop_stream(cancel_requests=True)
-        self._client.close()
-
-    def ask(self, model: str = "echo", x: np.ndarray = X, request_id: str = "") -> None:
-        self._client.async_stream_infer(model, [tensor("grpc", "x", "FP32", x)], request_id=request_id)
-
-    def next(self) -> tuple[Any, Any]:
-        return self._answers.get(timeout=SECONDS)
-
-    def has_ended(self, status: Status) -> bool:
-        _, error = self.next()
-        return bool(error.status() == f"StatusCode.{status.grpc}")
 
 
 # Calls.
@@ -101,10 +67,9 @@ def test_health_service_of_grpc(served: Fronted) -> None:
 
 
 NO_REQUESTS = [
-    ("TraceSetting", [b""], "UNIMPLEMENTED"),
+    *((method, [b""], "UNIMPLEMENTED") for method in ("TraceSetting", "ModelStreamInfer")),
     *((method, [b"\xff\xff"], "INVALID_ARGUMENT") for method in ("ModelMetadata", "ServerLive", "ModelInfer")),
     ("ModelInfer", [], "INVALID_ARGUMENT"),
-    ("ModelStreamInfer", [], "OK"),
 ]
 
 
@@ -116,8 +81,7 @@ def test_calls_that_are_no_request(served: Fronted) -> None:
     assert [protocol for protocol, _ in served.engine.refused] == ["grpc"] * 2
 
 
-@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
-def test_a_request_that_does_not_come_is_not_waited_for(method: str) -> None:
+def test_a_request_that_does_not_come_is_not_waited_for() -> None:
     go_on = threading.Event()
 
     def requests() -> Iterator[Any]:
@@ -125,7 +89,7 @@ def test_a_request_that_does_not_come_is_not_waited_for(method: str) -> None:
         yield b""
 
     with serving("grpc", Limits(receive_seconds=0.2)) as served, served.channel() as channel:
-        call = channel.stream_stream(f"/{INFERENCE_SERVICE}/{method}")(requests(), timeout=SECONDS)
+        call = channel.stream_stream(INFER)(requests(), timeout=SECONDS)
         assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         go_on.set()
         assert len(served.engine.refused) == 1
@@ -144,120 +108,44 @@ def test_deadlines_of_the_call_and_of_the_request(served: Fronted) -> None:
 
 
 def test_large_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving("grpc", Limits(response_bytes=MEBIBYTE)) as served, Stream(served) as stream:
-        with served.client() as client:
-            assert ask(served, client, "echo", 80_000).as_numpy("x").shape == (80_000, 3)
-            with monkeypatch.context() as patched:
-                patched.delattr(codec, "encode_response")  # raw ones are measured before they are copied
-                with refused(Status.TOO_LARGE, "ask for less"):
-                    ask(served, client, "echo", 100_000)
-        for rows, fails in ((100_000, True), (1, False)):
-            stream.ask(x=np.zeros((rows, 3), np.float32))
-            assert (stream.next()[1] is not None) == fails, "it ends only its request"
+    with serving("grpc", Limits(response_bytes=MEBIBYTE)) as served, served.client() as client:
+        assert ask(served, client, "echo", 80_000).as_numpy("x").shape == (80_000, 3)
+        monkeypatch.delattr(codec, "encode_response")  # raw ones are measured before they are copied
+        with refused(Status.TOO_LARGE, "ask for less"):
+            ask(served, client, "echo", 100_000)
+
+
+def test_calls_are_bounded() -> None:
+    with serving("grpc", Limits(calls=1)) as served, served.client() as client:
+        answers: queue.Queue[Any] = queue.Queue()
+        slow = [tensor("grpc", "x", "FP32", X)]
+        client.async_infer("slow", slow, callback=lambda result, error: answers.put(error))
+        served.wait_until(lambda: served.engine.seen)
+        with refused(Status.OVERLOADED, "1 calls"):
+            ask(served, client)
+        assert client.is_server_ready(), "health is answered all the same"
+        served.let_go()
+        assert answers.get(timeout=SECONDS) is None
+        ask(served, client)
+        assert [protocol for protocol, _ in served.engine.refused] == ["grpc"]
+
+
+def test_answers_that_nobody_reads_are_bounded(stack: ExitStack) -> None:
+    with serving("grpc", Limits(responses_bytes=9 * MEBIBYTE)) as served:
+        client = raw_client(served, stack, window_bytes=0)
+        calls = [client.begin(INFER, LARGE) for _ in range(5)]
+        for call in calls[2:]:
+            assert client.wait_end(call) == b""
+        assert [error.status for _, error in served.engine.refused] == [Status.OVERLOADED] * 3
+        assert 8 * MEBIBYTE <= served.front.unsent.held <= 9 * MEBIBYTE
+        client.close()
+        served.wait_free()
 
 
 def test_grpc_has_all_options_that_are_set() -> None:
     """Options are names, and a name that it does not know is ignored without a word."""
     library = Path(cygrpc.__file__).read_bytes()
     assert [name for name, _ in _options(Limits(), reuse_port=True) if name.encode() + b"\0" not in library] == []
-
-
-# Streams.
-
-
-def test_a_stream_answers_in_order(served: Fronted) -> None:
-    with Stream(served) as stream:
-        stream.ask("slow", request_id="first")
-        for index in range(50):
-            stream.ask("double", X + index, str(index))
-        served.wait_until(lambda: len(served.engine.seen) >= 8, "as many as are computed at a time")
-        with served.client() as client:
-            client.is_server_live()
-        assert len(served.engine.seen) == 8
-        served.let_go()
-        assert stream.next()[0].get_response().id == "first"
-        for index in range(50):
-            result, error = stream.next()
-            assert (error, result.get_response().id) == (None, str(index))
-            assert np.array_equal(result.as_numpy("y"), (X + index) * 2)
-
-
-def test_a_stream_goes_on_after_errors_that_name_their_requests(served: Fronted) -> None:
-    made = {name: service_pb2.ModelInferRequest(model_name="echo", id=name) for name in ("bad", "full", "good")}
-    made["bad"].raw_input_contents.append(b"")
-    made["full"].model_name = "full"
-    messages = [
-        made["bad"].SerializeToString(),
-        b"\xff",
-        *(made[name].SerializeToString() for name in ("full", "good")),
-    ]
-    with served.channel() as channel:
-        call = channel.stream_stream(f"/{INFERENCE_SERVICE}/ModelStreamInfer")
-        answers = [
-            service_pb2.ModelStreamInferResponse.FromString(each) for each in call(iter(messages), timeout=SECONDS)
-        ]
-    assert [each.infer_response.id for each in answers] == ["bad", "", "full", "good"]
-    assert [bool(each.error_message) for each in answers] == [True, True, True, False]
-
-
-def test_streams_and_calls_are_bounded() -> None:
-    with serving("grpc", Limits(calls=2, streams=1)) as served, served.client() as client:
-        with Stream(served) as first:
-            first.ask()
-            assert first.next()[1] is None
-            with Stream(served) as second:
-                second.ask()
-                assert second.has_ended(Status.OVERLOADED)
-            ask(served, client)
-            answers: queue.Queue[Any] = queue.Queue()
-            slow = [tensor("grpc", "x", "FP32", X)]
-            client.async_infer("slow", slow, callback=lambda result, error: answers.put(error))
-            served.wait_until(lambda: served.engine.seen[-1].model == "slow")
-            with refused(Status.OVERLOADED, "2 calls"):
-                ask(served, client)
-            assert client.is_server_ready(), "health is answered all the same"
-            served.let_go()
-            assert answers.get(timeout=SECONDS) is None
-            ask(served, client)
-        served.wait_until(lambda: served.server._service._calls.held == 0, "the stream's place to be free")
-        assert [protocol for protocol, _ in served.engine.refused] == ["grpc"] * 2
-
-
-def test_an_idle_stream_is_answered_and_ended_and_a_cancelled_one_cancels_the_engine() -> None:
-    with serving("grpc", Limits(streams=1, stream_idle_seconds=0.2)) as served:
-        with Stream(served) as stream:
-            stream.ask("slow")
-            with pytest.raises(queue.Empty):
-                stream._answers.get(timeout=0.4)
-            served.let_go()
-            assert stream.next()[1] is None
-            assert stream.has_ended(Status.DEADLINE)
-        served.reset()
-        with Stream(served) as stream:
-            for _ in range(3):
-                stream.ask("slow")
-            served.wait_until(lambda: len(served.engine.seen) == 3)
-        served.wait_until(lambda: len(served.engine.cancelled) == 3, "the engine to be told")
-    with serving("grpc", token="a") as served, Stream(served) as stream:
-        assert stream.has_ended(Status.UNAUTHENTICATED), "before it has said anything"
-
-
-def test_answers_of_a_stream_that_nobody_reads_are_bounded() -> None:
-    go_on = threading.Event()
-
-    def requests() -> Iterator[Any]:
-        yield from [raw_request(4 * MEBIBYTE)] * 5
-        go_on.wait(2 * SECONDS)
-
-    with serving("grpc", Limits(responses_bytes=9 * MEBIBYTE)) as served, served.stub(*STINGY) as stub:
-        call = stub.ModelStreamInfer(requests())
-        served.wait_until(lambda: len(served.engine.refused) == 3, "two to be held, and three refused")
-        assert 8 * MEBIBYTE < served.front.unsent.held <= 9 * MEBIBYTE
-        answers = [next(call) for _ in range(5)]
-        assert [bool(answer.error_message) for answer in answers] == [False, False, True, True, True]
-        served.wait_free()
-        go_on.set()
-        assert list(call) == []
 
 
 # The bytes of messages: which are refused that REST cannot send, and the wire format against protobuf's own.
@@ -307,10 +195,6 @@ def test_splitting_reads_what_protobuf_reads(data: bytes) -> None:
 
 
 # Clients that accept no answers, send no requests, or reset calls: each loses that call, and nobody else any.
-
-
-INFER = f"/{INFERENCE_SERVICE}/ModelInfer"
-STREAM = f"/{INFERENCE_SERVICE}/ModelStreamInfer"
 
 
 class RawClient:
@@ -423,15 +307,13 @@ def answers_of(stub: Any, size: int = 1) -> int:
 # Answers that are not accepted.
 
 
-@pytest.mark.parametrize(
-    ("method", "message", "window_bytes"), [(INFER, LARGE, 2), (INFER, SMALL, 0), (STREAM, LARGE, 0)]
-)
+@pytest.mark.parametrize(("message", "window_bytes"), [(LARGE, 2), (SMALL, 0)])
 def test_an_answer_that_is_not_accepted_ends_its_call_alone(
-    stack: ExitStack, method: str, message: bytes, window_bytes: int, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, message: bytes, window_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving("grpc", Limits(send_seconds=0.2, stream_idle_seconds=0.2)) as served:
+    with serving("grpc", Limits(send_seconds=0.2)) as served:
         client = raw_client(served, stack, window_bytes=window_bytes)
-        calls = [client.begin(method, message) for _ in range(3)]
+        calls = [client.begin(INFER, message) for _ in range(3)]
         served.wait_until(lambda: len(served.engine.seen) == 3, "them to be asked")
         slow = client.begin(INFER, request_of(1, "slow").SerializeToString())
         for call in calls:
@@ -448,7 +330,7 @@ def test_an_answer_that_is_not_accepted_ends_its_call_alone(
 # Requests that do not come.
 
 
-@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "ServerLive"])
+@pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
 def test_half_open_calls_do_not_keep_others_out(stack: ExitStack, method: str) -> None:
     """Nor those whose request has come in part, though the server holds but 16 of the 600 at a time."""
     limits = Limits(calls=2)
@@ -465,13 +347,11 @@ def test_half_open_calls_do_not_keep_others_out(stack: ExitStack, method: str) -
             for _ in range(5):
                 assert answers_of(stub) == 1
                 assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=SECONDS).live
-                [answer] = stub.ModelStreamInfer(iter([request_of(1)]), timeout=SECONDS)
-                assert not answer.error_message
         assert {str(error).split(" requests are arriving")[0] for _, error in served.engine.refused} == {"16"}
 
 
 # Of these we describe what we send.
-PARTS = {"ModelConfig", "ModelInput", "ModelOutput", "ModelParameter", "InferBatchStatistics", "ModelStatistics"}
+PARTS = {"ModelConfig", "ModelInput", "ModelOutput", "ModelParameter"}
 
 
 def fields(message: Any) -> set[tuple[Any, ...]]:

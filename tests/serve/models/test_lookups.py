@@ -355,9 +355,6 @@ WRONG_PROGRAMS: dict[str, tuple[torch.nn.Module, tuple[Any, ...], Any]] = {
     "input 'sums' is FP32 [-1, 5]; rows of table 'sums' have 4 numbers": (Same(), zeros(5, 3), None),
     "'pooled' is the name of another model": (Same(), zeros(4, 3), None),
     "output 'output' is float32 []; its first dimension": (Constant(), zeros(4), None),
-    "input 'sumz' takes rows, and the store has no such feature; did you mean 'sums'?": (
-        OfDict(), (dict(zip(("half", "sumz"), zeros(8, 1), strict=True)),), None
-    ),
     "input 'values' is FP32 [-1, 1]; requests carry ids by the name": (Values(), zeros(4, 1), None),
 }  # fmt: skip
 

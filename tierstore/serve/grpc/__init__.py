@@ -1,5 +1,1 @@
-"""The protocol over gRPC: messages in a descriptor pool of their own, and the service."""
-
-from .server import GrpcServer
-
-__all__ = ["GrpcServer"]
+"""The protocol over gRPC: the bytes of its messages, and the service."""

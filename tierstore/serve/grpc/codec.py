@@ -1,4 +1,9 @@
-"""Inference requests and responses, from and to the bytes that gRPC carries.
+"""The messages of the Open Inference Protocol over gRPC, and of gRPC's health check; and inference requests and
+responses, from and to their bytes.
+
+``protocol.binpb`` describes the messages; ``protoc --descriptor_set_out=protocol.binpb inference.proto health.proto``
+makes it. They live in a pool of their own. A process that also imports a client's generated messages, which bear the
+same names, would otherwise fail at the second description.
 
 Tensors are "raw" (little-endian bytes) or typed (repeated numbers, which Python handles one by one). Raw contents are
 cut out of the message's bytes and put back into them here, since protobuf's Python copies them more than once
@@ -6,18 +11,24 @@ cut out of the message's bytes and put back into them here, since protobuf's Pyt
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from ..limits import MAX_ELEMENTS
-from ..messages import DATATYPES, InferRequest, InferResponse, InferTensor, ServeError, Status
-from ..tensors import (
-    MAX_ID_CHARACTERS,
+from ..messages import (
+    DATATYPES,
     MAX_TENSORS,
+    InferRequest,
+    InferResponse,
+    InferTensor,
+    ServeError,
+    Status,
     TensorHead,
     binary_data,
     invalid_tensor,
@@ -28,11 +39,27 @@ from ..tensors import (
     require_id,
     require_supported,
 )
-from .messages import MESSAGES
+
+INFERENCE_SERVICE: Final = "inference.GRPCInferenceService"
+HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+
+
+def _classes() -> dict[str, Any]:
+    pool, found = descriptor_pool.DescriptorPool(), {}
+    described = Path(__file__).with_name("protocol.binpb").read_bytes()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(described).file:
+        pool.Add(file)
+        for message in file.message_type:
+            described = pool.FindMessageTypeByName(f"{file.package}.{message.name}")
+            found[message.name] = message_factory.GetMessageClass(described)
+    return found
+
+
+MESSAGES: Final = _classes()
+"""The class of each message by its name, as "ModelInferRequest"."""
 
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
-STREAM_RESPONSE: Final = 2
 """Numbers of fields."""
 _CONTENTS: Final = {
     "INT32": "int_contents",
@@ -62,14 +89,6 @@ def read_request(data: bytes) -> RawRequest:
     """Parse a ``ModelInferRequest``; ServeError INVALID if the bytes are none."""
     rest, raws = split_field(data, _RAW_INPUTS)
     return RawRequest(parse("ModelInferRequest", rest), raws)
-
-
-def id_of(data: bytes) -> str:
-    """The id of a ``ModelInferRequest``; "" if the bytes are none."""
-    try:
-        return str(read_request(data).message.id)[:MAX_ID_CHARACTERS]
-    except ServeError:
-        return ""
 
 
 def decode_request(raw_request: RawRequest, *, seconds_left: float | None = None, client: str = "") -> InferRequest:
@@ -156,15 +175,11 @@ async def encode_response(response: InferResponse, *, is_raw: bool) -> bytes:
             values = getattr(output.contents, _CONTENTS[tensor.datatype])
             async for piece in pieces_of(tensor.data.reshape(-1)):
                 values.extend(piece.tolist())
-    rest = bytes(message.SerializeToString())
-    return join_fields(rest, _RAW_OUTPUTS, map(binary_data, response.outputs.values())) if is_raw else rest
-
-
-def encode_stream_error(text: str, request_id: str) -> bytes:
-    """A ``ModelStreamInferResponse`` that tells why a request of a stream failed."""
-    message = MESSAGES["ModelStreamInferResponse"](error_message=text)
-    message.infer_response.id = request_id
-    return bytes(message.SerializeToString())
+    parts: list[memoryview | bytes] = [bytes(message.SerializeToString())]
+    for tensor in response.outputs.values() if is_raw else ():
+        data = binary_data(tensor)
+        parts += [_varint(_RAW_OUTPUTS << 3 | _LENGTH_DELIMITED), _varint(len(data)), data]
+    return b"".join(parts)
 
 
 MAX_FIELDS: Final = 4096
@@ -230,12 +245,3 @@ def split_field(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
             rest.append(data[position:stop])
         position = stop
     return b"".join(rest), values
-
-
-def join_fields(rest: bytes, number: int, values: Iterable[memoryview | bytes]) -> bytes:
-    """The message with values of a length-delimited field appended to it."""
-    parts: list[memoryview | bytes] = [rest]
-    tag = _varint(number << 3 | _LENGTH_DELIMITED)
-    for value in values:
-        parts += [tag, _varint(len(value)), value]
-    return b"".join(parts)

@@ -4,25 +4,21 @@ health check."""
 import asyncio
 import gc
 import logging
-import traceback
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 
 from ...system.processes import address
-from ..front import DATA_TYPES, Front
-from ..limits import Budget, Hold, Limits
+from ..credentials import Tls
+from ..limits import Budget, Limits
 from ..messages import InferResponse, ServeError, Status
-from ..repository import Repository
-from ..tls import Tls
+from ..repository import DATA_TYPES, SERVER, Front, Repository
 from . import codec
-from .arrivals import Arrivals
-from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, MESSAGES
+from .codec import HEALTH_SERVICE, INFERENCE_SERVICE, MESSAGES
 
 _log = logging.getLogger(__name__)
 
@@ -69,9 +65,9 @@ class Call:
         assert task is not None
         task.add_done_callback(lambda _: then())
 
-    def end_after(self, seconds: float) -> asyncio.TimerHandle:
-        """End the call then, for server and client, whatever it is doing, unless the timer is cancelled."""
-        return asyncio.get_running_loop().call_later(seconds, self._end, seconds)
+    def bound_sending(self, seconds: float) -> None:
+        """End the call then, for server and client, unless it is over."""
+        self.when_over(asyncio.get_running_loop().call_later(seconds, self._end, seconds).cancel)
 
     def _end(self, seconds: float) -> None:
         task = self._task()
@@ -86,10 +82,107 @@ class Call:
         task.cancel()
 
 
+_FRESH_SECONDS: Final = 0.02
+"""For which nobody loses a place: a short message, which comes with its call, is there by then."""
+_KEPT_SHARE: Final = 8
+"""One place of so many is for connections that have none."""
+
+
+class _Place:
+    def __init__(self, peer: str, timer: asyncio.Timeout) -> None:
+        self.peer = peer
+        self.timer = timer
+        self.since = time.monotonic()
+        self.is_lost = False
+
+
+class Arrivals:
+    """Places for calls whose next message is on its way: who receives.
+
+    gRPC keeps what has come of a message, up to the longest that is taken, and does not tell how much that is: so a
+    place counts as twice that long, as gRPC takes more. It keeps little of a call that is not read from
+    (``grpc.http2.lookahead_bytes``).
+
+    A call that finds no place takes the oldest of the connection that has most, unless its own has as many; else it
+    waits. So a client that sends messages in part keeps only its own calls out. Some places are kept for connections
+    without any.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._held: dict[str, dict[_Place, None]] = {}  # by connection; oldest first
+        self._num_held = 0
+        self._waiting: dict[asyncio.Future[None], str] = {}  # the connection of each, in the order of their coming
+
+    async def receive(self, read: Callable[[], Awaitable[Any]], peer: str, seconds: float) -> Any:
+        """What ``read`` gives of a connection. ServeError DEADLINE; OVERLOADED: it lost its place."""
+        place: _Place | None = None
+        try:
+            async with asyncio.timeout(seconds) as timer:
+                if self._is_full(peer):
+                    await self._wait(peer)
+                place = _Place(peer, timer)
+                self._held.setdefault(peer, {})[place] = None
+                self._num_held += 1
+                return await read()
+        except TimeoutError:
+            if place is not None and place.is_lost:
+                message = f"{self._places} requests are arriving, and the oldest gives way; try again later"
+                raise ServeError(Status.OVERLOADED, message) from None
+            raise ServeError(Status.DEADLINE, f"the request did not come within {seconds:g} seconds") from None
+        finally:
+            if place is not None:
+                self._leave(place)
+
+    def _leave(self, place: _Place) -> None:
+        held = self._held.get(place.peer, {})
+        if place in held:
+            del held[place]
+            self._num_held -= 1
+            if not held:
+                del self._held[place.peer]
+            self._wake()
+
+    def _is_full(self, peer: str) -> bool:
+        kept = self._places // _KEPT_SHARE if peer in self._held else 0
+        return self._num_held >= self._places - kept
+
+    def _wake(self) -> None:
+        for woken, peer in self._waiting.items():
+            if not (woken.done() or self._is_full(peer)):
+                del self._waiting[woken]
+                woken.set_result(None)
+                return
+
+    async def _wait(self, peer: str) -> None:
+        while self._is_full(peer):
+            busiest = max(self._held.values(), key=len)
+            seconds = None
+            if len(busiest) > len(self._held.get(peer, ())) + 1:
+                oldest = next(iter(busiest))
+                seconds = oldest.since + _FRESH_SECONDS - time.monotonic()
+                if seconds <= 0:
+                    oldest.is_lost = True
+                    oldest.timer.reschedule(0)
+                    self._leave(oldest)
+                    continue
+            woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting[woken] = peer
+            try:
+                async with asyncio.timeout(seconds):
+                    await woken
+            except TimeoutError:
+                pass
+            except BaseException:
+                if not woken.cancelled():
+                    self._wake()
+                raise
+            finally:
+                self._waiting.pop(woken, None)
+
+
 _MAX_DETAIL_CHARACTERS: Final = 512
 """A status message travels in metadata, which clients bound at 8 KiB, with up to 12 bytes for a character."""
-_MAX_STREAM_REQUESTS: Final = 8
-"""Of one stream, that wait for their answers."""
 _LEAST_ARRIVALS: Final = 16
 """Requests that may be arriving, however long they may be."""
 _TAKEN_BYTES: Final = 2
@@ -97,26 +190,6 @@ _TAKEN_BYTES: Final = 2
 back later: 1.3 to 1.8, measured."""
 _SERVING, _NOT_SERVING = 1, 2
 _Fields: TypeAlias = Mapping[str, Any]
-
-
-def _details(error: ServeError) -> str:
-    text = str(error)
-    return text if len(text) <= _MAX_DETAIL_CHARACTERS else text[:_MAX_DETAIL_CHARACTERS] + "..."
-
-
-def _as_refusal(error: Exception) -> ServeError:
-    """What the client is told; what nobody expected goes to the log only."""
-    if isinstance(error, ServeError):
-        return error
-    _log.error("a call failed in the server", exc_info=error)
-    return ServeError(Status.INTERNAL, "internal error; the server's log has the cause")
-
-
-class _Answer(NamedTuple):
-    """A response, and its part of what clients may leave unaccepted."""
-
-    encoded: bytes
-    hold: Hold
 
 
 class InferenceService:
@@ -127,26 +200,20 @@ class InferenceService:
         self.front = Front(engine, "grpc", limits, token)
         self._arrivals = Arrivals(max(_LEAST_ARRIVALS, limits.bodies_bytes // (_TAKEN_BYTES * limits.body_bytes)))
         self._calls = Budget(limits.calls, "{} calls are under way")
-        self._streams = Budget(limits.streams, "{} streams are open")
 
     def handlers(self) -> tuple[Any, ...]:
         """For ``add_generic_rpc_handlers``. Calls take and give bytes: a malformed message then has a status of
-        ours. Those of one message are declared as of many: gRPC then leaves it to us how long to wait for it."""
+        ours. They are declared as of many requests: gRPC then leaves it to us how long to wait for one."""
         engine, asked = self._engine, self._asked
-        load, unload = partial(self._change, "load"), partial(self._change, "unload")
         methods = {
             "ServerLive": asked("ServerLive", lambda _: {"live": engine.is_live}, is_open=True),
             "ServerReady": asked("ServerReady", lambda _: {"ready": engine.is_ready}, is_open=True),
-            "ServerMetadata": asked("ServerMetadata", lambda _: self.front.about()),
+            "ServerMetadata": asked("ServerMetadata", lambda _: SERVER),
             "ModelReady": asked("ModelReady", self._model_ready),
             "ModelMetadata": asked("ModelMetadata", self._model_metadata),
             "ModelConfig": asked("ModelConfig", self._model_config),
-            "ModelStatistics": asked("ModelStatistics", lambda each: self.front.statistics(each.name, each.version)),
             "RepositoryIndex": asked("RepositoryIndex", self._repository_index),
-            "RepositoryModelLoad": asked("RepositoryModelLoad", load, by_admin=True),
-            "RepositoryModelUnload": asked("RepositoryModelUnload", unload, by_admin=True),
-            "ModelInfer": grpc.stream_unary_rpc_method_handler(self._unary(self._model_infer)),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._unary(self._model_stream_infer)),
+            "ModelInfer": self._handler(self._model_infer),
         }
         health = {"Check": asked("HealthCheck", self._check, is_open=True)}
         return (
@@ -156,59 +223,48 @@ class InferenceService:
 
     # Calls
 
-    def _asked(self, name: str, answer: Callable[[Any], _Fields | Awaitable[_Fields]], **access: bool) -> Any:
+    def _asked(self, name: str, answer: Callable[[Any], _Fields], *, is_open: bool = False) -> Any:
         """A handler of requests of that name, whose response has the fields that ``answer`` gives."""
 
         async def respond(context: Any, _: Call) -> bytes:
-            answered = answer(codec.parse(f"{name}Request", await self._receive_one(context)))
-            fields = await answered if isinstance(answered, Awaitable) else answered
+            fields = answer(codec.parse(f"{name}Request", await self._receive(context)))
             return bytes(MESSAGES[f"{name}Response"](**fields).SerializeToString())
 
-        return grpc.stream_unary_rpc_method_handler(self._unary(respond, **access))
+        return self._handler(respond, is_open=is_open)
 
-    def _unary(
-        self, respond: Callable[[Any, Call], Awaitable[bytes | None]], *, is_open: bool = False, by_admin: bool = False
-    ) -> Any:
-        """A handler of what ``respond`` gives, or of the status of what went wrong."""
+    def _handler(self, respond: Callable[[Any, Call], Awaitable[bytes]], *, is_open: bool = False) -> Any:
+        """Answers with what ``respond`` gives, or with the status of what went wrong."""
 
         async def handle(_: Any, context: Any) -> bytes | None:
             call = Call(context)
+            response: bytes | None = None
+            failure: ServeError | None = None
             try:
-                if not is_open and (by_admin or self.front.wants_token):
+                if not is_open and self.front.wants_token:
                     shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-                    if by_admin:
-                        self.front.require_admin_token(shown)
-                    else:
-                        self.front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
+                    self.front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
                 response = await respond(context, call)
-            except asyncio.CancelledError as error:
-                traceback.clear_frames(error.__traceback__)  # TaskGroup's refer to the call in a circle
-                raise
-            except Exception as error:
-                failure = _as_refusal(error)
-            else:
-                call.when_over(call.end_after(self.front.limits.send_seconds).cancel)
-                return response
-            call.when_over(call.end_after(self.front.limits.send_seconds).cancel)
-            await context.abort(grpc.StatusCode[failure.status.grpc], _details(failure))
-            raise AssertionError("a call that is aborted goes on")
+            except ServeError as error:
+                failure = error
+            except Exception:
+                _log.exception("a call failed in the server")
+                failure = ServeError(Status.INTERNAL, "internal error; the server's log has the cause")
+            call.bound_sending(self.front.limits.send_seconds)
+            if failure is not None:
+                text = str(failure)
+                text = text if len(text) <= _MAX_DETAIL_CHARACTERS else text[:_MAX_DETAIL_CHARACTERS] + "..."
+                await context.abort(grpc.StatusCode[failure.status.grpc], text)
+            return response
 
-        return handle
+        return grpc.stream_unary_rpc_method_handler(handle)
 
-    async def _receive(self, context: Any, *, is_first: bool = False) -> bytes | None:
-        """The next request of a call; None at its end."""
-        limits = self.front.limits
-        seconds, what = limits.stream_idle_seconds, "nothing came on the stream for"
-        if is_first:
-            seconds, what = limits.receive_seconds, "the request did not come within"
-        message = await self._arrivals.receive(context.read, context.peer(), seconds, what)
-        return None if message is grpc.aio.EOF else bytes(message)
-
-    async def _receive_one(self, context: Any) -> bytes:
+    async def _receive(self, context: Any) -> bytes:
+        """The request of a call."""
         with self.front.noting_refusals():
-            if (data := await self._receive(context, is_first=True)) is None:
+            message = await self._arrivals.receive(context.read, context.peer(), self.front.limits.receive_seconds)
+            if message is grpc.aio.EOF:
                 raise ServeError(Status.INVALID, "the call ended without a request")
-            return data
+            return bytes(message)
 
     # Health and metadata
 
@@ -216,9 +272,7 @@ class InferenceService:
         """A model that is not there is not ready; it is no error to ask."""
         try:
             return {"ready": self._engine.is_model_ready(message.name, message.version)}
-        except ServeError as error:
-            if error.status not in (Status.NOT_FOUND, Status.UNAVAILABLE):
-                raise
+        except ServeError:
             return {"ready": False}
 
     def _check(self, message: Any) -> dict[str, Any]:
@@ -244,37 +298,27 @@ class InferenceService:
     def _repository_index(self, message: Any) -> dict[str, Any]:
         return {"models": [each for each in self._engine.index() if each["state"] == "READY" or not message.ready]}
 
-    async def _change(self, what: str, message: Any) -> _Fields:
-        await self.front.change(what, message.model_name, message.parameters)
-        return {}
-
     # Inference
 
     async def _model_infer(self, context: Any, call: Call) -> bytes:
-        data = await self._receive_one(context)
+        data = await self._receive(context)
         with self.front.noting_refusals():
-            held = self._calls.hold(1)
-        with held:
-            encoded, hold = await self._infer(data, context)
-        if hold.size:
-            call.when_over(hold.release)
-        return encoded
+            place = self._calls.hold(1)
+        with place:
+            with self.front.noting_refusals():
+                raw_request = codec.read_request(data)
+                held = self.front.hold_request(raw_request.message.model_name)
+            with held:
+                with self.front.noting_refusals(raw_request.message.id):
+                    held.grow(len(data))
+                    request = codec.decode_request(
+                        raw_request, seconds_left=context.time_remaining(), client=context.peer()
+                    )
+                response = await self._engine.infer(request)
+                with self.front.noting_refusals(request.id):
+                    return await self._encode(response, bool(raw_request.raws), call)
 
-    async def _infer(self, data: bytes, context: Any) -> _Answer:
-        with self.front.noting_refusals():
-            raw_request = codec.read_request(data)
-            held = self.front.hold_request(raw_request.message.model_name)
-        with held:
-            with self.front.noting_refusals(raw_request.message.id):
-                held.grow(len(data))
-                request = codec.decode_request(
-                    raw_request, seconds_left=context.time_remaining(), client=context.peer()
-                )
-            response = await self._engine.infer(request)
-            with self.front.noting_refusals(request.id):
-                return await self._encode(response, bool(raw_request.raws))
-
-    async def _encode(self, response: InferResponse, is_raw: bool) -> _Answer:
+    async def _encode(self, response: InferResponse, is_raw: bool, call: Call) -> bytes:
         tensors = response.outputs.values()
         size = sum(tensor.data.nbytes for tensor in tensors)
         if is_raw:
@@ -285,80 +329,15 @@ class InferenceService:
         with self.front.hold_unsent(size):
             encoded = await codec.encode_response(response, is_raw=is_raw)
             self._require_size(len(encoded))
-        return _Answer(encoded, self.front.hold_unsent(len(encoded)))
+        hold = self.front.hold_unsent(len(encoded))
+        if hold.size:
+            call.when_over(hold.release)
+        return encoded
 
     def _require_size(self, size: int) -> None:
         limit = self.front.limits.response_bytes
         if size > limit:
             raise ServeError(Status.TOO_LARGE, f"the response has {size} bytes, over {limit}; ask for less at once")
-
-    async def _model_stream_infer(self, context: Any, call: Call) -> None:
-        """Answers in the order of requests, and computes some at a time; one that fails does not end the stream."""
-        with ExitStack() as held:
-            with self.front.noting_refusals():
-                first = [await self._receive(context, is_first=True)]
-                held.enter_context(self._calls.hold(1))
-                held.enter_context(self._streams.hold(1))
-            try:
-                await self._pump(first.pop(), context, call)
-            except ExceptionGroup as failed:
-                raise failed.exceptions[0] from None
-
-    async def _pump(self, data: bytes | None, context: Any, call: Call) -> None:
-        """Answer the first request, if there is one, and all that come after it."""
-        answers: asyncio.Queue[asyncio.Task[_Answer] | ServeError | None] = asyncio.Queue(
-            _MAX_STREAM_REQUESTS - 2  # besides the one that is awaited and the one to be put
-        )
-        holds: set[Hold] = set()
-
-        async def answer(data: bytes) -> _Answer:
-            found = await self._stream_answer(data, context)
-            holds.add(found.hold)
-            return found
-
-        async def read(data: bytes | None) -> None:
-            try:
-                while data is not None:
-                    await answers.put(tasks.create_task(answer(data)))
-                    del data  # its bytes are counted until it is answered
-                    data = await self._receive(context)
-            except ServeError as error:
-                await answers.put(error)  # once what was asked before is answered
-            else:
-                await answers.put(None)
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(read(data))
-                del data
-                while isinstance(last := await answers.get(), asyncio.Task):
-                    encoded, hold = await last
-                    await self._write(encoded, context, call)
-                    hold.release()
-                    holds.discard(hold)
-        finally:
-            for hold in holds:
-                hold.release()
-        if last is not None:
-            raise last
-
-    async def _write(self, encoded: bytes, context: Any, call: Call) -> None:
-        """Send a message of a stream; the call is ended if the client does not accept it in time."""
-        timer = call.end_after(self.front.limits.send_seconds)
-        try:
-            await context.write(encoded)
-        except grpc.aio.InternalError:  # the client has left
-            raise asyncio.CancelledError from None
-        finally:
-            timer.cancel()
-
-    async def _stream_answer(self, data: bytes, context: Any) -> _Answer:
-        try:
-            encoded, hold = await self._infer(data, context)
-            return _Answer(codec.join_fields(b"", codec.STREAM_RESPONSE, [encoded]), hold)
-        except Exception as error:
-            text = _details(_as_refusal(error))
-            return _Answer(codec.encode_stream_error(text, codec.id_of(data)), self.front.hold_unsent(0))
 
 
 _OTHER_CALLS: Final = 1 << 12

@@ -15,10 +15,9 @@ from ...train.checkpoint import saved_config
 from ..base import Model
 from ..messages import DATATYPES, InferTensor, TensorSpec
 from .dense import Dense
-from .exported import Exported
+from .exported import Exported, Program
 from .jagged import Dropped
 from .lookups import Pooled, Rows
-from .program import Program
 from .ranking import Ranking
 
 _LOG: Final = logging.getLogger("tierstore.serve")

@@ -5,7 +5,6 @@ Plain ASGI: paths are few, and what a framework does around each request costs a
 
 import asyncio
 import logging
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,28 +16,23 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ...system.checks import excerpt
-from ..front import Front
-from ..limits import Hold, Limits
-from ..messages import ServeError, Status
-from ..repository import Repository
-from ..tensors import JSON_LENGTH_HEADER, MAX_ID_CHARACTERS
-from .infer_body import InferCall, parse_infer, write_infer
-from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
-from .server import UNDER_WAY
+from ..limits import LARGE_RESPONSE_BYTES, Hold, Limits
+from ..messages import JSON_LENGTH_HEADER, MAX_ID_CHARACTERS, ServeError, Status
+from ..repository import SERVER, Front, Repository
+from .infer_body import JSON, Header, InferCall, Reply, parse_infer, write_infer
+from .server import UNDER_WAY, error_body
 
 _LOGGER: Final = logging.getLogger(__name__)
 _OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 _JSON_LENGTH: Final = JSON_LENGTH_HEADER.lower().encode()
 
 
-_STEP_BYTES: Final = 256 << 10
-"""Inflated at a time; others are served in between."""
 LONG_BYTES: Final = 1 << 20
 """Longer bodies would hold up the event loop: to copy 64 MiB into memory that is new takes some 0.1 s."""
+_STEP_BYTES: Final = 256 << 10
 _PAUSE_SECONDS: Final = 0.001
 """Once 256 KiB of a long body have come, and once more for each 8 MiB that have come before: 8 MiB take 32 ms, 64 MiB
 1.2 s. All long bodies share these pauses, and most of the loop's time is left to others."""
-_WINDOWS: Final = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class RestApp:
@@ -71,11 +65,9 @@ class RestApp:
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
         # Each part is decoded by itself: a table's name may have slashes of its own.
         parts = [unquote(part) for part in scope["raw_path"].decode("latin-1").removesuffix("/").split("/")]
-        match parts:
-            case ["", "v2", "repository", "models", name, "load" | "unload" as what]:
-                return await self._change(scope, receive, what, name)
         if self.front.wants_token and scope["path"] not in _OPEN_PATHS:
-            self.front.require_token(_shown(scope), "give the server's token: Authorization: Bearer TOKEN")
+            shown = [value for name, value in scope["headers"] if name == b"authorization"]
+            self.front.require_token(shown, "give the server's token: Authorization: Bearer TOKEN")
         version = ""
         if len(parts) > 5 and parts[2] == "models" and parts[4] == "versions" and parts[5]:
             version = parts[5]
@@ -99,15 +91,11 @@ class RestApp:
         """What a path shows; None if there is nothing."""
         match parts:
             case ["", "v2"]:
-                return json_reply(self.front.about())
+                return json_reply(SERVER)
             case ["", "v2", "health", "live"]:
                 return _ready(self._engine.is_live, "live")
             case ["", "v2", "health", "ready"]:
                 return _ready(self._engine.is_ready, "ready")
-            case ["", "v2", "models", "stats"]:
-                return json_reply(self.front.statistics())
-            case ["", "v2", "models", name, "stats"]:
-                return json_reply(self.front.statistics(name, version))
             case ["", "v2", "models", name, "config"]:
                 return json_reply(self.front.config(name, version))
             case ["", "v2", "models", name]:
@@ -115,21 +103,6 @@ class RestApp:
             case ["", "v2", "models", name, "ready"]:
                 return _ready(self._engine.is_model_ready(name, version), "ready", name=name)
         return None
-
-    async def _change(self, scope: Scope, receive: Receive, what: str, store: str) -> Reply:
-        self.front.require_admin_token(_shown(scope))
-        if scope["method"] != "POST":
-            return _not_allowed(scope, b"POST")
-        with self.front.requests.hold() as held:
-            headers, limit = dict(scope["headers"]), self.front.limits.json_bytes
-            body = await read_body(held, limit, headers, receive, self._long_bodies)
-        try:
-            given = orjson.loads(body or b"{}").get("parameters") or {}
-            names = list(given.keys())
-        except (ValueError, AttributeError):
-            raise ServeError(Status.INVALID, 'the body is no JSON object like {"parameters": {}}') from None
-        await self.front.change(what, store, names)
-        return json_reply({})
 
     async def _infer(self, scope: Scope, receive: Receive, model: str, version: str) -> Reply:
         if scope["method"] != "POST":
@@ -171,16 +144,36 @@ class RestApp:
                 return await write_infer(response, call)
 
 
+def json_reply(value: Any, status: int = 200) -> Reply:
+    return Reply(status, orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def error_reply(status: int, message: str, *headers: Header) -> Reply:
+    return Reply(status, error_body(message), (JSON, *headers))
+
+
+def refusal(error: ServeError, *headers: Header) -> Reply:
+    if error.status is Status.UNAUTHENTICATED:
+        headers += ((b"www-authenticate", b"Bearer"),)
+    return error_reply(error.status.http, str(error), *headers)
+
+
+async def send_reply(send: Send, reply: Reply) -> None:
+    """As ASGI messages. Returns once a large reply has been accepted by the client, all but what sockets hold."""
+    length = (b"content-length", b"%d" % len(reply.body))
+    is_large = len(reply.body) > LARGE_RESPONSE_BYTES
+    await send({"type": "http.response.start", "status": reply.status, "headers": [*reply.headers, length]})
+    await send({"type": "http.response.body", "body": reply.body, "more_body": is_large})
+    if is_large:  # a second message waits until the first has left
+        await send({"type": "http.response.body", "body": b""})
+
+
 def _json_length(headers: Mapping[bytes, bytes]) -> int | None:
     length = headers.get(_JSON_LENGTH)
     # More digits than that are beyond any body.
     if length is not None and not (length.isdigit() and len(length) < 20):
         raise ServeError(Status.INVALID, f"{JSON_LENGTH_HEADER} {excerpt(length.decode('latin-1'))} is not a length")
     return None if length is None else int(length)
-
-
-def _shown(scope: Scope) -> list[bytes]:
-    return [value for name, value in scope["headers"] if name == b"authorization"]
 
 
 @contextmanager
@@ -218,8 +211,8 @@ def _ready(good: bool, what: str, **more: str) -> Reply:
 async def read_body(
     held: Hold, max_bytes: int, headers: Mapping[bytes, bytes], receive: Receive, turn: asyncio.Lock
 ) -> bytearray:
-    """The body, inflated if its content-encoding is gzip or deflate; it grows in place, and ``held`` with it. Long
-    ones take the turn. ServeError TOO_LARGE, OVERLOADED or INVALID; ClientDisconnect."""
+    """The body; it grows in place, and ``held`` with it. Long ones take the turn. ServeError TOO_LARGE, OVERLOADED or
+    INVALID; ClientDisconnect."""
 
     def require_length(size: int) -> None:
         if size > max_bytes:
@@ -229,38 +222,20 @@ async def read_body(
     if length.isdigit():
         require_length(int(length[:20]))
     encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
-    if encoding != "identity" and encoding not in _WINDOWS:
-        raise ServeError(Status.INVALID, f"content-encoding {excerpt(encoding)} is neither gzip nor deflate")
-    stream: Any = None if encoding == "identity" else zlib.decompressobj(_WINDOWS[encoding])
-    body, wire_bytes, unpaused_bytes, more = bytearray(), 0, 0, True
-    while more and not (stream and stream.unused_data):  # of which zlib would make a copy at each further part
+    if encoding != "identity":
+        raise ServeError(Status.INVALID, f"content-encoding {excerpt(encoding)} is not taken; send the body as it is")
+    body, unpaused_bytes, more = bytearray(), 0, True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         part, more = message.get("body", b""), message.get("more_body", False)
-        wire_bytes += len(part)
-        require_length(wire_bytes)  # there are streams that inflate to nothing
-        while True:
-            kept = part if stream is None else _inflate(stream, part, encoding)
-            require_length(len(body) + len(kept))
-            held.grow(len(kept))
-            body += kept
-            unpaused_bytes += len(kept)
-            if len(body) > LONG_BYTES and unpaused_bytes >= _STEP_BYTES:
-                unpaused_bytes = 0
-                async with turn:
-                    await asyncio.sleep(_PAUSE_SECONDS * (1 + (len(body) >> 23)))
-            part = b"" if stream is None else stream.unconsumed_tail
-            if not part and (stream is None or len(kept) < _STEP_BYTES):
-                break
-            await asyncio.sleep(0)
-    if stream and (not stream.eof or stream.unused_data):
-        raise ServeError(Status.INVALID, f"the body is not one whole {encoding} stream")
+        require_length(len(body) + len(part))
+        held.grow(len(part))
+        body += part
+        unpaused_bytes += len(part)
+        if len(body) > LONG_BYTES and unpaused_bytes >= _STEP_BYTES:
+            unpaused_bytes = 0
+            async with turn:
+                await asyncio.sleep(_PAUSE_SECONDS * (1 + (len(body) >> 23)))
     return body
-
-
-def _inflate(stream: Any, part: bytes, encoding: str) -> bytes:
-    try:
-        return bytes(stream.decompress(part, _STEP_BYTES))
-    except zlib.error as error:
-        raise ServeError(Status.INVALID, f"the body is not {encoding}: {error}") from None

@@ -14,10 +14,15 @@ import numpy as np
 import orjson
 
 from ...system.checks import excerpt
-from ..messages import DATATYPES, InferRequest, InferResponse, InferTensor, ServeError, Status
-from ..tensors import (
+from ..messages import (
+    DATATYPES,
     JSON_LENGTH_HEADER,
     MAX_TENSORS,
+    InferRequest,
+    InferResponse,
+    InferTensor,
+    ServeError,
+    Status,
     TensorHead,
     binary_data,
     invalid_tensor,
@@ -29,14 +34,23 @@ from ..tensors import (
     require_id,
     require_supported,
 )
-from .replies import Reply
 
+Header = tuple[bytes, bytes]
+JSON: Final[Header] = (b"content-type", b"application/json")
 MAX_JSON_LISTS: Final = 1 << 16
 """Lists and objects in the JSON. Each takes 25 times its two bytes, and far longer to parse than a number."""
 _EMPTY: Final[dict[str, Any]] = {}
 _KINDS: Final = {dict: "a JSON object", list: "a list", bool: "true or false", str: "a string"}
 
 _T = TypeVar("_T")
+
+
+class Reply(NamedTuple):
+    """A whole HTTP answer; ``headers`` are all but content-length."""
+
+    status: int
+    body: bytes
+    headers: tuple[Header, ...] = (JSON,)
 
 
 class InferCall(NamedTuple):

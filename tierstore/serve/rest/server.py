@@ -15,18 +15,19 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
+import orjson
 from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from ..credentials import Tls
 from ..limits import LARGE_RESPONSE_BYTES, Limits
 from ..messages import ServeError, Status
-from ..tls import Tls
-from .replies import raw_error
 
 UNDER_WAY: Final = "tierstore.under_way"
 """In a request's ``state``: a set in which an application puts its task, to be cancelled if the client leaves."""
@@ -40,6 +41,11 @@ LINGER_SECONDS: Final = 2.0
 _LOGGER: Final = logging.getLogger(__name__)
 # The protocol below it warns of each malformed request: a client that sends those could fill the log.
 _LOGGER.setLevel(logging.ERROR)
+
+
+def error_body(message: str) -> bytes:
+    """An error in the Open Inference Protocol's form."""
+    return orjson.dumps({"error": message.encode(errors="replace").decode()})
 
 
 class _Responses:
@@ -298,7 +304,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._give_up()
         transport: Any = self.transport
         if not is_amid_response:
-            transport.write(raw_error(refusal))
+            status, body = refusal.status.http, error_body(str(refusal))
+            head = b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode())
+            length = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            transport.write(head + b"content-type: application/json\r\n" + length + body)
         self.flow.resume_reading()
         if transport.can_write_eof():
             transport.write_eof()

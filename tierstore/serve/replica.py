@@ -17,18 +17,17 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from starlette.routing import Route
 
-from ...errors import DiskFullError, TierstoreError
-from ...system.checks import excerpt
-from ...system.killpoints import reach
-from ...system.processes import child_options
-from ...updates.fetch import Source, Transfer, require_room
-from ...updates.listing import (
+from ..errors import DiskFullError, TierstoreError
+from ..system.checks import excerpt
+from ..system.killpoints import reach
+from ..system.processes import child_options
+from ..updates.fetch import Source, Transfer, require_room
+from ..updates.listing import (
     MAX_NAMED,
     MIN_REQUESTS,
     Canary,
@@ -37,19 +36,16 @@ from ...updates.listing import (
     Measures,
     Offered,
     Verdict,
-    absent,
     way,
 )
-from ...updates.update_file import Origin, origin_of
-from ..monitoring.metrics import WINDOW_SECONDS
+from ..updates.update_file import Origin, origin_of
+from .metrics import WINDOW_SECONDS
 from .offer import UpdateError, offer_routes
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 POLL_SECONDS: Final = 0.5
-_RETRY_SECONDS: Final = 2.0
-_MAX_RETRY_SECONDS: Final = 64.0  # up to which each failure on the way to a version doubles the pause
+_RETRY_SECONDS: Final = 4.0  # after a failure on the way to a version
 _FULL: Final = 507
-_WRITE_LIMIT_SECONDS: Final = 4 * 3600.0
 _MAX_KEPT: Final = 64
 _MAX_KEPT_BYTES: Final = 1 << 30  # of files, the last one counted, which is kept in any case
 _REFUSED: Final = 422
@@ -59,42 +55,36 @@ _LISTS_SECONDS: Final = 0.25
 """For which a step waits for lists. A later list counts in a later step, which does not wait for it again."""
 _MAX_POLLS: Final = 64
 
-_Act = Callable[[], Awaitable[object]]
-
 
 class Writer:
     """The process that writes a replica, which this one has open for reading; started when needed, and if it ended.
     ``start`` and ``close`` wait for the system: for threads."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._turn = asyncio.Lock()
+        self._process: Any = None
         self._starting = threading.RLock()
 
     def start(self) -> None:
         with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self.close()
-                command, parent = [sys.executable, "-P", "-m", "tierstore.updates.child"], str(os.getpid())
+                code, parent = "from tierstore.updates import apply; apply.answer_lines()", str(os.getpid())
                 self._process = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, text=True,
+                    [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True,
                     **child_options(subprocess.PIPE, TIERSTORE_PARENT=parent),
                 )  # fmt: skip
 
     async def ask(self, *request: str) -> dict[str, Any]:
-        """Its answer. UpdateError: it refuses, or ended."""
-        async with self._turn:
-            try:
-                await asyncio.to_thread(self.start)
-                async with asyncio.timeout(_WRITE_LIMIT_SECONDS):
-                    line = await asyncio.to_thread(self._exchange, json.dumps(request))
-                outcome: dict[str, Any] = json.loads(line)
-            except (OSError, ValueError, TimeoutError) as error:
-                await asyncio.to_thread(self.close)
-                raise UpdateError(500, f"the process that writes ended: {error}", is_passing=True) from error
-            except asyncio.CancelledError:
-                await asyncio.to_thread(self.close)  # its answer would be taken for the next one's
-                raise
+        """Its answer; one at a time. UpdateError: it refuses, or ended."""
+        try:
+            await asyncio.to_thread(self.start)
+            outcome: dict[str, Any] = json.loads(await asyncio.to_thread(self._exchange, json.dumps(request)))
+        except (OSError, ValueError) as error:
+            await asyncio.to_thread(self.close)
+            raise UpdateError(500, f"the process that writes ended: {error}", is_passing=True) from error
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self.close)  # its answer would be taken for the next one's
+            raise
         if "error" in outcome:
             raise UpdateError(
                 _FULL if outcome["is_full"] else _REFUSED, outcome["error"],
@@ -103,13 +93,10 @@ class Writer:
         return outcome
 
     def _exchange(self, line: str) -> str:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-        return process.stdout.readline()
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer: str = self._process.stdout.readline()
+        return answer
 
     def close(self) -> None:
         with self._starting:
@@ -147,11 +134,9 @@ class Replica:
         self._polls: dict[Source, asyncio.Future[Listing]] = {}
         self._refused: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # ids of files that cannot be applied
         self._unfit: deque[str] = deque(maxlen=_MAX_REMEMBERED)  # commits that cannot be shown
-        self._tried: Origin | None = None  # what was tried last, for how long a failure pauses it, and until when
-        self._pause = self._try_at = 0.0
+        self._cut_off: Origin | None = None  # urgent rows are of a commit that is lost: only a full copy leads on
         self._shown_at = self._judge_at = 0.0
         self._said = ""
-        self._rest: Callable[[], Awaitable[bool]] | None = None  # of a move that is written, and not shown
 
     def routes(self) -> list[Route]:
         return offer_routes(self.folder, self._lookups)
@@ -166,9 +151,8 @@ class Replica:
             with contextlib.suppress(TierstoreError, OSError):  # of a full disk; later steps say so
                 await self.begin()
             while True:
-                pause = POLL_SECONDS
                 try:
-                    pause = 0.0 if await self.step() else pause
+                    pause = 0.0 if await self.step() else POLL_SECONDS
                 except Exception as error:
                     trace = None if isinstance(error, TierstoreError | OSError) else error
                     self._say(str(error), trace)
@@ -195,8 +179,6 @@ class Replica:
     async def step(self) -> bool:
         """Do one thing towards the version that the sources want shown; whether there may be more to do."""
         async with self._turn:
-            if self._rest is not None and not await self._rest():
-                return False
             await self._poll()
             own, listing = self.own, self.folder.listing
             if own is not None and await self._went_back(own, listing):
@@ -204,20 +186,11 @@ class Replica:
             target = self._target(own, listing)
             if target is None:
                 return False
-            if target.is_same(own):
+            if target == own:
                 await self._stop_transfer()
                 return await self._judge(target)
-            if target != self._tried:
-                self._tried, self._pause, self._try_at = target, 0.0, 0.0
-            if time.monotonic() < self._try_at:
-                return False
-            try:
-                files = await self._fetched(own, target)
-                return files is not None and await self._apply(files, own, target)
-            except Exception:
-                self._pause = min(max(_RETRY_SECONDS, 2 * self._pause), _MAX_RETRY_SECONDS)
-                self._try_at = time.monotonic() + self._pause
-                raise
+            files = await self._fetched(own, target)
+            return files is not None and await self._apply(files, own, target)
 
     async def _poll(self) -> None:
         loop, idle = asyncio.get_running_loop(), [each for each in self._sources if each not in self._polls]
@@ -255,7 +228,7 @@ class Replica:
         """Go back from a version that was declined, or that is not wanted any more where it follows the wanted one."""
         shown = {own.commit_id, own.urgent} - {""}
         is_declined = shown & {*listing.declined, *listing.left}
-        is_over = listing.before is not None and listing.before.is_same(self._target(own, listing))
+        is_over = listing.before is not None and listing.before == self._target(own, listing)
         if not (is_declined or is_over) or own.commit_id in self._unfit:
             return False
         try:
@@ -271,23 +244,10 @@ class Replica:
     async def _go_back(self, own: Origin) -> Origin:
         origin = Origin(**await self._writer.ask("rollback", own.urgent or own.commit_id, str(self._directory)))
         reach("rollback: written")
-
-        async def note() -> None:
-            await self._put(before=None)
-            _LOG.info("went back from %s to %s", own, origin)
-
-        await self._move(own, self._refresh, note)
+        await self._refresh()
+        await self._put(before=None)
+        _LOG.info("went back from %s to %s", own, origin)
         return origin
-
-    async def _move(self, own: Origin | None, show: _Act, note: _Act) -> bool:
-        """Show what is written, and note it. False while the server is drained: a later step does it then."""
-        self._rest = None
-        await show()
-        if self.own == own:
-            self._rest = partial(self._move, own, show, note)
-            return False
-        await note()
-        return True
 
     async def roll_back(self) -> int:
         """Show the version before the current one, and never this one again; its number at the source. Of a canary it
@@ -326,7 +286,7 @@ class Replica:
         # A canary takes a version as a whole.
         is_urgent_fit = self._canary is None
         usable = [each for each in offered.values() if each.id not in self._refused and each.is_urgent <= is_urgent_fit]
-        files = way(usable, own, target, {each.id for each in own_files})
+        files = way(usable, None if own == self._cut_off else own, target, {each.id for each in own_files})
         if files is None:
             await self._stop_transfer()
             self._say(f"nobody offers what leads from {own or 'nothing'} to {target}")
@@ -393,7 +353,7 @@ class Replica:
     async def _apply(self, files: Sequence[Offered], own: Origin | None, target: Origin) -> bool:
         """Apply files as one version, and show it; if that fails, the one before stays. False: a canary waits."""
         listing = self.folder.listing
-        if self._canary is not None and own is not None and target.is_same(listing.trial):
+        if self._canary is not None and own is not None and target == listing.trial:
             window = min(self._canary.seconds, WINDOW_SECONDS)
             before = await asyncio.to_thread(self._measure, window, own.commit_id + own.urgent)
             if before is None or before == Measures():
@@ -407,6 +367,8 @@ class Replica:
             applied = await self._writer.ask("apply", commit, str(self._directory), *paths)
         except UpdateError as error:
             faults = {each.id: error.faults.get(str(self._path(each))) for each in files}
+            if own is not None and own.urgent and files[0].since and faults[files[0].id] == "refused":
+                self._cut_off, faults[files[0].id] = own, None  # it may fit after a full copy
             for path in [self._path(each) for each in files if faults[each.id] == "damaged"]:  # fetched again
                 await asyncio.to_thread(path.unlink, missing_ok=True)
             self._refused.extend(each for each, fault in faults.items() if fault == "refused")
@@ -415,19 +377,17 @@ class Replica:
                 await self._put(files=kept, way=kept)
             elif len(kept) < len(files):
                 await self._put(files=tuple(each for each in listing.files if each.id not in self._refused), way=kept)
-            if faults[files[-1].id] == "refused" and self._canary is not None and target.is_same(listing.trial):
+            if faults[files[-1].id] == "refused" and self._canary is not None and target == listing.trial:
                 await self._decline(target, f"it cannot be applied: {excerpt(str(error), 300)}")
             raise
         reach("update: applied")
-
-        async def note() -> None:
-            reach("update: shown")
-            self._shown_at, self._judge_at, self._said = time.monotonic(), 0.0, ""
-            await self._put(before=own and own._replace(urgent=""))
-            reach("update: file kept")
-            _LOG.info("version %d: %d rows in %.1f s", applied["version"], applied["rows"], time.monotonic() - started)
-
-        return await self._move(own, partial(self._show, applied, target), note)
+        await self._show(applied, target)
+        reach("update: shown")
+        self._shown_at, self._judge_at, self._said = time.monotonic(), 0.0, ""
+        await self._put(before=own and own._replace(urgent=""))
+        reach("update: file kept")
+        _LOG.info("version %d: %d rows in %.1f s", applied["version"], applied["rows"], time.monotonic() - started)
+        return self.own != own  # a server that stops stays where it is
 
     async def _show(self, applied: Mapping[str, Any], target: Origin) -> None:
         try:
@@ -437,14 +397,14 @@ class Replica:
             if not applied["was_there"]:  # what is shown and what the replica has are the same again
                 with contextlib.suppress(UpdateError):  # of a first version there is none before
                     await self._writer.ask("rollback", "", str(self._directory))
-            if self._canary is not None and target.is_same(self.folder.listing.trial):
+            if self._canary is not None and target == self.folder.listing.trial:
                 await self._decline(target, f"it cannot be shown: {excerpt(str(error), 300)}")
             raise
 
     async def _judge(self, own: Origin) -> bool:
         """Compare what is on trial with before, once it was shown for long enough; whether there is a new verdict."""
         known, canary, now = self.folder.listing, self._canary, time.monotonic()
-        if canary is not None and own.is_same(known.trial) and known.trial_of != own.commit_id:
+        if canary is not None and own == known.trial and known.trial_of != own.commit_id:
             known = replace(known, trial_of=own.commit_id, trial_before=())  # it was shown before: nothing to compare
             await asyncio.to_thread(self.folder.put, known)
             self._shown_at, self._judge_at = now, 0.0
@@ -464,7 +424,8 @@ class Replica:
             await self._decline(own, worse, before, after)
             reach("canary: declined")
             return True
-        if lacking := absent(before, after):
+        pairs = zip(before._fields, before, after, strict=True)
+        if lacking := [name for name, was, now in pairs if was is not None and now is None]:
             self._say(f"the canary cannot judge {own} yet: {', '.join(lacking)} of it is not measured")
         elif now >= self._shown_at + canary.seconds:
             verdict = Verdict(own.version, own.commit_id, True, "", tuple(before), tuple(after))

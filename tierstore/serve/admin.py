@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -14,10 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...errors import DiskFullError, TierstoreError
-from ...system.processes import is_loopback
-from ..bearer_token import Token
-from ..messages import ServeError
+from ..errors import DiskFullError, TierstoreError
+from ..system.processes import is_loopback
+from .credentials import Token
+from .messages import ServeError
+from .metrics import CONTENT_TYPE, Metrics
 
 ADMIN_HEADER: Final = "x-tierstore-admin"
 """With any value it marks a POST as meant: a web page elsewhere cannot send it without asking first."""
@@ -25,7 +27,22 @@ ADMIN_HEADER: Final = "x-tierstore-admin"
 _LOG: Final = logging.getLogger("tierstore.serve")
 _HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(?::\d+)?")  # and a port
 _FORWARDED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+_METRICS_HEADERS: Final = {
+    "Content-Type": CONTENT_TYPE,
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 Call = Callable[[], Awaitable[object]]
+
+
+def metrics_route(metrics: Metrics) -> Route:
+    """GET /metrics, made in a thread, as that takes milliseconds."""
+
+    async def show(_: Request) -> Response:
+        return Response(await run_in_threadpool(metrics.expose), headers=_METRICS_HEADERS)
+
+    return Route("/metrics", show, methods=["GET"])
 
 
 def read_only_route() -> Route:
@@ -37,24 +54,22 @@ def read_only_route() -> Route:
     return Route("/admin/{call:path}", refuse, methods=["POST"])
 
 
-def admin_routes(*, refresh: Call, rollback: Call, drain: Call, resume: Call) -> list[Route]:
-    """POST /admin/refresh and /admin/rollback, answered {"version": ...}; /admin/drain and /admin/resume,
-    {"draining": ...}. A call raises ServeError or another TierstoreError where it cannot be done."""
+def admin_routes(*, refresh: Call, rollback: Call) -> list[Route]:
+    """POST /admin/refresh and /admin/rollback, answered {"version": ...}. A call raises ServeError or another
+    TierstoreError where it cannot be done."""
 
-    def route(name: str, call: Call, field: str) -> Route:
+    def route(name: str, call: Call) -> Route:
         async def answer(_: Request) -> Response:
-            return JSONResponse({field: await call()})
+            return JSONResponse({"version": await call()})
 
         return Route(f"/admin/{name}", answer, methods=["POST"])
 
-    drains = [route("drain", drain, "draining"), route("resume", resume, "draining")]
-    return [route("refresh", refresh, "version"), route("rollback", rollback, "version"), *drains]
+    return [route("refresh", refresh), route("rollback", rollback)]
 
 
 def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starlette:
-    """The app of the admin port. Errors are {"error": message}. Without a token, which a client shows as a bearer's
-    or as the password of any user, only this machine is answered, and only where it asks for itself by a name of
-    its own."""
+    """The app of the admin port. Errors are {"error": message}. Without a token, which a client shows as a bearer's,
+    only this machine is answered, and only where it asks for itself by a name of its own."""
     app = Starlette(
         routes=list(routes),
         middleware=[Middleware(_Access, token=None if token is None else Token(token))],
@@ -80,10 +95,9 @@ class _Access:
             why = _why_not_local(scope, headers)
             if why is not None:
                 return _error(403, why)
-        elif not self._token.is_shown(headers.getlist("authorization"), or_as_password=True):
-            refused = _error(401, "the admin token is needed, as a bearer token or as a password")
-            refused.headers.append("WWW-Authenticate", "Bearer")
-            refused.headers.append("WWW-Authenticate", 'Basic realm="tierstore", charset="UTF-8"')
+        elif not self._token.is_shown(headers.getlist("authorization")):
+            refused = _error(401, "the admin token is needed, as a bearer token")
+            refused.headers["WWW-Authenticate"] = "Bearer"
             return refused
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         is_meant = ADMIN_HEADER in headers or content_type == "application/json"

@@ -3,6 +3,7 @@
 And the process of ``tierstore publish``, which offers a store's versions so."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -12,23 +13,21 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
-from ...errors import TierstoreError
-from ...system.files import open_plain_file
-from ...system.processes import address, is_loopback
-from ...updates.listing import Folder, Offered
-from ...updates.publish import Publisher
-from ..limits import Limits
-from ..rest.server import HttpServer, listen
-from ..tls import Tls
-from .app import admin_app
+from ..errors import TierstoreError
+from ..system.files import open_plain_file
+from ..system.processes import address, is_loopback
+from ..updates.listing import Folder, Offered
+from ..updates.publish import Publisher
+from .admin import admin_app
+from .credentials import Tls
+from .limits import Limits
+from .rest.server import HttpServer, listen
 
 _CONNECTIONS: Final = 200
 _IDLE_SECONDS: Final = 60.0  # without growth; then a file ends early
-_BEGIN_SECONDS: Final = 3.0  # for which a request waits for a file to begin here
 _GROWTH_SECONDS: Final = 0.02
 """How often a file is looked at that grows: each server that passes it on adds half of that."""
 _PART_BYTES: Final = 256 << 10
@@ -68,12 +67,12 @@ def offer_routes(folder: Folder, lookups: Callable[[], Sequence[tuple[int, int]]
             raise UpdateError(400, "a header like Range: bytes=100- may say where to begin")
         if (first := int(match[1])) >= offered.size_bytes:
             raise UpdateError(416, f"update {file_id} has {offered.size_bytes} bytes")
-        file = await _opened(folder.path, file_id)
+        file = await asyncio.to_thread(_open, folder.path, file_id)
         headers = {
             "Content-Range": f"bytes {first}-{offered.size_bytes - 1}/{offered.size_bytes}",
             "Content-Length": str(offered.size_bytes - first),
         }
-        body = _parts(folder, file, offered, first)
+        body = _parts(file, offered, first)
         return StreamingResponse(body, 206, headers, media_type="application/octet-stream")
 
     routes = [Route("/updates/list.json", show_list, methods=["GET"])]
@@ -82,26 +81,15 @@ def offer_routes(folder: Folder, lookups: Callable[[], Sequence[tuple[int, int]]
     return [*routes, Route("/updates/{id}", give, methods=["GET"])]
 
 
-async def _opened(folder: Path, file_id: str) -> BinaryIO:
-    """A file that is whole, or arrives. UpdateError: it does not begin to."""
-
-    def find() -> BinaryIO | None:
-        for name in (f"{file_id}.partial", file_id, f"{file_id}.partial"):  # it may be renamed meanwhile
-            try:
-                return open_plain_file(folder / name)
-            except FileNotFoundError:
-                pass
-        return None
-
-    patience = time.monotonic() + _BEGIN_SECONDS
-    while (file := await asyncio.to_thread(find)) is None:
-        if time.monotonic() > patience:
-            raise UpdateError(404, "there is nothing of this update yet")
-        await asyncio.sleep(_GROWTH_SECONDS)
-    return file
+def _open(folder: Path, file_id: str) -> BinaryIO:
+    """A file that is whole, or arrives. UpdateError: it has not begun to."""
+    for name in (f"{file_id}.partial", file_id, f"{file_id}.partial"):  # it may be renamed meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            return open_plain_file(folder / name)
+    raise UpdateError(404, "there is nothing of this update yet")
 
 
-async def _parts(folder: Folder, file: BinaryIO, offered: Offered, offset: int) -> AsyncIterator[bytes]:
+async def _parts(file: BinaryIO, offered: Offered, offset: int) -> AsyncIterator[bytes]:
     """A file from ``offset`` on, as it grows; ends early if it does not, or was begun anew."""
 
     def read() -> tuple[bytes, bool]:
@@ -116,29 +104,12 @@ async def _parts(folder: Folder, file: BinaryIO, offered: Offered, offset: int) 
             if data:
                 yield data
                 offset, grew_at = offset + len(data), time.monotonic()
-                folder.given_bytes += len(data)
             elif not is_there or time.monotonic() - grew_at > _IDLE_SECONDS:
                 return
             else:
                 await asyncio.sleep(_GROWTH_SECONDS)
     finally:
         asyncio.get_running_loop().run_in_executor(None, file.close)  # not awaited: the request may be cancelled
-
-
-def publishing_app(publisher: Publisher, token: str | None) -> ASGIApp:
-    """The list, the files, and /metrics."""
-    folder = publisher.folder
-
-    async def show_metrics(_: Request) -> PlainTextResponse:
-        found = {
-            "published_version": folder.listing.target.version if folder.listing.target else 0,
-            "published_trial_version": folder.listing.trial.version if folder.listing.trial else 0,
-            "published_undecided_seconds": publisher.waits_seconds,
-            "published_bytes_given": folder.given_bytes,
-        }
-        return PlainTextResponse("".join(f"tierstore_{name} {value:g}\n" for name, value in found.items()))
-
-    return admin_app([*offer_routes(folder), Route("/metrics", show_metrics)], token=token)
 
 
 def offer(publisher: Publisher, *, host: str, port: int, token: str | None, tls: tuple[str, str]) -> None:
@@ -156,7 +127,9 @@ async def _offer(publisher: Publisher, host: str, port: int, token: str | None, 
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    server = HttpServer(publishing_app(publisher, token), limits=Limits(connections=_CONNECTIONS), tls=tls)
+    server = HttpServer(
+        admin_app(offer_routes(publisher.folder), token=token), limits=Limits(connections=_CONNECTIONS), tls=tls
+    )
     port = await server.start(listen(host, port))
     print(f"ready: http{'s' if tls else ''}://{address(host, port)}", flush=True)
     looking, waiting = asyncio.create_task(asyncio.to_thread(publisher.run)), asyncio.create_task(stopping.wait())

@@ -1,14 +1,19 @@
-"""The server's certificate and key, which may be renewed while it serves."""
+"""The server's certificate and key, which may be renewed while it serves; the token of its clients and that of its
+operators.
+"""
 
+import asyncio
+import hmac
 import logging
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
+from ..system.checks import require_token
 
 _LOG: Final = logging.getLogger("tierstore.serve")
-WATCH_SECONDS: Final = 5.0
+_WATCH_SECONDS: Final = 5.0
 """Between two looks at the files."""
 
 
@@ -62,8 +67,16 @@ class Tls:
             self._pem = pem
             _LOG.info("the certificate is renewed from %s", self.certificate)
 
+    async def watch(self) -> None:
+        """Renew now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.to_thread(self.renew)
+
     def credentials(self) -> Any:
         """For gRPC, which asks at each handshake."""
+        import grpc  # which a publisher of files does without
+
         shown: Any = None
 
         def fetch() -> Any:
@@ -74,3 +87,27 @@ class Tls:
             return grpc.ssl_server_certificate_configuration([(key, certificate)])
 
         return grpc.dynamic_ssl_server_credentials(fetch(), fetch)
+
+
+def read_token(path: str, *, name: str = "token_file") -> str:
+    """What a token file holds, without white space around it; ValueError if it cannot be read or holds no token."""
+    try:
+        text = Path(path).read_text(encoding="ascii", errors="replace").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}={path!r} cannot be read: {error}") from None
+    return require_token(text, f"{name}={path!r}: the token")
+
+
+class Token:
+    """A token of printable ASCII without spaces, else ValueError. It is compared in constant time."""
+
+    def __init__(self, text: str) -> None:
+        self._token = require_token(text, "the token").encode()
+
+    def is_shown(self, authorization: Sequence[str | bytes]) -> bool:
+        """Whether a request's Authorization headers are one "Bearer TOKEN"."""
+        if len(authorization) != 1:
+            return False
+        given = authorization[0]
+        scheme, _, shown = (given.encode(errors="replace") if isinstance(given, str) else given).partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(shown.strip(b" "), self._token)

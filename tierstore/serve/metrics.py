@@ -1,4 +1,4 @@
-"""What the server did: counted as it happens, read by Prometheus and by the status page."""
+"""What the server did: counted as it happens, read by Prometheus and, of the last minute, by a canary."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,9 @@ from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ...pool.stats import Stats
-from ..messages import Status
-from ..watch import WatchReading
+from ..pool.stats import Stats
+from .messages import Status
+from .watch import WatchReading
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OK: Final = "ok"
@@ -31,14 +31,6 @@ OTHER: Final = "other"
 _REQUEST_SECONDS: Final = tuple(each * 1e-3 for each in (0.25, 0.5, *(1 << power for power in range(13)), 10_000))
 """A power of two apart: each is a series of each model, protocol and status."""
 _UPDATE_SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-
-
-class LastUpdate(NamedTuple):
-    """The newest update applied: how long it took, and when, on the metrics' clock."""
-
-    version: int
-    seconds: float
-    at: float
 
 
 class _Seconds:
@@ -65,10 +57,10 @@ class _Seconds:
 
 
 class _Batches:
-    """Of one model. ``query_seconds``: sum over queries, of how long the batch of each took."""
+    """Of one model."""
 
     def __init__(self) -> None:
-        self.queries, self.samples, self.query_seconds = 0, 0, 0.0
+        self.queries, self.samples = 0, 0
         self.queued, self.computed = _Seconds(), _Seconds()
 
 
@@ -77,15 +69,11 @@ class Metrics(Collector):
     ``OTHER``."""
 
     def __init__(self, models: Sequence[str], *, worker: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.worker = worker
-        self.clock = clock
-        self.started = clock()
-        self.models = {OTHER: None}
+        self._worker = worker
+        self._models = set[str]()
         self.window = Window(clock)
-        self.last_update: LastUpdate | None = None
         self._lock = threading.Lock()
         self._requests: defaultdict[tuple[str, str, str], _Seconds] = defaultdict(_Seconds)
-        self._last: dict[str, float] = {}
         self._batches: defaultdict[str, _Batches] = defaultdict(_Batches)
         self._refused: Counter[tuple[str, str]] = Counter()
         self._out_of_range: Counter[str] = Counter()
@@ -98,7 +86,7 @@ class Metrics(Collector):
     def know(self, models: Iterable[str]) -> None:
         """Give these models series of their own: counters now, so that each has a rate from its first count on;
         histograms once the model is asked, as most of many models never are."""
-        self.models = self.models | dict.fromkeys(models)
+        self._models = self._models.union(models)
 
     # What happened
 
@@ -107,8 +95,7 @@ class Metrics(Collector):
         model = self._known(model)
         with self._lock:
             self._requests[model, protocol, OK if status is None else status.name.lower()].add(seconds)
-            self._last[model] = time.time()
-        self.window.add(model, seconds, failed=status is not None)
+        self.window.add(seconds if status is None else np.nan)
 
     def batched(
         self, model: str, num_queries: int, num_samples: int, queue_seconds: Sequence[float], compute_seconds: float
@@ -117,7 +104,6 @@ class Metrics(Collector):
             found = self._batches[self._known(model)]
             found.queries += num_queries
             found.samples += num_samples
-            found.query_seconds += compute_seconds * num_queries
             found.computed.add(compute_seconds)
             for seconds in queue_seconds:
                 found.queued.add(seconds)
@@ -126,12 +112,11 @@ class Metrics(Collector):
         """A request was refused before a model was asked; it counts as failed, too."""
         with self._lock:
             self._refused[protocol, status.name.lower()] += 1
-        self.window.add(OTHER, 0.0, failed=True)
+        self.window.add(np.nan)
 
-    def updated(self, version: int, seconds: float) -> None:
+    def updated(self, seconds: float) -> None:
         with self._lock:
             self._updates.add(seconds)
-        self.last_update = LastUpdate(version, seconds, self.clock())
 
     def update_failed(self) -> None:
         with self._lock:
@@ -149,12 +134,12 @@ class Metrics(Collector):
 
     def expose(self) -> bytes:
         """All series in Prometheus's text format; their type is ``CONTENT_TYPE``."""
-        return generate_latest(_Labelled(self._registry, worker=str(self.worker)))
+        return generate_latest(_Labelled(self._registry, worker=str(self._worker)))
 
     def collect(self) -> Iterable[Metric]:
         with self._lock:
             of, by_status = ["model"], ["protocol", "status"]
-            known, batches = {*self.models} - {OTHER}, self._batches
+            known, batches = self._models, self._batches
             every = {(name,): batches.get(name, _NO_BATCH) for name in known | batches.keys()}
             ids = {(name,): self._out_of_range[name] for name in known | self._out_of_range.keys()}
             requests = {key: each.values for key, each in self._requests.items()}
@@ -175,55 +160,8 @@ class Metrics(Collector):
                 _family(Counts, "update_failures", "Updates that failed; the old version stayed.", [], failures),
             ]
 
-    def requests(self) -> dict[str, Counter[str]]:
-        """Answered since the start, by model, ``OTHER`` last, and status."""
-        found = {name: Counter[str]() for name in sorted(self.models, key=lambda name: name == OTHER)}
-        with self._lock:
-            for (model, _, status), each in self._requests.items():
-                found[model][status] += each.count
-        return found
-
-    def statistics(self, model: str) -> dict[str, Any]:
-        """Of a model, over both protocols and all versions, as Triton has them; none by batch size."""
-        with self._lock:
-            batches, queries = self._batches.get(model, _NO_BATCH), self._batches.get(model, _NO_BATCH).queries
-            told = [(status == OK, each) for (name, _, status), each in self._requests.items() if name == model]
-            spent = {"queue": (queries, batches.queued.sum), "compute_infer": (queries, batches.query_seconds)}
-            for kind, is_wanted in (("success", True), ("fail", False)):
-                found = [each for is_good, each in told if is_good is is_wanted]
-                spent[kind] = sum(each.count for each in found), sum(each.sum for each in found)
-            spent |= dict.fromkeys(("compute_input", "compute_output"), (queries, 0.0))
-            spent |= dict.fromkeys(("cache_hit", "cache_miss"), (0, 0.0))
-            return {
-                "last_inference": int(self._last.get(model, 0.0) * 1e3),
-                "inference_count": spent["success"][0],
-                "execution_count": batches.computed.count,
-                "inference_stats": {
-                    kind: {"count": count, "ns": round(seconds * 1e9)} for kind, (count, seconds) in spent.items()
-                },
-                "batch_stats": [],
-            }
-
-    def batches(self, model: str) -> dict[str, float | None]:
-        """How many batches a model had since the start, and what they were on average; None of none."""
-        with self._lock:
-            found = self._batches.get(model, _NO_BATCH)
-            count = found.computed.count
-            return {
-                "batches": count,
-                "batch_queries_mean": found.queries / count if count else None,
-                "batch_samples_mean": found.samples / count if count else None,
-                "queue_seconds_mean": found.queued.sum / found.queries if found.queries else None,
-                "compute_seconds_mean": found.computed.sum / count if count else None,
-            }
-
-    def totals(self) -> tuple[int, int, dict[tuple[str, str], int], dict[str, int]]:
-        """Since the start: updates, those that failed, refusals by protocol and status, ids out of range by model."""
-        with self._lock:
-            return self._updates.count, self._update_failures, dict(self._refused), dict(self._out_of_range)
-
     def _known(self, model: str) -> str:
-        return model if model in self.models else OTHER
+        return model if model in self._models else OTHER
 
 
 _NO_BATCH: Final = _Batches()
@@ -253,63 +191,31 @@ class _Labelled(CollectorRegistry):
 
 
 WINDOW_SECONDS: Final = 60
-Latencies: TypeAlias = NDArray[np.float64]
-"""Seconds of each request; NaN for one that failed, as how soon a server says no is not its latency."""
-
-
-class Recent(NamedTuple):
-    """What up to ``WINDOW_SECONDS`` last whole seconds held; quantiles are None where no request was ok."""
-
-    requests_per_second: float
-    failed_per_second: float
-    seconds_p50: float | None
-    seconds_p95: float | None
-    seconds_p99: float | None
 
 
 class Window:
-    """Every request of the last minute, at 8 bytes each; for any thread."""
+    """Latencies of every request of the last minute, at 8 bytes each; NaN for one that failed, as how soon a server
+    says no is not its latency. For any thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._first = int(clock())
-        self._told: dict[int, dict[str, array[float]]] = {}
+        self._told: dict[int, array[float]] = {}
 
-    def add(self, model: str, seconds: float, *, failed: bool) -> None:
+    def add(self, seconds: float) -> None:
         now = int(self._clock())
         with self._lock:
             if now not in self._told:
                 self._told = {second: each for second, each in self._told.items() if second >= now - WINDOW_SECONDS}
-                self._told[now] = {}
-            told = self._told[now]
-            if model not in told:
-                told[model] = array("d")
-            told[model].append(np.nan if failed else seconds)
+                self._told[now] = array("d")
+            self._told[now].append(seconds)
 
-    def seconds(self) -> list[Mapping[str, Latencies]]:
-        """Latencies by model of each whole second that has passed, up to ``WINDOW_SECONDS``, oldest first."""
+    def latencies(self, seconds: int) -> NDArray[np.float64]:
+        """Of so many last whole seconds, at most ``WINDOW_SECONDS``; any number of requests."""
         now = int(self._clock())
         with self._lock:
-            return [
-                {model: np.array(each) for model, each in self._told.get(second, {}).items()}
-                for second in range(max(self._first, now - WINDOW_SECONDS), now)
-            ]
-
-
-def summarize(seconds: Sequence[Latencies]) -> Recent:
-    """Of the latencies of each second."""
-    every = np.concatenate([np.empty(0), *seconds])
-    number, good = len(seconds) or 1, every[~np.isnan(every)]
-    quantiles = np.quantile(good, (0.5, 0.95, 0.99), method="inverted_cdf").tolist() if len(good) else [None] * 3
-    return Recent(len(every) / number, (len(every) - len(good)) / number, *quantiles)
-
-
-class TableInfo(NamedTuple):
-    name: str
-    num_embeddings: int
-    embedding_dim: int
-    dtype: str
+            last = range(now - min(seconds, WINDOW_SECONDS), now)
+            return np.concatenate([np.empty(0), *(self._told[each] for each in last if each in self._told)])
 
 
 class State(NamedTuple):
@@ -323,15 +229,14 @@ class State(NamedTuple):
     newest_version: int
     staleness_seconds: float
     tiers: Stats
-    tables: list[TableInfo]
     queued_samples: dict[str, int]
     stores: Mapping[str, "State"] = {}
     watch: WatchReading | None = None
 
 
 Source = Callable[[], State]
-"""The server as it is now. Called in any thread, at each scrape and each second that a status page is open: it waits
-for no batch and raises nothing, also while the store moves to another version or is closed."""
+"""The server as it is now. Called in any thread, at each scrape: it waits for no batch and raises nothing, also while
+the store moves to another version or is closed."""
 
 _STATE: Final = {
     "live": "Whether the server works, 1 or 0.",

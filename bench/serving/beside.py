@@ -1,0 +1,107 @@
+"""Part "beside": both protocols beside an earlier version's server, by turns over one store, with commits and without."""
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+
+from ..child import HOST
+from ..common import Goal, Part, Report, Run, Table, extract
+from .clients import RestClient, SocketClient
+from .http2 import GrpcClient
+from .load import Quantiles, closed_loop
+from .rig import Rig, ServerProcess
+
+_SLOWER_MAX: Final = 1.03
+_AT_ONCE: Final = 2
+
+
+def _client(server: ServerProcess, protocol: str) -> SocketClient:
+    if protocol == "grpc":
+        return GrpcClient(HOST, server.grpc_port, _AT_ONCE)
+    return RestClient(HOST, server.rest_port, _AT_ONCE)
+
+
+def _slices(rig: Rig, servers: Sequence[ServerProcess], number: int) -> dict[str, list[tuple[Any, Any]]]:
+    """By protocol the latencies of (this version, the earlier one), slice by slice, each pair for the same queries."""
+    found: dict[str, list[tuple[Any, Any]]] = {"rest": [], "grpc": []}
+    for turn, protocol in itertools.product(range(number), found):
+        requests, pair = rig.requests(200, protocol), [None, None]
+        for place in (0, 1) if turn % 2 else (1, 0):
+            load = closed_loop(
+                _client(servers[place], protocol), requests, at_once=_AT_ONCE, seconds=rig.config["slice_seconds"]
+            )
+            if load.num_failed:
+                raise RuntimeError(f"{load.num_failed} requests failed: {load.errors}")
+            pair[place] = load.latency
+        found[protocol].append((pair[0], pair[1]))
+    return found
+
+
+def _compared(pairs: Sequence[tuple[Any, Any]]) -> dict[str, float]:
+    """Medians over the slices' ratios of mean latency, and the p99 of all, in ms."""
+    ratios = [float(np.mean(now) / np.mean(earlier)) for now, earlier in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    ours, theirs = (Quantiles.of(np.concatenate([pair[place] for pair in pairs])) for place in (0, 1))
+    both = {"p50": ours.p50, "earlier_p50": theirs.p50, "p99": ours.p99, "earlier_p99": theirs.p99}
+    return both | {"ratio_p50": middle, "ratio_p25": low, "ratio_p75": high}
+
+
+def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
+    rig, number = Rig(request), int(request.config["beside_slices"])
+    rig.prepare()
+    tree = extract(request.config["earlier"], request.folder)
+    with rig.server() as now, rig.server(environment=os.environ | {"PYTHONPATH": str(tree)}, folder=tree) as earlier:
+        servers = (now, earlier)
+        for server in servers:
+            rig.warm(server)
+        alone = _slices(rig, servers, number)
+        with rig.trainer() as trainer, ThreadPoolExecutor(1) as threads:
+            going = True
+
+            def commits() -> int:
+                count = 0
+                while going:
+                    trainer.commit()
+                    count += 1
+                    time.sleep(0.5)
+                return count
+
+            counted = threads.submit(commits)
+            try:
+                updated = _slices(rig, servers, number)
+            finally:
+                going = False
+    named = {"alone": alone, "while updates arrive": updated}
+    found = {what: {protocol: _compared(pairs) for protocol, pairs in each.items()} for what, each in named.items()}
+    return {"earlier": request.config["earlier"], "commits": counted.result(), "found": found}
+
+
+def _tell(figures: dict[str, Any]) -> Report:
+    rows, goals = [], []
+    for (what, each), protocol in itertools.product(figures["found"].items(), ("rest", "grpc")):
+        own = each[protocol]
+        names = ("p50", "earlier_p50", "p99", "earlier_p99")
+        quartiles = f"{own['ratio_p25']:.2f} - {own['ratio_p75']:.2f}"
+        rows.append([f"{protocol}, {what}", *(f"{own[name]:.1f}" for name in names), f"{own['ratio_p50']:.3f}", quartiles])
+        if what == "alone":
+            goals.append(Goal(f"{protocol}: time over the earlier version's", own["ratio_p50"], at_most=_SLOWER_MAX))
+        else:
+            ratio = own["p99"] / own["earlier_p99"]
+            goals.append(Goal(f"{protocol}: p99 {what}, over the earlier version's", ratio, at_most=_SLOWER_MAX))
+    title = f"the ranking model's answers, ms, this version and {figures['earlier']}"
+    columns = ["what", "p50", "earlier p50", "p99", "earlier p99", "ratio of a slice", "its quartiles"]
+    note = (
+        f"Beside: two servers over one store take turns every few seconds, {_AT_ONCE} requests always under way, each "
+        f"pair of slices with the same queries; the ratio is that of mean latencies. A trainer made "
+        f"{figures['commits']} commits in the second half."
+    )
+    return Report([Table(title, columns, rows)], goals, [note])
+
+
+PART: Final = Part(_measure, _tell)
