@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 
 import tierstore
+from tests.children import fork
 from tierstore.serve import program, replica
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.models import Models, rehearse
@@ -41,8 +42,6 @@ from tierstore.updates.apply import answer
 from tierstore.updates.fetch import Source
 from tierstore.updates.listing import Listing, Measures
 from tierstore.updates.publish import Publisher
-
-from .forked import fork
 
 __all__ = ["Tally", "kill_servers"]
 
@@ -262,11 +261,7 @@ class Chain:
 
     def _new_version(self, *, is_bad: bool) -> None:
         self._version += 1
-        ending = fork(
-            lambda tell: tell("made", id=_commit(self._folder / "source", self._version)), self._folder / "stacks"
-        )
-        made = ending.last("made")
-        assert made is not None, ending.words
+        (made,), _ = fork(lambda tell: tell("made", id=_commit(self._folder / "source", self._version)))
         self._ids[self._version] = made["id"]
         self._bad |= {self._version} if is_bad else set()
         (self._folder / "bad.partial").write_text(" ".join(self._ids[each] for each in self._bad))
