@@ -13,10 +13,13 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from . import machine
 from .data import ROOT
+
+RESULTS: Final = ROOT / "bench" / "results"
+"""What docs are generated from: a report of each benchmark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +263,7 @@ def program(
     """
     about = sys.modules[run.__module__].__doc__ or ""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help=f"the report [bench/results/{name}.json; quick: none]")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--config", type=Path, default=ROOT / "bench" / f"{name}.toml", metavar="PATH")
     parser.add_argument(
@@ -269,22 +272,23 @@ def program(
     if parts:
         parser.add_argument("--only", default="", metavar="PARTS", help=f"some of {','.join(parts)}; the rest stays")
     given = parser.parse_args(arguments)
+    target: Path | None = given.json or (None if given.quick else RESULTS / f"{name}.json")
     given.dir.mkdir(parents=True, exist_ok=True)
     described: dict[str, Any] = machine.describe(given.dir)
     begun = time.perf_counter()
 
     def save(report: Report) -> None:
         report.question = report.question or about.partition("\n")[0]
-        if given.json:
+        if target:
             found = _as_json(name, request, report, described, time.perf_counter() - begun)
-            _write(given.json, json.dumps(found, indent=1) + "\n")
+            _write(target, json.dumps(found, indent=1) + "\n")
 
     request = Run(
         config=_load_config(given.config, given.quick),
         quick=given.quick,
         folder=given.dir,
         parts=_parts_of(given.only, parts, parser) if parts else (),
-        earlier=_earlier(given.json, given.quick) if parts else {},
+        earlier=_earlier(target, given.quick) if parts else {},
         save=save,
     )
     report = run(request)
@@ -292,8 +296,8 @@ def program(
         report.goals.clear()
     save(report)
     _print(report, described, given.quick)
-    if given.json:
-        print(f"Written: {given.json}")
+    if target:
+        print(f"Written: {target}")
     return 0
 
 
