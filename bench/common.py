@@ -263,7 +263,7 @@ def program(
     """
     about = sys.modules[run.__module__].__doc__ or ""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
-    parser.add_argument("--json", type=Path, metavar="PATH", help=f"the report [bench/results/{name}.json; quick: none]")
+    parser.add_argument("--json", type=Path, metavar="PATH", help=f"[bench/results/{name}.json; none if quick]")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--config", type=Path, default=ROOT / "bench" / f"{name}.toml", metavar="PATH")
     parser.add_argument(
@@ -310,7 +310,7 @@ def start(name: str) -> None:
     parts = getattr(module, "PARTS", {})
 
     def run(request: Run) -> Report:
-        return module.run(request) if hasattr(module, "run") else run_parts(request, "", parts)
+        return module.run(request) if hasattr(module, "run") else run_parts(request, parts)
 
     run.__module__ = module.__name__
     sys.exit(program(name, run, parts=tuple(parts)))
@@ -326,7 +326,7 @@ class Part(NamedTuple):
     tell: Callable[[dict[str, Any]], Report]
 
 
-def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
+def run_parts(request: Run, parts: Mapping[str, Part]) -> Report:
     """Measure the parts that are asked for; the figures of the others stay as they are in the report's file.
 
     The report is saved after each part, so that one that fails costs none before it.
@@ -337,15 +337,15 @@ def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
         begun = time.perf_counter()
         found = parts[name].measure(request, figures)
         figures[name] = plain(found) | {"measured_seconds": round(time.perf_counter() - begun, 1)}
-        request.save(_told(question, parts, figures))
-    return _told(question, parts, figures)
+        request.save(_told(parts, figures))
+    return _told(parts, figures)
 
 
-def _told(question: str, parts: Mapping[str, Part], measured: Mapping[str, Any]) -> Report:
+def _told(parts: Mapping[str, Part], measured: Mapping[str, Any]) -> Report:
     figures = {name: measured[name] for name in parts if name in measured}
     told = [parts[name].tell(found) for name, found in figures.items()]
     tables, goals, notes = ([each for part in told for each in getattr(part, kind)] for kind in _OF_PARTS)
-    return Report(tables, goals, notes, figures, question)
+    return Report(tables, goals, notes, figures)
 
 
 _OF_PARTS = ("tables", "goals", "notes")

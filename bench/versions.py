@@ -118,8 +118,8 @@ def run(request: Run) -> Report:
         f"is the median over all pairs. Training: {config['tables']} tables of {config['rows']:,} rows of "
         f"{config['dim']}, {config['batch']:,} samples of {config['pooling_factor']} ids. Reads: "
         f"{config['read_rows']:,} random rows of {config['cold_rows']:,}, both versions from one store, which the "
-        "earlier one wrote: two copies of a file differ by a fifth. Other tasks have a store of each version, new in "
-        "each round. Commits: rows of one table, written before the clock starts. Counts: by sys.setprofile, of the third "
+        "earlier one wrote: two copies of a file differ by a fifth. For the rest each version has a store, new in each "
+        "round. Commits: rows of one table, written before the clock starts. Counts: by sys.setprofile, of the third "
         "batch of two tables, a quarter of the rows being in memory."
     )
     table = Table(title, ["what", "this version", "earlier", "ratio of a pair", "its quartiles"], rows)

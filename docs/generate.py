@@ -58,7 +58,7 @@ python -m bench.overhead --only lookup --quick --dir . --json overhead.json    #
 This prints pooled lookups a second beside torch's, at small size.
 
 - Each section ends with the command that measured it and the machine. A program writes `bench/results/NAME.json`, or
-  what `--json PATH` says; with `--quick` that alone. It reads its sizes from the TOML file of its name in `bench/`. Most
+  what `--json PATH` says; with `--quick` only the latter. Its sizes are in the TOML file of its name in `bench/`. Most
   have parts, which `--only` measures alone.
 - The physical limit and the peers are measured in the same run, in turns with tierstore. Figures are medians over the
   repetitions. A missed goal is marked **missed**.

@@ -5,7 +5,6 @@ must end in the same bits.
 """
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,24 +19,17 @@ _ALL: Final = 1.0
 _WANTED: Final = 0.9
 
 
-def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     steps, repetitions = config["steps"], config["repetitions"]
     # A first round to warm up, and one step to count.
     count = (repetitions + 1) * steps + 1
     batches = draw_batches(rig, config["table_sizes"], config["exponent"], config["batch"], count)
-    cases: dict[float, dict[str, Any]] = {}
-    left = list(config["shares"])
+    cases = {}
     for share in config["shares"]:
         with contextlib.ExitStack() as stack:
             trainer = _open(rig, config, folder, share, stack)
-            cases[share] = _measure(rig, trainer, batches, config)
-        left.remove(share)
-        yield {
-            "cases": {str(share): case for share, case in cases.items()},
-            "left": [f"{share:.0%} of rows" for share in left],
-            "shape": shape_of(config),
-            "depth": config["depth"],
-        }
+            cases[str(share)] = _measure(rig, trainer, batches, config)
+    return {"cases": cases, "shape": shape_of(config), "depth": config["depth"]}
 
 
 def _open(rig: Rig, config: dict[str, Any], folder: Path, share: float, stack: contextlib.ExitStack) -> Trainer:

@@ -1,6 +1,5 @@
 """Latency of lookups: a tenth of the rows in device memory, the rest in host memory, nothing prefetched."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ _QUANTILES: Final = (50, 95, 99)
 _TOLD: Final = ("tables", "rows", "dim", "hbm_share", "exponent", "published_by", "published_note")
 
 
-def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     sizes = [config["rows"]] * config["tables"]
     zipf = Zipf(rig, config["rows"], config["exponent"])
     budget = hbm_bytes(config["hbm_share"] * sum(sizes), 4 * config["dim"])
@@ -28,11 +27,8 @@ def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str
         fill_host_memory(store)
         collection = tierstore.TieredEmbeddingBagCollection(store)
         weights = torch.rand((sum(sizes), config["dim"]), generator=rig.generator, device=rig.device)
-        cases: list[dict[str, Any]] = []
-        left = [f"{case['batch']:,} samples" for case in config["cases"]]
-        for case in config["cases"]:
-            cases.append(_measure(rig, collection, weights, zipf, case, config))
-            yield {"cases": cases, "left": left[len(cases) :]} | {name: config[name] for name in _TOLD}
+        cases = [_measure(rig, collection, weights, zipf, case, config) for case in config["cases"]]
+    return {"cases": cases} | {name: config[name] for name in _TOLD}
 
 
 def _requests(zipf: Zipf, batch: int, count: int, tables: int) -> list[tierstore.KeyedJaggedTensor]:

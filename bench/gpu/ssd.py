@@ -7,7 +7,6 @@ device's own random reads.
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +25,7 @@ _CHUNK_ROWS: Final = 200_000
 _SPARE: Final = 1.6
 
 
-def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     sizes = [max(3, int(rows * config["scale"])) for rows in config["table_sizes"]]
     row_bytes = 4 * config["dim"] + 8
     built = folder / "gpu-ssd"
@@ -42,10 +41,8 @@ def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str
         trainer.take_steps(parts[0])
         measured = [_cold_round(trainer, built / ROW_FILE_NAME, part) for part in parts[1:]]
     reads_per_s = _device_reads(built / ROW_FILE_NAME, config)
-    yield {
-        "rounds": measured, "compute_step_s": compute, "reads_per_s": reads_per_s,
-        "rows": sum(sizes), "left": [], **{name: config[name] for name in ("dim", "ddr_share", "hbm_share", "steps")},
-    }  # fmt: skip
+    told = {name: config[name] for name in ("dim", "ddr_share", "hbm_share", "steps")}
+    return {"rounds": measured, "compute_step_s": compute, "reads_per_s": reads_per_s, "rows": sum(sizes), **told}
 
 
 def _build(folder: Path, sizes: list[int], config: dict[str, Any]) -> None:

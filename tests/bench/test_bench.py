@@ -25,7 +25,7 @@ ROWS = Rows(count=5000, dim=12, seed=3)
 
 def test_each_configuration_has_its_program() -> None:
     for name in sorted(path.stem for path in (ROOT / "bench").glob("*.toml")):
-        module = importlib.import_module(f"bench.{name}.runner" if name == "gpu" else f"bench.{name}")
+        module = importlib.import_module(f"bench.{name}")
         assert hasattr(module, "run") or module.PARTS
         assert module.__doc__
 
