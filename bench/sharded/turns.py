@@ -14,7 +14,7 @@ import tierstore
 
 from ..common import spread
 from .ranks import whole_machine
-from .systems import System, dense_part, train_step
+from .systems import System
 
 _PAUSE_SECONDS: Final = 0.02
 """Before each turn: threads of the process that is alone spin for a while after their work."""
@@ -60,16 +60,35 @@ def contender(
     system: System, batches: Sequence[tierstore.KeyedJaggedTensor], *, is_model: bool, **how: Any
 ) -> Contender:
     """Of a model over the tables, or of tables alone, whose gradient is given."""
-    given = [(system.jagged(batch), *dense_part(batch, number)) for number, batch in enumerate(batches)]
+    given = [(system.jagged(batch), *_dense_part(batch, number)) for number, batch in enumerate(batches)]
     if is_model:
-        trained = train_step(system, _DENSE_LR)
-        return Contender(system, given, lambda batch: trained(*batch), **how)
+        return Contender(system, given, _step_of_model(system), **how)
     gradient = torch.full_like(system.pooled(given[0][0]), 1e-3)
 
     def step(batch: Batch) -> None:
         system.pooled(batch[0]).backward(gradient)  # type: ignore[no-untyped-call]
 
     return Contender(system, given, step, **how)
+
+
+def _dense_part(batch: tierstore.KeyedJaggedTensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Dense features and labels, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch.stride(), 13, generator=generator), torch.rand(batch.stride(), generator=generator).round()
+
+
+def _step_of_model(system: System) -> Callable[[Batch], object]:
+    own = [each for name, each in system.model.named_parameters() if "embeddings." not in name]
+    rule = torch.optim.SGD(own, lr=_DENSE_LR)
+
+    def step(batch: Batch) -> None:
+        ids, dense, labels = batch
+        rule.zero_grad()
+        logits = system.model(dense, ids)
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, labels).backward()  # type: ignore[no-untyped-call]
+        rule.step()
+
+    return step
 
 
 def take_turns(contenders: dict[str, Contender], turns: int) -> dict[str, list[float]]:
