@@ -94,23 +94,10 @@ class Report:
     question: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Repetitions of one measurement."""
-
-    median: float
-    lowest: float
-    highest: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        return cls(median=statistics.median(values), lowest=min(values), highest=max(values), count=len(values))
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """``Spread.of``, as JSON has it."""
-    return asdict(Spread.of(values))
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Of repetitions of one measurement."""
+    found = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+    return found | {"count": len(values)}
 
 
 def measure(
@@ -133,9 +120,9 @@ def measure(
     return {name: each[warm_up:] for name, each in seconds.items()}
 
 
-def per_second(count: int, seconds: Sequence[float]) -> Spread:
-    """Rate of ``count`` things done in each of the times."""
-    return Spread.of([count / value for value in seconds])
+def per_second(count: int, seconds: Sequence[float]) -> dict[str, float]:
+    """The spread of rates, ``count`` things being done in each of the times."""
+    return spread([count / value for value in seconds])
 
 
 def median_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
