@@ -323,7 +323,7 @@ def _requests(model: ZooModel) -> list[bytes]:
     fitting = int(model.config["pool_mib"] * 2**20 // (sample_bytes * statistics.mean(sizes)))
     repeated = sizes * max(1, min(fitting, 2000) // len(sizes))
     drawn = np.random.default_rng(model.config["seed"]).permutation(repeated).tolist()
-    return [encoded_rest(each) for each in model.queries(drawn, seed=1, store_name="")]
+    return [encoded_rest(each) for each in model.queries(drawn, seed=1)]
 
 
 def _bounded(server: ServerProcess, pool: list[bytes], config: Found) -> Found:
@@ -362,7 +362,7 @@ def _measure_served(request: Run, _: Found, *, part: str) -> Found:
     config, found, model = request.config, dict[str, Found](), ZooModel(request, part)
     pool, samples = _requests(model), statistics.mean(each // config["query_divisor"] for each in QUERY_SIZES)
     for placement in PLACEMENTS:
-        with model.server(placement, stores=("s0",)) as server:
+        with model.server(placement) as server:
             own = found[placement] = _bounded(server, pool, config) | {"samples": samples}
             used = fields_of(f"{server.process.pid}/smaps_rollup")
             own |= {name.lower(): int(used[name].split()[0]) << 10 for name in ("Anonymous", "Pss")}

@@ -273,9 +273,8 @@ def run(request: Run) -> Report:
         single = _alone(one, one_paths, config)
         whole = _whole(one.folder, config)
     shares = {
-        f"run from {name}, dim {dim}, of the run over batches in memory": rates[name]["median"]
-        / rates[_READY]["median"]
-        for dim, rates in trained.items()
+        f"run from {name}, dim {dim}, of the run over batches in memory": own[name]["median"] / own[_READY]["median"]
+        for dim, own in trained.items()
         for name in paths
     }
     least = config["share_of_ready"]

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import tierstore
 
-from ..common import Goal, Report, Table, spread
+from ..common import Goal, Report, Table, fresh_folder, spread
+from ..workload import make_store
 from .rig import Rig, asked_of
-from .stores import Batch, Trainer, draw_batches, fill_host_memory, hbm_bytes, make_tables, open_fresh, shape_of
+from .stores import Batch, Trainer, draw_batches, fill_host_memory, hbm_bytes, shape_of
 from .training import SPARE
 
 _ALL: Final = 1.0
@@ -33,12 +34,12 @@ def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _open(rig: Rig, config: dict[str, Any], folder: Path, share: float, stack: contextlib.ExitStack) -> Trainer:
-    rows = sum(config["table_sizes"])
+    sizes, rule = config["table_sizes"], tierstore.optim.RowWiseAdagrad(lr=0.02)
     # A row of this shape: its weights, and a word of state.
-    budget = hbm_bytes(rows * (share if share < _ALL else SPARE), 4 * config["dim"] + 8)
-    store = open_fresh(folder / f"gpu-cached-{share}", ddr=config["ddr"], hbm=budget, device=str(rig.device))
-    stack.callback(store.close)
-    make_tables(store, config["table_sizes"], config["dim"], tierstore.optim.RowWiseAdagrad(lr=0.02))
+    budget = hbm_bytes(sum(sizes) * (share if share < _ALL else SPARE), 4 * config["dim"] + 8)
+    shape = {"rows": sizes, "dim": config["dim"], "ddr": config["ddr"], "hbm": budget, "device": str(rig.device)}
+    path = stack.enter_context(fresh_folder(folder / f"gpu-cached-{share}"))
+    store = stack.enter_context(make_store(path, optimizer=rule, **shape))
     trainer = Trainer(rig, store, config, depth=config["depth"])
     if share < _ALL:
         fill_host_memory(store)

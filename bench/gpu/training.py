@@ -14,9 +14,10 @@ from torch import nn
 
 import tierstore
 
-from ..common import Goal, Report, Table, spread
+from ..common import Goal, Report, Table, fresh_folder, spread
+from ..workload import make_store
 from .rig import Asked, Rig, asked_of
-from .stores import Batch, Steps, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh, shape_of
+from .stores import Batch, Steps, Trainer, draw_batches, hbm_bytes, shape_of
 
 SPARE: Final = 1.6
 """Of the rows: device memory for so many has room for all of them, whatever holds them."""
@@ -48,10 +49,10 @@ class _TorchTables(nn.Module):
 
 
 def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    sizes = config["table_sizes"]
+    sizes, rule = config["table_sizes"], tierstore.optim.RowWiseAdagrad(lr=0.02)
     budget = hbm_bytes(SPARE * sum(sizes), 4 * config["dim"] + 8)
-    with open_fresh(folder / "gpu-training", ddr=config["ddr"], hbm=budget, device=str(rig.device)) as store:
-        make_tables(store, sizes, config["dim"], tierstore.optim.RowWiseAdagrad(lr=0.02))
+    shape = {"rows": sizes, "dim": config["dim"], "ddr": config["ddr"], "hbm": budget, "device": str(rig.device)}
+    with fresh_folder(folder / "gpu-training") as path, make_store(path, optimizer=rule, **shape) as store:
         own = Trainer(rig, store, config, depth=config["depth"])
         theirs = Steps(rig, _TorchTables(sizes, config["dim"], rig.device), len(sizes), config)
         cases = [_measure(rig, own, theirs, case, config) for case in config["cases"]]
