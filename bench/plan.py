@@ -48,7 +48,7 @@ from .serving.queries import QUERY_SIZES, encoded_rest
 from .serving.rig import ServerProcess
 from .serving.zoo import MODELS, PART, PLACEMENTS, ZooModel
 from .sharded.ranks import run_ranks
-from .steps import StepWorkload, fill, jagged, timed
+from .steps import StepWorkload, fill, jagged, model_step, timed
 from .workload import CHUNK, ids_of
 
 __all__ = ["PARTS"]
@@ -119,17 +119,9 @@ class Case(NamedTuple):
         torch.manual_seed(1)
         model = wrapped(DLRM(module, num_features=self.tables, embedding_dim=self.dim, **self.layers))
         rule = torch.optim.SGD([each for name, each in model.named_parameters() if "embeddings." not in name], lr=0.01)
-        rules = [rule, rows] if rows is not None else [rule]
+        step = model_step(model, [rule, rows] if rows is not None else [rule])
         dense, labels = torch.randn(self.batch, _DENSE), torch.rand(self.batch).round()
-
-        def step(batch: Any) -> None:
-            for each in rules:
-                each.zero_grad()
-            torch.nn.functional.binary_cross_entropy_with_logits(model(dense, batch), labels).backward()  # type: ignore[no-untyped-call]
-            for each in rules:
-                each.step()
-
-        return step
+        return lambda batch: step(batch, dense, labels)
 
 
 class Measured(NamedTuple):

@@ -29,7 +29,7 @@ class ServerProcess(Child):
 
     needs_signal = True
 
-    def __init__(self, store: Path | str, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, store: Path, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
         ports = [word for name in ("port", "grpc-port", "admin-port") for word in (f"--{name}", "0")]
         command = [sys.executable, "-m", "tierstore", "serve", "--store", store, "--ddr", ddr, *ports]
         super().__init__([*command, "--log-level", "warning", *flags], log=log)

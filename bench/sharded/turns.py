@@ -13,6 +13,7 @@ from torch import Tensor
 import tierstore
 
 from ..common import spread
+from ..steps import model_step
 from .ranks import whole_machine
 from .systems import System
 
@@ -60,35 +61,21 @@ def contender(
     system: System, batches: Sequence[tierstore.KeyedJaggedTensor], *, is_model: bool, **how: Any
 ) -> Contender:
     """Of a model over the tables, or of tables alone, whose gradient is given."""
-    given = [(system.jagged(batch), *_dense_part(batch, number)) for number, batch in enumerate(batches)]
+    given: list[Batch] = []
+    for number, batch in enumerate(batches):
+        generator, samples = torch.Generator().manual_seed(number), batch.stride()
+        dense, labels = torch.randn(samples, 13, generator=generator), torch.rand(samples, generator=generator).round()
+        given.append((system.jagged(batch), dense, labels))
     if is_model:
-        return Contender(system, given, _step_of_model(system), **how)
+        own = [each for name, each in system.model.named_parameters() if "embeddings." not in name]
+        trained = model_step(system.model, [torch.optim.SGD(own, lr=_DENSE_LR)])
+        return Contender(system, given, lambda batch: trained(*batch), **how)
     gradient = torch.full_like(system.pooled(given[0][0]), 1e-3)
 
     def step(batch: Batch) -> None:
         system.pooled(batch[0]).backward(gradient)  # type: ignore[no-untyped-call]
 
     return Contender(system, given, step, **how)
-
-
-def _dense_part(batch: tierstore.KeyedJaggedTensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Dense features and labels, at random."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch.stride(), 13, generator=generator), torch.rand(batch.stride(), generator=generator).round()
-
-
-def _step_of_model(system: System) -> Callable[[Batch], object]:
-    own = [each for name, each in system.model.named_parameters() if "embeddings." not in name]
-    rule = torch.optim.SGD(own, lr=_DENSE_LR)
-
-    def step(batch: Batch) -> None:
-        ids, dense, labels = batch
-        rule.zero_grad()
-        logits = system.model(dense, ids)
-        torch.nn.functional.binary_cross_entropy_with_logits(logits, labels).backward()  # type: ignore[no-untyped-call]
-        rule.step()
-
-    return step
 
 
 def take_turns(contenders: dict[str, Contender], turns: int) -> dict[str, list[float]]:
