@@ -96,8 +96,7 @@ class Report:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Of repetitions of one measurement."""
-    found = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
-    return found | {"count": len(values)}
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values), "count": len(values)}
 
 
 def measure(

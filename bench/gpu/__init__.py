@@ -40,7 +40,7 @@ def _measure(name: str, request: Run, _: Figures) -> Figures:
 
 
 def _tell(name: str, found: Figures) -> Report:
-    report = _MODULES[name].tell(found)
+    report: Report = _MODULES[name].tell(found)
     if found["device"] == "cpu":
         report.notes.append("On the CPU, by the kernels' twins: NO RESULTS, but a sign that the programs work.")
     return report
