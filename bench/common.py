@@ -161,17 +161,21 @@ def aligned(table: Table) -> str:
     return "\n".join([table.title, lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _load_config(path: Path, quick: bool) -> dict[str, Any]:
+def load_config(path: Path, quick: bool) -> dict[str, Any]:
     config = tomllib.loads(path.read_text())
     small = config.pop("quick", {})
     return _overlaid(config, small, path) if quick else config
 
 
 def _overlaid(config: dict[str, Any], small: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Tables within are overlaid, too."""
+    """Tables within are overlaid, too; an empty one takes any key."""
     if unknown := set(small) - set(config):
         raise ValueError(f"{path}: [quick] sets {sorted(unknown)}, which the file itself does not")
-    parts = {name: _overlaid(config[name], each, path) for name, each in small.items() if isinstance(each, dict)}
+    parts = {
+        name: _overlaid(config[name], each, path)
+        for name, each in small.items()
+        if config[name] and isinstance(each, dict)
+    }
     return config | small | parts
 
 
@@ -270,7 +274,7 @@ def program(
             _write(target, json.dumps(found, indent=1) + "\n")
 
     request = Run(
-        config=_load_config(given.config, given.quick),
+        config=load_config(given.config, given.quick),
         quick=given.quick,
         folder=given.dir,
         parts=_parts_of(given.only, parts, parser) if parts else (),

@@ -29,9 +29,8 @@ _MODULES: Final = {"rows": rows, "training": training, "cached": cached, "latenc
 
 
 def _in_child(measure: Callable[[Rig, Figures, Path], Figures], config: Figures, seed: int, folder: Path) -> Figures:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: Figures = plain(measure(Rig(device, seed=seed), config, folder))
-    return found | {"device": device}
+    found: Figures = plain(measure(Rig("cuda" if torch.cuda.is_available() else "cpu", seed=seed), config, folder))
+    return found
 
 
 def _measure(name: str, request: Run, _: Figures) -> Figures:
@@ -39,14 +38,7 @@ def _measure(name: str, request: Run, _: Figures) -> Figures:
     return in_child(_in_child, _MODULES[name].measure, config[name], config["seed"], folder)
 
 
-def _tell(name: str, found: Figures) -> Report:
-    report: Report = _MODULES[name].tell(found)
-    if found["device"] == "cpu":
-        report.notes.append("On the CPU, by the kernels' twins: NO RESULTS, but a sign that the programs work.")
-    return report
-
-
-PARTS: Final = {name: Part(partial(_measure, name), partial(_tell, name)) for name in _MODULES}
+PARTS: Final = {name: Part(partial(_measure, name), each.tell) for name, each in _MODULES.items()}
 
 
 def run(request: Run) -> Report:
@@ -68,7 +60,7 @@ def run(request: Run) -> Report:
 def _described() -> str:
     """The device and what drives it."""
     if not torch.cuda.is_available():
-        return f"On the CPU, torch {torch.__version__}."
+        return "On the CPU, by the kernels' twins: NO RESULTS, but a sign that the programs work."
     found = torch.cuda.get_device_properties(0)
     query = "--query-gpu=driver_version,clocks.max.sm,clocks.max.memory,power.limit"
     command = ["nvidia-smi", query, "--format=csv,noheader"]

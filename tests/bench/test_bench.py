@@ -28,6 +28,7 @@ def test_each_configuration_has_its_program() -> None:
         module = importlib.import_module(f"bench.{name}")
         assert hasattr(module, "run") or module.PARTS
         assert module.__doc__
+        assert common.load_config(ROOT / "bench" / f"{name}.toml", quick=True)
 
 
 def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
