@@ -24,7 +24,7 @@ help:
 	@echo "make test         the whole test suite, the kernels again as plain Python, ruff and mypy"
 	@echo "make test-matrix  the suite under each Python there is, and with the oldest dependencies; PYTHONS=..., TESTS=..."
 	@echo "make lint         ruff and mypy only"
-	@echo "make bench-quick  every benchmark at small size, into .bench/quick"
+	@echo "make bench-quick  every benchmark at small size: whether it works"
 	@echo "make peers        other systems that benchmarks and tests compare with, into .peers"
 	@echo "make docs         write the tables of README.md and docs from bench/results, and the API reference into .docs"
 	@echo "make clean        remove what was built and what the examples left; make distclean also removes $(VENV)"
@@ -90,7 +90,7 @@ docs: $(READY)
 	$(BIN)/python -m docs.reference
 
 bench-quick: $(READY)
-	$(BIN)/python -m bench --quick --out .bench/quick
+	$(BIN)/python -m bench --quick
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .docs

@@ -1,9 +1,8 @@
-"""Run benchmarks: ``python -m bench [NAME ...] [--quick] [--out DIR]``; without names, all of them."""
+"""Run benchmarks: ``python -m bench [NAME ...] [--quick]``; without names, all. Each as ``python -m bench.NAME``."""
 
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 
 from .data import ROOT, find_criteo
 
@@ -16,20 +15,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that they work")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", metavar="DIR", help="[bench/results]")
     given = parser.parse_args()
     if unknown := set(given.names) - set(known):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    if given.quick and given.out == ROOT / "bench" / "results":
-        parser.error("a quick run gives no results: name another folder with --out")
     failed = []
     for name in given.names or known:
         if name in NEED_CRITEO and find_criteo() is None:
             print(f"\n{name}: skipped, needs the Criteo rows (set TIERSTORE_CRITEO)")
             continue
         print(f"\n=== {name}", flush=True)
-        flags = ["--json", str(given.out / f"{name}.json"), *(["--quick"] if given.quick else [])]
-        if subprocess.run([sys.executable, "-m", f"bench.{name}", *flags], cwd=ROOT, check=False).returncode:
+        command = [sys.executable, "-m", f"bench.{name}", *(["--quick"] if given.quick else [])]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
             failed.append(name)
     if failed:
         print(f"\nFailed: {', '.join(failed)}")

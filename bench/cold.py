@@ -12,7 +12,7 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 from tierstore.plan.measure import page_cache
 
 from . import device
-from .common import Goal, Report, Run, Spread, Table, per_second, start
+from .common import Goal, Report, Run, Table, per_second, start
 from .peers import rocksdb_rows
 from .peers.rocksdb_rows import RocksdbRows
 from .rowdata import Int64s, Rows, TierReader, build_flat, build_store, open_flat
@@ -34,7 +34,7 @@ ROCKSDB_MANY: Final = "RocksDB MultiGet, one key a row, 32 threads"
 MANY_THREADS: Final = 32
 
 
-class Contender(NamedTuple):
+class _Contender(NamedTuple):
     """Something that reads batches of rows from files that are out of the page cache."""
 
     name: str
@@ -43,159 +43,134 @@ class Contender(NamedTuple):
     batch_rows: int
 
 
-class Case(NamedTuple):
-    """What was measured of one store, by contender where it is a dict."""
+class _Taken(NamedTuple):
+    """By a batch: seconds by the clock and of a processor, bytes from the device, and the share of a file that stayed
+    in the page cache before."""
 
-    dim: int
-    tables: int
-    store_bytes: int
-    limit: Spread | None
-    rates: dict[str, Spread]
-    share: float | None
-    """Pages that tierstore read a second, of the limit right before each batch; the median."""
-    processor_us: dict[str, float]
-    """Of a row, or of one of fio's reads; the median."""
-    pages_per_row: float
-    amplification: dict[str, float]
-    """Bytes from the device over bytes of the rows asked for."""
-    resident_share_max: float
-
-    @property
-    def name(self) -> str:
-        return f"dim {self.dim}, {self.tables} table{'s' * (self.tables > 1)}"
+    elapsed: float
+    processor: float
+    bytes_read: int = 0
+    resident: float = 0.0
 
 
-def _peers(request: Run, rows: Rows, names: list[str], stack: contextlib.ExitStack) -> list[Contender]:
+def _peers(request: Run, rows: Rows, names: list[str], stack: contextlib.ExitStack) -> list[_Contender]:
     batch = request.config["batch_rows"]
     found = []
     if "rocksdb" in names and rocksdb_rows.is_there():
         for name, threads in ((ROCKSDB, len(os.sched_getaffinity(0))), (ROCKSDB_MANY, MANY_THREADS)):
             keyed = RocksdbRows(request.folder, rows, threads=threads)
             stack.callback(keyed.close)
-            found.append(Contender(name, keyed.paths, keyed.read, batch))
+            found.append(_Contender(name, keyed.paths, keyed.read, batch))
     # It takes a page fault a row, one after another: a smaller batch tells as much.
     if "numpy" in names:
         path = build_flat(request.folder, rows)
         flat = open_flat(path, rows, mmap.MADV_RANDOM)
         take = "numpy.take, flat memmap, MADV_RANDOM"
-        found.append(Contender(take, [path], lambda ids: np.take(flat, ids, axis=0), batch // 4))
+        found.append(_Contender(take, [path], lambda ids: np.take(flat, ids, axis=0), batch // 4))
     return found
 
 
-class _Series(NamedTuple):
-    """Of each round."""
-
-    limit: list[device.Seconds]
-    seconds: dict[str, list[device.Seconds]]
-    bytes_read: dict[str, list[int]]
-    resident_share_max: float
-
-
-def _measure(contenders: list[Contender], rows: int, config: dict[str, Any]) -> _Series:
-    generator = np.random.default_rng(config["seed"])
-    limit: list[device.Seconds] = []
-    seconds: dict[str, list[device.Seconds]] = {each.name: [] for each in contenders}
-    bytes_read: dict[str, list[int]] = {each.name: [] for each in contenders}
-    kept: list[list[Any]] = [limit, *seconds.values(), *bytes_read.values()]
-    resident = 0.0
-    for number in range(config["repetitions"] + 1):
-        if number == 1:  # the first round compiles kernels and starts threads
-            for series in kept:
-                series.clear()
-        page_cache.drop(contenders[0].paths[0])
-        if device.is_there():
-            limit.append(device.read_seconds(contenders[0].paths[0], config["limit_reads"]))
-        for own in contenders:
-            ids = generator.integers(0, rows, own.batch_rows)
-            for path in own.paths:
-                page_cache.drop(path)
-                resident = max(resident, page_cache.resident_share(path))
-            before = device.bytes_read_of_process()
-            begun, processor = time.perf_counter(), time.process_time()
-            own.read(ids)
-            seconds[own.name].append(device.Seconds(time.perf_counter() - begun, time.process_time() - processor))
-            bytes_read[own.name].append(device.bytes_read_of_process() - before)
-    return _Series(limit, seconds, bytes_read, resident)
+def _round(contenders: list[_Contender], rows: int, generator: np.random.Generator, reads: int) -> dict[str, _Taken]:
+    """A batch of each contender, by its name, and so many reads by fio."""
+    found = {}
+    page_cache.drop(contenders[0].paths[0])
+    if device.is_there():
+        found[LIMIT] = _Taken(*device.read_seconds(contenders[0].paths[0], reads))
+    for own in contenders:
+        ids, resident = generator.integers(0, rows, own.batch_rows), 0.0
+        for path in own.paths:
+            page_cache.drop(path)
+            resident = max(resident, page_cache.resident_share(path))
+        before, begun, processor = device.bytes_read_of_process(), time.perf_counter(), time.process_time()
+        own.read(ids)
+        seconds = time.perf_counter() - begun, time.process_time() - processor
+        found[own.name] = _Taken(*seconds, device.bytes_read_of_process() - before, resident)
+    return found
 
 
-def _case(request: Run, given: dict[str, Any]) -> Case:
+def _case(request: Run, given: dict[str, Any]) -> dict[str, Any]:
+    """What was measured of one store, by contender where it is a dict: "share" are pages that tierstore read a second,
+    of the limit right before each batch, the median; "processor_us" of a row, or of one of fio's reads;
+    "amplification" bytes from the device over bytes of the rows asked for."""
     config, tables = request.config, given["tables"]
     rows, batch, reads = Rows.of(config | given), config["batch_rows"], config["limit_reads"]
+    generator = np.random.default_rng(config["seed"])
     with contextlib.ExitStack() as stack:
         store = build_store(request.folder, rows, tables)
         contenders = []
         for name in (MAPPED, OWN):
             reader = TierReader(store, rows, batch, verify=True, tables=tables, direct=name == OWN)
             stack.callback(reader.close)
-            contenders.append(Contender(name, [reader.path], reader.read_by_table, batch))
+            contenders.append(_Contender(name, [reader.path], reader.read_by_table, batch))
         contenders += _peers(request, rows, given["peers"], stack)
-        series = _measure(contenders, rows.count, config)
+        rounds = [_round(contenders, rows.count, generator, reads) for _ in range(config["repetitions"] + 1)]
         counted = reader.tier.counters()
         store_bytes = reader.path.stat().st_size
-    pages_per_row = counted.pages_read / counted.rows_read
+    series = {name: [each[name] for each in rounds[1:]] for name in rounds[0]}  # the first one compiles and warms up
+    sizes = {each.name: each.batch_rows for each in contenders}
+    rates = {name: per_second(sizes.get(name, reads), [own.elapsed for own in taken]) for name, taken in series.items()}
+    pages = counted.pages_read / counted.rows_read
     shares = [
-        (batch * pages_per_row / own.elapsed) / (reads / limit.elapsed)
-        for own, limit in zip(series.seconds[OWN], series.limit, strict=bool(series.limit))
+        (batch * pages / own.elapsed) / (reads / limit.elapsed)
+        for own, limit in zip(series[OWN], series.get(LIMIT, []), strict=LIMIT in series)
     ]
-    sizes = {each.name: each.batch_rows for each in contenders} | ({LIMIT: reads} if series.limit else {})
-    seconds = series.seconds | ({LIMIT: series.limit} if series.limit else {})
-    rates = {name: per_second(size, [taken.elapsed for taken in seconds[name]]) for name, size in sizes.items()}
-    return Case(
-        rows.dim,
-        tables,
-        store_bytes,
-        rates.pop(LIMIT, None),
-        rates,
-        statistics.median(shares) if shares else None,
-        {name: 1e6 * statistics.median(own.processor for own in seconds[name]) / n for name, n in sizes.items()},
-        pages_per_row,
-        {name: statistics.median(own) / (sizes[name] * rows.dim * 4) for name, own in series.bytes_read.items()},
-        series.resident_share_max,
-    )
+    medians = {name: _Taken(*map(statistics.median, zip(*taken, strict=True))) for name, taken in series.items()}
+    return {
+        "name": f"dim {rows.dim}, {tables} table{'s' * (tables > 1)}",
+        "dim": rows.dim,
+        "store_bytes": store_bytes,
+        "limit": rates.pop(LIMIT, None),
+        "rates": rates,
+        "share": statistics.median(shares) if shares else None,
+        "processor_us": {name: 1e6 * own.processor / sizes.get(name, reads) for name, own in medians.items()},
+        "pages_per_row": pages,
+        "amplification": {name: medians[name].bytes_read / (size * rows.dim * 4) for name, size in sizes.items()},
+        "resident_share_max": max(own.resident for taken in series.values() for own in taken),
+    }
 
 
-def _rates(cases: list[Case]) -> Table:
+def _rates(cases: list[dict[str, Any]]) -> Table:
     rows = []
     for case in cases:
-        for name, rate in (({LIMIT: case.limit} if case.limit else {}) | case.rates).items():
-            spread = f"{rate.lowest:,.0f} - {rate.highest:,.0f}"
-            of_limit = f"{rate.median / case.limit.median:.2f}" if case.limit else ""
-            asked = f"{case.amplification[name]:.1f}" if name in case.amplification else ""
-            processor = f"{case.processor_us[name]:.1f}"
-            rows.append([case.name, name, f"{rate.median:,.0f}", spread, of_limit, processor, asked])
+        limit = case["limit"]
+        for name, rate in (({LIMIT: limit} if limit else {}) | case["rates"]).items():
+            spread = f"{rate['lowest']:,.0f} - {rate['highest']:,.0f}"
+            of_limit = f"{rate['median'] / limit['median']:.2f}" if limit else ""
+            asked = f"{case['amplification'][name]:.1f}" if name in case["amplification"] else ""
+            processor = f"{case['processor_us'][name]:.1f}"
+            rows.append([case["name"], name, f"{rate['median']:,.0f}", spread, of_limit, processor, asked])
     columns = ["rows", "read by", "rows or reads/s", "lowest - highest", "of the limit", "processor us a row or read"]
     return Table("cold reads", [*columns, "bytes read, of asked"], rows)
 
 
-def _goals(cases: list[Case]) -> list[Goal]:
-    goals = [
-        Goal(f"{case.name}: pages read a second, of the limit", round(case.share, 3), at_least=0.95)
-        for case in cases
-        if case.share is not None
-    ]
+def _goals(cases: list[dict[str, Any]]) -> Iterator[Goal]:
     for case in cases:
-        if ROCKSDB in case.rates:
-            times = round(case.rates[OWN].median / case.rates[ROCKSDB].median, 2)
-            goals.append(Goal(f"{case.name}: rows a second over RocksDB's", times, at_least=2))
+        if case["share"] is not None:
+            share = round(case["share"], 3)
+            yield Goal(f"{case['name']}: pages read a second, of the limit", share, at_least=0.95)
     for case in cases:
-        value = round(case.processor_us[OWN] / case.pages_per_row, 2)
-        goals.append(Goal(f"{case.name}: us of a processor a page", value, at_most=3.5))
-    largest = max(case.store_bytes for case in cases)
-    return [*goals, Goal("GB of the largest row file", round(largest / 1e9, 2), at_least=2)]
+        if ROCKSDB in case["rates"]:
+            times = round(case["rates"][OWN]["median"] / case["rates"][ROCKSDB]["median"], 2)
+            yield Goal(f"{case['name']}: rows a second over RocksDB's", times, at_least=2)
+    for case in cases:
+        value = round(case["processor_us"][OWN] / case["pages_per_row"], 2)
+        yield Goal(f"{case['name']}: us of a processor a page", value, at_most=3.5)
+    yield Goal("GB of the largest row file", round(max(case["store_bytes"] for case in cases) / 1e9, 2), at_least=2)
 
 
 def run(request: Run) -> Report:
     config = request.config
     cases = [_case(request, given) for given in config["cases"]]
     sizes = "; ".join(
-        f"{given['rows']:,} rows, {case.store_bytes / 1e9:.2f} GB, {case.pages_per_row:.3f} pages a row ({case.name})"
+        f"{given['rows']:,} rows, {case['store_bytes'] / 1e9:.2f} GB, {case['pages_per_row']:.3f} pages a row "
+        f"({case['name']})"
         for given, case in zip(config["cases"], cases, strict=True)
     )
     notes = [
         f"Batches of {config['batch_rows']:,} random rows, one thread of tierstore; {config['repetitions']} "
         "repetitions in turns. Goals compare each batch with the limit right before it and count pages, as rows of "
         f"one batch may share a page: {sizes}. Before each batch the files were put out of every map "
-        f"and out of the page cache; at most {max(case.resident_share_max for case in cases):.2%} of one stayed "
+        f"and out of the page cache; at most {max(case['resident_share_max'] for case in cases):.2%} of one stayed "
         "(mincore). Bytes read are the process's own (/proc/self/io).",
         "RocksDB: compacted, blocks of 4 KiB, 8 MiB of block cache, Bloom filters of 10 bits a key, indexes and "
         f"filters in memory, direct reads, nothing compressed; {len(os.sched_getaffinity(0))} cores. More threads "
@@ -204,7 +179,7 @@ def run(request: Run) -> Report:
         else "RocksDB is not there: `make peers` brings it.",
         *([] if device.is_there() else [device.MISSING]),
     ]
-    return Report([_rates(cases)], _goals(cases), notes, {"cases": cases})
+    return Report([_rates(cases)], [*_goals(cases)], notes, {"cases": cases})
 
 
 if __name__ == "__main__":

@@ -13,10 +13,13 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from . import machine
 from .data import ROOT
+
+RESULTS: Final = ROOT / "bench" / "results"
+"""What docs are generated from: a report of each benchmark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,23 +94,9 @@ class Report:
     question: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Repetitions of one measurement."""
-
-    median: float
-    lowest: float
-    highest: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        return cls(median=statistics.median(values), lowest=min(values), highest=max(values), count=len(values))
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """``Spread.of``, as JSON has it."""
-    return asdict(Spread.of(values))
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Of repetitions of one measurement."""
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values), "count": len(values)}
 
 
 def measure(
@@ -130,9 +119,9 @@ def measure(
     return {name: each[warm_up:] for name, each in seconds.items()}
 
 
-def per_second(count: int, seconds: Sequence[float]) -> Spread:
-    """Rate of ``count`` things done in each of the times."""
-    return Spread.of([count / value for value in seconds])
+def per_second(count: int, seconds: Sequence[float]) -> dict[str, float]:
+    """The spread of rates, ``count`` things being done in each of the times."""
+    return spread([count / value for value in seconds])
 
 
 def median_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -172,17 +161,21 @@ def aligned(table: Table) -> str:
     return "\n".join([table.title, lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _load_config(path: Path, quick: bool) -> dict[str, Any]:
+def load_config(path: Path, quick: bool) -> dict[str, Any]:
     config = tomllib.loads(path.read_text())
     small = config.pop("quick", {})
     return _overlaid(config, small, path) if quick else config
 
 
 def _overlaid(config: dict[str, Any], small: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Tables within are overlaid, too."""
+    """Tables within are overlaid, too; an empty one takes any key."""
     if unknown := set(small) - set(config):
         raise ValueError(f"{path}: [quick] sets {sorted(unknown)}, which the file itself does not")
-    parts = {name: _overlaid(config[name], each, path) for name, each in small.items() if isinstance(each, dict)}
+    parts = {
+        name: _overlaid(config[name], each, path)
+        for name, each in small.items()
+        if config[name] and isinstance(each, dict)
+    }
     return config | small | parts
 
 
@@ -260,7 +253,7 @@ def program(
     """
     about = sys.modules[run.__module__].__doc__ or ""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help=f"[bench/results/{name}.json; none if quick]")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--config", type=Path, default=ROOT / "bench" / f"{name}.toml", metavar="PATH")
     parser.add_argument(
@@ -269,22 +262,23 @@ def program(
     if parts:
         parser.add_argument("--only", default="", metavar="PARTS", help=f"some of {','.join(parts)}; the rest stays")
     given = parser.parse_args(arguments)
+    target: Path | None = given.json or (None if given.quick else RESULTS / f"{name}.json")
     given.dir.mkdir(parents=True, exist_ok=True)
     described: dict[str, Any] = machine.describe(given.dir)
     begun = time.perf_counter()
 
     def save(report: Report) -> None:
         report.question = report.question or about.partition("\n")[0]
-        if given.json:
+        if target:
             found = _as_json(name, request, report, described, time.perf_counter() - begun)
-            _write(given.json, json.dumps(found, indent=1) + "\n")
+            _write(target, json.dumps(found, indent=1) + "\n")
 
     request = Run(
-        config=_load_config(given.config, given.quick),
+        config=load_config(given.config, given.quick),
         quick=given.quick,
         folder=given.dir,
         parts=_parts_of(given.only, parts, parser) if parts else (),
-        earlier=_earlier(given.json, given.quick) if parts else {},
+        earlier=_earlier(target, given.quick) if parts else {},
         save=save,
     )
     report = run(request)
@@ -292,8 +286,8 @@ def program(
         report.goals.clear()
     save(report)
     _print(report, described, given.quick)
-    if given.json:
-        print(f"Written: {given.json}")
+    if target:
+        print(f"Written: {target}")
     return 0
 
 
@@ -306,7 +300,7 @@ def start(name: str) -> None:
     parts = getattr(module, "PARTS", {})
 
     def run(request: Run) -> Report:
-        return module.run(request) if hasattr(module, "run") else run_parts(request, "", parts)
+        return module.run(request) if hasattr(module, "run") else run_parts(request, parts)
 
     run.__module__ = module.__name__
     sys.exit(program(name, run, parts=tuple(parts)))
@@ -322,7 +316,7 @@ class Part(NamedTuple):
     tell: Callable[[dict[str, Any]], Report]
 
 
-def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
+def run_parts(request: Run, parts: Mapping[str, Part]) -> Report:
     """Measure the parts that are asked for; the figures of the others stay as they are in the report's file.
 
     The report is saved after each part, so that one that fails costs none before it.
@@ -334,15 +328,15 @@ def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
         begun = time.perf_counter()
         found = parts[name].measure(request, figures)
         figures[name] = plain(found) | {"measured_seconds": round(time.perf_counter() - begun, 1)}
-        request.save(_told(question, parts, figures))
-    return _told(question, parts, figures)
+        request.save(_told(parts, figures))
+    return _told(parts, figures)
 
 
-def _told(question: str, parts: Mapping[str, Part], measured: Mapping[str, Any]) -> Report:
+def _told(parts: Mapping[str, Part], measured: Mapping[str, Any]) -> Report:
     figures = {name: measured[name] for name in parts if name in measured}
     told = [parts[name].tell(found) for name, found in figures.items()]
     tables, goals, notes = ([each for part in told for each in getattr(part, kind)] for kind in _OF_PARTS)
-    return Report(tables, goals, notes, figures, question)
+    return Report(tables, goals, notes, figures)
 
 
 _OF_PARTS = ("tables", "goals", "notes")

@@ -33,7 +33,7 @@ def _read(path: Path) -> str:
 
 
 def _disk(folder: Path) -> dict[str, Any]:
-    """Name, model, file system and size of the device that holds ``folder``; what is not known is ""."""
+    """Name, model and file system of the device that holds ``folder``; what is not known is ""."""
     number = folder.stat().st_dev
     places = [each for each in psutil.disk_partitions(all=True) if os.path.ismount(each.mountpoint)]
     filesystem = next((each.fstype for each in places if os.stat(each.mountpoint).st_dev == number), "unknown")
@@ -44,9 +44,7 @@ def _disk(folder: Path) -> dict[str, Any]:
     if not model or model.startswith("0x"):
         driver = disk / "device/driver"
         model = driver.resolve().name if driver.exists() else ""
-    sectors = _read(disk / "size")
-    size = round(int(sectors) * 512 / 2**30, 1) if sectors else None
-    return {"device": disk.name, "model": model, "filesystem": filesystem, "size_gib": size}
+    return {"device": disk.name, "model": model, "filesystem": filesystem}
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -59,7 +57,6 @@ def describe(folder: Path) -> dict[str, Any]:
         "disk": _disk(folder),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "load_1min": round(os.getloadavg()[0], 2),
     }
 
 

@@ -48,7 +48,7 @@ from .serving.queries import QUERY_SIZES, encoded_rest
 from .serving.rig import ServerProcess
 from .serving.zoo import MODELS, PART, PLACEMENTS, ZooModel
 from .sharded.ranks import run_ranks
-from .steps import StepWorkload, fill, jagged, timed
+from .steps import StepWorkload, fill, jagged, model_step, timed
 from .workload import CHUNK, ids_of
 
 __all__ = ["PARTS"]
@@ -119,17 +119,9 @@ class Case(NamedTuple):
         torch.manual_seed(1)
         model = wrapped(DLRM(module, num_features=self.tables, embedding_dim=self.dim, **self.layers))
         rule = torch.optim.SGD([each for name, each in model.named_parameters() if "embeddings." not in name], lr=0.01)
-        rules = [rule, rows] if rows is not None else [rule]
+        step = model_step(model, [rule, rows] if rows is not None else [rule])
         dense, labels = torch.randn(self.batch, _DENSE), torch.rand(self.batch).round()
-
-        def step(batch: Any) -> None:
-            for each in rules:
-                each.zero_grad()
-            torch.nn.functional.binary_cross_entropy_with_logits(model(dense, batch), labels).backward()  # type: ignore[no-untyped-call]
-            for each in rules:
-                each.step()
-
-        return step
+        return lambda batch: step(batch, dense, labels)
 
 
 class Measured(NamedTuple):
@@ -323,7 +315,7 @@ def _requests(model: ZooModel) -> list[bytes]:
     fitting = int(model.config["pool_mib"] * 2**20 // (sample_bytes * statistics.mean(sizes)))
     repeated = sizes * max(1, min(fitting, 2000) // len(sizes))
     drawn = np.random.default_rng(model.config["seed"]).permutation(repeated).tolist()
-    return [encoded_rest(each) for each in model.queries(drawn, seed=1, store_name="")]
+    return [encoded_rest(each) for each in model.queries(drawn, seed=1)]
 
 
 def _bounded(server: ServerProcess, pool: list[bytes], config: Found) -> Found:
@@ -362,7 +354,7 @@ def _measure_served(request: Run, _: Found, *, part: str) -> Found:
     config, found, model = request.config, dict[str, Found](), ZooModel(request, part)
     pool, samples = _requests(model), statistics.mean(each // config["query_divisor"] for each in QUERY_SIZES)
     for placement in PLACEMENTS:
-        with model.server(placement, stores=("s0",)) as server:
+        with model.server(placement) as server:
             own = found[placement] = _bounded(server, pool, config) | {"samples": samples}
             used = fields_of(f"{server.process.pid}/smaps_rollup")
             own |= {name.lower(): int(used[name].split()[0]) << 10 for name in ("Anonymous", "Pss")}

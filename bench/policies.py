@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -10,9 +11,12 @@ from tierstore.cache.ddr import DdrCache
 
 from .common import Goal, Report, Run, Table, start
 from .data import criteo_keys, require_criteo
-from .peers.cachesim import hit_rate, policies, write_trace
+from .peers import has, load
 
 OWN: Final = ("tinylfu", "lru", "lfu")
+_LIBCACHESIM: Final = "libcachesim"
+_ACCESS: Final = np.dtype([("time", "<u4"), ("row", "<u8"), ("size", "<u4"), ("next", "<i8")])
+"""Of a trace as libCacheSim reads it."""
 
 
 def _drawn(seed: int, n: int, rows: int) -> Iterator[tuple[str, Any]]:
@@ -59,17 +63,28 @@ def _streams(config: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
         yield from ((*each, config["rows"]) for each in _drawn(seed, config["accesses"], config["rows"]))
 
 
+def _peer_rate(policy: str, trace: Path, capacity: int) -> float:
+    """The hit rate by libCacheSim, from 0 to 1."""
+    module = load(_LIBCACHESIM)
+    kind, flags = module.TraceType.ORACLE_GENERAL_TRACE, module.ReaderInitParam(ignore_obj_size=True)
+    misses, _ = getattr(module, policy)(capacity).process_trace(module.TraceReader(str(trace), kind, flags))
+    return float(1 - misses)
+
+
 def run(request: Run) -> Report:
     config, rates = request.config, defaultdict[str, list[list[float]]](list)
-    peers, trace = policies(), request.folder / "trace"
+    peers, trace = ["WTinyLFU", "S3FIFO", "Sieve"] if has(_LIBCACHESIM) else [], request.folder / "trace"
     for kind, accessed, count in _streams(config):
         distinct, rows = np.unique(accessed, return_inverse=True)
-        write_trace(trace, rows)
+        accesses = np.ones(len(rows), _ACCESS)
+        accesses["row"] += rows.astype(np.uint64)
+        accesses.tofile(trace)
         for share in config["shares"]:
             capacity = max(1, int(share * (count or len(distinct))))
             caches = (DdrCache(capacity, policy=name, weight_words=0, state_words=0) for name in OWN)
             found = [float(cache.access(rows).mean()) for cache in caches]
-            rates[kind].append([100 * each for each in (*found, *(hit_rate(name, trace, capacity) for name in peers))])
+            found += [_peer_rate(name, trace, capacity) for name in peers]
+            rates[kind].append([100 * each for each in found])
     shown, worst = [], 0.0
     for kind, listed in rates.items():
         each = np.array(listed).reshape(-1, len(config["shares"]), len(listed[0]))  # [streams, shares, policies]

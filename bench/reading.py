@@ -28,7 +28,7 @@ from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, Sto
 from tierstore.train.readers import Batch
 from tierstore.train.trainer import feed, train_step
 
-from .common import Goal, Report, Run, Spread, Table, fresh_folder, measure, per_second, start
+from .common import Goal, Report, Run, Table, fresh_folder, measure, per_second, start
 from .data import ROOT
 from .workload import ids_of
 
@@ -40,7 +40,7 @@ _READY: Final = "batches in memory"
 _PYARROW: Final = "pyarrow.dataset"
 
 Ids = NDArray[np.int64]
-Rates = dict[str, Spread]
+Rates = dict[str, dict[str, float]]
 """Samples/s by the reader's name."""
 
 
@@ -231,8 +231,8 @@ def _whole_table(results: list[dict[str, Any]]) -> Table:
     return Table("a large Parquet file, each time by a new process", columns, rows)
 
 
-def _row(cells: Sequence[str], rate: Spread, *more: str) -> list[str]:
-    return [*cells, f"{rate.median:,.0f}", f"{rate.lowest:,.0f} - {rate.highest:,.0f}", *more]
+def _row(cells: Sequence[str], rate: dict[str, float], *more: str) -> list[str]:
+    return [*cells, f"{rate['median']:,.0f}", f"{rate['lowest']:,.0f} - {rate['highest']:,.0f}", *more]
 
 
 def _readers(title: str, rates: Rates) -> Table:
@@ -244,8 +244,9 @@ def _runs(batch: int, trained: dict[int, Rates], alone: Rates) -> Table:
     rows = []
     for dim, rates in trained.items():
         for name, rate in rates.items():
-            faster = f"{alone[name].median / rate.median:.1f}" if name in alone else ""
-            rows.append(_row([str(dim), name], rate, f"{rate.median / rates[_READY].median:.2f}", faster))
+            faster = f"{alone[name]['median'] / rate['median']:.1f}" if name in alone else ""
+            share = f"{rate['median'] / rates[_READY]['median']:.2f}"
+            rows.append(_row([str(dim), name], rate, share, faster))
     columns = ["dim", "read from", "samples/s", "lowest - highest", "of batches in memory", "reader alone, faster by"]
     return Table(f"training on them, all rows in memory, batches of {batch:,}", columns, rows)
 
@@ -272,8 +273,8 @@ def run(request: Run) -> Report:
         single = _alone(one, one_paths, config)
         whole = _whole(one.folder, config)
     shares = {
-        f"run from {name}, dim {dim}, of the run over batches in memory": rates[name].median / rates[_READY].median
-        for dim, rates in trained.items()
+        f"run from {name}, dim {dim}, of the run over batches in memory": own[name]["median"] / own[_READY]["median"]
+        for dim, own in trained.items()
         for name in paths
     }
     least = config["share_of_ready"]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 import tierstore
 from tierstore.models import DLRM
@@ -102,13 +103,20 @@ def step_of(module: Any, workload: StepWorkload) -> Callable[[Any], None]:
         module, num_features=len(workload.rows), embedding_dim=workload.dim, bottom_mlp=(512, 256, 64),
         top_mlp=(512, 256),
     )  # fmt: skip
-    rule = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = model_step(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     dense, labels = torch.randn(samples, 13), torch.rand(samples).round()
+    return lambda batch: step(batch, dense, labels)
 
-    def step(batch: Any) -> None:
-        rule.zero_grad()
-        torch.nn.functional.binary_cross_entropy_with_logits(model(dense, batch), labels).backward()  # type: ignore[no-untyped-call]
-        rule.step()
+
+def model_step(model: Any, rules: Sequence[Any]) -> Callable[[Any, Tensor, Tensor], None]:
+    """A training step of a DLRM by some optimizers, given ids, dense features and labels."""
+
+    def step(ids: Any, dense: Tensor, labels: Tensor) -> None:
+        for each in rules:
+            each.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(model(dense, ids), labels).backward()  # type: ignore[no-untyped-call]
+        for each in rules:
+            each.step()
 
     return step
 

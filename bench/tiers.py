@@ -236,7 +236,7 @@ def run(request: Run) -> Report:
         f"batch: {config['steps']} steps after {config['warm_steps']}.",
     }
     parts = {name: Part(partial(_measure, cases), partial(_tell, name, notes[name])) for name, cases in PARTS.items()}
-    report = run_parts(request, "", parts)
+    report = run_parts(request, parts)
     report.notes.append(
         f"Row-wise Adagrad, {config['depth']} batches brought in ahead; every row was written and committed before the "
         "first step. Pages and rows are of a step. Roofline: the larger of a step with every row in DDR, and of what "

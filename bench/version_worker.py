@@ -130,14 +130,14 @@ def _partly(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
 
 
 def _reader(folder: Path, config: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
-    """A reader of random rows, and what draws them."""
+    """A reader of random rows, and what draws them: not those that the other version has just read."""
     import numpy as np
 
     from bench.rowdata import Rows, TierReader, build_store
 
     rows = Rows(count=config["cold_rows"], dim=config["dim"], seed=config["seed"])
     reader = TierReader(build_store(folder, rows), rows, config["read_rows"], verify=True)
-    generator = np.random.default_rng(config["seed"])
+    generator = np.random.default_rng()
     return reader, lambda: generator.integers(0, rows.count, config["read_rows"])
 
 
@@ -149,7 +149,9 @@ def _cold(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
     def read() -> float:
         ids = draw()
         page_cache.drop(reader.path)
-        return _timed(lambda: reader.read(ids))
+        seconds = _timed(lambda: reader.read(ids))
+        page_cache.zap_maps(reader.path)  # the other version cannot put out what this process has mapped
+        return seconds
 
     return {"cold: read from the device": read}
 

@@ -73,14 +73,16 @@ def make_store(
     ddr: str | int,
     tables: int = 1,
     value: float | None = None,
+    **settings: Any,
 ) -> tierstore.Store:
     """A new store of tables t0, t1, ... with a feature f0, f1, ... each.
 
     Args:
         rows: of each, or of all.
         value: written to every row and committed, so that each has to be read, where else it would be computed.
+        settings: others of ``tierstore.open``.
     """
-    store, init = tierstore.open(path, mode="w", ddr=ddr), tierstore.init.Uniform(-0.05, 0.05, seed=1)
+    store, init = tierstore.open(path, mode="w", ddr=ddr, **settings), tierstore.init.Uniform(-0.05, 0.05, seed=1)
     for number, count in enumerate([rows] * tables if isinstance(rows, int) else rows):
         store.create_table(
             tierstore.TableConfig(

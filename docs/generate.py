@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bench.common import RESULTS
 from bench.data import ROOT
 from bench.machine import summary
 
@@ -22,7 +23,6 @@ from .plots import PLOTS, Plot, draw, is_current
 
 __all__ = ["benchmarks_page", "load_results", "main", "pages", "renewed", "stale_plots"]
 
-RESULTS: Final = ROOT / "bench" / "results"
 ORDER: Final = (
     "cold",
     "overhead",
@@ -57,8 +57,9 @@ python -m bench.overhead --only lookup --quick --dir . --json overhead.json    #
 
 This prints pooled lookups a second beside torch's, at small size.
 
-- Each section ends with the command that measured it and the machine. A program takes `--json PATH` and `--quick`, and
-  reads its sizes from the TOML file of its name in `bench/`. Most have parts, which `--only` measures alone.
+- Each section ends with the command that measured it and the machine. A program writes `bench/results/NAME.json`, or
+  what `--json PATH` says; with `--quick` only the latter. Its sizes are in the TOML file of its name in `bench/`. Most
+  have parts, which `--only` measures alone.
 - The physical limit and the peers are measured in the same run, in turns with tierstore. Figures are medians over the
   repetitions. A missed goal is marked **missed**.
 - `python -m docs.generate` writes this page from the JSON in `bench/results`; edit neither by hand.
@@ -128,7 +129,7 @@ def _section(name: str, result: dict[str, Any]) -> list[str]:
     lines += [text for note in result["notes"] for text in (note, "")]
     if result["goals"]:
         lines += [*map(_goal, result["goals"]), ""]
-    made = f"`python -m bench.{name} --json bench/results/{name}.json`, {result['date']}, commit {result['commit']}"
+    made = f"`python -m bench.{name}`, {result['date']}, commit {result['commit']}"
     return [*lines, f"{made}, {result['seconds']:.0f} s. {summary(result['machine'])}.", ""]
 
 

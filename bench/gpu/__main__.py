@@ -1,10 +1,6 @@
 """The command line of ``python -m bench.gpu``."""
 
-import sys
-
-from ..common import program
-from .runner import PARTS, run
+from ..common import start
 
 if __name__ == "__main__":
-    run.__module__ = "bench.gpu"  # which says what it needs
-    sys.exit(program("gpu", run, parts=tuple(PARTS)))
+    start("gpu")

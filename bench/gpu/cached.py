@@ -5,48 +5,41 @@ must end in the same bits.
 """
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import tierstore
 
-from ..common import Goal, Report, Table, spread
+from ..common import Goal, Report, Table, fresh_folder, spread
+from ..workload import make_store
 from .rig import Rig, asked_of
-from .stores import Batch, Trainer, draw_batches, fill_host_memory, hbm_bytes, make_tables, open_fresh, shape_of
+from .stores import Batch, Trainer, draw_batches, fill_host_memory, hbm_bytes, shape_of
 from .training import SPARE
 
 _ALL: Final = 1.0
 _WANTED: Final = 0.9
 
 
-def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     steps, repetitions = config["steps"], config["repetitions"]
     # A first round to warm up, and one step to count.
     count = (repetitions + 1) * steps + 1
     batches = draw_batches(rig, config["table_sizes"], config["exponent"], config["batch"], count)
-    cases: dict[float, dict[str, Any]] = {}
-    left = list(config["shares"])
+    cases = {}
     for share in config["shares"]:
         with contextlib.ExitStack() as stack:
             trainer = _open(rig, config, folder, share, stack)
-            cases[share] = _measure(rig, trainer, batches, config)
-        left.remove(share)
-        yield {
-            "cases": {str(share): case for share, case in cases.items()},
-            "left": [f"{share:.0%} of rows" for share in left],
-            "shape": shape_of(config),
-            "depth": config["depth"],
-        }
+            cases[str(share)] = _measure(rig, trainer, batches, config)
+    return {"cases": cases, "shape": shape_of(config), "depth": config["depth"]}
 
 
 def _open(rig: Rig, config: dict[str, Any], folder: Path, share: float, stack: contextlib.ExitStack) -> Trainer:
-    rows = sum(config["table_sizes"])
+    sizes, rule = config["table_sizes"], tierstore.optim.RowWiseAdagrad(lr=0.02)
     # A row of this shape: its weights, and a word of state.
-    budget = hbm_bytes(rows * (share if share < _ALL else SPARE), 4 * config["dim"] + 8)
-    store = open_fresh(folder / f"gpu-cached-{share}", ddr=config["ddr"], hbm=budget, device=str(rig.device))
-    stack.callback(store.close)
-    make_tables(store, config["table_sizes"], config["dim"], tierstore.optim.RowWiseAdagrad(lr=0.02))
+    budget = hbm_bytes(sum(sizes) * (share if share < _ALL else SPARE), 4 * config["dim"] + 8)
+    shape = {"rows": sizes, "dim": config["dim"], "ddr": config["ddr"], "hbm": budget, "device": str(rig.device)}
+    path = stack.enter_context(fresh_folder(folder / f"gpu-cached-{share}"))
+    store = stack.enter_context(make_store(path, optimizer=rule, **shape))
     trainer = Trainer(rig, store, config, depth=config["depth"])
     if share < _ALL:
         fill_host_memory(store)

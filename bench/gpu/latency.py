@@ -1,6 +1,5 @@
 """Latency of lookups: a tenth of the rows in device memory, the rest in host memory, nothing prefetched."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,32 +10,31 @@ from torch.nn.functional import embedding_bag
 
 import tierstore
 
-from ..common import Report, Table
+from ..common import Report, Table, fresh_folder
+from ..workload import make_store
 from .rig import Rig, Zipf
-from .stores import fill_host_memory, hbm_bytes, make_tables, open_fresh, table_name
+from .stores import fill_host_memory, hbm_bytes
 
 _QUANTILES: Final = (50, 95, 99)
 _TOLD: Final = ("tables", "rows", "dim", "hbm_share", "exponent", "published_by", "published_note")
 
 
-def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     sizes = [config["rows"]] * config["tables"]
     zipf = Zipf(rig, config["rows"], config["exponent"])
     budget = hbm_bytes(config["hbm_share"] * sum(sizes), 4 * config["dim"])
-    with open_fresh(folder / "gpu-latency", ddr=config["ddr"], hbm=budget, device=str(rig.device)) as store:
-        make_tables(store, sizes, config["dim"], tierstore.optim.SGD(lr=0.1))
+    shape = {"rows": sizes, "dim": config["dim"], "ddr": config["ddr"], "hbm": budget, "device": str(rig.device)}
+    rule = tierstore.optim.SGD(lr=0.1)
+    with fresh_folder(folder / "gpu-latency") as path, make_store(path, optimizer=rule, **shape) as store:
         fill_host_memory(store)
         collection = tierstore.TieredEmbeddingBagCollection(store)
         weights = torch.rand((sum(sizes), config["dim"]), generator=rig.generator, device=rig.device)
-        cases: list[dict[str, Any]] = []
-        left = [f"{case['batch']:,} samples" for case in config["cases"]]
-        for case in config["cases"]:
-            cases.append(_measure(rig, collection, weights, zipf, case, config))
-            yield {"cases": cases, "left": left[len(cases) :]} | {name: config[name] for name in _TOLD}
+        cases = [_measure(rig, collection, weights, zipf, case, config) for case in config["cases"]]
+    return {"cases": cases} | {name: config[name] for name in _TOLD}
 
 
 def _requests(zipf: Zipf, batch: int, count: int, tables: int) -> list[tierstore.KeyedJaggedTensor]:
-    names = [table_name(number) for number in range(tables)]
+    names = [f"f{number}" for number in range(tables)]
     offsets = torch.arange(tables * batch + 1)
     return [tierstore.KeyedJaggedTensor(names, zipf.draw(tables * batch).cpu(), offsets=offsets) for _ in range(count)]
 

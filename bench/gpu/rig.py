@@ -153,13 +153,10 @@ class Zipf:
         while math.gcd(self._step, rows) > 1:
             self._step += 1
 
-    def ranks(self, count: int) -> Tensor:
+    def draw(self, count: int) -> Tensor:
         """int64 [count], on the device."""
         if self._sums is None:
             return torch.randint(self._rows, (count,), generator=self._generator, device=self._device)
         uniform = torch.rand(count, dtype=torch.float64, generator=self._generator, device=self._device)
-        return torch.searchsorted(self._sums, uniform * self._sums[-1]).clamp_(max=self._rows - 1)
-
-    def draw(self, count: int) -> Tensor:
-        """int64 [count], on the device."""
-        return self.ranks(count) * self._step % self._rows
+        ranks = torch.searchsorted(self._sums, uniform * self._sums[-1]).clamp_(max=self._rows - 1)
+        return ranks * self._step % self._rows

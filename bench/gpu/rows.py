@@ -1,8 +1,7 @@
-"""Pooling and fused updates, all rows in device memory: against the bytes that must move, and against peers."""
+"""Pooling and fused updates, all rows in device memory: against the bytes that must move, and against torch."""
 
 import math
 import statistics
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from tierstore import optim
 from tierstore.hbm.cache import group, kernels_of
@@ -18,7 +18,6 @@ from tierstore.hbm.kernel_types import Bags, Groups
 from tierstore.kernels import slots as kernels
 
 from ..common import Goal, Report, Table, spread
-from .peers import FbgemmPeer, TorchPeer, fbgemm_missing
 from .rig import Action, Rig, Zipf, rounds_of
 
 RULES: Final[dict[str, optim.Optimizer]] = {
@@ -33,7 +32,6 @@ _COUNTED: Final = 4
 _TOLERANCE: Final = 1e-3
 _TOLD: Final = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad"}
 _WANTED_OF_COPY: Final = 0.7
-_WANTED_OF_PEER: Final = 0.9
 
 
 class _Case(NamedTuple):
@@ -52,21 +50,13 @@ class _Case(NamedTuple):
     """float32 [B, T * D], of every batch."""
 
 
-def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     del folder
     limit = rig.copy_bytes_per_s()
-    missing = fbgemm_missing(rig)
-    shapes = list(product(config["exponents"], config["dims"], config["batches"]))
-    left = [f"dim {dim}, batch {batch:,}, exponent {exponent}" for exponent, dim, batch in shapes]
-    measured: list[dict[str, Any]] = []
-    for exponent, dim, batch in shapes:
-        case = _draw(rig, exponent, dim, batch, config)
-        measured.append(_measure(rig, case, config, limit, missing))
-        del case  # before the next one is drawn
-        yield {
-            "copy_bytes_per_s": limit, "cases": measured, "missing": missing, "left": left[len(measured) :],
-            **{name: config[name] for name in ("tables", "rows", "pooling_factor")},
-        }  # fmt: skip
+    shapes = product(config["exponents"], config["dims"], config["batches"])
+    measured = [_measure(rig, _draw(rig, *shape, config), config, limit) for shape in shapes]
+    told = {name: config[name] for name in ("tables", "rows", "pooling_factor")}
+    return {"copy_bytes_per_s": limit, "cases": measured, **told}
 
 
 def _draw(rig: Rig, exponent: float, dim: int, batch: int, config: dict[str, Any]) -> _Case:
@@ -135,19 +125,45 @@ class _Own:
         self.merge(rule, number)
 
 
-def _measure(rig: Rig, case: _Case, config: dict[str, Any], limit: float, missing: str) -> dict[str, Any]:
+class _Torch:
+    """One ``embedding_bag`` call over the rows of all tables; backward gives a sparse gradient, torch's SGD applies it.
+
+    ``backward`` follows ``forward``.
+    """
+
+    def __init__(self, case: _Case) -> None:
+        self._case, self._leaf, self._gradient = case, case.weights.detach().requires_grad_(), _by_bag(case)
+        # Torch's sparse gradients have ids of 64 bits.
+        self._slots, self._starts = [own.long() for own in case.slots], case.bags.bag_starts.long()
+        self._optimizer = torch.optim.SGD([self._leaf], lr=1e-6)
+
+    def forward(self, number: int) -> Tensor:
+        """float32 [B, T * D]."""
+        slots, starts = self._slots[number], self._starts
+        self._out = embedding_bag(slots, self._leaf, starts, mode="sum", sparse=True, include_last_offset=True)
+        return self._out.view(-1, self._case.batch, self._case.dim).transpose(0, 1).flatten(1)
+
+    def backward(self, _number: int) -> None:
+        self._out.backward(self._gradient)  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._leaf.grad = None
+
+
+def _by_bag(case: _Case) -> Tensor:
+    """float32 [K, D], the gradient of each bag."""
+    return case.gradient.view(case.batch, -1, case.dim).transpose(0, 1).reshape(-1, case.dim)
+
+
+def _measure(rig: Rig, case: _Case, config: dict[str, Any], limit: float) -> dict[str, Any]:
     tables = config["tables"]
-    own = _Own(rig, case, tables)
-    peers = _peers(rig, case, config, missing)
-    _check(case, own, peers)
+    own, theirs = _Own(rig, case, tables), _Torch(case)
+    _check(case, own, theirs)
     actions: dict[str, Action] = {"forward": own.forward, "group": own.group}
     prepare: dict[str, Action] = {}
     for rule in RULES:
         actions |= {rule: partial(own.update, rule), f"{rule} grouped": partial(own.merge, rule)}
         prepare[f"{rule} grouped"] = own.group
-    for name, peer in peers.items():
-        # Each peer's forward, then its backward: those of torch and FBGEMM need it.
-        actions |= {f"{name} {action}": act for action, act in peer.actions.items()}
+    actions |= {"torch forward": theirs.forward, "torch backward": theirs.backward}
     device = rig.times(actions, repetitions=config["repetitions"], before=prepare)
     distinct = int(statistics.median(len(torch.unique(slots)) for slots in case.slots[:_COUNTED]))
     compulsory = _compulsory_bytes(len(case.slots[0]), distinct, tables * case.batch, 4 * case.dim)
@@ -177,23 +193,12 @@ def _compulsory_bytes(positions: int, distinct: int, bags: int, row_bytes: int) 
     return found
 
 
-def _peers(rig: Rig, case: _Case, config: dict[str, Any], missing: str) -> dict[str, Any]:
-    """Each with ``forward``, ``backward`` and ``actions``."""
-    found: dict[str, Any] = {"torch": TorchPeer(case.weights, case.slots, case.bags.bag_starts, case.gradient)}
-    for rule in () if missing else RULES:
-        found[f"fbgemm {rule}"] = FbgemmPeer(
-            rig, config["tables"], config["rows"], case.dim, rule, case.slots, case.bags.bag_starts, case.gradient
-        )
-    return found
-
-
-def _check(case: _Case, own: _Own, peers: dict[str, Any]) -> None:
+def _check(case: _Case, own: _Own, theirs: _Torch) -> None:
     """RuntimeError unless ours pool as torch does, and SGD changes rows as it should."""
-    slots, expected = case.slots[0].long(), peers["torch"].forward(0).detach()
+    slots, expected = case.slots[0].long(), theirs.forward(0).detach()
     _require_near("pooled rows", own.forward(0), expected, expected.abs())
     rows, inverse = torch.unique(slots, return_inverse=True)
-    sources = case.gradient.view(case.batch, -1, case.dim).transpose(0, 1).reshape(-1, case.dim)
-    sources = sources[case.bags.bag_of.long()]
+    sources = _by_bag(case)[case.bags.bag_of.long()]
     summed = torch.zeros((len(rows), case.dim), device=slots.device).index_add_(0, inverse, sources)
     sizes = torch.zeros((len(rows), case.dim), device=slots.device).index_add_(0, inverse, sources.abs())
     before = case.weights[rows]
@@ -208,7 +213,7 @@ def _require_near(what: str, found: Tensor, expected: Tensor, scale: Tensor) -> 
 
 
 def tell(found: dict[str, Any]) -> Report:
-    measured, missing = found["cases"], found["missing"]
+    measured = found["cases"]
     skewed = [case for case in measured if case["exponent"]] or measured
     kernels_told = {"forward": "pooled forward"} | {f"{rule} grouped": told for rule, told in _TOLD.items()}
     goals = []
@@ -216,55 +221,31 @@ def tell(found: dict[str, Any]) -> Report:
         least = round(min(case["of_copy"][name] for case in skewed), 3)
         name = f"{what}, Zipf ids, all widths and batches: compulsory bytes a second over a device copy's, lowest"
         goals.append(Goal(name, least, at_least=_WANTED_OF_COPY))
-    for what in () if missing else ("forward", *RULES):
-        least = round(min(_over(case, "fbgemm", what) for case in skewed), 3)
-        goals.append(Goal(f"{what}: rate over that of FBGEMM, Zipf ids, lowest", least, at_least=_WANTED_OF_PEER))
     note = (
         "Rows: every call has a batch that was never seen before. Of copy rate: the fewest bytes that must move "
         "(each distinct row, id, offset, gradient and result once, an updated row twice: read, written) a second "
         f"over the {found['copy_bytes_per_s'] / 1e9:,.0f} GB/s of a device copy. An update includes the grouping of "
-        "its ids, as a peer's does; grouped: without. Device time by events, after the L2 cache was written over. "
+        "its ids, as torch's does; grouped: without. Device time by events, after the L2 cache was written over. "
         "torch: one embedding_bag, sparse gradients, SGD."
     )
-    note += f" FBGEMM was not measured: {missing}." if missing else ""
     return Report([_device_table(found)], goals, [note])
 
 
-def _median(case: dict[str, Any], name: str) -> float:
-    """Seconds; not a number where it was not measured."""
-    return float(case["seconds"][name]["median"]) if name in case["seconds"] else float("nan")
-
-
-def _name_of(peer: str, what: str) -> str:
-    """A peer's action that does the same."""
-    if peer == "torch":
-        return {"forward": "torch forward", "sgd": "torch backward"}.get(what, "")
-    return f"{peer} sgd forward" if what == "forward" else f"{peer} {what} backward"
-
-
-def _over(case: dict[str, Any], peer: str, what: str) -> float:
-    """How many times as fast as the peer."""
-    return _median(case, _name_of(peer, what)) / _median(case, what)
-
-
-def _head(case: dict[str, Any]) -> str:
-    ids = f"Zipf {case['exponent']}" if case["exponent"] else "uniform"
-    return f"{case['dim']}, {case['batch']:,}, {ids}"
-
-
-def _shown(value: float) -> str:
-    return "" if value != value else f"{value:.2f}"
+_PEERS: Final = {"forward": "torch forward", "sgd": "torch backward"}
+"""Torch's action that does the same."""
 
 
 def _device_table(found: dict[str, Any]) -> Table:
     rows = []
     for case in found["cases"]:
+        ids = f"Zipf {case['exponent']}" if case["exponent"] else "uniform"
+        head, medians = f"{case['dim']}, {case['batch']:,}, {ids}", {n: s["median"] for n, s in case["seconds"].items()}
         for what in ("forward", *RULES):
             alone = what if what == "forward" else f"{what} grouped"
             shares = [f"{case['of_copy'][name]:.2f}" for name in (what, alone)]
-            times = [_shown(_over(case, peer, what)) for peer in ("torch", "fbgemm")]
-            rows.append([_head(case), what, f"{_median(case, what) * 1e6:.1f}", *shares, *times])
-        rows.append([_head(case), "group ids", f"{_median(case, 'group') * 1e6:.1f}", "", "", "", ""])
+            times = f"{medians[_PEERS[what]] / medians[what]:.2f}" if what in _PEERS else ""
+            rows.append([head, what, f"{medians[what] * 1e6:.1f}", *shares, times])
+        rows.append([head, "group ids", f"{medians['group'] * 1e6:.1f}", "", "", ""])
     title = f"{found['tables']} tables of {found['rows']:,} rows in device memory, {found['pooling_factor']} ids a bag"
-    columns = ["dim, batch, ids", "kernel", "device us", "of copy rate", "grouped", "x torch", "x FBGEMM"]
+    columns = ["dim, batch, ids", "kernel", "device us", "of copy rate", "grouped", "x torch"]
     return Table(title, columns, rows)

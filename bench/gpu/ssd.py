@@ -5,78 +5,57 @@ device's own random reads.
 """
 
 import contextlib
+import shutil
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 
 import tierstore
 from tierstore.io.files import ROW_FILE_NAME
 from tierstore.plan.measure import READ_BYTES, direct_reader, page_cache
 
-from ..common import Report, Table
+from ..common import Report, Table, fresh_folder
+from ..workload import make_store
 from .rig import Rig
-from .stores import Batch, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh
+from .stores import Batch, Trainer, draw_batches, hbm_bytes
 
-_CHUNK_ROWS: Final = 200_000
 _SPARE: Final = 1.6
 
 
-def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     sizes = [max(3, int(rows * config["scale"])) for rows in config["table_sizes"]]
-    row_bytes = 4 * config["dim"] + 8
-    built = folder / "gpu-ssd"
-    _build(built, sizes, config)
-    rounds = config["repetitions"] + 1
+    row_bytes, rounds, device = 4 * config["dim"] + 8, config["repetitions"] + 1, str(rig.device)
     batches = draw_batches(rig, sizes, config["exponent"], config["batch"], rounds * config["steps"])
     parts = [batches[number * config["steps"] : (number + 1) * config["steps"]] for number in range(rounds)]
-    compute = _compute_seconds(rig, folder / "gpu-ssd-none", sizes, parts, config)
-    ddr = int(config["ddr_share"] * sum(sizes) * (row_bytes + 44)) + config["ddr_fixed_bytes"]
-    hbm = hbm_bytes(config["hbm_share"] * sum(sizes), row_bytes)
-    with tierstore.open(built, ddr=ddr, hbm=hbm, device=str(rig.device)) as store:
-        trainer = Trainer(rig, store, config, depth=config["depth"])
-        trainer.take_steps(parts[0])
-        measured = [_cold_round(trainer, built / ROW_FILE_NAME, part) for part in parts[1:]]
-    reads_per_s = _device_reads(built / ROW_FILE_NAME, config)
-    yield {
-        "rounds": measured, "compute_step_s": compute, "reads_per_s": reads_per_s,
-        "rows": sum(sizes), "left": [], **{name: config[name] for name in ("dim", "ddr_share", "hbm_share", "steps")},
-    }  # fmt: skip
-
-
-def _build(folder: Path, sizes: list[int], config: dict[str, Any]) -> None:
-    """Every row written, so that all of them are on SSD."""
-    generator = torch.Generator().manual_seed(1)
-    with open_fresh(folder, ddr=config["build_ddr"]) as store:
-        make_tables(store, sizes, config["dim"], tierstore.optim.RowWiseAdagrad(lr=0.02))
-        for table in store.tables.values():
-            for start in range(0, table.config.num_embeddings, _CHUNK_ROWS):
-                ids = torch.arange(start, min(start + _CHUNK_ROWS, table.config.num_embeddings))
-                table.write(ids, torch.rand((len(ids), config["dim"]), generator=generator) / 10 - 0.05)
-        store.commit()
-
-
-def _compute_seconds(
-    rig: Rig, folder: Path, sizes: list[int], parts: list[list[Batch]], config: dict[str, Any]
-) -> float:
-    """Seconds of a step with all rows in device memory."""
-    budget = hbm_bytes(_SPARE * sum(sizes), 4 * config["dim"] + 8)
-    with open_fresh(folder, ddr=config["build_ddr"], hbm=budget, device=str(rig.device)) as store:
-        make_tables(store, sizes, config["dim"], tierstore.optim.RowWiseAdagrad(lr=0.02))
-        trainer = Trainer(rig, store, config, depth=config["depth"])
-        for part in parts:
-            trainer.take_steps(part)
-        return statistics.median(trainer.take_steps(part) / len(part) for part in parts[1:])
+    rule, all_rows = tierstore.optim.RowWiseAdagrad(lr=0.02), hbm_bytes(_SPARE * sum(sizes), row_bytes)
+    shape = {"rows": sizes, "dim": config["dim"], "ddr": config["build_ddr"], "optimizer": rule}
+    with fresh_folder(folder / "gpu-ssd") as path:
+        with make_store(path, hbm=all_rows, device=device, **shape) as store:
+            trainer = Trainer(rig, store, config, depth=config["depth"])
+            for part in parts:
+                trainer.take_steps(part)
+            compute = statistics.median(trainer.take_steps(part) / len(part) for part in parts[1:])
+        shutil.rmtree(path)
+        make_store(path, value=0.01, **shape).close()  # every row written, so that all of them are on SSD
+        ddr = int(config["ddr_share"] * sum(sizes) * (row_bytes + 44)) + config["ddr_fixed_bytes"]
+        hbm = hbm_bytes(config["hbm_share"] * sum(sizes), row_bytes)
+        with tierstore.open(path, ddr=ddr, hbm=hbm, device=device) as store:
+            trainer = Trainer(rig, store, config, depth=config["depth"])
+            trainer.take_steps(parts[0])
+            measured = [_cold_round(trainer, path / ROW_FILE_NAME, part) for part in parts[1:]]
+        reads_per_s = _device_reads(path / ROW_FILE_NAME, config)
+    told = {name: config[name] for name in ("dim", "ddr_share", "hbm_share", "steps")}
+    return {"rounds": measured, "compute_step_s": compute, "reads_per_s": reads_per_s, "rows": sum(sizes), **told}
 
 
 def _cold_round(trainer: Trainer, path: Path, batches: list[Batch]) -> dict[str, float]:
-    """A step's seconds and bytes, the row file out of the page cache at first."""
-    stayed = _put_out(trainer, path)
-    before = trainer.store.stats().ssd
+    """A step's seconds and bytes, the row file out of the page cache at first but for a share that stayed."""
+    trainer.store.commit()
+    page_cache.drop(path)
+    stayed, before = page_cache.resident_share(path), trainer.store.stats().ssd
     seconds = trainer.take_steps(batches)
     after = trainer.store.stats().ssd
     return {
@@ -85,13 +64,6 @@ def _cold_round(trainer: Trainer, path: Path, batches: list[Batch]) -> dict[str,
         "read_bytes": (after.bytes_read - before.bytes_read) / len(batches),
         "written_bytes": (after.bytes_written - before.bytes_written) / len(batches),
     }
-
-
-def _put_out(trainer: Trainer, path: Path) -> float:
-    """Put the row file out of the page cache; the share of it that stayed."""
-    trainer.store.commit()
-    page_cache.drop(path)
-    return page_cache.resident_share(path)
 
 
 def _device_reads(path: Path, config: dict[str, Any]) -> float:

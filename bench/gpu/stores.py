@@ -1,10 +1,8 @@
-"""Stores of many tables whose rows are divided among the tiers, a model over them, and steps of training."""
+"""Rows divided among the tiers, a model over the tables of a store, and steps of its training."""
 
 import hashlib
 import math
-import shutil
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -33,38 +31,15 @@ class Batch(NamedTuple):
     sparse: tierstore.KeyedJaggedTensor
 
 
-def table_name(number: int) -> str:
-    return f"t{number}"
-
-
 def hbm_bytes(rows: float, row_bytes: int) -> int:
     """A budget of device memory that has so many cached rows beside their overflow slots."""
     return hbm_bytes_of(RowLayout(dim=row_bytes // 4), math.ceil(rows))
-
-
-def open_fresh(folder: Path, **settings: Any) -> tierstore.Store:
-    """A new store there, whatever there was."""
-    shutil.rmtree(folder, ignore_errors=True)
-    return tierstore.open(folder, **settings)
 
 
 def shape_of(config: dict[str, Any]) -> str:
     """Tables, rows and ids, in words."""
     sizes = config["table_sizes"]
     return f"{len(sizes)} tables, {sum(sizes):,} rows of {config['dim']}, Zipf {config['exponent']}"
-
-
-def make_tables(store: tierstore.Store, sizes: Sequence[int], dim: int, optimizer: tierstore.optim.Optimizer) -> None:
-    for number, rows in enumerate(sizes):
-        store.create_table(
-            tierstore.TableConfig(
-                name=table_name(number),
-                num_embeddings=rows,
-                embedding_dim=dim,
-                optimizer=optimizer,
-                init=tierstore.init.Uniform(-0.05, 0.05, seed=number),
-            )
-        )
 
 
 def fill_host_memory(store: tierstore.Store) -> None:
@@ -79,7 +54,7 @@ def fill_host_memory(store: tierstore.Store) -> None:
 def draw_batches(rig: Rig, sizes: Sequence[int], exponent: float, batch: int, count: int) -> list[Batch]:
     """One id a feature, Zipf in each table."""
     zipfs = [Zipf(rig, rows, exponent) for rows in sizes]
-    names = [table_name(number) for number in range(len(sizes))]
+    names = [f"f{number}" for number in range(len(sizes))]
     offsets = torch.arange(len(sizes) * batch + 1)
     made = []
     for _ in range(count):
@@ -169,7 +144,6 @@ class Trainer(Steps):
         for parameter in self.model.parameters():
             state.update(parameter.detach().cpu().numpy().tobytes())
         ids = torch.stack([batch.sparse.values() for batch in batches])
-        for number, own in enumerate(ids.chunk(len(self.store.tables), dim=1)):
-            rows = self.store[table_name(number)].read(torch.unique(own))
-            state.update(rows.cpu().numpy().tobytes())
+        for table, own in zip(self.store.tables.values(), ids.chunk(len(self.store.tables), dim=1), strict=True):
+            state.update(table.read(torch.unique(own)).cpu().numpy().tobytes())
         return state.hexdigest()

@@ -4,7 +4,7 @@ Every step has a batch that was never seen before. Torch's has one ``nn.Embeddin
 sparse gradients and SGD; the tier's has row-wise Adagrad.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -14,9 +14,10 @@ from torch import nn
 
 import tierstore
 
-from ..common import Goal, Report, Table, spread
+from ..common import Goal, Report, Table, fresh_folder, spread
+from ..workload import make_store
 from .rig import Asked, Rig, asked_of
-from .stores import Batch, Steps, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh, shape_of
+from .stores import Batch, Steps, Trainer, draw_batches, hbm_bytes, shape_of
 
 SPARE: Final = 1.6
 """Of the rows: device memory for so many has room for all of them, whatever holds them."""
@@ -47,19 +48,15 @@ class _TorchTables(nn.Module):
         return SimpleNamespace(values=lambda: pooled)  # as the tier's collection answers
 
 
-def measure(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
-    sizes = config["table_sizes"]
+def measure(rig: Rig, config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    sizes, rule = config["table_sizes"], tierstore.optim.RowWiseAdagrad(lr=0.02)
     budget = hbm_bytes(SPARE * sum(sizes), 4 * config["dim"] + 8)
-    cases: list[dict[str, Any]] = []
-    left = [f"batches of {case['batch']:,}" for case in config["cases"]]
-    with open_fresh(folder / "gpu-training", ddr=config["ddr"], hbm=budget, device=str(rig.device)) as store:
-        make_tables(store, sizes, config["dim"], tierstore.optim.RowWiseAdagrad(lr=0.02))
+    shape = {"rows": sizes, "dim": config["dim"], "ddr": config["ddr"], "hbm": budget, "device": str(rig.device)}
+    with fresh_folder(folder / "gpu-training") as path, make_store(path, optimizer=rule, **shape) as store:
         own = Trainer(rig, store, config, depth=config["depth"])
         theirs = Steps(rig, _TorchTables(sizes, config["dim"], rig.device), len(sizes), config)
-        for case in config["cases"]:
-            cases.append(_measure(rig, own, theirs, case, config))
-            size = store.stats().hbm.bytes
-            yield {"cases": cases, "left": left[len(cases) :], "hbm_bytes": size, "shape": shape_of(config)}
+        cases = [_measure(rig, own, theirs, case, config) for case in config["cases"]]
+        return {"cases": cases, "hbm_bytes": store.stats().hbm.bytes, "shape": shape_of(config)}
 
 
 def _measure(rig: Rig, own: Trainer, theirs: Steps, case: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import PEERS, load
-
-_RULES: Final = {"SGD": "EXACT_SGD", "row-wise Adagrad": "EXACT_ROWWISE_ADAGRAD"}
 
 
 def is_there() -> bool:
@@ -70,29 +68,29 @@ class _Results:
 
 
 def distribute(
-    model: nn.Module, shardings: Mapping[str, tuple[str, Sequence[int]]], *, optimizer: str, lr: float, eps: float
+    model: nn.Module, sharding_type: str, ranks: Sequence[Sequence[int]], *, lr: float, eps: float
 ) -> nn.Module:
-    """``DistributedModelParallel`` over a model that has one ``TorchRecBags``, or is one.
+    """``DistributedModelParallel`` over a model that has one ``TorchRecBags``, or is one; row-wise Adagrad is fused
+    with backward.
 
     Args:
-        shardings: of each table, its type by TorchRec's name, and the ranks.
-        optimizer: "SGD" or "row-wise Adagrad", fused with backward.
+        sharding_type: "table_wise" or "row_wise".
+        ranks: that have each table.
     """
     plans = module("torchrec.distributed.sharding_plan")
-    kinds: dict[str, Callable[[Sequence[int]], Any]] = {
-        "table_wise": lambda ranks: plans.table_wise(rank=ranks[0], compute_kernel="fused"),
-        "row_wise": lambda _: plans.row_wise(compute_kernel="fused"),
-        "column_wise": lambda ranks: plans.column_wise(ranks=list(ranks), compute_kernel="fused"),
+    is_whole, kernel = sharding_type == "table_wise", {"compute_kernel": "fused"}
+    shardings = {
+        f"t{number}": plans.table_wise(rank=own[0], **kernel) if is_whole else plans.row_wise(**kernel)
+        for number, own in enumerate(ranks)
     }
-    rules = module("fbgemm_gpu.split_embedding_configs").EmbOptimType
-    fused = {"optimizer": getattr(rules, _RULES[optimizer]), "learning_rate": lr, "eps": eps}
+    rule = module("fbgemm_gpu.split_embedding_configs").EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    fused = {"optimizer": rule, "learning_rate": lr, "eps": eps}
     sharder = module("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder(fused_params=fused)
     path, bags = next((name, each) for name, each in model.named_modules() if isinstance(each, TorchRecBags))
     size = torch.distributed.get_world_size()
     plan = plans.construct_module_sharding_plan(
-        bags.bags, {name: kinds[kind](ranks) for name, (kind, ranks) in shardings.items()}, sharder=sharder,
-        local_size=size, world_size=size, device_type="cpu",
-    )  # fmt: skip
+        bags.bags, shardings, sharder=sharder, local_size=size, world_size=size, device_type="cpu"
+    )
     whole = module("torchrec.distributed.types").ShardingPlan({f"{path}.bags".lstrip("."): plan})
     parallel = module("torchrec.distributed.model_parallel").DistributedModelParallel
     made: nn.Module = parallel(model, device=torch.device("cpu"), plan=whole, sharders=[sharder])

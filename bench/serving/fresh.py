@@ -15,7 +15,7 @@ from ..common import Goal, Part, Report, Run, Table
 from .queries import Query, rest_body
 from .rig import Rig
 from .shape import CANARY, CANARY_ROWS
-from .trainer import Commit
+from .trainer import Commit, TrainerProcess
 
 __all__ = ["PART"]
 
@@ -41,12 +41,12 @@ def _seen(client: httpx.Client, pending: "Future[Commit]") -> tuple[Commit, floa
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rig = Rig(request)
-    rig.prepare()
     config, generator = rig.config, np.random.default_rng(rig.config["seed"])
     firsts: list[float] = []
     commits: list[Commit] = []
     seconds: list[float] = []
-    with rig.trainer() as trainer, ThreadPoolExecutor(1) as threads:
+    made = TrainerProcess(rig.store, config["update_rows"], log=request.folder / "serve.log")
+    with made as trainer, ThreadPoolExecutor(1) as threads:
 
         def served(client: httpx.Client) -> float:
             commit, seen = _seen(client, threads.submit(trainer.commit))

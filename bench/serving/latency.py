@@ -9,6 +9,7 @@ import numpy as np
 
 from tierstore.plan.measure import page_cache
 
+from .. import device
 from ..child import HOST
 from ..common import Goal, Part, Report, Run, Table, median_of
 from .clients import RestClient
@@ -142,8 +143,7 @@ def _medians(steps: Sequence[Step]) -> dict[str, float]:
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rig = Rig(request)
-    device = rig.device_reads_per_s()
-    rig.prepare()
+    reads_per_s = device.reads_per_s(rig.rows_file)
     with rig.server() as server:
         rig.warm(server)
         found = _search(rig, server)
@@ -154,8 +154,8 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         "by_turns": at_one_load,
         "ddr_bytes": rig.ddr_bytes,
         "page_cache_share": page_cache.resident_share(rig.rows_file),
-        "device_reads_per_s": device,
-        **{name: rig.config[name] for name in ("page_cache", "p99_ms", "p95_ms")},
+        "device_reads_per_s": reads_per_s,
+        **{name: rig.config[name] for name in ("p99_ms", "p95_ms")},
     }
 
 
@@ -194,9 +194,8 @@ def _tell(figures: dict[str, Any]) -> Report:
 
 def _note(figures: dict[str, Any]) -> str:
     late = max(step["late_p99"] for step in figures["steps"])
-    begun = "put out of the page cache" if figures["page_cache"] == "cold" else "read into the page cache"
-    device = figures["device_reads_per_s"]
-    gave = "" if device is None else f" The disk gave {device:,.0f} random reads of 4 KiB a second just before."
+    reads = figures["device_reads_per_s"]
+    gave = "" if reads is None else f" The disk gave {reads:,.0f} random reads of 4 KiB a second just before."
     return (
         f"Load: {figures['ddr_bytes'] / 2**20:.0f} MiB for rows; queries of 100 to 700 samples, 270 on average, as "
         "MLPerf Inference's DLRM has them, with one id a feature, drawn by Zipf's law for each query; one query a "
@@ -207,8 +206,8 @@ def _note(figures: dict[str, Any]) -> str:
         "end and status. The highest load is where p95 or p99 meets its bound: the median of the loads that a "
         "stochastic approximation visits, beside which stand the medians of what was measured there. Both protocols "
         "are measured at once, by turns every few seconds, with queries of the same sizes at the same times: what the "
-        f"machine does meanwhile happens to both. The file of rows was {begun} before the server started, and "
-        f"{figures['page_cache_share']:.0%} of it was there at the end: no memory was kept from it.{gave}"
+        "machine does meanwhile happens to both. The file of rows was read into the page cache before the server "
+        f"started, and {figures['page_cache_share']:.0%} of it was there at the end: no memory was kept from it.{gave}"
     )
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from tierstore.plan.measure import page_cache
 
-from .. import device
 from ..child import HOST, Child
 from ..common import Run
 from . import queries
@@ -20,7 +19,6 @@ from .clients import RestClient, SocketClient
 from .http2 import GrpcClient
 from .load import closed_loop, poisson
 from .shape import kaggle_rows, kaggle_store, table_bytes
-from .trainer import TrainerProcess
 
 _READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), admin http://[^:]+:(\d+)")
 
@@ -30,7 +28,7 @@ class ServerProcess(Child):
 
     needs_signal = True
 
-    def __init__(self, store: Path | str, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, store: Path, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
         ports = [word for name in ("port", "grpc-port", "admin-port") for word in (f"--{name}", "0")]
         command = [sys.executable, "-m", "tierstore", "serve", "--store", store, "--ddr", ddr, *ports]
         super().__init__([*command, "--log-level", "warning", *flags], log=log)
@@ -56,24 +54,17 @@ class ServerProcess(Child):
 
 
 class Rig:
-    """The store, servers of it, and queries for them."""
+    """The store, its file of rows in the page cache, servers of it, and queries for them."""
 
     def __init__(self, request: Run) -> None:
         self.config: Mapping[str, Any] = request.config
         self.store: Path = kaggle_store(request.folder, request.config)
         self.ddr_bytes = table_bytes(request.config) // int(request.config["ddr_divisor"])
         self.rows_file = self.store / "rows.lmdb"
+        page_cache.warm(self.rows_file)
         self._log = request.folder / "serve.log"
         self._queries = queries.Ranking(kaggle_rows(request.config), request.config["exponent"])
         self._generator = np.random.default_rng(request.config["seed"])
-
-    def prepare(self) -> None:
-        """Put the file of rows into the page cache, or out of it, as the configuration says. Before a server starts."""
-        (page_cache.drop if self.config["page_cache"] == "cold" else page_cache.warm)(self.rows_file)
-
-    def device_reads_per_s(self) -> float | None:
-        """What the disk itself gives now."""
-        return device.reads_per_s(self.rows_file)
 
     def server(self) -> ServerProcess:
         """One that begins with empty memory."""
@@ -99,10 +90,6 @@ class Rig:
         if protocol == "grpc":
             client = GrpcClient(HOST, server.grpc_port, connections)
         return client, self.requests(len(intended), protocol, sizes_from=sizes), intended
-
-    def trainer(self) -> TrainerProcess:
-        """One that goes on with the store."""
-        return TrainerProcess(self.store, self.config["update_rows"], nice=self.config["trainer_nice"], log=self._log)
 
     def warm(self, server: ServerProcess, seconds: float | None = None) -> None:
         """Ask as fast as the server answers: ``warm_seconds``, until memory holds the hot rows, or as given."""

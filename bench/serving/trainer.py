@@ -1,6 +1,6 @@
 """The training process beside a server: at each line on its input it changes rows and weights, and commits.
 
-``python -m bench.serving.trainer STORE ROWS NICE`` answers each line with one of JSON, once the commit is durable.
+``python -m bench.serving.trainer STORE ROWS`` answers each line with one of JSON, once the commit is durable.
 """
 
 import json
@@ -25,6 +25,7 @@ from .shape import CANARY, write_canary
 
 _DDR: Final = "128MiB"
 _EXPONENT: Final = 1.05
+_NICE: Final = 19
 
 
 class Commit(NamedTuple):
@@ -44,11 +45,10 @@ class TrainerProcess(Child):
 
     Args:
         rows: that each commit changes.
-        nice: its niceness; its class of input and output is "idle".
     """
 
-    def __init__(self, store: Path, rows: int, *, nice: int, log: Path) -> None:
-        super().__init__([sys.executable, "-m", "bench.serving.trainer", store, rows, nice], log=log)
+    def __init__(self, store: Path, rows: int, *, log: Path) -> None:
+        super().__init__([sys.executable, "-m", "bench.serving.trainer", store, rows], log=log)
         self.line()
 
     def commit(self) -> Commit:
@@ -71,9 +71,9 @@ def _ids(sizes: Mapping[str, int], count: int, generator: np.random.Generator) -
 
 
 @torch.no_grad()
-def _main(path: str, rows: str, nice: str) -> None:
+def _main(path: str, rows: str) -> None:
     process = psutil.Process()
-    process.nice(int(nice))
+    process.nice(_NICE)
     process.ionice(psutil.IOPRIO_CLASS_IDLE)
     with tierstore.open(path, mode="w", ddr=_DDR) as store:
         config = saved_config(store.extra, path)

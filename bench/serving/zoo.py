@@ -74,16 +74,16 @@ class ZooModel:
         torch.export.save(torch.export.export(_Scored(self.part.model), inputs, dynamic_shapes=shapes), self.program)
         fill_tables(store, self.tables, dim, generator)
 
-    def queries(self, sizes: Sequence[int], *, seed: int, store_name: str = "") -> list[Query]:
-        """Queries of so many candidates each; of several stores of a server, to the one that is named."""
+    def queries(self, sizes: Sequence[int], *, seed: int) -> list[Query]:
+        """Queries of so many candidates each."""
         tables = generate(self._workload, samples=sum(sizes), seed=seed).tables.values()
         lengths = np.stack([np.diff(each.offsets) for each in tables]).astype(np.int32)
         counts = np.random.default_rng(seed).integers(0, 1000, (sum(sizes), self.shape["num_dense"]), np.int32)
-        model, found = f"{store_name}.{self.name}" if store_name else self.name, []
+        found = []
         for first, last in pairwise(np.cumsum([0, *sizes]).tolist()):
             values = np.concatenate([each.ids[each.offsets[first] : each.offsets[last]] for each in tables])
             dense, own = np.log1p(counts[first:last], dtype=np.float32), np.ascontiguousarray(lengths[:, first:last])
-            found.append(Query(model, {"dense": dense, "values": values, "lengths": own}))
+            found.append(Query(self.name, {"dense": dense, "values": values, "lengths": own}))
         return found
 
     @cached_property
@@ -94,15 +94,13 @@ class ZooModel:
         keys = np.concatenate([np.arange(count) | (index << KEY_ROW_BITS) for index, count in enumerate(rows)])
         return keys[np.argsort(uses, kind="stable")]
 
-    def server(self, placement: str, *flags: str, stores: Sequence[str]) -> ServerProcess:
-        """It begins with the rows in memory that are looked up most often, and the file of rows in the page cache.
-        ``stores``: names of one or several, all of this model, each with rows and program of its own."""
+    def server(self, placement: str) -> ServerProcess:
+        """It begins with the rows in memory that are looked up most often, and the file of rows in the page cache."""
         save_hot_rows(hot_rows_path(self.store.absolute()), self._keys_by_use)
         page_cache.warm(self.store / "rows.lmdb")
         ddr = max(self.table_bytes // 10, 8 << 20) if placement == _TENTH else self.whole_ddr
-        first, *others = [f"{name}={self.store},model={self.program}" for name in stores]
-        flags = (*(f"--store={each}" for each in others), "--dtype", "int8" if placement == _INT8 else "stored", *flags)
-        return ServerProcess(first, ddr * len(stores), log=self._log, flags=flags)
+        flags = ("--model", str(self.program), "--dtype", "int8" if placement == _INT8 else "stored")
+        return ServerProcess(self.store, ddr, log=self._log, flags=flags)
 
 
 class _Clock:

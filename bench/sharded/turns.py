@@ -13,8 +13,9 @@ from torch import Tensor
 import tierstore
 
 from ..common import spread
+from ..steps import model_step
 from .ranks import whole_machine
-from .systems import System, dense_part, train_step
+from .systems import System
 
 _PAUSE_SECONDS: Final = 0.02
 """Before each turn: threads of the process that is alone spin for a while after their work."""
@@ -60,9 +61,14 @@ def contender(
     system: System, batches: Sequence[tierstore.KeyedJaggedTensor], *, is_model: bool, **how: Any
 ) -> Contender:
     """Of a model over the tables, or of tables alone, whose gradient is given."""
-    given = [(system.jagged(batch), *dense_part(batch, number)) for number, batch in enumerate(batches)]
+    given: list[Batch] = []
+    for number, batch in enumerate(batches):
+        generator, samples = torch.Generator().manual_seed(number), batch.stride()
+        dense, labels = torch.randn(samples, 13, generator=generator), torch.rand(samples, generator=generator).round()
+        given.append((system.jagged(batch), dense, labels))
     if is_model:
-        trained = train_step(system, _DENSE_LR)
+        own = [each for name, each in system.model.named_parameters() if "embeddings." not in name]
+        trained = model_step(system.model, [torch.optim.SGD(own, lr=_DENSE_LR)])
         return Contender(system, given, lambda batch: trained(*batch), **how)
     gradient = torch.full_like(system.pooled(given[0][0]), 1e-3)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import machine
+from bench import common, machine
 from bench.common import Goal, Report, Run, Table, program
 from bench.data import ROOT
 from bench.peers import rocksdb_rows
@@ -25,9 +25,10 @@ ROWS = Rows(count=5000, dim=12, seed=3)
 
 def test_each_configuration_has_its_program() -> None:
     for name in sorted(path.stem for path in (ROOT / "bench").glob("*.toml")):
-        module = importlib.import_module(f"bench.{name}.runner" if name == "gpu" else f"bench.{name}")
+        module = importlib.import_module(f"bench.{name}")
         assert hasattr(module, "run") or module.PARTS
         assert module.__doc__
+        assert common.load_config(ROOT / "bench" / f"{name}.toml", quick=True)
 
 
 def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
@@ -47,15 +48,21 @@ def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "size", "goals"), [([], 100, 1), (["--quick"], 1, 0)])
-def test_program(flags: list[str], size: int, goals: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program(
+    flags: list[str], size: int, goals: int, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     def answer(request: Run) -> Report:
         table = Table(title="t", columns=["size"], rows=[[str(request.config["size"])]])
         return Report(question="How large?", tables=[table], figures={}, goals=[Goal(name="g", value=1, at_least=2)])
 
     config, target = tmp_path / "nothing.toml", tmp_path / "out" / "nothing.json"
     config.write_text("size = 100\n[quick]\nsize = 1\n")
-    given = ["--config", str(config), "--dir", str(tmp_path / "work"), "--json", str(target), *flags]
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    given = ["--config", str(config), "--dir", str(tmp_path / "work"), *flags]
     assert program("nothing", answer, given) == 0
+    assert (tmp_path / "results" / "nothing.json").exists() is not bool(flags)
+    assert program("nothing", answer, [*given, "--json", str(target)]) == 0
     found: dict[str, Any] = json.loads(target.read_text())
     assert found["config"] == {"size": size}
     assert found["quick"] is bool(flags)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.sharded.greedy import RULES, greedy
+from bench.dist_costs import RULES, greedy
 from tests.dist.placement.support import costs_of, drawn, table, trace_of
 from tierstore import TableConfig
 from tierstore.dist import Plan, Sharding
