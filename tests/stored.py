@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+import tierstore
+from tests.io.support import place_of
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.segments import KEYS, Stored, read_indexes, stored_segments
 from tierstore.layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
@@ -57,14 +59,5 @@ def segment_offset(directory: Path) -> int:
 
 def offset_of(directory: Path, table: int, row: int, version: int | None = None) -> int:
     """Where in the file the weights of a row begin, as a version shows it, in bytes."""
-    manifest = Manifest.read(directory)
-    tier = LmdbColdTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=True, version=version)
-    with contextlib.closing(tier):
-        for index, config in enumerate(manifest.tables):
-            tier.add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
-        with tier.lease() as (_, rows):
-            segments = rows.segments[rows.layouts[table]]
-            slot, index = divmod(int(rows.places[rows.tables.bases[table] + row]), 1 << segments.geo.place_bits)
-            block, place = divmod(index, segments.geo.rows_per_block)
-            page = int(segments.arrays.data_pages[slot]) + block * segments.geo.pages_per_block
-            return page * manifest.page_bytes + 8 * (segments.geo.first_row + place * segments.geo.row_stride)
+    with tierstore.open(directory, mode="r", version=version, ddr="8MiB") as store:
+        return place_of(store._cold, table, row).row  # type: ignore[arg-type]

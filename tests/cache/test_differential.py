@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.cache.reference import Batch, ReferenceCache
-from tests.conformance.row_cache import keys_from, order_of, take
+from tests.cache.support import keys_from, order_of, take
 from tests.kernels.test_hash_table import key_of_hash
 from tierstore.cache.base import Admission, AdmitStatus, Pinned
 from tierstore.cache.ddr import DdrCache
