@@ -14,8 +14,6 @@ from tierstore.io.segments import KEYS, Stored, read_indexes, stored_segments
 from tierstore.layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from tierstore.store.manifest import Manifest
 
-__all__ = ["StoredKeys", "offset_of", "segment_offset", "segments_of"]
-
 Int64s = NDArray[np.int64]
 
 
@@ -25,7 +23,6 @@ class StoredKeys(NamedTuple):
     segments: Stored
     keys: list[Int64s]  # int64 [rows], segment by segment in ascending order of their numbers
     layouts: list[RowLayout]
-    file_pages: int
 
     def of_layout(self, layout: RowLayout) -> Int64s:
         """All keys of a layout, in the order in which they lie in the file."""
@@ -49,7 +46,7 @@ def segments_of(directory: Path) -> StoredKeys:
             for at, n in zip(starts.tolist(), segments["rows"].tolist(), strict=True)
         ]
         layouts = [manifest.tables[own[0] >> KEY_ROW_BITS].layout(manifest.page_bytes) for own in keys]
-        return StoredKeys(segments, keys, layouts, snapshot.limit_pages())
+        return StoredKeys(segments, keys, layouts)
 
 
 def segment_offset(directory: Path) -> int:
