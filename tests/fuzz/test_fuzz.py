@@ -19,4 +19,3 @@ def test_seeds_and_random_changes(names: tuple[str, ...], mutations: int, tmp_pa
     said = f"ended with {done.returncode}; input: {tmp_path}\n{done.stdout[-500:]}{done.stderr[-3000:]}"
     assert done.returncode == 0, said
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == list(names)
-
