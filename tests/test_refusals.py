@@ -83,7 +83,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def jagged(*names: str, **given: Any) -> tierstore.KeyedJaggedTensor:
-    return tierstore.KeyedJaggedTensor(list(names), ONE, **({"lengths": ONE} | given))
+    return tierstore.KeyedJaggedTensor(list(names), **({"values": ONE, "lengths": ONE} | given))
 
 
 def opened(**arguments: Any) -> Call:
@@ -156,9 +156,14 @@ WRONG_NUMBERS: Final[list[tuple[Any, str, Any]]] = [
 REFUSALS: Final[list[tuple[Call, Errors, str]]] = [
     # ids, offsets, weights and rows
     *(
-        (lambda s, use=use, ids=ids: use(s, ids), ValueError, rf"id {ids[0]} is not a row of .*: ids are in \[0, 100\)")
+        (lambda s, use=use, ids=ids: use(s, ids), error, rf"id {ids[0]} is not a row of .*: ids are in \[0, 100\)")
         for ids in (torch.tensor([row]) for row in (-1, 100, 2**40))
-        for use in USES_OF_IDS
+        for use in (
+            *USES_OF_IDS,
+            lambda s, ids: tierstore.TieredEmbedding(s.table)(ids),
+            lambda s, ids: s.collection(jagged("items", values=ids)),
+        )
+        for error in (ValueError, IndexError)
     ),
     *(
         (lambda s, use=use, ids=ids: use(s, ids), error, message)
@@ -206,6 +211,11 @@ REFUSALS: Final[list[tuple[Call, Errors, str]]] = [
     (lambda s: type(s.collection)(s.memory), TableError, "feature 'items' belongs to the tables"),
     # modules and checkpoints
     (lambda s: type(s.bag)(s.table, mode="max"), ValueError, r"leave mode out, or .* TableConfig\(pooling='max'\)"),
+    (
+        lambda s: tierstore.TieredEmbedding(s.table).weight,
+        AttributeError, r"emb\(torch.arange\(n\)\).*table.read\(ids\).*table.write",
+    ),
+    (lambda s: tierstore.TieredEmbedding(s.table).weigth, AttributeError, "has no attribute 'weigth'"),
     (lambda s: type(s.bag)(s.table, max_norm=1.0), TypeError, "no argument max_norm: rows are not renormalized"),
     *((call, TypeError, "open the store again") for call in NOT_COPIED),
     *(
