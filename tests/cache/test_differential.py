@@ -254,7 +254,7 @@ class FullTwinMachine(TwinMachine):
 
 
 for _machine in (TwinMachine, LfuTwinMachine, TinyLfuTwinMachine, FullTwinMachine):
-    _machine.TestCase.settings = settings(stateful_step_count=40, max_examples=2 * settings().max_examples)
+    _machine.TestCase.settings = settings(stateful_step_count=40)
 TestLruTwins = pytest.mark.kernel(TwinMachine.TestCase)
 TestLfuTwins = pytest.mark.kernel(LfuTwinMachine.TestCase)
 TestTinyLfuTwins = pytest.mark.kernel(TinyLfuTwinMachine.TestCase)

@@ -26,6 +26,7 @@ from tierstore.cache.base import Listing
 from tierstore.cache.ddr import DdrCache
 from tierstore.errors import StoreReplacedError
 from tierstore.io import writer as io_writer
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.inspection import describe_store
 from tierstore.pool import direct
@@ -234,7 +235,7 @@ def test_what_an_old_reader_holds_is_told(
 def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
     """Between any two pieces of the listing rows are used, some leave and others come, at random."""
     random = np.random.default_rng(3)
-    for _ in range(20):
+    for _ in range(20 if JIT_ENABLED else 5):
         cache, before = DdrCache(100, weight_words=1, state_words=0, policy=policy), np.random.default_rng(7)
         for _ in range(30):
             visit(cache, *before.zipf(1.3, 20) % 300)

@@ -276,7 +276,7 @@ def use_and_drop():
                      recorder=None, pending=None, out=None, refused=[], right=[])
     gc.collect()
 
-for number in range(6):
+for number in range(4):
     if not os.fork():
         (use_and_drop if number % 2 else use_all)()
         sys.exit(7)  # runs finalizers, and what is to be done at exit
@@ -284,7 +284,7 @@ kid = multiprocessing.get_context("fork").Process(target=use_all)
 kid.start()
 kid.join()
 assert kid.exitcode == 0, kid.exitcode
-for _ in range(6):
+for _ in range(4):
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 
 stop.set()
