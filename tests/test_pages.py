@@ -114,22 +114,17 @@ def run_shell(block: str) -> None:
     while lines and lines[-1].startswith("tierstore ") and not _OF_THE_SHELL & set(lines[-1].partition(" #")[0]):
         own.append(lines.pop())
     if lines:
-        run_by_sh("\n".join(lines))
+        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = ["sh", "-e", "-c", "\n".join(lines)]
+        shell = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            assert shell.wait() == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # a server that a failed block left
+                os.killpg(shell.pid, signal.SIGKILL)
     for line in reversed(own):
         assert main(shlex.split(line, comments=True)[1:]) == 0, line
-
-
-def run_by_sh(block: str) -> None:
-    found = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    environment = os.environ | {"PATH": found, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    shell = subprocess.Popen(
-        ["sh", "-e", "-c", block], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        assert shell.wait() == 0
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # a server that a failed block left
-            os.killpg(shell.pid, signal.SIGKILL)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
