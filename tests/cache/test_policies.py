@@ -1,7 +1,9 @@
-"""Hit rates on real lookups and on drifting ones; and TinyLFU against its twin over a long run."""
+"""Hit rates on real lookups and on drifting ones; LRU and LFU against cachetools, TinyLFU against its twin."""
 
 from pathlib import Path
+from typing import Any
 
+import cachetools
 import numpy as np
 import pytest
 
@@ -61,6 +63,18 @@ def test_tinylfu_is_never_a_point_below_lru_on_drifting_ids() -> None:
         behind[name] = round(100 * float(lru - tiny), 2)
     assert max(behind.values()) < 1, behind
     assert behind["still"] < -5
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("policy", "kind"), [("lru", cachetools.LRUCache), ("lfu", cachetools.LFUCache)])
+def test_evicts_as_cachetools_access_for_access(policy: str, kind: Any) -> None:
+    cache, oracle = bare_cache(policy, 20), kind(20)
+    for key in (np.random.default_rng(1).zipf(1.3, 2000) % 60).tolist():
+        is_hit = oracle.get(key) is not None
+        assert cache.access(np.array([key])).tolist() == [is_hit]
+        if not is_hit:
+            oracle[key] = 0
+    assert order_of(cache) == [oracle.popitem()[0] for _ in range(20)]
 
 
 @pytest.mark.kernel
