@@ -357,7 +357,7 @@ class Faults(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("examples", "steps"),
     [
-        (8 if JIT_ENABLED else 1, 14),
+        (5 if JIT_ENABLED else 1, 14),
         pytest.param(600, 30, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
     ],
 )
