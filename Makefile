@@ -17,12 +17,11 @@ READY := $(VENV)/.ready
 
 # Parts of a target run one after another, also under make -j: they share two cores and one terminal.
 .NOTPARALLEL:
-.PHONY: help demo test test-matrix pytest suite kernels-without-jit lint format docs peers bench-quick clean distclean
+.PHONY: help demo test pytest suite kernels-without-jit lint format docs peers bench-quick clean distclean
 help:
 	@echo "make demo         train a model on tables that do not fit in the memory budget (under 3 minutes);"
 	@echo "                  on a GPU: make demo DEMO='--device cuda --hbm 64MiB'; by ranks: DEMO='--ranks 2'"
 	@echo "make test         the whole test suite, the kernels again as plain Python, ruff and mypy"
-	@echo "make test-matrix  the suite under each Python there is, and with the oldest dependencies; PYTHONS=..., TESTS=..."
 	@echo "make lint         ruff and mypy only"
 	@echo "make bench-quick  every benchmark at small size: whether it works"
 	@echo "make peers        other systems that benchmarks and tests compare with, into .peers"
@@ -63,12 +62,6 @@ kernels-without-jit: $(READY)
 	NUMBA_DISABLE_JIT=1 $(PYTEST) --numprocesses $(CORES) -m "kernel and not soak" --quiet --durations=3 \
 	  $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.kernel' tests)
 
-# Environments of several GB where torch is a CUDA build; they stay in .matrix.
-PYTHONS ?= python3.11 python3.12 python3.13 python3.14
-TESTS ?=
-test-matrix: $(READY)
-	$(BIN)/python -m tests.matrix --pythons '$(PYTHONS)' --torch '$(TORCH)' --tests '$(TESTS)'
-
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -98,4 +91,4 @@ clean:
 	find tierstore bench docs tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .peers .matrix
+	rm -rf $(VENV) .peers

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+import tierstore
+from tests.io.support import place_of
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.segments import KEYS, Stored, read_indexes, stored_segments
 from tierstore.layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from tierstore.store.manifest import Manifest
-
-__all__ = ["StoredKeys", "offset_of", "segment_offset", "segments_of"]
 
 Int64s = NDArray[np.int64]
 
@@ -23,7 +23,6 @@ class StoredKeys(NamedTuple):
     segments: Stored
     keys: list[Int64s]  # int64 [rows], segment by segment in ascending order of their numbers
     layouts: list[RowLayout]
-    file_pages: int
 
     def of_layout(self, layout: RowLayout) -> Int64s:
         """All keys of a layout, in the order in which they lie in the file."""
@@ -47,7 +46,7 @@ def segments_of(directory: Path) -> StoredKeys:
             for at, n in zip(starts.tolist(), segments["rows"].tolist(), strict=True)
         ]
         layouts = [manifest.tables[own[0] >> KEY_ROW_BITS].layout(manifest.page_bytes) for own in keys]
-        return StoredKeys(segments, keys, layouts, snapshot.limit_pages())
+        return StoredKeys(segments, keys, layouts)
 
 
 def segment_offset(directory: Path) -> int:
@@ -57,14 +56,5 @@ def segment_offset(directory: Path) -> int:
 
 def offset_of(directory: Path, table: int, row: int, version: int | None = None) -> int:
     """Where in the file the weights of a row begin, as a version shows it, in bytes."""
-    manifest = Manifest.read(directory)
-    tier = LmdbColdTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=True, version=version)
-    with contextlib.closing(tier):
-        for index, config in enumerate(manifest.tables):
-            tier.add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
-        with tier.lease() as (_, rows):
-            segments = rows.segments[rows.layouts[table]]
-            slot, index = divmod(int(rows.places[rows.tables.bases[table] + row]), 1 << segments.geo.place_bits)
-            block, place = divmod(index, segments.geo.rows_per_block)
-            page = int(segments.arrays.data_pages[slot]) + block * segments.geo.pages_per_block
-            return page * manifest.page_bytes + 8 * (segments.geo.first_row + place * segments.geo.row_stride)
+    with tierstore.open(directory, mode="r", version=version, ddr="8MiB") as store:
+        return place_of(store._cold, table, row).row  # type: ignore[arg-type]

@@ -8,18 +8,12 @@ import pytest
 import torch
 
 import tierstore
+from tests.recordings import hashed as splitmix
 from tierstore import init
 from tierstore.layout import KEY_ROW_BITS
 
 pytestmark = pytest.mark.kernel
 MASK = 2**64 - 1
-
-
-def splitmix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & MASK
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
-    return value ^ value >> 31
 
 
 def unit(bits: int) -> float:

@@ -5,6 +5,7 @@ import copy
 import pickle
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,7 +83,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def jagged(*names: str, **given: Any) -> tierstore.KeyedJaggedTensor:
-    return tierstore.KeyedJaggedTensor(list(names), ONE, **({"lengths": ONE} | given))
+    return tierstore.KeyedJaggedTensor(list(names), **({"values": ONE, "lengths": ONE} | given))
 
 
 def opened(**arguments: Any) -> Call:
@@ -155,9 +156,14 @@ WRONG_NUMBERS: Final[list[tuple[Any, str, Any]]] = [
 REFUSALS: Final[list[tuple[Call, Errors, str]]] = [
     # ids, offsets, weights and rows
     *(
-        (lambda s, use=use, ids=ids: use(s, ids), ValueError, rf"id {ids[0]} is not a row of .*: ids are in \[0, 100\)")
+        (lambda s, use=use, ids=ids: use(s, ids), error, rf"id {ids[0]} is not a row of .*: ids are in \[0, 100\)")
         for ids in (torch.tensor([row]) for row in (-1, 100, 2**40))
-        for use in USES_OF_IDS
+        for use in (
+            *USES_OF_IDS,
+            lambda s, ids: tierstore.TieredEmbedding(s.table)(ids),
+            lambda s, ids: s.collection(jagged("items", values=ids)),
+        )
+        for error in (ValueError, IndexError)
     ),
     *(
         (lambda s, use=use, ids=ids: use(s, ids), error, message)
@@ -205,6 +211,11 @@ REFUSALS: Final[list[tuple[Call, Errors, str]]] = [
     (lambda s: type(s.collection)(s.memory), TableError, "feature 'items' belongs to the tables"),
     # modules and checkpoints
     (lambda s: type(s.bag)(s.table, mode="max"), ValueError, r"leave mode out, or .* TableConfig\(pooling='max'\)"),
+    (
+        lambda s: tierstore.TieredEmbedding(s.table).weight,
+        AttributeError, r"emb\(torch.arange\(n\)\).*table.read\(ids\).*table.write",
+    ),
+    (lambda s: tierstore.TieredEmbedding(s.table).weigth, AttributeError, "has no attribute 'weigth'"),
     (lambda s: type(s.bag)(s.table, max_norm=1.0), TypeError, "no argument max_norm: rows are not renormalized"),
     *((call, TypeError, "open the store again") for call in NOT_COPIED),
     *(
@@ -222,6 +233,18 @@ REFUSALS: Final[list[tuple[Call, Errors, str]]] = [
     (lambda s: s.store["zzz"], TableError, "there are items"),
     (lambda s: s.memory["d"], TableError, "no table 'd' in :memory:"),
     (lambda s: s.store.create_table(config(name="items")), TableError, "choose another name"),
+    (
+        lambda s: s.store.create_table(replace(CONFIG, optimizer=optim.SGD(lr=0.5))),
+        TableError, r"create it with lr=0\.01, then set table\.learning_rate = 0\.5",
+    ),
+    (
+        lambda s: s.store.create_table(replace(CONFIG, pooling="mean", num_embeddings=50)), TableError,
+        r"num_embeddings: 100 there, 50 asked; pooling: 'sum' there, 'mean'.*change it by Store\.change_table",
+    ),
+    *(
+        (lambda s, rate=rate: setattr(s.table, "learning_rate", rate), ValueError, "learning_rate=")
+        for rate in (float("nan"), -1.0, float("inf"))
+    ),
     (lambda s: s.store.create_table(config(embedding_dim=2**17)), ValueError, "Split the table by columns"),
     (lambda s: config(data_type=1), TypeError, 'no argument data_type: dtype="float16"'),
     (lambda s: config(nothing=1), TypeError, "unexpected keyword argument 'nothing'"),
@@ -260,6 +283,11 @@ REFUSALS: Final[list[tuple[Call, Errors, str]]] = [
     (lambda s: tierstore.open("s3://a/b"), ValueError, "is a URL"),
     (lambda s: tierstore.open(Path("file:///a")), ValueError, "is a URL"),
     # versions, backups, recordings
+    *(
+        (lambda s, extra=extra: s.store.commit(extra=extra), TypeError, "gives back as it was")
+        for extra in ({1: 2}, {"a": (1, 2)}, {"a": {2: 1}})
+    ),
+    (lambda s: s.store.commit(tensors={"__metadata__": ONE}), TypeError, "tensors cannot be stored"),
     (lambda s: s.store.rollback(1), ValueError, r"version=1 .* is not kept; kept: 2, 3\."),
     (lambda s: s.store.backup(s.directory / "copy"), ValueError, "is inside the store"),
     (lambda s: s.store.backup(s.folder / "half"), FileExistsError, r"is not empty \(it holds manifest.json\)"),
@@ -363,13 +391,16 @@ def test_a_budget_too_small_names_what_is_needed(store_dir: Path, ddr: Any) -> N
         assert store["items"].read(torch.tensor([1])).shape == (1, 4)
 
 
-def test_numbers_of_numpy_are_taken_as_pythons(store_dir: Path) -> None:
+def test_numbers_of_numpy_and_torch_are_taken_as_pythons(store_dir: Path) -> None:
     fields: dict[str, Any] = {"num_embeddings": np.int64(9), "embedding_dim": np.uint8(4)}
     fields |= {"init": tierstore.init.Uniform(np.float32(-1), np.float32(1), seed=np.int64(3))}  # type: ignore[arg-type]
     fields |= {"optimizer": optim.Adam(lr=np.float32(0.5), betas=np.array([0.5, 0.75]))}  # type: ignore[arg-type]
     sizes: dict[str, Any] = {"ddr": np.int64(2**20), "keep": np.int32(2), "threads": np.int64(1)}
     with tierstore.open(store_dir, **sizes) as store:
-        made = store.create_table(config(**fields)).config
+        table = store.create_table(config(**fields))
+        made, table.learning_rate = table.config, torch.tensor(0.25)  # type: ignore[assignment]
+        assert table.learning_rate == 0.25
+        store.commit(extra={"a": [float("nan"), None, {"b": 1.5}]})
     assert "np." not in repr(made)
     with tierstore.open(store_dir, ddr="1MiB") as store:
         assert repr(store["t"].config) == repr(made)

@@ -1,13 +1,12 @@
-"""The contract of caches that evict, and what each cache has of its own: memory, bounds, numbering."""
+"""What each cache has of its own: memory, bounds, numbering; and what it refuses."""
 
 import tracemalloc
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from tests.conformance.row_cache import RowCacheConformance, admitted, keys_from, order_of, take, visit
+from tests.cache.support import admitted, keys_from, order_of, take, visit
 from tierstore.cache.base import STAMP, Admission, AdmitStatus
 from tierstore.cache.cache_state import Tally
 from tierstore.cache.ddr import OVERHEAD_BYTES, DdrCache, capacity_for
@@ -16,15 +15,19 @@ from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.layout import KEY_ROW_BITS
 
 POLICY_NAMES = ("lru", "lfu", "tinylfu")
-
-
-@pytest.mark.kernel
-class TestDdr(RowCacheConformance):
-    def make(self, capacity: int, *, weight_words: int = 2, state_words: int = 1) -> Any:
-        return DdrCache(capacity, weight_words=weight_words, state_words=state_words, policy=self.policy)
+every_policy = pytest.mark.parametrize("policy", POLICY_NAMES)
 
 
 # Memory
+
+
+@every_policy
+def test_arenas_are_aligned_words(policy: str) -> None:
+    cache = DdrCache(7, weight_words=3, state_words=2, policy=policy)
+    for arena, words in ((cache.weights, 3), (cache.state, 2)):
+        assert (arena.shape, arena.dtype) == ((7, words), np.uint64)
+        assert arena.flags.c_contiguous
+        assert arena.ctypes.data % 64 == 0
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ def test_overhead_is_what_is_stated_and_what_is_allocated(policy: str, stated_by
     assert 0 <= allocated_bytes - cache.size_bytes < (18_000 if policy == "tinylfu" else 12_000)
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@every_policy
 @pytest.mark.parametrize(("words", "budget_bytes"), [((32, 1), 4096), ((0, 0), 400), ((1, 0), 1_000_003)])
 def test_capacity_is_the_largest_that_fits(policy: str, words: tuple[int, int], budget_bytes: int) -> None:
     sizes = {"weight_words": words[0], "state_words": words[1]}
@@ -75,7 +78,7 @@ def test_memory_is_taken_as_slots_are_used() -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@every_policy
 def test_stamps_start_over(policy: str) -> None:
     """Key 3 keeps stamp 1, which the admission after the last number has again."""
     cache = DdrCache(4, weight_words=0, state_words=0, policy=policy)
@@ -108,18 +111,26 @@ def test_admission_passes_each_pinned_slot_once(policy: str) -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("prepare", ["admit", "mark_dirty", "freeze"])
-def test_replay_needs_a_quiet_cache(prepare: str) -> None:
-    cache = DdrCache(2, weight_words=1, state_words=0, policy="lru")
+@every_policy
+def test_misuse_by_the_owner_is_refused(policy: str) -> None:
+    """Two admissions that mix, and slots without a row."""
+    cache = DdrCache(1, weight_words=2, state_words=1, policy=policy)
     visit(cache, 1)
-    if prepare == "admit":
-        admitted(cache, 1)
-    else:
-        cache.mark_dirty(cache.find(keys_from(1)))
-    if prepare == "freeze":
-        cache.freeze()
-    with pytest.raises(AssertionError, match=r"pinned|dirty"):
+    cache.mark_dirty(cache.find(keys_from(1)))
+    with pytest.raises(AssertionError, match="dirty"):
         cache.access(keys_from(2))
+    stopped = Admission(keys_from(2))
+    assert cache.admit(stopped) is AdmitStatus.DIRTY_VICTIM
+    cache.admit(Admission(keys_from(1)))
+    with pytest.raises(AssertionError, match="another admission"):
+        cache.admit(stopped)
+    cache = DdrCache(4, weight_words=2, state_words=1, policy=policy)
+    free = next(each for each in range(4) if each != admitted(cache, 1).slots[0])
+    for slot in (-1, free, 4, 2**31 - 1):
+        for action in ("filled", "pin", "unpin", "mark_dirty", "keys_of", "evict"):
+            with pytest.raises(AssertionError):
+                getattr(cache, action)(np.array([slot], np.int32))
+            cache.check_integrity()
 
 
 # Where every row has a slot

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.cache.reference import Batch, ReferenceCache
-from tests.conformance.row_cache import keys_from, order_of, take
+from tests.cache.support import keys_from, order_of, take
 from tests.kernels.test_hash_table import key_of_hash
 from tierstore.cache.base import Admission, AdmitStatus, Pinned
 from tierstore.cache.ddr import DdrCache
@@ -254,7 +254,7 @@ class FullTwinMachine(TwinMachine):
 
 
 for _machine in (TwinMachine, LfuTwinMachine, TinyLfuTwinMachine, FullTwinMachine):
-    _machine.TestCase.settings = settings(stateful_step_count=40, max_examples=2 * settings().max_examples)
+    _machine.TestCase.settings = settings(stateful_step_count=40)
 TestLruTwins = pytest.mark.kernel(TwinMachine.TestCase)
 TestLfuTwins = pytest.mark.kernel(LfuTwinMachine.TestCase)
 TestTinyLfuTwins = pytest.mark.kernel(TinyLfuTwinMachine.TestCase)

@@ -20,7 +20,7 @@ from tierstore.exchange import export_store, exporting, import_files
 from tierstore.exchange.tensor_files import SafetensorsFile, TensorSpec
 from tierstore.system import files as system_files
 
-from .support import DTYPES, OPTIMIZERS, STATES, bits, config, contents, earlier_checkpoint, make_store, weights
+from .support import DTYPES, OPTIMIZERS, STATES, bits, config, contents, earlier_checkpoint, make_store
 
 DENSE = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
 DENSE += [torch.uint8, torch.bool]
@@ -54,18 +54,6 @@ def test_export_and_import_give_the_same_bits(tmp_path, dtype):
         assert {table.changed_rows for table in imported.tables} == {129}
         assert export_store(tmp_path / copy, tmp_path / "again", state=True, force=True).keys == report.keys
         assert (tmp_path / "again").read_bytes() == (tmp_path / "out").read_bytes()
-
-
-def test_a_plain_embedding_bag_loads_an_export_and_is_imported(tmp_path):
-    source = make_store(tmp_path / "source", config(rows=50, dim=4))
-    export_store(source, tmp_path / "out", tables=["item"], key="weight")
-    bag = torch.nn.EmbeddingBag(50, 4, mode="sum")
-    bag.load_state_dict(safetensors.torch.load_file(tmp_path / "out"))
-    assert bits(bag.weight.detach()) == bits(weights(source))
-    trained = torch.nn.EmbeddingBag(50, 4, mode="sum")
-    torch.save(trained.state_dict(), tmp_path / "theirs")
-    assert import_files(source, [tmp_path / "theirs"], mapping={"weight": "item"}).version == 2
-    assert bits(weights(source)) == bits(trained.weight.detach())
 
 
 def test_a_table_may_get_another_name_and_come_without_its_state(tmp_path):

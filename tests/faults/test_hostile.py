@@ -2,7 +2,6 @@
 
 import ast
 import gzip
-import json
 import os
 import shutil
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 import tierstore
 from bench.data import ROOT
 from tests.children import make_store, run
+from tests.store.test_manifest import forge
 from tierstore import errors
-from tierstore.store.manifest import MANIFEST_NAME, _digest
+from tierstore.store.manifest import MANIFEST_NAME
 
 FORBIDDEN_MODULES = {
     "cloudpickle", "code", "dill", "importlib", "joblib", "marshal", "runpy", "shelve", "yaml",
@@ -64,12 +64,6 @@ def test_no_source_can_run_what_a_file_holds() -> None:
     assert {path: offences for path, offences in found.items() if offences} == KNOWN
 
 
-def forge(folder: Path, **fields: Any) -> None:
-    path = folder / MANIFEST_NAME
-    body = json.loads(path.read_text())["body"] | fields
-    path.write_text(json.dumps({"body": body, "sha256": _digest(body)}))
-
-
 def table(**changes: Any) -> dict[str, Any]:
     return tierstore.TableConfig(name="t", num_embeddings=2000, embedding_dim=16).to_dict() | changes
 
@@ -88,7 +82,7 @@ def test_a_manifest_that_claims_too_much_ends_in_an_error_and_little_memory(tmp_
     expected = []
     for claim, (tables, message) in claims.items():
         make_store(tmp_path / claim)
-        forge(tmp_path / claim, tables=tables)
+        forge(tmp_path / claim / MANIFEST_NAME, tables=tables)
         expected += [message.format(path=tmp_path / claim / MANIFEST_NAME)] * 2
     code = """
     def use(folder, mode):

@@ -103,11 +103,10 @@ def assert_same(ended: Ended, expected: Ended, told: object = None) -> None:
 class LateStreams(Streams):
     """Streams that are idle for random times before and after every step."""
 
-    def __init__(self, inner: Streams, delays: "Delays", *, waits: bool) -> None:
+    def __init__(self, inner: Streams, delays: "Delays") -> None:
         self.pin_memory = inner.pin_memory
         self._inner = inner
         self._delays = delays
-        self._waits = waits
 
     @contextlib.contextmanager
     def side(self) -> Iterator[None]:
@@ -120,27 +119,25 @@ class LateStreams(Streams):
         return self._inner.mark()
 
     def follow(self, mark: Mark) -> None:
-        if self._waits:
-            self._inner.follow(mark)
+        self._inner.follow(mark)
         self._delays.insert()
 
 
 class Delays:
     """Delays of the calling thread's current stream, of up to about ``longest_us``."""
 
-    def __init__(self, *, longest_us: int, share: float = 0.5, seed: int = 0) -> None:
+    def __init__(self, *, longest_us: int, seed: int = 0) -> None:
         self.inserted = 0
         self._longest_us = longest_us
-        self._share = share
         self._random = random.Random(seed)
 
     def insert(self) -> None:
-        if self._random.random() < self._share:
+        if self._random.random() < 0.5:
             self.inserted += 1
             torch.cuda._sleep(2000 * self._random.randrange(self._longest_us // 2, self._longest_us))
 
 
-def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays, *, waits: bool = True) -> None:
+def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays) -> None:
     """Have the streams of stores that are opened from now on be late, and every copy of rows to the device too."""
     take = HostTier.take
 
@@ -149,6 +146,4 @@ def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays, *, waits: bool = 
         delays.insert()
 
     monkeypatch.setattr(HostTier, "take", late_take)
-    monkeypatch.setattr(
-        "tierstore.hbm.pool.open_streams", lambda device: LateStreams(open_streams(device), delays, waits=waits)
-    )
+    monkeypatch.setattr("tierstore.hbm.pool.open_streams", lambda device: LateStreams(open_streams(device), delays))

@@ -70,19 +70,6 @@ def test_whatever_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hb
         assert_same(ended, expected, seed)
 
 
-@pytest.mark.gpu
-def test_streams_that_do_not_wait_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What shows that the test above could fail."""
-    batches = make_batches(2)
-    expected = train(tmp_path / "plain", batches)
-    train(tmp_path / "compiles", batches, device="cuda", hbm=WHOLE)
-    make_late(monkeypatch, Delays(longest_us=20_000, share=1.0), waits=False)
-    with tierstore.open(tmp_path / "late", ddr="2MiB", hbm=WHOLE, device="cuda") as store:
-        make_tables(store)
-        outs = train_on(store, batches, depth=0)
-    assert not torch.equal(outs[0], expected.outs[0])
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_inference_mode_before_training(tmp_path: Path, device: str) -> None:
     """What inference makes, training can write to; and inference changes nothing."""

@@ -95,13 +95,6 @@ def test_a_prefetched_step_waits_for_nothing_on_the_host(store_dir: Path, poolin
 
 
 @pytest.mark.gpu
-def test_waiting_would_be_noticed() -> None:
-    value = torch.ones(1, device="cuda")
-    with waiting_forbidden(), pytest.raises(RuntimeError, match="synchroniz"):
-        value.item()
-
-
-@pytest.mark.gpu
 def test_more_memory_than_the_device_has(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="25%", hbm="1000TiB", device="cuda") as store:
         store.create_table(tierstore.TableConfig(name="t", num_embeddings=10**9, embedding_dim=64))

@@ -88,28 +88,19 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             dirty=torch.zeros(4, dtype=torch.uint8) if len(codes) == 1 else None,
         )  # fmt: skip
 
-    def dot(dim: int, weights: torch.Tensor) -> None:
-        launches.dot_rows(
-            bags(dim, scaled=True), numbers, numbers, 0, length, weights=weights, dim=dim,
-            grad_out=torch.zeros(2, 2 * dim), grad_scale=torch.zeros(length),
-        )  # fmt: skip
-
-    def move(*words: int, up: bool) -> None:
-        buffers = tuple(torch.zeros((64, width), dtype=torch.int64) for width in words)
-        launches.move_rows(buffers, buffers, numbers[:64], up=up)
-
     narrow, middle, wide = torch.zeros(4, 16), torch.zeros(4, 64), torch.zeros(4, 104, dtype=torch.bfloat16)
     yield "number", lambda: launches.number_bags(numbers[:5], numbers)
     yield "pool sum of 16", lambda: pool(16, narrow, kernels.SUM, by_row=False)
     yield "pool mean of 100", lambda: pool(100, wide, kernels.MEAN, scaled=True)
     yield "pool max of 16", lambda: pool(16, narrow.half(), kernels.MAX)
-    yield "dot of 16", lambda: dot(16, narrow)
-    yield "dot of 100", lambda: dot(100, wide)
-    yield "move up", lambda: move(8, 1, up=True)
-    yield "move down", lambda: move(256, 512, up=False)
-    yield "sgd of 16", lambda: update(16, narrow, optim.SGD)
+    yield "dot of 16", lambda: launches.dot_rows(
+        bags(16, scaled=True), numbers, numbers, 0, length, weights=narrow, dim=16, grad_out=torch.zeros(2, 32),
+        grad_scale=torch.zeros(length),
+    )  # fmt: skip
+    buffers = tuple(torch.zeros((64, width), dtype=torch.int64) for width in (8, 1))
+    yield "move", lambda: launches.move_rows(buffers, buffers, numbers[:64], up=True)
     yield "rowwise_adagrad of 64, mean", lambda: update(64, middle, optim.RowWiseAdagrad, mean=True)
-    yield "adam of 16, max", lambda: update(16, narrow, optim.Adam, maxed=True)
+    yield "sgd of 16, max", lambda: update(16, narrow, optim.SGD, maxed=True)
     yield "adam and adagrad of 100, scaled", lambda: update(100, wide, optim.Adam, optim.Adagrad)
     for name, rows, scale in (("slots", numbers[:64], None), ("keys", long[:64], torch.zeros(64))):
         given, some = DeviceIds(long[:64], long[:5], scale), bags(16, scaled=False)._replace(scale=scale)
@@ -130,7 +121,7 @@ def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         plan = Plan(keys, slots, slots.to(torch.int8), summary)
         yield f"plan {name}", partial(launches.plan, cache_state, keys, slots[:1], lying, summary)
         yield f"commit {name}", partial(launches.commit, cache_state, plan, summary, 1, lfu, lfu)
-        yield f"list {name}", partial(launches.list_keys, cache_state, plan, keys, 64, torch.stack([keys, keys]))
+    yield "list", partial(launches.list_keys, cache_state, plan, keys, 64, torch.stack([keys, keys]))
     yield "find", lambda: launches.find_sorted(keys, keys, keys, 64)
     yield "age", lambda: launches.age(cache_state.ranks)
     yield "edit", partial(launches.edit_flags, cache_state.flags, slots, 64, unpin=True, keep=-1, add=0)

@@ -13,9 +13,6 @@ from tests.hbm import tracing
 from tests.hbm.stores import few_slots
 from tierstore import optim
 from tierstore.hbm import base, cache, launches
-from tierstore.hbm.base import DeviceLease
-from tierstore.hbm.full import FullRows
-from tierstore.hbm.pool import HbmPool
 from tierstore.store import arguments
 
 ROWS, DIM, STEPS = 600, 4, 10
@@ -49,26 +46,6 @@ def test_all_that_uses_a_row_is_ordered_with_dynamic_ids(
     with few_slots(40) if hbm == "8KiB" else contextlib.nullcontext():
         train(tmp_path / "store", hbm=hbm, ids=tierstore.DynamicIds())
     assert (trace.problems, trace.num_accesses > 1000) == ([], True)
-
-
-@pytest.mark.parametrize("broken", ["forward does not wait", "slots are free at once", "flush does not wait"])
-def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    trace = tracing.install(monkeypatch, 0)
-    if broken == "flush does not wait":
-        monkeypatch.setattr(FullRows, "_follow_users", lambda _: None)
-    elif broken == "forward does not wait":
-        monkeypatch.setattr(DeviceLease, "in_use", lambda self, **_: contextlib.nullcontext())
-    else:
-
-        def reclaim(self: HbmPool, *, wait: bool) -> None:
-            while self.released:
-                claim = self.released.popleft()
-                if claim in self._claims:
-                    self._unpin(claim)
-
-        monkeypatch.setattr(HbmPool, "_reclaim", reclaim)
-    train(tmp_path / "store", hbm="64KiB" if broken == "flush does not wait" else "8KiB")
-    assert trace.problems
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled for a CUDA device")

@@ -5,17 +5,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tests.recordings import hashed as mixed
 from tierstore.ids import LFU, TTL, DynamicIds, Frequency, Probability
 
 WORD = 2**64
-
-
-def mixed(value: int) -> int:
-    """SplitMix64's output function."""
-    value = (value + 0x9E3779B97F4A7C15) % WORD
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % WORD
-    value = (value ^ value >> 27) * 0x94D049BB133111EB % WORD
-    return value ^ value >> 31
 
 
 @dataclass

@@ -184,7 +184,7 @@ def test_every_changed_byte_of_the_free_list_is_seen(sound: Image) -> None:
         places += range(start, start + 8 * (sound.number(start, 8) + 1))
     for leaf in sound.leaves(sound.meta.free.page, sound.meta.free.depth):
         places += [*range(leaf * PAGE, leaf * PAGE + 8), *range(leaf * PAGE + 12, leaf * PAGE + 18)]
-    places = places[:: 1 if JIT_ENABLED else 41]
+    places = places[:: 1 if JIT_ENABLED else 61]
     unseen = []
     for i, place in enumerate(places):
         before = sound.bytes[place]

@@ -232,27 +232,6 @@ def test_a_copy_shares_the_tables_and_an_average_has_dense_weights_of_its_own(ca
     torch.testing.assert_close(average.module[1].weight.detach(), (weights[1] + weights[2]) / 2)
 
 
-def test_an_id_that_is_no_row_is_an_index_error_and_a_value_error(store: tierstore.Store) -> None:
-    ids = torch.tensor([1, ROWS])
-    modules = tierstore.TieredEmbedding(store["t"]), tierstore.TieredEmbeddingBagCollection(store)
-    features = ids, tierstore.KeyedJaggedTensor(["t"], ids, lengths=torch.tensor([2]))
-    for call, given in zip([*modules, store["t"].read], [*features, ids], strict=True):
-        for kind in (IndexError, ValueError):
-            with pytest.raises(kind, match=f"id {ROWS} is not a row of table 't'"):
-                call(given)
-
-
-def test_weight_is_refused_with_the_way_out() -> None:
-    with tierstore.open(cold="memory", ddr="1MiB") as store:
-        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=DIM))
-        module = tierstore.TieredEmbedding(table)
-        assert not hasattr(module, "weight")
-        with pytest.raises(AttributeError, match=r"emb\(torch.arange\(n\)\).*table.read\(ids\).*table.write"):
-            _ = module.weight
-        with pytest.raises(AttributeError, match="'TieredEmbedding' object has no attribute 'weigth'"):
-            _ = module.weigth
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_and_rows_of_half_types_are_taken(store: tierstore.Store, dtype: torch.dtype) -> None:
     table, bag = store["t"], tierstore.TieredEmbeddingBag(store["t"])

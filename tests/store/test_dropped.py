@@ -22,7 +22,7 @@ import torch
 
 import tierstore
 from tests.children import run, start
-from tierstore import errors, optim
+from tierstore import optim
 from tierstore.system import killpoints
 from tierstore.system.signals import settle
 
@@ -309,22 +309,6 @@ def test_nothing_is_told_where_nothing_is_lost_or_the_loss_is_known(
         store.create_table(ITEM)
         _change(store)
     assert _told(caplog) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"optimizer": optim.SGD(lr=0.5)}, "create it with lr=0.1, then set table.learning_rate = 0.5"),
-        ({"num_embeddings": 50}, "or change it by Store.change_table (docs/tables.md)"),
-        ({"pooling": "mean", "num_embeddings": 50}, "num_embeddings: 40 there, 50 asked; pooling: 'sum' there, 'mean'"),
-    ],
-)
-def test_what_differs_of_a_table_is_said(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    with _opened(tmp_path) as store:
-        with pytest.raises(errors.TableError) as raised:
-            store.create_table(replace(ITEM, **change))  # type: ignore[arg-type]
-        assert message in str(raised.value)
-        assert len(str(raised.value)) < 400
 
 
 def test_a_learning_rate_of_the_last_commit_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

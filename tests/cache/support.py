@@ -1,0 +1,38 @@
+"""Admitting keys to a row cache, and what it holds then."""
+
+from typing import Any
+
+import numpy as np
+
+from tierstore.cache.base import Admission, AdmitStatus, Pinned
+from tierstore.kernels.arrays import Int32s, Int64s
+
+
+def keys_from(*values: int) -> Int64s:
+    return np.array(values, np.int64)
+
+
+def order_of(cache: Any) -> list[int]:
+    """Keys, next victim first."""
+    return cache.keys_of(cache.resident_slots()).tolist()
+
+
+def admitted(cache: Any, *values: int) -> Admission:
+    """These keys, pinned and filled."""
+    admission = Admission(keys_from(*values))
+    assert cache.admit(admission) == AdmitStatus.COMPLETE
+    cache.filled(admission.missing_slots)
+    return admission
+
+
+def take(cache: Any, slots: Int32s) -> Pinned:
+    """The dirty ones of these, clean and pinned."""
+    pinned = Pinned(len(slots))
+    cache.take(slots, pinned, frozen=False)
+    cache.settle(pinned.slots)
+    return pinned
+
+
+def visit(cache: Any, *values: int) -> None:
+    """Admit by one call, and let go."""
+    cache.release(admitted(cache, *values))
