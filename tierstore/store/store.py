@@ -159,13 +159,13 @@ class Store(ClosedWhenDropped, Unpicklable):
             table: its name now.
             name: the new one; feature names that are the default follow.
             num_embeddings: at least what it has. New rows have first values, and no ids if those are dynamic.
-            optimizer: of the same kind, its parameters: rows keep their state, and the learning rate in force stays.
-                Of another kind, the state of all rows and the count of updates begin again, which is logged; its rows
-                are written once more, and the store keeps no version of before.
+            optimizer: of the same kind, with other parameters: rows keep their state, and the learning rate in force
+                stays.
 
         Raises:
             TableError: rows are in use, changed since the last commit, or trained by ``optimizer()``; another table has
-                the name; or others decide about the tables: the store is a replica, or a rank's part.
+                the name; the optimizer is of another kind; or others decide about the tables: the store is a replica,
+                or a rank's part.
             ValueError: wrong values. DiskFullError: the table is as it was. ReadOnlyError, ClosedError.
         """
         with self._changing(table) as known:
