@@ -16,7 +16,7 @@ import tierstore
 from bench.data import ROOT, examples
 from tierstore import errors
 from tierstore.cli import entry as cli
-from tierstore.exchange import export_store, exporting, import_files
+from tierstore.exchange import export_store, import_files
 from tierstore.exchange.tensor_files import SafetensorsFile, TensorSpec
 from tierstore.system import files as system_files
 
@@ -109,10 +109,8 @@ def test_tables_and_keys_are_chosen_and_state_lies_beside_its_weights(store, tmp
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"format": "pickle"}, ValueError, "format='pickle' is not one of safetensors, parquet"),
-        ({"out": "rows.csv"}, ValueError, "the file's ending='.csv' is not one of .safetensors, .parquet"),
-        ({"out": "rows.pt"}, ValueError, r"rows.pt: torch checkpoints are not written.*safetensors.torch.load_file"),
-        ({"format": "torch"}, ValueError, r"out: torch checkpoints are not written.*torch.save"),
+        ({"out": "rows.csv"}, ValueError, r"rows.csv: an export is a safetensors file"),
+        ({"out": "rows.pt"}, ValueError, r"rows.pt: an export .*safetensors.torch.load_file .* torch.save"),
         ({"tables": ["usr"]}, errors.TableError, "did you mean 'user'?"),
         ({"key": "weight"}, ValueError, r"names both 'item' and 'user' 'weight'; put \{table\} in it"),
         ({"tables": []}, ValueError, "nothing to export"),
@@ -193,27 +191,6 @@ def test_a_kept_version_is_exported(tmp_path):
         assert report.version == version
         (found,) = safetensors.torch.load_file(tmp_path / f"out{version}").values()
         assert bits(found) == bits(rows[version - 1])
-
-
-@pytest.mark.parametrize(("rule", "dtype"), [*zip(OPTIMIZERS, (*DTYPES, "float32"), strict=True)])
-def test_rows_that_were_written_are_rows_of_a_parquet_file(tmp_path, monkeypatch, rule, dtype):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
-    monkeypatch.setattr(exporting, "CHUNK_BYTES", 1000)
-    store = make_store(tmp_path / "store", config(optimizer=OPTIMIZERS[rule], dtype=dtype), config("other"))
-    report = export_store(store, tmp_path / "rows.parquet", format="parquet", tables=["item"], state=True)
-    file = parquet.read_table(tmp_path / "rows.parquet")
-    assert file.column_names == list(report.keys) == ["id", "weight", *STATES[rule]]
-    ids = torch.tensor(file["id"].to_pylist())
-    assert ids.tolist() == sorted({row for step in range(3) for row in range(step, 500, 7)})
-    assert report.rows == len(ids)
-    with tierstore.open(store, mode="r", ddr="8MiB") as opened:
-        item = opened["item"]
-        assert torch.equal(torch.tensor(file["weight"].to_pylist()), item.read(ids).float())
-        state = [torch.tensor(file[name].to_pylist()).reshape(len(ids), -1) for name in STATES[rule]]
-        assert torch.equal(torch.cat([torch.empty(len(ids), 0), *state], dim=1), item.read_state(ids))
-    for arguments in ({}, {"tables": ["item"], "dense": True}):
-        with pytest.raises(ValueError, match="is of one table, without dense tensors"):
-            export_store(store, tmp_path / "no.parquet", format="parquet", **arguments)
 
 
 def test_dense_tensors_of_every_usual_dtype_lie_aligned_and_without_gaps(tmp_path):

@@ -160,9 +160,6 @@ def test_rows_of_others_come_with_ids_or_their_numbers_are_ids(tmp_path: Path) -
     safetensors.torch.save_file({f"{KEY}weight": rows}, tmp_path / "numbered")
     import_files(tmp_path / "store", [tmp_path / "numbered"])
     assert read(tmp_path / "store") == {8: before[8]} | dict(enumerate(rows.tolist()))
-    export_store(tmp_path / "new", tmp_path / "rows", format="parquet")
-    rows_of = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "rows").to_pylist()
-    assert {row["id"]: row["weight"] for row in rows_of} == read(tmp_path / "new")
 
 
 WRONG = [
