@@ -130,7 +130,6 @@ CALLS: Final[dict[str, Callable[[Scene], object]]] = {
     "Prefetched.send": lambda scene: next(scene.pipeline),
     "Prefetched.state_dict": lambda scene: scene.pipeline.state_dict(),
     "Prefetched.throw": lambda scene: scene.pipeline.throw(KeyError),
-    "Table.on_evict": lambda scene: scene.dynamic.on_evict(None),
     "Recorder.stop": lambda scene: scene.recorder.stop(),
     "Store.record": lambda scene: scene.store.record(scene.new("trace.npz")),
     "Newer.tensors": lambda scene: scene.newer and scene.newer.tensors(),
@@ -242,12 +241,6 @@ def _backup(scene: Scene, act: Act) -> None:
         scene.store.backup(scene.new("backup"), verify=True, progress=lambda _done, _total: once())
 
 
-def _on_evict(scene: Scene, act: Act) -> None:
-    scene.dynamic.on_evict(lambda _ids, _rows: act())
-    with contextlib.suppress(TierstoreError):
-        scene.train(tierstore.TieredEmbeddingBag(scene.dynamic), torch.arange(50, 53))
-
-
 def _callback_of_a_commit(scene: Scene, act: Act) -> None:
     done = threading.Event()
     scene.pending = scene.store.commit_async()
@@ -279,7 +272,6 @@ HOLDERS: Final[dict[str, tuple[str, Callable[[Scene, Act], None]]]] = {
     "features": ("disk", _prefetching(2, "features")),
     "verify": ("disk reader", _verify),
     "backup": ("disk reader", _backup),
-    "on_evict": ("disk memory", _on_evict),
     "callback of a commit": ("disk memory", _callback_of_a_commit),
     "closure": ("disk", _closure),
 }

@@ -181,8 +181,8 @@ class Catalog:
         rule, other, dim = before.optimizer, config.optimizer, before.embedding_dim
         if (rule.kind, rule.state_dim(dim)) != (other.kind, other.state_dim(dim)):
             raise TableError(
-                f"rows of table {before.name!r} have the state of {rule.kind}, not of {other.kind}: import what tierstore "
-                f"export writes into a new store, by tierstore import --optimizer {other.kind}"
+                f"rows of table {before.name!r} have the state of {rule.kind}, not of {other.kind}: import what "
+                f"tierstore export writes into a new store, by tierstore import --optimizer {other.kind}"
             )
         self.require_possible(config)
         for place, each in enumerate(config.with_ids(table.index), table.index):
