@@ -102,7 +102,6 @@ CALLS: Final[dict[str, Callable[[Scene], object]]] = {
     ],
     "Store.tensors": lambda scene: scene.store.tensors(),
     "Store.commit_id": lambda scene: scene.store.commit_id(1),
-    "Store.describe_old_reader": lambda scene: scene.store.describe_old_reader(),
     "Store.set_time": lambda scene: scene.store.set_time(60.0),
     "Store.verify": lambda scene: scene.store.verify(),
     "Store.written_rows": lambda scene: [*scene.store.written_rows(scene.table)],

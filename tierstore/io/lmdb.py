@@ -16,7 +16,6 @@ from ..errors import ReadOnlyError, StoreReplacedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.files import sync_directory, translate_os_error
-from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arenas, check_table, require_distinct
 from .btree import META_KEY
 from .log import DEFAULT_SLACK
@@ -307,16 +306,6 @@ class LmdbColdTier:
     @property
     def held_bytes(self) -> int:
         return 0 if self._writer is None else self._writer.held_bytes
-
-    def describe_old_reader(self) -> str:
-        """What the oldest reader elsewhere keeps from being reused, in words; "" if there is none."""
-        with self.lease_tree() as snapshot:
-            locks = snapshot.file_map.locks
-            oldest = locks.oldest_elsewhere(snapshot.txn_id)
-            if oldest is None:
-                return ""
-            held = format_size(snapshot.freed_since(oldest))
-            return f"{locks.describe_holders(oldest)} shows an older version, and keeps {held} from being reused"
 
     @property
     def map_bytes(self) -> int:

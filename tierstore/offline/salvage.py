@@ -31,13 +31,11 @@ from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.stored_ids import TableOfIds
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
 from ..system.checks import excerpt
-from ..system.files import read_plain_file
 from ..system.sizes import format_count
 
 LOST_NAME: Final = "lost.txt"  # in the new store: what was lost, a line each
 WORK_NAME: Final = "repair.partial"  # where in the target the store is made; what is in it may be deleted
 _BATCH_BYTES: Final = 8 << 20
-_MAX_MANIFEST_BYTES: Final = 64 * 2**20
 _DDR: Final = "64MiB"
 _SHOWN: Final = 20
 
@@ -96,8 +94,8 @@ class SalvageReport:
 
 
 def salvage(
-    directory: str | os.PathLike[str], target: str | os.PathLike[str], *, manifest: str | os.PathLike[str] | None =
-    None, stale_ok: bool = False, progress: Callable[[int, int], None] | None = None,
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], *, stale_ok: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> SalvageReport:  # fmt: skip
     """Save every sound row of a store's last version, its extra and its tensors into a new store. Memory: 8 bytes a
     row, and some 200 a segment.
@@ -105,7 +103,6 @@ def salvage(
     Args:
         directory: the damaged store; only read, and no process may have it open for writing.
         target: the new store's directory; must not exist, or be empty.
-        manifest: a copy of the store's manifest.json, where its own cannot be read.
         stale_ok: also take rows that may be older than the version, or gone back from, where nothing newer was found.
         progress: called as ``progress(done_bytes, total_bytes)``.
 
@@ -126,7 +123,7 @@ def salvage(
         locks.lock_for_writer(shared=True)  # no writer opens the source meanwhile
         require_outside(target, source)
         work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, LOST_NAME, MANIFEST_NAME)))
-        known = _manifest(source, manifest)
+        known = _manifest(source)
         for config in known.tables if stale_ok else ():
             config.require_fixed_ids("repair with stale_ok=True, --stale-ok,")
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
@@ -139,15 +136,13 @@ def salvage(
     return report
 
 
-def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:
-    if other is not None:
-        return Manifest._parse(Path(other), read_plain_file(Path(other), _MAX_MANIFEST_BYTES))
+def _manifest(source: Path) -> Manifest:
     try:
         return Manifest.read(source)
     except (StoreNotFoundError, ChecksumError, TruncatedError) as error:
         raise type(error)(
-            f"{error}. Without a manifest nothing says which tables there are: give a copy of it with --manifest FILE; "
-            "one of the same store from before its last tables were made will do for the others"
+            f"{error}. Without a manifest nothing says which tables there are: put a copy of it in its place; one of "
+            "the same store from before its last tables were made will do for the others"
         ) from error
 
 
@@ -164,8 +159,8 @@ def _save(
         stored = remains.store_id or read_stamp(path, page_bytes)
         if stored != bytes.fromhex(known.store_id) and any(stored):
             raise FormatError(
-                f"{path}: belongs to store {stored.hex()}, not to {known.store_id}, which the manifest is of: give the "
-                "store's own with --manifest FILE"
+                f"{path}: belongs to store {stored.hex()}, not to {known.store_id}, which {MANIFEST_NAME} is of: put a "
+                "copy of the store's own in its place"
             )
         report.version = remains.version
         tier = stack.enter_context(new_tier(work, made))

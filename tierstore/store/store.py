@@ -461,12 +461,6 @@ class Store(ClosedWhenDropped, Unpicklable):
         with self.calling("backup"):
             return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
 
-    def describe_old_reader(self) -> str:
-        """Which other reader shows the oldest version, and what it keeps from being reused, in words; "" if none does,
-        or the store is sharded or in memory."""
-        self.require_open()
-        return self._cold.describe_old_reader() if isinstance(self._cold, LmdbColdTier) else ""
-
     def close(self) -> None:
         """End the commit in flight, then release files, memory and threads, and stop a recorder. Again is fine.
 
