@@ -60,8 +60,7 @@ def offset_of(directory: Path, table: int, row: int, version: int | None = None)
     manifest = Manifest.read(directory)
     tier = LmdbColdTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=True, version=version)
     with contextlib.closing(tier):
-        for index, config in enumerate(manifest.tables):
-            tier.add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
+        tier.set_tables(manifest.shapes)
         with tier.lease() as (_, rows):
             segments = rows.segments[rows.layouts[table]]
             slot, index = divmod(int(rows.places[rows.tables.bases[table] + row]), 1 << segments.geo.place_bits)

@@ -101,7 +101,7 @@ def stored_rows(parts: Parts, paths: Sequence[Path]) -> Counter[str]:
         manifest, cold, _ = open_files(path, readonly=True)
         assert isinstance(cold, LmdbColdTier), "it is one rank's, or of one process"
         with contextlib.closing(cold):
-            manifest.add_tables(cold)
+            cold.set_tables(manifest.shapes)
             with cold.lease() as (_, rows):
                 counts = rows.counts()
         for config, count in zip(manifest.tables, counts, strict=True):

@@ -89,7 +89,7 @@ def quantize(
     with contextlib.closing(opened) as before, new_store(target, WORK_NAME, names) as work:
         # Read once more, after the version was chosen: a writer makes a table before it commits rows of it.
         known = Manifest.read(source)
-        known.add_tables(before)
+        before.set_tables(known.shapes)
         configs = _configs(known, dtype, tables)
         made = replace(Manifest.new(known.page_bytes), tables=configs, has_rows=True)
         with new_tier(work, made) as after:

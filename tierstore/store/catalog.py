@@ -281,15 +281,7 @@ class Catalog:
 
     def enter(self, shapes: dict[int, tuple[RowLayout, int]]) -> None:
         """Have the cold tier know these tables, and no others."""
-        known = self._entered
-        if known == shapes:
-            return
-        if known.items() <= shapes.items():  # more of them: the map of the others' rows stays
-            self._entered = dict(known)
-            for index in sorted(shapes.keys() - known.keys()):
-                self._cold.add_table(index, *shapes[index])
-                self._entered[index] = shapes[index]
-        else:
+        if self._entered != shapes:
             self._cold.set_tables(shapes)
             self._entered = dict(shapes)
 

@@ -125,7 +125,7 @@ def new_tier(work: Path, manifest: Manifest) -> Iterator[LmdbColdTier]:
     """A row file to be written, with the store's tables; synced at the end of the block, so that it needs no anchor."""
     tier = LmdbColdTier(work, store_id=bytes.fromhex(manifest.store_id), readonly=False)
     with contextlib.closing(tier):
-        manifest.add_tables(tier)
+        tier.set_tables(manifest.shapes)
         yield tier
     with rows_path(work).open("rb") as file:
         os.fsync(file.fileno())
@@ -191,7 +191,7 @@ def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[i
             kept = read_head(snapshot).kept
             if cold.versions != kept:
                 raise DamagedError(f"{work} keeps versions {cold.versions}, not {kept}")
-            manifest.add_tables(cold)
+            cold.set_tables(manifest.shapes)
             return kept, None if steps is None else cold.verify(steps.verified)
     except DamagedError as error:
         raise DamagedError(
