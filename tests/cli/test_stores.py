@@ -15,7 +15,7 @@ from tierstore.cli import commands
 from tierstore.cli import entry as cli
 from tierstore.plan.presets import workload_toml
 from tierstore.settings.sections import to_dict
-from tierstore.store import copies
+from tierstore.store.directory import require_outside
 from tierstore.train import RunConfig
 from tierstore.train.config import load
 
@@ -224,7 +224,7 @@ def test_no_store_is_made_within_its_source(store_with_rows, capsys):
     assert listing(store_with_rows) == before
     same = store_with_rows.parent / "x" / ".." / store_with_rows.name
     with pytest.raises(ValueError, match="is the store itself; choose another directory"):
-        copies.require_outside(store_with_rows, same)
+        require_outside(store_with_rows, same)
 
 
 # train and demo: flags and the keys of a run file.

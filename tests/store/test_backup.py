@@ -15,7 +15,7 @@ from torch import Tensor
 import tierstore
 from tierstore import errors
 from tierstore.io import files
-from tierstore.store.copies import BACKUP_WORK_NAME
+from tierstore.store.directory import BACKUP_WORK_NAME
 from tierstore.system import killpoints
 from tierstore.system.killpoints import COPY_POINTS
 

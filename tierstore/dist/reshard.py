@@ -15,8 +15,7 @@ from ..exchange.rows import chunks, read_keys, read_rows, write_rows
 from ..io.files import ROW_FILE_NAME, rows_path
 from ..io.lmdb import LmdbColdTier
 from ..store import Table, open_store
-from ..store.copies import new_store, require_outside
-from ..store.directory import open_files
+from ..store.directory import new_store, open_files, require_outside
 from ..store.manifest import MANIFEST_NAME
 from ..store.stored_ids import ids_bytes
 from ..system.files import require_room

@@ -22,7 +22,7 @@ from ..layout import DtypeName, QuantizedName
 from ..optim import Optimizer
 from ..pool.converting import raw_weights
 from ..store import Store, Table, open_store
-from ..store.copies import kept_if_committed
+from ..store.directory import kept_if_committed
 from ..store.version import TableState
 from ..system.checks import excerpt, excerpt_names
 from .rows import chunks, numbered, write_keys

@@ -25,7 +25,7 @@ from ..io.snapshot import Snapshot
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
-from ..store.copies import Steps, bytes_on_device, new_store, new_tier, require_outside
+from ..store.directory import Steps, bytes_on_device, new_store, new_tier, require_outside
 from ..store.manifest import Manifest
 from ..system.checks import excerpt
 from ..system.files import RESTORE, require_room

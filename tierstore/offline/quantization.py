@@ -22,7 +22,7 @@ from ..io.reads import by_key, stored_batches
 from ..layout import MAX_ROWS, DtypeName
 from ..pool.converting import converted
 from ..store import open_store
-from ..store.copies import bytes_on_device, new_store, new_tier, require_outside
+from ..store.directory import bytes_on_device, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from ..system.checks import require_choice

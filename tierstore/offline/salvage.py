@@ -26,7 +26,7 @@ from ..io.row_map import RowMap
 from ..io.survivors import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
 from ..layout import KEY_ROW_BITS
 from ..store import open_store
-from ..store.copies import Steps, new_store, new_tier, require_outside
+from ..store.directory import Steps, new_store, new_tier, require_outside
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.stored_ids import TableOfIds
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack

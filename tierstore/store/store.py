@@ -36,8 +36,7 @@ from ..system.sizes import format_count
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
 from .commits import Commits, PendingCommit
-from .copies import BackupReport, back_up
-from .directory import Opened, open_files
+from .directory import BackupReport, Opened, back_up, open_files
 from .lifetime import Lifetime, Shown
 from .manifest import Manifest
 from .optimizer import TieredOptimizer
@@ -449,7 +448,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         self, target: str | os.PathLike[str], *, verify: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> BackupReport:  # fmt: skip
-        """Copy the store and all versions it keeps into another directory, while others train: ``copies.back_up``."""
+        """Copy the store with all kept versions into another directory, while others train: ``directory.back_up``."""
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):
             raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')
