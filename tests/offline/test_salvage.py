@@ -122,8 +122,8 @@ def test_a_store_is_saved_whole(history: History, image: Image, tmp_path: Path) 
     assert any(each.newest > image.version for each in image.segments)
     calls: list[tuple[int, int]] = []
     report = _salvaged(tmp_path, history.files, progress=lambda *pair: calls.append(pair))
-    assert calls == sorted(calls)
-    assert calls[-1][0] == calls[-1][1] == 2 * len(history.files["rows.lmdb"])
+    assert (len(history.files["rows.lmdb"]),) * 2 in calls
+    assert calls[-1][0] == calls[-1][1]
     assert report.is_whole
     assert rows_of(tmp_path / "saved") == history.rows == image.expected(image.data).saved
     assert report.rows == len(history.rows)

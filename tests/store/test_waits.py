@@ -125,7 +125,7 @@ CALLS: Final[dict[str, Callable[[Scene], object]]] = {
     "Store.commit": lambda scene: scene.store.commit(),
     "Recorder.describe": lambda scene: scene.recorder.describe(),
     "Recorder.rate": lambda scene: scene.recorder.rate,
-    "Store.backup": lambda scene: scene.store.backup(scene.new("backup"), verify=True),
+    "Store.backup": lambda scene: scene.store.backup(scene.new("backup")),
     "Prefetched.send": lambda scene: next(scene.pipeline),
     "Prefetched.state_dict": lambda scene: scene.pipeline.state_dict(),
     "Prefetched.throw": lambda scene: scene.pipeline.throw(KeyError),
@@ -237,7 +237,7 @@ def _verify(scene: Scene, act: Act) -> None:
 def _backup(scene: Scene, act: Act) -> None:
     once = _once(act)
     with contextlib.suppress(TierstoreError):
-        scene.store.backup(scene.new("backup"), verify=True, progress=lambda _done, _total: once())
+        scene.store.backup(scene.new("backup"), progress=lambda _done, _total: once())
 
 
 def _callback_of_a_commit(scene: Scene, act: Act) -> None:

@@ -181,9 +181,8 @@ def _backup(options: argparse.Namespace) -> int:
     from ..store import open_store
 
     with open_store(options.directory, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
-        report = store.backup(options.target, verify=options.verify, progress=show)
-    checked = "" if report.verified is None else f"; {report.verified.rows:,} rows verified"
-    print(f"{report.target}: version {report.version}, {format_size(report.size_bytes)}{checked}")
+        report = store.backup(options.target, progress=show)
+    print(f"{report.target}: version {report.version}, {format_size(report.size_bytes)}")
     return 0
 
 
@@ -192,14 +191,13 @@ BACKUP: Final = command(
     (
         arg("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile"),
         arg("target", metavar="NEW_DIR", help="folder of the backup; must not exist, or be empty"),
-        arg("--verify", help="read the backup and check every row"),
     ),
     "copy a store while it is trained on",
     "Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that was "
     "cut short is no store; run the command again.",
     """examples:
   tierstore backup shop /backups/shop-monday
-  tierstore backup shop /backups/shop-monday --verify""",
+  tierstore verify /backups/shop-monday""",
 )
 
 

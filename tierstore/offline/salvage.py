@@ -25,8 +25,7 @@ from ..io.reader_locks import FileLocks
 from ..io.row_map import RowMap
 from ..io.survivors import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
 from ..layout import KEY_ROW_BITS
-from ..store import open_store
-from ..store.directory import Steps, new_store, new_tier, require_outside
+from ..store.directory import new_store, new_tier, require_outside, verify_copy
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.stored_ids import TableOfIds
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
@@ -36,7 +35,6 @@ from ..system.sizes import format_count
 LOST_NAME: Final = "lost.txt"  # in the new store: what was lost, a line each
 WORK_NAME: Final = "repair.partial"  # where in the target the store is made; what is in it may be deleted
 _BATCH_BYTES: Final = 8 << 20
-_DDR: Final = "64MiB"
 _SHOWN: Final = 20
 
 
@@ -104,7 +102,7 @@ def salvage(
         directory: the damaged store; only read, and no process may have it open for writing.
         target: the new store's directory; must not exist, or be empty.
         stale_ok: also take rows that may be older than the version, or gone back from, where nothing newer was found.
-        progress: called as ``progress(done_bytes, total_bytes)``.
+        progress: called as ``progress(done_bytes, total_bytes)``, of the copy and then of its verification.
 
     Raises:
         ValueError: the target is inside the store. FileExistsError: it holds something.
@@ -127,12 +125,10 @@ def salvage(
         for config in known.tables if stale_ok else ():
             config.require_fixed_ids("repair with stale_ok=True, --stale-ok,")
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
-        steps = Steps(progress)
-        _save(path, known, work, made, report, stale_ok, steps)
+        _save(path, known, work, made, report, stale_ok, progress or (lambda *_: None))
         (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()), encoding="utf-8")
         made.write(work)
-        with open_store(work, mode="r", ddr=_DDR) as store:
-            store.verify(progress=steps.verified)
+        verify_copy(work, progress)
     return report
 
 
@@ -147,8 +143,9 @@ def _manifest(source: Path) -> Manifest:
 
 
 def _save(
-    path: Path, known: Manifest, work: Path, made: Manifest, report: SalvageReport, stale_ok: bool, steps: Steps
-) -> None:
+    path: Path, known: Manifest, work: Path, made: Manifest, report: SalvageReport, stale_ok: bool,
+    progress: Callable[[int, int], None],
+) -> None:  # fmt: skip
     size, page_bytes = path.stat().st_size, known.page_bytes
     if size < 2 * page_bytes:
         raise DamagedError(f"{path}: {size} bytes are less than its two meta pages; there is nothing to save")
@@ -170,7 +167,7 @@ def _save(
             total, done = sum(int(runs["rows"].sum()) for runs in survivors.runs), 0
             for segments, runs in zip(rows.segments.values(), survivors.runs, strict=True):
                 for count in _take(file_map, tier, rows, segments, runs, stale_ok, report):
-                    steps.copied(size * (done := done + count) // total, size)
+                    progress(size * (done := done + count) // total, size)
             for index, each in enumerate(known.tables):
                 name = f"of ids of {known.tables[index - 1].name}" if each.is_table_of_ids else each.name
                 report.lost += _losses(rows, index, name)
@@ -178,7 +175,7 @@ def _save(
                 if each.is_table_of_ids:
                     _drop_ids(tier, index, known.tables[index], report.version)
             tier.commit(_payload(known, remains, report), report.version)
-        steps.copied(size, size)
+        progress(size, size)
 
 
 def _drop_ids(tier: LmdbColdTier, index: int, config: TableConfig, epoch: int) -> None:

@@ -26,7 +26,6 @@ from ..io.files import (
 from ..io.lmdb import LmdbColdTier
 from ..io.log import DEFAULT_SLACK
 from ..io.records import read_head
-from ..io.snapshot import Snapshot
 from ..system.files import (
     make_directory,
     names_in,
@@ -216,20 +215,6 @@ def kept_if_committed(directory: Path) -> Iterator[None]:
         raise
 
 
-class Steps:
-    """One progress bar for copying and verifying, half of it each; both give bytes done, of how many."""
-
-    def __init__(self, show: Callable[[int, int], None] | None) -> None:
-        self._show, self._total = show or (lambda *_: None), 0
-
-    def copied(self, done: int, total: int) -> None:
-        self._total = total
-        self._show(done, 2 * total)
-
-    def verified(self, done: int, total: int) -> None:
-        self._show(self._total + self._total * done // max(1, total), 2 * self._total)
-
-
 @contextlib.contextmanager
 def new_tier(work: Path, manifest: Manifest) -> Iterator[LmdbColdTier]:
     """A row file to be written, with the store's tables; synced at the end of the block, so that it needs no anchor."""
@@ -245,6 +230,16 @@ def bytes_on_device(directory: Path) -> int:
     return rows_path(directory).stat().st_blocks * 512
 
 
+def verify_copy(
+    directory: Path, progress: Callable[[int, int], None] | None = None
+) -> tuple[tuple[int, ...], VerifyReport]:
+    """Open a new store and check all rows of it: the versions that it keeps, and what was found sound. DamagedError."""
+    manifest, cold, _ = open_files(directory, readonly=True)
+    with contextlib.closing(cold):
+        cold.set_tables(manifest.shapes)
+        return cold.versions, cold.verify(progress)
+
+
 class BackupReport(NamedTuple):
     """What was copied, to the directory ``target``."""
 
@@ -252,11 +247,10 @@ class BackupReport(NamedTuple):
     version: int  # the last commit in it; 0 if there is none
     versions: tuple[int, ...]  # all that it keeps, ascending
     size_bytes: int  # length of its row file
-    verified: VerifyReport | None  # what was checked, with ``verify=True``
 
 
 def back_up(
-    tier: LmdbColdTier, directory: Path, target: str | os.PathLike[str], *, verify: bool = False,
+    tier: LmdbColdTier, directory: Path, target: str | os.PathLike[str], *,
     progress: Callable[[int, int], None] | None = None,
 ) -> BackupReport:  # fmt: skip
     """Copy a store as it is on SSD, with all versions that it keeps, into another directory.
@@ -269,7 +263,6 @@ def back_up(
 
     Args:
         target: must not exist, or be empty, or hold only what an interrupted backup left.
-        verify: also read the backup and check every row.
         progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises, and nothing is left of the backup:
@@ -283,27 +276,20 @@ def back_up(
     with contextlib.ExitStack() as stack:
         snapshot = shielded(stack.enter_context)(tier.lease_tree())
         work = stack.enter_context(new_store(target, BACKUP_WORK_NAME))
-        steps, path = Steps(progress), rows_path(work)
+        path = rows_path(work)
         require_room(path, copied_bytes(snapshot))
-        copy_rows_file(snapshot, path, steps.copied if verify else progress or steps.copied)
+        copy_rows_file(snapshot, path, progress or (lambda *_: None))
         # Read after the snapshot was taken: a writer makes a table before it commits rows of it.
         Manifest.read(source).write(work)
-        version, verified = _check(work, snapshot, steps if verify else None)
+        try:
+            opened, kept = open_files(work, readonly=True), read_head(snapshot).kept  # which walks its trees
+            with contextlib.closing(opened.cold) as cold:
+                if cold.versions != kept:
+                    raise DamagedError(f"{work} keeps versions {cold.versions}, not {kept}")
+        except DamagedError as error:
+            raise DamagedError(
+                "the backup is not sound, most likely because the store is not: check it with tierstore verify "
+                f"({error})"
+            ) from error
         size_bytes = path.stat().st_size
-    return BackupReport(target, version[-1] if version else 0, version, size_bytes, verified)
-
-
-def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[int, ...], VerifyReport | None]:
-    """Open the backup, which walks its trees: it must be a store with the snapshot's versions, which it returns."""
-    try:
-        manifest, cold, _ = open_files(work, readonly=True)
-        with contextlib.closing(cold):
-            kept = read_head(snapshot).kept
-            if cold.versions != kept:
-                raise DamagedError(f"{work} keeps versions {cold.versions}, not {kept}")
-            cold.set_tables(manifest.shapes)
-            return kept, None if steps is None else cold.verify(steps.verified)
-    except DamagedError as error:
-        raise DamagedError(
-            f"the backup is not sound, most likely because the store is not: check it with tierstore verify ({error})"
-        ) from error
+    return BackupReport(target, kept[-1] if kept else 0, kept, size_bytes)

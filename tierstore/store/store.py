@@ -445,9 +445,8 @@ class Store(ClosedWhenDropped, Unpicklable):
             return self._cold.verify(progress)
 
     def backup(
-        self, target: str | os.PathLike[str], *, verify: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> BackupReport:  # fmt: skip
+        self, target: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
+    ) -> BackupReport:
         """Copy the store with all kept versions into another directory, while others train: ``directory.back_up``."""
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):
@@ -458,7 +457,7 @@ class Store(ClosedWhenDropped, Unpicklable):
                 f"tierstore reshard {self.directory} NEW_DIR --plain makes"
             )
         with self.calling("backup"):
-            return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
+            return back_up(self._cold, self.directory, target, progress=progress)
 
     def close(self) -> None:
         """End the commit in flight, then release files, memory and threads, and stop a recorder. Again is fine.
