@@ -20,7 +20,7 @@ from tierstore.exchange import export_store, import_files
 from tierstore.exchange.tensor_files import SafetensorsFile, TensorSpec
 from tierstore.system import files as system_files
 
-from .support import DTYPES, OPTIMIZERS, STATES, bits, config, contents, earlier_checkpoint, make_store, weights
+from .support import DTYPES, OPTIMIZERS, STATES, bits, config, contents, make_store, weights
 
 DENSE = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
 DENSE += [torch.uint8, torch.bool]
@@ -46,14 +46,13 @@ def test_export_and_import_give_the_same_bits(tmp_path, dtype):
     expected = [f"embedding_bags.{kind}.{name}" for kind in OPTIMIZERS for name in ["weight", *STATES[kind]]]
     assert list(report.keys) == expected
     assert (tmp_path / "out").stat().st_size == report.size_bytes
-    for copy, file in (("copy", tmp_path / "out"), ("other", earlier_checkpoint(tmp_path / "out"))):
-        imported = import_files(tmp_path / copy, [file])
-        assert contents(tmp_path / copy) == contents(source)
-        assert [table.with_state for table in imported.tables] == [bool(STATES[kind]) for kind in OPTIMIZERS]
-        # Rows never written stay so: each table had 3 of 7 rows written.
-        assert {table.changed_rows for table in imported.tables} == {129}
-        assert export_store(tmp_path / copy, tmp_path / "again", state=True, force=True).keys == report.keys
-        assert (tmp_path / "again").read_bytes() == (tmp_path / "out").read_bytes()
+    imported = import_files(tmp_path / "copy", [tmp_path / "out"])
+    assert contents(tmp_path / "copy") == contents(source)
+    assert [table.with_state for table in imported.tables] == [bool(STATES[kind]) for kind in OPTIMIZERS]
+    # Rows never written stay so: each table had 3 of 7 rows written.
+    assert {table.changed_rows for table in imported.tables} == {129}
+    assert export_store(tmp_path / "copy", tmp_path / "again", state=True).keys == report.keys
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "out").read_bytes()
 
 
 def test_a_plain_embedding_bag_loads_an_export_and_is_imported(tmp_path):
