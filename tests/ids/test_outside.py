@@ -152,8 +152,8 @@ def test_an_import_into_a_table_of_other_rules_gives_rows_state_and_nothing_else
 
 def test_rows_of_others_come_with_ids_or_their_numbers_are_ids(tmp_path: Path) -> None:
     rows, ids = torch.rand(3, 6), torch.tensor([2**62, -1, 0])
-    safetensors.torch.save_file({"w": rows, "names": ids}, tmp_path / "file")
-    import_files(tmp_path / "new", [tmp_path / "file"], mapping={"w": "item", "names": "item.ids"})
+    safetensors.torch.save_file({"w.weight": rows, "w.ids": ids}, tmp_path / "file")
+    import_files(tmp_path / "new", [tmp_path / "file"], mapping={"w.weight": "item"})
     assert read(tmp_path / "new") == dict(zip(ids.tolist(), rows.tolist(), strict=True))
     _, (before,) = make(tmp_path / "store", [0, 8])
     safetensors.torch.save_file({f"{KEY}weight": rows}, tmp_path / "numbered")
