@@ -9,7 +9,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,6 +22,7 @@ from ..layout import MAX_TABLES, DtypeName, RowLayout
 from ..optim import SGD
 from ..pool.converting import Converter, RowSource
 from .directory import Opened
+from .lifetime import Shown
 from .manifest import Manifest
 from .table import Table
 from .table_ids import TableIds
@@ -33,28 +34,21 @@ _CHANGEABLE: Final = ("num_embeddings", "feature_names", "pooling", "optimizer",
 KeptAs = DtypeName | Literal["stored"] | None  # what rows are kept in memory as; see ``open_store``
 
 
-@dataclass(slots=True)
-class ShownVersion:
-    """What a store shows besides rows. The commit thread has this and not the catalog, which keeps the store alive."""
-
-    version: Version  # the part of it that is not rows
-    committed: dict[str, int]  # ``num_changes`` of each table as of that version
-
-
 class Catalog:
     """The tables of an open store: each in the manifest, in the cold tier, and a ``Table``, all in one order.
     ``epoch``: the version that rows are written for. ``minutes``: the time for ``TTL(minutes=)``; 0: not set."""
 
     def __init__(
-        self, store: "weakref.ref[Any]", directory: Path, files: Opened, *, readonly: bool, has_hbm: bool,
-        dtype: KeptAs,
+        self, store: "weakref.ref[Any]", directory: Path, files: Opened, shown: Shown, *, readonly: bool,
+        has_hbm: bool, dtype: KeptAs,
     ) -> None:  # fmt: skip
         self.tables: dict[str, Table] = {}
         self.minutes = 0
         self.manifest = files.manifest
         self._cold: ColdTier = files.cold
         self._read_manifest = files.read_manifest
-        self.shown = ShownVersion(unpack(self._cold.version, self._cold.payload), {})
+        self.shown: Final = shown
+        shown.version, shown.committed = unpack(self._cold.version, self._cold.payload), {}
         self.epoch = self._cold.last_version + 1
         self._store = store
         self._directory = directory

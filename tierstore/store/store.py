@@ -99,13 +99,14 @@ class Store(ClosedWhenDropped, Unpicklable):
             self.workers = Workers(threads)
             held.callback(self.workers.close)
             self._catalog = Catalog(
-                weakref.ref(self), self.directory, files, readonly=readonly, has_hbm=memory.has_hbm, dtype=dtype
-            )
+                weakref.ref(self), self.directory, files, self.shown, readonly=readonly, has_hbm=memory.has_hbm,
+                dtype=dtype,
+            )  # fmt: skip
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
             held.callback(self._pools.close)
-            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools, self.shown)
+            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools)
             held.callback(self._commits.thread.shutdown)
-            self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools, self.shown)
+            self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools)
             self._lifetime.keep(self._cold, self.workers, self._commits.thread)
             self._held = held.pop_all()
         self._lifetime.is_closed = False
