@@ -51,7 +51,6 @@ class Peers:
         return self.total(count) - capacity
 
     def total(self, count: int) -> int:
-        """The sum over all owners."""
         return count
 
     def lowest(self, items: Int64s, words: Callable[[Int64s], Sequence[Any]], count: int) -> Bools:
