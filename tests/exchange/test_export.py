@@ -253,7 +253,7 @@ def shop(tmp_path, monkeypatch):
 
 def test_commands(shop, tmp_path, capsys):
     commands = re.findall(r"^    tierstore (.*?)(?:\s+#.*)?$", PAGE, re.MULTILINE)
-    assert len(commands) == 8
+    assert len(commands) == 7
     for command in commands:
         assert cli.main(shlex.split(command)) == 0, command
     said = capsys.readouterr().out
