@@ -154,14 +154,14 @@ def test_damage_of_a_row_that_a_version_shows_or_of_an_index_leaves_nothing(sour
 
 
 def test_damage_of_the_copy_is_found_and_leaves_nothing(source, tmp_path, monkeypatch):
-    def damaged(directory, **settings):
+    def damaged(directory, progress):
         with (directory / "rows.lmdb").open("r+b") as file:
             file.seek(segment_offset(directory) + 5000)
             file.write(bytes(300))
-        return open_store(directory, **settings)
+        return verify_copy(directory, progress)
 
-    open_store = compaction.open_store
-    monkeypatch.setattr(compaction, "open_store", damaged)
+    verify_copy = compaction.verify_copy
+    monkeypatch.setattr(compaction, "verify_copy", damaged)
     with pytest.raises(errors.DamagedError, match=r"did not keep what was written to it; try again \(.*row"):
         compact_store(source, tmp_path / "copy")
     assert names(tmp_path) == ["source"]
