@@ -100,8 +100,7 @@ def build_store(parent: Path, rows: Rows, tables: int = 1) -> Path:
         target.mkdir(parents=True)
         tier = LmdbColdTier(target, store_id=_STORE_ID, readonly=False)
         layout = rows.layout(tier.page_bytes)
-        for table in range(tables):
-            tier.add_table(table, layout, rows_a_table)
+        tier.set_tables(dict.fromkeys(range(tables), (layout, rows_a_table)))
         state = np.zeros((_CHUNK_ROWS, layout.state_words), np.uint64)
         for start, chunk in rows.chunks():
             weights = np.zeros((len(chunk), layout.weight_words), np.uint64)
@@ -135,8 +134,7 @@ class TierReader:
         layout = rows.layout(self.tier.page_bytes)
         self._tables = tables
         self._rows_a_table = rows.count // tables
-        for table in range(tables):
-            self.tier.add_table(table, layout, self._rows_a_table)
+        self.tier.set_tables(dict.fromkeys(range(tables), (layout, self._rows_a_table)))
         self._slots = np.arange(batch_rows, dtype=np.int32)
         self._weights = np.zeros((batch_rows, layout.weight_words), np.uint64)
         self._state = np.zeros((batch_rows, layout.state_words), np.uint64)

@@ -203,8 +203,7 @@ def row_file(folder: Path, samples: Sequence[Sample]) -> Examine:
 def _tier(folder: Path, manifest: Manifest) -> Iterator[LmdbColdTier]:
     store_id = bytes.fromhex(manifest.store_id)
     with contextlib.closing(LmdbColdTier(folder, store_id=store_id, readonly=True)) as tier:
-        for index, config in enumerate(manifest.tables):
-            tier.add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
+        tier.set_tables(manifest.shapes)
         yield tier
 
 

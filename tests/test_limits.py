@@ -78,7 +78,7 @@ def test_the_last_that_is_taken_and_the_first_that_is_not(make: Callable[[int], 
 
 def test_the_last_version(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
-    tier.add_table(0, WIDE, 10)
+    tier.set_tables({0: (WIDE, 10)})
     tier.commit(b"", records.MAX_VERSION - 1)
     write_rows(tier, WIDE, keys_of(0, [1]), 1)
     tier.commit(b"", records.MAX_VERSION)

@@ -40,8 +40,7 @@ def layout_of(key: int) -> RowLayout:
 
 def open_tier(folder: Path, **settings: Any) -> LmdbColdTier:
     tier = LmdbColdTier(folder, store_id=bytes.fromhex(Manifest.read(folder).store_id), **settings)
-    for index, config in enumerate(TABLES):
-        tier.add_table(index, LAYOUTS[index], config.num_embeddings)
+    tier.set_tables({index: (LAYOUTS[index], config.num_embeddings) for index, config in enumerate(TABLES)})
     return tier
 
 

@@ -88,7 +88,9 @@ def _tell(figures: dict[str, Any]) -> Report:
         own = each[protocol]
         names = ("p50", "earlier_p50", "p99", "earlier_p99")
         quartiles = f"{own['ratio_p25']:.2f} - {own['ratio_p75']:.2f}"
-        rows.append([f"{protocol}, {what}", *(f"{own[name]:.1f}" for name in names), f"{own['ratio_p50']:.3f}", quartiles])
+        rows.append(
+            [f"{protocol}, {what}", *(f"{own[name]:.1f}" for name in names), f"{own['ratio_p50']:.3f}", quartiles]
+        )
         if what == "alone":
             goals.append(Goal(f"{protocol}: time over the earlier version's", own["ratio_p50"], at_most=_SLOWER_MAX))
         else:

@@ -15,7 +15,7 @@ from tierstore.cli import commands
 from tierstore.cli import entry as cli
 from tierstore.plan.presets import workload_toml
 from tierstore.settings.sections import to_dict
-from tierstore.store import copies
+from tierstore.store.directory import require_outside
 from tierstore.train import RunConfig
 from tierstore.train.config import load
 
@@ -119,7 +119,7 @@ def test_tables_go_to_a_file_and_into_another_store(store_with_rows, tmp_path, c
     assert cli.main(["export", store, out, "--table", "itm", "--force"]) == 1
     assert "did you mean 'item'?" in capsys.readouterr().err
     assert cli.main(["export", store, out.replace("safetensors", "pt")]) == 2
-    assert "torch checkpoints are not written. Export to a .safetensors file" in capsys.readouterr().err
+    assert "an export is a safetensors file: choose a name that ends in .safetensors" in capsys.readouterr().err
     assert cli.main(["import", copy, out]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{copy}: version 1",
@@ -224,7 +224,7 @@ def test_no_store_is_made_within_its_source(store_with_rows, capsys):
     assert listing(store_with_rows) == before
     same = store_with_rows.parent / "x" / ".." / store_with_rows.name
     with pytest.raises(ValueError, match="is the store itself; choose another directory"):
-        copies.require_outside(store_with_rows, same)
+        require_outside(store_with_rows, same)
 
 
 # train and demo: flags and the keys of a run file.

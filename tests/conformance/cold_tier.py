@@ -76,8 +76,7 @@ def check_rows(tier: ColdTier, layout: RowLayout, keys: Int64s, generation: int)
 
 
 def add_tables(tier: ColdTier) -> None:
-    for table, (layout, num_rows) in TABLES.items():
-        tier.add_table(table, layout, num_rows)
+    tier.set_tables(TABLES)
 
 
 class ColdTierConformance:
@@ -108,14 +107,15 @@ class ColdTierConformance:
         for table in (0, 2):
             write_rows(tier, WIDE, keys_of(table, np.arange(77)), table)
         commit(tier, b"")
-        tier.set_tables({0: (WIDE, 2000), 1: TABLES[1], 2: (WIDE, 0)})
+        tables = {0: (WIDE, 2000), 1: TABLES[1], 2: (WIDE, 0)}
+        tier.set_tables(tables)
         write_rows(tier, WIDE, keys_of(0, [1999]), 3)
         check_rows(tier, WIDE, keys_of(0, np.arange(77)), 0)
         check_rows(tier, WIDE, keys_of(0, [1999]), 3)
         for layout, keys in ((WIDE, keys_of(2, [0])), (LONG, keys_of(5, [0]))):
             with pytest.raises(ValueError, match=r"keys"):
                 read_rows(tier, layout, keys)
-        tier.add_table(5, WIDE, 10)
+        tier.set_tables(tables | {5: (WIDE, 10)})
         write_rows(tier, WIDE, keys_of(5, [9]), 2)
         check_rows(tier, WIDE, keys_of(5, [9]), 2)
         assert tier.verify().rows == 79
@@ -142,10 +142,9 @@ class ColdTierConformance:
         other_pages = RowLayout(dim=64, dtype="float32", state_dim=1, page_bytes=2 * tier.page_bytes)
         for call, named in (
             (lambda: write_rows(tier, WIDE, keys_of(0, [1, 2, 1]), 1), "twice"),
-            (lambda: tier.add_table(0, WIDE, 10), "added"),
-            (lambda: tier.add_table(-1, WIDE, 10), "table_index"),
-            (lambda: tier.add_table(9, WIDE, -1), "num_rows"),
-            (lambda: tier.add_table(9, other_pages, 10), "page_bytes"),
+            (lambda: tier.set_tables({-1: (WIDE, 10)}), "index"),
+            (lambda: tier.set_tables({9: (WIDE, -1)}), "num_rows"),
+            (lambda: tier.set_tables({9: (other_pages, 10)}), "page_bytes"),
         ):
             with pytest.raises(ValueError, match=named):
                 call()

@@ -1,10 +1,8 @@
 """Stores to export from, and what is in them."""
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -36,17 +34,6 @@ def make_store(directory: Path, *configs: tierstore.TableConfig) -> Path:
             store[each.name].learning_rate = 0.0625
         store.commit(extra={"step": 3}, tensors={"dense.weight": torch.ones(2, 3), "count": torch.tensor(7)})
     return directory
-
-
-def earlier_checkpoint(exported: Path) -> Path:
-    """The same export as a torch checkpoint, with the entry of ours that earlier releases wrote."""
-    out = exported.with_name(f"{exported.name}.pt")
-    with safetensors.safe_open(exported, framework="pt") as file, out.open("wb") as saved:
-        torch.save({name: file.get_tensor(name) for name in file.keys()}, saved)  # noqa: SIM118
-        metadata = file.metadata()["tierstore"]
-    with zipfile.ZipFile(out, "a") as archive:
-        archive.writestr("archive/tierstore.json", metadata)
-    return out
 
 
 def contents(directory: Path) -> dict[str, Any]:

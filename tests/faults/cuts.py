@@ -123,7 +123,7 @@ class _Life:
         return lambda: self.store.create_table(config), self._now | {config.name: {}}
 
     def _change(self) -> tuple[Callable[[], Any], Rows]:
-        """Another name, more rows, or another optimizer."""
+        """Another name, more rows, or another feature."""
         name = self.random.choice(list(self._now))
         config, what = self.store[name].config, self.random.randrange(3)
         if what == 0:
@@ -133,15 +133,11 @@ class _Life:
             return lambda: self.store.change_table(name, name=other), after
         if what == 1:
             return lambda: self.store.change_table(name, num_embeddings=config.num_embeddings + 50), self._now
-        rule = optim.Adagrad() if isinstance(config.optimizer, optim.SGD) else optim.SGD(lr=1.0)
-        self._note_version()  # it commits
-        return lambda: self.store.change_table(name, optimizer=rule), self._now
+        features = [f"{config.feature_names[0]}'"]
+        return lambda: self.store.change_table(name, feature_names=features), self._now
 
     def _draw_rows(self, kind: str) -> tuple[Callable[[], Any], Rows]:
-        names = [name for name, table in self.store.tables.items() if isinstance(table.config.optimizer, optim.SGD)]
-        if not names and kind in ("train", "prefetch"):
-            kind, names = "read", list(self._now)
-        name = self.random.choice(names or list(self._now))
+        name = self.random.choice(list(self._now))
         table, rows = self.store[name], dict(self._now[name])
         bag, batches = tierstore.TieredEmbeddingBag(table, mode="sum"), [self._ids()]
         ids = batches[0]
@@ -225,8 +221,7 @@ class _Life:
             self.reopen(allowed)
             return
         if self._has_changes and kind not in _OF_ROWS:
-            # Another optimizer commits the rows that it moves, before the manifest names their place.
-            named = not failed or not is_step or kind == "change" or f"version {epoch}" in said
+            named = not failed or not is_step or f"version {epoch}" in said
             self._look_as_killed(said, named=named)
             is_made_again = failed and kind in _OF_TABLES and self._now.keys() == before.keys()
             self._go_on(call if is_made_again else None, said, after)
@@ -235,7 +230,6 @@ class _Life:
         """The call, and a commit, work after the error."""
         if call is not None:
             self._commit()
-            self._note_version()  # another optimizer commits
             call()  # of no effect if the table was made or changed
             self._durable = self.store.version
             self._look(f"the call after {said}", [after])

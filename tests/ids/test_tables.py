@@ -112,11 +112,6 @@ def test_a_reader_follows(tmp_path: Path, tiers: dict[str, Any]) -> None:
             store.commit()
             reader.refresh()
             assert listed(reader["item"]) == listed(store["item"])
-            train(tierstore.TieredEmbeddingBag(store.change_table("item", optimizer=tierstore.optim.Adam())), 1)
-            store.commit()
-            reader.refresh()
-            assert torch.equal(reader["item"].read(ids), store["item"].read(ids))
-            assert reader["item"].read_state(ids).any(dim=1).tolist() == [True, False, False, False, False]
 
 
 @pytest.mark.parametrize("padding", [0, -(2**63), 2**32 + 5])
@@ -244,39 +239,6 @@ def test_a_gradient_that_was_applied_trains_no_other_id(steps: str, is_merged: b
         train(module, 3)
         optimizer.step()
         assert (table.read(torch.tensor([3, 4])) < rows).any(dim=1).tolist() == [True, False]
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_callback_that_refuses_evictions_keeps_the_rows_and_may_not_use_the_store(last: int) -> None:
-    """Of ids whose time is over (the first call), or, of the same batch, for want of rows (the second)."""
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
-        table = store.create_table(config(rows=4, eviction=TTL(steps=2)))
-        for key in (1, 2, 3):
-            table.admit(torch.tensor([key]))
-        table.write(torch.tensor([1, 2, 3]), torch.full((3, 8), 2.0))
-        calls: list[list[int]] = []
-
-        def refuse(ids: torch.Tensor, _: torch.Tensor) -> None:
-            calls.append(ids.tolist())
-            if len(calls) > last:
-                raise KeyError("keep them")
-
-        table.on_evict(refuse)
-        with pytest.raises(KeyError):
-            table.admit(torch.tensor([7, 8, 9, 10]))
-        assert calls == [[1], [2, 3]][: last + 1]
-        for use in (lambda: table.evict(torch.tensor([2])), lambda: table.admit(torch.tensor([1])), store.commit):
-            table.on_evict(lambda ids, rows, use=use: use())  # type: ignore[misc]
-            with pytest.raises(TableError, match="on_evict"):
-                table.evict(torch.tensor([1]))
-        assert listed(table) == [1, 2, 3]
-        assert (table.read(torch.tensor([1, 2, 3])) == 2).all()
-        assert table.ids is not None
-        table.ids.check_integrity()
-        assert table.id_stats().evicted == 0
-        table.on_evict(None)
-        table.admit(torch.tensor([7, 8, 9, 10]))
-        assert listed(table) == [7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("minute", [0, 1, 50])

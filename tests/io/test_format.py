@@ -386,7 +386,7 @@ def test_of_tables_that_are_not_known_the_index_is_checked(tmp_path: Path) -> No
         place = place_of(tier, 5, 3)
         known = tier.verify()
     with contextlib.closing(open_tier(tmp_path, readonly=True)) as reader:
-        reader.add_table(0, WIDE, 1000)
+        reader.set_tables({0: (WIDE, 1000)})
         flip(tmp_path, place.row)
         report = reader.verify()
         assert (report.tables, report.rows) == (1, 100)
@@ -402,7 +402,7 @@ def test_a_page_of_zeros_that_cannot_be_read(tmp_path: Path) -> None:
     with contextlib.closing(open_tier(tmp_path)) as tier:
         layout = RowLayout(dim=1500)
         assert (layout.rows_per_block, layout.pages_per_block) == (2, 3)
-        tier.add_table(0, layout, 10)
+        tier.set_tables({0: (layout, 10)})
         write_rows(tier, layout, keys_of(0, [1]), 1)
         place = place_of(tier, 0, 1)
         refuse(tier._file.map.rows.guard, place.block_page + 2)

@@ -200,7 +200,7 @@ def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.Mon
     a_write = layout.rows_per_segment
     transaction = a_write * layout.stored_row_bytes * (1 + 1 / (slack - 1))
     with closing(open_tier(tmp_path, slack=slack)) as tier:
-        tier.add_table(0, layout, num_rows)
+        tier.set_tables({0: (layout, num_rows)})
         for part in np.array_split(np.arange(num_rows), num_rows // a_write):
             write_rows(tier, layout, keys_of(0, part), 1)
         for version in range(2, 7):
@@ -226,7 +226,7 @@ def test_few_pages_are_written_beside_segments(tmp_path: Path, monkeypatch: pyte
     layout, num_rows, generator, at = RowLayout(dim=480), 16_000, np.random.default_rng(0), list[tuple[float, int]]()
     parts = np.split(np.arange(num_rows), 250)
     with closing(open_tier(tmp_path)) as tier:
-        tier.add_table(0, layout, num_rows)
+        tier.set_tables({0: (layout, num_rows)})
         for version in range(10):
             for part in parts if version else ():
                 write_rows(tier, layout, keys_of(0, part), version)
@@ -299,8 +299,7 @@ def _by_definition(tier: LmdbColdTier) -> _Content:
 
 def _opened(path: Path, **changes: Any) -> LmdbColdTier:
     tier = open_tier(path, slack=1.05, **changes)
-    for table, layout in _SHAPES.items():
-        tier.add_table(table, layout, _NUM_ROWS)
+    tier.set_tables({table: (layout, _NUM_ROWS) for table, layout in _SHAPES.items()})
     return tier
 
 
@@ -342,7 +341,7 @@ def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int
             assert again.places.keys() == _places(rows).keys()
         assert tier.counters().rows_moved > 0
         assert rows.places.itemsize == width
-        assert _places(rows.copied()) == _places(rows.with_table(3, WIDE, 10)) == _places(rows)
+        assert _places(rows.copied()) == _places(rows.with_tables(rows.shapes | {3: (WIDE, 10)})) == _places(rows)
         if late:
             tier.rollback(tier.version)
         again = _by_definition(tier)
@@ -354,9 +353,9 @@ def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int
 def test_a_table_of_any_size_takes_memory_for_what_it_has(tmp_path: Path, num_rows: int) -> None:
     keys = keys_of(0, [num_rows - 9, num_rows - 2, num_rows - 1])
     with closing(open_tier(tmp_path)) as tier:
-        tier.add_table(0, WIDE, num_rows)
+        tier.set_tables({0: (WIDE, num_rows)})
         write_rows(tier, WIDE, keys, 1)
-        tier.add_table(1, WIDE, 10)
+        tier.set_tables({0: (WIDE, num_rows), 1: (WIDE, 10)})
         commit(tier, b"")
         check_rows(tier, WIDE, keys, 1)
         assert tier.verify().rows == 3
@@ -377,10 +376,10 @@ def test_scattered_rows_of_a_huge_table_take_little_memory(tmp_path: Path) -> No
     keys, before = keys_of(0, np.unique(np.random.default_rng(0).integers(10**9, size=3000))), _private_mib()
     for readonly in (False, True):
         with closing(open_tier(tmp_path, readonly=readonly)) as tier:
-            tier.add_table(0, WIDE, 10**9)
+            tier.set_tables({0: (WIDE, 10**9)})
             if not readonly:
                 write_rows(tier, WIDE, keys, 1)
-                tier.add_table(1, WIDE, 10**9)
+                tier.set_tables({0: (WIDE, 10**9), 1: (WIDE, 10**9)})
                 commit(tier, b"")
             check_rows(tier, WIDE, keys, 1)
             assert _private_mib() - before < 100

@@ -253,7 +253,7 @@ SMALL, SPARE = 1 << 18, 1 << 17
 
 def _opened(stack: ExitStack, path: Path, **changes: object) -> LmdbColdTier:
     tier = stack.enter_context(closing(open_tier(path, **changes)))
-    tier.add_table(0, WIDE, PARTS * PART)
+    tier.set_tables({0: (WIDE, PARTS * PART)})
     return tier
 
 

@@ -135,8 +135,7 @@ FIRST = keys_of(0, [0])
 
 def _opened(path: Path, tables: tuple[int, ...] = (0,), **changes: Any) -> LmdbColdTier:
     tier = open_tier(path, **{"slack": 1.05} | changes)
-    for table in tables:
-        tier.add_table(table, WIDE, NUM_ROWS)
+    tier.set_tables(dict.fromkeys(tables, (WIDE, NUM_ROWS)))
     return tier
 
 

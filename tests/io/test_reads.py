@@ -41,7 +41,7 @@ NUM_READ = 5600 if JIT_ENABLED else 3 * MAX_GROUP + 5
 
 def _tier(path: Path, layout: RowLayout, num_rows: int, every: int = 1) -> LmdbColdTier:
     tier = open_tier(path)
-    tier.add_table(0, layout, num_rows)
+    tier.set_tables({0: (layout, num_rows)})
     write_rows(tier, layout, keys_of(0, np.arange(0, num_rows, every)), 1)
     return tier
 

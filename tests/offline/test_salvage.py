@@ -122,8 +122,8 @@ def test_a_store_is_saved_whole(history: History, image: Image, tmp_path: Path) 
     assert any(each.newest > image.version for each in image.segments)
     calls: list[tuple[int, int]] = []
     report = _salvaged(tmp_path, history.files, progress=lambda *pair: calls.append(pair))
-    assert calls == sorted(calls)
-    assert calls[-1][0] == calls[-1][1] == 2 * len(history.files["rows.lmdb"])
+    assert (len(history.files["rows.lmdb"]),) * 2 in calls
+    assert calls[-1][0] == calls[-1][1]
     assert report.is_whole
     assert rows_of(tmp_path / "saved") == history.rows == image.expected(image.data).saved
     assert report.rows == len(history.rows)
@@ -291,17 +291,13 @@ def test_a_file_cut_short(history: History, image: Image, tmp_path: Path) -> Non
 
 def test_without_a_manifest(cleaned: History, tmp_path: Path) -> None:
     """A copy will do; of an older one, tables that it does not know are left out."""
-    backup, manifest = tmp_path / "backup.json", cleaned.files["manifest.json"]
-    backup.write_bytes(manifest)
-    damaged = cleaned.files | {"manifest.json": manifest[:100]}
-    with pytest.raises(DamagedError, match=r"manifest\.json .* give a copy of it with --manifest FILE"):
-        _salvaged(tmp_path, damaged)
+    manifest = cleaned.files["manifest.json"]
+    with pytest.raises(DamagedError, match=r"manifest\.json .* put a copy of it in its place"):
+        _salvaged(tmp_path, cleaned.files | {"manifest.json": manifest[:100]})
     assert not (tmp_path / "saved").exists()
-    assert _salvaged(tmp_path, damaged, manifest=backup).is_whole
-    assert rows_of(tmp_path / "saved") == cleaned.rows
-    known = Manifest._parse(backup, manifest)
-    backup.write_text(replace(known, tables=known.tables[:2])._text())
-    report = _salvaged(tmp_path, damaged, manifest=backup)
+    known = Manifest._parse(tmp_path, manifest)
+    earlier = replace(known, tables=known.tables[:2])._text().encode()
+    report = _salvaged(tmp_path, cleaned.files | {"manifest.json": earlier})
     assert report.is_whole
     assert report.rows == sum(key >> KEY_ROW_BITS < 2 for key in cleaned.rows)
     _check_payload(tmp_path / "saved", report)

@@ -25,7 +25,7 @@ CONFIG = TableConfig(
 
 def make_pool(tier: Any, policy: str = "lru") -> Pool:
     layout = CONFIG.layout(4096)
-    tier.add_table(0, layout, ROWS)
+    tier.set_tables({0: (layout, ROWS)})
     rows = DdrCache(CAPACITY, policy=policy, weight_words=layout.weight_words, state_words=layout.state_words)
     made = Pool(layout, rows, tier, Workers(1), transaction_bytes=1 << 16, outbox_rows=8, epoch=1, readonly=False)
     made.leases.add_table(0, CONFIG)

@@ -102,7 +102,6 @@ CALLS: Final[dict[str, Callable[[Scene], object]]] = {
     ],
     "Store.tensors": lambda scene: scene.store.tensors(),
     "Store.commit_id": lambda scene: scene.store.commit_id(1),
-    "Store.describe_old_reader": lambda scene: scene.store.describe_old_reader(),
     "Store.set_time": lambda scene: scene.store.set_time(60.0),
     "Store.verify": lambda scene: scene.store.verify(),
     "Store.written_rows": lambda scene: [*scene.store.written_rows(scene.table)],
@@ -126,11 +125,10 @@ CALLS: Final[dict[str, Callable[[Scene], object]]] = {
     "Store.commit": lambda scene: scene.store.commit(),
     "Recorder.describe": lambda scene: scene.recorder.describe(),
     "Recorder.rate": lambda scene: scene.recorder.rate,
-    "Store.backup": lambda scene: scene.store.backup(scene.new("backup"), verify=True),
+    "Store.backup": lambda scene: scene.store.backup(scene.new("backup")),
     "Prefetched.send": lambda scene: next(scene.pipeline),
     "Prefetched.state_dict": lambda scene: scene.pipeline.state_dict(),
     "Prefetched.throw": lambda scene: scene.pipeline.throw(KeyError),
-    "Table.on_evict": lambda scene: scene.dynamic.on_evict(None),
     "Recorder.stop": lambda scene: scene.recorder.stop(),
     "Store.record": lambda scene: scene.store.record(scene.new("trace.npz")),
     "Newer.tensors": lambda scene: scene.newer and scene.newer.tensors(),
@@ -239,13 +237,7 @@ def _verify(scene: Scene, act: Act) -> None:
 def _backup(scene: Scene, act: Act) -> None:
     once = _once(act)
     with contextlib.suppress(TierstoreError):
-        scene.store.backup(scene.new("backup"), verify=True, progress=lambda _done, _total: once())
-
-
-def _on_evict(scene: Scene, act: Act) -> None:
-    scene.dynamic.on_evict(lambda _ids, _rows: act())
-    with contextlib.suppress(TierstoreError):
-        scene.train(tierstore.TieredEmbeddingBag(scene.dynamic), torch.arange(50, 53))
+        scene.store.backup(scene.new("backup"), progress=lambda _done, _total: once())
 
 
 def _callback_of_a_commit(scene: Scene, act: Act) -> None:
@@ -279,7 +271,6 @@ HOLDERS: Final[dict[str, tuple[str, Callable[[Scene, Act], None]]]] = {
     "features": ("disk", _prefetching(2, "features")),
     "verify": ("disk reader", _verify),
     "backup": ("disk reader", _backup),
-    "on_evict": ("disk memory", _on_evict),
     "callback of a commit": ("disk memory", _callback_of_a_commit),
     "closure": ("disk", _closure),
 }

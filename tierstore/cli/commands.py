@@ -29,7 +29,6 @@ _ARGUMENTS: Final = {
 """Arguments of ``import_files``, as its messages name them, and the flags for them."""
 _BY_LOSS: Final = ("by the log loss", "choose the type of each table and layer of a run, in place of --dtype")
 _KEY: Final = "embedding_bags.{table}.weight"
-_FORMATS: Final = ("safetensors", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 _POOLINGS: Final = ("sum", "mean", "max")
@@ -56,15 +55,13 @@ def _export(options: argparse.Namespace) -> int:
     from ..exchange import export_store
 
     with byte_bar("export") as show:
-        given = {name: getattr(options, name) for name in ("format", "key", "state", "dense", "force", "ddr")}
+        given = {name: getattr(options, name) for name in ("key", "state", "dense", "force", "ddr")}
         report = export_store(
             options.directory, options.out, tables=options.table, version=options.at, progress=show, **given
         )
-    is_of_columns = (options.format or report.path.suffix).endswith("parquet")
     print(
         f"{report.path}: version {report.version}, {format_count(report.rows, 'row')} in "
-        f"{format_count(len(report.keys), 'column' if is_of_columns else 'tensor')}, "
-        f"{format_size(report.size_bytes)}"
+        f"{format_count(len(report.keys), 'tensor')}, {format_size(report.size_bytes)}"
     )
     _print_some("", report.keys)
     return 0
@@ -144,7 +141,6 @@ EXPORT: Final = command(
     (
         _DIRECTORY,
         arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
-        arg("--format", choices=_FORMATS, help="parquet takes one table (default: as OUT ends)"),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg("--key", default=_KEY, metavar="TEXT", help=f"name of a table's tensor (default: {_KEY})"),
         arg("--state", help="add the optimizer state, as sum, exp_avg, exp_avg_sq"),
@@ -153,13 +149,12 @@ EXPORT: Final = command(
         arg("--force", help="replace OUT if it exists"),
         _MEMORY,
     ),
-    "write tables to a safetensors or Parquet file",
+    "write tables to a safetensors file",
     "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
     """examples:
   tierstore export shop shop.safetensors
   tierstore export shop item.safetensors --table item --key weight
-  tierstore export shop whole.safetensors --state --dense
-  tierstore export shop item.parquet --table item""",
+  tierstore export shop whole.safetensors --state --dense""",
 )
 IMPORT: Final = command(
     _import,
@@ -186,9 +181,8 @@ def _backup(options: argparse.Namespace) -> int:
     from ..store import open_store
 
     with open_store(options.directory, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
-        report = store.backup(options.target, verify=options.verify, progress=show)
-    checked = "" if report.verified is None else f"; {report.verified.rows:,} rows verified"
-    print(f"{report.target}: version {report.version}, {format_size(report.size_bytes)}{checked}")
+        report = store.backup(options.target, progress=show)
+    print(f"{report.target}: version {report.version}, {format_size(report.size_bytes)}")
     return 0
 
 
@@ -197,14 +191,13 @@ BACKUP: Final = command(
     (
         arg("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile"),
         arg("target", metavar="NEW_DIR", help="folder of the backup; must not exist, or be empty"),
-        arg("--verify", help="read the backup and check every row"),
     ),
     "copy a store while it is trained on",
     "Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that was "
     "cut short is no store; run the command again.",
     """examples:
   tierstore backup shop /backups/shop-monday
-  tierstore backup shop /backups/shop-monday --verify""",
+  tierstore verify /backups/shop-monday""",
 )
 
 

@@ -230,9 +230,7 @@ def _repair(options: argparse.Namespace) -> int:
     from ..offline.salvage import salvage
 
     with byte_bar("repair") as show:
-        report = salvage(
-            options.directory, options.target, manifest=options.manifest, stale_ok=options.stale_ok, progress=show
-        )
+        report = salvage(options.directory, options.target, stale_ok=options.stale_ok, progress=show)
     print(report.describe())
     return 0 if report.is_whole else EXIT_FAILED
 
@@ -309,7 +307,6 @@ _COMMANDS: Final = {
         (
             arg("directory", metavar="DIR", help="folder of the damaged store; only read"),
             arg("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty"),
-            arg("--manifest", metavar="FILE", help="a copy of manifest.json, where that of DIR cannot be read"),
             arg("--stale-ok", help="take rows too that may be of an earlier version, and count them"),
         ),
         "save what is sound of a damaged store",

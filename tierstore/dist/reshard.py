@@ -15,8 +15,7 @@ from ..exchange.rows import chunks, read_keys, read_rows, write_rows
 from ..io.files import ROW_FILE_NAME, rows_path
 from ..io.lmdb import LmdbColdTier
 from ..store import Table, open_store
-from ..store.copies import new_store, require_outside
-from ..store.directory import open_files
+from ..store.directory import new_store, open_files, require_outside
 from ..store.manifest import MANIFEST_NAME
 from ..store.stored_ids import ids_bytes
 from ..system.files import require_room
@@ -101,7 +100,7 @@ def stored_rows(parts: Parts, paths: Sequence[Path]) -> Counter[str]:
         manifest, cold, _ = open_files(path, readonly=True)
         assert isinstance(cold, LmdbColdTier), "it is one rank's, or of one process"
         with contextlib.closing(cold):
-            manifest.add_tables(cold)
+            cold.set_tables(manifest.shapes)
             with cold.lease() as (_, rows):
                 counts = rows.counts()
         for config, count in zip(manifest.tables, counts, strict=True):

@@ -177,15 +177,6 @@ class WholeTier:
 
     # -- tables
 
-    def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        try:
-            for configs, tier in zip(self._configs, self._tiers, strict=True):
-                tier.add_table(table_index, configs[table_index].layout(tier.page_bytes), num_rows)
-            self.tables[table_index] = self._whole(table_index, layout, num_rows)
-        except BaseException:
-            self.set_tables({index: (table.layout, table.num_rows) for index, table in self.tables.items()})
-            raise
-
     def _whole(self, table_index: int, layout: RowLayout, num_rows: int) -> WholeTable:
         """Of the commit that was found last."""
         pieces: dict[int, Piece] = {}
@@ -202,10 +193,19 @@ class WholeTier:
 
     def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
         """Know only these of its tables; the tables of ranks do not change."""
+        before = {index: (table.layout, table.num_rows) for index, table in self.tables.items()}
+        try:
+            self._set_tables_of_ranks(shapes)
+        except BaseException:
+            self._set_tables_of_ranks(before)
+            raise
+        made = {index: self._whole(index, *shapes[index]) for index in shapes.keys() - before.keys()}
+        self.tables = {index: (made | self.tables)[index] for index in shapes}
+
+    def _set_tables_of_ranks(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
         for configs, tier in zip(self._configs, self._tiers, strict=True):
             own = {index: (configs[index].layout(tier.page_bytes), num_rows) for index, (_, num_rows) in shapes.items()}
             tier.set_tables(own)
-        self.tables = {index: self.tables[index] for index in shapes}
 
     # -- reading
 

@@ -1,20 +1,18 @@
-"""A store's tables as one file: safetensors, or Parquet."""
+"""A store's tables as one safetensors file."""
 
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import TierstoreError
 from ..kernels.arrays import Int64s
 from ..lookup.base import Use
 from ..store import Store, Table, open_store
-from ..system.checks import require_choice
 from ..system.files import partial_file, require_room, write_all
-from .rows import CHUNK_BYTES, chunks, numbered, read_keys
+from .rows import chunks, numbered, read_keys
 from .tensor_files import (
     DEFAULT_KEY,
     IDS,
@@ -29,13 +27,11 @@ from .tensor_files import (
     weight_keys,
 )
 
-FORMATS: Final = ("safetensors", "parquet")
-_TORCH: Final = ("torch", ".pt", ".pth")
 Progress = Callable[[int, int], None] | None
 
 
 class ExportReport(NamedTuple):
-    """What was written: ``keys`` are the file's tensors, in order, or columns; ``rows`` those of all tables."""
+    """What was written: ``keys`` are the file's tensors, in order; ``rows`` those of all tables."""
 
     path: Path
     version: int
@@ -75,21 +71,18 @@ class _TablePlan(NamedTuple):
 
 
 def export_store(
-    directory: str | os.PathLike[str], out: str | os.PathLike[str], *,
-    format: str | None = None,  # noqa: A002 - the word for it
-    tables: Sequence[str] | None = None, key: str = DEFAULT_KEY, state: bool = False, dense: bool = False,
-    version: int | None = None, force: bool = False, ddr: int | str = "256MiB", progress: Progress = None,
+    directory: str | os.PathLike[str], out: str | os.PathLike[str], *, tables: Sequence[str] | None = None,
+    key: str = DEFAULT_KEY, state: bool = False, dense: bool = False, version: int | None = None, force: bool = False,
+    ddr: int | str = "256MiB", progress: Progress = None,
 ) -> ExportReport:  # fmt: skip
-    """Write every row of some tables, as of one version, to one file; rows never written have their first values.
+    """Write every row of some tables, as of one version, to a safetensors file; rows never written have first values.
 
     Of a table with dynamic ids the rows are those of its ids, ascending, which are int64 [rows] ``ids`` alongside.
-    Quantized rows are written as they are, uint8 [rows, stored columns]. A Parquet file has one table's rows that were
-    ever written, and is not imported again: ``id`` int64, ascending; ``weight``, ``embedding_dim`` float32; with
-    ``state``, each state by its name. The store is opened read-only. Memory: ``ddr``, 4 bytes a row and 64 MiB.
+    Quantized rows are written as they are, uint8 [rows, stored columns]. The store is opened read-only. Memory:
+    ``ddr``, 4 bytes a row and 64 MiB.
 
     Args:
-        out: the file; it appears when it is complete.
-        format: "safetensors" or "parquet", which needs pyarrow; default: as ``out`` ends.
+        out: the file, whose name ends in .safetensors or has no ending; it appears when it is complete.
         tables: names; default: all.
         key: the tensors' names, ``{table}`` standing for the table's.
         state: add the optimizer state, float32, alongside each ``weight`` under the names that torch.optim uses:
@@ -105,26 +98,14 @@ def export_store(
         FileExistsError: ``out`` exists. DiskFullError: too little free space for it; nothing is left of it.
         StoreNotFoundError: no store, or no such version. DamagedError, BudgetError: as ``tierstore.open``.
     """
-    ending = Path(out).suffix or ".safetensors"
-    if (format or ending) in _TORCH:
+    if Path(out).suffix not in ("", ".safetensors"):
         raise ValueError(
-            f"{out}: torch checkpoints are not written. Export to a .safetensors file: safetensors.torch.load_file "
-            "reads it, and torch.save of what that gives is a checkpoint"
+            f"{out}: an export is a safetensors file: choose a name that ends in .safetensors. What "
+            "safetensors.torch.load_file gives of it is a checkpoint by torch.save"
         )
-    if format is None:
-        require_choice(ending, [f".{each}" for each in FORMATS], "without format=, --format, the file's ending")
-    format = format or ending[1:]  # noqa: A001
-    require_choice(format, FORMATS, "format")
     path = Path(out).absolute()
     with open_store(directory, mode="r", version=version, ddr=ddr) as store:
         names = list(dict.fromkeys(tables)) if tables is not None else list(store.tables)
-        if format == "parquet":
-            if len(names) != 1 or dense:
-                raise ValueError(
-                    'format="parquet" is of one table, without dense tensors: choose one with tables=, --table, of '
-                    f"{', '.join(names) or 'none'}"
-                )
-            return _export_parquet(store[names[0]], path, state=state, force=force, progress=progress)
         keys = weight_keys(key, names)
         plans = [_TablePlan.of(store[name], keys[name], with_state=state) for name in names]
         return _export_safetensors(store, path, plans, dense=dense, force=force, progress=progress)
@@ -158,40 +139,3 @@ def _export_safetensors(
                     progress(done, total)
     rows = sum(plan.specs[0].shape[0] for plan in plans)
     return ExportReport(path, store.version, tuple(spec.name for spec in specs), rows, file.size_bytes)
-
-
-def _export_parquet(table: Table, path: Path, *, state: bool, force: bool, progress: Progress) -> ExportReport:
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError:
-        raise TierstoreError(
-            "format=\"parquet\" needs pyarrow; install it with: pip install 'PATH_OF_THE_CHECKOUT[parquet]'"
-        ) from None
-    dim, count = table.config.embedding_dim, 0
-    states = state_tensors(table.config.optimizer, dim) if state else ()
-    kinds = [pa.float32() if each.per_row else pa.list_(pa.float32(), each.last - each.first) for each in states]
-    kinds = [pa.list_(pa.float32(), dim), *kinds]
-    names = ["id", "weight", *(each.name for each in states)]
-    schema = pa.schema(list(zip(names, [pa.int64(), *kinds], strict=True)))
-    step = max(1, CHUNK_BYTES // (8 * (1 + dim + table.layout.state_dim)))
-    with partial_file(path, force=force) as descriptor, open(descriptor, "wb", closefd=False) as file:
-        with parquet.ParquetWriter(file, schema) as writer:
-            for ids in (run[first : first + step] for run in table.written() for first in range(0, len(run), step)):
-                parts = [table.read(ids).float().cpu()]
-                if states:
-                    rest = table.read_state(ids)
-                    parts += [rest[:, each.first : each.last] for each in states]
-                columns: list[Any] = [pa.array(ids.numpy())]
-                for part, kind in zip(parts, kinds, strict=True):
-                    flat = pa.array(part.contiguous().reshape(-1).numpy())
-                    is_flat = pa.types.is_float32(kind)
-                    columns.append(flat if is_flat else pa.FixedSizeListArray.from_arrays(flat, type=kind))
-                writer.write_batch(pa.record_batch(columns, schema=schema))
-                count += len(ids)
-                if progress is not None:
-                    done = int(ids[-1]) + 1 if table.ids is None else count
-                    progress(done * table.layout.row_bytes, table.size_bytes)
-        file.flush()
-        size_bytes = os.fstat(descriptor).st_size
-    return ExportReport(path, table.store.version, tuple(names), count, size_bytes)

@@ -22,7 +22,7 @@ from ..layout import DtypeName, QuantizedName
 from ..optim import Optimizer
 from ..pool.converting import raw_weights
 from ..store import Store, Table, open_store
-from ..store.copies import kept_if_committed
+from ..store.directory import kept_if_committed
 from ..store.version import TableState
 from ..system.checks import excerpt, excerpt_names
 from .rows import chunks, numbered, write_keys
@@ -83,7 +83,6 @@ def import_files(
     Args:
         files: each tensor is in one of them.
         mapping: table by key; if there are any, these tensors alone are taken, with their optimizer state and ids.
-            State that has another name is given as ``{KEY: "TABLE.exp_avg"}``; so are exp_avg_sq, sum, step and ids.
         optimizer, pooling, rounding: of new tables; default: what the file says, else SGD(lr=0.01), "sum", "nearest".
         dtype: of the weights in the store, rounded to nearest. Default: as in the file.
         progress: called as ``progress(done_bytes, total_bytes)``.
@@ -211,7 +210,18 @@ def match_tables(
     """The tables that the files hold; ``mapping`` as of ``import_files``, ``asked`` what its caller wants of new
     tables, ``existing`` the store's, which stand. ValueError: no tensor, an unknown one, two for one table, or one that
     cannot be a table; names file and key. TableError: an existing table is of another shape or dtype."""
-    tables, named = _divided(files, mapping, existing)
+    tables = dict(mapping)
+    for key, table in mapping.items():
+        if key not in files.tensors:
+            near = difflib.get_close_matches(key, files.tensors, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {excerpt_names(files.tensors) or 'none'}"
+            raise ValueError(f"mapping={{{key!r}: {table!r}}}: no tensor {key!r} in {files}; {hint}")
+        owner, _, part = table.rpartition(".")
+        if owner and part in (*STATE_NAMES, IDS) and table not in existing:
+            raise ValueError(
+                f"mapping={{{excerpt(key)}: {table!r}}}: tensors are taken as tables, and {part} only from its place "
+                "beside the weights: write a file that has it there (docs/exchange.md)"
+            )
     if not tables:
         known = {key: each.config.name for key, each in files.exported.items() if key in files.tensors}
         # In the order of the store that was exported: a table's place decides about the first values of its rows.
@@ -226,14 +236,7 @@ def match_tables(
     asked = {name: value for name, value in asked.items() if value is not None}
     matches: dict[str, Match] = {}
     for key, table in tables.items():
-        keys = {name: named.get((table, name)) or state_key(key, name) for name in (*STATE_NAMES, IDS, SCORES)}
-        match = _match(files, files.tensors[key], table, keys, asked, existing.get(table))
-        for name in STATE_NAMES:
-            if (table, name) in named and keys[name] not in match.keys:
-                raise ValueError(
-                    f"mapping={{{excerpt(keys[name])}: {f'{table}.{name}'!r}}}: table {table!r} has "
-                    f"{type(match.config.optimizer).__name__}, without {name}; {_other_optimizer((name,))}"
-                )
+        match = _match(files, files.tensors[key], table, asked, existing.get(table))
         other = matches.setdefault(table, match)
         if other is not match:
             raise ValueError(
@@ -243,34 +246,10 @@ def match_tables(
     return list(matches.values())
 
 
-def _divided(
-    files: TensorFiles, mapping: Mapping[str, str], existing: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
-    """Tables by key, and by table and state, or ids, the keys that the mapping names."""
-    tables: dict[str, str] = {}
-    named: dict[tuple[str, str], str] = {}
-    for key, target in mapping.items():
-        table, _, state = target.rpartition(".")
-        if not table or state not in (*STATE_NAMES, IDS) or target in existing:
-            tables[key] = target
-        elif table not in mapping.values():
-            raise ValueError(
-                f"mapping={{{excerpt(key)}: {target!r}}}: {state} is optimizer state of a table {table!r}, whose "
-                f"weights are not named; add mapping={{KEY: {table!r}}}"
-            )
-        elif (other := named.setdefault((table, state), key)) != key:
-            raise ValueError(f"both {excerpt(other)} and {excerpt(key)} would be {target!r}; choose one")
-        if key not in files.tensors:
-            near = difflib.get_close_matches(key, files.tensors, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {excerpt_names(files.tensors) or 'none'}"
-            raise ValueError(f"mapping={{{key!r}: {target!r}}}: no tensor {key!r} in {files}; {hint}")
-    return tables, named
-
-
 def _match(
-    files: TensorFiles, weights: FileTensor, table: str, keys: Mapping[str, str], asked: Mapping[str, Any], existing:
-    TableConfig | None,
-) -> Match:  # fmt: skip
+    files: TensorFiles, weights: FileTensor, table: str, asked: Mapping[str, Any], existing: TableConfig | None
+) -> Match:
+    keys = {name: state_key(weights.key, name) for name in (*STATE_NAMES, IDS, SCORES)}
     if weights.dtype is None or not weights.dtype.is_floating_point:
         raise ValueError(
             f"{weights.place} is not of float64, float32, float16 or bfloat16, stored row by row; it is no table. "

@@ -10,7 +10,6 @@ import pickle
 import re
 import stat
 import warnings
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -45,9 +44,6 @@ _ALIGN: Final = 64
 """Of the data's beginning; the format asks for 8."""
 _ZIP_MAGIC: Final = b"PK\x03\x04"
 _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_METADATA_ENTRY: Final = "archive/tierstore.json"
-"""Our metadata in torch checkpoints that earlier releases exported."""
-_MAX_METADATA_BYTES: Final = 64 * 2**20
 _MAX_DEPTH: Final = 16
 _READ: Final = {name: dtype for dtype, name in DTYPES.items() if dtype.is_floating_point or dtype is torch.int64}
 
@@ -145,7 +141,7 @@ def metadata_of(version: int, tables: Mapping[str, ExportedTable]) -> dict[str, 
     return {"format_version": _FORMAT, "store_version": version, "tables": said}
 
 
-def _exported(text: str | bytes, path: Path) -> dict[str, ExportedTable]:
+def _exported(text: str, path: Path) -> dict[str, ExportedTable]:
     """Inverse of ``metadata_of``; FormatError for anything that it did not give."""
     try:
         fields = json.loads(text)
@@ -219,13 +215,11 @@ def open_files(paths: Iterable[Path]) -> TensorFiles:
                 f"{path} looks like a torch checkpoint of the format before 1.6, which cannot be read in parts; "
                 "load it and save it again with torch.save"
             )
-        metadata = (_open_torch if magic == _ZIP_MAGIC else _open_safetensors)(path, files)
-        if metadata is not None:
-            files.exported.update(_exported(metadata, path))
+        (_open_torch if magic == _ZIP_MAGIC else _open_safetensors)(path, files)
     return files
 
 
-def _open_safetensors(path: Path, files: TensorFiles) -> str | None:
+def _open_safetensors(path: Path, files: TensorFiles) -> None:
     try:
         file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
         found = [(key, file.get_slice(key)) for key in file.keys()]  # noqa: SIM118 - no mapping
@@ -237,16 +231,16 @@ def _open_safetensors(path: Path, files: TensorFiles) -> str | None:
         raise FormatError(f"{path} is neither a safetensors file nor a torch checkpoint ({error})") from error
     for tensor in tensors:
         files.add(tensor)
-    return text
+    if text is not None:
+        files.exported.update(_exported(text, path))
 
 
-def _open_torch(path: Path, files: TensorFiles) -> bytes | None:
+def _open_torch(path: Path, files: TensorFiles) -> None:
     """Add what the file has: a dict of tensors, or of such dicts, whose names are then joined by dots."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        metadata = _torch_metadata(path)
     except pickle.UnpicklingError as error:
         raise FormatError(
             f"{path} holds more than tensors and plain values, and is not read, because doing so could run code; "
@@ -264,7 +258,6 @@ def _open_torch(path: Path, files: TensorFiles) -> bytes | None:
             files.add(FileTensor(path, key, None, (), np.asarray(value)))
         else:
             files.others.append(key)
-    return metadata
 
 
 def _flatten(value: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -282,13 +275,3 @@ def _dtype(tensor: Tensor) -> torch.dtype | None:
         return None
     # A stride of 0 makes a few bytes look like a table of any size.
     return tensor.dtype if tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes() else None
-
-
-def _torch_metadata(path: Path) -> bytes | None:
-    with zipfile.ZipFile(path) as archive:
-        if _METADATA_ENTRY not in archive.namelist():
-            return None
-        info = archive.getinfo(_METADATA_ENTRY)
-        if info.file_size > _MAX_METADATA_BYTES or info.compress_type != zipfile.ZIP_STORED:
-            raise zipfile.BadZipFile(f"{_METADATA_ENTRY} cannot be read, as it is not as an export writes it")
-        return archive.read(info)

@@ -128,7 +128,6 @@ class TTL(Eviction):
 
     @property
     def span(self) -> Any:
-        """Batches or minutes."""
         return self.steps if self.minutes is None else self.minutes
 
 

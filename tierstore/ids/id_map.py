@@ -338,7 +338,6 @@ class IdMap:
         return np.flatnonzero(self._marks & np.uint32(MAX_SCORE))
 
     def ids_of(self, rows: Int64s) -> Int64s:
-        """int64 [n]."""
         ids = np.empty(len(rows), np.int64)
         self._workers.divide(lambda begin, end: gather_ids(begin, end, self._records, rows, ids), len(rows))
         return ids

@@ -65,14 +65,14 @@ class ColdTier(Protocol):
     @property
     def page_bytes(self) -> int: ...
 
-    def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        """Make a table known; nothing is written. ``num_rows``: 0 for one that was dropped: what is stored of it is
-        deleted. ValueError: a table added before, numbers out of range, or a layout for another page size.
-        BudgetError: the system refuses memory for the map of its rows."""
-
     def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
-        """Know these tables, by index, in place of those before; a table keeps its layout. BudgetError, nothing
-        changed: as ``add_table``."""
+        """Know tables of these layouts and numbers of rows, by index, in place of those before; nothing is written. A
+        table keeps its layout. One of 0 rows was dropped: what is stored of it is deleted.
+
+        Raises, nothing changed:
+            ValueError: numbers out of range, or a layout for another page size.
+            BudgetError: the system refuses memory for the map of their rows.
+        """
 
     def stored_rows(self, table_index: int) -> Iterator[Int64s]:
         """Which rows of a table ``read`` finds, int64, ascending, in parts; those written meanwhile may be missing."""
@@ -160,13 +160,14 @@ class Counting:  # by many threads
 # ValueErrors of arguments that no tier takes: out of range, or not of the table's layout.
 
 
-def check_table(table_index: int, layout: RowLayout, num_rows: int, page_bytes: int) -> None:
-    if not 0 <= table_index < MAX_TABLES:
-        raise ValueError(f"table_index must be in [0, {MAX_TABLES}), not {table_index}")
-    if not 0 <= num_rows <= MAX_ROWS:
-        raise ValueError(f"num_rows must be in [0, {MAX_ROWS}], not {num_rows}")
-    if layout.page_bytes != page_bytes:
-        raise ValueError(f"layout.page_bytes is {layout.page_bytes}, the tier's pages have {page_bytes} bytes")
+def check_tables(shapes: Mapping[int, tuple[RowLayout, int]], page_bytes: int) -> None:
+    for index, (layout, num_rows) in shapes.items():
+        if not 0 <= index < MAX_TABLES:
+            raise ValueError(f"a table's index must be in [0, {MAX_TABLES}), not {index}")
+        if not 0 <= num_rows <= MAX_ROWS:
+            raise ValueError(f"num_rows must be in [0, {MAX_ROWS}], not {num_rows}")
+        if layout.page_bytes != page_bytes:
+            raise ValueError(f"layout.page_bytes is {layout.page_bytes}, the tier's pages have {page_bytes} bytes")
 
 
 def check_arenas(layout: RowLayout, slots: Int32s, weights: Words, state: Words) -> None:
@@ -212,16 +213,8 @@ class MemoryColdTier:
                 raise ClosedError("the store was closed")
             yield
 
-    def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        check_table(table_index, layout, num_rows, self.page_bytes)
-        with self._open():
-            if table_index in self._tables:
-                raise ValueError(f"table {table_index} was added before")
-            self._tables[table_index] = layout, num_rows
-
     def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
-        for index, (layout, num_rows) in shapes.items():
-            check_table(index, layout, num_rows, self.page_bytes)
+        check_tables(shapes, self.page_bytes)
         with self._open():
             self._tables = dict(shapes)
             gone = {index for index, (_, num_rows) in shapes.items() if not num_rows}

@@ -16,8 +16,7 @@ from ..errors import ReadOnlyError, StoreReplacedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.files import sync_directory, translate_os_error
-from ..system.sizes import format_size
-from .base import ColdCounters, Counting, VerifyReport, check_arenas, check_table, require_distinct
+from .base import ColdCounters, Counting, VerifyReport, check_arenas, check_tables, require_distinct
 from .btree import META_KEY
 from .log import DEFAULT_SLACK
 from .places import new_places
@@ -119,27 +118,17 @@ class LmdbColdTier:
                 if part is not None:
                     stack.callback(part.close)
 
-    def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        check_table(table_index, layout, num_rows, self.page_bytes)
+    def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
+        check_tables(shapes, self.page_bytes)
         file = self._file
         with file.lock:
             file.require_open()
-            if table_index in file.tables:
-                raise ValueError(f"table {table_index} was added before")
-            if (rows := file.rows) is not None:
-                file.rows = None if rows.unknown else rows.with_table(table_index, layout, num_rows)
+            if file.rows is not None and not file.rows.unknown and file.tables.items() <= shapes.items():
+                file.rows = file.rows.with_tables(shapes)
             else:  # the first reader makes the map, but what the system refuses is an error now
-                new_places(sum(other for _, other in file.tables.values()) + num_rows)
-            file.tables[table_index] = layout, num_rows
-
-    def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
-        for index, (layout, num_rows) in shapes.items():
-            check_table(index, layout, num_rows, self.page_bytes)
-        with self._file.lock:
-            self._file.require_open()
-            new_places(sum(num_rows for _, num_rows in shapes.values()))
-            self._file.tables = dict(shapes)
-            self._file.rows = None
+                new_places(sum(num_rows for _, num_rows in shapes.values()))
+                file.rows = None
+            file.tables = dict(shapes)
 
     def stored_rows(self, table_index: int) -> Iterator[Int64s]:
         first = 0
@@ -307,16 +296,6 @@ class LmdbColdTier:
     @property
     def held_bytes(self) -> int:
         return 0 if self._writer is None else self._writer.held_bytes
-
-    def describe_old_reader(self) -> str:
-        """What the oldest reader elsewhere keeps from being reused, in words; "" if there is none."""
-        with self.lease_tree() as snapshot:
-            locks = snapshot.file_map.locks
-            oldest = locks.oldest_elsewhere(snapshot.txn_id)
-            if oldest is None:
-                return ""
-            held = format_size(snapshot.freed_since(oldest))
-            return f"{locks.describe_holders(oldest)} shows an older version, and keeps {held} from being reused"
 
     @property
     def map_bytes(self) -> int:

@@ -93,9 +93,9 @@ class RowMap:
         """Of address space; memory is taken where rows exist, by pages of 4 KiB."""
         return self.places.nbytes + sum(each.size_bytes for each in self.segments.values())
 
-    def with_table(self, table_index: int, layout: RowLayout, num_rows: int) -> "RowMap":
-        """A map that knows one table more, without rows; readers may go on using the old one."""
-        return self._made_again({**self.shapes, table_index: (layout, num_rows)}, self.segments)
+    def with_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> "RowMap":
+        """A map that knows more tables, without rows; readers may go on using the old one."""
+        return self._made_again(shapes, self.segments)
 
     def copied(self) -> "RowMap":
         """Another map of the same, which may be changed while readers use this one."""

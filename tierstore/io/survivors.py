@@ -217,7 +217,7 @@ def _indexed_runs(remains: Remains, segments: Segments, stored: Stored) -> Runs:
     if not (fits := segments.fits(stored)).all():
         raise DamagedError(
             f"{remains.path}: segment {stored['number'][int(np.argmin(fits))]} cannot be one of its tables' rows: "
-            "the manifest is of other tables; give the store's own with --manifest FILE"
+            "the manifest is of other tables; put a copy of the store's own in its place"
         )
     runs = np.zeros(len(stored), RUN)
     for name in ("number", "newest", "rows"):

@@ -94,7 +94,6 @@ class Verifier:
         self._note([(-1, int(stored["number"][i]), int(statuses[i])) for i in bad])
 
     def _look_into(self, segments: Segments, stored: Stored) -> None:
-        """Check segments of one layout, whose indexes and sizes are sound."""
         file_map = self._snapshot.file_map.rows
         since = file_map.guard.begin()
         count = _check_segments(

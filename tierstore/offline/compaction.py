@@ -24,8 +24,7 @@ from ..io.segments import read_indexes, stored_segments
 from ..io.snapshot import Snapshot
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
-from ..store import open_store
-from ..store.copies import Steps, bytes_on_device, new_store, new_tier, require_outside
+from ..store.directory import bytes_on_device, new_store, new_tier, require_outside, verify_copy
 from ..store.manifest import Manifest
 from ..system.checks import excerpt
 from ..system.files import RESTORE, require_room
@@ -33,7 +32,6 @@ from ..trace import Trace, read_trace
 
 WORK_NAME: Final = "compact.partial"  # where in the target a copy is made; what is in it may be deleted
 _BATCH_BYTES: Final = 8 << 20  # of segments that are written in one transaction
-_DDR: Final = "64MiB"
 
 
 class CompactReport(NamedTuple):  # ``segments`` are of all versions, bytes those that row files take on the device
@@ -58,7 +56,8 @@ def compact_store(
     Args:
         directory: the source.
         target: the copy's directory; must not exist, or be empty, or hold what a copy that was cut short left.
-        trace: a file as trace.py describes it. progress: called as ``progress(done_bytes, total_bytes)``.
+        trace: a file as trace.py describes it.
+        progress: called as ``progress(done_bytes, total_bytes)``, of the copy and then of its verification.
 
     Raises:
         ValueError: the trace is none, or of other tables or rows than the store has; the target is inside the store.
@@ -70,21 +69,19 @@ def compact_store(
     known = Manifest.read(source)
     require_outside(target, source)
     lookups = None if trace is None else read_trace(trace)
-    steps = Steps(progress)
     with new_store(target, WORK_NAME) as work:
         tier = LmdbColdTier(source, store_id=bytes.fromhex(known.store_id), readonly=True)
         with contextlib.closing(tier), tier.lease_tree() as snapshot:
             manifest = Manifest.read(source)  # a writer makes a table before it commits rows of it
-            _copy_rows(snapshot, manifest, lookups, work, steps.copied)
+            _copy_rows(snapshot, manifest, lookups, work, progress or (lambda *_: None))
         manifest.write(work)
         try:
-            with open_store(work, mode="r", ddr=_DDR) as store:
-                found, version = store.verify(progress=steps.verified), store.version
+            versions, found = verify_copy(work, progress)
         except DamagedError as error:
             words = f"the copy of {source} did not keep what was written to it; try again ({error})"
             raise DamagedError(words) from error
         sizes = bytes_on_device(source), bytes_on_device(work)
-    return CompactReport(target, version, found.segments, found.rows, *sizes)
+    return CompactReport(target, max(versions, default=0), found.segments, found.rows, *sizes)
 
 
 def _copy_rows(

@@ -54,11 +54,9 @@ def describe_store(directory: str | Path) -> str:
                 f"  {name:{width}}  {config.num_embeddings:,} x {config.embedding_dim} {config.dtype}{rounding}, "
                 f"{config.optimizer.kind}{', dynamic ids' * (config.ids is not None)}, {whole} if all in memory"
             )
-        old_reader = store.describe_old_reader()
     files = sorted(path for path in Path(directory).iterdir() if path.is_file())
     # Row files are sparse: what counts is what they take on the device.
     lines += ["files", *(f"  {path.name}  {format_size(path.stat().st_blocks * 512)} on disk" for path in files)]
-    lines += [f"  {old_reader}"] if old_reader else []
     if tensors:
         size = format_size(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         lines += ["dense state", f"  {format_count(len(tensors), 'tensor')}, {size}"]

@@ -21,8 +21,7 @@ from ..io.lmdb import LmdbColdTier
 from ..io.reads import by_key, stored_batches
 from ..layout import MAX_ROWS, DtypeName
 from ..pool.converting import converted
-from ..store import open_store
-from ..store.copies import bytes_on_device, new_store, new_tier, require_outside
+from ..store.directory import bytes_on_device, new_store, new_tier, require_outside, verify_copy
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 from ..system.checks import require_choice
@@ -30,7 +29,6 @@ from ..system.files import write_text
 
 TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
 _CHUNK_BYTES: Final = 8 << 20  # rows and optimizer state that are read at a time
-_DDR: Final = "64MiB"
 WORK_NAME: Final = "quantize.partial"  # where in the target the store is made; what is in it may be deleted
 
 
@@ -89,7 +87,7 @@ def quantize(
     with contextlib.closing(opened) as before, new_store(target, WORK_NAME, names) as work:
         # Read once more, after the version was chosen: a writer makes a table before it commits rows of it.
         known = Manifest.read(source)
-        known.add_tables(before)
+        before.set_tables(known.shapes)
         configs = _configs(known, dtype, tables)
         made = replace(Manifest.new(known.page_bytes), tables=configs, has_rows=True)
         with new_tier(work, made) as after:
@@ -97,9 +95,8 @@ def quantize(
         for name, text in files.items():
             write_text(work / name, text, force=True)
         made.write(work)
-        with open_store(work, mode="r", ddr=_DDR) as store:
-            if (found := store.verify().rows) != sum(rows):
-                raise DamagedError(f"{work}: {found} rows are there and {sum(rows)} were written; try again")
+        if (found := verify_copy(work)[1].rows) != sum(rows):
+            raise DamagedError(f"{work}: {found} rows are there and {sum(rows)} were written; try again")
         sizes = bytes_on_device(source), bytes_on_device(work)
     pairs = zip(known.tables, configs, rows, strict=True)
     done = (QuantizedTable(new.name, old.dtype, new.dtype, count) for old, new, count in pairs if not new.is_hidden)

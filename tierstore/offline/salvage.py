@@ -25,20 +25,16 @@ from ..io.reader_locks import FileLocks
 from ..io.row_map import RowMap
 from ..io.survivors import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
 from ..layout import KEY_ROW_BITS
-from ..store import open_store
-from ..store.copies import Steps, new_store, new_tier, require_outside
+from ..store.directory import new_store, new_tier, require_outside, verify_copy
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.stored_ids import TableOfIds
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
 from ..system.checks import excerpt
-from ..system.files import read_plain_file
 from ..system.sizes import format_count
 
 LOST_NAME: Final = "lost.txt"  # in the new store: what was lost, a line each
 WORK_NAME: Final = "repair.partial"  # where in the target the store is made; what is in it may be deleted
 _BATCH_BYTES: Final = 8 << 20
-_MAX_MANIFEST_BYTES: Final = 64 * 2**20
-_DDR: Final = "64MiB"
 _SHOWN: Final = 20
 
 
@@ -96,8 +92,8 @@ class SalvageReport:
 
 
 def salvage(
-    directory: str | os.PathLike[str], target: str | os.PathLike[str], *, manifest: str | os.PathLike[str] | None =
-    None, stale_ok: bool = False, progress: Callable[[int, int], None] | None = None,
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], *, stale_ok: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> SalvageReport:  # fmt: skip
     """Save every sound row of a store's last version, its extra and its tensors into a new store. Memory: 8 bytes a
     row, and some 200 a segment.
@@ -105,9 +101,8 @@ def salvage(
     Args:
         directory: the damaged store; only read, and no process may have it open for writing.
         target: the new store's directory; must not exist, or be empty.
-        manifest: a copy of the store's manifest.json, where its own cannot be read.
         stale_ok: also take rows that may be older than the version, or gone back from, where nothing newer was found.
-        progress: called as ``progress(done_bytes, total_bytes)``.
+        progress: called as ``progress(done_bytes, total_bytes)``, of the copy and then of its verification.
 
     Raises:
         ValueError: the target is inside the store. FileExistsError: it holds something.
@@ -126,34 +121,31 @@ def salvage(
         locks.lock_for_writer(shared=True)  # no writer opens the source meanwhile
         require_outside(target, source)
         work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, LOST_NAME, MANIFEST_NAME)))
-        known = _manifest(source, manifest)
+        known = _manifest(source)
         for config in known.tables if stale_ok else ():
             config.require_fixed_ids("repair with stale_ok=True, --stale-ok,")
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
-        steps = Steps(progress)
-        _save(path, known, work, made, report, stale_ok, steps)
+        _save(path, known, work, made, report, stale_ok, progress or (lambda *_: None))
         (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()), encoding="utf-8")
         made.write(work)
-        with open_store(work, mode="r", ddr=_DDR) as store:
-            store.verify(progress=steps.verified)
+        verify_copy(work, progress)
     return report
 
 
-def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:
-    if other is not None:
-        return Manifest._parse(Path(other), read_plain_file(Path(other), _MAX_MANIFEST_BYTES))
+def _manifest(source: Path) -> Manifest:
     try:
         return Manifest.read(source)
     except (StoreNotFoundError, ChecksumError, TruncatedError) as error:
         raise type(error)(
-            f"{error}. Without a manifest nothing says which tables there are: give a copy of it with --manifest FILE; "
-            "one of the same store from before its last tables were made will do for the others"
+            f"{error}. Without a manifest nothing says which tables there are: put a copy of it in its place; one of "
+            "the same store from before its last tables were made will do for the others"
         ) from error
 
 
 def _save(
-    path: Path, known: Manifest, work: Path, made: Manifest, report: SalvageReport, stale_ok: bool, steps: Steps
-) -> None:
+    path: Path, known: Manifest, work: Path, made: Manifest, report: SalvageReport, stale_ok: bool,
+    progress: Callable[[int, int], None],
+) -> None:  # fmt: skip
     size, page_bytes = path.stat().st_size, known.page_bytes
     if size < 2 * page_bytes:
         raise DamagedError(f"{path}: {size} bytes are less than its two meta pages; there is nothing to save")
@@ -164,8 +156,8 @@ def _save(
         stored = remains.store_id or read_stamp(path, page_bytes)
         if stored != bytes.fromhex(known.store_id) and any(stored):
             raise FormatError(
-                f"{path}: belongs to store {stored.hex()}, not to {known.store_id}, which the manifest is of: give the "
-                "store's own with --manifest FILE"
+                f"{path}: belongs to store {stored.hex()}, not to {known.store_id}, which {MANIFEST_NAME} is of: put a "
+                "copy of the store's own in its place"
             )
         report.version = remains.version
         tier = stack.enter_context(new_tier(work, made))
@@ -175,7 +167,7 @@ def _save(
             total, done = sum(int(runs["rows"].sum()) for runs in survivors.runs), 0
             for segments, runs in zip(rows.segments.values(), survivors.runs, strict=True):
                 for count in _take(file_map, tier, rows, segments, runs, stale_ok, report):
-                    steps.copied(size * (done := done + count) // total, size)
+                    progress(size * (done := done + count) // total, size)
             for index, each in enumerate(known.tables):
                 name = f"of ids of {known.tables[index - 1].name}" if each.is_table_of_ids else each.name
                 report.lost += _losses(rows, index, name)
@@ -183,7 +175,7 @@ def _save(
                 if each.is_table_of_ids:
                     _drop_ids(tier, index, known.tables[index], report.version)
             tier.commit(_payload(known, remains, report), report.version)
-        steps.copied(size, size)
+        progress(size, size)
 
 
 def _drop_ids(tier: LmdbColdTier, index: int, config: TableConfig, epoch: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import report
 from ..offline.quantization import quantize
 from ..serve.models.dense import lowered
-from ..store.copies import require_outside
+from ..store.directory import require_outside
 from ..store.manifest import MANIFEST_NAME
 from ..system.files import output_errors, output_locked, require_parent
 from ..system.sizes import format_size

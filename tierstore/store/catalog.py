@@ -1,54 +1,37 @@
 """The tables of an open store, changes of them, and the version of them that it shows.
 
 A table is a place in the manifest, and its rows carry the number of the place. So a change of name, features, size or
-rules of ids is a new manifest, written atomically. A table that is dropped leaves its place empty. A table with another
-optimizer moves to a new place, with the table of its ids if they are dynamic, as its rows get another layout:
-
-1. a manifest with a new place, empty;
-2. the rows with new state, for that place, and a commit with them: no other version is kept, as none has these rows;
-3. a manifest with the table in the new place, and with the old one empty.
-
-A process that ends before the third leaves the table as it was. Rows of an empty place are nobody's, and are deleted.
+rules of ids is a new manifest, written atomically. A table that is dropped leaves its place empty. Rows of an empty
+place are nobody's, and are deleted.
 """
 
 import contextlib
 import logging
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
-
-import numpy as np
 
 from ..config import TableConfig
 from ..errors import StoreReplacedError, TableError, TierstoreError
 from ..hbm.pool import require_supported
 from ..io.base import ColdTier
 from ..io.lmdb import LmdbColdTier
-from ..layout import KEY_ROW_BITS, MAX_TABLES, DtypeName, RowLayout
+from ..layout import MAX_TABLES, DtypeName, RowLayout
 from ..optim import SGD
 from ..pool.converting import Converter, RowSource
-from ..system.sizes import format_count
 from .directory import Opened
+from .lifetime import Shown
 from .manifest import Manifest
 from .table import Table
 from .table_ids import TableIds
-from .version import ORIGIN_KEY, RANK_KEY, TableState, Version, repack, unpack
+from .version import ORIGIN_KEY, RANK_KEY, TableState, Version, unpack
 
 _LOG: Final = logging.getLogger("tierstore")
 _CHANGEABLE: Final = ("num_embeddings", "feature_names", "pooling", "optimizer", "ids")
-_TRANSACTION_BYTES: Final = 4 << 20  # of rows that are moved at a time
 
 KeptAs = DtypeName | Literal["stored"] | None  # what rows are kept in memory as; see ``open_store``
-
-
-@dataclass(slots=True)
-class ShownVersion:
-    """What a store shows besides rows. The commit thread has this and not the catalog, which keeps the store alive."""
-
-    version: Version  # the part of it that is not rows
-    committed: dict[str, int]  # ``num_changes`` of each table as of that version
 
 
 class Catalog:
@@ -56,15 +39,16 @@ class Catalog:
     ``epoch``: the version that rows are written for. ``minutes``: the time for ``TTL(minutes=)``; 0: not set."""
 
     def __init__(
-        self, store: "weakref.ref[Any]", directory: Path, files: Opened, *, readonly: bool, has_hbm: bool,
-        dtype: KeptAs,
+        self, store: "weakref.ref[Any]", directory: Path, files: Opened, shown: Shown, *, readonly: bool,
+        has_hbm: bool, dtype: KeptAs,
     ) -> None:  # fmt: skip
         self.tables: dict[str, Table] = {}
         self.minutes = 0
         self.manifest = files.manifest
         self._cold: ColdTier = files.cold
         self._read_manifest = files.read_manifest
-        self.shown = ShownVersion(unpack(self._cold.version, self._cold.payload), {})
+        self.shown: Final = shown
+        shown.version, shown.committed = unpack(self._cold.version, self._cold.payload), {}
         self.epoch = self._cold.last_version + 1
         self._store = store
         self._directory = directory
@@ -188,64 +172,17 @@ class Catalog:
                 "batches or minutes) and whether ids without a row are counted stay, and candidates do not become "
                 "fewer; import what tierstore export writes into a table made with these rules"
             )
+        rule, other, dim = before.optimizer, config.optimizer, before.embedding_dim
+        if (rule.kind, rule.state_dim(dim)) != (other.kind, other.state_dim(dim)):
+            raise TableError(
+                f"rows of table {before.name!r} have the state of {rule.kind}, not of {other.kind}: import what "
+                f"tierstore export writes into a new store, by tierstore import --optimizer {other.kind}"
+            )
         self.require_possible(config)
-        rule, dim = before.optimizer, before.embedding_dim
-        is_other = (rule.kind, rule.state_dim(dim)) != (config.optimizer.kind, config.optimizer.state_dim(dim))
-        if is_other and self.version.number:
-            self._move_rows(table, config)
-        else:
-            for place, each in enumerate(config.with_ids(table.index), table.index):
-                manifest = manifest.with_place(place, replace(each, init=manifest.tables[place].init))
-            self._change(manifest)
-        return self.tables[config.name]
-
-    def _move_rows(self, table: Table, config: TableConfig) -> None:
-        """Move a table, whose optimizer becomes another, to a new place; see the module."""
-        manifest, shift = self.manifest, len(self.manifest.tables) - table.index
-        moved = {
-            gone: each if each.ids else replace(each, init=each.init.of_place(gone))  # first values may go by ids
-            for gone, each in enumerate(config.with_ids(table.index + shift), table.index)
-        }
-        for gone, each in moved.items():
-            manifest = manifest.with_table(each.dropped(gone + shift))
+        for place, each in enumerate(config.with_ids(table.index), table.index):
+            manifest = manifest.with_place(place, replace(each, init=manifest.tables[place].init))
         self._change(manifest)
-        number, version, shapes = self.epoch, self.version, dict(self._entered)
-        try:
-            for gone, each in moved.items():
-                shapes[gone + shift] = shapes[gone + shift][0], each.num_embeddings
-            self.enter(shapes)  # rows may be written for places that are empty in the manifest
-            counts = [self._copy_rows(gone, each, gone + shift) for gone, each in moved.items()]
-            payload = repack(version._replace(tables=self.states), version.lineage.following(version.number))
-            self.epoch, made = number + 1, unpack(number, payload)
-            self._cold.commit(payload, number, keep=1)
-            self.shown.version = made
-            for gone, each in moved.items():
-                manifest = manifest.with_place(gone, manifest.tables[gone].dropped(gone))
-                manifest = manifest.with_place(gone + shift, each)
-            self._change(manifest)
-        finally:
-            self.enter(self.manifest.shapes)
-        _LOG.warning(
-            "table %r: the optimizer state of %s begins again, of %s in the place of %s",
-            config.name, format_count(counts[0], "row"), config.optimizer.kind, table.config.optimizer.kind,
-        )  # fmt: skip
-
-    def _copy_rows(self, index: int, config: TableConfig, place: int) -> int:
-        """Write a table's stored rows for another place, with state that begins; how many they are."""
-        before, after = (each.layout(self._cold.page_bytes) for each in (self.manifest.tables[index], config))
-        count, step = 0, after.rows_within(_TRANSACTION_BYTES)
-        for part in self._cold.stored_rows(index):
-            for first in range(0, len(part), step):
-                rows = part[first : first + step]
-                slots, present = np.arange(len(rows), dtype=np.int32), np.empty(len(rows), np.bool_)
-                weights = np.zeros((len(rows), before.weight_words), np.uint64)
-                state = np.zeros((len(rows), before.state_words), np.uint64)
-                self._cold.read(rows | (index << KEY_ROW_BITS), slots, weights, state, present)
-                state = np.zeros((len(rows), after.state_words), np.uint64)
-                state.view(np.float32)[:, : after.state_dim] = config.optimizer.initial_state
-                self._cold.write(rows | (place << KEY_ROW_BITS), slots, weights, state, epoch=self.epoch)
-                count += len(rows)
-        return count
+        return self.tables[config.name]
 
     def _change(self, manifest: Manifest) -> None:
         """Have other tables, durably, when no row changed since the last commit."""
@@ -338,15 +275,7 @@ class Catalog:
 
     def enter(self, shapes: dict[int, tuple[RowLayout, int]]) -> None:
         """Have the cold tier know these tables, and no others."""
-        known = self._entered
-        if known == shapes:
-            return
-        if known.items() <= shapes.items():  # more of them: the map of the others' rows stays
-            self._entered = dict(known)
-            for index in sorted(shapes.keys() - known.keys()):
-                self._cold.add_table(index, *shapes[index])
-                self._entered[index] = shapes[index]
-        else:
+        if self._entered != shapes:
             self._cold.set_tables(shapes)
             self._entered = dict(shapes)
 

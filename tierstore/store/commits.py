@@ -17,7 +17,7 @@ from ..pool.writeback import WriteBack
 from ..system.killpoints import reach
 from ..system.processes import require_own
 from ..system.signals import Flag, turns
-from .catalog import Catalog, ShownVersion
+from .catalog import Catalog
 from .lifetime import Shown
 from .pools import Pools
 from .table_ids import TableIds
@@ -70,9 +70,8 @@ class PendingCommit(Future[int]):
 class Commits:
     """Makes versions, which ``thread`` writes, and goes back to them. One thread at a time may call it."""
 
-    def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools, shown: Shown) -> None:
+    def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools) -> None:
         self._directory = directory
-        self._shown = shown
         self._cold = cold
         self._catalog = catalog
         self._pools = pools
@@ -145,7 +144,8 @@ class Commits:
                 f"version={version} of {self._directory} is not kept; kept: {kept}. Open with keep=N to keep more"
             )
         with (
-            self._shown.changing(), self._catalog.ids_locked(), self._pools.lock, contextlib.ExitStack() as held,
+            self._catalog.shown.changing(), self._catalog.ids_locked(), self._pools.lock,
+            contextlib.ExitStack() as held,
         ):  # fmt: skip
             try:
                 self._pools.require_unused("go back")
@@ -172,7 +172,7 @@ def _require_elsewhere(writer: str, what: str) -> None:
 
 
 def _finish(
-    pending: PendingCommit, frozen: _Frozen, cold: ColdTier, shown: ShownVersion, payload: bytes, keep: int,
+    pending: PendingCommit, frozen: _Frozen, cold: ColdTier, shown: Shown, payload: bytes, keep: int,
     dropped: Collection[int], num_changes: dict[str, int],
 ) -> None:  # fmt: skip
     """The commit thread's part, which keeps no store alive: write what was frozen and make it the current version."""

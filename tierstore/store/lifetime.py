@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 from ..errors import ClosedError, ReadOnlyError, TierstoreError
 from ..system.signals import turns
+from .version import Version
 
 _T = TypeVar("_T")
 
@@ -90,8 +91,12 @@ def is_open_here(directory: Path) -> bool:
 
 
 class Shown:
-    """Counts a store's moves to other versions: ``changes`` is twice their number, odd during one. A lookup that met
-    one is made again, so lookups need no lock (a sequence lock: the Linux kernel's documentation, seqlock)."""
+    """What a store shows besides rows, and a count of its moves to other versions: ``changes`` is twice their number,
+    odd during one. A lookup that met one is made again, so lookups need no lock (a sequence lock: the Linux kernel's
+    documentation, seqlock). The commit thread has this and not the catalog, which keeps the store alive."""
+
+    version: Version  # the part of it that is not rows
+    committed: dict[str, int]  # ``num_changes`` of each table as of that version
 
     def __init__(self) -> None:
         self.changes = 0

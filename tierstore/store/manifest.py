@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
-from ..io.base import ColdTier
 from ..layout import MAX_TABLES, RowLayout
 from ..system.checks import excerpt
 from ..system.files import directory_locked, names_in, read_plain_file, sync_directory, translate_os_error
@@ -70,10 +69,6 @@ class Manifest:
             index: (each.layout(self.page_bytes), 0 if each.is_dropped else each.num_rows)
             for index, each in enumerate(self.tables)
         }
-
-    def add_tables(self, tier: ColdTier) -> None:
-        for index, shape in self.shapes.items():
-            tier.add_table(index, *shape)
 
     @classmethod
     def new(cls, page_bytes: int) -> "Manifest":

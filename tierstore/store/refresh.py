@@ -18,7 +18,7 @@ from ..pool.converting import RowSource
 from ..pool.pool import Pool
 from ..system.signals import shielded
 from .catalog import Catalog
-from .lifetime import Lifetime, Shown
+from .lifetime import Lifetime
 from .manifest import Manifest
 from .pools import Pools
 from .version import Version, unpack, unpack_tensors
@@ -121,10 +121,9 @@ class Newer:
 
 
 class Follower:
-    def __init__(self, lifetime: Lifetime, cold: ColdTier, catalog: Catalog, pools: Pools, shown: Shown) -> None:
+    def __init__(self, lifetime: Lifetime, cold: ColdTier, catalog: Catalog, pools: Pools) -> None:
         self.lock = threading.RLock()
         """Held while a version is made ready or shown, and the store is closed. Taken before that of the pools."""
-        self._shown = shown
         self._lifetime = lifetime
         self._cold = cold
         self._catalog = catalog
@@ -198,7 +197,7 @@ class Follower:
     @shielded
     def show(self, newer: Newer) -> int:
         catalog, pools = self._catalog, self._pools
-        with self.lock, self._shown.changing(), catalog.ids_locked(), pools.lock, contextlib.ExitStack() as held:
+        with self.lock, catalog.shown.changing(), catalog.ids_locked(), pools.lock, contextlib.ExitStack() as held:
             self._lifetime.require_open()
             if newer.found is not self._found:
                 raise ClosedError(

@@ -36,8 +36,7 @@ from ..system.sizes import format_count
 from .arguments import OffsetsType
 from .catalog import Catalog, KeptAs
 from .commits import Commits, PendingCommit
-from .copies import BackupReport, back_up
-from .directory import Opened, open_files
+from .directory import BackupReport, Opened, back_up, open_files
 from .lifetime import Lifetime, Shown
 from .manifest import Manifest
 from .optimizer import TieredOptimizer
@@ -100,13 +99,14 @@ class Store(ClosedWhenDropped, Unpicklable):
             self.workers = Workers(threads)
             held.callback(self.workers.close)
             self._catalog = Catalog(
-                weakref.ref(self), self.directory, files, readonly=readonly, has_hbm=memory.has_hbm, dtype=dtype
-            )
+                weakref.ref(self), self.directory, files, self.shown, readonly=readonly, has_hbm=memory.has_hbm,
+                dtype=dtype,
+            )  # fmt: skip
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
             held.callback(self._pools.close)
-            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools, self.shown)
+            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools)
             held.callback(self._commits.thread.shutdown)
-            self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools, self.shown)
+            self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools)
             self._lifetime.keep(self._cold, self.workers, self._commits.thread)
             self._held = held.pop_all()
         self._lifetime.is_closed = False
@@ -159,13 +159,13 @@ class Store(ClosedWhenDropped, Unpicklable):
             table: its name now.
             name: the new one; feature names that are the default follow.
             num_embeddings: at least what it has. New rows have first values, and no ids if those are dynamic.
-            optimizer: of the same kind, its parameters: rows keep their state, and the learning rate in force stays.
-                Of another kind, the state of all rows and the count of updates begin again, which is logged; its rows
-                are written once more, and the store keeps no version of before.
+            optimizer: of the same kind, with other parameters: rows keep their state, and the learning rate in force
+                stays.
 
         Raises:
             TableError: rows are in use, changed since the last commit, or trained by ``optimizer()``; another table has
-                the name; or others decide about the tables: the store is a replica, or a rank's part.
+                the name; the optimizer is of another kind; or others decide about the tables: the store is a replica,
+                or a rank's part.
             ValueError: wrong values. DiskFullError: the table is as it was. ReadOnlyError, ClosedError.
         """
         with self._changing(table) as known:
@@ -438,10 +438,9 @@ class Store(ClosedWhenDropped, Unpicklable):
             return self._cold.verify(progress)
 
     def backup(
-        self, target: str | os.PathLike[str], *, verify: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> BackupReport:  # fmt: skip
-        """Copy the store and all versions it keeps into another directory, while others train: ``copies.back_up``."""
+        self, target: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
+    ) -> BackupReport:
+        """Copy the store with all kept versions into another directory, while others train: ``directory.back_up``."""
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):
             raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')
@@ -451,13 +450,7 @@ class Store(ClosedWhenDropped, Unpicklable):
                 f"tierstore reshard {self.directory} NEW_DIR --plain makes"
             )
         with self.calling("backup"):
-            return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
-
-    def describe_old_reader(self) -> str:
-        """Which other reader shows the oldest version, and what it keeps from being reused, in words; "" if none does,
-        or the store is sharded or in memory."""
-        self.require_open()
-        return self._cold.describe_old_reader() if isinstance(self._cold, LmdbColdTier) else ""
+            return back_up(self._cold, self.directory, target, progress=progress)
 
     def close(self) -> None:
         """End the commit in flight, then release files, memory and threads, and stop a recorder. Again is fine.

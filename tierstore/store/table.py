@@ -1,9 +1,9 @@
 """A table of a store: read, write and pooled lookup by id."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ from ..system.signals import shielded
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, refuse_traces, refuse_transforms, require_tensor
 from .table_ids import TableIds
 from .version import TableState
-
-_CHUNK_ROWS: Final = 2**16
 
 
 class Table(Unpicklable, LookupTable):
@@ -260,25 +258,6 @@ class Table(Unpicklable, LookupTable):
         given = check_ids(ids, device=self.store.device).astype(np.int64)
         with self.store.shown.changing():
             return known.evict(given)
-
-    def on_evict(self, call: Callable[[Tensor, Tensor], None] | None) -> None:
-        """Have ``call(ids, rows)`` called with what is about to be evicted, until another call, or None, is set.
-
-        It is given int64 [n] and [n, embedding_dim] of the table's dtype, n up to 65,536, and runs within the forward
-        pass that evicts. It may not use the store. If it raises, the pass ends with that error, and no id of this pass
-        has lost its row; over ranks, none of this rank. TableError: the ids are not dynamic.
-        """
-        known = self._require_dynamic("evict")
-
-        def read(keys: Int64s, ids: Int64s) -> None:
-            assert call is not None
-            for first in range(0, len(ids), _CHUNK_ROWS):
-                part = slice(first, first + _CHUNK_ROWS)
-                rows = self.in_pool(lambda pool: pool.tier.read(keys[part]))  # noqa: B023
-                with self.store.calling(f"pass that evicts ids of table {self.name!r}"):
-                    call(torch.from_numpy(ids[part]), rows)
-
-        known.on_evict = None if call is None else read
 
     def id_stats(self) -> IdStats:
         """Of dynamic ids: how many have rows, and what became of others. TableError: the table's are not dynamic."""

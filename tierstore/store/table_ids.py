@@ -19,7 +19,6 @@ from ..config import TableConfig
 from ..errors import IdError, TableError
 from ..ids.configs import LFU, TTL, Frequency, Probability
 from ..ids.id_map import MAX_SCORE, IdMap, absent, are_scores, as_words, draws, give_rows, lowest, owners_of
-from ..ids.peers import Peers
 from ..io.base import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import SECRET
@@ -42,10 +41,38 @@ Put = Callable[[Int64s, Int64s], None]
 _Order = Callable[[Int64s], Sequence[Any]]
 
 
+class Peers:
+    """What the owners of a table's ids decide together when a batch is admitted: here for one, who has all of them. All
+    owners make the same calls in the same order."""
+
+    def excess(self, part: int, count: int, capacity: int) -> int:  # noqa: ARG002 - it is exact
+        """By how many ids, which have rows (part 0) or are candidates (1) here or are to be, ``count`` of all owners is
+        above the capacity; at most 0 if it is not."""
+        return self.total(count) - capacity
+
+    def total(self, count: int) -> int:
+        return count
+
+    def lowest(self, items: Int64s, words: Callable[[Int64s], Sequence[Any]], count: int) -> Bools:
+        """bool [n]: which items of this owner, distinct, are among the ``count`` lowest of all owners.
+
+        Args:
+            words: of each of some items, unsigned, compared by the first, then the second, and so on.
+        """
+        found = np.full(len(items), len(items) <= count)
+        if not found.all():
+            found[np.lexsort(words(items)[::-1])[:count]] = True
+        return found
+
+    def positions(self, count: int) -> Words:
+        """uint64 [count]: where the ids of the batch that this owner was given are in the batch of all."""
+        return np.arange(count, dtype=np.uint64)
+
+
 class TableIds:
-    """See the module's docstring. One thread at a time may admit. ``on_evict`` is given keys and ids of rows that are
-    about to lose their ids. ``num_changes``: of admissions and evictions; ``num_moves``: how often rows lost their ids.
-    ``time``: in minutes, of the batches from now on, from 1 on; 0 if it was not set."""
+    """See the module's docstring. One thread at a time may admit. ``num_changes``: of admissions and evictions;
+    ``num_moves``: how often rows lost their ids. ``time``: in minutes, of the batches from now on, from 1 on; 0 if it
+    was not set."""
 
     def __init__(
         self, config: TableConfig, index: int, cold: ColdTier, workers: Workers, time: Callable[[], int]
@@ -55,8 +82,6 @@ class TableIds:
         self.num_admitted = self.num_refused = self.num_evicted = 0
         self.num_changes = self.num_moves = 0
         self.peers = Peers()
-        self.on_evict: Callable[[Int64s, Int64s], None] | None = None
-        self._is_leaving = False
         self.first_key = config.rows.start | (index << KEY_ROW_BITS)
         self._config = config
         self._rules = rules = config.ids
@@ -145,7 +170,6 @@ class TableIds:
         if scores is not None and not are_scores(scores):
             raise ValueError(f"scores of ids are in [{scores.min()}, {scores.max()}], not in [1, {MAX_SCORE}]")
         with self.lock:
-            self._require_idle()
             own, candidates = self._rows, self._candidates
             rows = own.find(ids)
             missing = np.flatnonzero(rows < 0)
@@ -169,12 +193,10 @@ class TableIds:
     def admit(self, ids: Int64s, put: Put) -> Found:
         """``find`` for a batch that trains: counts uses, gives ids rows by the rules; none if ``put`` fails."""
         with self.lock:
-            self._require_idle()
             self.num_changes += 1
             rows, expired = self._rows, self._next_step()
             step, were = self._step, (rows.ids[expired], rows.scores(expired))
             if len(expired):
-                self._note_leaving(expired)
                 rows.remove(expired)
 
             def order(chosen: Int64s) -> Sequence[Any]:
@@ -209,11 +231,9 @@ class TableIds:
     def evict(self, ids: Int64s) -> int:
         """Take the rows from these ids, but from those that an in-flight batch uses; returns how many had one."""
         with self.lock:
-            self._require_idle()
             rows = self._rows.find(np.unique(ids))
             self.num_changes += 1
             rows = self._not_held(rows[rows >= 0])
-            self._note_leaving(rows)
             self._rows.remove(rows)
             return self._note_evicted(rows)
 
@@ -306,9 +326,7 @@ class TableIds:
                 kept.append(batch[batch >= 0])
 
             def choose(some: Int64s) -> Bools:
-                go = self.peers.lowest(some, lambda some: (rows.scores(some), as_words(rows.ids[some])), wanted)
-                self._note_leaving(some[go])
-                return go
+                return self.peers.lowest(some, lambda some: (rows.scores(some), as_words(rows.ids[some])), wanted)
 
             victims = rows.evict(wanted, kept, choose, most=most)
             lacking -= self.peers.total(self._note_evicted(victims))
@@ -319,18 +337,6 @@ class TableIds:
             return chosen, victims  # in this order wherever the run was resumed: there were no other free rows
         return chosen, rows.free_rows(len(chosen))
 
-    def _note_leaving(self, rows: Int64s) -> None:
-        if self.on_evict is not None and len(rows):
-            self._is_leaving = True
-            try:
-                self.on_evict(rows + self.first_key, self._rows.ids[rows])
-            finally:
-                self._is_leaving = False
-
-    def _require_idle(self) -> None:
-        if self._is_leaving:
-            raise TableError(f"what Table.on_evict calls for table {self._config.name!r} may not use the store")
-
     def _note_evicted(self, rows: Int64s) -> int:
         self.num_evicted += len(rows)
         self.num_moves += 1
@@ -338,7 +344,6 @@ class TableIds:
 
     def freeze(self, version: int) -> None:
         with self.lock:
-            self._require_idle()
             self.abandon()
             self._version = version
             if "_known" not in self.__dict__:

@@ -21,7 +21,7 @@ from ..nn.prefetch import prefetch
 from ..optim import HessianFree
 from ..pool.stats import total
 from ..store.commits import PendingCommit
-from ..store.copies import kept_if_committed
+from ..store.directory import kept_if_committed
 from ..store.recording import require_recordable
 from .build import Run, build_run, open_data, open_run_store, open_test_data
 from .checkpoint import Position, commit_run, require_alike, require_resumable, require_same_files, restore_run

@@ -108,8 +108,8 @@ def _apply(directory: Path, tier: LmdbColdTier, updates: Sequence[UpdateFile], r
     _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), updates[-1])
     sent = before if last.is_urgent else updates[-1].version()
     unpack_tensors(sent)
-    for index, config in enumerate(last.tables):
-        tier.add_table(index, config.layout(tier.page_bytes), 0 if config.is_dropped else config.num_embeddings)
+    shapes = ((each.layout(tier.page_bytes), 0 if each.is_dropped else each.num_embeddings) for each in last.tables)
+    tier.set_tables(dict(enumerate(shapes)))
     rows = sum(_write_all(tier, last.tables, each) for each in updates)
     states = {config.name: TableState(0, config.optimizer.lr) for config in last.tables}
     version = sent._replace(tables=states, extra={**sent.extra, ORIGIN_KEY: last.shown._asdict()})

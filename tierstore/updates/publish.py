@@ -82,7 +82,7 @@ def open_source(directory: Path, version: int | None = None) -> Iterator[Opened]
     with contextlib.closing(opened.cold) as tier:
         if not tier.version:
             raise StoreNotFoundError(f"{directory}: nothing was committed yet, so there is nothing to publish")
-        opened.manifest.add_tables(tier)
+        tier.set_tables(opened.manifest.shapes)
         yield opened
 
 
@@ -202,7 +202,7 @@ def _earlier(directory: Path, version: int, lineage: Lineage) -> Iterator[ColdTi
             manifest, tier, _ = open_files(directory, readonly=True, version=version)
             stack.callback(tier.close)
             if unpack(version, tier.payload).lineage.commit_id == lineage.id_of(version):
-                manifest.add_tables(tier)
+                tier.set_tables(manifest.shapes)
                 found = tier
         except TierstoreError as error:
             _LOG.warning("urgent rows are chosen by lookups alone, as earlier values are not at hand: %s", error)
