@@ -13,7 +13,7 @@ import tierstore
 from tests.plan.hosts import shop_workload
 from tierstore.cli import commands
 from tierstore.cli import entry as cli
-from tierstore.plan.presets import workload_toml
+from tierstore.plan.workload import workload_toml
 from tierstore.settings.sections import to_dict
 from tierstore.store import copies
 from tierstore.train import RunConfig

@@ -355,7 +355,7 @@ _COMMANDS: Final = {
         "say what machines a workload needs, before they are bought",
         "Say what machines a workload needs, before they are bought: memory, drives, hosts, speed, latency and cost.",
         """examples:
-  tierstore plan plan.toml --html plan.html     # short for: tierstore plan run plan.toml --html plan.html
+  tierstore plan plan.toml     # short for: tierstore plan run plan.toml
   tierstore plan COMMAND --help""",
         of_file="run",
     ),

@@ -3,23 +3,17 @@
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from ..system.terminal import Command, progress_bar
 from ..system.terminal import arg as _arg
 from ..system.terminal import command as _part
 from .commands import require_outputs
 
-if TYPE_CHECKING:
-    from ..plan.curves import MissRatioCurve
-    from ..plan.traces import Accesses
-
 
 def _run(options: argparse.Namespace) -> int:
     if options.plan_file is None and not options.keys:
         raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
-    import sys
-
     from ..plan.planning import PlanFile, load, parse_override
     from ..settings.sections import to_toml
 
@@ -28,16 +22,12 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
     read = [options.plan_file, asked.workload.file, asked.trace.path, asked.host.file, *asked.host.others]
-    require_outputs({"--html": options.html, "--json": options.json}, read, force=options.force)
+    require_outputs({"--json": options.json}, read, force=options.force)
     from ..plan.planning import plan, write_json
-    from ..plan.report import describe, plan_page
-    from ..system.files import write_text
+    from ..plan.report import describe
 
     result = plan(asked)
-    print(describe(result, colours=sys.stdout.isatty()))
-    if options.html:
-        write_text(Path(options.html), plan_page(result), force=options.force)
-        print(f"\nthe report: {options.html}")
+    print(describe(result))
     if options.json:
         write_json(result.to_dict(), Path(options.json), force=options.force)
     return 0
@@ -45,27 +35,18 @@ def _run(options: argparse.Namespace) -> int:
 
 def _curve(options: argparse.Namespace) -> int:
     from ..cache.ddr import resolve_policy
-    from ..plan.curves import by_table, curve, describe_curves
+    from ..plan.curves import curve, describe_curves
     from ..plan.planning import write_json
     from ..plan.traces import once_a_batch, read_accesses
 
     require_outputs({"--json": options.json}, [options.trace], force=options.force)
     policies = dict.fromkeys(resolve_policy(name.strip()) for name in options.policy.split(","))
-    accesses = read_accesses(options.trace)
-    accesses = once_a_batch(accesses) if options.once_a_batch else accesses
-    sizes = None if options.sizes is None else _sizes(options.sizes, accesses)
-    found: dict[str, dict[str, MissRatioCurve]] = {}
-    named: dict[str, MissRatioCurve] = {}
-    for policy in policies:
-        asked: dict[str, Any] = {"sizes": sizes, "prefetch_depth": options.prefetch_depth}
-        of = by_table(accesses, policy, **asked) if options.by_table else {"all": curve(accesses, policy, **asked)}
-        found[policy] = of
-        named |= {f"{policy} {table}" if options.by_table else policy: each for table, each in of.items()}
-    what = "distinct rows of batches" if options.once_a_batch else "lookups"
+    accesses = once_a_batch(read_accesses(options.trace))
+    found = {policy: curve(accesses, policy, prefetch_depth=options.prefetch_depth) for policy in policies}
     sampled = f", a sample of {accesses.sampling_rate:.3g} of the rows" if accesses.sampling_rate < 1 else ""
-    print(f"{options.trace}: {len(accesses.keys):,} {what} of {len(accesses.tables)} tables{sampled}\n")
-    print(describe_curves(named, sizes))
-    for warning in dict.fromkeys(each.warning for each in named.values() if each.warning):
+    what = f"{len(accesses.keys):,} distinct rows of batches"
+    print(f"{options.trace}: {what} of {len(accesses.tables)} tables{sampled}\n\n{describe_curves(found)}")
+    for warning in dict.fromkeys(each.warning for each in found.values() if each.warning):
         print(f"\n! {warning}")
     if options.json is not None:
         write_json(found, Path(options.json), force=options.force, indent=None)
@@ -73,27 +54,9 @@ def _curve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sizes(text: str, accesses: "Accesses") -> list[int]:
-    from ..layout import MAX_ROWS
-    from ..plan.traces import numbered
-
-    num_rows = numbered(accesses.keys).num_rows / accesses.sampling_rate if "%" in text else 0.0
-    found = []
-    for part in map(str.strip, text.split(",")):
-        number = part.removesuffix("%")
-        try:
-            size = int(number) if number == part else max(1, round(float(number) / 100 * num_rows))
-        except (ValueError, OverflowError):
-            size = 0
-        if not 1 <= size < MAX_ROWS or number.startswith("-"):
-            raise ValueError(f"--sizes {part}: write rows, or a share of the distinct rows, as 1000,20000,5%")
-        found.append(size)
-    return sorted(set(found))
-
-
 def _measure(options: argparse.Namespace) -> int:
-    from ..plan.host import require_writable, write_host
-    from ..plan.measure import describe, measure
+    from ..plan.host import host_text, require_writable, write_host
+    from ..plan.measure import measure
 
     path = Path(options.out)
     require_writable(path, force=options.force)  # better now than in a minute
@@ -104,7 +67,7 @@ def _measure(options: argparse.Namespace) -> int:
             progress=lambda step, share: show(round(100 * share), 100, f"measuring {step}"),
         )
     write_host(found, path, force=options.force)
-    print(describe(found))
+    print(host_text(found))
     print(f"\nSaved as {path}. Fill in what it could not know: watts, prices, the network, drive writes a day.")
     return 0
 
@@ -117,7 +80,7 @@ def _hosts(options: argparse.Namespace) -> int:
 
 
 def _presets(options: argparse.Namespace) -> int:
-    from ..plan.presets import PRESETS, describe_workload, preset, workload_toml
+    from ..plan.workload import PRESETS, describe_workload, preset, workload_toml
 
     if options.name is not None:
         print(workload_toml(preset(options.name)), end="")
@@ -132,9 +95,8 @@ COMMANDS: Final[Mapping[str, Command]] = {
         _run,
         (
             _arg("plan_file", metavar="FILE.toml", nargs="?", help="the plan file"),
-            _arg("--html", metavar="OUT.html", help="write the report, one page that needs no network"),
             _arg("--json", metavar="OUT.json", help="write all figures of the answer"),
-            _arg("--force", help="replace these files if they exist"),
+            _arg("--force", help="replace that file if it exists"),
             _arg(
                 "--set",
                 action="append",
@@ -148,7 +110,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "Predict the setup of a plan file, or find the cheapest that reaches its target, and say what supports that.",
         "examples:\n"
         "  tierstore plan run --keys > plan.toml\n"
-        "  tierstore plan run plan.toml --html plan.html --json plan.json\n"
+        "  tierstore plan run plan.toml --json plan.json\n"
         "  tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2",
     ),
     "curve": _part(
@@ -161,8 +123,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 metavar="NAMES",
                 help="some of auto, lru, lfu, tinylfu, with commas between (default: lru)",
             ),
-            _arg("--sizes", metavar="ROWS", help="sizes of caches, with commas between, as 1000,20000,5%%"),
-            _arg("--once-a-batch", help="count a row once a batch, as the tiers of a store do"),
             _arg(
                 "--prefetch-depth",
                 type=int,
@@ -170,13 +130,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 metavar="N",
                 help="batches fetched ahead, whose rows lfu and tinylfu cannot evict (default: 0)",
             ),
-            _arg("--by-table", help="a cache for each table, not one for all"),
             _arg("--json", metavar="PATH", help="also write the curves to a file"),
             _arg("--force", help="replace that file if it exists"),
         ),
         "say how often memory of any size misses",
-        "Miss-ratio curves of a trace, recorded whole or by a sample of its rows.",
-        "examples:\n  tierstore plan curve run.npz\n  tierstore plan curve run.npz --policy lru,lfu --by-table",
+        "Miss-ratio curves of a trace, recorded whole or by a sample of its rows. A row counts once a batch.",
+        "examples:\n  tierstore plan curve run.npz\n  tierstore plan curve run.npz --policy lru,tinylfu",
     ),
     "measure": _part(
         _measure,

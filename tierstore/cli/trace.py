@@ -1,12 +1,9 @@
 """``tierstore trace``: which rows are looked up, written down from a run's data, drawn by a law, described."""
 
 import argparse
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..system.files import write_text
 from ..system.terminal import Command, arg, command
 from .commands import require_outputs
 
@@ -37,15 +34,13 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from ..plan.presets import load_workload, scaled
     from ..plan.traces import generate
+    from ..plan.workload import load_workload, scaled
 
     if options.samples < 1:
         raise ValueError(f"--samples {options.samples}: expected 1 or more")
     require_outputs({"OUT.npz": options.out}, [options.workload], force=options.force)
-    workload = load_workload(options.workload)
-    if options.scale != 1:
-        workload = scaled(workload, options.scale)
+    workload = scaled(load_workload(options.workload), options.scale)
     return _write(generate(workload, samples=options.samples, seed=options.seed), options)
 
 
@@ -53,11 +48,7 @@ def _describe(options: argparse.Namespace) -> int:
     from ..plan.traces import describe
     from ..trace import read_trace
 
-    require_outputs({"--json": options.json}, [options.source], force=options.force)
-    summary = describe(read_trace(options.source))
-    print(summary.text())
-    if options.json is not None:
-        write_text(Path(options.json), json.dumps(summary.to_dict(), indent=2) + "\n", force=options.force)
+    print(describe(read_trace(options.source)))
     return 0
 
 
@@ -93,11 +84,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     ),
     "describe": command(
         _describe,
-        (
-            arg("source", metavar="TRACE.npz", help="the trace to read"),
-            arg("--json", metavar="PATH", help="also write it to a file"),
-            arg("--force", help="replace PATH if it exists"),
-        ),
+        (arg("source", metavar="TRACE.npz", help="the trace to read"),),
         "say what is in a trace",
         "Count lookups and rows by table, and how often rows are used again.",
         "example:\n  tierstore trace describe shop.npz",
