@@ -208,7 +208,7 @@ def test_the_summary_is_json(run, tmp_path):
     assert written["tiers"]["ddr"]["hit_rate"] == summary.tiers.ddr.hit_rate
     assert written["tiers"]["ddr"]["bytes"] <= FITS_NOTHING
     assert written["samples_per_second"] == pytest.approx(written["rows"] / written["seconds"])
-    assert 0 < written["end_bytes"] <= written["peak_rss_bytes"]
+    assert written["end_bytes"] > 0
     assert summary.bits in summary.describe()
     undefined = dataclasses.replace(summary, test=Evaluation(rows=1, auc=math.nan, log_loss=0.5))
     assert undefined.to_dict()["test"]["auc"] is None
