@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test test-matrix pytest suite kernels-without-jit lint format docs peers bench-quick clean distclean
 help:
 	@echo "make demo         train a model on tables that do not fit in the memory budget (under 3 minutes);"
-	@echo "                  on a GPU: make demo DEMO='--device cuda --hbm 64MiB'; by ranks: DEMO='--ranks 2'"
+	@echo "                  by ranks: make demo DEMO='--ranks 2'"
 	@echo "make test         the whole test suite, the kernels again as plain Python, ruff and mypy"
 	@echo "make test-matrix  the suite under each Python there is, and with the oldest dependencies; PYTHONS=..., TESTS=..."
 	@echo "make lint         ruff and mypy only"

@@ -27,8 +27,7 @@ from tierstore.plan.planning import plain
 from tierstore.plan.traces import describe, draw_zipf, generate, numbered, read_accesses, scattered, zipf_bins
 from tierstore.plan.workload import Workload
 from tierstore.trace import TableTrace, Trace, write_trace
-from tierstore.trace.recorded import Recorded
-from tierstore.trace.sampling import is_sampled
+from tierstore.trace.recorded import Recorded, is_sampled
 
 BATCH, SAMPLES = 50, 1010
 WORKLOAD = Workload(

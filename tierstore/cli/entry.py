@@ -231,9 +231,7 @@ def _sweep(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from ..train.demo import DEFAULT_ROWS, run_demo
 
-    equal = run_demo(
-        options.dir, rows=options.rows or DEFAULT_ROWS, device=options.device, hbm=options.hbm, ranks=options.ranks
-    )
+    equal = run_demo(options.dir, rows=options.rows or DEFAULT_ROWS, ranks=options.ranks)
     return 0 if equal else EXIT_FAILED
 
 
@@ -331,8 +329,6 @@ _COMMANDS: Final = {
         _demo,
         (
             arg("--dir", default=".demo", metavar="DIR", help="where to work; emptied first (default: .demo)"),
-            arg("--device", default="cpu", metavar="NAME", help="where to compute: cpu (default) or cuda"),
-            arg("--hbm", metavar="SIZE", help="GPU memory for rows (default with cuda: 5 %% of what training touches)"),
             arg("--ranks", type=int, metavar="N", default=1, help="processes that share the tables (default: 1)"),
             arg("--rows", type=int, metavar="N", default=0, help=argparse.SUPPRESS),
         ),

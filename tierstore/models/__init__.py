@@ -2,10 +2,9 @@
 sharp the minimum is that a model's training ended in."""
 
 from .dlrm import DLRM, CrossNetwork, DotInteraction
-from .sharpness import box_sharpness, hessian_eigenvalues, loss_along_line
+from .sharpness import box_sharpness, hessian_eigenvalues
 from .towers import DCNTower, DLRMTower, Towers
 
 __all__ = [
-    "DLRM", "CrossNetwork", "DCNTower", "DLRMTower", "DotInteraction", "Towers", "box_sharpness",
-    "hessian_eigenvalues", "loss_along_line",
+    "DLRM", "CrossNetwork", "DCNTower", "DLRMTower", "DotInteraction", "Towers", "box_sharpness", "hessian_eigenvalues",
 ]  # fmt: skip

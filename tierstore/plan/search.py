@@ -161,9 +161,12 @@ class _Finder(NamedTuple):
         counts: Sequence[int] = (1,) if setup.hbm_bytes else self.space.hosts or _HOSTS
         if not setup.workload.is_training:
             try:
-                fewest = self._fewest(self._predicted(setup))
+                one = self._predicted(setup)
             except ValueError as error:
                 return _unfit(setup, error)
+            fewest = self.target.samples_per_s / one.samples_per_s
+            if one.queue is not None:  # however long queries may wait
+                fewest = max(fewest, self.target.queries_per_s / one.queue.rate_max)
             counts = self.space.hosts or range(1, _HOSTS[-1] + 1)
             counts = [count for count in counts if count >= fewest] or counts[-1:]
         tried, is_training = list[Attempt](), setup.workload.is_training
@@ -172,12 +175,6 @@ class _Finder(NamedTuple):
             if not (tried[-1].reason and tried[-1].is_rate):
                 break
         return min(tried, key=lambda each: each.shortfall) if tried[-1].reason else tried[-1]
-
-    def _fewest(self, one: Prediction) -> int:
-        """Replicas that the rate takes at least, however long queries may wait."""
-        if one.queue is not None and self.target.queries_per_s:
-            return max(1, math.ceil(self.target.queries_per_s / one.queue.rate_max))
-        return max(1, math.ceil(self.target.samples_per_s / one.samples_per_s))
 
     def _predicted(self, setup: Setup, queries_per_s: float | None = None) -> Prediction:
         found = predict(setup, self.demand, queries_per_s=queries_per_s, pricing=self.pricing)

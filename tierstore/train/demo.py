@@ -8,7 +8,6 @@ better than these probabilities do.
 
 import dataclasses
 import json
-import math
 import os
 import shlex
 import shutil
@@ -29,7 +28,6 @@ from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
 from ..layout import WORD_BYTES, RowLayout
 from ..settings.sections import to_toml
-from ..store import open_store
 from ..system.checks import require_int
 from ..system.files import make_directory, names_in, write_text
 from ..system.processes import child_options
@@ -45,7 +43,6 @@ from .trainer import command_name, warm_up
 DEFAULT_ROWS: Final = 250_000
 _TEST_SHARE: Final = 0.12
 _BUDGET_SHARE: Final = 0.10
-_HBM_SHARE: Final = 0.05
 _NOTES: Final = (
     "The process is mostly Python, torch and compiled kernels, the same in both runs.",
     "What misses when all is in memory are first touches of rows never seen before.",
@@ -161,24 +158,11 @@ def _hash(ranks: Int64s, hashes: NDArray[np.uint32]) -> None:
                 hashes[row, column] = mix64(np.uint64(ranks[row, column]) + np.uint64(column) * STEP) >> np.uint64(32)
 
 
-def run_demo(
-    directory: str | Path,
-    *,
-    rows: int = DEFAULT_ROWS,
-    device: str = "cpu",
-    hbm: int | str | None = None,
-    ranks: int = 1,
-) -> bool:
+def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS, ranks: int = 1) -> bool:
     """Run the demonstration in ``directory``, which is emptied first. Returns whether both trainings are bit-identical.
-    ``hbm``: GPU memory for rows, by default a twentieth of them on a GPU; ``ranks``: processes of torchrun that divide
-    tables and memory. ValueError: the directory holds something else, rows or ranks are too few, or a store refuses
-    device or size. TierstoreError: a training failed."""
+    ``ranks``: processes of torchrun that divide tables and memory. ValueError: the directory holds something else, rows
+    or ranks are too few. TierstoreError: a training failed."""
     require_int(ranks, "ranks", 1, MAX_RANKS)
-    if ranks > 1 and (device != "cpu" or hbm is not None):
-        raise ValueError(f"ranks={ranks}: several train on the CPU for now; leave device and hbm away")
-    default_hbm = 0.0 if device == "cpu" else _HBM_SHARE  # of the bytes of the rows that training touches
-    if device != "cpu" or hbm is not None:  # what a store would refuse is reported before anything is made
-        open_store(cold="memory", device=device, hbm=math.ceil(default_hbm) if hbm is None else hbm).close()
     folder = Path(directory).absolute()
     _empty(folder)
     started = time.perf_counter()
@@ -195,19 +179,17 @@ def run_demo(
         train=TrainSection(batch_size=256, commit_every=500),
     )
     layout = table_configs(config)[0].layout(_PAGE_BYTES)
-    row_bytes = layout.row_bytes
     # Rows of the tables that the training rows' categories fall on; several categories may share one.
     touched = sum(len(np.unique(table.ids)) for table in trace_run(config).tables.values())
-    ddr, own_hbm = int(_BUDGET_SHARE * touched * row_bytes / ranks), math.ceil(default_hbm * touched * row_bytes)
-    store = StoreSection(path=str(folder / "tiered"), ddr=ddr, hbm=own_hbm if hbm is None else hbm, device=device)
+    touched_bytes = touched * layout.row_bytes
+    store = StoreSection(path=str(folder / "tiered"), ddr=int(_BUDGET_SHARE * touched_bytes / ranks))
     config = dataclasses.replace(config, store=store)
     (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
     _explain(data, config, touched, layout, ranks, time.perf_counter() - started)
     warm_up(config)  # a process that compiles keeps what its compiler took: let it be this one, which is not measured
-    run_file, enough = str(folder / _RUN_FILE), str(int(_IN_MEMORY_SHARE * touched * row_bytes))
-    flags = ["--ddr", enough, *(["--hbm", enough] if config.store.has_hbm else [])]
+    run_file, enough = str(folder / _RUN_FILE), str(int(_IN_MEMORY_SHARE * touched_bytes))
     tiered = _train(folder, "tiered", [run_file], ranks)
-    in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *flags], ranks)
+    in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), "--ddr", enough], ranks)
     runs = {"budget of 10 %": tiered, "all in memory": in_memory}
     equal: bool = tiered["bits"] == in_memory["bits"]
     notes = ["The two trainings ended in DIFFERENT bits. That is a bug in tierstore: please report it.", *_NOTES]
@@ -239,8 +221,7 @@ def _empty(folder: Path) -> None:
 def _explain(
     data: SyntheticData, config: RunConfig, touched: int, layout: RowLayout, ranks: int, seconds: float
 ) -> None:
-    num_rows, row_bytes, hbm = sum(config.table_sizes), layout.row_bytes, config.store.hbm
-    shown = format_size(hbm) if isinstance(hbm, int) else hbm
+    num_rows, row_bytes = sum(config.table_sizes), layout.row_bytes
     print(
         f"Generated {data.path} in {seconds:.0f} s: {data.train_rows:,} rows to train on, {data.test_rows:,} to test.\n"
         f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
@@ -249,8 +230,7 @@ def _explain(
         f"Training touches {touched:,} of the rows, {format_size(touched * row_bytes)}.\n"
         f"In memory an index comes on top. On SSD a row takes {layout.stored_row_words * WORD_BYTES} bytes.\n"
         f"The memory budget is a tenth of what it touches: {format_size(ranks * int(config.store.ddr))}"
-        f"{f', divided among {ranks} ranks' if ranks > 1 else ''}"
-        f"{f', and {shown} of HBM on {config.store.device}' if config.store.has_hbm else ''}."
+        f"{f', divided among {ranks} ranks' if ranks > 1 else ''}."
     )
 
 
