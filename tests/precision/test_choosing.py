@@ -23,8 +23,7 @@ from tests.serve.whole import serving
 from tests.train.readers.rows import matrix
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.cli import entry as cli
-from tierstore.precision.held_out import Choice, HeldOut, Part, Unit
-from tierstore.precision.search import quantize_run, search, size_of
+from tierstore.precision import Choice, HeldOut, Part, Unit, quantize_run, search, size_of
 from tierstore.serve.models import Models
 from tierstore.serve.models.dense import LOW
 from tierstore.train import train
@@ -165,7 +164,7 @@ def killed(directory: str | Path, target: Path, *, after: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeldOut, "measure", measured)
         if after is None:
-            patch.setattr("tierstore.precision.search.quantize", Mock(side_effect=Stop))
+            patch.setattr("tierstore.precision.quantize", Mock(side_effect=Stop))
         with pytest.raises(Stop):
             quantize_run(directory, target, loss=LOSS)
     assert not target.exists()

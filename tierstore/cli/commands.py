@@ -293,7 +293,7 @@ def _quantize(options: argparse.Namespace) -> int:
 
 
 def _quantize_by_loss(options: argparse.Namespace) -> int:
-    from ..precision.search import MAX_ROWS, quantize_run, text_of
+    from ..precision import MAX_ROWS, quantize_run, text_of
 
     source, new, rows = options.directory, options.target, MAX_ROWS if options.rows is None else options.rows
     with progress_bar("quantize", unit=" points") as show:

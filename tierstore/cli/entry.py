@@ -268,8 +268,8 @@ def _repair(options: argparse.Namespace) -> int:
     return 0 if report.is_whole else EXIT_FAILED
 
 
-def _commands_of(room: str) -> "Mapping[str, Command]":
-    found: Mapping[str, Command] = importlib.import_module(f".{room}", __package__).COMMANDS
+def _commands_of(module: str, name: str = "COMMANDS") -> "Mapping[str, Command]":
+    found: Mapping[str, Command] = getattr(importlib.import_module(f".{module}", __package__), name)
     return found
 
 
@@ -378,7 +378,7 @@ _COMMANDS: Final = {
         "Measure ranks, and plan which of them gets which tables.",
     ),
     "trace": group(
-        partial(_commands_of, "trace"),
+        partial(_commands_of, "plan", "TRACE_COMMANDS"),
         "write down, draw and describe which rows are looked up",
         "Traces: which rows are looked up, for tierstore plan, shard plan, compact and serve --warm-up.",
         of_file="record",

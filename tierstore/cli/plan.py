@@ -1,14 +1,19 @@
-"""``tierstore plan``: its commands. What a command needs is imported when it is asked for something."""
+"""``tierstore plan``, and ``tierstore trace``: which rows are looked up, written down from a run's data, drawn by a law,
+described. What a command needs is imported when it is asked for something."""
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ..system.terminal import Command, progress_bar
-from ..system.terminal import arg as _arg
-from ..system.terminal import command as _part
+from ..system.terminal import Command, arg, command, progress_bar
 from .commands import require_outputs
+
+if TYPE_CHECKING:
+    from ..trace import Trace
+
+_OUT: Final = arg("out", metavar="OUT.npz", help="file to write; it appears when it is complete")
+_FORCE: Final = arg("--force", help="replace OUT.npz if it exists")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -90,21 +95,59 @@ def _presets(options: argparse.Namespace) -> int:
     return 0
 
 
+def _write(trace: "Trace", options: argparse.Namespace) -> int:
+    from ..trace import write_trace
+
+    write_trace(trace, options.out, force=options.force)
+    print(
+        f"{options.out}: {trace.num_lookups:,} lookups of {len(trace.tables)} tables in {trace.num_samples:,} samples"
+    )
+    return 0
+
+
+def _record(options: argparse.Namespace) -> int:
+    from ..settings.sections import Override
+    from ..train.build import trace_run
+    from ..train.config import load
+
+    data = [] if options.data is None else [Override("data", "path", options.data, f"--data {options.data}")]
+    return _write(trace_run(load(options.run_file, data), rows=options.rows), options)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from ..plan.traces import generate
+    from ..plan.workload import load_workload, scaled
+
+    if options.samples < 1:
+        raise ValueError(f"--samples {options.samples}: expected 1 or more")
+    require_outputs({"OUT.npz": options.out}, [options.workload], force=options.force)
+    workload = scaled(load_workload(options.workload), options.scale)
+    return _write(generate(workload, samples=options.samples, seed=options.seed), options)
+
+
+def _describe(options: argparse.Namespace) -> int:
+    from ..plan.traces import describe
+    from ..trace import read_trace
+
+    print(describe(read_trace(options.source)))
+    return 0
+
+
 COMMANDS: Final[Mapping[str, Command]] = {
-    "run": _part(
+    "run": command(
         _run,
         (
-            _arg("plan_file", metavar="FILE.toml", nargs="?", help="the plan file"),
-            _arg("--json", metavar="OUT.json", help="write all figures of the answer"),
-            _arg("--force", help="replace that file if it exists"),
-            _arg(
+            arg("plan_file", metavar="FILE.toml", nargs="?", help="the plan file"),
+            arg("--json", metavar="OUT.json", help="write all figures of the answer"),
+            arg("--force", help="replace that file if it exists"),
+            arg(
                 "--set",
                 action="append",
                 default=[],
                 metavar="SECTION.KEY=VALUE",
                 help="set any key, as setup.ddr=64GiB",
             ),
-            _arg("--keys", help="print every key with its default, and exit"),
+            arg("--keys", help="print every key with its default, and exit"),
         ),
         "answer a plan file",
         "Predict the setup of a plan file, or find the cheapest that reaches its target, and say what supports that.",
@@ -113,54 +156,92 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "  tierstore plan run plan.toml --json plan.json\n"
         "  tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2",
     ),
-    "curve": _part(
+    "curve": command(
         _curve,
         (
-            _arg("trace", metavar="TRACE", help="a trace, of tierstore trace or a recording"),
-            _arg(
+            arg("trace", metavar="TRACE", help="a trace, of tierstore trace or a recording"),
+            arg(
                 "--policy",
                 default="lru",
                 metavar="NAMES",
                 help="some of auto, lru, lfu, tinylfu, with commas between (default: lru)",
             ),
-            _arg(
+            arg(
                 "--prefetch-depth",
                 type=int,
                 default=0,
                 metavar="N",
                 help="batches fetched ahead, whose rows lfu and tinylfu cannot evict (default: 0)",
             ),
-            _arg("--json", metavar="PATH", help="also write the curves to a file"),
-            _arg("--force", help="replace that file if it exists"),
+            arg("--json", metavar="PATH", help="also write the curves to a file"),
+            arg("--force", help="replace that file if it exists"),
         ),
         "say how often memory of any size misses",
         "Miss-ratio curves of a trace, recorded whole or by a sample of its rows. A row counts once a batch.",
         "examples:\n  tierstore plan curve run.npz\n  tierstore plan curve run.npz --policy lru,tinylfu",
     ),
-    "measure": _part(
+    "measure": command(
         _measure,
         (
-            _arg("--dir", default=".", metavar="DIR", help="a folder on the SSD to be measured (default: .)"),
-            _arg("--out", default="host.json", metavar="PATH", help="where the host goes (default: host.json)"),
-            _arg("--seconds", type=float, default=50.0, metavar="N", help="time to spend, about (default: 50)"),
-            _arg("--force", help="replace PATH if it exists"),
+            arg("--dir", default=".", metavar="DIR", help="a folder on the SSD to be measured (default: .)"),
+            arg("--out", default="host.json", metavar="PATH", help="where the host goes (default: host.json)"),
+            arg("--seconds", type=float, default=50.0, metavar="N", help="time to spend, about (default: 50)"),
+            arg("--force", help="replace PATH if it exists"),
         ),
         "measure this machine",
         "Measure this machine's memory, drive and cores, and tierstore's own work on it, in about a minute.",
         "example:\n  tierstore plan measure --dir . --out host.json",
     ),
-    "hosts": _part(
+    "hosts": command(
         _hosts,
-        (_arg("name", metavar="NAME", nargs="?", help="print this one as a host file, to be changed"),),
+        (arg("name", metavar="NAME", nargs="?", help="print this one as a host file, to be changed"),),
         "list the example hosts that plans know",
         "List the example hosts with their parts, price and power, or print one as a host file.",
         "examples:\n  tierstore plan hosts\n  tierstore plan hosts node-1xh100 > mine.json",
     ),
-    "presets": _part(
+    "presets": command(
         _presets,
-        (_arg("name", metavar="NAME", nargs="?", help="print this one as a workload file, to be changed"),),
+        (arg("name", metavar="NAME", nargs="?", help="print this one as a workload file, to be changed"),),
         "list the workloads that plans know",
         "List published models by name, or print one as a workload file.",
         "examples:\n  tierstore plan presets\n  tierstore plan presets rmc1 > mine.toml",
+    ),
+}
+TRACE_COMMANDS: Final[Mapping[str, Command]] = {
+    "record": command(
+        _record,
+        (
+            arg("run_file", metavar="FILE.toml", help="the run file"),
+            _OUT,
+            arg("--data", metavar="PATH", help="file or folder to read (data.path)"),
+            arg("--rows", type=int, metavar="N", help="of the data, from the start (default: data.train_rows)"),
+            _FORCE,
+        ),
+        "write down which rows a run looks up",
+        "Read the training rows of a run file and write which rows of which table they look up. Nothing is trained.",
+        """examples:
+  tierstore trace record shop.toml shop.npz
+  tierstore compact shop shop-packed --trace shop.npz""",
+    ),
+    "generate": command(
+        _generate,
+        (
+            arg("workload", metavar="WORKLOAD", help="a preset, or a workload file in TOML"),
+            _OUT,
+            arg("--samples", type=int, required=True, metavar="N", help="samples to draw"),
+            arg("--seed", type=int, default=0, metavar="N", help="another seed, other ids (default: 0)"),
+            arg("--scale", type=float, default=1.0, metavar="X", help="of the tables' rows (default: 1)"),
+            _FORCE,
+        ),
+        "draw a trace of a workload",
+        "Draw ids as the workload's tables say: Zipf's law of their exponents, ids a sample.",
+        "example:\n  tierstore trace generate rmc1 rmc1.npz --samples 100000 --scale 0.01",
+    ),
+    "describe": command(
+        _describe,
+        (arg("source", metavar="TRACE.npz", help="the trace to read"),),
+        "say what is in a trace",
+        "Count lookups and rows by table, and how often rows are used again.",
+        "example:\n  tierstore trace describe shop.npz",
     ),
 }

@@ -387,10 +387,9 @@ def _of_run(path: Path) -> Workload:
 def describe_workload(workload: Workload) -> str:
     rows = sum(table.num_embeddings for table in workload.tables)
     ids = sum(table.pooling_factor for table in workload.tables)
-    dims = sorted({table.embedding_dim for table in workload.tables})
-    widths = f"{dims[0]}" if len(dims) == 1 else f"{dims[0]} to {dims[-1]}"
+    dim = max(table.embedding_dim for table in workload.tables)
     return (
-        f"{workload.name}: {len(workload.tables)} tables, {rows:,} rows of {widths} columns, "
+        f"{workload.name}: {len(workload.tables)} tables, {rows:,} rows of {dim} columns, "
         f"{format_size(workload.table_bytes)}, {ids:g} lookups a sample, {workload.dense_flops / 1e6:g} Mflop a sample"
     )
 

@@ -1,9 +1,9 @@
 """What was looked up, as far as it fits a bound: the fuller it gets, the fewer rows it is about.
 
 A row is in it with all its lookups or with none: it is in the sample of rate r if the SplitMix64 output of its key, as
-a number of 64 bits, is below r * 2^64. So a sample of a lower rate is part of one of a higher rate, and samples of other
-machines and times agree. Once the bound is reached, the rate is halved, and rows that are no longer sampled are dropped
-(C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad: Efficient MRC Construction with SHARDS, FAST 2015).
+a number of 64 bits, is below r * 2^64. So a sample of a lower rate is part of one of a higher rate, and samples of
+other machines and times agree. Once the bound is reached, the rate is halved, and rows that are no longer sampled are
+dropped (C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad: Efficient MRC Construction with SHARDS, FAST 2015).
 """
 
 import copy
@@ -16,7 +16,7 @@ from ..kernels.arrays import Bools, Ids, Int32s, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
 from ..layout import KEY_ROW_BITS, ROW_MASK
-from .trace import TableTrace, Trace
+from . import TableTrace, Trace
 
 ALL: Final = np.uint64(2**64 - 1)
 """``last_hash`` of a sample of all rows."""

@@ -26,7 +26,6 @@ from ..errors import TierstoreError
 from ..kernels.arrays import Bytes, Float64s, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
-from ..layout import WORD_BYTES, RowLayout
 from ..settings.sections import to_toml
 from ..system.checks import require_int
 from ..system.files import make_directory, names_in, write_text
@@ -185,7 +184,17 @@ def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS, ranks: int = 1)
     store = StoreSection(path=str(folder / "tiered"), ddr=int(_BUDGET_SHARE * touched_bytes / ranks))
     config = dataclasses.replace(config, store=store)
     (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
-    _explain(data, config, touched, layout, ranks, time.perf_counter() - started)
+    num_rows = sum(config.table_sizes)
+    print(
+        f"Generated {data.path} in {time.perf_counter() - started:.0f} s: {data.train_rows:,} rows to train on, "
+        f"{data.test_rows:,} to test.\n"
+        f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
+        f"{len(config.table_sizes)} tables, {num_rows:,} rows of {layout.row_bytes} bytes, "
+        f"{format_size(num_rows * layout.row_bytes)}. "
+        f"Training touches {touched:,} of the rows, {format_size(touched_bytes)}.\n"
+        f"The memory budget is a tenth of that: {format_size(ranks * int(store.ddr))}"
+        f"{f', divided among {ranks} ranks' if ranks > 1 else ''}."
+    )
     warm_up(config)  # a process that compiles keeps what its compiler took: let it be this one, which is not measured
     run_file, enough = str(folder / _RUN_FILE), str(int(_IN_MEMORY_SHARE * touched_bytes))
     tiered = _train(folder, "tiered", [run_file], ranks)
@@ -216,22 +225,6 @@ def _empty(folder: Path) -> None:
         shutil.rmtree(folder)
     make_directory(folder)
     (folder / _MARKER).touch()
-
-
-def _explain(
-    data: SyntheticData, config: RunConfig, touched: int, layout: RowLayout, ranks: int, seconds: float
-) -> None:
-    num_rows, row_bytes = sum(config.table_sizes), layout.row_bytes
-    print(
-        f"Generated {data.path} in {seconds:.0f} s: {data.train_rows:,} rows to train on, {data.test_rows:,} to test.\n"
-        f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
-        f"{len(config.table_sizes)} tables, {num_rows:,} rows of {row_bytes} bytes, "
-        f"{format_size(num_rows * row_bytes)}. "
-        f"Training touches {touched:,} of the rows, {format_size(touched * row_bytes)}.\n"
-        f"In memory an index comes on top. On SSD a row takes {layout.stored_row_words * WORD_BYTES} bytes.\n"
-        f"The memory budget is a tenth of what it touches: {format_size(ranks * int(config.store.ddr))}"
-        f"{f', divided among {ranks} ranks' if ranks > 1 else ''}."
-    )
 
 
 def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[str, Any]:
