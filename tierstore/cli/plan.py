@@ -1,5 +1,6 @@
-"""``tierstore plan``, and ``tierstore trace``: which rows are looked up, written down from a run's data, drawn by a law,
-described. What a command needs is imported when it is asked for something."""
+"""``tierstore plan``; and ``tierstore trace``: which rows are looked up, written down from a run's data, drawn by a
+law, described. What a command needs is imported when it is asked for something.
+"""
 
 import argparse
 from collections.abc import Mapping
