@@ -314,10 +314,11 @@ def test_queries_within_a_bound_by_as_few_replicas_as_do() -> None:
 def test_a_gpu_is_to_train_on_one_host() -> None:
     hosts = (replace(HOST, accelerators=make_host(gpus=2).accelerators),)
     for workload, space in ((LARGE, SPACE), (LARGE_SERVED, SPACE), (LARGE, replace(SPACE, hosts=(2, 3)))):
-        found = find(Target(samples_per_s=3e6), workload, hosts, space=space)
+        is_usable = workload is LARGE and space is SPACE
+        found = find(Target(samples_per_s=5e5 if is_usable else 1.0), workload, hosts, space=space)
         setups = (found.best.setup, *(each.setup for each in (*found.runners_up, *found.failures)))
         with_gpu = [each for each in setups if each.host.accelerators]
-        assert bool(with_gpu) == (workload is LARGE and space is SPACE)
+        assert bool(with_gpu) == is_usable
         for setup in with_gpu:
             assert (setup.hbm_bytes, setup.hosts, len(setup.host.accelerators)) == (0.8 * 8 * GIB, 1, 1)
 
