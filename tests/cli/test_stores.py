@@ -282,7 +282,7 @@ def test_traces_are_drawn_and_described(folder: Path, capsys: pytest.CaptureFixt
     assert cli.main(["trace", *words, "--force"]) == 0
     assert cli.main(["trace", "describe", "shop.npz"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("4,000 accesses of ")
+    assert "\n4,000 accesses of " in said
     assert "batches: 2" in said
 
 
