@@ -16,7 +16,7 @@ from ..kernels.arrays import Bools, Ids, Int32s, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
 from ..layout import KEY_ROW_BITS, ROW_MASK
-from . import TableTrace, Trace
+from .trace import TableTrace, Trace
 
 ALL: Final = np.uint64(2**64 - 1)
 """``last_hash`` of a sample of all rows."""

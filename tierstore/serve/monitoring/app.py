@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...report import BASE_STYLE
+from ...report.page import BASE_STYLE
 from ...system.sizes import machine_memory_bytes
 from .metrics import CONTENT_TYPE, OK, OTHER, WINDOW_SECONDS, Latencies, Metrics, Source, summarize
 
