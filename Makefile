@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test pytest suite kernels-without-jit lint format docs peers bench-quick clean distclean
 help:
 	@echo "make demo         train a model on tables that do not fit in the memory budget (under 3 minutes);"
-	@echo "                  on a GPU: make demo DEMO='--device cuda --hbm 64MiB'; by ranks: DEMO='--ranks 2'"
+	@echo "                  by ranks: make demo DEMO='--ranks 2'"
 	@echo "make test         the whole test suite, the kernels again as plain Python, ruff and mypy"
 	@echo "make lint         ruff and mypy only"
 	@echo "make bench-quick  every benchmark at small size: whether it works"
@@ -87,7 +87,7 @@ bench-quick: $(READY)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .docs
-	rm -rf bag-store bag.pt dlrm-store vectors vectors.hot plan.html sharded-store  # of examples/README.md
+	rm -rf bag-store bag.pt dlrm-store vectors vectors.hot sharded-store  # of examples/README.md
 	find tierstore bench docs tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean

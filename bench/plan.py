@@ -31,11 +31,10 @@ from tierstore.models import DLRM
 from tierstore.optim.configs import RULES
 from tierstore.plan import Host, Prediction, Setup, TableShape, Workload, accesses_of
 from tierstore.plan.curves import curve
-from tierstore.plan.demand import Demand
+from tierstore.plan.demand import Demand, pool_loads
 from tierstore.plan.loads import in_words
 from tierstore.plan.measure import measure, page_cache
 from tierstore.plan.model import predict
-from tierstore.plan.tiers import pool_loads
 from tierstore.plan.workload import DenseWork, dlrm_work
 from tierstore.trace import TableTrace, Trace
 

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 import tierstore
 from tierstore.models import DLRM
-from tierstore.precision.held_out import LAYER, ROWS
-from tierstore.precision.search import quantize_run, size_of
+from tierstore.precision import LAYER, ROWS, quantize_run, size_of
 from tierstore.serve.models import Models
 from tierstore.serve.models.dense import Dense, lowered, pack_linears
 from tierstore.serve.watch import LabelledRows, read_labelled

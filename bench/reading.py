@@ -22,7 +22,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from tierstore.plan.presets import preset
+from tierstore.plan.workload import preset
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
 from tierstore.train.readers import Batch

@@ -18,7 +18,7 @@ import torch
 import tierstore
 from tierstore.train import RunConfig, train
 from tierstore.train.config import DataSection, EmbeddingSection, ModelSection, StoreSection
-from tierstore.train.synthetic import CARDINALITIES, write_synthetic
+from tierstore.train.demo import CARDINALITIES, write_synthetic
 from tierstore.updates.fetch import Source
 
 from .child import Child

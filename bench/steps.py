@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tierstore
 from tierstore.models import DLRM
-from tierstore.plan.presets import KAGGLE_ROWS
+from tierstore.plan.workload import KAGGLE_ROWS
 
 from .data import criteo_keys
 from .workload import Batches, ids_of, make_store

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import tierstore
-from tierstore.plan.presets import KAGGLE_ROWS
+from tierstore.plan.workload import KAGGLE_ROWS
 from tierstore.train.build import build_run
 from tierstore.train.checkpoint import Position, commit_run
 from tierstore.train.config import load, parse_override

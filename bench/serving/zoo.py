@@ -15,8 +15,8 @@ from torch import Tensor
 import tierstore
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan.measure import page_cache
-from tierstore.plan.presets import preset
 from tierstore.plan.traces import generate
+from tierstore.plan.workload import preset
 from tierstore.serve.base import LONG_IDS
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.hot_rows import hot_rows_path, save_hot_rows

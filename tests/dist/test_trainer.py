@@ -369,5 +369,3 @@ def test_the_demo_shares_tables_among_ranks_and_ends_in_equal_bits(
     for rank in ("0-of-2", "1-of-2"):
         with tierstore.open(folder / "tiered" / rank, mode="r") as store:
             assert store.version
-    with pytest.raises(ValueError, match="several train on the CPU for now"):
-        demo.run_demo(tmp_path / "other", device="cuda", ranks=2)

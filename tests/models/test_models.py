@@ -19,7 +19,6 @@ from tierstore.models import (
     Towers,
     box_sharpness,
     hessian_eigenvalues,
-    loss_along_line,
 )
 from tierstore.nn.collection import TieredEmbeddingBagCollection
 from tierstore.nn.jagged import KeyedJaggedTensor
@@ -282,16 +281,6 @@ def test_a_hill_inside_the_box_is_climbed() -> None:
     assert found == pytest.approx(100 * (highest - base) / (1 + base), rel=1e-4)
 
 
-def test_the_loss_along_a_line_is_that_of_weights_on_it() -> None:
-    small, other, at = Small(0), Small(9), [-1.0, 0.0, 0.5, 1.0, 2.0]
-    found = loss_along_line(small.losses, small.weights, small.weights, other.weights, at)
-    expected = [float(small.loss_at((1 - each) * small.at + each * other.at)) for each in at]
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-    assert torch.equal(torch.cat(small.weights), small.at)
-    with pytest.raises(ValueError, match="elements"):
-        loss_along_line(small.losses, small.weights, small.weights[:1], other.weights, at)
-
-
 def test_weights_come_back_after_an_error() -> None:
     small = Small(0)
 
@@ -312,12 +301,11 @@ RULES = [
 MEASURES: list[Any] = [
     lambda losses, dense, _: hessian_eigenvalues(losses, dense, iterations=3),
     lambda losses, dense, _: box_sharpness(losses, dense, iterations=2),
-    lambda losses, dense, _: loss_along_line(losses, dense, dense, dense, [0.0, 0.5]),
     lambda losses, dense, known: tierstore.optim.HessianFree(dense).step(known, lambda: losses()[0]),
 ]
 
 
-@pytest.mark.parametrize("measure", MEASURES, ids=["eigenvalues", "box", "line", "curvature"])
+@pytest.mark.parametrize("measure", MEASURES, ids=["eigenvalues", "box", "curvature"])
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_what_measures_trains_admits_counts_evicts_and_writes_nothing(rules: Any, measure: Any) -> None:
     """It is given the dense weights alone, and ids that were not trained; its lookups are those of modules with

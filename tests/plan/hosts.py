@@ -26,8 +26,7 @@ from tierstore.plan import (
 from tierstore.plan.demand import Demand, PoolDemand
 from tierstore.plan.host import write_host
 from tierstore.plan.planning import PlanFile, PlanResult, load, parse_override, plan
-from tierstore.plan.presets import workload_toml
-from tierstore.plan.workload import Assumed
+from tierstore.plan.workload import Assumed, workload_toml
 
 MIB, GIB = float(2**20), float(2**30)
 
@@ -129,7 +128,7 @@ def planned(name: str = "shop", *overrides: str) -> PlanResult:
     """Of training at a rate, by a search; a host and a table have that name."""
     tables = (TableShape(name=name, num_embeddings=400_000, embedding_dim=16, pooling_factor=4.0),)
     workload = shop_workload(name=name, tables=tables, optimizer="sgd", assumed=(Assumed("exponent", (name,)),))
-    asked = overrides or ("target.samples_per_s=20000", "search.memory_shares=[0.001, 0.01]", "search.runners_up=3")
+    asked = overrides or ("target.samples_per_s=20000", "search.memory_shares=[0.001, 0.01]")
     with tempfile.TemporaryDirectory() as folder:
         return plan(shop_plan(Path(folder), *asked, host=replace(SHOP_HOST, name=name), workload=workload))
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -22,14 +21,13 @@ from tests.packed import random_trace
 from tests.plan.hosts import run as run_command
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan import Accesses, TableShape, accesses_of, of_tables, once_a_batch
-from tierstore.plan.curves import by_table, curve, distances, frequency_curve, lru_curve, popularity
+from tierstore.plan.curves import curve, distances, frequency_curve, lru_curve, popularity
 from tierstore.plan.demand import Demand
 from tierstore.plan.planning import plain
 from tierstore.plan.traces import describe, draw_zipf, generate, numbered, read_accesses, scattered, zipf_bins
 from tierstore.plan.workload import Workload
 from tierstore.trace import TableTrace, Trace, write_trace
-from tierstore.trace.recorded import Recorded
-from tierstore.trace.sampling import is_sampled
+from tierstore.trace.recorded import Recorded, is_sampled
 
 BATCH, SAMPLES = 50, 1010
 WORKLOAD = Workload(
@@ -208,37 +206,18 @@ def test_pooling_factors_are_means_of_whole_numbers_and_seeds_draw_other_samples
 
 
 def test_each_table_is_counted() -> None:
-    found = describe(TRACE)
-    for table, name in zip(found.tables, TRACE.tables, strict=True):
-        uses = Counter(TRACE.tables[name].ids.tolist())
-        top = sum(count for _, count in uses.most_common(math.ceil(len(uses) / 100)))
-        assert (table.name, table.rows, table.accesses) == (name, len(uses), uses.total())
-        assert (table.top_share, table.ids_a_sample) == (top / uses.total(), uses.total() / TRACE.num_samples)
-        assert table.used_once == sum(count == 1 for count in uses.values())
-    assert found.total.all_accesses == TRACE.num_lookups
-    assert (found.batches, found.samples) == (math.ceil(TRACE.num_samples / TRACE.batch_samples), TRACE.num_samples)
-
-
-def test_text() -> None:
-    ids = {"item": [0, 0, 0, 1], "\x1b[31muser": [0]}
+    """Of 150 rows the two that are used most are three and two times."""
+    ids = {"item": [0, 0, 0, 1], "\x1b[31muser": [*range(150), 7, 7, 8]}
     tables = {name: TableTrace(np.array(own), np.array([0, len(own)])) for name, own in ids.items()}
-    lines = describe(Trace(tables=tables, batch_samples=1)).text().splitlines()
-    assert lines[0] == "5 accesses of 3 rows; tables: 2, batches: 1, samples: 1"
+    lines = describe(Trace(tables=tables, batch_samples=1)).splitlines()
+    assert lines[0] == "157 accesses of 152 rows; tables: 2, batches: 1, samples: 1"
     rows = {line.split()[0]: line.split()[1:] for line in lines[2:] if line}
     assert rows["item"] == ["4", "2", "4", "75.0", "%", "50.0", "%"]
-    assert rows["all"] == ["5", "3", "5", "60.0", "%", "66.7", "%"]
+    assert rows["all"] == ["157", "152", "157", "3.8", "%", "98.0", "%"]
     assert not any("\x1b" in line for line in lines)
-
-
-def test_a_sample_that_says_how_much_was_looked_up_in_all() -> None:
-    sampled = replace(TRACE, sampling_rate=0.1, all_lookups=(1_234_567_890, 400))
-    found = describe(sampled)
-    assert [each.all_accesses for each in (*found.tables, found.total)] == [1_234_567_890, 400, 1_234_568_290]
-    assert found.total.accesses == sampled.num_lookups
-    lines = found.text().splitlines()
-    assert lines[1].endswith(", and 1,234,568,290 accesses")
-    assert max(map(len, lines)) <= 100
-    assert describe(replace(sampled, all_lookups=None)).total.all_accesses is None
+    sampled = describe(replace(TRACE, sampling_rate=0.1, all_lookups=(1_234_567_890, 400))).splitlines()
+    assert sampled[1].endswith(", and 1,234,568,290 accesses")
+    assert max(map(len, sampled)) <= 100
 
 
 def random_accesses(seed: int, num: int = 4000) -> Accesses:
@@ -334,26 +313,18 @@ def test_lookups_of_all_rows_say_what_misses_are_a_share_of() -> None:
 def test_the_command_writes_the_curves_that_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.npz"
     write_trace(random_trace({"item": 300, "user": 50}, seed=1, samples=400), path)
-
-    def run(*words: object) -> Any:
-        assert run_command("curve", path, *words, "--json", tmp_path / "out", "--force") == 0
-        return json.loads((tmp_path / "out").read_text())
-
-    accesses = read_accesses(path)
-    sizes = sorted([10, 100, round(len(np.unique(accesses.keys)) / 10)])
-    made = {policy: {"all": curve(accesses, policy, sizes=sizes)} for policy in ("lru", "lfu")}
-    assert run("--policy", "lru,lfu", "--sizes", "10,100,10%") == plain(made)
+    accesses, out = once_a_batch(read_accesses(path)), tmp_path / "out"
+    for depth in (0, 2):
+        assert (
+            run_command("curve", path, "--policy", "lru,lfu", "--prefetch-depth", depth, "--json", out, "--force") == 0
+        )
+        made = {policy: curve(accesses, policy, prefetch_depth=depth) for policy in ("lru", "lfu")}
+        assert json.loads(out.read_text()) == plain(made)
     said = capsys.readouterr().out
-    assert f"{path}: {len(accesses.keys):,} lookups of 2 tables\n" in said
-    assert all(f"{each['all'].hit_rate(100):.4f}" in said for each in made.values())
-    assert run("--by-table", "--policy", "lfu") == {"lfu": plain(by_table(accesses, "lfu"))}
-    assert "lfu item" in capsys.readouterr().out
-    ahead, plainly = (curve(once_a_batch(accesses), "lfu", prefetch_depth=depth) for depth in (2, 0))
-    assert run("--once-a-batch", "--policy", "lfu", "--prefetch-depth", 2) == {"lfu": {"all": plain(ahead)}}
-    assert plain(ahead) != plain(plainly)
+    assert f"{path}: {len(accesses.keys):,} distinct rows of batches of 2 tables\n" in said
+    assert all(f"{each.hit_rate(int(each.sizes[-1])):.4f}" in said for each in made.values())
     for words, reason in (
         (["--policy", "lru,belady"], r"policy='belady': there are lru, lfu"),
-        (["--sizes", "10,ten"], r"--sizes ten: write rows, or a share"),
         (["--prefetch-depth=-1"], "prefetch_depth=-1"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -139,7 +139,6 @@ def test_more_of_anything_never_slows_a_step_or_lowers_a_hit_rate(setup: Setup, 
         assert more.tiers[tier].hit_rate >= before.tiers[tier].hit_rate - 1e-12
     assert memory.tiers[0].rows >= before.tiers[0].rows
     assert plan(replace(setup, threads=setup.threads + 1)).step_s <= before.step_s * ROUNDING
-    assert plan(replace(setup, rows_per_read=by)).step_s <= before.step_s * ROUNDING
     ahead = plan(replace(setup, prefetch_depth=setup.prefetch_depth + 1))
     assert ahead.step_s <= (before.step_s + 12e-6 * setup.host.costs.batch_us) * ROUNDING
 
@@ -163,14 +162,14 @@ def test_each_is_what_that_much_more_brings() -> None:
     assert max(more.values()) > 0 <= min(more.values())
 
 
-PRICING = Pricing(usd_per_kwh=0.1, pue=1.5, years=5.0, hours_a_day=12.0)
+PRICING = Pricing(usd_per_kwh=0.1, pue=1.5, years=5.0)
 
 
 def test_a_month_is_a_part_of_the_price_and_power_of_all_parts() -> None:
     found = price_of(make_host(drives=3, gpus=2), 4, PRICING)
     assert found.watts == 4 * (50 + 100 + 20 + 3 * 10 + 2 * 300)
     assert found.usd == 4 * (500 + 1000 + 640 + 3 * 100 + 2 * 10_000)
-    hours = 12 * 365.25 / 12
+    hours = 24 * 365.25 / 12
     assert found.usd_a_month == pytest.approx(found.usd / 60 + found.watts / 1000 * 1.5 * hours * 0.1)
 
 
@@ -178,22 +177,22 @@ def test_drives_are_worn_by_what_is_written_to_them() -> None:
     small = replace(DRIVE, capacity_bytes=1e11)
     tough = replace(small, drive_writes_a_day=100.0)  # worn ten times as fast as the other, and rated for a hundred
     for drives, worn_bytes in (((DRIVE, DRIVE), 1e12), ((DRIVE, small), 1e11), ((tough, DRIVE), 1e12)):
-        found = drive_writes_a_day(make_host(storage=drives), 1e7, PRICING)
-        assert found == pytest.approx(1e7 * 43_200 / 2 / worn_bytes)
-    assert drive_writes_a_day(make_host(drives=0), 0.0, PRICING) == 0
+        found = drive_writes_a_day(make_host(storage=drives), 1e7)
+        assert found == pytest.approx(1e7 * 86_400 / 2 / worn_bytes)
+    assert drive_writes_a_day(make_host(drives=0), 0.0) == 0
 
 
 def test_years_of_life_are_the_warranty_over_the_wear() -> None:
     setup = make_setup()
-    found = predict(setup, flat_demand(setup.workload, unique=2000, miss_ratio=0.25), pricing=PRICING)
+    found = predict(setup, flat_demand(setup.workload, unique=2000, miss_ratio=0.25))
     written = next(load for load in found.loads if load.resource == "ssd writes").amount
-    a_day = written / found.step_s * 43_200 / 1e12
+    a_day = written / found.step_s * 86_400 / 1e12
     assert found.drive_writes_a_day == pytest.approx(a_day)
-    assert years_of_life(setup.host, found.drive_writes_a_day, PRICING) == pytest.approx(5 / a_day)
+    assert years_of_life(setup.host, found.drive_writes_a_day) == pytest.approx(5 / a_day)
     served = make_workload(training=False)
     reading = predict(make_setup(served, ddr_bytes=GIB), flat_demand(served, unique=2000, miss_ratio=0.25))
     assert reading.drive_writes_a_day == 0
-    assert years_of_life(setup.host, 0.0, PRICING) == math.inf
+    assert years_of_life(setup.host, 0.0) == math.inf
 
 
 FEW = 2000
@@ -234,7 +233,7 @@ def test_every_query_as_by_events(executors: int, batch: int) -> None:
     assert latencies(queue, rate, num_queries=FEW) == pytest.approx(expected, rel=1e-9)
     told = latency_at(queue, rate, num_queries=FEW)
     settled = np.sort(expected[FEW // 10 :])
-    for share, seconds in ((0.5, told.p50_s), (0.95, told.p95_s), (0.99, told.p99_s)):
+    for share, seconds in ((0.5, told.p50_s), (0.99, told.p99_s)):
         assert seconds == pytest.approx(settled[math.ceil(share * (len(settled) - 1))])
     assert latency_at(queue, queue.rate_max).p50_s == math.inf
 
@@ -254,7 +253,7 @@ LARGE_DEMANDS = {workload: Demand.analytic(workload) for workload in (LARGE, LAR
 DURABLE = replace(DRIVE, drive_writes_a_day=1000.0)
 SMALL = Memory(capacity_bytes=2 * GIB, row_bytes_per_s=1e10, watts=20.0, usd=640.0)
 HOST = make_host(storage=(DURABLE,) * 4, ddr=SMALL)
-SPACE = SearchSpace(memory_shares=(0.25, 0.5, 1.0), row_shares=(0.5, 0.8), drives=(1, 2, 4), hosts=(1, 2, 3, 4))
+SPACE = SearchSpace(memory_shares=(0.25, 0.5, 1.0), hosts=(1, 2, 3, 4))
 
 
 def find(target: Target, workload: Any = LARGE, hosts: tuple[Host, ...] = (HOST,), **options: Any) -> SearchResult:
@@ -263,9 +262,9 @@ def find(target: Target, workload: Any = LARGE, hosts: tuple[Host, ...] = (HOST,
 
 @functools.cache
 def everything() -> list[Prediction]:
-    found, shares = [], itertools.product(SPACE.memory_shares, SPACE.row_shares)
+    found, shares = [], itertools.product(SPACE.memory_shares, (0.5, 0.8))
     for (memory, rows), drives, hosts, dtype in itertools.product(
-        shares, SPACE.drives, SPACE.hosts, ("float32", "float16")
+        shares, (1, 2, 4), SPACE.hosts, ("float32", "float16")
     ):
         size = memory * 2 * GIB
         ddr = replace(SMALL, capacity_bytes=size, watts=memory * 20.0, usd=memory * 640.0)
@@ -277,65 +276,51 @@ def everything() -> list[Prediction]:
     return found
 
 
-targets = st.one_of(
-    st.builds(lambda rate: Target(samples_per_s=rate), st.floats(1e3, 2e5)),
-    st.builds(lambda usd: Target(usd=usd), st.floats(1000, 12_000)),
-    st.builds(lambda rate, watts: Target(samples_per_s=rate, watts=watts), st.floats(1e3, 1e5), st.floats(150, 1000)),
-)
-
-
-def _reaches(found: Prediction, target: Target) -> bool:
-    price, limits = found.price, (target.usd or math.inf, target.watts or math.inf)
-    is_within = found.samples_per_s >= target.samples_per_s and price.usd <= limits[0] and price.watts <= limits[1]
-    return is_within and years_of_life(found.setup.host, found.drive_writes_a_day, Pricing()) >= 4
-
-
 @settings(max_examples=20)
-@given(targets)
+@given(st.builds(lambda rate: Target(samples_per_s=rate), st.floats(1e3, 3e5)))
 def test_the_best_is_that_of_all(target: Target) -> None:
-    """The cheapest at a rate, else the fastest; those after it are told if they are better in something."""
-    enough = [each for each in everything() if _reaches(each, target)]
+    """The cheapest; those after it are told if they are better in something."""
+    enough = [each for each in everything() if each.samples_per_s >= target.samples_per_s]
+    enough = [each for each in enough if years_of_life(each.setup.host, each.drive_writes_a_day) >= 4]
     if not enough:
         with pytest.raises(ValueError, match="no setup meets the target; the nearest"):
             find(target)
         return
     found = find(target)
     assert found.best in enough
-    if target.samples_per_s:
-        assert found.best.price.usd_a_month == min(each.price.usd_a_month for each in enough)
-    else:
-        assert found.best.samples_per_s == max(each.samples_per_s for each in enough)
+    assert found.best.price.usd_a_month == min(each.price.usd_a_month for each in enough)
     told = [found.best, *found.runners_up]
     for place, each in enumerate(told):
         assert each in enough
         for before in told[:place]:
             is_less = any(one < other for one, other in zip(each.price, before.price, strict=True))
             assert is_less or each.samples_per_s > before.samples_per_s or each.setup.workload != before.setup.workload
-    assert found.num_setups == 2 * 3 * 3 * 2
     assert [each.shortfall for each in found.failures] == sorted(each.shortfall for each in found.failures)
     assert all(each.reason for each in found.failures)
 
 
 def test_queries_within_a_bound_by_as_few_replicas_as_do() -> None:
-    target, sizes = Target(queries_per_s=30_000.0, p99_ms=6.0), (50.0, 100.0, 300.0)
-    space = replace(SPACE, hosts=tuple(range(1, 41)), memory_shares=(0.5,), row_shares=(0.8,), workers=(1, 2))
-    found = find(target, LARGE_SERVED, space=space, query_sizes=sizes).best
+    target = Target(queries_per_s=30_000.0, p99_ms=6.0)
+    space = replace(SPACE, hosts=tuple(range(1, 41)), memory_shares=(0.5,), dtypes=("float32",))
+    found = find(target, LARGE_SERVED, space=space).best
     assert found.setup.replicas > 1
     fewer = replace(found.setup, replicas=found.setup.replicas - 1)
-    less = predict(fewer, LARGE_DEMANDS[LARGE_SERVED], queries_per_s=30_000.0, query_sizes=sizes)
+    less = predict(fewer, LARGE_DEMANDS[LARGE_SERVED], queries_per_s=30_000.0)
     assert found.latency is not None
     assert less.latency is not None
     assert found.latency.p99_s <= 0.006 < less.latency.p99_s
 
 
 def test_a_gpu_is_to_train_on_one_host() -> None:
-    hosts, space = (replace(HOST, accelerators=make_host(gpus=2).accelerators),), replace(SPACE, accelerators=(1,))
-    found = find(Target(samples_per_s=1.0), hosts=hosts, space=space)
-    for setup in (found.best.setup, *(each.setup for each in (*found.runners_up, *found.failures))):
-        assert (setup.hbm_bytes, setup.hosts, len(setup.host.accelerators)) == (0.8 * 8 * GIB, 1, 1)
-    for workload, other in ((LARGE_SERVED, space), (LARGE, replace(space, hosts=(2, 3)))):
-        with pytest.raises(ValueError, match="a GPU is to train on one host"):
-            find(Target(samples_per_s=1.0), workload, hosts, space=other)
+    hosts = (replace(HOST, accelerators=make_host(gpus=2).accelerators),)
+    for workload, space in ((LARGE, SPACE), (LARGE_SERVED, SPACE), (LARGE, replace(SPACE, hosts=(2, 3)))):
+        is_usable = workload is LARGE and space is SPACE
+        found = find(Target(samples_per_s=5e5 if is_usable else 1.0), workload, hosts, space=space)
+        setups = (found.best.setup, *(each.setup for each in (*found.runners_up, *found.failures)))
+        with_gpu = [each for each in setups if each.host.accelerators]
+        assert bool(with_gpu) == is_usable
+        for setup in with_gpu:
+            assert (setup.hbm_bytes, setup.hosts, len(setup.host.accelerators)) == (0.8 * 8 * GIB, 1, 1)
 
 
 def test_searches_of_nothing_name_what_is_nearest_and_what_stops_it() -> None:
@@ -345,18 +330,16 @@ def test_searches_of_nothing_name_what_is_nearest_and_what_stops_it() -> None:
     for target, options, said in (
         (Target(samples_per_s=1e9), {}, f": {fastest} of 1,000,000,000 samples/s; what stops it is: "),
         (bound, {"workload": LARGE_SERVED}, r"99 % of queries that never wait within .* ms, not 0\.01 ms"),
-        (Target(usd=10.0), {}, r"US dollars, 10 at most were asked for"),
-        (Target(), {}, "names no rate and no limit"),
+        (Target(), {}, "names no rate"),
         (Target(queries_per_s=1.0), {}, "queries_per_s is a target of serving"),
         (rate, {"hosts": (tiny,)}, "does not fit: SSD"),
-        (rate, {"hosts": ()}, "no host"),
-        (rate, {"space": replace(SPACE, drives=(5,))}, "ask for drives and GPUs that they have"),
+        (rate, {"hosts": (replace(HOST, storage=()),)}, "none of these hosts has a drive"),
         (rate, {"space": many}, r"the grid has [\d,]+ setups; at most 100,000"),
     ):
         with pytest.raises(ValueError, match=said):
             find(target, **options)
     with pytest.raises(ValueError, match=r"p99_ms=100\.0: needs queries_per_s"):
-        Target(p99_ms=100.0, usd=1.0)
-    for wrong in ({"hosts": (2, 1)}, {"memory_shares": (0.0,)}, {"row_shares": (0.95,)}, {"workers": (0,)}):
+        Target(p99_ms=100.0)
+    for wrong in ({"hosts": (2, 1)}, {"hosts": (0,)}, {"memory_shares": (0.0,)}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SearchSpace(**wrong)

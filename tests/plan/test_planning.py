@@ -1,4 +1,4 @@
-"""From a plan file and its commands to the answer, as text, as JSON and as a page in a browser."""
+"""From a plan file and its commands to the answer, as text and as JSON."""
 
 import json
 import math
@@ -6,15 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
-from playwright.sync_api import Browser
 
 from bench.data import ROOT
-from tests.chromium import WatchedPage
 from tests.dist.placement.support import costs_of
 from tests.plan.hosts import GPU, HOSTILE, SHOP_HOST, planned, served, shop_plan, shop_workload
 from tierstore.cli import entry as cli
@@ -23,16 +19,18 @@ from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.host import write_host
 from tierstore.plan.model import Prediction, predict
-from tierstore.plan.planning import PlanFile, load, plain, plan, setup_of, workload_of
-from tierstore.plan.presets import load_workload, preset
-from tierstore.plan.report import count, describe, duration, money, plan_page, sections_of, share, significant, watts
-from tierstore.plan.traces import accesses_of, generate, once_a_batch
+from tierstore.plan.planning import PlanFile, load, plan, setup_of
+from tierstore.plan.report import count, describe, duration, money, sections_of, share, significant, watts
+from tierstore.plan.traces import accesses_of, generate
+from tierstore.plan.workload import load_workload, preset, workload_of
 from tierstore.settings.sections import to_toml
 from tierstore.trace import write_trace
 
 Asked = Callable[..., PlanFile]
-BARE = """workload = { batch_samples = 256, optimizer = "sgd" }
-table = [{ name = "item", num_embeddings = 40_000, embedding_dim = 16 }]
+BARE = """[workload]
+batch_samples = 256
+optimizer = "sgd"
+tables = [{ name = "item", num_embeddings = 40_000, embedding_dim = 16 }]
 """
 
 
@@ -57,13 +55,10 @@ def test_a_given_setup_is_predicted_as_it_is_and_a_missed_target_is_a_warning(as
     setup = setup_of(given.asked, shop_workload(), SHOP_HOST)
     assert (setup.ddr_bytes, setup.hosts, setup.threads) == (2**23, 1, 4)
     assert given.prediction == predict(setup, Demand.analytic(shop_workload()))
-    assert not given.searched
     assert not given.alternatives
     assert json.dumps(again.to_dict(), allow_nan=False) == json.dumps(given.to_dict(), allow_nan=False)
     (missed,) = [text for text in given.warnings if "missed" in text]
     assert "of 1,000,000,000 samples/s" in missed
-    cheap = plan(asked("setup.ddr=8MiB", "target.usd=1", "target.watts=1"))
-    assert [text.split(":")[0] for text in cheap.warnings[:2]] == ["the target is missed"] * 2
 
 
 def test_ranks_that_share_the_host_are_planned_by_what_was_measured_of_them(asked: Asked, tmp_path: Path) -> None:
@@ -91,11 +86,9 @@ def test_worn_drives_are_of_the_answer_and_tight_memory_is_a_warning(asked: Aske
 
 def test_a_trace_gives_the_curve_of_the_plan(asked: Asked, folder: Path) -> None:
     result = plan(asked("setup.ddr=8MiB", f"trace.path={folder}/shop.npz"))
-    distinct = once_a_batch(accesses_of(generate(shop_workload(), samples=256 * 30, seed=0)))
-    (shown,) = result.curves
-    assert shown.name == "tinylfu"
-    assert plain(shown.curve) == plain(curve(distinct, "auto", prefetch_depth=2))
-    assert shown.chosen_rows == result.prediction.tiers[0].rows
+    accesses = accesses_of(generate(shop_workload(), samples=256 * 30, seed=0))
+    ahead = Demand.from_accesses(shop_workload(), accesses, "auto", make_curve=partial(curve, prefetch_depth=2))
+    assert result.prediction == predict(setup_of(result.asked, shop_workload(), SHOP_HOST), ahead)
     assert any(text.startswith("accesses: ") and "in 30 batches" in text for text in result.sources)
 
 
@@ -106,22 +99,21 @@ def test_gpus_are_for_training_on_one_host(asked: Asked, folder: Path) -> None:
     for keys, why in (
         (("workload.optimizer=none",), "tierstore serve has rows in DDR and computes on cores"),
         (("setup.hosts=2",), "tables over 2 hosts or ranks are in DDR, as they are not sharded over GPUs"),
-        (("host.accelerators=2",), "a store uses one GPU, host 'gpu box' has 2; give host.accelerators = 1"),
-        (("host.accelerators=0",), "a store uses one GPU, host 'gpu box without its GPU' has 0; leave it out"),
+        ((f"host.file={folder}/worn.json",), "a store uses one GPU, host 'box' has 0; leave it out"),
     ):
         with pytest.raises(ValueError, match=why):
             plan(asked(host, "setup.ddr=1GiB", "setup.hbm=1GiB", *keys))
 
 
 def test_the_workload_may_be_changed_scaled_or_written_in_the_file(asked: Asked, tmp_path: Path) -> None:
-    changed = workload_of(asked("workload.name=mine", "workload.dtype=float16", "workload.scale=0.5"))
+    changed = workload_of(asked("workload.name=mine", "workload.dtype=float16", "workload.scale=0.5").workload)
     assert (changed.name, changed.dtype, changed.tables[0].num_embeddings) == ("mine", "float16", 200_000)
     path = tmp_path / "own.toml"
     path.write_text('[[workload.tables]]\nname = "a"\ncount = 2\n[[workload.tables]]\nname = "b"\nnum_embeddings = 9\n')
-    own = workload_of(load(path))
+    own = workload_of(load(path).workload)
     assert [(table.name, table.num_embeddings) for table in own.tables] == [("a0", 1), ("a1", 1), ("b", 9)]
     path.write_text("[[workload.tables]]\ncount = 26\nembedding_dim = 128\n")
-    alike = workload_of(load(path))
+    alike = workload_of(load(path).workload)
     assert alike.dense_flops == preset("mlperf-dlrm-v2").dense_flops, "layers as MLPerf has them"
     assert {(table.pooling_factor, table.exponent) for table in alike.tables} == {(1.0, 1.05)}
 
@@ -136,7 +128,7 @@ def test_what_is_not_given_nor_in_a_trace_is_assumed_and_told_with_its_value(ask
     ]  # fmt: skip
     assert all(each.endswith(", in 1 table") for each in found.assumptions[1:])
     assert [each.split(":")[0] for each in traced.assumptions] == ["dense model"]
-    assert workload_of(asked("workload.dense_flops=6")).dense == (6, 0, 0), "of no known layers"
+    assert workload_of(asked("workload.dense_flops=6").workload).dense == (6, 0, 0), "of no known layers"
     assert plan(asked("setup.ddr=1MiB")).assumptions == ()
     with pytest.raises(ValueError, match=r"no setup meets .*; assumed: dense model: .* pooling factor: 1 id"):
         plan(asked(bare[0], "target.samples_per_s=1e12", "search.memory_shares=[0.01]"))
@@ -167,13 +159,10 @@ def plan_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_is_printed_and_written(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "plan.toml", "--html", "plan.html", "--json", "plan.json"]) == 0
+    assert cli.main(["plan", "plan.toml", "--json", "plan.json"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Answer\n  1 x box (")
-    assert said.endswith("the report: plan.html\n")
     assert "\x1b" not in said
-    page = plan_path.with_suffix(".html").read_text(encoding="utf-8")
-    assert "<title>shop: a plan</title>" in page
     found = json.loads(plan_path.with_suffix(".json").read_text())
     assert found["asked"]["setup"]["ddr"] == "8MiB"
     assert f"{found['prediction']['samples_per_s']:,.0f} samples/s" in said
@@ -184,10 +173,9 @@ def test_what_prevents_files_is_told_before_the_work(
 ) -> None:
     monkeypatch.setattr(planning, "plan", None)
     for words, status, said in (
-        (["run", "plan.toml", "--html", ".", "--force"], 1, ". is a directory; choose the name of a file\n"),
-        (["run", "plan.toml", "--html", "out", "--json", f"{plan_path.parent}/out"], 2, "--html and --json are both"),
+        (["run", "plan.toml", "--json", ".", "--force"], 1, ". is a directory; choose the name of a file\n"),
         (["run"], 2, "give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys\n"),
-        (["run", "plan.toml", "--html", "nosuch/a"], 1, "nosuch is not a directory; make it first\n"),
+        (["run", "plan.toml", "--json", "nosuch/a"], 1, "nosuch is not a directory; make it first\n"),
         (["presets", "rcm1"], 2, "there is no preset 'rcm1'; did you mean 'rmc1'?\n"),
     ):
         assert cli.main(["plan", *words]) == status
@@ -200,7 +188,7 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
     for words in (
         ["curve", "shop.npz", "--json", "shop.npz"],
         ["run", "plan.toml", "--json", "plan.toml"],
-        ["run", "plan.toml", "--html", "shop.toml"],
+        ["run", "plan.toml", "--json", "shop.toml"],
         ["run", "plan.toml", "--json", "box.json"],
     ):
         before = Path(words[-1]).read_bytes()
@@ -220,8 +208,7 @@ def test_setups_are_compared_in_one_table() -> None:
     for row, each in zip(table[2:-1], result.alternatives, strict=True):
         assert row[-1].endswith(each.reason)
     assert table[-1][-1].endswith("; all rows in memory")
-    saved = f"in memory it costs {money(memory.price.usd_a_month - own.usd_a_month)} more a month"
-    assert saved in " ".join(text.split())
+    assert table[-1][5:7] == [money(memory.price.usd_a_month), watts(memory.price.watts)]
     assert "all rows in DDR or HBM: too small" in describe(replace(result, in_memory="too small"))
     assert "Setups compared" not in describe(served())
 
@@ -233,52 +220,11 @@ def test_serving_tells_latency() -> None:
     assert "! the target is missed: 99 % of queries within" in text
 
 
-def test_lines_have_100_columns_and_no_colours_unless_asked_for() -> None:
-    plain = describe(planned(HOSTILE))
-    assert max(map(len, plain.splitlines())) <= 100
-    assert "\x1b" not in plain
-    assert "\x07" not in plain
-    assert describe(planned(HOSTILE), colours=True).replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
-
-
-@pytest.mark.parametrize(("width", "name"), [(1280, "shop"), (360, HOSTILE)])
-def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
-    browser: Browser, tmp_path: Path, width: int, name: str
-) -> None:
-    path, result = tmp_path / "plan.html", planned(name)
-    path.write_text(plan_page(result), encoding="utf-8")
-    assert path.stat().st_size < 50_000
-    watched = WatchedPage(browser, wait_ms=60_000, viewport={"width": width, "height": 800})
-    page = watched.page
-    page.goto(path.as_uri())
-    assert page.title().startswith(name[:8])
-    for number, each in enumerate(sections_of(result)):
-        shown = page.locator("section").nth(number)
-        cells = [cell for row in each.table for cell in row]
-        texts = [shown.locator(kind).all_text_contents() for kind in ("h2", "p", "th, td")]
-        assert texts == [[each.title], list(each.lines), cells]
-    assert page.locator("svg polyline").count() == 2
-    assert page.locator("img, script").count() == 0
-    assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
-    assert [url.partition(":")[0] for url in watched.urls] == ["file"]
-    assert not watched.wrong
-    watched.context.close()
-
-
-def test_the_pictures_have_the_curve_and_where_the_plan_is_and_a_bar_for_each_load() -> None:
-    result = planned()
-    (shown,), drawn, found = result.curves, plan_page(result), result.prediction
-    strips = re.findall(r"rows [0-9,]+ - ([0-9,]+)\nmissed: (\S+) %", drawn)
-    told = [(int(last.replace(",", "")), float(value)) for last, value in strips]
-    assert len(told) == 120
-    assert told[-1][0] == shown.curve.sizes[-1]
-    for (before, _), (end, value) in pairwise(told):
-        assert value == pytest.approx(100 * shown.curve.miss_ratio((before + end) / 2), abs=0.01)
-    assert f"row {round(shown.chosen_rows):,}\nthis plan: 0 %" in drawn
-    (bars,) = re.findall(r'<svg class="bars".*?</svg>', drawn, re.DOTALL)
-    widths = [float(each.get("width", 0)) for each in ElementTree.fromstring(bars).iter("rect")]
-    assert len(widths) == sum(load.seconds > 0 for load in found.loads)
-    assert sum(widths) == pytest.approx(310 * sum(lane.seconds for lane in found.lanes) / found.step_s, abs=1)
+def test_lines_have_100_columns_and_nothing_that_a_terminal_obeys() -> None:
+    text = describe(planned(HOSTILE))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    assert "\x07" not in text
 
 
 WORDS: list[tuple[Callable[[float], str], dict[float, str]]] = [

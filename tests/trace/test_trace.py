@@ -14,8 +14,7 @@ from tests.packed import random_trace
 from tests.recordings import Batch, check, hashed, random_batch
 from tierstore.cli import main
 from tierstore.trace import TableTrace, Trace, read_trace, write_trace
-from tierstore.trace.recorded import Recorded
-from tierstore.trace.sampling import ALL, is_sampled, last_hash, select
+from tierstore.trace.recorded import ALL, Recorded, is_sampled, last_hash, select
 
 
 def same(one: Trace, other: Trace) -> bool:

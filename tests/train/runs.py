@@ -11,7 +11,7 @@ from tierstore.models import DLRM
 from tierstore.train.build import build_run, open_run_store
 from tierstore.train.checkpoint import commit_run, restore_run
 from tierstore.train.config import Override, RunConfig, load
-from tierstore.train.synthetic import write_synthetic
+from tierstore.train.demo import write_synthetic
 
 _T = TypeVar("_T")
 TRAIN_ROWS = 300

@@ -17,7 +17,7 @@ from tierstore.errors import BudgetError, ReadOnlyError
 from tierstore.models import DCNTower, DLRMTower
 from tierstore.settings.sections import to_toml
 from tierstore.trace import read_trace
-from tierstore.trace.sampling import is_sampled
+from tierstore.trace.recorded import is_sampled
 from tierstore.train import train, trainer
 from tierstore.train.build import build_model, open_data, partition_run, trace_run
 from tierstore.train.checkpoint import restore_run
@@ -208,7 +208,7 @@ def test_the_summary_is_json(run, tmp_path):
     assert written["tiers"]["ddr"]["hit_rate"] == summary.tiers.ddr.hit_rate
     assert written["tiers"]["ddr"]["bytes"] <= FITS_NOTHING
     assert written["samples_per_second"] == pytest.approx(written["rows"] / written["seconds"])
-    assert 0 < written["end_bytes"] <= written["peak_rss_bytes"]
+    assert written["end_bytes"] > 0
     assert summary.bits in summary.describe()
     undefined = dataclasses.replace(summary, test=Evaluation(rows=1, auc=math.nan, log_loss=0.5))
     assert undefined.to_dict()["test"]["auc"] is None
@@ -329,12 +329,9 @@ def test_a_machine_without_cuda_says_so(folder, tmp_path, capsys):
     run_file = tmp_path / "run.toml"
     run_file.write_text(to_toml(config_of(folder, "never")))
     assert cli.main(["train", str(run_file), "--hbm", "1MiB", "--set", "store.device=cuda:0"]) == 2
-    assert cli.main(["demo", "--dir", str(tmp_path / "demo"), "--device", "cuda"]) == 2
-    train_error, demo_error = capsys.readouterr().err.splitlines()
-    for error in (train_error, demo_error):
-        assert error.startswith("tierstore: device='cuda")
-        assert "CUDA" in error
-    assert not (tmp_path / "demo").exists()
+    error = capsys.readouterr().err
+    assert error.startswith("tierstore: device='cuda")
+    assert "CUDA" in error
 
 
 @pytest.mark.gpu

@@ -286,13 +286,13 @@ def _quantize(options: argparse.Namespace) -> int:
 
 
 def _quantize_by_loss(options: argparse.Namespace) -> int:
-    from ..precision.search import MAX_ROWS, quantize_run, text_of
+    from ..precision import MAX_ROWS, quantize_run, text_of
 
     source, new, rows = options.directory, options.target, MAX_ROWS if options.rows is None else options.rows
     with progress_bar("quantize", unit=" points") as show:
         made = quantize_run(source, new, loss=options.loss, data=options.data or "", max_rows=rows, progress=show)
     print(text_of(made.units, made.found), *made.summary, sep="\n")
-    print(f"{new}: version {made.version}, verified; {made.measured} points measured; see {new}/quantize.html")
+    print(f"{new}: version {made.version}, verified; {made.measured} points measured; see {new}/quantize.json")
     return 0
 
 

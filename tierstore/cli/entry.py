@@ -17,13 +17,14 @@ from ..settings.sections import nearest
 from ..system import __version__
 from ..system.checks import excerpt
 from ..system.processes import launched_rank
+from ..system.sizes import format_count
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, require_outputs
-from .sweep import SWEEP
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
     from ..train import Summary
+    from ..train.sweep import SweepRun
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -162,14 +163,14 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _tell(summary: "Summary", options: argparse.Namespace) -> None:
-    from ..train.terminal import command_name
+    from ..train.trainer import command_name
 
     print(summary.describe())
     if options.json is not None:
         summary.write(options.json)
     if options.html is not None:
         from ..system.files import write_text
-        from ..train.report import run_page
+        from ..train.summary import run_page
 
         name = Path(options.run_file).name
         write_text(
@@ -195,12 +196,42 @@ def _overrides(options: argparse.Namespace) -> "list[Override]":
     return overrides
 
 
+def _sweep(options: argparse.Namespace) -> int:
+    from ..train.config import load
+    from ..train.sweep import axis_of, failure_of, prepare, rows_of, run_all, runs_of, seed_axis, sweep_table, write
+
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: expected a whole number from 1")
+    axes = [*map(axis_of, options.set), seed_axis(load(options.run_file).train.seed, options.seeds)]
+    runs, folder, failed = runs_of(options.run_file, options.folder, axes), Path(options.folder), list[str]()
+    prepare(runs)
+    title = f"tierstore sweep {Path(options.run_file).name}"
+
+    def told(run: "SweepRun", status: int) -> None:
+        reason = f"status {status}: {failure_of(run)}" if run.result is None else ""
+        failed.extend([reason] if reason else ())
+        figures = [f"{key} {value:.5g}" for row in rows_of([run]) for key, value in row.items() if type(value) is float]
+        print(f"{run.folder.name}: {', '.join(filter(None, [*figures, reason]))}", flush=True)
+        write(folder, title, runs)
+
+    write(folder, title, runs)
+    print(f"{format_count(len(runs), 'run')}, of which {len(rows_of(runs)):,} ended before", flush=True)
+    try:
+        run_all(runs, jobs=options.jobs, told=told)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on")
+        return EXIT_INTERRUPTED
+    print(f"\n{sweep_table(runs)}\n\npage     {folder / 'sweep.html'}, beside it sweep.json")
+    if failed:
+        print(f"{len(failed)} of {len(runs)} runs failed; the same command tries them again")
+    return EXIT_FAILED if failed else 0
+
+
 def _demo(options: argparse.Namespace) -> int:
     from ..train.demo import DEFAULT_ROWS, run_demo
 
-    equal = run_demo(
-        options.dir, rows=options.rows or DEFAULT_ROWS, device=options.device, hbm=options.hbm, ranks=options.ranks
-    )
+    equal = run_demo(options.dir, rows=options.rows or DEFAULT_ROWS, ranks=options.ranks)
     return 0 if equal else EXIT_FAILED
 
 
@@ -235,11 +266,12 @@ def _repair(options: argparse.Namespace) -> int:
     return 0 if report.is_whole else EXIT_FAILED
 
 
-def _commands_of(room: str) -> "Mapping[str, Command]":
-    found: Mapping[str, Command] = importlib.import_module(f".{room}", __package__).COMMANDS
+def _commands_of(module: str, name: str = "COMMANDS") -> "Mapping[str, Command]":
+    found: Mapping[str, Command] = getattr(importlib.import_module(f".{module}", __package__), name)
     return found
 
 
+_RUN_FILE: Final = arg("run_file", metavar="FILE.toml", help="the run file")
 _DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
 _COMMANDS: Final = {
     "train": command(
@@ -269,13 +301,32 @@ _COMMANDS: Final = {
         "Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.",
         "",
     ),
-    "sweep": SWEEP,
+    "sweep": command(
+        _sweep,
+        (
+            _RUN_FILE,
+            arg("folder", metavar="DIR", help="folder of the sweep, with a folder for each run; made if need be"),
+            arg(
+                "--set",
+                action="append",
+                default=[],
+                metavar="SECTION.KEY=VALUE,...",
+                help="values of a key, as train.batch_size=256,1024; of several keys, every combination",
+            ),
+            arg("--seeds", type=int, default=1, metavar="N", help="seeds of each, from train.seed on (default: 1)"),
+            arg("--jobs", type=int, default=1, metavar="N", help="runs at the same time (default: 1)"),
+        ),
+        "train a run file over values of its keys, and compare",
+        "Train a run file over values of its keys and over seeds; one table, page and JSON compare them. Each run is a "
+        "folder that tierstore train and serve can use. Started again, the sweep goes on.",
+        """examples:
+  tierstore sweep run.toml sweep --set train.batch_size=256,1024,4096 --seeds 3
+  tierstore sweep run.toml sweep --set optimizer.dense=sgd,adam --set optimizer.dense_lr=0.01,0.1 --jobs 2""",
+    ),
     "demo": command(
         _demo,
         (
             arg("--dir", default=".demo", metavar="DIR", help="where to work; emptied first (default: .demo)"),
-            arg("--device", default="cpu", metavar="NAME", help="where to compute: cpu (default) or cuda"),
-            arg("--hbm", metavar="SIZE", help="GPU memory for rows (default with cuda: 5 %% of what training touches)"),
             arg("--ranks", type=int, metavar="N", default=1, help="processes that share the tables (default: 1)"),
             arg("--rows", type=int, metavar="N", default=0, help=argparse.SUPPRESS),
         ),
@@ -324,7 +375,7 @@ _COMMANDS: Final = {
         "Measure ranks, and plan which of them gets which tables.",
     ),
     "trace": group(
-        partial(_commands_of, "trace"),
+        partial(_commands_of, "plan", "TRACE_COMMANDS"),
         "write down, draw and describe which rows are looked up",
         "Traces: which rows are looked up, for tierstore plan, shard plan, compact and serve --warm-up.",
         of_file="record",
@@ -351,7 +402,7 @@ _COMMANDS: Final = {
         "say what machines a workload needs, before they are bought",
         "Say what machines a workload needs, before they are bought: memory, drives, hosts, speed, latency and cost.",
         """examples:
-  tierstore plan plan.toml --html plan.html     # short for: tierstore plan run plan.toml --html plan.html
+  tierstore plan plan.toml     # short for: tierstore plan run plan.toml
   tierstore plan COMMAND --help""",
         of_file="run",
     ),

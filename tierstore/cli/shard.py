@@ -49,7 +49,7 @@ def _measure(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from ..dist import Plan, Sharding
     from ..dist.placement import RankCosts, Search, demand_of, predict
-    from ..plan.presets import load_workload
+    from ..plan.workload import load_workload
     from ..trace import read_trace
 
     require_outputs({"PLAN": options.plan}, [options.workload, options.costs, options.trace], force=options.force)

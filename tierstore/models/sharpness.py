@@ -88,22 +88,6 @@ def hessian_eigenvalues(
         return curvature.extreme_eigenvalues(product, start, iterations=iterations, tolerance=tolerance)
 
 
-def loss_along_line(
-    losses: Losses, parameters: Iterable[Tensor], start: Iterable[Tensor], end: Iterable[Tensor], at: Sequence[float]
-) -> list[float]:
-    """The loss at ``(1 - t) * start + t * end`` for each t of ``at``, where start and end are values of the dense
-    parameters, in order. Keskar et al. go from -1 to 2 by a small batch's end point, 0, and a large one's, 1.
-    ValueError: another number of elements."""
-    with _kept(parameters) as (dense, weights_P), torch.no_grad():
-        first, last, found = flat(start), flat(end), []
-        if not len(first) == len(last) == len(weights_P):
-            raise ValueError(f"{len(first)} elements of start, {len(last)} of end and {len(weights_P)} of parameters")
-        for each in at:
-            put(torch.lerp(first, last, each), dense)
-            found.append(sum(float(loss) for loss in losses()))
-        return found
-
-
 @contextlib.contextmanager
 def _kept(parameters: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
     """The dense parameters, and their values, [P], which they have again at the end."""

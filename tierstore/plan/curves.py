@@ -25,14 +25,13 @@ from ..cache.ddr import DdrCache, resolve_policy
 from ..kernels.arrays import Float64s, Int64s
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from ..layout import KEY_ROW_BITS
 from ..pool.leases import HELD_SHARE
 from ..settings.sections import nearest
 from ..system.checks import excerpt, require_int
 from ..system.terminal import columns_of
-from .traces import BIN_GROWTH, Accesses, Numbered, first_uses, numbered, of_tables, zipf_bins
+from .traces import BIN_GROWTH, Accesses, Numbered, first_uses, numbered, zipf_bins
 
-__all__ = ["POLICIES", "MissRatioCurve", "by_table", "curve", "describe_curves"]
+__all__ = ["POLICIES", "MissRatioCurve", "curve", "describe_curves"]
 
 POLICIES: Final = ("lru", "lfu", "tinylfu")
 _MANY_BINS: Final = 2048
@@ -79,20 +78,18 @@ class MissRatioCurve:
         return 1 - self.miss_ratio(rows)
 
 
-def describe_curves(curves: Mapping[str, MissRatioCurve], sizes: Sequence[int] | None = None) -> str:
-    """Hit rates by name at some sizes in rows, lines of text; default: some up to the largest of all curves."""
-    if sizes is None:  # of two figures, evenly apart on a scale of logarithms, and the largest
-        largest = max(int(curve.sizes[-1]) for curve in curves.values())
-        exact = np.geomspace(max(1.0, largest / 1000), largest, _NUM_SIZES)[:-1]
-        units = 10.0 ** np.maximum(0, np.floor(np.log10(exact)) - 1)
-        sizes = [*(np.rint(exact / units) * units).astype(int).tolist(), largest]
-    chosen = sorted(set(sizes))
+def describe_curves(curves: Mapping[str, MissRatioCurve]) -> str:
+    """Hit rates by name at some sizes in rows, up to the largest of all curves, lines of text."""
+    # Sizes of two figures, evenly apart on a scale of logarithms, and the largest.
+    largest = max(int(curve.sizes[-1]) for curve in curves.values())
+    exact = np.geomspace(max(1.0, largest / 1000), largest, _NUM_SIZES)[:-1]
+    units = 10.0 ** np.maximum(0, np.floor(np.log10(exact)) - 1)
+    chosen = sorted({*(np.rint(exact / units) * units).astype(int).tolist(), largest})
     rows = [["hit rate with rows cached", *(f"{size:,}" for size in chosen), "of rows", "accesses"]]
     for name, curve in curves.items():
         rates = [f"{curve.hit_rate(size):.4f}" for size in chosen]
         rows.append([name, *rates, f"{curve.num_rows:,}", f"{curve.num_accesses:,}"])
-    columns = rows if len(rows) > len(rows[0]) else list(zip(*rows, strict=True))  # the longer way down
-    return "\n".join(columns_of(columns, is_last_text=False))
+    return "\n".join(columns_of(list(zip(*rows, strict=True)), is_last_text=False))
 
 
 @inline
@@ -210,12 +207,6 @@ def _store_misses(policy: Any, accesses: Accesses, rows: Numbered, sizes: Int64s
             is_hit[is_first] = cache.access(keys, starts, depth=depth, held_rows=int(capacity * HELD_SHARE))
         missed[index] = np.count_nonzero(~is_hit[first:])
     return missed
-
-
-def by_table(accesses: Accesses, policy: str, **options: Any) -> dict[str, MissRatioCurve]:
-    """As ``curve``, of each table in a cache of its own; a table without accesses has none."""
-    used = np.unique(accesses.keys >> KEY_ROW_BITS).tolist()
-    return {accesses.tables[index]: curve(of_tables(accesses, [index]), policy, **options) for index in used}
 
 
 def _sizes(sizes: Sequence[int] | Int64s | None, policy: str, accesses: Accesses, num_rows: int) -> Int64s:

@@ -12,14 +12,14 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..cache.ddr import POLICIES
 from ..layout import RowLayout
 from ..settings.sections import Checked, ConfigError, converted, nearest, option
 from ..system.checks import require_choice
 from ..system.files import require_new, write_text
-from ..system.sizes import format_size
+from ..system.sizes import format_count, format_size
 from .workload import DenseWork, Workload
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _MOST: Final = 1e18
 _SECONDS_A_DAY: Final = 86_400.0
-_DAYS_A_MONTH: Final = 365.25 / 12
+_HOURS_A_MONTH: Final = 24 * 365.25 / 12
+_WARRANTY_YEARS: Final = 5.0  # of drives: those over which their writes a day are rated
 _MAX_BYTES: Final = 1 << 20  # of a host's file
 _MAX_REASON: Final = 200
 _DIVIDED: Final = (
@@ -175,8 +176,6 @@ class Pricing(Checked):
     usd_per_kwh: float = option(0.12, "dollars a kilowatt-hour", low=0)
     pue: float = option(1.3, "watts of the building for each watt of a host (power usage effectiveness)", low=1)
     years: float = option(4.0, "for which hosts are used, and over which their price is spread", low=0.01, high=100)
-    hours_a_day: float = option(24.0, "of use", low=0.01, high=24)
-    warranty_years: float = option(5.0, "of drives: those over which their writes a day are rated", low=0.01, high=100)
 
 
 class Price(NamedTuple):
@@ -194,7 +193,7 @@ def price_of(host: Host, count: int, pricing: Pricing) -> Price:
     """
     parts: tuple[Any, ...] = (host, host.processor, host.ddr, *host.storage, *host.accelerators)
     watts, usd = count * sum(part.watts for part in parts), count * sum(part.usd for part in parts)
-    power = watts / 1000 * pricing.pue * pricing.hours_a_day * _DAYS_A_MONTH * pricing.usd_per_kwh
+    power = watts / 1000 * pricing.pue * _HOURS_A_MONTH * pricing.usd_per_kwh
     return Price(watts, usd, usd / (12 * pricing.years) + power)
 
 
@@ -208,18 +207,17 @@ def _wear(drive: Storage) -> float:
     return drive.write_bytes_per_s / drive.capacity_bytes
 
 
-def drive_writes_a_day(host: Host, bytes_per_s: float, pricing: Pricing) -> float:
+def drive_writes_a_day(host: Host, bytes_per_s: float) -> float:
     """Of the drive that wears out first; drives share what is written as they are fast."""
     if not bytes_per_s:
         return 0.0
     speed = sum(drive.write_bytes_per_s for drive in host.storage)
-    a_day = bytes_per_s * _SECONDS_A_DAY * pricing.hours_a_day / 24
-    return a_day / speed * _wear(first_worn(host))
+    return bytes_per_s * _SECONDS_A_DAY / speed * _wear(first_worn(host))
 
 
-def years_of_life(host: Host, writes_a_day: float, pricing: Pricing) -> float:
+def years_of_life(host: Host, writes_a_day: float) -> float:
     """Until the first drive has been written as often as it is rated for; infinite if nothing is written."""
-    return pricing.warranty_years * first_worn(host).drive_writes_a_day / writes_a_day if writes_a_day else math.inf
+    return _WARRANTY_YEARS * first_worn(host).drive_writes_a_day / writes_a_day if writes_a_day else math.inf
 
 
 @functools.cache
@@ -234,38 +232,35 @@ def describe_hosts() -> str:
     """The hosts that ship, for people."""
     lines = []
     for name, host in example_hosts().items():
-        devices: list[Storage | Accelerator] = [*host.storage, *host.accelerators]
-        parts = [host.processor.part, f"{format_size(host.ddr.capacity_bytes)} {host.ddr.part}", host.network.part]
-        parts += [each.part for each in devices]
         price = price_of(host, 1, Pricing())
         lines.append(f"{name:16} {host.source.removeprefix('an example: ')}")
-        lines += [f"{'':16} {', '.join(parts)}", f"{'':16} ${price.usd:,.0f}, {price.watts:,.0f} W", ""]
+        lines += [f"{'':16} ${price.usd:,.0f}, {price.watts:,.0f} W", ""]
     return "\n".join(lines) + "All prices are assumptions: put yours in a file of your own."
 
 
 def load_host(source: str | os.PathLike[str]) -> Host:
-    """A host that ships, by its name, or that of a file: what has a slash in it or ends in .toml or .json. The file has
-    every figure of a ``Host`` under its field's name, as ``tierstore plan measure`` writes it.
+    """A host that ships, by its name, or that of a file: what has a slash in it or ends in .json. The file has every
+    figure of a ``Host`` under its field's name, as ``tierstore plan measure`` writes it.
 
-    ValueError: there is none, it is not JSON or TOML, or a key is unknown, missing or out of range; names file and key.
+    ValueError: there is none, it is not JSON, or a key is unknown, missing or out of range; names file and key.
     """
     name = os.fspath(source)
-    if isinstance(source, str) and os.sep not in name and Path(name).suffix not in (".toml", ".json"):
+    if isinstance(source, str) and os.sep not in name and Path(name).suffix != ".json":
         if name not in example_hosts():
             raise ValueError(f"there is no host named {name[:100]!r}; {nearest(name, example_hosts())}")
         return example_hosts()[name]
     path = Path(name)
     try:
-        if path.suffix not in (".json", ".toml"):
-            raise ValueError("the name of a host's file ends in .json or .toml")
+        if path.suffix != ".json":
+            raise ValueError("the name of a host's file ends in .json")
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise ValueError(f"has more than {_MAX_BYTES:,} bytes, which no host's file has")
         try:
-            document = json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
+            document = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"is not valid {path.suffix[1:].upper()}: {str(error)[:_MAX_REASON]}") from None
+            raise ValueError(f"is not valid JSON: {str(error)[:_MAX_REASON]}") from None
         found: Host = converted(document, Host, "a host", is_whole=True)  # a figure left out would be 0
     except OSError as error:
         raise ValueError(f"{name}: cannot be read: {error.strerror or error}") from None
@@ -302,10 +297,6 @@ class Choices(Checked):
     """Of a setup, as a plan file gives them."""
 
     prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
-    rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1, high=4096)
-    wire: Literal["fp32", "fp16", "bf16", "int8"] = option(
-        "fp32", "of rows and gradients between hosts: fp32, fp16, bf16 or int8"
-    )
     workers: int = option(1, "of serving: processes of a host, each with its part of ddr", low=1, high=1024)
     batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
 
@@ -388,15 +379,8 @@ def with_memory(host: Host, memory_bytes: float) -> Host:
 def with_accelerators(host: Host, accelerators: tuple[Accelerator, ...]) -> Host:
     """With these; its name says so where they are fewer than before."""
     most, left = len(host.accelerators), len(accelerators)
-    name = host.name
-    if left < most:
-        name += f" with {left} of {most} GPUs" if left else f" without {'its GPU' if most == 1 else 'GPUs'}"
+    name = f"{host.name} with {left} of {most} GPUs" if left < most else host.name
     return replace(host, name=name, accelerators=accelerators)
-
-
-def some(number: int, noun: str) -> str:
-    """1 SSD, 2 SSDs."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def describe_setup(setup: Setup) -> str:
@@ -406,6 +390,6 @@ def describe_setup(setup: Setup) -> str:
     of_it += [f"{format_size(setup.page_cache_bytes)} page cache"] if setup.page_cache_bytes else []
     parts = [f"{format_size(host.ddr.capacity_bytes)} DDR, {', '.join(of_it)}"]
     parts += [f"1 GPU, {format_size(setup.hbm_bytes)} of its HBM for rows"] if setup.hbm_bytes else []
-    parts += [some(len(host.storage), "SSD")] if host.storage else []
+    parts += [format_count(len(host.storage), "SSD")] if host.storage else []
     parts += [f"{setup.workers} workers"] if setup.workers > 1 else []
     return f"{setup.num_hosts:,} x {host.name} ({'; '.join(parts)})"

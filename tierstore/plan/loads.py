@@ -9,10 +9,9 @@ for a core that another thread has.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..dist.ranks import Precision
 from ..kernels.threads import MIN_WORK
+from .demand import PoolLoad, segment_bytes
 from .host import AHEAD_BATCHES, HANDED_OVER_BATCHES, ID_BYTES, TRAINING_FLOPS, Setup
-from .tiers import PoolLoad, segment_bytes
 
 SERIAL: Final = ("batch", "lookups", "hbm", "model", "network", "wait for a core")
 AHEAD: Final = ("id exchange", "cold rows", "write-back", "wait ahead")
@@ -41,8 +40,6 @@ _IN_WORDS: Final = {
     "drives": "SSDs",
 }
 _FLOAT_BYTES: Final = 4
-_WIRE_BYTES: Final[dict[Precision, int]] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
-_WIRE_SCALE_BYTES: Final = 4  # of a row or bag as int8
 _TOGETHER: Final = 3  # exchanges of a pool with every batch, and as many before them, of ids
 _MOVED_AS: Final = 3
 """Rows appended: one that cleaning moves is read and checked, too; measured, of rows of 72 bytes to 1 KiB: 1 to 5."""
@@ -142,11 +139,10 @@ def _dense_ns(setup: Setup) -> tuple[float, float]:
 def _network(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
     """Of a host that trains among others, while it computes: each distinct row of its batch once, its gradient back,
     and the dense weights' in a ring."""
-    hosts, wire, flops = setup.hosts, setup.wire, setup.workload.dense_flops
+    hosts, flops = setup.hosts, setup.workload.dense_flops
     if hosts == 1:
         return ResourceLoad("network", 0.0, 0.0, "bytes")
-    scale_bytes = _WIRE_SCALE_BYTES if wire == "int8" else 0
-    values = _sum(pools, lambda pool: pool.sent_rows * (pool.layout.dim * _WIRE_BYTES[wire] + scale_bytes))
+    values = _sum(pools, lambda pool: pool.sent_rows * pool.layout.dim * _FLOAT_BYTES)
     others = (hosts - 1) / hosts
     sent = others * 2 * values + 2 * others * (flops / _FLOPS_PER_WEIGHT) * _FLOAT_BYTES
     return _sent(setup, "network", sent, _TOGETHER * len(pools) + (2 * (hosts - 1) if flops else 0))

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -48,7 +48,7 @@ from ..system.sizes import format_size, machine_memory_bytes
 from .host import TRAINING_FLOPS, Host, Link, Memory, Processor, SoftwareCosts, Storage
 from .workload import dlrm_work
 
-__all__ = ["READ_BYTES", "DirectReader", "describe", "direct_reader", "measure", "page_cache"]
+__all__ = ["READ_BYTES", "DirectReader", "direct_reader", "measure", "page_cache"]
 
 READ_BYTES: Final = 4096
 _DEPTHS: Final = (1, 4, 16, 64)
@@ -452,18 +452,3 @@ _LOOPS: Final[Mapping[tuple[str, ...], Sequence[Callable[[Lab], _Loop]]]] = {
     ("wake_us", "value_ns"): [functools.partial(_dense, samples=samples) for samples in _DENSE_SAMPLES],
 }
 """In the order in which they are timed; each finds the costs of its key."""
-
-
-def describe(host: Host) -> str:
-    """Each figure with its name in the file and what it means."""
-    parts: list[tuple[str, Any]] = [("cores", host.processor), ("memory", host.ddr)]
-    parts += [*(("SSD", drive) for drive in host.storage), ("tierstore's own work, on one core", host.costs)]
-    lines = [host.source]
-    for title, part in parts:
-        lines += ["", title]
-        for each in fields(part):
-            value, text = getattr(part, each.name), each.metadata.get("help")
-            if text and value and each.name not in ("watts", "usd"):
-                shown = format_size(value) if each.name == "capacity_bytes" else f"{value:,.4g}"
-                lines.append(f"  {each.name:22}{shown:>14}   {text}")
-    return "\n".join(lines)

@@ -21,7 +21,7 @@ from ..kernels.arrays import Float64s
 from ..kernels.jit import kernel
 from ..system.checks import excerpt
 from ..system.sizes import format_size
-from .demand import Demand
+from .demand import FILE_SHARE, ID_LAYOUT, Demand, PoolLoad, pool_loads, segment_bytes
 from .host import Price, Pricing, Setup, drive_writes_a_day, price_of, times
 from .loads import (
     DRIVES,
@@ -34,7 +34,6 @@ from .loads import (
     read_latency_s,
     written_bytes,
 )
-from .tiers import FILE_SHARE, ID_LAYOUT, PoolLoad, pool_loads, segment_bytes
 
 NUM_QUERIES: Final = 100_000
 _WARM_SHARE: Final = 0.1  # of the queries, the first, which meet an emptier queue; they do not count
@@ -48,7 +47,6 @@ class Latency(NamedTuple):
 
     queries_per_s: float
     p50_s: float
-    p95_s: float
     p99_s: float
 
 
@@ -155,7 +153,7 @@ def predict(
         loads=loads,
         lanes=lanes,
         bottleneck=bottleneck_of(lanes, seconds),
-        drive_writes_a_day=drive_writes_a_day(rank.host, written_bytes(pools) / step_s, prices),
+        drive_writes_a_day=drive_writes_a_day(rank.host, written_bytes(pools) / step_s),
         price=price_of(setup.host, setup.num_hosts, prices),
         is_in_memory=all(pool.is_in_memory for pool in pools),
         latency=latency,
@@ -169,16 +167,13 @@ def misfit(setup: Setup, demand: Demand) -> str:
     if setup.hbm_bytes:
         reason, gpus, name = "", len(host.accelerators), excerpt(host.name)
         if not setup.workload.is_training:
-            reason = "tierstore serve has rows in DDR and computes on cores; leave it out"
+            reason = "tierstore serve has rows in DDR and computes on cores"
         elif setup.hosts > 1:
-            reason = (
-                f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs; leave it out"
-            )
+            reason = f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs"
         elif gpus != 1:
-            way = "give host.accelerators = 1" if gpus else "leave it out"
-            reason = f"a store uses one GPU, host {name} has {gpus}; {way}"
+            reason = f"a store uses one GPU, host {name} has {gpus}"
         if reason:
-            return f"rows in device memory (setup.hbm): {reason}"
+            return f"rows in device memory (setup.hbm): {reason}; leave it out"
         if setup.hbm_bytes > setup.gpu.hbm.capacity_bytes:
             return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)
     rows = [*((pool.layout, pool.num_rows) for pool in demand.pools), (ID_LAYOUT, setup.workload.id_rows)]
@@ -224,30 +219,27 @@ def _tiers(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[TierLoad, ...]:
 
 
 class Marginal(NamedTuple):
-    """``samples_per_s``: more than without, of all hosts; ``usd``: price of the change at all hosts, None where parts
-    have no price."""
+    """``samples_per_s``: more than without, of all hosts."""
 
     resource: str
     change: str
     samples_per_s: float
-    usd: float | None
 
 
 def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
     """Of a tenth more of each resource, and of a core more, all else staying; the best first. More memory is used, by
-    rows or as page cache; a tenth of the drives' reads or writes costs a tenth of them. Raises: as ``predict``."""
+    rows or as page cache. Raises: as ``predict``."""
     before = predict(setup, demand).samples_per_s
     found = []
-    for resource, changed, usd in _changes(setup):
+    for resource, changed in _changes(setup):
         more = predict(changed, demand).samples_per_s - before
-        found.append(Marginal(resource, "+1" if resource == "cores" else "+10 %", more, usd * setup.num_hosts or None))
+        found.append(Marginal(resource, "+1" if resource == "cores" else "+10 %", more))
     return tuple(sorted(found, key=lambda each: -each.samples_per_s))
 
 
-def _changes(setup: Setup) -> Iterator[tuple[str, Setup, float]]:
-    """(resource, setup with more of it, US dollars a host or 0)."""
-    host, ddr, processor = setup.host, setup.host.ddr, setup.host.processor
-    drives_usd = _STEP * sum(drive.usd for drive in host.storage)
+def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """(resource, setup with more of it)."""
+    host, processor = setup.host, setup.host.processor
 
     def more(*paths: str) -> Setup:
         found: Setup = times(setup, 1 + _STEP, *paths)
@@ -255,24 +247,23 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup, float]]:
 
     for resource, field in (("DDR", "ddr_bytes"), ("page cache", "page_cache_bytes")):
         if size := _STEP * getattr(setup, field):
-            larger = replace(host, ddr=replace(ddr, capacity_bytes=ddr.capacity_bytes + size))
-            yield resource, replace(more(field), host=larger), ddr.usd * size / ddr.capacity_bytes
-    yield "SSD reads", more("host.storage.reads_per_s", "host.storage.read_bytes_per_s"), drives_usd
-    yield "SSD writes", more("host.storage.write_bytes_per_s"), drives_usd
-    yield "DDR bandwidth", more("host.ddr.bytes_per_s", "host.ddr.row_bytes_per_s"), 0.0
+            larger = replace(host, ddr=replace(host.ddr, capacity_bytes=host.ddr.capacity_bytes + size))
+            yield resource, replace(more(field), host=larger)
+    yield "SSD reads", more("host.storage.reads_per_s", "host.storage.read_bytes_per_s")
+    yield "SSD writes", more("host.storage.write_bytes_per_s")
+    yield "DDR bandwidth", more("host.ddr.bytes_per_s", "host.ddr.row_bytes_per_s")
     if setup.hosts > 1:
-        yield "network", more("host.network.bytes_per_s"), 0.0
+        yield "network", more("host.network.bytes_per_s")
     if setup.hbm_bytes:
         hbm = "host.accelerators.hbm"
-        yield "HBM", more("hbm_bytes", f"{hbm}.capacity_bytes"), 0.0
-        yield "HBM bandwidth", more(f"{hbm}.bytes_per_s", f"{hbm}.row_bytes_per_s"), 0.0
-        yield "PCIe", more("host.accelerators.pcie.bytes_per_s"), 0.0
-    yield "flops", more("host.accelerators.flops" if setup.hbm_bytes else "host.processor.flops"), 0.0
+        yield "HBM", more("hbm_bytes", f"{hbm}.capacity_bytes")
+        yield "HBM bandwidth", more(f"{hbm}.bytes_per_s", f"{hbm}.row_bytes_per_s")
+        yield "PCIe", more("host.accelerators.pcie.bytes_per_s")
+    yield "flops", more("host.accelerators.flops" if setup.hbm_bytes else "host.processor.flops")
     # A core, with its share of the flops; lookups use it if they used all there were.
     cores = processor.cores
     grown = replace(processor, cores=cores + 1, flops=processor.flops * (cores + 1) / cores)
-    threads = setup.threads + (setup.threads >= cores)
-    yield "cores", replace(setup, host=replace(host, processor=grown), threads=threads), processor.usd / cores
+    yield "cores", replace(setup, host=replace(host, processor=grown), threads=setup.threads + (setup.threads >= cores))
 
 
 @lru_cache(maxsize=64)
@@ -320,7 +311,7 @@ def _serve(
 def latency_at(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES) -> Latency:
     """Percentiles, without the first tenth of the queries; all infinite at a rate that no queue can carry."""
     if queries_per_s >= queue.rate_max:
-        return Latency(queries_per_s, math.inf, math.inf, math.inf)
+        return Latency(queries_per_s, math.inf, math.inf)
     found = latencies(queue, queries_per_s, num_queries=num_queries)
     return _percentiles(queries_per_s, found[int(len(found) * _WARM_SHARE) :])
 
@@ -331,4 +322,4 @@ def latency_alone(queue: Queue) -> Latency:
 
 
 def _percentiles(queries_per_s: float, seconds: Float64s) -> Latency:
-    return Latency(queries_per_s, *np.quantile(seconds, (0.5, 0.95, 0.99), method="higher").tolist())
+    return Latency(queries_per_s, *np.quantile(seconds, (0.5, 0.99), method="higher").tolist())

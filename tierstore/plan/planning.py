@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ..settings.sections import Checked, ConfigError, Override, option
 from ..system.checks import excerpt
 from ..system.files import write_text
 from ..system.sizes import format_size, parse_size
-from .curves import MissRatioCurve, curve
+from .curves import curve
 from .demand import Demand
 from .host import (
     Choices,
@@ -31,60 +31,17 @@ from .host import (
     example_hosts,
     first_worn,
     load_host,
-    with_accelerators,
-    with_memory,
     years_of_life,
 )
 from .model import Marginal, Prediction, marginal_values, predict
-from .presets import PRESETS, load_workload, preset, scaled
 from .search import Attempt, SearchResult, SearchSpace, Target, lacks, search
-from .tiers import pool_loads
 from .traces import Accesses, read_accesses
-from .workload import TableSpec, Workload, assumptions, specified
+from .workload import Workload, WorkloadSection, assumptions, workload_of
 
 _SEARCHED: Final = ("ddr", "hosts", "policy")  # keys of [setup] that a search heeds: hosts as the only count
 _FULL: Final = 0.9  # of a memory: more, and the system has little left
 _LONG_TRACE: Final = 20  # batches: with fewer, most of what a trace has are first uses
-_MAX_SCALE, _MAX_HOSTS, _MAX_PARTS = 1e6, 1 << 16, 1 << 10
-
-
-def _require_size(section: str, key: str, value: int | str) -> None:
-    if value == "":
-        return
-    try:
-        parse_size(value, name=key, memory_bytes=0)
-    except ValueError:
-        raise ConfigError(
-            f'{section}.{key} = {excerpt(value)}: expected a size, as "512MiB", "64GiB", "50%" of what the host has or '
-            '"5% of tables"'
-        ) from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadSection(Checked):
-    """[workload]: the model in use: a preset, a file, or tables written here."""
-
-    preset: str = option("", "one of tierstore plan presets")
-    file: str = option("", "a workload in TOML, as tierstore plan presets NAME prints one, or a run file")
-    tables: tuple[TableSpec, ...] = option((), "tables, each as [[workload.tables]] with name, num_embeddings, ...")
-    name: str = option("", "what the report calls it")
-    scale: float = option(1.0, "of the rows of every table: 0.01 plans for a hundredth of them", low=0, high=_MAX_SCALE)
-    batch_samples: int = option(0, "samples of a training step, or of a query; 0: the workload's own", low=0)
-    optimizer: str = option("", 'of training: "sgd", "rowwise_adagrad", "adagrad", "adam"; "none": lookups only')
-    dtype: str = option("", 'of the rows: "float32", "float16", "bfloat16", "int8" or "int4"')
-    dense_flops: float = option(
-        0.0,
-        "of the model beside its tables, forward, a sample; 0: the workload's own, or as of MLPerf's DLRM-DCNv2 over "
-        "these tables; 1: tables alone",
-        low=0,
-        high=1e15,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = [key for key in ("preset", "file", "tables") if getattr(self, key)]
-        if len(given) > 1:
-            raise ConfigError(f"workload.{given[1]} = {excerpt(getattr(self, given[1]))}: {given[0]} is given too")
+_MAX_HOSTS: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +56,10 @@ class HostSection(Checked):
     """[host]: the machine."""
 
     name: str = option("", "one of tierstore plan hosts")
-    file: str = option("", "a host in TOML or JSON, as tierstore plan measure writes one")
-    ssds: int = option(-1, "drives of the host's kind; -1: as many as it has", low=-1, high=_MAX_PARTS)
-    accelerators: int = option(-1, "GPUs of the host's kind; -1: as many as it has", low=-1, high=_MAX_PARTS)
-    memory: int | str = option("", 'its DDR, as "512GiB"; "": what it has')
+    file: str = option("", "a host in JSON, as tierstore plan measure writes one")
     others: tuple[str, ...] = option((), "names or files of hosts that the search compares with it")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_size("host", "memory", self.memory)
         if self.name and self.file:
             raise ConfigError(f"host.file = {excerpt(self.file)}: a name is given too")
 
@@ -138,7 +90,14 @@ class SetupSection(Choices):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("ddr", "hbm", "page_cache"):
-            _require_size("setup", key, getattr(self, key))
+            value = getattr(self, key)
+            try:
+                parse_size(value or 0, name=key, memory_bytes=0)
+            except ValueError:
+                raise ConfigError(
+                    f'setup.{key} = {excerpt(value)}: expected a size, as "512MiB", "64GiB", "50%" of what the host '
+                    'has or "5% of tables"'
+                ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,54 +126,12 @@ def load(path: str | Path, overrides: Iterable[Override] = ()) -> PlanFile:
     return sections.load_sections(PlanFile, path, overrides, what="plan file")
 
 
-def workload_of(asked: PlanFile) -> Workload:
-    """ValueError: it names none, or one that there is not, or a value that cannot be."""
-    section = asked.workload
-    if not (section.preset or section.file or section.tables):
-        raise ConfigError(
-            f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
-        )
-    if section.tables:
-        found = specified(section.tables, name=section.name or "workload")
-    else:
-        found = preset(section.preset) if section.preset else load_workload(Path(section.file))
-    found = scaled(found, section.scale) if section.scale != 1 else found
-    keys = ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
-    given = {name: getattr(section, name) for name in keys if getattr(section, name)}
-    if section.dense_flops:  # the layers are not those of the file then
-        found = replace(found, dense_products=0.0, dense_values=0.0)
-        given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")
-    try:
-        return replace(found, **given)
-    except ValueError as error:
-        raise ConfigError(f"workload: {error}") from None
-
-
 def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
-    """The host, with the counts of the section, and those that the search compares it with. ValueError: there is none,
-    or none of a part that is counted."""
+    """The host, and those that the search compares it with. ValueError: there is none."""
     section = asked.host
     if not section.name and not section.file:
         raise ConfigError(f"host.name = '': give one of {', '.join(example_hosts())}; or host.file")
-    own = load_host(section.name) if section.name else load_host(Path(section.file))
-    for key, parts in (("ssds", own.storage), ("accelerators", own.accelerators)):
-        if getattr(section, key) > 0 and not parts:
-            raise ConfigError(
-                f"host.{key} = {getattr(section, key)}: host {excerpt(own.name)} has none to have more of"
-            )
-    if section.ssds >= 0:
-        own = replace(own, storage=own.storage[:1] * section.ssds)
-    if section.accelerators >= 0:
-        own = with_accelerators(own, own.accelerators[:1] * section.accelerators)
-    if section.memory != "":
-        size_bytes = parse_size(section.memory, name="memory", memory_bytes=int(own.ddr.capacity_bytes))
-        if not size_bytes or not own.ddr.capacity_bytes:
-            raise ConfigError(
-                f"host.memory = {excerpt(section.memory)} is {format_size(size_bytes)}, host {excerpt(own.name)} has "
-                f'{format_size(int(own.ddr.capacity_bytes))}: expected a size, as "512GiB", or "50%" of what it has'
-            )
-        own = with_memory(own, size_bytes)
-    return own, *map(load_host, section.others)
+    return load_host(section.name or Path(section.file)), *map(load_host, section.others)
 
 
 def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
@@ -242,14 +159,6 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     )
 
 
-class ShownCurve(NamedTuple):
-    """Of tables that share a cache; ``chosen_rows``: of it that the memory of all hosts holds."""
-
-    name: str
-    curve: MissRatioCurve
-    chosen_rows: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
     """The answer to a plan file."""
@@ -258,12 +167,9 @@ class PlanResult:
     asked: PlanFile
     prediction: Prediction
     hosts: tuple[str, ...]  # names of those that were asked about
-    searched: bool  # whether the setup was chosen among others
-    num_setups: int = 1  # so many of them, hosts counted once
     # The cheapest that has every row in DDR or HBM and meets the target, or why there is none; None where the setup is
-    # given, no rate is asked for, or rows are in memory by the file's wish.
+    # given, or rows are in memory by the file's wish.
     in_memory: Prediction | str | None = None
-    curves: tuple[ShownCurve, ...] = ()  # of the pools that the prediction is made of
     marginals: tuple[Marginal, ...] = ()
     alternatives: tuple[Attempt, ...] = ()  # the next best first, then those that fail
     marks: tuple[str, ...] = ()  # clauses that belong to the answer: what wears out
@@ -282,7 +188,7 @@ def plan(asked: PlanFile) -> PlanResult:
     """Predict the setup that the file gives, or find the cheapest that meets its target; and show what it hangs on.
     Deterministic. ValueError: something that the file names is not there or cannot be, or no setup meets the target;
     says what is wrong and what is nearest."""
-    workload, hosts, target = workload_of(asked), hosts_of(asked), asked.target
+    workload, hosts, target = workload_of(asked.workload), hosts_of(asked), asked.target
     accesses = read_accesses(asked.trace.path) if asked.trace.path else None
     if target.queries_per_s and workload.is_training:
         raise ConfigError(
@@ -300,24 +206,19 @@ def plan(asked: PlanFile) -> PlanResult:
     if asked.is_fixed:
         given, rate = setup_of(asked, workload, hosts[0]), target.queries_per_s or None
         best = predict(given, demand, queries_per_s=rate, pricing=asked.pricing)
-        found = SearchResult(best, (), (), 1)
+        found = SearchResult(best, (), ())
     else:
         found = _searched(asked, workload, demand, hosts, in_memory=asked.search.in_memory)
-        if target.has_rate and not asked.search.in_memory:
+        if not asked.search.in_memory:
             try:
                 in_memory = _searched(asked, workload, demand, hosts, in_memory=True).best
             except ValueError as error:
                 in_memory = str(error)
-    best, setup, most = found.best, found.best.setup, asked.search.runners_up
+    best, setup = found.best, found.best.setup
     demand = demand.laid_out(setup.workload)
-    shown, marks, written = list[ShownCurve](), tuple[str, ...](), best.drive_writes_a_day
-    for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
-        others = "" if len(demand.pools) == 1 else f", {len(pool.tables)} tables of {pool.layout.dim}"
-        held = float(setup.hosts * (load.hbm_rows + load.ddr_rows))
-        shown.append(ShownCurve(f"{pool.curve.policy}{others}", pool.curve, held))
-    curves = tuple(shown)
+    marks, written = tuple[str, ...](), best.drive_writes_a_day
     if setup.host.storage and written > (rated := first_worn(setup.host).drive_writes_a_day):
-        months = 12 * years_of_life(setup.host, written, asked.pricing)
+        months = 12 * years_of_life(setup.host, written)
         last = f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {months:.3g} months"
         marks = (last,)
     return PlanResult(
@@ -325,14 +226,11 @@ def plan(asked: PlanFile) -> PlanResult:
         asked=asked,
         prediction=best,
         hosts=tuple(host.name for host in hosts),
-        searched=not asked.is_fixed,
-        num_setups=found.num_setups,
         in_memory=in_memory,
-        curves=curves,
         marginals=marginal_values(setup, demand),
-        alternatives=(*(Attempt(each.setup, each) for each in found.runners_up[:most]), *found.failures[:most]),
+        alternatives=(*(Attempt(each.setup, each) for each in found.runners_up), *found.failures),
         marks=marks,
-        warnings=tuple(dict.fromkeys(_warnings(asked, best, curves))),
+        warnings=tuple(dict.fromkeys(_warnings(asked, best, demand))),
         sources=tuple(_sources(asked, setup, accesses)),
     )
 
@@ -341,10 +239,6 @@ def _searched(
     asked: PlanFile, workload: Workload, demand: Demand, hosts: tuple[Host, ...], *, in_memory: bool
 ) -> SearchResult:
     """The cheapest that meets the target. ValueError: there is none; says what is nearest, and what was assumed."""
-    try:
-        asked.target.require()
-    except ValueError as error:
-        raise ConfigError(f"[target]: {error}; or give setup.ddr, to predict one setup") from None
     space = replace(
         asked.search,
         dtypes=asked.search.dtypes or (workload.dtype,),
@@ -358,7 +252,7 @@ def _searched(
         raise ValueError(f"{error}{assumed}") from None
 
 
-def _warnings(asked: PlanFile, prediction: Prediction, curves: tuple[ShownCurve, ...]) -> Iterator[str]:
+def _warnings(asked: PlanFile, prediction: Prediction, demand: Demand) -> Iterator[str]:
     setup = prediction.setup
     for lack in lacks(asked.target, prediction):
         yield f"the target is missed: {lack.text}"
@@ -375,10 +269,10 @@ def _warnings(asked: PlanFile, prediction: Prediction, curves: tuple[ShownCurve,
             "a batch, and none are fetched ahead"
         )
     if setup.host.accelerators and not setup.hbm_bytes:
-        yield "the host's GPUs are not used: set host.accelerators = 0, or 1 and setup.hbm to train on it"
+        yield "the host's GPUs are not used: set setup.hbm to train on one, or give a host file without them"
     if prediction.price.usd == 0:
         yield "no part has a price, so nothing is said of money"
-    yield from (each.curve.warning for each in curves if each.curve.warning)
+    yield from (pool.curve.warning for pool in demand.pools if pool.curve.warning)
     for name, value in () if asked.is_fixed else vars(asked.setup).items():
         if name not in _SEARCHED and value != getattr(SetupSection(), name):
             yield f"the search does not heed setup.{name}; give setup.ddr too to predict one setup"

@@ -1,30 +1,20 @@
-"""A plan as text and as a page: the same sections, the answer first, and on the page pictures."""
+"""A plan as text: the answer, and what supports it."""
 
-import html
 import math
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-
-from ..report import Line, Section, Step, figure, page_of, text_of
-from ..settings.sections import to_toml
-from ..system.sizes import format_size
-from .host import describe_setup, first_worn, some
+from ..report import Section, text_of
+from ..system.sizes import format_count, format_size
+from .host import describe_setup, first_worn
 from .loads import in_words
 from .model import Prediction
-from .planning import PlanResult, ShownCurve
+from .planning import PlanResult
 
 _SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
 _DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _MAX_NAME: Final = 60
 _RULE: Final = "Lines work side by side, indented parts one after another: the longest line is the time."
 _NEGLIGIBLE: Final = 1e-4  # of the samples a second: a gain of less is nothing
-_POINTS: Final = 120
-_ROWS: Final = ((1_000_000, "million row"), (1000, "thousand row"), (1, "row"))
-_LEAST: Final = 1000  # of rows in what they are counted in
-_BARS: Final = (440, 16, 130)  # of a picture: its width, the height of a bar, and where bars begin
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -84,7 +74,7 @@ def sections_of(result: PlanResult) -> list[Section]:
     workload, target = prediction.setup.workload, result.asked.target
     rows = sum(table.num_embeddings for table in workload.tables)
     use = f"training with {workload.optimizer}" if workload.is_training else "serving"
-    tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
+    tables = f"{format_count(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
     asked = [
         f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {step}; on "
         f"{', '.join(result.hosts)}"
@@ -92,8 +82,8 @@ def sections_of(result: PlanResult) -> list[Section]:
     if wanted := {key: value for key, value in vars(target).items() if value}:
         asked.append(f"target: {', '.join(f'{key} = {value:,g}' for key, value in wanted.items())}")
     money_terms = (
-        f"money: hosts are bought over {terms.years:g} years and used {terms.hours_a_day:g} hours a day, with power at "
-        f"${terms.usd_per_kwh:g} a kWh, {terms.pue:g} W of the building for each of theirs"
+        f"money: hosts are bought over {terms.years:g} years, with power at ${terms.usd_per_kwh:g} a kWh, "
+        f"{terms.pue:g} W of the building for each of theirs"
     )
     found = [
         Section("Answer", [_answer(result)]),
@@ -101,7 +91,7 @@ def sections_of(result: PlanResult) -> list[Section]:
         Section("Asked", asked),
         Section("Assumed", [f"- {text}" for text in (*result.assumptions, money_terms)]),
         Section("Setups compared", *_compared(result), is_text_last=True),
-        Section(f"Time of a {step}", [_RULE], _loads(prediction), is_text_last=True, picture=_bars(prediction)),
+        Section(f"Time of a {step}", [_RULE], _loads(prediction), is_text_last=True),
         Section("What more of one resource would bring", *_marginals(result)),
         Section(f"Tiers of a host, in one {step}", *_tiers(prediction)),
         Section("Figures come from", [f"- {text}" for text in result.sources]),
@@ -134,16 +124,8 @@ def _compared(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
     others = [
         (each.setup, each.prediction, f"fails: {each.reason}" * bool(each.reason)) for each in result.alternatives
     ]
-    lines = [f"all rows in DDR or HBM: {memory}"] if isinstance(memory, str) else []
     if isinstance(memory, Prediction):
         others.append((memory.setup, memory, "all rows in memory"))
-        own, whole = found.price, memory.price
-        month, power = whole.usd_a_month - own.usd_a_month, whole.watts - own.watts
-        shares = share(month / (whole.usd_a_month or 1.0), 0), share(power / (whole.watts or 1.0), 0)
-        lines.append(
-            f"with all rows in memory it costs {money(month)} more a month ({shares[0]} of that) and takes "
-            f"{watts(power)} more ({shares[1]})"
-        )
     speed = "samples/s" if found.latency is None else "99 % within"
     rows: list[tuple[str, ...]] = [("hosts", "DDR", "for rows", "SSDs", speed, "a month", "power", "bound by")]
     for setup, other, note in [(found.setup, found, ""), *others]:
@@ -158,49 +140,27 @@ def _compared(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
             figures = (speed, money(other.price.usd_a_month), watts(other.price.watts))
             bound = "; ".join(filter(None, (in_words(other.bottleneck), note)))
         rows.append((f"{setup.num_hosts} x {setup.host.name}{dtype}", *parts, *figures, bound))
-    return lines, rows if others else []
+    return [f"all rows in DDR or HBM: {memory}"] if isinstance(memory, str) else [], rows if others else []
 
 
 def _loads(found: Prediction) -> list[tuple[str, ...]]:
     """Lanes that take time, the longest first, each with its resources, the longest first."""
     rows: list[tuple[str, ...]] = [("resource", "time", "of all", "work")]
-    for index, (name, seconds, parts) in enumerate(_lanes(found)):
+    loads = {load.resource: load for load in found.loads if load.seconds}
+
+    def row(name: str, seconds: float, work: str) -> tuple[str, ...]:
+        return name, duration(seconds), share(seconds / found.step_s, 0), work
+
+    for index, lane in enumerate(found.lanes):
+        parts = sorted((loads[name] for name in lane.resources if name in loads), key=lambda load: -load.seconds)
         if len(parts) > 1:
-            rows.append((name, duration(seconds), share(seconds / found.step_s, 0), ""))
+            rows.append(row(in_words(lane.name), lane.seconds, ""))
         for rank, load in enumerate(parts):
             work = format_size(load.amount) if load.unit == "bytes" else f"{count(load.amount)} {load.unit}"
             work = "" if load.unit == "seconds" else work  # of waits there is none
             mark = " <- bottleneck" if index == rank == 0 else ""
-            label = "  " * (len(parts) > 1) + in_words(load.resource)
-            rows.append((label, duration(load.seconds), share(load.seconds / found.step_s, 0), work + mark))
+            rows.append(row("  " * (len(parts) > 1) + in_words(load.resource), load.seconds, work + mark))
     return rows
-
-
-def _lanes(found: Prediction) -> Iterator[tuple[str, float, list[Any]]]:
-    """(name, seconds, loads), both the longest first, without those that take no time."""
-    loads = {load.resource: load for load in found.loads if load.seconds}
-    for lane in found.lanes:
-        busy = sorted((loads[name] for name in lane.resources if name in loads), key=lambda load: -load.seconds)
-        if busy:
-            yield in_words(lane.name if len(busy) > 1 else busy[0].resource), lane.seconds, busy
-
-
-def _bars(found: Prediction) -> str:
-    """SVG: a bar for each lane, of its resources end to end."""
-    width, height, left = _BARS
-    lanes, scale = list(_lanes(found)), (width - left) / found.lanes[0].seconds
-    parts = [
-        f'<svg class="bars" viewBox="0 0 {width} {len(lanes) * 2 * height}" role="img" aria-label="time by resource">'
-    ]
-    for number, (name, _, loads) in enumerate(lanes):
-        top, begin = (2 * number + 0.5) * height, float(left)
-        parts.append(f'<text class="y" x="{left - 6}" y="{top + 0.75 * height:g}">{html.escape(name)}</text>')
-        for load in loads:
-            title = f"{in_words(load.resource)}: {duration(load.seconds)}"
-            size = f'x="{begin:.1f}" y="{top:g}" width="{scale * load.seconds:.1f}" height="{height}"'
-            parts.append(f"<rect {size}><title>{html.escape(title)}</title></rect>")
-            begin += scale * load.seconds
-    return "\n".join([*parts, "</svg>"])
 
 
 def _marginals(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -211,9 +171,8 @@ def _marginals(result: PlanResult) -> tuple[list[str], list[tuple[str, ...]]]:
         if more <= _NEGLIGIBLE * before:
             rest.append(gain.resource)
             continue
-        usd = "-" if gain.usd is None else money(gain.usd)
-        rows.append((gain.resource, gain.change, f"+{count(more)}", f"+{share(more / before, 2)}", usd))
-    head = [("resource", "change", "samples/s", "of now", "USD")] if rows else []
+        rows.append((gain.resource, gain.change, f"+{count(more)}", f"+{share(more / before, 2)}"))
+    head = [("resource", "change", "samples/s", "of now")] if rows else []
     return [f"nothing: {', '.join(rest)}"] if rest else [], [*head, *rows]
 
 
@@ -236,34 +195,6 @@ def _tiers(prediction: Prediction) -> tuple[list[str], list[tuple[str, ...]]]:
     return [f"the SSD that wears out first is written {significant(written)} times a day, rated for {rated}"], rows
 
 
-def describe(result: PlanResult, *, colours: bool = False) -> str:
+def describe(result: PlanResult) -> str:
     """The answer, and what supports it, as text."""
-    return text_of(sections_of(result), colours=colours)
-
-
-def plan_page(result: PlanResult) -> str:
-    """The same as a page, some 40 KB, with the curves."""
-    curves = [section for each in result.curves for section in _picture(each)]
-    title = f"{named(result.prediction.setup.workload.name)}: a plan"
-    return page_of(title, [*sections_of(result), *curves], file=to_toml(result.asked))
-
-
-def _picture(shown: ShownCurve) -> list[Section]:
-    """The curve, and a line up to it where the plan is."""
-    curve = shown.curve
-    top = max(int(curve.sizes[-1]), _POINTS)
-    scale, over = next((each for each in _ROWS if top >= _LEAST * each[0]), _ROWS[-1])
-
-    def percent(rows: float) -> float:
-        return 100 * curve.miss_ratio(max(1.0, scale * rows))
-
-    ends = np.linspace(0, top // scale, _POINTS + 1).astype(int).tolist()
-    steps = [Step(before + 1, end, percent((before + end) / 2)) for before, end in pairwise(ends)]
-    rows = round(min(max(shown.chosen_rows / scale, 1), ends[-1]))
-    plan = [Step(rows, rows, value) for value in (0.0, percent(rows))]
-    lines = [Line("missed", "c1", steps), Line("this plan", "mark", plan)]
-    title, notes = (
-        f"How often memory misses a row, by how many it has: {named(shown.name)}",
-        ["Each row counts once a batch."],
-    )
-    return figure(title, lines, unit="%", low=0, over=over, notes=notes)
+    return text_of(sections_of(result))

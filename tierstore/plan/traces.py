@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,81 +128,30 @@ def of_tables(accesses: Accesses, indexes: Sequence[int]) -> Accesses:
     return accesses._replace(keys=accesses.keys[chosen], starts=starts, all_lookups=lookups)
 
 
-class TableSummary(NamedTuple):
-    """Of one table, or of all; ``rows``: distinct ones that are used."""
-
-    name: str
-    accesses: int  # to the rows that are in the trace
-    all_accesses: int | None  # to all rows; None where the trace is a sample that does not say
-    rows: int
-    ids_a_sample: float
-    top_share: float  # of the accesses, by the hundredth of the used rows that is used most
-    used_once: int
-
-
-class TraceSummary(NamedTuple):
-    """Of a trace; ``sampling_rate``: of the rows that are in it, which the counts are of."""
-
-    total: TableSummary
-    tables: tuple[TableSummary, ...]
-    batches: int
-    samples: int
-    sampling_rate: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        tables = [each._asdict() for each in self.tables]
-        return self._asdict() | {"total": self.total._asdict(), "tables": tables}
-
-    def text(self) -> str:
-        """Lines for a terminal; the tables with the most accesses."""
-        total, rate = self.total, self.sampling_rate
-        counts = f"tables: {len(self.tables):,}, batches: {self.batches:,}, samples: {self.samples:,}"
-        lines = [f"{total.accesses:,} accesses of {total.rows:,} rows; {counts}"]
-        if rate < 1:
-            every = "" if total.all_accesses is None else f", and {total.all_accesses:,} accesses"
-            lines.append(f"a sample: {100 * rate:g} % of the rows; all have about {round(total.rows / rate):,}{every}")
-        rows = [["table", "accesses", "rows", "ids/sample", "top 1 %", "used once", "all accesses"]]
-        largest = sorted(self.tables, key=lambda table: table.accesses, reverse=True)
-        for each in [*largest[:_MAX_SHOWN], total]:
-            name, used_once = excerpt(each.name, _MAX_NAME - 3).replace("'", ""), each.used_once / max(1, each.rows)
-            shares = (f"{100 * each.top_share:.1f} %", f"{100 * used_once:.1f} %")
-            of_all = "" if each.all_accesses is None else f"{each.all_accesses:,}"
-            rows.append([name, f"{each.accesses:,}", f"{each.rows:,}", f"{each.ids_a_sample:,.4g}", *shares, of_all])
-        if rate == 1 or total.all_accesses is None:
-            rows = [row[:-1] for row in rows]
-        shown = columns_of(rows, is_last_text=False)
-        if len(largest) > _MAX_SHOWN:
-            shown.insert(-1, f"... and {len(largest) - _MAX_SHOWN} tables with fewer accesses")
-        explained = "top 1 %: share of the accesses by the 1 % of its used rows that are used most"
-        return "\n".join([*lines, "", *shown, explained])
-
-
-def describe(trace: Trace) -> TraceSummary:
-    """Count. Some 40 bytes of memory an access while it counts."""
-    accesses, counted = accesses_of(trace), trace.all_lookups
+def describe(trace: Trace) -> str:
+    """Lines for a terminal: what is in it, and how uneven; the tables with the most accesses. Some 40 bytes of memory
+    an access while it counts."""
+    accesses, counted, rate = accesses_of(trace), trace.all_lookups, trace.sampling_rate
     keys, uses = np.unique(accesses.keys, return_counts=True)
-    ends = np.searchsorted(keys, (np.arange(len(accesses.tables) + 1) << KEY_ROW_BITS)).tolist()
-
-    def summary(name: str, used: Int64s, of_all: int | None) -> TableSummary:
-        """``of_all``: accesses to all rows, where they are known apart."""
-        total = int(used.sum())
-        return TableSummary(
-            name=name,
-            accesses=total,
-            all_accesses=total if of_all is None and trace.sampling_rate == 1 else of_all,
-            rows=len(used),
-            ids_a_sample=total / max(1, trace.num_samples),
-            top_share=int(np.sort(used)[::-1][: -(-len(used) // _TOP_SHARE)].sum()) / max(1, total),
-            used_once=int(np.count_nonzero(used == 1)),
-        )
-
-    tables = tuple(
-        summary(name, uses[begin:end], None if counted is None else counted[index])
-        for index, (name, (begin, end)) in enumerate(zip(accesses.tables, pairwise(ends), strict=True))
-    )
-    total = summary("all", uses, None if counted is None else sum(counted))
-    return TraceSummary(total, tables, accesses.all_batches, trace.num_samples, trace.sampling_rate)
+    ends = np.searchsorted(keys, np.arange(len(accesses.tables) + 1) << KEY_ROW_BITS)
+    used_of = {name: uses[begin:end] for name, (begin, end) in zip(accesses.tables, pairwise(ends), strict=True)}
+    counts = f"tables: {len(used_of):,}, batches: {accesses.all_batches:,}, samples: {trace.num_samples:,}"
+    lines = [f"{len(accesses.keys):,} accesses of {len(keys):,} rows; {counts}"]
+    if rate < 1:
+        every = "" if counted is None else f", and {sum(counted):,} accesses"
+        lines.append(f"a sample: {100 * rate:g} % of the rows; all have about {round(len(keys) / rate):,}{every}")
+    largest = sorted(used_of.items(), key=lambda each: int(each[1].sum()), reverse=True)
+    rows = [["table", "accesses", "rows", "ids/sample", "top 1 %", "used once"]]
+    for name, used in [*largest[:_MAX_SHOWN], ("all", uses)]:
+        total, most = int(used.sum()), int(np.sort(used)[::-1][: -(-len(used) // _TOP_SHARE)].sum())
+        figures = f"{total:,}", f"{len(used):,}", f"{total / max(1, trace.num_samples):,.4g}"
+        shares = most / max(1, total), np.count_nonzero(used == 1) / max(1, len(used))
+        rows.append([excerpt(name, _MAX_NAME - 3).replace("'", ""), *figures, *(f"{100 * x:.1f} %" for x in shares)])
+    shown = columns_of(rows, is_last_text=False)
+    if len(largest) > _MAX_SHOWN:
+        shown.insert(-1, f"... and {len(largest) - _MAX_SHOWN} tables with fewer accesses")
+    explained = "top 1 %: share of the accesses by the 1 % of its used rows that are used most"
+    return "\n".join([*lines, "", *shown, explained])
 
 
 def scattered(numbers: Int64s, rows: int, seed: int) -> Int64s:

@@ -1,22 +1,26 @@
-"""A workload: the tables of a model, what a sample looks up, and what a DLRM's dense part computes."""
+"""A workload: the tables of a model, what a sample looks up, and what a DLRM's dense part computes; published ones by
+name, others from the ``[workload]`` of a file or from a run file of ``tierstore train``."""
 
+import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from ..ids.id_map import map_bytes
 from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..optim.configs import RULES, RuleName
-from ..settings.sections import Checked, option
+from ..settings.sections import Checked, ConfigError, load_sections, nearest, option, read_toml, toml_value
 from ..system.checks import excerpt, require_choice
+from ..system.sizes import format_size
 
 OptimizerName = Literal["none", RuleName]
 Figure = Literal["dense_flops", "pooling_factor", "exponent"]
-POOLING_FACTOR: Final = 1.0
-EXPONENT: Final = 1.05
 _UNKNOWN: Final = -1.0
+_MAX_SCALE: Final = 1e6
+_OF_RUNS: Final = {"data", "embedding", "model", "train"}  # sections of a run file, one of which it has
 MLPERF_LAYERS: Final[dict[str, Any]] = {
     "num_dense": 13,
     "bottom_mlp": (512, 256),
@@ -73,10 +77,8 @@ class TableShape(Checked):
     name: str
     num_embeddings: int = option(1, "rows", low=1, high=MAX_ROWS)
     embedding_dim: int = option(1, "columns", low=1, high=1 << 16)
-    pooling_factor: float = option(POOLING_FACTOR, "ids a sample, on average", low=0)
-    exponent: float = option(
-        EXPONENT, "of Zipf's law of the rows' popularity, where no trace says it; 0: uniform", low=0
-    )
+    pooling_factor: float = option(1.0, "ids a sample, on average", low=0)
+    exponent: float = option(1.05, "of Zipf's law of the rows' popularity, where no trace says it; 0: uniform", low=0)
     ids: Literal["fixed", "dynamic"] = option(
         "fixed", '"dynamic": any int64 is an id, and num_embeddings is how many have rows at a time'
     )
@@ -212,3 +214,196 @@ def assumptions(workload: Workload) -> list[str]:
         text = {"pooling_factor": "pooling factor: {:g} id a sample", "exponent": "skew: Zipf's law of exponent {:g}"}
         found.append(f"{text[figure].format(value)}, in {tables}")
     return found
+
+
+KAGGLE_ROWS: Final = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+"""Rows of the 26 tables of the Criteo-Kaggle set, as published with its DLRM baseline (facebookresearch/dlrm)."""
+_MLPERF_ROWS: Final = (
+    40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938, 155, 4, 976, 14,
+    40000000, 40000000, 40000000, 590152, 12973, 108, 36,
+)  # fmt: skip
+"""Of DLRM-DCNv2: ``--num_embeddings_per_feature`` of mlcommons/training, recommendation_v2/torchrec_dlrm."""
+_MLPERF_MULTI_HOT: Final = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+"""Ids a sample of each of these tables: ``--multi_hot_sizes`` of the same."""
+
+
+def _published(
+    name: str, rows: Sequence[int], ids: Sequence[int], dim: int, flops: int, batch: int, optimizer: OptimizerName
+) -> Workload:
+    tables = tuple(
+        TableShape(name=f"t{number}", num_embeddings=own, embedding_dim=dim, pooling_factor=pooling)
+        for number, (own, pooling) in enumerate(zip(rows, ids, strict=True))
+    )
+    skew = Assumed("exponent", tuple(table.name for table in tables))  # no publication says how popular rows are
+    return Workload(
+        name=name, tables=tables, batch_samples=batch, optimizer=optimizer, dense_flops=flops, assumed=(skew,)
+    )
+
+
+PRESETS: Final[Mapping[str, Workload]] = {
+    each.name: each
+    for each in (
+        # Tables and layers: models/configs of harvard-acc/DeepRecSys, the code of Gupta et al., "DeepRecSys: A System
+        # for Optimizing End-To-End At-scale Neural Recommendation Inference" (2020). They are looked up, not trained;
+        # the batch is the largest that RecSSD (Wilkening et al., 2021) measures them with.
+        _published("rmc1", [4_000_000] * 8, [80] * 8, 32, 200_832, 128, "none"),
+        _published("rmc2", [500_000] * 32, [120] * 32, 64, 639_104, 128, "none"),
+        _published("rmc3", [2_000_000] * 10, [20] * 10, 32, 6_406_656, 128, "none"),
+        # bench/dlrm_s_criteo_kaggle.sh of facebookresearch/dlrm.
+        _published("criteo-kaggle", KAGGLE_ROWS, [1] * 26, 16, 972_064, 128, "sgd"),
+        # The command lines in the README of mlcommons/training, recommendation_v2/torchrec_dlrm.
+        _published("mlperf-dlrm-v2", _MLPERF_ROWS, _MLPERF_MULTI_HOT, 128, 32_060_928, 65_536, "adagrad"),
+    )
+}
+"""Flops are of one sample, forward, 2 a b for a layer of a inputs and b outputs: of the layers that
+docs/planning/traces.md lists, and of the interaction's matrix products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSection(Checked):
+    """[workload]: the model in use: a preset, a file, or tables written here."""
+
+    preset: str = option("", "one of tierstore plan presets")
+    file: str = option("", "another file with a [workload], as tierstore plan presets NAME prints one, or a run file")
+    tables: tuple[TableSpec, ...] = option((), "tables, each as [[workload.tables]] with name, num_embeddings, ...")
+    name: str = option("", "what the report calls it")
+    scale: float = option(1.0, "of the rows of every table: 0.01 plans for a hundredth of them", low=0, high=_MAX_SCALE)
+    batch_samples: int = option(0, "samples of a training step, or of a query; 0: the workload's own", low=0)
+    optimizer: str = option("", 'of training: "sgd", "rowwise_adagrad", "adagrad", "adam"; "none": lookups only')
+    dtype: str = option("", 'of the rows: "float32", "float16", "bfloat16", "int8" or "int4"')
+    dense_flops: float = option(
+        0.0,
+        "of the model beside its tables, forward, a sample; 0: the workload's own, or as of MLPerf's DLRM-DCNv2 over "
+        "these tables; 1: tables alone",
+        low=0,
+        high=1e15,
+    )
+    dense_products: float = option(0.0, "of matrices, of the same, a batch; a run file has them", low=0, high=1e15)
+    dense_values: float = option(0.0, "that it reads and writes, a sample; likewise", low=0, high=1e15)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [key for key in ("preset", "file", "tables") if getattr(self, key)]
+        if len(given) > 1:
+            raise ConfigError(f"workload.{given[1]} = {excerpt(getattr(self, given[1]))}: {given[0]} is given too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    workload: WorkloadSection = WorkloadSection()
+
+
+def workload_of(section: WorkloadSection, name: str = "workload") -> Workload:
+    """ValueError: it names none, or one that there is not, or a value that cannot be."""
+    if not (section.preset or section.file or section.tables):
+        raise ConfigError(
+            f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
+        )
+    keys = ("name", "batch_samples", "optimizer", "dtype", *DenseWork._fields)
+    given = {key: getattr(section, key) for key in keys if getattr(section, key)}
+    try:
+        if section.tables:
+            found = specified(section.tables, **{"name": name, **given})
+        else:
+            found = preset(section.preset) if section.preset else load_workload(section.file)
+        found = scaled(found, section.scale)
+        if section.dense_flops:  # the layers are not those of the file then
+            assumed = tuple(each for each in found.assumed if each.figure != "dense_flops")
+            found = replace(found, dense_products=0.0, dense_values=0.0, assumed=assumed)
+        return replace(found, **given)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"workload: {error}") from None
+
+
+def preset(name: str) -> Workload:
+    """A published model, by its name in any case. ValueError says the nearest."""
+    found = PRESETS.get(name.lower())
+    if found is None:
+        raise ValueError(f"there is no preset {excerpt(name)}; {nearest(name.lower(), PRESETS)}")
+    return found
+
+
+def load_workload(source: str | os.PathLike[str]) -> Workload:
+    """A preset by its name; or that of a run file, or of a file with a ``[workload]``, by its path. ValueError: it is
+    neither, or the file has an unknown key or a value that cannot be; names the file, the key and what is accepted."""
+    text, path = os.fspath(source), Path(source)
+    if text.lower() in PRESETS:
+        return PRESETS[text.lower()]
+    if path.suffix != ".toml" and not path.exists():
+        known = nearest(text.lower(), PRESETS, all_are="presets are")
+        raise ValueError(f"{excerpt(text)} is neither a preset nor a workload file; {known}")
+    if _OF_RUNS & set(read_toml(path, "workload file")):
+        return _of_run(path)
+    section = load_sections(_File, path, what="workload file").workload
+    if section.file:
+        raise ConfigError(f"{path}: workload.file = {excerpt(section.file)}: give that file instead")
+    try:
+        return workload_of(section, path.stem)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def scaled(workload: Workload, factor: float) -> Workload:
+    """With ``factor`` times the rows, of each table one at least. ValueError: the factor is 0 or too large."""
+    if factor == 1:
+        return workload
+    if not 0 < factor < float("inf"):
+        raise ValueError(f"factor={factor}: expected a number above 0")
+    tables = tuple(
+        replace(
+            each, num_embeddings=max(1, round(each.num_embeddings * factor)), candidates=round(each.candidates * factor)
+        )
+        for each in workload.tables
+    )
+    return replace(workload, name=f"{workload.name} x {factor:g}", tables=tables)
+
+
+def _of_run(path: Path) -> Workload:
+    """What a run trains: its tables, batch and optimizer, and the work of its DLRM, as without towers."""
+    from ..train.config import load
+
+    run = load(path)
+    dim, columns = run.embedding.dim, run.data.sparse_columns
+    ids, counts = run.embedding.ids, run.embedding.ids == "dynamic" and run.embedding.admit_after > 1
+    layers: dict[str, Any] = {name: each for name, each in asdict(run.model).items() if not name.startswith("tower")}
+    return specified(
+        [
+            TableSpec(name=name, num_embeddings=size, embedding_dim=dim, ids=ids, candidates=counts * size)
+            for name, size in zip(columns, run.table_sizes, strict=True)
+        ],
+        name=path.stem,
+        batch_samples=run.train.batch_size,
+        optimizer=run.optimizer.sparse,
+        dtype=run.embedding.dtype,
+        **dlrm_work([dim] * len(columns), num_dense=len(run.data.dense_columns), **layers)._asdict(),
+    )
+
+
+def describe_workload(workload: Workload) -> str:
+    rows = sum(table.num_embeddings for table in workload.tables)
+    ids = sum(table.pooling_factor for table in workload.tables)
+    dim = max(table.embedding_dim for table in workload.tables)
+    return (
+        f"{workload.name}: {len(workload.tables)} tables, {rows:,} rows of {dim} columns, "
+        f"{format_size(workload.table_bytes)}, {ids:g} lookups a sample, {workload.dense_flops / 1e6:g} Mflop a sample"
+    )
+
+
+def workload_toml(workload: Workload) -> str:
+    """TOML: ``[workload]``, with ``[[workload.tables]]``; what is assumed is a comment."""
+    unknown = {(each.figure, table) for each in workload.assumed for table in each.tables or ("",)}
+
+    def line(each: Workload | TableShape, key: str, table: str = "") -> str:
+        text = f"{key} = {toml_value(getattr(each, key))}"
+        return f"# {text} # assumed" if (key, table) in unknown else text
+
+    lines = ["[workload]"]
+    lines += [line(workload, each.name) for each in fields(Workload) if each.name not in ("tables", "assumed")]
+    for table in workload.tables:
+        lines += ["", "[[workload.tables]]", *(line(table, each.name, table.name) for each in fields(TableShape))]
+    return "\n".join(lines) + "\n"

@@ -13,7 +13,6 @@ from ..system.terminal import columns_of
 BASE_STYLE: Final = Path(__file__).with_name("base.css").read_text(encoding="utf-8")
 """Of every page, the server's too: colours of the light and the dark theme, and fonts."""
 _COLUMNS: Final = 100
-_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 _WIDTH, _HEIGHT = 440, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 428, 10, 198  # of the plot in its picture
 _TICKS: Final = 5
@@ -47,12 +46,12 @@ class Line(NamedTuple):
     steps: Sequence[Step]
 
 
-def text_of(sections: Sequence[Section], *, colours: bool = False) -> str:
+def text_of(sections: Sequence[Section]) -> str:
     """Lines for a terminal: of each section the title, the table, the sentences."""
     lines: list[str] = []
     for each in sections:
         table = columns_of(each.table, is_last_text=each.is_text_last) if each.table else []
-        lines.append(f"{_BOLD}{each.title}{_PLAIN}" if colours else each.title)
+        lines.append(each.title)
         for line in (*table, *each.lines):
             words = line.lstrip()
             begin = 2 + len(line) - len(words)
@@ -63,20 +62,18 @@ def text_of(sections: Sequence[Section], *, colours: bool = False) -> str:
     return "\n".join(lines).rstrip()
 
 
-def page_of(title: str, sections: Sequence[Section], *, file: str = "") -> str:
-    """The page. ``file``: the text of the file that was asked, with all defaults, folded away at the end."""
+def page_of(title: str, sections: Sequence[Section]) -> str:
+    """The page."""
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    folded = f"<details><summary>The file, with all defaults</summary><pre>{html.escape(file)}</pre></details>"
     return template.substitute(
         title=html.escape(title),
         style=BASE_STYLE,
         sections="\n".join("\n".join(_parts(each)) for each in sections),
-        details=folded if file else "",
     )
 
 
 def _parts(section: Section) -> Iterator[str]:
-    kind = "plot" if section.picture and not section.table else section.title.partition(" ")[0].lower()
+    kind = "plot" if section.picture else section.title.partition(" ")[0].lower()
     yield f'<section class="panel {html.escape(kind)}">'
     if section.title:
         yield f"<h2>{html.escape(section.title)}</h2>"
@@ -114,7 +111,6 @@ def figure(
     low: float | None = None,
     over: str = "step",
     labels: Sequence[str] = (),
-    notes: Sequence[str] = (),
 ) -> list[Section]:
     """A section with a plot of lines and its key; none if no line has a step.
 
@@ -122,7 +118,6 @@ def figure(
         low: where the axis of values begins, by default near the least.
         over: what steps are.
         labels: of steps from 1 on, in place of their numbers.
-        notes: sentences below the plot.
     """
     every = [step for line in lines for step in line.steps]
     if not every:
@@ -169,7 +164,7 @@ def figure(
         for line in lines
     )
     picture = "\n".join(["<figure>", *parts, f"</svg><figcaption>{key}</figcaption></figure>"])
-    return [Section(title, notes, picture=picture)]
+    return [Section(title, picture=picture)]
 
 
 def _pointed_at(

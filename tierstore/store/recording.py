@@ -26,8 +26,7 @@ from ..system.processes import require_own
 from ..system.signals import Flag, shielded, turns
 from ..system.sizes import format_size, parse_size
 from ..trace import write_trace
-from ..trace.recorded import Recorded
-from ..trace.sampling import ALL, is_sampled, select
+from ..trace.recorded import ALL, Recorded, is_sampled, select
 
 _LOG: Final = logging.getLogger("tierstore")
 

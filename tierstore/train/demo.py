@@ -1,8 +1,13 @@
-"""The demonstration: tables that do not fit the memory budget, and the same training with all of them in memory."""
+"""The demonstration: tables that do not fit the memory budget, and the same training with all of them in memory.
+
+Its click data are of a known model, in Criteo's format, so the best AUC that anyone can reach on them is known. A
+category is a rank drawn from a bounded Zipf law, written as the hash of its column and rank. Categories and dense
+features have weights; a label is 1 with the logistic function of their sum as probability. No model can rank rows
+better than these probabilities do.
+"""
 
 import dataclasses
 import json
-import math
 import os
 import shlex
 import shutil
@@ -10,16 +15,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from ..dist.plan import MAX_RANKS
 from ..errors import TierstoreError
-from ..io.files import ROW_FILE_NAME
-from ..layout import WORD_BYTES, RowLayout
+from ..kernels.arrays import Bytes, Float64s, Int64s
+from ..kernels.hashing import mix64
+from ..kernels.jit import kernel
 from ..settings.sections import to_toml
-from ..store import open_store
 from ..system.checks import require_int
 from ..system.files import make_directory, names_in, write_text
 from ..system.processes import child_options
@@ -27,45 +34,134 @@ from ..system.sizes import format_size
 from ..system.terminal import columns_of
 from .build import table_configs, trace_run
 from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
-from .report import run_page, table_of
-from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
-from .terminal import command_name, python_name
-from .trainer import warm_up
+from .metrics import Evaluation, Predictions
+from .readers.categories import STEP
+from .summary import run_page, table_of
+from .trainer import command_name, warm_up
 
 DEFAULT_ROWS: Final = 250_000
 _TEST_SHARE: Final = 0.12
 _BUDGET_SHARE: Final = 0.10
-_HBM_SHARE: Final = 0.05
 _NOTES: Final = (
     "The process is mostly Python, torch and compiled kernels, the same in both runs.",
     "What misses when all is in memory are first touches of rows never seen before.",
-    "A store takes up to 1.4 times its rows, and 48 MiB or a tenth that LMDB reuses (docs/durability.md, disk space).",
 )
 _MARKER: Final = ".tierstore-demo"
 _PAGE_BYTES: Final = 4096
 _MIN_TABLE_ROWS: Final = 1000
 _RUN_FILE: Final = "demo.toml"
 _IN_MEMORY_SHARE: Final = 2.0  # of the bytes of the rows that training touches: enough for all of them, with the index
+CARDINALITIES: Final = (
+    *(400_000, 250_000, 150_000, 100_000, 60_000, 40_000, 25_000, 15_000, 10_000, 6_000, 4_000, 2_500, 1_500),
+    *(1_000, 600, 400, 250, 150, 100, 60, 40, 25, 12, 8, 5, 3),
+)
+"""Categories of each column."""
+_NUM_DENSE: Final = 13
+_CHUNK_ROWS: Final = 16_384
+_EXPONENT: Final = 1.1  # of the Zipf law: the chance of rank r falls as r to this power
+_CATEGORY_STD: Final = 0.4
+_DENSE_STD: Final = 0.15
+_RARE_POWER: Final = 0.05  # weights fall as the rank to this power: rare categories say a little less
+_BIAS: Final = -2.0
+_MISSING_SHARE: Final = 0.04  # in every second column
+_MISSING: Final = -1
+_MISSING_WORD: Final = "0" * 8
 
 
-def run_demo(
-    directory: str | Path,
-    *,
-    rows: int = DEFAULT_ROWS,
-    device: str = "cpu",
-    hbm: int | str | None = None,
-    ranks: int = 1,
-) -> bool:
+class SyntheticData(NamedTuple):
+    path: Path
+    train_rows: int
+    test_rows: int
+    best: Evaluation  # of the true probabilities, on the test rows
+
+
+class _Rows(NamedTuple):
+    labels: Bytes
+    dense: Int64s
+    hashes: NDArray[np.uint32]  # of the categories; 0 where missing
+    logits: Float64s
+
+
+def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: int = 0) -> SyntheticData:
+    """Write rows to ``path``; the same seed writes the same bytes. ValueError: unless both numbers are at least 1."""
+    if train_rows < 1 or test_rows < 1:
+        raise ValueError(f"train_rows={train_rows} and test_rows={test_rows} must be at least 1")
+    source = _Source(seed)
+    best = Predictions()
+    path = Path(path)
+    with path.open("w", encoding="ascii", newline="\n") as file:
+        for begin in range(0, train_rows + test_rows, _CHUNK_ROWS):
+            rows = source.draw(min(_CHUNK_ROWS, train_rows + test_rows - begin))
+            file.write(_text(rows))
+            num_train = min(max(train_rows - begin, 0), len(rows.labels))
+            if num_train < len(rows.labels):
+                best.add(torch.from_numpy(rows.labels[num_train:]), torch.from_numpy(rows.logits[num_train:]))
+    return SyntheticData(path, train_rows, test_rows, best.evaluate())
+
+
+class _Source:
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._dense_weights = self._random.normal(0, _DENSE_STD, _NUM_DENSE)
+        self._category_weights = [self._draw_weights(size) for size in CARDINALITIES]
+
+    def _draw_weights(self, size: int) -> Float64s:
+        """One weight a category; their mean over draws is 0, so that every seed gives about the same click rate."""
+        weights = self._random.normal(0, _CATEGORY_STD, size) * np.arange(1, size + 1) ** -_RARE_POWER
+        chances = np.diff(np.arange(1, size + 2) ** (1 - _EXPONENT)) / ((size + 1) ** (1 - _EXPONENT) - 1)
+        centred: Float64s = weights - weights @ chances
+        return centred
+
+    def draw(self, count: int) -> _Rows:
+        random = self._random
+        size = random.normal(1, 1.5, (count, _NUM_DENSE))
+        logits = _BIAS + (size - 1) @ self._dense_weights
+        dense = np.floor(np.exp(size)).astype(np.int64)
+        ranks = np.empty((count, len(CARDINALITIES)), np.int64)
+        for column, weights in enumerate(self._category_weights):
+            drawn = _zipf(random.random(count), len(weights))
+            if column % 2:
+                drawn[random.random(count) < _MISSING_SHARE] = _MISSING
+            logits += np.where(drawn == _MISSING, 0.0, weights[drawn])
+            ranks[:, column] = drawn
+        labels = (random.random(count) < 1 / (1 + np.exp(-logits))).astype(np.uint8)
+        hashes = np.zeros(ranks.shape, np.uint32)
+        _hash(ranks, hashes)
+        return _Rows(labels, dense, hashes, logits)
+
+
+def _zipf(uniform: Float64s, size: int) -> Int64s:
+    """Ranks from 0 to size - 1: the inverse of a power law's distribution function over [1, size + 1)."""
+    power = 1 - _EXPONENT
+    position = (((size + 1) ** power - 1) * uniform + 1) ** (1 / power)
+    ranks: Int64s = np.minimum(position.astype(np.int64), size) - 1
+    return ranks
+
+
+def _text(rows: _Rows) -> str:
+    words = rows.hashes.astype(">u4").tobytes().hex("\t", 4)
+    width = len(words) // len(rows.hashes) + 1
+    lines = []
+    for row, numbers in enumerate(np.column_stack([rows.labels, rows.dense]).tolist()):
+        categories = words[row * width : (row + 1) * width - 1].replace(_MISSING_WORD, "")
+        lines.append("\t".join([*map(str, numbers), categories]))
+    return "\n".join([*lines, ""])
+
+
+@kernel
+def _hash(ranks: Int64s, hashes: NDArray[np.uint32]) -> None:
+    """The upper half of the hash of each rank and its column, [n, 26]; 0, which none of them has, where missing."""
+    for column in range(ranks.shape[1]):
+        for row in range(ranks.shape[0]):
+            if ranks[row, column] >= 0:
+                hashes[row, column] = mix64(np.uint64(ranks[row, column]) + np.uint64(column) * STEP) >> np.uint64(32)
+
+
+def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS, ranks: int = 1) -> bool:
     """Run the demonstration in ``directory``, which is emptied first. Returns whether both trainings are bit-identical.
-    ``hbm``: GPU memory for rows, by default a twentieth of them on a GPU; ``ranks``: processes of torchrun that divide
-    tables and memory. ValueError: the directory holds something else, rows or ranks are too few, or a store refuses
-    device or size. TierstoreError: a training failed."""
+    ``ranks``: processes of torchrun that divide tables and memory. ValueError: the directory holds something else, rows
+    or ranks are too few. TierstoreError: a training failed."""
     require_int(ranks, "ranks", 1, MAX_RANKS)
-    if ranks > 1 and (device != "cpu" or hbm is not None):
-        raise ValueError(f"ranks={ranks}: several train on the CPU for now; leave device and hbm away")
-    default_hbm = 0.0 if device == "cpu" else _HBM_SHARE  # of the bytes of the rows that training touches
-    if device != "cpu" or hbm is not None:  # what a store would refuse is reported before anything is made
-        open_store(cold="memory", device=device, hbm=math.ceil(default_hbm) if hbm is None else hbm).close()
     folder = Path(directory).absolute()
     _empty(folder)
     started = time.perf_counter()
@@ -82,19 +178,27 @@ def run_demo(
         train=TrainSection(batch_size=256, commit_every=500),
     )
     layout = table_configs(config)[0].layout(_PAGE_BYTES)
-    row_bytes = layout.row_bytes
     # Rows of the tables that the training rows' categories fall on; several categories may share one.
     touched = sum(len(np.unique(table.ids)) for table in trace_run(config).tables.values())
-    ddr, own_hbm = int(_BUDGET_SHARE * touched * row_bytes / ranks), math.ceil(default_hbm * touched * row_bytes)
-    store = StoreSection(path=str(folder / "tiered"), ddr=ddr, hbm=own_hbm if hbm is None else hbm, device=device)
+    touched_bytes = touched * layout.row_bytes
+    store = StoreSection(path=str(folder / "tiered"), ddr=int(_BUDGET_SHARE * touched_bytes / ranks))
     config = dataclasses.replace(config, store=store)
     (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
-    _explain(data, config, touched, layout, ranks, time.perf_counter() - started)
+    num_rows = sum(config.table_sizes)
+    print(
+        f"Generated {data.path} in {time.perf_counter() - started:.0f} s: {data.train_rows:,} rows to train on, "
+        f"{data.test_rows:,} to test.\n"
+        f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
+        f"{len(config.table_sizes)} tables, {num_rows:,} rows of {layout.row_bytes} bytes, "
+        f"{format_size(num_rows * layout.row_bytes)}. "
+        f"Training touches {touched:,} of the rows, {format_size(touched_bytes)}.\n"
+        f"The memory budget is a tenth of that: {format_size(ranks * int(store.ddr))}"
+        f"{f', divided among {ranks} ranks' if ranks > 1 else ''}."
+    )
     warm_up(config)  # a process that compiles keeps what its compiler took: let it be this one, which is not measured
-    run_file, enough = str(folder / _RUN_FILE), str(int(_IN_MEMORY_SHARE * touched * row_bytes))
-    flags = ["--ddr", enough, *(["--hbm", enough] if config.store.has_hbm else [])]
+    run_file, enough = str(folder / _RUN_FILE), str(int(_IN_MEMORY_SHARE * touched_bytes))
     tiered = _train(folder, "tiered", [run_file], ranks)
-    in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *flags], ranks)
+    in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), "--ddr", enough], ranks)
     runs = {"budget of 10 %": tiered, "all in memory": in_memory}
     equal: bool = tiered["bits"] == in_memory["bits"]
     notes = ["The two trainings ended in DIFFERENT bits. That is a bug in tierstore: please report it.", *_NOTES]
@@ -104,12 +208,7 @@ def run_demo(
             f"AUC {tiered['test']['auc']:.4f}, where the true probabilities reach {data.best.auc:.4f}: "
             "what is missing is mostly categories seen too seldom to learn.",
         ]
-    on_disk = ["store's rows on disk"]
-    for run in runs.values():
-        stores = [each["store"] for each in run["ranks"]] or [run["store"]]
-        blocks = sum((Path(store) / ROW_FILE_NAME).stat().st_blocks for store in stores)
-        on_disk.append(format_size(512 * blocks))
-    print("", *columns_of([*table_of(runs), on_disk], is_last_text=False), "", *notes, sep="\n")
+    print("", *columns_of(table_of(runs), is_last_text=False), "", *notes, sep="\n")
     page = folder / "demo.html"
     title = "tierstore: the same training, with a tenth of the memory and with all of it"
     write_text(page, run_page(title, runs, notes=notes), force=True)
@@ -126,24 +225,6 @@ def _empty(folder: Path) -> None:
         shutil.rmtree(folder)
     make_directory(folder)
     (folder / _MARKER).touch()
-
-
-def _explain(
-    data: SyntheticData, config: RunConfig, touched: int, layout: RowLayout, ranks: int, seconds: float
-) -> None:
-    num_rows, row_bytes, hbm = sum(config.table_sizes), layout.row_bytes, config.store.hbm
-    shown = format_size(hbm) if isinstance(hbm, int) else hbm
-    print(
-        f"Generated {data.path} in {seconds:.0f} s: {data.train_rows:,} rows to train on, {data.test_rows:,} to test.\n"
-        f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
-        f"{len(config.table_sizes)} tables, {num_rows:,} rows of {row_bytes} bytes, "
-        f"{format_size(num_rows * row_bytes)}. "
-        f"Training touches {touched:,} of the rows, {format_size(touched * row_bytes)}.\n"
-        f"In memory an index comes on top. On SSD a row takes {layout.stored_row_words * WORD_BYTES} bytes.\n"
-        f"The memory budget is a tenth of what it touches: {format_size(ranks * int(config.store.ddr))}"
-        f"{f', divided among {ranks} ranks' if ranks > 1 else ''}"
-        f"{f', and {shown} of HBM on {config.store.device}' if config.store.has_hbm else ''}."
-    )
 
 
 def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[str, Any]:
@@ -165,7 +246,7 @@ def _next_steps(folder: Path, page: Path, ranks: int) -> str:
     tiered, lfu = shlex.quote(str(folder / "tiered")), shlex.quote(str(folder / "lfu"))
     return f"""
 Loss, hit rate, reads and writes of both, as plots in one file that needs no network:
-  {python_name()} -m webbrowser {shlex.quote(page.absolute().as_uri())}
+  {page.absolute().as_uri()}
 
 What to try next:
   {command} inspect {tiered}

@@ -1,9 +1,12 @@
-"""What a run did and ended in, for people and as JSON."""
+"""What a run did and ended in: its history in bounded memory, and its figures, for people, as JSON and as a page."""
 
 import hashlib
+import itertools
 import json
 import math
-import resource
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,14 +16,98 @@ import torch
 from torch import Tensor
 
 from ..pool.stats import Stats
+from ..report import Line, Section, Step, figure, page_of
 from ..system.files import write_text
 from ..system.sizes import format_count, format_size
 from .build import Run
-from .history import Point
 from .metrics import Evaluation
 
 _DIGEST_ROWS: Final = 65_536
 _BITS: Final = "bits (SHA-256)"
+RANGES_MAX: Final = 200  # ranges of steps that a history tells apart; even, so that all of them merge in pairs
+_LOSS_STEPS: Final = 100
+_OF_EACH_RANK: Final = ("hbm_hits", "hbm_unique", "ddr_hits", "ddr_unique", "bytes_read", "bytes_written")
+
+
+class Point(NamedTuple):
+    """Running totals after a step, since this process began to train. Neighbours differ by what the steps between
+    them did."""
+
+    step: int  # steps since the run was begun, those of earlier processes included
+    samples: int
+    seconds: float  # on a GPU the last steps may still be in flight
+    loss_sum: float  # of the steps' mean losses
+    hbm_hits: int
+    hbm_unique: int  # rows asked for, as ``TierStats.unique``
+    ddr_hits: int
+    ddr_unique: int
+    bytes_read: int  # from SSD, rows fetched ahead included
+    bytes_written: int  # to SSD, rows written back and committed
+
+
+class History:
+    """Totals after every step of the first 200; then of every second step, every fourth, as they come to be too
+    many. It never waits for a device before it is asked. ``step``: of the run, where this process continues it."""
+
+    def __init__(self, tiers: Callable[[], Stats], *, step: int = 0) -> None:
+        self.tiers = tiers
+        self.samples = 0
+        self._step = step
+        self._width = 1
+        self._started = time.perf_counter()
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
+        self._before = _totals(tiers())
+        self._marks = [self._mark()]
+        """Points, and their sums of losses, which a device may still compute."""
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss of the last 100 steps, which it waits for; None before the first."""
+        if not self._losses:
+            return None
+        losses: list[float] = torch.stack(list(self._losses)).tolist()
+        return sum(losses) / len(losses)
+
+    def step(self, samples: int, loss: Tensor) -> None:
+        """Count a step; its mean loss, a scalar, is left where it is."""
+        self._step += 1
+        self.samples += samples
+        self._losses.append(loss)
+        self._loss_sum = self._loss_sum + loss
+        if self._step - self._marks[-1][0].step == self._width:
+            self._marks.append(self._mark())
+            if len(self._marks) > RANGES_MAX:
+                del self._marks[1::2]
+                self._width *= 2
+
+    def close(self) -> None:
+        """End it: what was done since the last step, as its commit, counts to the last range."""
+        if self._marks[-1][0].step == self._step:
+            self._marks.pop()
+        self._marks.append(self._mark())
+
+    def points(self) -> list[Point]:
+        """From before the first step to the last that was counted, at most 201."""
+        return [point._replace(loss_sum=float(loss_sum)) for point, loss_sum in self._marks]
+
+    def _mark(self) -> tuple[Point, Tensor]:
+        totals = (now - before for now, before in zip(_totals(self.tiers()), self._before, strict=True))
+        return Point(self._step, self.samples, time.perf_counter() - self._started, 0.0, *totals), self._loss_sum
+
+
+def _totals(stats: Stats) -> list[int]:
+    """In the order of ``_OF_EACH_RANK``."""
+    rows = (count for tier in (stats.hbm, stats.ddr) for count in (tier.hits, tier.unique))
+    return [*rows, stats.ssd.bytes_read, stats.ssd.bytes_written]
+
+
+def together(ranks: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
+    """The history of ranks that trained the same steps together: tiers of all, time of the first."""
+    return tuple(
+        each[0]._replace(**{name: sum(getattr(point, name) for point in each) for name in _OF_EACH_RANK})
+        for each in zip(*ranks, strict=True)
+    )
 
 
 class RankSummary(NamedTuple):
@@ -30,7 +117,6 @@ class RankSummary(NamedTuple):
     tiers: Stats
     start_bytes: int
     end_bytes: int
-    peak_rss_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +140,6 @@ class Summary:
     """The process's own memory after its first step: Python, torch, compiled kernels, the rows of a few batches."""
     end_bytes: int
     """The process's own memory when training ended, without mapped pages of files, which the system takes back."""
-    peak_rss_bytes: int  # the most memory that the process had, mapped pages included
     bits: str | None  # digest of all rows of all tables and the dense weights: equal digests, equal bits
     recorded: str | None = None  # what the run recorded of its lookups, and where
     ranks: tuple[RankSummary, ...] = ()  # of each rank, in order; none of one process
@@ -112,6 +197,54 @@ def figures_of(run: dict[str, Any]) -> dict[str, str]:
     return {label: text for label, text in (figures | {_BITS: (run["bits"] or "")[:16]}).items() if text}
 
 
+class _Rate(NamedTuple):
+    """A plot of one running total of a history by another."""
+
+    title: str
+    unit: str
+    total: str
+    by: str
+    times: float
+    low: float | None = 0
+
+
+_RATES: Final = (
+    _Rate("Loss, mean of the steps", "log loss", "loss_sum", "step", 1, None),
+    _Rate("Hit rate of the HBM tier", "%", "hbm_hits", "hbm_unique", 100),
+    _Rate("Hit rate of the DDR tier", "%", "ddr_hits", "ddr_unique", 100),
+    _Rate("Read from SSD: rows not in memory, fetched ahead", "KiB a step", "bytes_read", "step", 2**-10),
+    _Rate("Written to SSD: rows evicted, and commits", "KiB a step", "bytes_written", "step", 2**-10),
+)
+
+
+def table_of(runs: Mapping[str, dict[str, Any]]) -> list[list[str]]:
+    """The runs' figures side by side, below their names."""
+    figures = [figures_of(run) for run in runs.values()]
+    labels = dict.fromkeys(label for each in figures for label in each)
+    return [["", *runs], *([label, *(each.get(label, "") for each in figures)] for label in labels)]
+
+
+def run_page(title: str, runs: Mapping[str, dict[str, Any]], *, notes: Sequence[str] = ()) -> str:
+    """The page, some 100 KB, of one or two runs by their names; ``notes`` stand below the title."""
+    described = [
+        f"{name}: {run['step'] - run['history'][0]['step']:,} steps, to step {run['step']:,}, model on {run['device']}"
+        f"{', interrupted' if run['interrupted'] else ''}."
+        for name, run in runs.items()
+    ]
+    plots: list[Section] = []
+    for rate in _RATES:
+        lines = []
+        for tone, (name, run) in zip(("c1", "c2"), runs.items(), strict=False):
+            steps = []
+            for a, b in itertools.pairwise(run["history"]):
+                by = b[rate.by] - a[rate.by]
+                if by and None not in (a[rate.total], b[rate.total]):
+                    steps.append(Step(a["step"] + 1, b["step"], rate.times * (b[rate.total] - a[rate.total]) / by))
+            lines.append(Line(name, tone, steps))
+        plots += figure(rate.title, lines, unit=rate.unit, low=rate.low)
+    return page_of(title, [Section("Answer", [*notes, *described]), *plots, Section("Figures", table=table_of(runs))])
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -149,8 +282,3 @@ def own_bytes() -> int:
     """Memory of this process now, without mapped pages of files."""
     memory = psutil.Process().memory_info()
     return int(memory.rss - memory.shared)
-
-
-def peak_rss_bytes() -> int:
-    """The most memory this process has had, mapped pages counted."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

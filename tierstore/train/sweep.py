@@ -1,5 +1,5 @@
-"""Runs of the trainer over swept keys and seeds, each a folder with a run file of its own that resumes; and how sharp
-the minimum is that a run ended in."""
+"""Runs of the trainer over swept keys and seeds, each a folder with a run file of its own that resumes, and means over
+seeds; and how sharp the minimum is that a run ended in."""
 
 import itertools
 import json
@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -15,34 +16,32 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ..errors import TierstoreError
 from ..models import Towers, box_sharpness, hessian_eigenvalues
 from ..nn.collection import TieredEmbeddingBagCollection
+from ..report import Line, Section, Step, figure, page_of
 from ..settings.sections import ConfigError, Override, to_dict, to_toml
 from ..store import open_store
 from ..system.checks import excerpt
 from ..system.files import make_directory, write_text
 from ..system.processes import child_options
 from ..system.signals import handlers_restored
+from ..system.terminal import columns_of
 from .build import build_model, open_data
 from .checkpoint import load_model, saved_config
 from .config import RunConfig, load, parse_override
 
-RateRule = Literal["none", "linear", "sqrt"]
-"""How learning rates follow the batch: not, by its size (Goyal et al. 2017), by its root (Krizhevsky 2014)."""
 SEED: Final = "train.seed"
 MAX_RUNS: Final = 10_000
 _MAX_NAME: Final = 120
 _RUN_FILE: Final = "run.toml"
 _RESULT: Final = "result.json"
 _LOG: Final = "log.txt"
-_SHARPNESS: Final = "sharpness.json"
 _POLL_SECONDS: Final = 0.05
 _BATCH: Final = 2048  # samples, of which sharpness is the mean
 _TRAIN: Final = "from tierstore.system.signals import end_with; end_with({}); import tierstore.__main__"
@@ -65,20 +64,10 @@ class SweepRun(NamedTuple):
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What ``tierstore train --json`` wrote, and ``sharpness``, as measured; None before the run has ended."""
-        found = _read(self.folder / _RESULT)
-        if not found or found["interrupted"]:
-            return None
-        sharpness = _read(self.folder / _SHARPNESS)
-        return found | {"sharpness": sharpness if sharpness.get("commit_id") == found.get("commit_id") else {}}
-
-    def lacks_sharpness(self, rows: int) -> bool:
-        """Whether it has ended and was not measured on ``rows``; no run lacks it of 0."""
-        return rows > 0 and (found := self.result) is not None and found["sharpness"].get("asked_rows") != rows
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        """What ``tierstore train --json`` wrote; None before the run has ended."""
+        path = self.folder / _RESULT
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"interrupted": True}
+        return None if found["interrupted"] else found
 
 
 def axis_of(text: str) -> Axis:
@@ -102,25 +91,10 @@ def seed_axis(first: int, count: int) -> Axis:
     return axis_of(f"{SEED}={','.join(map(str, range(first, first + count)))}")
 
 
-def runs_of(
-    run_file: str | Path,
-    folder: str | Path,
-    axes: Sequence[Axis],
-    *,
-    rate_rule: RateRule = "none",
-    warmup_samples: int = 0,
-) -> list[SweepRun]:
-    """Every combination of the axes' choices, the last axis the fastest.
-
-    Args:
-        folder: of the sweep; a run's own folder in it is named by what is swept.
-        rate_rule: both learning rates are those that the keys say times the batch over the run file's batch, or times
-            the root of that.
-        warmup_samples: steps of so many samples, of whichever batch, are warm-up; 0: as the keys say.
-
-    Raises:
-        ConfigError: an axis is there twice, a key or a value is not valid, or there are more than ``MAX_RUNS``.
-    """
+def runs_of(run_file: str | Path, folder: str | Path, axes: Sequence[Axis]) -> list[SweepRun]:
+    """Every combination of the axes' choices, the last axis the fastest. A run's own folder in ``folder`` is named by
+    what is swept. ConfigError: an axis is there twice, a key or a value is not valid, or there are more than
+    ``MAX_RUNS``."""
     names = [axis.name for axis in axes]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -129,7 +103,6 @@ def runs_of(
     count = math.prod(len(axis.choices) for axis in axes)
     if count > MAX_RUNS:
         raise ConfigError(f"these are {count:,} runs; a sweep has at most {MAX_RUNS:,}")
-    base = load(run_file).train.batch_size
     runs = []
     for choices in itertools.product(*(axis.choices for axis in axes)):
         labels = {name: label for name, (label, _) in zip(names, choices, strict=True)}
@@ -141,23 +114,11 @@ def runs_of(
             config = load(run_file, [override for _, override in choices])
         except ConfigError as error:
             raise ConfigError(f"{own.name}: {error}") from None
-        runs.append(SweepRun(own, labels, _adapted(config, base, own, rate_rule, warmup_samples)))
+        paths = {name: os.path.abspath(path) for name in ("path", "test_path") if (path := getattr(config.data, name))}
+        record = config.store.record and os.path.abspath(config.store.record)
+        store = replace(config.store, path=str(own / "store"), record=record)
+        runs.append(SweepRun(own, labels, replace(config, store=store, data=replace(config.data, **paths))))
     return runs
-
-
-def _adapted(config: RunConfig, base: int, folder: Path, rule: RateRule, warmup_samples: int) -> RunConfig:
-    times = config.train.batch_size / base
-    factor = {"none": 1.0, "linear": times, "sqrt": times**0.5}[rule]
-    optimizer = replace(
-        config.optimizer,
-        sparse_lr=config.optimizer.sparse_lr * factor,
-        dense_lr=config.optimizer.dense_lr * factor,
-        warmup_steps=math.ceil(warmup_samples / config.train.batch_size) or config.optimizer.warmup_steps,
-    )
-    paths = {name: os.path.abspath(path) for name in ("path", "test_path") if (path := getattr(config.data, name))}
-    record = config.store.record and os.path.abspath(config.store.record)
-    store = replace(config.store, path=str(folder / "store"), record=record)
-    return replace(config, store=store, data=replace(config.data, **paths), optimizer=optimizer)
 
 
 def prepare(runs: Sequence[SweepRun]) -> None:
@@ -209,7 +170,6 @@ def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, told: Callable[[SweepRun
 
 def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
     """In a session of its own: Ctrl-C reaches it by ``run_all`` alone, once. It ends with this process, however."""
-    (run.folder / _SHARPNESS).unlink(missing_ok=True)
     arguments = ["train", str(run.folder / _RUN_FILE), "--resume", "--json", str(run.folder / _RESULT)]
     share = _SHARE.fullmatch(str(run.config.store.ddr))
     if share is not None:
@@ -223,24 +183,122 @@ def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
         )  # fmt: skip
 
 
-def measure_sharpness(run: SweepRun, rows: int) -> str:
-    """Keep ``sharpness_of`` a run that has ended in its folder; why there is none, or ""."""
-    try:
-        found = sharpness_of(run.config.store.path, rows=rows)
-    except (TierstoreError, ValueError, OSError, RuntimeError) as error:  # RuntimeError: torch has too little memory
-        return f"no sharpness: {error}"
-    own = run.result or {}
-    if (found.version, found.commit_id) != (own.get("version"), own.get("commit_id", found.commit_id)):
-        return f"no sharpness: its store was trained further; delete {run.folder / _RESULT} to take it as it is now"
-    values = {key: None if value != value else value for key, value in found._asdict().items()}  # NaN
-    write_text(run.folder / _SHARPNESS, json.dumps({"asked_rows": rows, **values}, indent=2) + "\n", force=True)
-    return ""
-
-
 def failure_of(run: SweepRun) -> str:
     """The last line that the run wrote, and where the others are."""
     lines = (run.folder / _LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     return f"{next((line for line in reversed(lines) if line.strip()), 'it said nothing')} ({run.folder / _LOG})"
+
+
+class Measure(NamedTuple):
+    """A figure of a run's result; ``of`` gives None where it has none."""
+
+    name: str
+    unit: str
+    form: str
+    of: Callable[[dict[str, Any]], float | None]
+
+
+MEASURES: Final = (
+    Measure("AUC", "AUC", ".4f", lambda result: (result["test"] or {}).get("auc")),
+    Measure("log loss", "log loss", ".4f", lambda result: (result["test"] or {}).get("log_loss")),
+    Measure("training loss", "log loss", ".4f", lambda result: result["loss"]),
+    Measure("steps", "steps", ",.0f", lambda result: result["step"]),
+    Measure("seconds", "s", ",.1f", lambda result: result["seconds"]),
+    Measure("samples/s", "samples/s", ",.0f", lambda result: result["samples_per_second"]),
+)
+_TONES: Final = ("c1", "c2", "c3", "c4", "c5", "c6")
+_NOT_PLOTTED: Final = ("training loss", "steps", "seconds")
+
+
+class Spread(NamedTuple):
+    """A measure of runs that differ in their seeds alone; ``deviation``: standard, 0 of one run."""
+
+    mean: float
+    deviation: float
+    low: float
+    high: float
+
+
+class Group(NamedTuple):
+    """Runs that differ in nothing but their seeds: what is swept, how many have ended, each measure that they have."""
+
+    labels: dict[str, str]
+    ended: int
+    measured: dict[str, Spread]
+
+
+def groups_of(runs: Sequence[SweepRun]) -> list[Group]:
+    """In the runs' order."""
+    found: dict[tuple[tuple[str, str], ...], list[dict[str, Any] | None]] = {}
+    for run in runs:
+        key = tuple((name, label) for name, label in run.labels.items() if name != SEED)
+        found.setdefault(key, []).append(run.result)
+    groups = []
+    for key, results in found.items():
+        ended, measured = [result for result in results if result is not None], {}
+        for each in MEASURES:
+            if values := [value for value in map(each.of, ended) if value is not None]:
+                deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+                measured[each.name] = Spread(statistics.fmean(values), deviation, min(values), max(values))
+        groups.append(Group(dict(key), len(ended), measured))
+    return groups
+
+
+def _compared(groups: Sequence[Group]) -> tuple[list[Measure], list[list[str]]]:
+    """The measures that some group has; and below a head of each group its labels, runs and means, with deviations."""
+    measures = [each for each in MEASURES if any(each.name in group.measured for group in groups)]
+    rows = [[*groups[0].labels, "runs", *(measure.name for measure in measures)]]
+    for group in groups:
+        rows.append([*group.labels.values(), str(group.ended)])
+        for measure in measures:
+            found = group.measured.get(measure.name)
+            spread = f" ± {found.deviation:{measure.form}}" if found and found.deviation else ""
+            rows[-1].append(f"{found.mean:{measure.form}}{spread}" if found else "")
+    return measures, rows
+
+
+def sweep_table(runs: Sequence[SweepRun]) -> str:
+    """For a terminal: a line for each combination of what is swept, means over seeds with standard deviations."""
+    return "\n".join(columns_of(_compared(groups_of(runs))[1], is_last_text=False))
+
+
+def rows_of(runs: Sequence[SweepRun]) -> list[dict[str, Any]]:
+    """JSON-able, of each run that has ended: what is swept, its folder, its measures."""
+    return [
+        {**run.labels, "folder": run.folder.name, **{measure.name: measure.of(result) for measure in MEASURES}}
+        for run in runs
+        if (result := run.result) is not None
+    ]
+
+
+def sweep_page(title: str, runs: Sequence[SweepRun]) -> str:
+    """The page: plots over the first swept key, a line for each combination of the others, with a band from the least
+    to the most of any seed; and the table."""
+    groups = groups_of(runs)
+    measures, table = _compared(groups)
+    ended = sum(group.ended for group in groups)
+    notes = [f"{ended:,} of {len(runs):,} runs have ended. Figures are means over seeds, ± their standard deviation."]
+    over = next(iter(groups[0].labels), "")
+    places = list(dict.fromkeys(next(iter(each.labels.values()), "") for each in groups))
+    plots: list[Section] = []
+    for measure in measures:
+        steps: dict[str, list[Step]] = {}
+        for group in () if measure.name in _NOT_PLOTTED else groups:
+            if (found := group.measured.get(measure.name)) is not None:
+                first, *others = group.labels.values() or ("",)
+                place = 1 + places.index(first)
+                steps.setdefault(", ".join(others), []).append(Step(place, place, found.mean, (found.low, found.high)))
+        lines = [
+            Line(name, tone, own) for tone, (name, own) in zip(itertools.cycle(_TONES), steps.items(), strict=False)
+        ]
+        plots += figure(measure.name, lines, unit=measure.unit, over=over, labels=places)
+    return page_of(title, [Section("Answer", notes), *plots, Section("Figures", table=table)])
+
+
+def write(folder: Path, title: str, runs: Sequence[SweepRun]) -> None:
+    """What has ended, for notebooks and eyes: ``sweep.json`` and ``sweep.html``."""
+    write_text(folder / "sweep.json", json.dumps(rows_of(runs), indent=2) + "\n", force=True)
+    write_text(folder / "sweep.html", sweep_page(title, runs), force=True)
 
 
 class Sharpness(NamedTuple):
@@ -253,7 +311,6 @@ class Sharpness(NamedTuple):
     whole_5e4_percent: float
     subspace_1e3_percent: float
     largest_eigenvalue: float
-    commit_id: str = ""
 
 
 def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
@@ -283,8 +340,8 @@ def sharpness_of(folder: str | Path, *, rows: int = 8192) -> Sharpness:
             yield binary_cross_entropy_with_logits(logits, labels, reduction="sum") / stop
 
     if not math.isfinite(sum(float(loss.detach()) for loss in losses())):
-        return Sharpness._make([version, stop, *[math.nan] * 4, store.commit_id(version)])
+        return Sharpness._make([version, stop, *[math.nan] * 4])
     weights, boxes = list(model.dense_parameters().values()), ((1e-3, None), (5e-4, None), (1e-3, 100))
     percents = [box_sharpness(losses, weights, epsilon=epsilon, dims=dims) for epsilon, dims in boxes]
     largest = hessian_eigenvalues(losses, weights, iterations=50, tolerance=1e-3).largest
-    return Sharpness._make([version, stop, *percents, largest, store.commit_id(version)])
+    return Sharpness._make([version, stop, *percents, largest])

@@ -1,18 +1,28 @@
-"""The training run: read, look up, step, commit, evaluate."""
+"""The training run: read, look up, step, commit, evaluate; its progress bar, Ctrl-C as a request to stop, and the
+command that starts it again."""
 
 import contextlib
 import itertools
 import math
+import os
+import shlex
+import shutil
+import signal
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from types import FrameType
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from tqdm import tqdm
 
 from ..dist import own_tensors
 from ..errors import TierstoreError
@@ -23,15 +33,16 @@ from ..pool.stats import total
 from ..store.commits import PendingCommit
 from ..store.directory import kept_if_committed
 from ..store.recording import require_recordable
+from ..system.processes import launched_rank
+from ..system.signals import handlers_restored
+from ..system.sizes import format_size
 from .build import Run, build_run, open_data, open_run_store, open_test_data
 from .checkpoint import Position, commit_run, require_alike, require_resumable, require_same_files, restore_run
 from .config import OptimizerSection, RunConfig
-from .history import History, together
 from .metrics import Evaluation, Predictions
 from .processes import Processes, joined
 from .readers import Batch, DataError, FeatureHasher, Reader
-from .summary import RankSummary, Summary, digest_bits, own_bytes, peak_rss_bytes
-from .terminal import Progress, StopRequest
+from .summary import History, RankSummary, Summary, digest_bits, own_bytes, together
 
 _STEPS: Final = 4
 _MAX_BATCH: Final = 64
@@ -41,6 +52,8 @@ _CACHED_ROWS: Final = 256  # of float32 with two values of optimizer state for e
 _HBM_ROWS: Final = 768
 """At as many bytes a row: space for a batch, not for those of all steps, also if a row needs half as many bytes."""
 _warm: set[object] = set()
+_REFRESH_SECONDS: Final = 0.5
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Summary:
@@ -87,7 +100,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         with recorder or contextlib.nullcontext():
             training.train()
             folder, begun, tiers, end = str(run.local.directory), training.start_bytes, run.local.stats(), own_bytes()
-            ranks = processes.gather(RankSummary(folder, tiers, begun, end, peak_rss_bytes()))
+            ranks = processes.gather(RankSummary(folder, tiers, begun, end))
             history = together(processes.gather(training.history.points()))
             try:
                 test = training.evaluate() if config.data.has_test and training.is_whole else None
@@ -112,7 +125,6 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             tiers=total([each.tiers for each in ranks]),
             start_bytes=sum(each.start_bytes for each in ranks),
             end_bytes=sum(each.end_bytes for each in ranks),
-            peak_rss_bytes=sum(each.peak_rss_bytes for each in ranks),
             bits=digest_bits(run) if bits else None,
             recorded=None if recorder is None else recorder.describe(),
             ranks=tuple(ranks) if processes.size > 1 else (),
@@ -132,6 +144,62 @@ def _require_rows(config: RunConfig, reader: Reader, test_reader: Reader) -> Non
             f"{reader.path} has {there:,} rows; data.train_rows + data.test_rows = {train_rows:,} + {test_rows:,} are "
             "more: lower one of the two"
         )
+
+
+class Progress:
+    """Samples/s, mean loss, hit rates and bytes from SSD, on a terminal's stderr; elsewhere only ``say`` writes."""
+
+    def __init__(self, history: History, *, total_rows: int | None, done_rows: int, shown: bool = True) -> None:
+        self._history, self._shown, self._next_refresh = history, shown, 0.0
+        look = {"unit": " samples", "unit_scale": True, "leave": False, "disable": None if shown else True}
+        self._bar: Any = tqdm(total=total_rows, initial=done_rows, **look)
+
+    def step(self, rows: int) -> None:
+        now = time.monotonic()
+        if not self._bar.disable and now >= self._next_refresh:
+            self._next_refresh, stats = now + _REFRESH_SECONDS, self._history.tiers()
+            hbm = f"HBM hits {100 * stats.hbm.hit_rate:.1f} %, " if stats.hbm.capacity_rows else ""
+            self._bar.set_postfix_str(
+                f"loss {self._history.loss:.4f}, {hbm}DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
+                f"from SSD {format_size(stats.ssd.bytes_read)}",
+                refresh=False,
+            )
+        self._bar.update(rows)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._shown:
+            self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class StopRequest:
+    """While entered, the first SIGINT or SIGTERM sets ``requested``; a second one ends the process as usual. Outside
+    the main thread, where Python allows no signal handlers, it never is requested."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._own = contextlib.ExitStack()
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._own.enter_context(handlers_restored(*_SIGNALS))
+            for number in _SIGNALS:
+                signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._own.close()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            self._own.close()
+            signal.raise_signal(number)
+        self.requested = True
+        # A plain write: a handler may run in the middle of any other output.
+        sys.stderr.write("\nstopping after this step ... (again: stop now, losing what is not committed)\n")
 
 
 class _Training:
@@ -349,3 +417,17 @@ def feed(run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"]) ->
                 dense=batch.dense.to(device, non_blocking=True),
                 labels=batch.labels.to(device, non_blocking=True),
             )
+
+
+def command_name(ranks: int = 1) -> str:
+    """What runs this program again, quoted for a shell: ``tierstore`` if that is on PATH, else this process's Python;
+    torchrun where that started it, or for several ranks."""
+    relative = os.path.relpath(sys.executable)
+    is_shorter = os.sep in relative and len(relative) < len(sys.executable)
+    python = shlex.quote(relative if is_shorter else sys.executable)
+    if ranks > 1 or launched_rank() is not None:
+        size = os.environ.get("WORLD_SIZE", f"{ranks}")
+        local = os.environ.get("LOCAL_WORLD_SIZE", size)
+        launcher = "torchrun" if shutil.which("torchrun") else f"{python} -m torch.distributed.run"
+        return f"{launcher} {f'--nproc-per-node {size}' if local == size else '...'} -m tierstore"
+    return "tierstore" if shutil.which("tierstore") else f"{python} -m tierstore"

@@ -22,8 +22,8 @@ from ..serve.models.jagged import Features, merge
 from ..store import open_store
 from ..train import RunConfig, train
 from ..train.config import DataSection, EmbeddingSection, ModelSection, StoreSection, TrainSection
+from ..train.demo import write_synthetic
 from ..train.readers.categories import FROM_ZERO, read_texts
-from ..train.synthetic import write_synthetic
 
 Work = Callable[[Path], None]  # does it in a new folder
 

@@ -1,35 +1,175 @@
-"""Makes a run smaller by a bound of its log loss: searches types of tables and layers, checks, writes the new store.
+"""Makes a run smaller by a bound of its log loss: searches types of its tables and layers, as few bytes as the bound
+lets them have, checks them on held-out rows, writes the new store.
 
-The search is greedy, as for multiple-choice knapsacks (Sinha and Zoltners, 1979): the type comes first that saves most
-bytes for the loss it adds. Losses do not add up, so each step is measured with all before it. Measured points are lines
-of a file ``NEW.points`` beside the new folder until that is whole, so a killed search goes on.
+Rows are looked up by the store in each type: it converts them as they are read, to the bits of a store in that type.
+Each table's pooled rows are kept for each type, and a choice puts them together. The search is greedy, as for
+multiple-choice knapsacks (Sinha and Zoltners, 1979): the type comes first that saves most bytes for the loss it adds.
+Losses do not add up, so each step is measured with all before it. Measured points are lines of a file ``NEW.points``
+beside the new folder until that is whole, so a killed search goes on.
 """
 
 import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .. import report
-from ..offline.quantization import quantize
-from ..serve.models.dense import lowered
-from ..store.directory import require_outside
-from ..store.manifest import MANIFEST_NAME
-from ..system.files import output_errors, output_locked, require_parent
-from ..system.sizes import format_size
-from ..system.terminal import columns_of
-from .held_out import LAYER, ROWS, Choice, HeldOut, Part, Unit
+from .errors import DamagedError, TableError
+from .layout import DtypeName
+from .nn.collection import TieredEmbeddingBagCollection
+from .offline.quantization import quantize
+from .pool.converting import layout_as
+from .serve.models.dense import LOW, WEIGHTS_MIN, in_float32, low_layers, lowered
+from .serve.models.ranking import logits_of
+from .store import Store, open_store
+from .store.directory import require_outside
+from .store.manifest import MANIFEST_NAME
+from .system.files import output_errors, output_locked, require_parent
+from .system.sizes import format_size
+from .system.terminal import columns_of
+from .train.build import build_model, open_data, open_test_data
+from .train.checkpoint import load_model, saved_config
+from .train.config import RunConfig
+from .train.metrics import log_loss
+from .train.readers import Batch
 
+Choice = Mapping[str, str]
+"""The type of each unit that is lowered."""
+Part = Literal["search", "check"]
+_CHUNK: Final = 2048
+"""Rows that go through the layers at a time."""
+_PARTS: Final[dict[Part, slice]] = {"search": slice(0, None, 2), "check": slice(1, None, 2)}
+ROWS, LAYER, OTHERS = "rows of ", "layer ", "other weights"
+"""Units, with the name of the table or layer."""
+_DDR: Final = "256MiB"
 Measure = Callable[[Choice, Part], float]
 """The log loss of a choice on a part of the held-out rows."""
 _LEAST_LOSS: Final = 1e-9
 """Relative; less counts as this, so that among types that cost nothing the one that saves most comes first."""
 MAX_ROWS: Final = 32_768
 """Of the held-out rows, by default: with 26 tables of 16 columns they take 270 MB."""
+
+
+class Unit(NamedTuple):
+    """A table's rows, or a layer's weights. ``size_bytes``: by type; the first is what it has, the others are fewer."""
+
+    name: str
+    size_bytes: Mapping[str, int]
+
+    @property
+    def own(self) -> str:
+        return next(iter(self.size_bytes))
+
+
+class HeldOut:
+    """A run's last commit, and labelled rows, every second one to search on. ``units``: what can be lowered.
+    ``digests`` tell runs and rows apart. Memory: 4 bytes for each row, column of a table, and type.
+
+    ``data``: a file in the format of the run's; "": its own test rows. ValueError: the store is of no run, or in fewer
+    bits already, or there are fewer than two rows. DataError, StoreNotFoundError, DamagedError.
+    """
+
+    def __init__(self, directory: Path, data: str, max_rows: int) -> None:
+        with open_store(directory, mode="r", ddr=_DDR) as store:
+            config, tensors, self.version = _config_of(store), store.tensors(), store.version
+            self._batch = batch = _held_out(config, data, max_rows)
+            self._names = names = list(config.data.sparse_columns)
+            layouts = [replace(store[name].layout, state_dim=0) for name in names]
+            counts = [sum(map(len, store.written_rows(store[name]))) for name in names]
+            self._model = build_model(config, TieredEmbeddingBagCollection(store, tables=names)).eval()
+            first = [self._look_up(store, name) for name in names]
+        self._pooled: list[dict[Any, Tensor]]  # of each table, by type; its own comes first
+        self._pooled = [{layout.dtype: each} for layout, each in zip(layouts, first, strict=True)]
+        for dtype in get_args(DtypeName):
+            with contextlib.suppress(TableError), open_store(directory, mode="r", ddr=_DDR, dtype=dtype) as store:
+                if store.version != self.version:
+                    raise ValueError(f"{directory} was committed to meanwhile; end its training first")
+                for name, layout, own in zip(names, layouts, self._pooled, strict=True):
+                    with contextlib.suppress(DamagedError):  # a row that does not fit the type
+                        if layout_as(layout, dtype).row_bytes < layout.row_bytes:
+                            own[dtype] = self._look_up(store, name)
+        self.units = [
+            Unit(ROWS + name, {each: count * layout_as(layout, each).row_bytes for each in own})
+            for name, count, layout, own in zip(names, counts, layouts, self._pooled, strict=True)
+        ]
+        load_model(self._model, tensors)
+        lower = {dtype: low for dtype, low in LOW.items() if low.is_fast()}  # else float32 is faster
+        dense = list(self._model.dense_parameters().values())
+        others = sum(each.nbytes for each in dense)
+        linears = {name: each for name, each in self._model.named_modules() if type(each) is nn.Linear}
+        self._linears: dict[str, dict[str, nn.Module]] = {}  # of each layer, by type
+        for name, each in linears.items():
+            if each.weight.numel() >= WEIGHTS_MIN:
+                key = f"model.{name}.weight"
+                stored = {dtype: lowered({key: tensors[key]}, {name: dtype}) for dtype in lower}
+                sizes = {dtype: sum(part.nbytes for part in parts.values()) for dtype, parts in stored.items()}
+                served = {dtype: lower[dtype](in_float32(parts)[key], each.bias) for dtype, parts in stored.items()}
+                self._linears[name] = {"float32": each, **served}
+                self.units.append(Unit(LAYER + name, {"float32": each.weight.nbytes, **sizes}))
+                others -= each.weight.nbytes
+        self.units.append(Unit(OTHERS, {"float32": others}))
+        of_data = [batch.labels, batch.dense, batch.sparse.values(), batch.sparse.offsets()]
+        self.digests = {"data": _digest(of_data), "run": _digest([*first, *dense])}  # pooled rows depend on the data
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def _look_up(self, store: Store, name: str) -> Tensor:
+        """float32 [rows, D]: pooled."""
+        jagged, first = self._batch.sparse, self._names.index(name) * len(self)
+        offsets = jagged.offsets()[first : first + len(self) + 1]
+        return store[name].pooled(jagged.values()[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    def logits(self, choice: Choice, part: Part) -> Tensor:
+        """float32 [rows of the part]."""
+        for name, each in self._linears.items():
+            self._model.set_submodule(name, each[choice.get(LAYER + name, "float32")])
+        own = _PARTS[part]
+        of_tables = zip(self._names, self._pooled, strict=True)
+        rows = [each[choice.get(ROWS + name, next(iter(each)))][own] for name, each in of_tables]
+        chunks = zip(torch.split(self._batch.dense[own], _CHUNK), torch.split(torch.cat(rows, 1), _CHUNK), strict=True)
+        with torch.inference_mode():
+            return torch.cat([logits_of(self._model, *each) for each in chunks])
+
+    def measure(self, choice: Choice, part: Part) -> float:
+        return log_loss(self._batch.labels[_PARTS[part]].numpy(), self.logits(choice, part).numpy())
+
+
+def _config_of(store: Store) -> RunConfig:
+    found = saved_config(store.extra, str(store.directory))
+    if found is None:
+        raise ValueError(f"{store.directory} is of no run of tierstore train; quantize it with --dtype")
+    low = [name for name in found.data.sparse_columns if store[name].layout.dtype != found.embedding.dtype]
+    if low := [*low, *low_layers(store.tensors())]:
+        raise ValueError(f"{store.directory}: {low[0]} is in fewer bits already; give the run that it is made of")
+    return found
+
+
+def _held_out(config: RunConfig, data: str, max_rows: int) -> Batch:
+    own, first = config.data, 0
+    if not data and not own.has_test:
+        raise ValueError("the run has no test rows; name labelled rows that it was not trained on with --data")
+    reader, hasher = open_data(replace(config, data=replace(own, path=data)) if data else config)
+    if not data:
+        reader, first = open_test_data(config, reader), 0 if own.test_path else own.train_rows
+        max_rows = min(max_rows, own.test_rows or max_rows)
+    found = next(reader.batches(hasher, batch_size=max_rows, start_row=first, log_dense=own.log_dense), None)
+    if found is None or len(found) < 2:
+        raise ValueError(f"{reader.path} has fewer than two rows from row {first} on")
+    return found
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    found = hashlib.sha256()
+    for each in tensors:
+        found.update(each.detach().contiguous().numpy().data)
+    return found.hexdigest()
 
 
 class Step(NamedTuple):
@@ -116,7 +256,7 @@ def quantize_run(
     is at most ``1 + loss`` times the run's. The same arguments give the same store, also after a kill.
 
     Args:
-        target: the new folder; must not exist, or be empty. It has ``quantize.json`` and ``quantize.html``, too.
+        target: the new folder; must not exist, or be empty. It has ``quantize.json``, too.
         data, max_rows: held-out rows, as of ``HeldOut``.
         progress: called as ``progress(done, total)`` of points; the total is a guess.
 
@@ -156,10 +296,7 @@ def quantize_run(
         summary = summary_of(held.units, found, loss, len(held))
         told = {"asked": asked, "units": [each._asdict() for each in held.units], **found._asdict()}
         told["steps"] = [each._asdict() for each in found.steps]
-        files = {
-            "quantize.json": json.dumps(told, indent=1) + "\n",
-            "quantize.html": page_of(held.units, found, loss, summary),
-        }
+        files = {"quantize.json": json.dumps(told, indent=1) + "\n"}
         quantize(source, new, dtype=dtypes, version=held.version, tensors=kept, files=files)
         path.unlink()
     return QuantizedRun(held.version, held.units, found, summary, len(known) - begun)
@@ -204,25 +341,6 @@ def summary_of(units: Sequence[Unit], found: Found, bound: float, num_rows: int)
     last = f"The last {undone} steps broke the bound on the others, and were undone."
     told = [f"{', '.join(sizes)}.", f"log loss {', '.join(losses)}; the bound is {_percent(bound)}."]
     return [*told, last] if undone else told
-
-
-def page_of(units: Sequence[Unit], found: Found, bound: float, summary: Sequence[str]) -> str:
-    """The loss over the bytes saved, and all steps in their order."""
-    whole, done, saved = size_of(units, {}), 0, []
-    for each in found.steps:
-        now = (whole - each.size_bytes) // 1024
-        if each.became != "refused" and now > done:
-            saved.append(report.Step(done + 1, now, 100 * each.added))
-            done = now
-    limit = [report.Step(1, done, 100 * bound)] if saved else []
-    lines = [report.Line("rows searched on", "c1", saved), report.Line("bound", "c2 dashed", limit)]
-    plots = report.figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="saved kibibyte")
-    table = [["step", "bytes then", "log loss added", "became"]]
-    for i, each in enumerate(found.steps, 1):
-        size = format_size(each.size_bytes)
-        table.append([f"{i}. {each.unit}: {each.dtype}", size, _percent(each.added), each.became])
-    sections = [report.Section("Answer", summary), *plots, report.Section("Steps", table=table)]
-    return report.page_of("tierstore quantize", sections)
 
 
 def _percent(share: float) -> str:
