@@ -45,7 +45,7 @@ class _Worker(Child):
         return float(self.ask(part))
 
 
-def _extract(commit: str, folder: Path) -> Path:
+def extract(commit: str, folder: Path) -> Path:
     """The tree of a commit, in a folder that is kept for the next run."""
     target = folder / f"version-{commit}"
     if not target.exists():
@@ -58,7 +58,7 @@ def _extract(commit: str, folder: Path) -> Path:
 @contextlib.contextmanager
 def _both(request: Run, task: str, number: int) -> Iterator[tuple[_Worker, _Worker]]:
     """(this version, the earlier one), ready to measure; in even rounds the earlier one is started first."""
-    roots = {"now": ROOT, "earlier": _extract(request.config["earlier"], request.folder)}
+    roots = {"now": ROOT, "earlier": extract(request.config["earlier"], request.folder)}
     workers: dict[str, _Worker] = {}
     with contextlib.ExitStack() as stack:
         for name in sorted(roots, reverse=bool(number % 2)):

@@ -1,9 +1,8 @@
-"""Part "beside": both protocols beside an earlier version's server, by turns over one store, with commits and without."""
+"""Part "beside": an earlier version's server over the same store, by turns, with commits and without."""
 
 import itertools
-import os
 import statistics
-import time
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -11,14 +10,18 @@ from typing import Any, Final
 import numpy as np
 
 from ..child import HOST
-from ..common import Goal, Part, Report, Run, Table, extract
+from ..common import Goal, Part, Report, Run, Table
+from ..versions import extract
 from .clients import RestClient, SocketClient
 from .http2 import GrpcClient
 from .load import Quantiles, closed_loop
 from .rig import Rig, ServerProcess
+from .trainer import TrainerProcess
 
 _SLOWER_MAX: Final = 1.03
 _AT_ONCE: Final = 2
+_BETWEEN_COMMITS: Final = 0.5
+"""Seconds."""
 
 
 def _client(server: ServerProcess, protocol: str) -> SocketClient:
@@ -54,29 +57,22 @@ def _compared(pairs: Sequence[tuple[Any, Any]]) -> dict[str, float]:
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rig, number = Rig(request), int(request.config["beside_slices"])
-    rig.prepare()
-    tree = extract(request.config["earlier"], request.folder)
-    with rig.server() as now, rig.server(environment=os.environ | {"PYTHONPATH": str(tree)}, folder=tree) as earlier:
-        servers = (now, earlier)
-        for server in servers:
+    with rig.server() as now, rig.server(extract(request.config["earlier"], request.folder)) as earlier:
+        for server in (now, earlier):
             rig.warm(server)
-        alone = _slices(rig, servers, number)
-        with rig.trainer() as trainer, ThreadPoolExecutor(1) as threads:
-            going = True
+        alone = _slices(rig, (now, earlier), number)
+        with TrainerProcess(rig.store, request.config["update_rows"], log=request.folder / "serve.log") as trainer:
+            ended = threading.Event()
 
-            def commits() -> int:
-                count = 0
-                while going:
-                    trainer.commit()
-                    count += 1
-                    time.sleep(0.5)
-                return count
+            def commit() -> int:
+                return sum(trainer.commit().rows > 0 for _ in iter(lambda: ended.wait(_BETWEEN_COMMITS), True))
 
-            counted = threads.submit(commits)
-            try:
-                updated = _slices(rig, servers, number)
-            finally:
-                going = False
+            with ThreadPoolExecutor(1) as threads:
+                counted = threads.submit(commit)
+                try:
+                    updated = _slices(rig, (now, earlier), number)
+                finally:
+                    ended.set()
     named = {"alone": alone, "while updates arrive": updated}
     found = {what: {protocol: _compared(pairs) for protocol, pairs in each.items()} for what, each in named.items()}
     return {"earlier": request.config["earlier"], "commits": counted.result(), "found": found}

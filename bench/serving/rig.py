@@ -14,24 +14,25 @@ from tierstore.plan.measure import page_cache
 
 from ..child import HOST, Child
 from ..common import Run
+from ..data import ROOT
 from . import queries
 from .clients import RestClient, SocketClient
 from .http2 import GrpcClient
 from .load import closed_loop, poisson
 from .shape import kaggle_rows, kaggle_store, table_bytes
 
-_READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), admin http://[^:]+:(\d+)")
+_READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), \w+ http://[^:]+:(\d+)")
 
 
 class ServerProcess(Child):
-    """``tierstore serve`` on ports that are free; ready when this returns."""
+    """``tierstore serve``, of the tree at ``root``, on ports that are free; ready when this returns."""
 
     needs_signal = True
 
-    def __init__(self, store: Path, ddr: object, *, log: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, store: Path, ddr: object, *, log: Path, flags: Sequence[str] = (), root: Path = ROOT) -> None:
         ports = [word for name in ("port", "grpc-port", "admin-port") for word in (f"--{name}", "0")]
         command = [sys.executable, "-m", "tierstore", "serve", "--store", store, "--ddr", ddr, *ports]
-        super().__init__([*command, "--log-level", "warning", *flags], log=log)
+        super().__init__([*command, "--log-level", "warning", *flags], log=log, cwd=root)
         try:
             found = _READY.search(line := self.line())
             if found is None:
@@ -66,10 +67,10 @@ class Rig:
         self._queries = queries.Ranking(kaggle_rows(request.config), request.config["exponent"])
         self._generator = np.random.default_rng(request.config["seed"])
 
-    def server(self) -> ServerProcess:
+    def server(self, root: Path = ROOT) -> ServerProcess:
         """One that begins with empty memory."""
-        # A small store's tables need more than their own tenth.
-        return ServerProcess(self.store, max(self.ddr_bytes, 8 << 20), log=self._log, flags=("--warm-up", "none"))
+        ddr = max(self.ddr_bytes, 8 << 20)  # a small store's tables need more than their own tenth
+        return ServerProcess(self.store, ddr, log=self._log, flags=("--warm-up", "none"), root=root)
 
     def requests(self, count: int, protocol: str, *, sizes_from: np.random.Generator | None = None) -> list[bytes]:
         """So many ranking queries that were never asked before."""
