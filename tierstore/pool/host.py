@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.base import CHANGED, DIRTY, LOADING, RESIDENT, Admission
+from ..cache.base import CHANGED, DIRTY, Admission
 from ..cache.ddr import DdrCache
 from ..cache.full import FullCache
 from ..kernels import quantized
@@ -26,7 +26,6 @@ from .backward import Groups, merged
 from .converting import raw_weights
 from .joined import NO_ARG_MAX, NO_INTS, Joined
 from .leases import Arena, Lease, Leases, Pins
-from .one_table import OneTable
 from .tier import Tier
 from .writeback import WriteBack
 
@@ -66,10 +65,10 @@ class HostTier(Tier):
 
     # Rows by key
 
-    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+    def one_table(self, table_index: int, num_rows: int) -> direct.OneTable | None:
         arena = self._arena
         has_one = JIT_ENABLED and not arena.layout.is_quantized and isinstance(arena.cache, DdrCache | FullCache)
-        return OneTable(arena, self._leases, table_index, num_rows) if has_one else None
+        return direct.OneTable(arena, self._leases, table_index, num_rows) if has_one else None
 
     def are_in_memory(self, keys: Int64s) -> bool:
         with self._arena.lock:
@@ -337,19 +336,12 @@ class InPlaceRows(HostTier):
     def _pool_ids(self, joined: Joined, mode: int, out: Floats, arg_max: Int32s, slots: Int32s) -> list[int]:
         """Check ids and pool every bag, in one pass. Returns the positions of ids that are no rows, and negative
         numbers for rows that are not resident; then ``out`` is undefined."""
-        arena, cache = self._arena, self._cache
-        ids, *plan = joined.ids_of_bags(cache.numbering)
-        with arena.rows_lock:
-            arena.require_open()
-            flags = cache.flags[:0] if cache.is_complete else cache.flags
-            failed = direct.look_up(
-                arena.workers, arena.layout.dim, ids, plan, flags, RESIDENT | LOADING, RESIDENT, joined.scale, mode,
-                arena.weights, arena.layout.dim, arena.dtype_code, joined.columns, out, arg_max, slots,
-            )  # fmt: skip
-            if not failed:
-                with arena.lock:
-                    cache.note_hits(len(joined))
-        return failed
+        ids, *plan = joined.ids_of_bags(self._cache.numbering)
+        with self._arena.rows_lock:
+            self._arena.require_open()
+            return direct.look_up(
+                self._arena, self._cache, ids, plan, joined.scale, mode, joined.columns, out, arg_max, slots
+            )
 
     def whole(self, joined: Joined, lease: Lease | None) -> Lease:
         return lease or self._pins.lease(slots=self._bring_in(joined))

@@ -18,8 +18,8 @@ from ..lookup.device_ids import DeviceJagged
 from ..lookup.lookup import make_lookup
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool.converting import floats
+from ..pool.direct import OneTable
 from ..pool.joined import Features, Jagged
-from ..pool.one_table import OneTable
 from ..pool.pool import Pool
 from ..pool.stats import IdStats
 from ..system.checks import Unpicklable, require_choice
@@ -114,9 +114,8 @@ class Table(Unpicklable, LookupTable):
         row. TableError: the table is only a part here."""
 
         def look_up() -> tuple[Int64s, Floats | None]:
-            if (direct := self._direct()) is not None:
-                return ids | (self.index << KEY_ROW_BITS), direct.rows(ids)
-            keys = self._keys(torch.from_numpy(ids))
+            self.require_whole()
+            keys = self.keys_of(ids, Use.READ).keys
             if (keys < 0).any():
                 return keys, None
             rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))

@@ -90,7 +90,7 @@ def test_a_large_lookup_is_split_over_torchs_threads(tmp_path: Path, monkeypatch
             monkeypatch.setattr(direct, name, spy)
         found = [table.pooled(ids, offsets), _by_lookup(table, ids, offsets, "sum")]
         assert noted["pool_at"].call_args.args[-1], "the team of threads"
-        assert noted["look_up_at"].call_args.args[4]
+        assert noted["look_up_at"].call_args.args[-1]
         monkeypatch.setattr(Workers, "native_team", lambda _: 0)
         assert all(torch.equal(each, table.pooled(ids, offsets)) for each in found)
 
@@ -203,8 +203,10 @@ def test_rows_as_they_are_if_all_are_in_memory(tmp_path: Path, dtype: Any) -> No
         assert found.tobytes() == want.tobytes()
         after = store.stats().ddr
         assert (after.lookups - before.lookups, after.hits - before.hits) == (4, 3)
-        for absent in (4, -1, ROWS):
-            assert table.rows_in_memory(np.array([3, absent])) is None
+        assert table.rows_in_memory(np.array([3, 4])) is None
+        for wrong in (-1, ROWS):
+            with pytest.raises(ValueError, match=f"id {wrong} is not a row"):
+                table.rows_in_memory(np.array([3, wrong]))
         assert table.rows_in_memory(ids[:0]).shape == (0, 20)  # type: ignore[union-attr]
     with pytest.raises(ClosedError):
         table.rows_in_memory(ids)
