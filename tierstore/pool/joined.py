@@ -315,13 +315,6 @@ class Jagged(NamedTuple):
     def of(self, batch: int) -> "Jagged":
         return self._replace(batch=batch)
 
-    def padded(self, strides: Sequence[int]) -> "Jagged":
-        """Of features with so many bags each: with empty ones behind, as many of each."""
-        batch, own = max(strides, default=0), np.array(strides, np.int64)
-        firsts = np.cumsum(own) - own
-        starts = self.offsets[firsts[:, None] + np.minimum(np.arange(batch), own[:, None])]
-        return self._replace(offsets=np.append(starts.ravel(), self.offsets[-1:]), batch=batch)
-
     @property
     def on_host(self) -> "Jagged":
         """Itself; ``lookup.device_ids.DeviceJagged`` copies."""
