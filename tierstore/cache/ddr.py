@@ -46,7 +46,6 @@ from .cache_state import (
     sketch_width,
     state_bytes_of,
 )
-from .policies import ranks_of
 from .tinylfu import IN_WINDOW, half_life_bytes_of, new_half_life
 
 INDEX_BYTES: Final = 7
@@ -167,7 +166,7 @@ class DdrCache(RowCache):
         return keys
 
     def _ranks(self, slots: Any) -> Int32s:
-        return ranks_of(self._cache_state, slots)
+        return kernels.ranks_of(self._cache_state, slots)
 
     def _admitted(self, slots: Any) -> Int64s:
         records = self._cache_state.slots  # whole records are copied ten times as slowly as fields

@@ -17,7 +17,7 @@ from ..ids.id_map import owners_of
 from ..ids.peers import Peers
 from ..kernels.arrays import Bools, Int64s, Words
 from ..lookup.base import AnyLookup, Found, Use
-from ..lookup.dynamic_ids import DynamicLookup, Sought, with_rows
+from ..lookup.lookup import DynamicLookup, Sought, with_rows
 from .owners import Owners
 from .ranks import Ranks
 from .table import ShardedTable

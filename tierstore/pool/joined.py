@@ -98,7 +98,7 @@ class Joined(Bags):
     tier: Any = None  # in device memory, which has sent it there
     sent: Any = None  # what it has there
     parts: "Parts | None" = None  # what it was merged from
-    has_dynamic_ids = False  # which are no rows yet; ``lookup.dynamic_ids`` finds these
+    has_dynamic_ids = False  # which are no rows yet; ``lookup.lookup`` finds these
     holds: Sequence[Any] = ()  # what keeps the ids of its rows, if they are dynamic
     unseen: Any = None  # ids that have none, and count
 
