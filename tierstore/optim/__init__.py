@@ -2,6 +2,6 @@
 ``HessianFree``, which is torch's kind."""
 
 from .configs import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, from_dict
-from .dense import HessianFree
+from .curvature import HessianFree
 
 __all__ = ["SGD", "Adagrad", "Adam", "HessianFree", "Optimizer", "RowWiseAdagrad", "from_dict"]
