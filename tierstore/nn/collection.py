@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..lookup.device_ids import DeviceJagged
-from ..lookup.lookup import make_lookup
+from ..lookup.lookup import DeviceJagged, make_lookup
 from ..pool.joined import Features, Jagged, Joined
 from ..store import Store, Table
 from ..store.arguments import check_jagged
@@ -221,10 +220,3 @@ class TieredEmbeddingCollection(Collection):
     def embedding_configs(self) -> list[TableConfig]:
         """Of its tables, in order; they have the names of TorchRec's ``EmbeddingConfig``."""
         return [table.config for table in self.tables]
-
-    def embedding_dim(self) -> int:
-        """Of its tables; ValueError if they differ."""
-        dims = {table.config.embedding_dim for table in self.tables}
-        if len(dims) != 1:
-            raise ValueError(f"tables have embedding_dim {sorted(dims)}: ask each one's config")
-        return dims.pop()

@@ -95,17 +95,17 @@ class HostTier(Tier):
 
     def read(self, keys: Int64s) -> Tensor:
         """Rows in cache are copied without waiting for any device."""
-        rows = self._empty(len(keys))
-        out = raw_weights(rows)
-        if not self._use_in_memory(keys, partial(self._copy_out, out=out)):
-            self._read_parts(keys, out)
-        return rows
+        rows = self.read_in_memory(keys)
+        return self._read_parts(keys) if rows is None else rows
 
     @shielded
-    def _read_parts(self, keys: Int64s, out: Any) -> None:
+    def _read_parts(self, keys: Int64s) -> Tensor:
+        rows = self._empty(len(keys))
+        out = raw_weights(rows)
         for start, lease in self._leases.parts(keys):
             with self._arena.lock:
                 self._copy_out(lease.position_slots, out[start : start + lease.num_positions])
+        return rows
 
     def _copy_out(self, slots: Int32s, out: Any) -> None:
         if self._arena.layout.is_quantized:
@@ -322,7 +322,12 @@ class InPlaceRows(HostTier):
         arg_max = np.empty((joined.num_bags, arena.layout.dim), np.int32) if mode == kernels.MAX else NO_ARG_MAX
         if lease is None and not joined.is_read and not arena.layout.is_quantized:
             slots = np.empty(len(joined), np.int32) if keep else NO_INTS
-            failed = self._pool_ids(joined, mode, out.numpy(), arg_max, slots)
+            with arena.rows_lock:
+                arena.require_open()
+                ids, *plan = joined.ids_of_bags(self._cache.numbering)
+                failed = direct.look_up(
+                    arena, self._cache, ids, plan, joined.scale, mode, joined.columns, out.numpy(), arg_max, slots
+                )
             if not failed:
                 if keep:  # the caller may change the ids before backward
                     joined.note_slots(slots, self._cache.numbering)
@@ -332,16 +337,6 @@ class InPlaceRows(HostTier):
         with arena.rows_lock:
             arena.pool(arena.workers, joined, mode, out.numpy(), arg_max, 0, slots)
         return self._held(slots) if keep and lease is None else lease, arg_max
-
-    def _pool_ids(self, joined: Joined, mode: int, out: Floats, arg_max: Int32s, slots: Int32s) -> list[int]:
-        """Check ids and pool every bag, in one pass. Returns the positions of ids that are no rows, and negative
-        numbers for rows that are not resident; then ``out`` is undefined."""
-        ids, *plan = joined.ids_of_bags(self._cache.numbering)
-        with self._arena.rows_lock:
-            self._arena.require_open()
-            return direct.look_up(
-                self._arena, self._cache, ids, plan, joined.scale, mode, joined.columns, out, arg_max, slots
-            )
 
     def whole(self, joined: Joined, lease: Lease | None) -> Lease:
         return lease or self._pins.lease(slots=self._bring_in(joined))

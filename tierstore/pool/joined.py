@@ -317,7 +317,7 @@ class Jagged(NamedTuple):
 
     @property
     def on_host(self) -> "Jagged":
-        """Itself; ``lookup.device_ids.DeviceJagged`` copies."""
+        """Itself; ``lookup.lookup.DeviceJagged`` copies."""
         return self
 
     def join(self, features: Features, places: Sequence[int]) -> Joined:
