@@ -194,8 +194,7 @@ def told(kjt):
 assert told(own) == told(batch)
 for one, other in zip(own.split([1, 2]), batch.split([1, 2])):
     assert told(one) == told(other)
-cpu = torch.device("cpu")
-assert own.to(cpu, True, torch.float16).weights().dtype == batch.to(cpu, True, torch.float16).weights().dtype
+assert told(own.to(torch.device("cpu"), True)) == told(batch)
 for length in (None, 1, 3, 5):
     assert torch.equal(own["b"].to_padded_dense(length), batch["b"].to_padded_dense(length))
 with tierstore.open(cold="memory", ddr="4MiB") as store:

@@ -307,12 +307,9 @@ class DynamicLookup:
         self._known: AnyLookup | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._found(), name)
-
-    def _found(self) -> AnyLookup:
         if self._known is None:
             self._known = self._joined(Use.PREPARE)
-        return self._known
+        return getattr(self._known, name)
 
     def _joined(self, use: Use) -> AnyLookup:
         def find(sought: Sequence[Sought]) -> Sequence[Found]:

@@ -198,15 +198,6 @@ class KeyedJaggedTensor(JaggedTensor):
     def __getitem__(self, key: str) -> JaggedTensor:
         return self.to_dict()[key]
 
-    def to(
-        self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None
-    ) -> "KeyedJaggedTensor":
-        """Its tensors on a device, the weights as ``dtype``."""
-        made = super().to(device, non_blocking)
-        if made._weights is not None and dtype is not None:
-            made._weights = made._weights.to(dtype)
-        return made
-
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor(keys={self._keys}, samples={self.stride()}, ids={len(self._values)})"
 
