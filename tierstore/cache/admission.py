@@ -19,6 +19,7 @@ from ..kernels.arrays import Bools, Int32s, Int64s
 from ..kernels.hash_table import Uint32s
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
+from . import tinylfu
 from .base import (
     CONSUMED,
     LOADING,
@@ -34,20 +35,7 @@ from .base import (
     unpin_slot,
 )
 from .cache_state import LEVELS, CacheState, SlotRecords, Tally, fetch_slot, link_after, place_in, unlink
-from .tinylfu import (
-    HIT,
-    IN_WINDOW,
-    KEPT,
-    NUM_SPEEDS,
-    HalfLife,
-    choose_rate,
-    policy_begin,
-    policy_settle,
-    sample_key,
-    tinylfu_insert,
-    tinylfu_remove,
-    tinylfu_touch,
-)
+from .tinylfu import HalfLife, policy_begin, policy_settle, sample_key
 
 _TOUCHED: Final = 32  # set only within ``use_keys``
 
@@ -133,7 +121,7 @@ def ranks_of(state: CacheState, slots: Int64s) -> Int32s:
     if state.bucket is not None:
         return state.bucket_count[state.bucket[slots]].clip(max=2**31 - 1).astype(np.int32)
     if state.sketch.size:
-        return np.where(rank & IN_WINDOW, np.int32(LEVELS), rank & np.int32(LEVELS - 1))
+        return np.where(rank & tinylfu.IN_WINDOW, np.int32(LEVELS), rank & np.int32(LEVELS - 1))
     return np.zeros(len(slots), np.int32)
 
 
@@ -144,7 +132,7 @@ def policy_touch(state: CacheState, bucket: Any, slot: Any) -> None:
     if bucket is not None:
         _lfu_touch(state, slot)
     elif state.sketch.size:
-        tinylfu_touch(state, slot)
+        tinylfu.touch(state, slot)
     else:
         slots = state.slots
         unlink(slots, slot)
@@ -157,7 +145,7 @@ def policy_insert(state: CacheState, bucket: Any, slot: Any) -> None:
     if bucket is not None:
         _lfu_insert(state, slot)
     elif state.sketch.size:
-        tinylfu_insert(state, slot)
+        tinylfu.insert(state, slot)
     else:
         slots = state.slots
         link_after(slots, slot, slots[slots.size - 1]["previous"])
@@ -167,7 +155,7 @@ def policy_insert(state: CacheState, bucket: Any, slot: Any) -> None:
 def policy_remove(state: CacheState, bucket: Any, slot: Any) -> None:
     """Forget a resident slot, and its count as far as the policy does."""
     if state.sketch.size:
-        tinylfu_remove(state, slot)
+        tinylfu.remove(state, slot)
     else:
         if bucket is not None:
             _leave_bucket(state, slot)
@@ -305,10 +293,10 @@ def _replay(state: CacheState, keys: Int64s) -> Any:
 def _age(state: CacheState, half_life: HalfLife) -> None:
     """TinyLFU: replay a complete round in the small caches; change the rate."""
     half_life.waiting[0] = 0
-    for speed in range(NUM_SPEEDS):
+    for speed in range(tinylfu.NUM_SPEEDS):
         hits = _replay(half_life.small[speed], half_life.waiting[1:])
-        half_life.scores[speed] += HIT * hits - half_life.scores[speed] // KEPT
-    state.tallies[Tally.RATE] = choose_rate(half_life.scores)
+        half_life.scores[speed] += tinylfu.HIT * hits - half_life.scores[speed] // tinylfu.KEPT
+    state.tallies[Tally.RATE] = tinylfu.choose_rate(half_life.scores)
 
 
 @kernel
