@@ -19,9 +19,10 @@ import pytest
 import torch
 
 import tierstore
+from tests.conformance.row_cache import admitted
 from tests.following import DIM, EVERY, ROWS, Writer, expected
 from tierstore import errors
-from tierstore.cache.base import Admission, AdmitStatus, Listing
+from tierstore.cache.base import Listing
 from tierstore.cache.ddr import DdrCache
 from tierstore.errors import StoreReplacedError
 from tierstore.io import writer as io_writer
@@ -229,10 +230,7 @@ def test_what_an_old_reader_holds_is_told(
 
 
 def visit(cache: DdrCache, keys: Any) -> None:
-    admission = Admission(np.asarray(keys, np.int64))
-    assert cache.admit(admission) == AdmitStatus.COMPLETE
-    cache.filled(admission.missing_slots)
-    cache.unpin(admission.slots)
+    cache.release(admitted(cache, *np.asarray(keys).tolist()))
 
 
 @pytest.mark.kernel

@@ -130,12 +130,6 @@ class Admission(Pinned):
     def num_missing(self) -> int:
         return self.progress.item(NUM_MISSING)
 
-    @property
-    def missing_slots(self) -> Int32s:
-        """int32 [num_missing]: the slots that await their rows."""
-        slots: Int32s = self.unique_slots[self.inverse[self.missing[: self.num_missing]]]
-        return slots
-
 
 class Listing:
     """The state of listing a cache's resident rows; ``list_more`` fills it in, over several calls.
