@@ -121,7 +121,7 @@ def new_arena(capacity: int, words: int) -> Words:
 def state_bytes_of(capacity: int, policy: str) -> int:
     """Bytes that ``new_state`` allocates."""
     arrays = _layout(capacity, policy)
-    sizes = (length * int(np.dtype(dtype).itemsize) for dtype, length in arrays.values())
+    sizes: list[int] = [length * np.dtype(dtype).itemsize for dtype, length in arrays.values()]
     return sum(sizes) + ALIGNMENT_BYTES * len(arrays.keys() & _ALIGNED)
 
 

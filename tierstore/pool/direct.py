@@ -23,6 +23,7 @@ from ..cache.full import HITS_IN_PLACE, FullCache
 from ..errors import ClosedError
 from ..kernels import slots as kernels
 from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights
+from ..kernels.floats import FLOAT32
 from ..kernels.jit import JIT_ENABLED, inline, kernel, uncounted_kernel
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS
@@ -49,7 +50,7 @@ def few(workers: Workers, dim: int) -> int:
 
 
 def look_up(
-    arena: Arena, cache: FullCache, ids: Ids, plan: Any, scale: Floats, mode: int, columns: Int32s, out: Floats,
+    arena: Arena, cache: FullCache, ids: Ids, plan: Any, scale: Floats, mode: int, columns: Ids, out: Floats,
     arg_max: Int32s, slots: Int32s,
 ) -> list[int]:  # fmt: skip
     """``kernels.look_up`` of all bags in an arena and its cache, by as many threads as it is worth: what ranges of bags
@@ -85,11 +86,14 @@ def look_up(
 def _lay_out(arena: Arena, id_type: Any, *arrays: Any) -> Int64s:
     """``laid_out``, of arrays that must outlive it: ``starts``, ``firsts``, ``num_rows``, ``scale``, ``columns``,
     ``arg_max``, ``slots``."""
-    cache, weights = arena.cache, arena.weights
+    cache: Any = arena.cache
+    weights: Any = arena.weights
+    lay_out: Any = laid_out
     body = int(_body(id_type, weights.dtype.type).address)
-    return laid_out(
+    words: Int64s = lay_out(
         *arrays, cache.tallies, cache.flags, weights, arena.layout.dim, arena.dtype_code, body, arena.workers.threads
     )
+    return words
 
 
 class OneTable:
@@ -113,28 +117,33 @@ class OneTable:
         arena = self._arena()
         return arena is None or arena.is_closed
 
+    def rows(self, ids: Int64s) -> Floats | None:
+        """float32 [n, dim], the rows of these ids; None if one is not in."""
+        arena, keys = self._arena(), np.empty(len(ids), np.int64)
+        if arena is None or kernels.row_keys(ids, 0, self._num_rows, self._table_key, keys) >= 0:
+            return None
+        rows = np.empty((len(ids), self._dim), arena.weights.dtype)
+        with arena.lock:
+            slots = None if arena.is_closed else arena.cache.use(keys)
+            if slots is None:
+                return None
+            kernels.copy_rows_out(slots, arena.weights, self._dim, rows)
+        is_float32 = arena.dtype_code == FLOAT32
+        return rows if is_float32 else torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
+
     def pooled(self, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
         """As ``Table.pooled``, of mode ``kernels.SUM`` or ``MEAN``. None where a ``Lookup`` must do it: a row is not
         in, or there is no room for all; or an argument is wrong, or no plain tensor."""
         arena = self._arena()
-        if not (
-            arena is not None
-            and not arena.is_closed  # as it is in forks, too
-            and type(ids) is type(offsets) is Tensor
-            and ids.is_cpu
-            and offsets.is_cpu
-            and ids.dtype in _ID_TYPES
-            and offsets.dtype is torch.int64
-            and ids.dim() == offsets.dim() == 1
-            and ids.is_contiguous()
-            and offsets.is_contiguous()
-            and offsets.data_ptr()
-        ):
+        if arena is None or arena.is_closed or not type(ids) is type(offsets) is Tensor:  # closed in forks, too
+            return None
+        is_right = ids.dtype in _ID_TYPES and offsets.dtype is torch.int64 and ids.dim() == offsets.dim() == 1
+        if not (is_right and ids.is_cpu and offsets.is_cpu and ids.is_contiguous() and offsets.is_contiguous()):
             return None
         num_ids, address, bags = ids.numel(), ids.data_ptr(), offsets.numel() - is_last_given
         is_large = num_ids >= self._few
         team = arena.workers.native_team() if is_large else 0
-        if (num_ids and not address) or (is_large and not team):
+        if not offsets.data_ptr() or (num_ids and not address) or (is_large and not team):
             return None
         if self._before is None:
             return None if is_large else self._pool_from_cache(arena, ids.numpy(), offsets.numpy(), bags, mode)

@@ -113,8 +113,9 @@ class Table(Unpicklable, LookupTable):
         row. TableError: the table is only a part here."""
 
         def look_up() -> tuple[Int64s, Floats | None]:
-            self.require_whole()
-            keys = self.keys_of(ids, Use.READ).keys
+            if (direct := self._direct()) is not None:
+                return ids | (self.index << KEY_ROW_BITS), direct.rows(ids)
+            keys = self._keys(torch.from_numpy(ids))
             if (keys < 0).any():
                 return keys, None
             rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))
