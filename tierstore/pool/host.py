@@ -95,17 +95,17 @@ class HostTier(Tier):
 
     def read(self, keys: Int64s) -> Tensor:
         """Rows in cache are copied without waiting for any device."""
-        rows = self.read_in_memory(keys)
-        return self._read_parts(keys) if rows is None else rows
-
-    @shielded
-    def _read_parts(self, keys: Int64s) -> Tensor:
         rows = self._empty(len(keys))
         out = raw_weights(rows)
+        if not self._use_in_memory(keys, partial(self._copy_out, out=out)):
+            self._read_parts(keys, out)
+        return rows
+
+    @shielded
+    def _read_parts(self, keys: Int64s, out: Any) -> None:
         for start, lease in self._leases.parts(keys):
             with self._arena.lock:
                 self._copy_out(lease.position_slots, out[start : start + lease.num_positions])
-        return rows
 
     def _copy_out(self, slots: Int32s, out: Any) -> None:
         if self._arena.layout.is_quantized:
@@ -322,9 +322,9 @@ class InPlaceRows(HostTier):
         arg_max = np.empty((joined.num_bags, arena.layout.dim), np.int32) if mode == kernels.MAX else NO_ARG_MAX
         if lease is None and not joined.is_read and not arena.layout.is_quantized:
             slots = np.empty(len(joined), np.int32) if keep else NO_INTS
+            ids, *plan = joined.ids_of_bags(self._cache.numbering)
             with arena.rows_lock:
                 arena.require_open()
-                ids, *plan = joined.ids_of_bags(self._cache.numbering)
                 failed = direct.look_up(
                     arena, self._cache, ids, plan, joined.scale, mode, joined.columns, out.numpy(), arg_max, slots
                 )
