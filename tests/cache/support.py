@@ -17,11 +17,16 @@ def order_of(cache: Any) -> list[int]:
     return cache.keys_of(cache.resident_slots()).tolist()
 
 
+def fill(cache: Any, admission: Admission) -> None:
+    """Its rows that were missing are in place."""
+    cache.filled(admission.unique_slots[admission.inverse[admission.missing[: admission.num_missing]]])
+
+
 def admitted(cache: Any, *values: int) -> Admission:
     """These keys, pinned and filled."""
     admission = Admission(keys_from(*values))
     assert cache.admit(admission) == AdmitStatus.COMPLETE
-    cache.filled(admission.missing_slots)
+    fill(cache, admission)
     return admission
 
 

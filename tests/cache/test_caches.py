@@ -6,7 +6,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.cache.support import admitted, keys_from, order_of, take, visit
+from tests.cache.support import admitted, fill, keys_from, order_of, take, visit
 from tierstore.cache.base import STAMP, Admission, AdmitStatus
 from tierstore.cache.cache_state import Tally
 from tierstore.cache.ddr import OVERHEAD_BYTES, DdrCache, capacity_for
@@ -149,7 +149,7 @@ def test_rows_lie_table_by_table() -> None:
     asked = np.array([2, 5, 7, 7, 5], np.int32)
     assert not cache.are_in(asked)
     assert cache.absent(asked).tolist() == [2, 5, 7], "a row that is loading is not in"
-    cache.filled(admission.missing_slots)
+    fill(cache, admission)
     assert cache.are_in(asked[:2])
     assert cache.absent(asked).tolist() == [7]
     admitted(cache, *keys.tolist())

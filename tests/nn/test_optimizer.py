@@ -275,7 +275,6 @@ def test_only_the_newest_optimizer_of_a_writable_store_steps(tmp_path: Any) -> N
     "make",
     [
         lambda _, model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        lambda _, model: tierstore.optim.Lookahead(torch.optim.Adam(model.parameters(), lr=0.1)),
         lambda store, model: store.optimizer(torch.optim.Adam(model.parameters(), lr=0.1)),
         lambda store, _: store.optimizer(),
     ],

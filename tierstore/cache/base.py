@@ -26,7 +26,6 @@ from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..kernels.simd import item
-from ..system.checks import require_int
 from .cache_state import Tally, new_arena
 
 RESIDENT: Final = 1
@@ -39,7 +38,6 @@ FLAGS: Final = {"resident": RESIDENT, "loading": LOADING, "dirty": DIRTY, "froze
 UNCLEAN: Final = DIRTY | FROZEN
 
 NOTHING_WRONG: Final = -1
-NUMBER_MAX: Final = 2**62  # of counts and sizes that arguments give
 CAPACITY_MAX: Final = 2**31 - 2  # slots are int32, and a list's root takes one number
 NO_ORDER: Final = np.empty(0, np.int32)
 _EIGHT: Final = 8  # flags of a byte each in a word
@@ -132,12 +130,6 @@ class Admission(Pinned):
     def num_missing(self) -> int:
         return self.progress.item(NUM_MISSING)
 
-    @property
-    def missing_slots(self) -> Int32s:
-        """int32 [num_missing]: the slots that await their rows."""
-        slots: Int32s = self.unique_slots[self.inverse[self.missing[: self.num_missing]]]
-        return slots
-
 
 class Listing:
     """The state of listing a cache's resident rows; ``list_more`` fills it in, over several calls.
@@ -161,12 +153,11 @@ class Listing:
         return listed
 
 
-def checked(array: Any, dtype: str = "int32", name: str = "") -> Any:
+def checked(array: Any, dtype: str = "int32") -> Any:
     """Slots, or keys, contiguous: another layout would compile the kernels again. TypeError for another type."""
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
         found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-        name = name or ("slots" if dtype == "int32" else "keys")
-        raise TypeError(f"{name} must be a numpy array, {dtype} [n], not {found}")
+        raise TypeError(f"slots or keys must be a numpy array, {dtype} [n], not {found}")
     return np.ascontiguousarray(array)
 
 
@@ -185,8 +176,6 @@ class RowCache(ABC):
     """
 
     def __init__(self, flags: Any, pins: Any, tallies: Int64s, *, weight_words: int, state_words: int) -> None:
-        if weight_words < 0 or state_words < 0:
-            raise ValueError(f"weight_words={weight_words}, state_words={state_words}: neither may be negative")
         self.flags = flags
         self.pins = pins
         self.tallies = tallies
@@ -271,7 +260,7 @@ class RowCache(ABC):
         """List the rows, loading ones included, in the next ``limit`` slots, or in all. Returns False after the last
         slot: every row resident throughout has then been listed."""
         first = listing.next_slot
-        stop = min(first + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
+        stop = min(first + limit, self.capacity)
         slots = (first + np.flatnonzero(self.flags[first:stop])).astype(np.int32)
         listing.add(self._keys_in(slots), self._ranks(slots), self._admitted(slots))
         listing.next_slot = stop

@@ -76,7 +76,7 @@ class CacheState(NamedTuple):
     tallies: Int64s  # int64 [NUM_TALLIES]: see Tally
 
 
-_ALIGNED: Final = ("slots", "sketch")
+_ALIGNED: Final = {"slots", "sketch"}
 
 
 def sketch_width(capacity: int) -> int:
@@ -96,10 +96,6 @@ def _layout(capacity: int, policy: str) -> dict[str, Any]:
     if policy == "tinylfu":
         layout |= {"level_tail": (np.int32, LEVELS), "sketch": (np.uint8, sketch_width(capacity))}
     return layout
-
-
-def _size_bytes(name: str, dtype: Any, length: int) -> int:
-    return length * int(np.dtype(dtype).itemsize) + (ALIGNMENT_BYTES if name in _ALIGNED else 0)
 
 
 def _aligned(make: Any, dtype: Any, length: int) -> Any:
@@ -124,7 +120,9 @@ def new_arena(capacity: int, words: int) -> Words:
 
 def state_bytes_of(capacity: int, policy: str) -> int:
     """Bytes that ``new_state`` allocates."""
-    return sum(_size_bytes(name, *each) for name, each in _layout(capacity, policy).items())
+    arrays = _layout(capacity, policy)
+    sizes: list[int] = [length * np.dtype(dtype).itemsize for dtype, length in arrays.values()]
+    return sum(sizes) + ALIGNMENT_BYTES * len(arrays.keys() & _ALIGNED)
 
 
 def new_state(capacity: int, policy: str) -> CacheState:

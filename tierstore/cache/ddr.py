@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s
-from ..system.checks import require_choice, require_int
+from ..system.checks import require_choice
 from . import admission as kernels
 from .base import (
     CAPACITY_MAX,
@@ -27,7 +27,6 @@ from .base import (
     FROZEN,
     LOADING,
     NUM_UNIQUE,
-    NUMBER_MAX,
     RESIDENT,
     STAMP,
     Admission,
@@ -46,7 +45,6 @@ from .cache_state import (
     sketch_width,
     state_bytes_of,
 )
-from .policies import ranks_of
 from .tinylfu import IN_WINDOW, half_life_bytes_of, new_half_life
 
 INDEX_BYTES: Final = 7
@@ -99,7 +97,7 @@ class DdrCache(RowCache):
         policy: one of ``POLICIES``.
 
     Raises:
-        ValueError: for any of them out of range.
+        ValueError: no such capacity or policy.
     """
 
     def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: str) -> None:
@@ -158,7 +156,6 @@ class DdrCache(RowCache):
 
     def dirty_victims(self, count: int, gap: int) -> Int32s:
         """See RowCache. A call walks past every pinned slot before these."""
-        require_int(count, "count", 0, NUMBER_MAX)
         found: Int32s = np.empty(min(count, self.num_resident), np.int32)
         return found[: kernels.dirty_victim_slots(self._cache_state, found, gap)]
 
@@ -167,7 +164,7 @@ class DdrCache(RowCache):
         return keys
 
     def _ranks(self, slots: Any) -> Int32s:
-        return ranks_of(self._cache_state, slots)
+        return kernels.ranks_of(self._cache_state, slots)
 
     def _admitted(self, slots: Any) -> Int64s:
         records = self._cache_state.slots  # whole records are copied ten times as slowly as fields
@@ -194,18 +191,9 @@ class DdrCache(RowCache):
             starts: int64 [batches + 1], ascending from 0 to n: where each batch begins; default: each key is one.
             depth: batches that stay pinned behind the newest one, as prefetched ones do.
             held_rows: of these and the newest one; where they are more, fewer stay pinned.
-
-        Raises:
-            ValueError, TypeError: ``starts`` do not cover the keys, or a number is negative or none. Nothing changed.
         """
-        require_int(depth, "depth", 0, NUMBER_MAX)
-        require_int(held_rows, "held_rows", 0, NUMBER_MAX)
         keys = checked(keys, "int64")
-        starts = np.arange(len(keys) + 1) if starts is None else checked(starts, "int64", "starts").copy()
-        if not len(starts) or starts[0] != 0 or starts[-1] != len(keys) or (np.diff(starts) < 0).any():
-            raise ValueError(
-                f"starts must ascend from 0 to the number of keys, {len(keys)}; they are {starts[:8].tolist()} ..."
-            )
+        starts = np.arange(len(keys) + 1) if starts is None else checked(starts, "int64")
         unclean = self.num_dirty + self.num_frozen
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
         is_hit = np.empty(len(keys), np.bool_)

@@ -143,7 +143,7 @@ def _enter_window(state: CacheState, slot: Any, level: Any) -> None:
 
 
 @inline
-def tinylfu_touch(state: CacheState, slot: Any) -> None:
+def touch(state: CacheState, slot: Any) -> None:
     """Count one access of a resident slot."""
     slots = state.slots
     rank = np.int64(slots[slot]["rank"])
@@ -157,7 +157,7 @@ def tinylfu_touch(state: CacheState, slot: Any) -> None:
 
 
 @inline
-def tinylfu_insert(state: CacheState, slot: Any) -> None:
+def insert(state: CacheState, slot: Any) -> None:
     """Enter a new row's slot, with its first access and those before it left."""
     sketch = state.sketch
     one, other = _counters(sketch, state.slots[slot]["key"])
@@ -166,7 +166,7 @@ def tinylfu_insert(state: CacheState, slot: Any) -> None:
 
 
 @inline
-def tinylfu_remove(state: CacheState, slot: Any) -> None:
+def remove(state: CacheState, slot: Any) -> None:
     """Forget a resident slot, and let its level go on in the sketch."""
     slots, sketch = state.slots, state.sketch
     rank = np.int64(slots[slot]["rank"])

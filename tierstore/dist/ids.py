@@ -16,7 +16,7 @@ import torch
 from ..ids.id_map import owners_of
 from ..kernels.arrays import Bools, Int64s, Words
 from ..lookup.base import AnyLookup, Found, Use
-from ..lookup.dynamic_ids import DynamicLookup, Sought, with_rows
+from ..lookup.lookup import DynamicLookup, Sought, with_rows
 from ..store.table_ids import Peers
 from .owners import Owners, ShardedTable
 from .ranks import Ranks

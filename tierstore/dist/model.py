@@ -21,8 +21,7 @@ from ..init import Initializer, Normal, Uniform
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from ..nn.convert import Embedding, Rule, Rules, hung_on, rules_of, weights_of
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
-from ..nn.module import TieredModule, plain_names, take_place
-from ..nn.placeholder import Placeholder
+from ..nn.module import Placeholder, TieredModule, plain_names, take_place
 from ..pool.converting import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..nn.collection import strides_of
 from ..nn.function import Prepared
 from ..nn.jagged import JaggedLike, KeyedTensor
 from .lookup import ShardedLookup
@@ -165,11 +164,6 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
         if self.towers is None:
             return KeyedTensor(self.feature_names, self._dims, out if self._order is None else out[:, self._order])
         return KeyedTensor([f"tower{number}" for number in range(towers.hosts)], self.widths, out)
-
-    def _checked(self, *arguments: Any) -> Any:
-        if strides_of(arguments[0]) is not None:
-            raise ValueError("a tower's module takes features of the same samples: give each feature as many")
-        return super()._checked(*arguments)
 
     def own_tensors(self) -> dict[str, Tensor]:
         """``rows``, and the modules' parameters, which hosts average, and buffers, which are each rank's own."""

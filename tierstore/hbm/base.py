@@ -2,7 +2,7 @@
 
 ``full``: every row has a slot; ``pool``: some rows do, and may be evicted. Results are those of host memory. The host
 joins and checks ids while it writes them to page-locked memory, and sends them with the bags' starts by one copy on the
-side stream; ids that are on the device are joined there (``lookup.device_ids``). Forward and backward run on
+side stream; ids that are on the device are joined there (``lookup.lookup``). Forward and backward run on
 the caller's current stream.
 """
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -29,22 +29,15 @@ _ROW_BUFFERS: Final = 3  # two up and one down
 Field = tuple[Any, int]  # an array's numpy type, of 4 or 8 bytes, and its length
 
 
-class Mark(Protocol):
-    """A moment in a stream's work."""
+class Mark:
+    """A moment in a stream's work: here of the CPU's, which is done. On a GPU a ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
         """Whether the work up to here is done."""
-
-    def synchronize(self) -> None:
-        """Wait until it is: the calling thread, not a stream."""
-
-
-class _Done:
-    def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        return None
+        """Wait until it is: the calling thread, not a stream."""
 
 
 class Streams:
@@ -61,7 +54,7 @@ class Streams:
 
     def mark(self) -> Mark:
         """After all that was given to the calling thread's current stream so far."""
-        return _Done()
+        return Mark()
 
     def follow(self, mark: Mark) -> None:
         """Later work of the calling thread's current stream waits for the mark; the thread itself does not."""
@@ -114,7 +107,7 @@ class Sender:
         self.device = device
         self._lock = threading.RLock()
         self._buffers = [host_buffer(streams, 0, torch.int32) for _ in range(2)]
-        self._free: list[Mark] = [_Done(), _Done()]
+        self._free: list[Mark] = [Mark(), Mark()]
         self._number = 0
 
     def send(self, fields: Sequence[Field], fill: Callable[[list[NDArray[Any]]], None]) -> tuple[list[Tensor], Mark]:
@@ -171,7 +164,7 @@ class Staging:
             for _ in range(_ROW_BUFFERS)
         ]
         self._arrays = [[part.numpy().view("uint64") for part in buffer] for buffer in self._buffers]
-        self._free: list[Mark] = [_Done(), _Done()]
+        self._free: list[Mark] = [Mark(), Mark()]
 
     def bring(self, keys: Int64s, slots: Tensor, read: Callable[[Int64s, Words, Words], None]) -> None:
         """Have ``read(keys, weights, state)`` fill buffers with the rows of ``keys``, numpy int64 [n], and copy them

@@ -83,20 +83,24 @@ def _first_outside(ids: Ids, begin: int, end: int, num_rows: int) -> Any:
 
 @template
 def _pool_columns(
-    lanes: int, low: int, high: int, known: int, shift: int, fresh: bool, slots: Int32s, scale: Floats,
-    weights: Weights, dtype_code: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
-) -> None:  # fmt: skip
-    """Of one bag, whose positions are ``[low, high)``; slots are known up to position ``known``."""
-    pooled = fill(np.float32(0), lanes) if fresh else load(out, sample, target, FLOAT32, lanes)
+    lanes: int, column: Any, dim: int, low: int, high: int, known: int, shift: int, fresh: bool, slots: Int32s,
+    scale: Floats, weights: Weights, dtype_code: int, divisor: np.float32, out: Floats, sample: int, target: int,
+) -> Any:  # fmt: skip
+    """Of one bag, whose positions are ``[low, high)``, the columns from ``column`` on, as long as there are ``lanes``
+    left; slots are known up to position ``known``. Returns the first column that is not done."""
     is_scaled = scale.shape[0] > 0
-    for position in range(low, high):
-        if lanes > 1 and position + AHEAD < known:  # a single column's cache line was fetched with those before
-            ahead = np.int64(item(slots, position + AHEAD + shift))
-            for line in range(0, lanes, WIDE):
-                prefetch_word(weights, (ahead, column + line))
-        row = load(weights, np.int64(item(slots, position + shift)), column, dtype_code, lanes)
-        pooled = pooled + (item(scale, position) * row if is_scaled else row)
-    store(out, sample, target, pooled / divisor if divisor > 0 else pooled, FLOAT32, lanes)
+    while column + lanes <= dim:
+        pooled = fill(np.float32(0), lanes) if fresh else load(out, sample, target + column, FLOAT32, lanes)
+        for position in range(low, high):
+            if lanes > 1 and position + AHEAD < known:  # a single column's cache line was fetched with those before
+                ahead = np.int64(item(slots, position + AHEAD + shift))
+                for line in range(0, lanes, WIDE):
+                    prefetch_word(weights, (ahead, column + line))
+            row = load(weights, np.int64(item(slots, position + shift)), column, dtype_code, lanes)
+            pooled = pooled + (item(scale, position) * row if is_scaled else row)
+        store(out, sample, target + column, pooled / divisor if divisor > 0 else pooled, FLOAT32, lanes)
+        column += lanes
+    return column
 
 
 @uncounted_kernel
@@ -150,23 +154,15 @@ def _pool_feature(
             divisor = np.float32(0)
             if mode == MEAN and low < high and high == bag_starts[bag + 1]:
                 divisor = np.float32(high - bag_starts[bag])
-            column = 0
-            while column + 64 <= dim:
-                _pool_columns(64, low, high, known, shift, fresh, slots, scale, weights, dtype_code, column, divisor,
-                              out, sample, target + column)  # fmt: skip
-                column += 64
-            while column + 16 <= dim:
-                _pool_columns(16, low, high, known, shift, fresh, slots, scale, weights, dtype_code, column, divisor,
-                              out, sample, target + column)  # fmt: skip
-                column += 16
-            while column + 4 <= dim:
-                _pool_columns(4, low, high, known, shift, fresh, slots, scale, weights, dtype_code, column, divisor,
-                              out, sample, target + column)  # fmt: skip
-                column += 4
-            while column < dim:
-                _pool_columns(1, low, high, known, shift, fresh, slots, scale, weights, dtype_code, column, divisor,
-                              out, sample, target + column)  # fmt: skip
-                column += 1
+            column: Any = np.int64(0)
+            column = _pool_columns(64, column, dim, low, high, known, shift, fresh, slots, scale, weights, dtype_code,
+                                   divisor, out, sample, target)  # fmt: skip
+            column = _pool_columns(16, column, dim, low, high, known, shift, fresh, slots, scale, weights, dtype_code,
+                                   divisor, out, sample, target)  # fmt: skip
+            column = _pool_columns(4, column, dim, low, high, known, shift, fresh, slots, scale, weights, dtype_code,
+                                   divisor, out, sample, target)  # fmt: skip
+            _pool_columns(1, column, dim, low, high, known, shift, fresh, slots, scale, weights, dtype_code,
+                          divisor, out, sample, target)  # fmt: skip
         sample += 1
 
 
@@ -321,26 +317,24 @@ def dot_rows(
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
         sample, target = bag % batch, np.int64(columns[bag // batch])
         for position in range(low, high):
-            _multiply(weights, np.int64(slots[position - first]), dim, dtype_code, grad_out, sample, target, work)
+            slot, column = np.int64(slots[position - first]), np.int64(0)
+            column = _multiply(16, column, dim, weights, slot, dtype_code, grad_out, sample, target, work)
+            column = _multiply(4, column, dim, weights, slot, dtype_code, grad_out, sample, target, work)
+            _multiply(1, column, dim, weights, slot, dtype_code, grad_out, sample, target, work)
             grad_scale[position] = halving_sum(work, 0)
 
 
-@inline
+@template
 def _multiply(
-    weights: Weights, slot: Any, dim: int, dtype_code: int, grad_out: Floats, sample: int, target: Any, work: Floats
-) -> None:
-    column = 0
-    while column + WIDE <= dim:
-        gradient = load(grad_out, sample, target + column, FLOAT32, WIDE)
-        store(work, 0, column, load(weights, slot, column, dtype_code, WIDE) * gradient, FLOAT32, WIDE)
-        column += WIDE
-    while column + 4 <= dim:
-        gradient = load(grad_out, sample, target + column, FLOAT32, 4)
-        store(work, 0, column, load(weights, slot, column, dtype_code, 4) * gradient, FLOAT32, 4)
-        column += 4
-    while column < dim:
-        work[0, column] = load(weights, slot, column, dtype_code, 1) * grad_out[sample, target + column]
-        column += 1
+    lanes: int, column: Any, dim: int, weights: Weights, slot: Any, dtype_code: int, grad_out: Floats, sample: int,
+    target: Any, work: Floats,
+) -> Any:  # fmt: skip
+    """The products of a row's columns with a bag's gradient into ``work``, as ``_pool_columns``."""
+    while column + lanes <= dim:
+        gradient = load(grad_out, sample, target + column, FLOAT32, lanes)
+        store(work, 0, column, load(weights, slot, column, dtype_code, lanes) * gradient, FLOAT32, lanes)
+        column += lanes
+    return column
 
 
 @kernel

@@ -1,7 +1,6 @@
 """Many features in one call, as TorchRec's ``EmbeddingBagCollection`` and ``EmbeddingCollection``."""
 
 import difflib
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,14 +11,13 @@ from torch import Tensor
 
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..lookup.device_ids import DeviceJagged
-from ..lookup.lookup import make_lookup
+from ..lookup.lookup import DeviceJagged, make_lookup
 from ..pool.joined import Features, Jagged, Joined
 from ..store import Store, Table
 from ..store.arguments import check_jagged
 from ..system.checks import excerpt
 from .function import Prepared
-from .jagged import JaggedLike, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from .jagged import JaggedLike, JaggedTensor, KeyedTensor
 from .module import TieredModule
 
 
@@ -87,6 +85,11 @@ class Collection(TieredModule):
     def _checked(
         self, features: JaggedLike, sources: Any, scale: Tensor | None = None
     ) -> tuple[Jagged | DeviceJagged, dict[str, int]]:
+        if getattr(features, "variable_stride_per_key", bool)():
+            raise ValueError(
+                "the batch's features may have different numbers of samples: give those with as many of each a "
+                "KeyedJaggedTensor and a collection (tables=) of their own, and index_select what it gives"
+            )
         keys = list(features.keys())
         place = {name: index for index, name in enumerate(keys)}
         if len(place) < len(keys):
@@ -100,9 +103,6 @@ class Collection(TieredModule):
             sources[0], sources[1], scale, "sum", device=self.store.device,
             offsets_type=self.store.offsets_type, ids_name="values", scale_name="weights",
         )  # fmt: skip
-        strides = strides_of(features)
-        if strides is not None:
-            return jagged.on_host.padded(strides), place
         batch, rest = divmod(jagged.batch, len(keys))
         if rest:
             raise ValueError(f"{jagged.batch} bags cannot be divided among {len(keys)} features")
@@ -140,8 +140,7 @@ class TieredEmbeddingBagCollection(Collection):
 
         Args:
             features: jagged ids, on the CPU or the store's device; it may have more features than the tables know
-                (those are ignored) but not fewer. docs/gpu.md says which batches on a device are not waited for. Where
-                features have different numbers of samples, ``inverse_indices`` say which each of the batch's B has.
+                (those are ignored) but not fewer. docs/gpu.md says which batches on a device are not waited for.
 
         Returns:
             KeyedTensor of float32 [B, sum of dims] on the store's device, features in order of the tables.
@@ -149,31 +148,7 @@ class TieredEmbeddingBagCollection(Collection):
         Raises:
             ValueError, TypeError: a feature is missing, an id is no row, shapes do not fit. ClosedError, ChecksumError.
         """
-        pooled = self._run((features,), self._sources(features))
-        strides = strides_of(features)
-        if strides is not None:
-            pooled = self._expanded(pooled, features, strides)
-        return KeyedTensor(self._features, self._dims, pooled)
-
-    def _expanded(self, pooled: Tensor, features: Any, strides: Sequence[int]) -> Tensor:
-        """float32 [B, columns] of [samples of a feature, columns], by the batch's ``inverse_indices``."""
-        found = features.inverse_indices_or_none()
-        if found is None and len(set(strides)) == 1:
-            return pooled
-        if found is None:
-            raise ValueError(
-                "the batch's features have different numbers of samples, and results lie side by side: give "
-                "inverse_indices, or look each group up in a collection of its own (tables=)"
-            )
-        own, names, columns = dict(zip(features.keys(), strides, strict=True)), list(found[0]), []
-        for name, part in zip(self.feature_names, torch.split(pooled, self._dims, dim=1), strict=True):
-            if name not in names:
-                raise ValueError(f"inverse_indices lack feature {name!r}; they have {names}")
-            chosen = found[1][names.index(name)].to(pooled.device, torch.int64)
-            if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < own[name]:
-                raise ValueError(f"inverse_indices of feature {name!r} must be from 0 to {own[name] - 1}, its samples")
-            columns.append(part.index_select(0, chosen))
-        return torch.cat(columns, dim=1)
+        return KeyedTensor(self._features, self._dims, self._run((features,), self._sources(features)))
 
     def embedding_bag_configs(self) -> list[TableConfig]:
         """Of its tables, in order; they have the names of TorchRec's ``EmbeddingBagConfig``."""
@@ -218,12 +193,11 @@ class TieredEmbeddingCollection(Collection):
         order of the tables. ``features`` and errors: as of ``TieredEmbeddingBagCollection``; weights are ignored."""
         values, keys = self._run((features,), self._sources(features)), list(features.keys())
         offsets = features.offsets().cpu()
-        strides = strides_of(features) or [(len(offsets) - 1) // max(len(keys), 1)] * len(keys)
-        bags = [0, *itertools.accumulate(strides)]
+        batch = (len(offsets) - 1) // max(len(keys), 1)
         out, start, places = {}, 0, {name: place for place, name in enumerate(keys)}
         for feature in self._features.values():
-            place = places[feature.name]
-            own = offsets[bags[place] : bags[place + 1] + 1]
+            first = places[feature.name] * batch
+            own = offsets[first : first + batch + 1]
             stop = start + int(own[-1] - own[0]) * feature.table.layout.dim
             rows = values[start:stop].view(-1, feature.table.layout.dim)
             out[feature.name] = JaggedTensor(rows, offsets=own - own[0])
@@ -246,17 +220,3 @@ class TieredEmbeddingCollection(Collection):
     def embedding_configs(self) -> list[TableConfig]:
         """Of its tables, in order; they have the names of TorchRec's ``EmbeddingConfig``."""
         return [table.config for table in self.tables]
-
-    def embedding_dim(self) -> int:
-        """Of its tables; ValueError if they differ."""
-        dims = {table.config.embedding_dim for table in self.tables}
-        if len(dims) != 1:
-            raise ValueError(f"tables have embedding_dim {sorted(dims)}: ask each one's config")
-        return dims.pop()
-
-
-def strides_of(features: Any) -> list[int] | None:
-    """Samples of each feature of a batch where these may differ (TorchRec's variable batch size), else None."""
-    if type(features) is KeyedJaggedTensor:
-        return list(features._strides) if features._is_uneven else None
-    return list(features.stride_per_key()) if getattr(features, "variable_stride_per_key", bool)() else None

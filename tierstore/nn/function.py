@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..lookup.base import AnyLookup
-from ..lookup.dynamic_ids import DynamicLookup
 from ..lookup.gradients import NUMBERS, collect, note_pass, require_engine
+from ..lookup.lookup import DynamicLookup
 from ..optim.curvature import OF_THREAD
 
 _MISSED: Final = 2  # batches in turn: one may well have been left out

@@ -65,10 +65,6 @@ class JaggedTensor:
             self._lengths = torch.diff(self._offsets)
         return self._lengths
 
-    def lengths_or_none(self) -> Tensor | None:
-        """``lengths()`` if they were given or asked for before."""
-        return self._lengths
-
     def offsets(self) -> Tensor:
         """Integers: list i is ``values()[offsets()[i]:offsets()[i + 1]]``."""
         return self._offsets
@@ -137,33 +133,21 @@ class KeyedJaggedTensor(JaggedTensor):
         lengths: integer [F * B] or [F, B], length of each bag, key-major. Give this or ``offsets``.
         offsets: integer [F * B + 1], from 0 to N.
         stride: B, which is counted otherwise; without keys it is 0.
-        stride_per_key_per_rank: samples of each feature, where they differ: a list with one number for each, which may
-            be a sum of several. ``lengths`` and ``offsets`` are then of so many bags.
-        inverse_indices: (features, integer [F, B]): which of its own samples each feature has for each of the B of the
-            batch, as where samples share a user. Pooled results are of these B.
 
     Raises:
         TypeError: as ``JaggedTensor``, or ``keys`` is one str. ValueError: shapes that do not fit together.
     """
 
     def __init__(
-        self,
-        keys: Sequence[str], values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None,
+        self, keys: Sequence[str], values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None,
         offsets: Tensor | None = None, stride: int | None = None,
-        stride_per_key_per_rank: Sequence[Sequence[int]] | None = None,
-        inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(values, weights, lengths, offsets)
         require_names(keys, "keys")
         bags = len(self._offsets) - 1
-        self._is_uneven = stride_per_key_per_rank is not None
-        even = bags // max(len(keys), 1) if stride is None else stride
-        given = stride_per_key_per_rank or [[even]] * len(keys)
-        self._strides = [sum(of_ranks) for of_ranks in given]
-        if bags < 0 or len(given) != len(keys) or bags != sum(self._strides):
+        self._keys, self._stride = list(keys), bags // max(len(keys), 1) if stride is None else stride
+        if bags < 0 or bags != self._stride * len(keys):
             raise ValueError(f"{bags} bags cannot be divided among {len(keys)} features; each has one a sample")
-        self._keys, self._inverse = list(keys), inverse_indices
-        self._stride = max(self._strides, default=even) if inverse_indices is None else inverse_indices[1].shape[1]
 
     @classmethod
     def from_lengths_sync(
@@ -172,59 +156,13 @@ class KeyedJaggedTensor(JaggedTensor):
         """As the constructor with ``lengths``."""
         return cls(keys, values, weights, lengths)
 
-    @classmethod
-    def from_offsets_sync(
-        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
-    ) -> "KeyedJaggedTensor":
-        """As the constructor with ``offsets``."""
-        return cls(keys, values, weights, offsets=offsets)
-
-    @classmethod
-    def concat(cls, parts: "Sequence[KeyedJaggedTensor]") -> "KeyedJaggedTensor":
-        """The features of all parts. ValueError: parts differ in samples, or only some have weights."""
-        strides = {part.stride() for part in parts}
-        is_uneven = any(part.variable_stride_per_key() for part in parts)
-        weights = [part.weights_or_none() for part in parts]
-        given = [each for each in weights if each is not None]
-        if len(strides) > 1 or 0 < len(given) < len(weights):
-            raise ValueError(f"parts have {sorted(strides)} samples, {len(given)} of {len(weights)} have weights")
-        keys = [key for part in parts for key in part._keys]
-        inverses = list({id(part._inverse): part._inverse for part in parts}.values())
-        inverse = inverses[0] if inverses else None
-        if len(inverses) > 1:
-            if None in inverses:
-                raise ValueError("some parts have inverse_indices, and others have none; give all some, or none")
-            of_parts = [(part._keys, dict(zip(*part._inverse, strict=True))) for part in parts if part._inverse]
-            inverse = keys, torch.stack([rows[key] for own, rows in of_parts for key in own])
-        return cls(
-            keys,
-            torch.cat([part.values() for part in parts]),
-            torch.cat(given) if given else None,
-            torch.cat([part.lengths() for part in parts]),
-            stride=next(iter(strides), None),
-            stride_per_key_per_rank=[[each] for part in parts for each in part._strides] if is_uneven else None,
-            inverse_indices=inverse,
-        )
-
     def keys(self) -> list[str]:
         """The features, in order."""
         return self._keys
 
     def stride(self) -> int:
-        """Samples in the batch; of features with different numbers, without ``inverse_indices``, the most."""
+        """Samples in the batch."""
         return self._stride
-
-    def stride_per_key(self) -> list[int]:
-        """Samples of each feature."""
-        return self._strides
-
-    def variable_stride_per_key(self) -> bool:
-        """Whether features may have different numbers of samples."""
-        return self._is_uneven
-
-    def inverse_indices_or_none(self) -> tuple[Sequence[str], Tensor] | None:
-        """See the constructor."""
-        return self._inverse
 
     def length_per_key(self) -> list[int]:
         """How many values each feature has."""
@@ -232,27 +170,22 @@ class KeyedJaggedTensor(JaggedTensor):
 
     def offset_per_key(self) -> list[int]:
         """Where each feature's values begin, and where the last end."""
-        return [int(self._offsets[bag]) for bag in itertools.accumulate(self._strides, initial=0)]
+        return [int(self._offsets[feature * self._stride]) for feature in range(len(self._keys) + 1)]
 
     def split(self, segments: Sequence[int]) -> "list[KeyedJaggedTensor]":
         """Features in groups of so many each, in order; values are views. ValueError: that is not all features."""
         if sum(segments) != len(self._keys):
             raise ValueError(f"segments={list(segments)} are {sum(segments)} features, not {len(self._keys)}")
-        starts, bags, parts, first = self.offset_per_key(), [0, *itertools.accumulate(self._strides)], [], 0
+        starts, parts, first = self.offset_per_key(), [], 0
         for count in segments:
             own, last = slice(starts[first], starts[first + count]), first + count
-            offsets = self._offsets[bags[first] : bags[last] + 1] - starts[first]
+            offsets = self._offsets[first * self._stride : last * self._stride + 1] - starts[first]
             weights = None if self._weights is None else self._weights[own]
-            strides = [[each] for each in self._strides[first:last]] if self._is_uneven else None
-            names, shape = self._keys[first:last], (self._stride, strides, self._inverse)
-            parts.append(KeyedJaggedTensor(names, self._values[own], weights, None, offsets, *shape))
+            parts.append(
+                KeyedJaggedTensor(self._keys[first:last], self._values[own], weights, None, offsets, self._stride)
+            )
             first = last
         return parts
-
-    def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
-        """The features at these places, in this order; one may come more than once."""
-        parts = self.split([1] * len(self._keys))
-        return KeyedJaggedTensor.concat([parts[index] for index in indices])
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Each feature's lists; values are views."""
@@ -264,15 +197,6 @@ class KeyedJaggedTensor(JaggedTensor):
 
     def __getitem__(self, key: str) -> JaggedTensor:
         return self.to_dict()[key]
-
-    def to(
-        self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None
-    ) -> "KeyedJaggedTensor":
-        """Its tensors on a device, the weights as ``dtype``."""
-        made = super().to(device, non_blocking)
-        if made._weights is not None and dtype is not None:
-            made._weights = made._weights.to(dtype)
-        return made
 
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor(keys={self._keys}, samples={self.stride()}, ids={len(self._values)})"
@@ -298,24 +222,6 @@ class KeyedTensor:
 
     def __init__(self, keys: Iterable[str], length_per_key: Sequence[int], values: Tensor) -> None:
         self._keys, self._dims, self._values = list(keys), list(length_per_key), values
-
-    @classmethod
-    def from_tensor_list(cls, keys: Sequence[str], tensors: Sequence[Tensor]) -> "KeyedTensor":
-        """Of each feature's [B, dim]."""
-        return cls(keys, [each.shape[1] for each in tensors], torch.cat(list(tensors), dim=1))
-
-    @staticmethod
-    def regroup(keyed_tensors: "Sequence[KeyedTensor]", groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Of each group [B, sum of dims]: its features side by side; a feature may be in several groups."""
-        found = {key: columns for each in keyed_tensors for key, columns in each.to_dict().items()}
-        return [torch.cat([found[key] for key in group], dim=1) for group in groups]
-
-    @staticmethod
-    def regroup_as_dict(
-        keyed_tensors: "Sequence[KeyedTensor]", groups: Sequence[Sequence[str]], keys: Sequence[str]
-    ) -> dict[str, Tensor]:
-        """``regroup``, each group by its name in ``keys``."""
-        return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def keys(self) -> list[str]:
         """The features, in order."""

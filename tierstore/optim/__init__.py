@@ -1,7 +1,7 @@
 """Optimizers. Of rows: sparse ones that run inside backward, with their state stored in each row. Of dense weights:
-``HessianFree`` and ``Lookahead``, which are torch's kind."""
+``HessianFree``, which is torch's kind."""
 
 from .configs import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, from_dict
-from .dense import HessianFree, Lookahead
+from .curvature import HessianFree
 
-__all__ = ["SGD", "Adagrad", "Adam", "HessianFree", "Lookahead", "Optimizer", "RowWiseAdagrad", "from_dict"]
+__all__ = ["SGD", "Adagrad", "Adam", "HessianFree", "Optimizer", "RowWiseAdagrad", "from_dict"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.base import CHANGED, DIRTY, LOADING, RESIDENT, Admission
+from ..cache.base import CHANGED, DIRTY, Admission
 from ..cache.ddr import DdrCache
 from ..cache.full import FullCache
 from ..kernels import quantized
@@ -26,7 +26,6 @@ from .backward import Groups, merged
 from .converting import raw_weights
 from .joined import NO_ARG_MAX, NO_INTS, Joined
 from .leases import Arena, Lease, Leases, Pins
-from .one_table import OneTable
 from .tier import Tier
 from .writeback import WriteBack
 
@@ -66,10 +65,10 @@ class HostTier(Tier):
 
     # Rows by key
 
-    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+    def one_table(self, table_index: int, num_rows: int) -> direct.OneTable | None:
         arena = self._arena
         has_one = JIT_ENABLED and not arena.layout.is_quantized and isinstance(arena.cache, DdrCache | FullCache)
-        return OneTable(arena, self._leases, table_index, num_rows) if has_one else None
+        return direct.OneTable(arena, self._leases, table_index, num_rows) if has_one else None
 
     def are_in_memory(self, keys: Int64s) -> bool:
         with self._arena.lock:
@@ -323,7 +322,12 @@ class InPlaceRows(HostTier):
         arg_max = np.empty((joined.num_bags, arena.layout.dim), np.int32) if mode == kernels.MAX else NO_ARG_MAX
         if lease is None and not joined.is_read and not arena.layout.is_quantized:
             slots = np.empty(len(joined), np.int32) if keep else NO_INTS
-            failed = self._pool_ids(joined, mode, out.numpy(), arg_max, slots)
+            ids, *plan = joined.ids_of_bags(self._cache.numbering)
+            with arena.rows_lock:
+                arena.require_open()
+                failed = direct.look_up(
+                    arena, self._cache, ids, plan, joined.scale, mode, joined.columns, out.numpy(), arg_max, slots
+                )
             if not failed:
                 if keep:  # the caller may change the ids before backward
                     joined.note_slots(slots, self._cache.numbering)
@@ -333,23 +337,6 @@ class InPlaceRows(HostTier):
         with arena.rows_lock:
             arena.pool(arena.workers, joined, mode, out.numpy(), arg_max, 0, slots)
         return self._held(slots) if keep and lease is None else lease, arg_max
-
-    def _pool_ids(self, joined: Joined, mode: int, out: Floats, arg_max: Int32s, slots: Int32s) -> list[int]:
-        """Check ids and pool every bag, in one pass. Returns the positions of ids that are no rows, and negative
-        numbers for rows that are not resident; then ``out`` is undefined."""
-        arena, cache = self._arena, self._cache
-        ids, *plan = joined.ids_of_bags(cache.numbering)
-        with arena.rows_lock:
-            arena.require_open()
-            flags = cache.flags[:0] if cache.is_complete else cache.flags
-            failed = direct.look_up(
-                arena.workers, arena.layout.dim, ids, plan, flags, RESIDENT | LOADING, RESIDENT, joined.scale, mode,
-                arena.weights, arena.layout.dim, arena.dtype_code, joined.columns, out, arg_max, slots,
-            )  # fmt: skip
-            if not failed:
-                with arena.lock:
-                    cache.note_hits(len(joined))
-        return failed
 
     def whole(self, joined: Joined, lease: Lease | None) -> Lease:
         return lease or self._pins.lease(slots=self._bring_in(joined))

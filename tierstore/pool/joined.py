@@ -98,7 +98,7 @@ class Joined(Bags):
     tier: Any = None  # in device memory, which has sent it there
     sent: Any = None  # what it has there
     parts: "Parts | None" = None  # what it was merged from
-    has_dynamic_ids = False  # which are no rows yet; ``lookup.dynamic_ids`` finds these
+    has_dynamic_ids = False  # which are no rows yet; ``lookup.lookup`` finds these
     holds: Sequence[Any] = ()  # what keeps the ids of its rows, if they are dynamic
     unseen: Any = None  # ids that have none, and count
 
@@ -315,16 +315,9 @@ class Jagged(NamedTuple):
     def of(self, batch: int) -> "Jagged":
         return self._replace(batch=batch)
 
-    def padded(self, strides: Sequence[int]) -> "Jagged":
-        """Of features with so many bags each: with empty ones behind, as many of each."""
-        batch, own = max(strides, default=0), np.array(strides, np.int64)
-        firsts = np.cumsum(own) - own
-        starts = self.offsets[firsts[:, None] + np.minimum(np.arange(batch), own[:, None])]
-        return self._replace(offsets=np.append(starts.ravel(), self.offsets[-1:]), batch=batch)
-
     @property
     def on_host(self) -> "Jagged":
-        """Itself; ``lookup.device_ids.DeviceJagged`` copies."""
+        """Itself; ``lookup.lookup.DeviceJagged`` copies."""
         return self
 
     def join(self, features: Features, places: Sequence[int]) -> Joined:

@@ -99,7 +99,3 @@ class Pool:
     def is_clean(self) -> bool:
         """Whether nothing is to be written, neither from here nor from the tier above."""
         return not self.cache.num_dirty and not self.tier.num_dirty
-
-    @property
-    def is_closed(self) -> bool:
-        return self.arena.is_closed

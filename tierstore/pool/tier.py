@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
 from ..optim.configs import Hyper
+from .direct import OneTable
 from .joined import Joined
-from .one_table import OneTable
 
 
 class Tier(ABC):

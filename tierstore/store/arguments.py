@@ -13,7 +13,7 @@ from torch import Tensor
 from ..hbm.kernel_types import DeviceIds
 from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
-from ..lookup.device_ids import DeviceJagged
+from ..lookup.lookup import DeviceJagged
 from ..pool.joined import Jagged
 
 _HOST: Final = torch.device("cpu")

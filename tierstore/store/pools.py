@@ -132,7 +132,7 @@ class Pools:
                     for pool in self:
                         pool.flush()
             finally:
-                if any(pool.is_closed for pool in self):
+                if any(pool.arena.is_closed for pool in self):
                     self.close()
 
     def _refuse_if_clean(self) -> bool:

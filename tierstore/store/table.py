@@ -14,12 +14,11 @@ from ..kernels.arrays import Floats, Int64s
 from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS
 from ..lookup.base import AnyLookup, Found, LookupTable, Use
-from ..lookup.device_ids import DeviceJagged
-from ..lookup.lookup import make_lookup
+from ..lookup.lookup import DeviceJagged, make_lookup
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool.converting import floats
+from ..pool.direct import OneTable
 from ..pool.joined import Features, Jagged
-from ..pool.one_table import OneTable
 from ..pool.pool import Pool
 from ..pool.stats import IdStats
 from ..system.checks import Unpicklable, require_choice
