@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from . import report
 from .errors import DamagedError, TableError
 from .layout import DtypeName
 from .nn.collection import TieredEmbeddingBagCollection
@@ -256,7 +257,7 @@ def quantize_run(
     is at most ``1 + loss`` times the run's. The same arguments give the same store, also after a kill.
 
     Args:
-        target: the new folder; must not exist, or be empty. It has ``quantize.json``, too.
+        target: the new folder; must not exist, or be empty. It has ``quantize.json`` and ``quantize.html``, too.
         data, max_rows: held-out rows, as of ``HeldOut``.
         progress: called as ``progress(done, total)`` of points; the total is a guess.
 
@@ -296,7 +297,10 @@ def quantize_run(
         summary = summary_of(held.units, found, loss, len(held))
         told = {"asked": asked, "units": [each._asdict() for each in held.units], **found._asdict()}
         told["steps"] = [each._asdict() for each in found.steps]
-        files = {"quantize.json": json.dumps(told, indent=1) + "\n"}
+        files = {
+            "quantize.json": json.dumps(told, indent=1) + "\n",
+            "quantize.html": page_of(held.units, found, loss, summary),
+        }
         quantize(source, new, dtype=dtypes, version=held.version, tensors=kept, files=files)
         path.unlink()
     return QuantizedRun(held.version, held.units, found, summary, len(known) - begun)
@@ -341,6 +345,25 @@ def summary_of(units: Sequence[Unit], found: Found, bound: float, num_rows: int)
     last = f"The last {undone} steps broke the bound on the others, and were undone."
     told = [f"{', '.join(sizes)}.", f"log loss {', '.join(losses)}; the bound is {_percent(bound)}."]
     return [*told, last] if undone else told
+
+
+def page_of(units: Sequence[Unit], found: Found, bound: float, summary: Sequence[str]) -> str:
+    """The loss over the bytes saved, and all steps in their order."""
+    whole, done, saved = size_of(units, {}), 0, []
+    for each in found.steps:
+        now = (whole - each.size_bytes) // 1024
+        if each.became != "refused" and now > done:
+            saved.append(report.Step(done + 1, now, 100 * each.added))
+            done = now
+    limit = [report.Step(1, done, 100 * bound)] if saved else []
+    lines = [report.Line("rows searched on", "c1", saved), report.Line("bound", "c2 dashed", limit)]
+    plots = report.figure("Log loss added over bytes saved", lines, unit="% of the log loss", over="saved kibibyte")
+    table = [["step", "bytes then", "log loss added", "became"]]
+    for i, each in enumerate(found.steps, 1):
+        size = format_size(each.size_bytes)
+        table.append([f"{i}. {each.unit}: {each.dtype}", size, _percent(each.added), each.became])
+    sections = [report.Section("Answer", summary), *plots, report.Section("Steps", table=table)]
+    return report.page_of("tierstore quantize", sections)
 
 
 def _percent(share: float) -> str:

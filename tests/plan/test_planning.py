@@ -159,10 +159,15 @@ def plan_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_is_printed_and_written(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "plan.toml", "--json", "plan.json"]) == 0
+    assert cli.main(["plan", "plan.toml", "--html", "plan.html", "--json", "plan.json"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Answer\n  1 x box (")
+    assert said.endswith("the report: plan.html\n")
     assert "\x1b" not in said
+    page = plan_path.with_suffix(".html").read_text(encoding="utf-8")
+    assert "<title>shop: a plan</title>" in page
+    assert "How often memory misses a row" in page
+    assert page.count("<polyline") == 2, "the curve, and the plan on it"
     found = json.loads(plan_path.with_suffix(".json").read_text())
     assert found["asked"]["setup"]["ddr"] == "8MiB"
     assert f"{found['prediction']['samples_per_s']:,.0f} samples/s" in said
@@ -173,7 +178,7 @@ def test_what_prevents_files_is_told_before_the_work(
 ) -> None:
     monkeypatch.setattr(planning, "plan", None)
     for words, status, said in (
-        (["run", "plan.toml", "--json", ".", "--force"], 1, ". is a directory; choose the name of a file\n"),
+        (["run", "plan.toml", "--html", ".", "--force"], 1, ". is a directory; choose the name of a file\n"),
         (["run"], 2, "give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys\n"),
         (["run", "plan.toml", "--json", "nosuch/a"], 1, "nosuch is not a directory; make it first\n"),
         (["presets", "rcm1"], 2, "there is no preset 'rcm1'; did you mean 'rmc1'?\n"),
@@ -188,7 +193,7 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
     for words in (
         ["curve", "shop.npz", "--json", "shop.npz"],
         ["run", "plan.toml", "--json", "plan.toml"],
-        ["run", "plan.toml", "--json", "shop.toml"],
+        ["run", "plan.toml", "--html", "shop.toml"],
         ["run", "plan.toml", "--json", "box.json"],
     ):
         before = Path(words[-1]).read_bytes()

@@ -183,7 +183,8 @@ def test_a_killed_search_goes_on_and_ends_the_same(
     assert len(known) == len(set(known)) == (after or len(known))
     assert (made.measured == 0) == (after is None), "no point is measured twice"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["new"]
-    assert (target / "quantize.json").read_bytes() == (small / "quantize.json").read_bytes()
+    for name in ("quantize.json", "quantize.html"):
+        assert (target / name).read_bytes() == (small / name).read_bytes()
     with tierstore.open(target, mode="r", **SMALL) as one, tierstore.open(small, mode="r", **SMALL) as other:
         for name, table in one.tables.items():
             every = torch.arange(table.config.num_embeddings)
@@ -216,7 +217,10 @@ def test_the_command_reports_and_wrong_arguments_change_nothing(
     out = capsys.readouterr().out
     assert "rows of C26" in out
     assert "32 rows searched on" in out
-    assert told(new)["steps"]
+    page = (new / "quantize.html").read_text()
+    assert "Log loss added over bytes saved" in page
+    assert "<polyline" in page
+    assert page.count("<tr>") == len(told(new)["steps"]) + 1
     other = str(tmp_path / "x")
     for wrong, message in {
         (run, str(new), "--loss", "0.5"): "is there already",

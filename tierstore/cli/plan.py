@@ -28,12 +28,16 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
     read = [options.plan_file, asked.workload.file, asked.trace.path, asked.host.file, *asked.host.others]
-    require_outputs({"--json": options.json}, read, force=options.force)
+    require_outputs({"--html": options.html, "--json": options.json}, read, force=options.force)
     from ..plan.planning import plan, write_json
-    from ..plan.report import describe
+    from ..plan.report import describe, plan_page
+    from ..system.files import write_text
 
     result = plan(asked)
     print(describe(result))
+    if options.html:
+        write_text(Path(options.html), plan_page(result), force=options.force)
+        print(f"\nthe report: {options.html}")
     if options.json:
         write_json(result.to_dict(), Path(options.json), force=options.force)
     return 0
@@ -139,8 +143,9 @@ COMMANDS: Final[Mapping[str, Command]] = {
         _run,
         (
             arg("plan_file", metavar="FILE.toml", nargs="?", help="the plan file"),
+            arg("--html", metavar="OUT.html", help="write the report, one page that needs no network"),
             arg("--json", metavar="OUT.json", help="write all figures of the answer"),
-            arg("--force", help="replace that file if it exists"),
+            arg("--force", help="replace these files if they exist"),
             arg(
                 "--set",
                 action="append",
@@ -154,7 +159,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "Predict the setup of a plan file, or find the cheapest that reaches its target, and say what supports that.",
         "examples:\n"
         "  tierstore plan run --keys > plan.toml\n"
-        "  tierstore plan run plan.toml --json plan.json\n"
+        "  tierstore plan run plan.toml --html plan.html --json plan.json\n"
         "  tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2",
     ),
     "curve": command(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from ..settings.sections import Checked, ConfigError, Override, option
 from ..system.checks import excerpt
 from ..system.files import write_text
 from ..system.sizes import format_size, parse_size
-from .curves import curve
-from .demand import Demand
+from .curves import MissRatioCurve, curve
+from .demand import Demand, pool_loads
 from .host import (
     Choices,
     Host,
@@ -159,6 +159,14 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     )
 
 
+class ShownCurve(NamedTuple):
+    """Of tables that share a cache; ``chosen_rows``: of it that the memory of all hosts holds."""
+
+    name: str
+    curve: MissRatioCurve
+    chosen_rows: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
     """The answer to a plan file."""
@@ -170,6 +178,7 @@ class PlanResult:
     # The cheapest that has every row in DDR or HBM and meets the target, or why there is none; None where the setup is
     # given, or rows are in memory by the file's wish.
     in_memory: Prediction | str | None = None
+    curves: tuple[ShownCurve, ...] = ()  # of the pools that the prediction is made of
     marginals: tuple[Marginal, ...] = ()
     alternatives: tuple[Attempt, ...] = ()  # the next best first, then those that fail
     marks: tuple[str, ...] = ()  # clauses that belong to the answer: what wears out
@@ -216,7 +225,11 @@ def plan(asked: PlanFile) -> PlanResult:
                 in_memory = str(error)
     best, setup = found.best, found.best.setup
     demand = demand.laid_out(setup.workload)
-    marks, written = tuple[str, ...](), best.drive_writes_a_day
+    shown, marks, written = list[ShownCurve](), tuple[str, ...](), best.drive_writes_a_day
+    for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
+        others = "" if len(demand.pools) == 1 else f", {len(pool.tables)} tables of {pool.layout.dim}"
+        held = float(setup.hosts * (load.hbm_rows + load.ddr_rows))
+        shown.append(ShownCurve(f"{pool.curve.policy}{others}", pool.curve, held))
     if setup.host.storage and written > (rated := first_worn(setup.host).drive_writes_a_day):
         months = 12 * years_of_life(setup.host, written)
         last = f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {months:.3g} months"
@@ -227,6 +240,7 @@ def plan(asked: PlanFile) -> PlanResult:
         prediction=best,
         hosts=tuple(host.name for host in hosts),
         in_memory=in_memory,
+        curves=tuple(shown),
         marginals=marginal_values(setup, demand),
         alternatives=(*(Attempt(each.setup, each) for each in found.runners_up), *found.failures),
         marks=marks,

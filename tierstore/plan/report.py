@@ -1,20 +1,26 @@
-"""A plan as text: the answer, and what supports it."""
+"""A plan as text and as a page: the same sections, the answer first, and on the page its curves."""
 
 import math
+from itertools import pairwise
 from typing import Final
 
-from ..report import Section, text_of
+import numpy as np
+
+from ..report import Line, Section, Step, figure, page_of, text_of
 from ..system.sizes import format_count, format_size
 from .host import describe_setup, first_worn
 from .loads import in_words
 from .model import Prediction
-from .planning import PlanResult
+from .planning import PlanResult, ShownCurve
 
 _SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
 _DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _MAX_NAME: Final = 60
 _RULE: Final = "Lines work side by side, indented parts one after another: the longest line is the time."
 _NEGLIGIBLE: Final = 1e-4  # of the samples a second: a gain of less is nothing
+_POINTS: Final = 120
+_ROWS: Final = ((1_000_000, "million row"), (1000, "thousand row"), (1, "row"))
+_LEAST: Final = 1000  # of rows in what they are counted in
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -198,3 +204,28 @@ def _tiers(prediction: Prediction) -> tuple[list[str], list[tuple[str, ...]]]:
 def describe(result: PlanResult) -> str:
     """The answer, and what supports it, as text."""
     return text_of(sections_of(result))
+
+
+def plan_page(result: PlanResult) -> str:
+    """The same as a page, with the curves."""
+    curves = [section for each in result.curves for section in _picture(each)]
+    title = f"{named(result.prediction.setup.workload.name)}: a plan"
+    return page_of(title, [*sections_of(result), *curves])
+
+
+def _picture(shown: ShownCurve) -> list[Section]:
+    """The curve, and a line up to it where the plan is."""
+    curve = shown.curve
+    top = max(int(curve.sizes[-1]), _POINTS)
+    scale, over = next((each for each in _ROWS if top >= _LEAST * each[0]), _ROWS[-1])
+
+    def percent(rows: float) -> float:
+        return 100 * curve.miss_ratio(max(1.0, scale * rows))
+
+    ends = np.linspace(0, top // scale, _POINTS + 1).astype(int).tolist()
+    steps = [Step(before + 1, end, percent((before + end) / 2)) for before, end in pairwise(ends)]
+    rows = round(min(max(shown.chosen_rows / scale, 1), ends[-1]))
+    plan = [Step(rows, rows, value) for value in (0.0, percent(rows))]
+    lines = [Line("missed", "c1", steps), Line("this plan", "mark", plan)]
+    title = f"How often memory misses a row of a batch, by how many it has: {named(shown.name)}"
+    return figure(title, lines, unit="%", low=0, over=over)

@@ -1,4 +1,4 @@
-"""Reports of runs, sweeps and plans: sections of sentences, tables and plots, as text and as a page."""
+"""Reports of runs, sweeps, plans and quantizations: sections of sentences, tables and plots, as text and as a page."""
 
 from .page import Line, Section, Step, figure, page_of, text_of
 
