@@ -19,7 +19,6 @@ import numpy as np
 
 from ...config import TableConfig
 from ...kernels.arrays import Float64s
-from ...kernels.least_squares import solve_nonnegative
 from ...optim.configs import RuleName
 from ...settings.sections import Checked, described, option
 from ...system.checks import excerpt
@@ -29,6 +28,7 @@ from ..plan import Sharding
 
 _RANGES: Final = 64
 _EVENLY: Final = np.ones(1)
+_SOLVER_STEPS: Final = 100
 Kind = Literal["rows", "pooled", "data_parallel"]
 KINDS: Final[tuple[Kind, ...]] = ("rows", "pooled", "data_parallel")
 
@@ -279,3 +279,32 @@ class RankCosts(Checked):
             return described(cls, content, "costs of ranks", is_whole=True)
         except ValueError as error:
             raise ValueError(f"{path}: {error}; tierstore shard measure writes costs of ranks") from None
+
+
+def solve_nonnegative(matrix: Float64s, target: Float64s) -> Float64s:
+    """The x >= 0 for which ``matrix @ x`` (float64 [equations, unknowns]) is nearest to ``target``.
+    Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: unknowns are let off zero one by one, the one
+    along which the error falls fastest first; those that would fall below zero go back."""
+    unknowns = matrix.shape[1]
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), np.finfo(np.float64).tiny)
+    scaled = matrix / scale
+    found, is_free = np.zeros(unknowns), np.zeros(unknowns, np.bool_)
+    for _ in range(_SOLVER_STEPS):
+        slopes = np.where(is_free, 0.0, scaled.T @ (target - scaled @ found))
+        if slopes.max(initial=0.0) <= 1e-12:
+            break
+        is_free[int(np.argmax(slopes))] = True
+        while True:
+            wanted = np.zeros(unknowns)
+            wanted[is_free] = np.linalg.lstsq(scaled[:, is_free], target, rcond=None)[0]
+            if (wanted[is_free] > 0).all():
+                found = wanted
+                break
+            falling: Any = is_free & (wanted <= 0)
+            # As far as the first of them reaches zero.
+            share = np.min(found[falling] / (found[falling] - wanted[falling]))
+            found = found + share * (wanted - found)
+            is_free &= found > 1e-15
+            found[~is_free] = 0.0
+    solution: Float64s = found / scale
+    return solution
