@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -150,11 +150,17 @@ class ColdTier(Protocol):
 class Counting:  # by many threads
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.totals = ColdCounters()
+        self._totals: dict[str, Any] = ColdCounters()._asdict()
+
+    @property
+    def totals(self) -> ColdCounters:
+        with self._lock:
+            return ColdCounters(**self._totals)
 
     def add(self, **added: float) -> None:
         with self._lock:
-            self.totals = self.totals._replace(**{name: getattr(self.totals, name) + added[name] for name in added})
+            for name, value in added.items():
+                self._totals[name] += value
 
 
 # ValueErrors of arguments that no tier takes: out of range, or not of the table's layout.
@@ -176,7 +182,8 @@ def check_arenas(layout: RowLayout, slots: Int32s, weights: Words, state: Words)
             f"weights and state have {weights.shape[1]} and {state.shape[1]} words a row, the table's layout has "
             f"{layout.weight_words} and {layout.state_words}"
         )
-    if int(slots.min()) < 0 or int(slots.max()) >= min(len(weights), len(state)):
+    # A negative one is more than any as uint32; the method max() is Python, and takes longer than this of few slots.
+    if np.maximum.reduce(slots.view(np.uint32)) >= min(len(weights), len(state)):
         raise ValueError(f"slots must be in [0, {min(len(weights), len(state))})")
     assert weights.flags.c_contiguous and state.flags.c_contiguous, "kernels take them flat"  # noqa: PT018
 

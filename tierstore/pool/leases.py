@@ -354,7 +354,7 @@ class Leases:
         cache = self._arena.cache
         present = np.empty(len(keys), np.bool_)
         self._read_rows(keys, slots, cache.weights, cache.state, present)
-        if not present.all():
+        if np.count_nonzero(present) < len(keys):
             keys, unwritten = keys[~present], slots[~present]
             alike = self._alike[keys >> KEY_ROW_BITS]
             for table_index in np.unique(alike).tolist():

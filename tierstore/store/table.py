@@ -149,7 +149,7 @@ class Table(Unpicklable, LookupTable):
         def look_up() -> tuple[Int64s, Tensor]:
             keys = self._keys(ids)
             self.store.require_open()
-            if len(keys) and (keys >= 0).all():
+            if len(keys) and (self.ids is None or (keys >= 0).all()):
                 return keys, self.in_pool(lambda pool: pool.tier.read(keys))
             has_row = torch.from_numpy(keys >= 0)
             out = torch.zeros((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
