@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tierstore
-from tests.nn.test_jagged import even as even_features
-from tests.nn.test_jagged import make, uneven
 from tests.optim.test_dense import Job, bag_of, batches, table
 from tierstore import KeyedJaggedTensor, TableConfig, optim
 from tierstore.dist import (
@@ -337,24 +335,6 @@ def test_training_gives_the_bits_of_one_process(ranks: int, device: str, seeds: 
                 torch.testing.assert_close(square, wanted.squares[step], rtol=1e-4, atol=0, msg=f"{seed}: {case}")
             for number, weights in wanted.weights.items():
                 torch.testing.assert_close(own.weights[number], weights, rtol=1e-4, atol=1e-5, msg=f"{seed}: {case}")
-
-
-def of_variable_batches() -> list[tuple[Tensor, Tensor]]:
-    """Of batches with different numbers of samples, and of those where every sample has its own lists."""
-    found = []
-    for exchange in ("rows", "pooled"):
-        with open_sharded(None, cold="memory", ddr="1MiB", threads=1) as store:
-            make(store, lambda _: None, exchange=exchange)
-            module = ShardedTieredEmbeddingBagCollection(store)
-            for seed in (store.ranks.rank, 5 + store.ranks.rank):
-                own, wanted = (module(made).values().detach() for made in (uneven(seed), even_features(seed)))
-                found.append((own, wanted))
-    return found
-
-
-def test_features_of_several_batch_sizes_are_samples_with_lists_of_their_own(tmp_path: Path) -> None:
-    for own in run(of_variable_batches, 2, tmp_path):
-        assert all(torch.equal(found, wanted) for found, wanted in own)
 
 
 KINDS: dict[str, dict[str, Any]] = {

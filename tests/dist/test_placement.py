@@ -86,7 +86,7 @@ def test_costs_are_measured_and_a_plan_is_made_of_them(tmp_path: Path, capsys: p
     assert all(getattr(found.errors, kind) < 1 for kind in KINDS)
     assert max(found.reduce_us, found.reduce_busy_us) > 0, "so do gradients"
     tables = "".join(
-        f'[[table]]\nname = "{name}"\nnum_embeddings = {ROWS}\nembedding_dim = {DIM}\n' for name in SHARDINGS
+        f'[[workload.tables]]\nname = "{name}"\nnum_embeddings = {ROWS}\nembedding_dim = {DIM}\n' for name in SHARDINGS
     )
     workload.write_text(f'[workload]\noptimizer = "sgd"\nbatch_samples = {2 * SAMPLES}\n{tables}')
     words = ["shard", "plan", str(workload), str(plan), "--costs", str(costs), "--limit"]
