@@ -32,7 +32,7 @@ from .shape import built, fill_tables
 
 MODELS: Final = ("rmc1", "rmc2", "rmc3", "mlperf-dlrm-v2")
 """Presets of ``tierstore plan``, which has their sources."""
-IN_MEMORY, _TENTH, _INT8 = PLACEMENTS = ("all in memory", "a tenth in memory", "all in memory, int8")
+_, _TENTH, _INT8 = PLACEMENTS = ("all in memory", "a tenth in memory", "all in memory, int8")
 OPERATORS: Final = ("embedding", "dense", "interaction", "rest")
 _OF_MODULES: Final = {"bottom": "dense", "top": "dense", "interaction": "interaction"}
 _PUBLISHED: Final = {"rmc1": "embedding", "rmc2": "embedding", "rmc3": "dense"}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import tierstore
 from tierstore.dist import ShardedTieredEmbeddingBagCollection, open_sharded
 from tierstore.dist.parts import Commits, in_common
-from tierstore.errors import ClosedError, DiskFullError, RankError, TableError, TierstoreError
+from tierstore.errors import ClosedError, DiskFullError, RankError, StoreReplacedError, TableError, TierstoreError
 from tierstore.system import killpoints
 
 from .ranks import DIED, run
@@ -108,8 +108,12 @@ def go_back_to_other_owners(folder: Path) -> None:
     """Those that a commit names, as if rows had moved since; ranks then open that commit."""
     with opened(folder, keep=9) as store:
         number, table = store.version, store["c"]
-        table.sharding = table.sharding._replace(ranks=(0,))
-        store.commit()
+        with tierstore.open(folder, mode="r", **SMALL) as reader:
+            table.sharding = table.sharding._replace(ranks=(0,))
+            store.commit()
+            store.ranks.gather(number, "all have committed")
+            with pytest.raises(StoreReplacedError, match="other owners now; open the store again"):
+                reader.refresh()
         with pytest.raises(ClosedError, match=f"other owners in commit {number}: open the store again"):
             store.rollback(number)
         with pytest.raises(ClosedError):

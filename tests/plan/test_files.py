@@ -70,7 +70,8 @@ def changed(part: str, key: str, value: Any = None) -> str:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("./host.txt", "", "ends in .json"),
+        ("./host.txt", "", "a host's file is JSON"),
+        ("mine.toml", "", "a host's file is JSON"),
         ("host.json", "{", "is not valid JSON"),
         ("host.json", " " * (2 << 20), "more than"),
         ("host.json", changed("processor", "flops"), 'processor: key "flops" is missing'),
@@ -172,6 +173,7 @@ def test_a_run_file_brings_its_tables_and_its_dense_model(tmp_path: Path, intera
             r'unknown key "batch_sample" in \[workload\]; did you mean \'batch_samples\'',
         ),
         ("count = 3, ", "", "the workload has two tables 'user'"),
+        (WHOLE, "[[table]]", r"write \[\[workload.tables\]\] in place of each \[\[table\]\]"),
         (WHOLE, "", r"or workload.file, or \[\[workload.tables\]\]"),
         (WHOLE, '[workload]\nfile = "x"', "give that file instead"),
         ("12.5", "-0.5", "pooling_factor=-0.5: expected a number from 0 to "),

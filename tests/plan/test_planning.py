@@ -99,7 +99,7 @@ def test_gpus_are_for_training_on_one_host(asked: Asked, folder: Path) -> None:
     for keys, why in (
         (("workload.optimizer=none",), "tierstore serve has rows in DDR and computes on cores"),
         (("setup.hosts=2",), "tables over 2 hosts or ranks are in DDR, as they are not sharded over GPUs"),
-        ((f"host.file={folder}/worn.json",), "a store uses one GPU, host 'box' has 0; leave it out"),
+        ((f"host.file={folder}/worn.json",), "a store uses one GPU, host 'box' has 0: give a host file with one"),
     ):
         with pytest.raises(ValueError, match=why):
             plan(asked(host, "setup.ddr=1GiB", "setup.hbm=1GiB", *keys))
@@ -147,6 +147,14 @@ def test_an_empty_file_is_all_defaults_and_keys_print_one(tmp_path: Path) -> Non
     for text in ("", to_toml(PlanFile(), with_help=True)):
         path.write_text(text)
         assert load(path) == PlanFile()
+    for section, key, way in (
+        ("host", "ssds", "in a host file"),
+        ("target", "watts", "leave it out"),
+        ("pricing", "hours_a_day", "24"),
+    ):
+        path.write_text(f"[{section}]\n{key} = 1\n")
+        with pytest.raises(ValueError, match=f'unknown key "{key}".*{way}'):
+            load(path)
 
 
 @pytest.fixture

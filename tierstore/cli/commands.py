@@ -292,7 +292,7 @@ def _quantize_by_loss(options: argparse.Namespace) -> int:
     with progress_bar("quantize", unit=" points") as show:
         made = quantize_run(source, new, loss=options.loss, data=options.data or "", max_rows=rows, progress=show)
     print(text_of(made.units, made.found), *made.summary, sep="\n")
-    print(f"{new}: version {made.version}, verified; {made.measured} points measured; see {new}/quantize.json")
+    print(f"{new}: version {made.version}, verified; {made.measured} points measured; see {new}/quantize.html")
     return 0
 
 

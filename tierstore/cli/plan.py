@@ -202,7 +202,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         _hosts,
         (arg("name", metavar="NAME", nargs="?", help="print this one as a host file, to be changed"),),
         "list the example hosts that plans know",
-        "List the example hosts with their parts, price and power, or print one as a host file.",
+        "List the example hosts with price and power, or print one, with all its figures, as a host file.",
         "examples:\n  tierstore plan hosts\n  tierstore plan hosts node-1xh100 > mine.json",
     ),
     "presets": command(

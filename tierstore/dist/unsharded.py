@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 
 from ..config import TableConfig
-from ..errors import ReadOnlyError, StoreNotFoundError, TierstoreError
+from ..errors import ReadOnlyError, StoreNotFoundError, StoreReplacedError, TierstoreError
 from ..io.base import ColdCounters, NewerVersion, VerifyReport
 from ..io.lmdb import LmdbColdTier
 from ..io.reads import CHUNK_BYTES, ChangedRows
@@ -258,9 +258,13 @@ class WholeTier:
         found = [newer for tier in self._tiers if (newer := tier.find_newer()) is not None]
         is_all = len(found) == len(self._tiers)
         joined = _Joint.of([unpack(each.version, each.payload) for each in found]) if is_all else None
-        if joined is None:  # a rank has not committed yet
+        owners = {} if joined is None else joined.shardings
+        is_moved = any(owners.get(name, own) != own for name, own in self.shown.shardings.items())
+        if joined is None or is_moved:  # or a rank has not committed yet
             for each in found:
                 each.close()
+            if is_moved:
+                raise StoreReplacedError(f"{self._paths[0].parent}: rows have other owners now; open the store again")
             return None
         self._latest = joined
         return _NewerWhole(self, found, joined)

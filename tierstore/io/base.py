@@ -159,8 +159,10 @@ class Counting:  # by many threads
 
     def add(self, **added: float) -> None:
         with self._lock:
+            totals = self._totals.copy()
             for name, value in added.items():
-                self._totals[name] += value
+                totals[name] += value
+            self._totals = totals  # at once: a signal handler may raise between two
 
 
 # ValueErrors of arguments that no tier takes: out of range, or not of the table's layout.

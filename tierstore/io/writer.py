@@ -45,6 +45,7 @@ _LIFE: Final = 1 << 32
 """Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
 _PAUSE_SECONDS: Final = 5e-5  # a lock released and taken again at once is given to nobody else
 _LEAST_HELD_BYTES: Final = 64 << 20  # less is not worth a warning
+_GROWTH: Final = 1.05  # of the file, before what one reader keeps is counted again: that takes as long as it has stayed
 
 
 class Writer:
@@ -66,6 +67,7 @@ class Writer:
             stack.callback(self._superblocks.close)
             self._superblocks.set()
             self.held_bytes = self._logged_bytes = 0
+            self._counted = -1, 0  # the oldest tree read, and bytes of the file, when it was counted last
             self._cleaner = Cleaner(slack)
             self._add_counts = add_counts
             self._record = file.logged
@@ -387,9 +389,13 @@ class Writer:
         """Count what the oldest reader elsewhere keeps from being reused. Log a warning whenever it is more than
         ``live_bytes``, those of the segments, and has doubled since the last one."""
         with self._file.lease_tree() as snapshot:
-            locks = snapshot.file_map.locks
+            locks, size_bytes = snapshot.file_map.locks, snapshot.file_map.file_bytes()
             oldest = locks.oldest_elsewhere(snapshot.txn_id)
-            self.held_bytes = 0 if oldest is None else snapshot.freed_since(oldest)
+            if oldest is None:
+                self.held_bytes = 0
+            elif oldest != self._counted[0] or size_bytes > self._counted[1] * _GROWTH:
+                self._counted = oldest, size_bytes
+                self.held_bytes = snapshot.freed_since(oldest)
             if self.held_bytes <= max(live_bytes, _LEAST_HELD_BYTES):
                 self._logged_bytes = 0
             elif oldest is not None and self.held_bytes >= 2 * self._logged_bytes:

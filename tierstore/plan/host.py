@@ -173,6 +173,7 @@ class Host(Checked):
 class Pricing(Checked):
     """Assumptions of money and time."""
 
+    GONE = dict.fromkeys(("hours_a_day", "warranty_years"), "leave it out: 24 hours a day, 5 years")
     usd_per_kwh: float = option(0.12, "dollars a kilowatt-hour", low=0)
     pue: float = option(1.3, "watts of the building for each watt of a host (power usage effectiveness)", low=1)
     years: float = option(4.0, "for which hosts are used, and over which their price is spread", low=0.01, high=100)
@@ -245,14 +246,14 @@ def load_host(source: str | os.PathLike[str]) -> Host:
     ValueError: there is none, it is not JSON, or a key is unknown, missing or out of range; names file and key.
     """
     name = os.fspath(source)
-    if isinstance(source, str) and os.sep not in name and Path(name).suffix != ".json":
+    if isinstance(source, str) and os.sep not in name and Path(name).suffix not in (".json", ".toml"):
         if name not in example_hosts():
             raise ValueError(f"there is no host named {name[:100]!r}; {nearest(name, example_hosts())}")
         return example_hosts()[name]
     path = Path(name)
     try:
         if path.suffix != ".json":
-            raise ValueError("the name of a host's file ends in .json")
+            raise ValueError("a host's file is JSON, as tierstore plan hosts NAME > mine.json gives one to begin with")
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:

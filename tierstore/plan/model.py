@@ -171,9 +171,9 @@ def misfit(setup: Setup, demand: Demand) -> str:
         elif setup.hosts > 1:
             reason = f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs"
         elif gpus != 1:
-            reason = f"a store uses one GPU, host {name} has {gpus}"
+            reason = f"a store uses one GPU, host {name} has {gpus}: give a host file with one"
         if reason:
-            return f"rows in device memory (setup.hbm): {reason}; leave it out"
+            return f"rows in device memory (setup.hbm): {reason}; or leave it out"
         if setup.hbm_bytes > setup.gpu.hbm.capacity_bytes:
             return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)
     rows = [*((pool.layout, pool.num_rows) for pool in demand.pools), (ID_LAYOUT, setup.workload.id_rows)]

@@ -55,6 +55,9 @@ class TraceSection(Checked):
 class HostSection(Checked):
     """[host]: the machine."""
 
+    GONE = dict.fromkeys(
+        ("ssds", "accelerators", "memory"), "change the counts in a host file: tierstore plan hosts NAME > mine.json"
+    )
     name: str = option("", "one of tierstore plan hosts")
     file: str = option("", "a host in JSON, as tierstore plan measure writes one")
     others: tuple[str, ...] = option((), "names or files of hosts that the search compares with it")
@@ -68,6 +71,7 @@ class HostSection(Checked):
 class SetupSection(Choices):
     """[setup]: what is decided already. With ddr it is predicted as it is; without, the search finds the rest."""
 
+    GONE = dict.fromkeys(("wire", "rows_per_read"), "leave it out: plans are of fp32, and of a row a read")
     ddr: int | str = option("", 'memory for rows, of a host: "64GiB", "50%" of its memory, "5% of tables"; "": search')
     hbm: int | str = option(
         "", 'memory for rows, of the GPU that trains; written as ddr is; "": none, or what the search finds'
@@ -253,6 +257,8 @@ def _searched(
     asked: PlanFile, workload: Workload, demand: Demand, hosts: tuple[Host, ...], *, in_memory: bool
 ) -> SearchResult:
     """The cheapest that meets the target. ValueError: there is none; says what is nearest, and what was assumed."""
+    if not (asked.target.samples_per_s or asked.target.queries_per_s):
+        raise ConfigError("[target]: give samples_per_s or queries_per_s; or setup.ddr, to predict one setup")
     space = replace(
         asked.search,
         dtypes=asked.search.dtypes or (workload.dtype,),
@@ -283,7 +289,9 @@ def _warnings(asked: PlanFile, prediction: Prediction, demand: Demand) -> Iterat
             "a batch, and none are fetched ahead"
         )
     if setup.host.accelerators and not setup.hbm_bytes:
-        yield "the host's GPUs are not used: set setup.hbm to train on one, or give a host file without them"
+        can_train = setup.workload.is_training and setup.hosts == len(setup.host.accelerators) == 1
+        train = "set setup.hbm to train on one, or " if can_train else ""
+        yield f"the host's GPUs are not used: {train}give a host file without them"
     if prediction.price.usd == 0:
         yield "no part has a price, so nothing is said of money"
     yield from (pool.curve.warning for pool in demand.pools if pool.curve.warning)

@@ -34,6 +34,9 @@ _HBM_SHARE: Final = 0.8  # of an accelerator's memory, for rows; the rest is the
 class Target(Checked):
     """What is asked, of all hosts; 0: nothing. The cheapest setup that reaches it is looked for."""
 
+    GONE = dict.fromkeys(
+        ("p95_ms", "usd", "usd_a_month", "watts"), "leave it out: the table of setups has price and watts"
+    )
     samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
     queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
     p99_ms: float = option(0.0, "latency that 99 of 100 queries keep", low=0, high=1e9)
@@ -52,6 +55,9 @@ class SearchSpace(Checked):
     or none, of workers, and of shares of memory for rows. ``search`` without ``dtypes`` looks at all that the work
     allows."""
 
+    GONE = dict.fromkeys(
+        ("row_shares", "drives", "accelerators", "workers", "runners_up"), "leave it out: the search varies it"
+    )
     hosts: tuple[int, ...] = option((), "counts, ascending; []: 1 to 64")
     memory_shares: tuple[float, ...] = option((), "of the host's DDR, what it is bought with; []: an eighth to all")
     dtypes: tuple[DtypeName, ...] = option((), "of the rows; []: the workload's own")

@@ -337,8 +337,11 @@ def load_workload(source: str | os.PathLike[str]) -> Workload:
     if path.suffix != ".toml" and not path.exists():
         known = nearest(text.lower(), PRESETS, all_are="presets are")
         raise ValueError(f"{excerpt(text)} is neither a preset nor a workload file; {known}")
-    if _OF_RUNS & set(read_toml(path, "workload file")):
+    sections = set(read_toml(path, "workload file"))
+    if _OF_RUNS & sections:
         return _of_run(path)
+    if "table" in sections:
+        raise ConfigError(f"{path}: write [[workload.tables]] in place of each [[table]]")
     section = load_sections(_File, path, what="workload file").workload
     if section.file:
         raise ConfigError(f"{path}: workload.file = {excerpt(section.file)}: give that file instead")

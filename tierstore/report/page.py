@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 from ..system.terminal import columns_of
 
-BASE_STYLE: Final = Path(__file__).with_name("base.css").read_text(encoding="utf-8")
-"""Of every page, the server's too: colours of the light and the dark theme, and fonts."""
+_BASE_STYLE: Final = Path(__file__).with_name("base.css").read_text(encoding="utf-8")
+"""Of every page: colours of the light and the dark theme, and fonts."""
 _COLUMNS: Final = 100
 _WIDTH, _HEIGHT = 440, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 428, 10, 198  # of the plot in its picture
@@ -67,7 +67,7 @@ def page_of(title: str, sections: Sequence[Section]) -> str:
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=html.escape(title),
-        style=BASE_STYLE,
+        style=_BASE_STYLE,
         sections="\n".join("\n".join(_parts(each)) for each in sections),
     )
 

@@ -30,7 +30,12 @@ _METAVARS: Final = {
 
 
 _FLAGS: Final = {"sources": "--from"}
-_GONE: Final = dict.fromkeys(("--updates", "--peers"), "a replica follows its sources: give --from URL")
+_GONE: Final = dict.fromkeys(("--updates", "--peers"), "a replica follows its sources: give --from URL") | {
+    "--max-queue-requests": "4,096 may wait; leave it out",
+    "--body-bytes": "it is 64 MiB; leave it out",
+    "--receive-seconds": "it is 30; leave it out",
+    "--model-control": "start a server with the stores that it is to have",
+}
 
 
 class _Gone(argparse.Action):
@@ -38,6 +43,15 @@ class _Gone(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         parser.error(f"{self.option_strings[0]} is no more: {self.const}")
+
+
+class _Once(argparse.Action):
+    """Of two the first would be lost unseen."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        if getattr(namespace, self.dest) is not None or ("=" in value and not Path(value).exists()):
+            parser.error(f"{self.option_strings[0]} takes one folder; a file lists several stores, as [[stores]]")
+        setattr(namespace, self.dest, value)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0, ()) else ""
         kind, choices = type(default), get_args(hints[each.name]) if get_origin(hints[each.name]) is Literal else None
         metavar = _METAVARS.get(each.name, {int: "N", float: "SECONDS"}.get(kind, "TEXT"))
-        action, kind = ("append", str) if each.name == "sources" else ("store", kind)
+        actions: dict[str, Any] = {"sources": "append", "store": _Once}
+        action, kind = actions.get(each.name, "store"), str if each.name == "sources" else kind
         parser.add_argument(
             flag, type=kind, metavar=None if choices else metavar, choices=choices, help=text, action=action,
             dest=each.name,
@@ -107,6 +122,8 @@ def _read(path: Path, names: list[str]) -> dict[str, Any]:
         "sources" if name == "from" else name: value for name, value in read_toml(path, "file of settings").items()
     }
     for name in found:
+        if way := _GONE.get("--" + name.replace("_", "-")):
+            raise ValueError(f"{path}: {name} is no more: {way}")
         if name not in names:
             raise ValueError(f"{path}: unknown key {name!r}; {nearest(name, names)}")
     return found

@@ -401,13 +401,14 @@ class StoreEngine:
 
     def _show(self, newer: Newer) -> None:
         """Move the store and the models, in the executor; ``version`` is what the store shows, also after an error."""
-        assert self._store is not None
-        assert self._models is not None
+        store, models = self._store, self._models
         try:
+            assert store is not None
+            assert models is not None
             try:
-                self._models.show(newer)
+                models.show(newer)
             finally:
-                self._note_shown(self._store)
+                self._note_shown(store)
         finally:
             newer.close()
 

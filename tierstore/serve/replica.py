@@ -44,7 +44,8 @@ from .offer import UpdateError, offer_routes
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 POLL_SECONDS: Final = 0.5
-_RETRY_SECONDS: Final = 4.0  # after a failure on the way to a version
+_RETRY_SECONDS: Final = (4.0, 64.0)  # after a failure on the way to a version: at first, and after many
+_WRITE_LIMIT_SECONDS: Final = 4 * 3600.0
 _FULL: Final = 507
 _MAX_KEPT: Final = 64
 _MAX_KEPT_BYTES: Final = 1 << 30  # of files, the last one counted, which is kept in any case
@@ -78,7 +79,8 @@ class Writer:
         """Its answer; one at a time. UpdateError: it refuses, or ended."""
         try:
             await asyncio.to_thread(self.start)
-            outcome: dict[str, Any] = json.loads(await asyncio.to_thread(self._exchange, json.dumps(request)))
+            async with asyncio.timeout(_WRITE_LIMIT_SECONDS):
+                outcome: dict[str, Any] = json.loads(await asyncio.to_thread(self._exchange, json.dumps(request)))
         except (OSError, ValueError) as error:
             await asyncio.to_thread(self.close)
             raise UpdateError(500, f"the process that writes ended: {error}", is_passing=True) from error
@@ -93,9 +95,12 @@ class Writer:
         return outcome
 
     def _exchange(self, line: str) -> str:
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        answer: str = self._process.stdout.readline()
+        process = self._process
+        if process is None:
+            raise ValueError("it was closed")
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        answer: str = process.stdout.readline()
         return answer
 
     def close(self) -> None:
@@ -150,13 +155,15 @@ class Replica:
             await asyncio.to_thread(self._writer.start)
             with contextlib.suppress(TierstoreError, OSError):  # of a full disk; later steps say so
                 await self.begin()
+            retry, most = _RETRY_SECONDS
             while True:
                 try:
                     pause = 0.0 if await self.step() else POLL_SECONDS
+                    retry = _RETRY_SECONDS[0]
                 except Exception as error:
                     trace = None if isinstance(error, TierstoreError | OSError) else error
                     self._say(str(error), trace)
-                    pause = _RETRY_SECONDS
+                    pause, retry = retry, min(2 * retry, most)
                 await asyncio.sleep(pause)
         finally:
             await self.end()
@@ -245,6 +252,8 @@ class Replica:
         origin = Origin(**await self._writer.ask("rollback", own.urgent or own.commit_id, str(self._directory)))
         reach("rollback: written")
         await self._refresh()
+        if self.own == own:
+            raise UpdateError(503, "the server stops, and shows the version before when it starts", is_passing=True)
         await self._put(before=None)
         _LOG.info("went back from %s to %s", own, origin)
         return origin
@@ -382,12 +391,14 @@ class Replica:
             raise
         reach("update: applied")
         await self._show(applied, target)
+        if self.own == own:  # the server stops, and shows it when it starts
+            return False
         reach("update: shown")
         self._shown_at, self._judge_at, self._said = time.monotonic(), 0.0, ""
         await self._put(before=own and own._replace(urgent=""))
         reach("update: file kept")
         _LOG.info("version %d: %d rows in %.1f s", applied["version"], applied["rows"], time.monotonic() - started)
-        return self.own != own  # a server that stops stays where it is
+        return True
 
     async def _show(self, applied: Mapping[str, Any], target: Origin) -> None:
         try:

@@ -192,7 +192,8 @@ def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], sour
     for key, value in keys.items():
         if key not in hints:
             elsewhere = [f"it belongs to [{other}]" for other, kind in known.items() if key in get_type_hints(kind)]
-            hint = nearest(key, hints, otherwise=next(iter(elsewhere), ""))
+            gone: Mapping[str, str] = getattr(cls, "GONE", {})
+            hint = gone.get(key) or nearest(key, hints, otherwise=next(iter(elsewhere), ""))
             raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]; {hint}')
         try:
             values[key] = converted(value, hints[key], f"{name}.{key}")

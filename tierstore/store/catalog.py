@@ -305,7 +305,7 @@ def _difference(known: Table, asked: TableConfig) -> str:
     text = "; ".join(f"{name}: {there.get(name, none)!r} there, {here.get(name, none)!r} asked" for name in differing)
     if differing == ["optimizer.lr"]:
         way = f"create it with lr={known.config.optimizer.lr}, then set table.learning_rate = {asked.optimizer.lr}"
-    elif all(name.split(".")[0] in _CHANGEABLE and name != "ids" for name in differing):
+    elif all(name.split(".")[0] in _CHANGEABLE and name not in ("ids", "optimizer") for name in differing):
         way = "change it by Store.change_table (docs/tables.md), or choose another name"
     else:
         way = "choose another name, or move its rows to a new store by tierstore export and tierstore import"

@@ -282,7 +282,7 @@ def back_up(
         # Read after the snapshot was taken: a writer makes a table before it commits rows of it.
         Manifest.read(source).write(work)
         try:
-            opened, kept = open_files(work, readonly=True), read_head(snapshot).kept  # which walks its trees
+            kept, opened = read_head(snapshot).kept, open_files(work, readonly=True)  # which walks its trees
             with contextlib.closing(opened.cold) as cold:
                 if cold.versions != kept:
                     raise DamagedError(f"{work} keeps versions {cold.versions}, not {kept}")

@@ -33,6 +33,7 @@ ANSWER_SECONDS: Final = 10.0  # for a list, the head of a file, or a part of it 
 LEAST_BYTES_A_SECOND: Final = 1024  # after so many seconds
 PATIENCE_SECONDS: Final = 60.0  # without a byte from any source
 PAUSE_SECONDS: Final = 0.1
+_MAX_PAUSE_SECONDS: Final = 2.0
 _PART_BYTES: Final = 256 << 10
 _LOG: Final = logging.getLogger("tierstore.updates")
 _MAX_LOOKUPS_BYTES: Final = 4 << 20
@@ -204,7 +205,7 @@ class Transfer:
 
     def _rest(self, have: int, sources: list[Source]) -> Iterator[bytes]:
         """What is missing after so many bytes, from one source after the other."""
-        grew_at, size = time.monotonic(), self.offered.size_bytes
+        grew_at, size, pause = time.monotonic(), self.offered.size_bytes, PAUSE_SECONDS
         while have < size:
             source, had, why = sources[0], have, "it has no more"
             try:
@@ -221,8 +222,9 @@ class Transfer:
                 raise FetchError(f"update {self.offered.id} is not wanted any more")
             sources.append(sources.pop(0))
             if have > had:
-                grew_at = time.monotonic()
+                grew_at, pause = time.monotonic(), PAUSE_SECONDS
             elif time.monotonic() - grew_at > PATIENCE_SECONDS:
                 there = f"{have} of {size} bytes"
                 raise FetchError(f"there is {there} of update {self.offered.id}: {source.url}: {why}")
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)

@@ -71,7 +71,10 @@ def origin_of(extra: Mapping[str, Any]) -> Origin | None:
         found = Origin("", 0, "")
     is_version = is_store_id(found.source) and type(found.version) is int and found.version >= 1
     if not is_version or not is_commit_id(found.commit_id) or not (found.urgent == "" or is_commit_id(found.urgent)):
-        raise FormatError(f"extra[{ORIGIN_KEY!r}] is {excerpt(stored)}, not the source of a replica's rows")
+        raise FormatError(
+            f"extra[{ORIGIN_KEY!r}] is {excerpt(stored)}, not the source of a replica's rows; start the server with a "
+            "new, empty directory"
+        )
     return found
 
 
@@ -233,6 +236,8 @@ class UpdateHeader:
         if fields["update_format_version"] != _FORMAT:
             found = excerpt(fields["update_format_version"])
             raise ValueError(f"format version {found}, this release reads {_FORMAT}: publish with the same release")
+        if fields["basis"] != ("rows" if fields["since"] else "nothing"):
+            raise ValueError(f"basis={excerpt(fields['basis'])} does not go with since={excerpt(fields['since'])}")
         return cls(
             origin=Origin(fields["source"], fields["version"], fields["commit_id"]),
             since=fields["since"],

@@ -24,6 +24,9 @@ from tierstore.updates.listing import MAX_FILES, Listing, Offered, way
 GONE = [
     (["publish", "store", "--to", "http://a"], "tierstore serve --from URL"),
     (["serve", "--store", "s", "--updates"], "give --from URL"),
+    (["serve", "--store", "s", "--body-bytes", "1"], "it is 64 MiB; leave it out"),
+    (["serve", "--store", "s", "--store", "t"], "a file lists several stores, as [[stores]]"),
+    (["serve", "--store", "a=s,ddr=1GiB"], "a file lists several stores, as [[stores]]"),
     (["publish", "store", "--urgent", "1"], "above 0 and below 1"),
     (["publish", "store", "--host", "0.0.0.0"], "give --token-file"),
     (["publish", "store", "--tls-key", "k"], "--tls-certificate"),

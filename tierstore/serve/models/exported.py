@@ -181,8 +181,8 @@ def _output_names(spec: Any) -> list[str]:
 
 
 _OTHER_INPUTS: Final = ("values", "lengths")
-_OTHER_MODELS: Final = re.compile(r"(ranking|pooled|rows|stats)|(pooled|rows)\..*")
-"""Names that are not free, whether or not the store has such a model now; "stats" stands for all models in a path."""
+_OTHER_MODELS: Final = re.compile(r"(ranking|pooled|rows)|(pooled|rows)\..*")
+"""Names that are not free, whether or not the store has such a model now."""
 
 
 class Exported(Model):

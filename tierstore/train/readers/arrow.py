@@ -198,6 +198,9 @@ class _Record:
         try:
             numbers = column if pa.types.is_floating(column.type) else column.cast(pa.float64(), safe=False)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            if _is_text(column.type):
+                good = np.array([_is_number(each) for each in column])
+                self._check(name, good, "a number; null stands for missing")
             raise DataError(
                 f"{self._path}: column {name} of type {_type(column)} holds no numbers: {str(error)[:MAX_REASON]}"
             ) from error
@@ -289,6 +292,16 @@ def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
     return any(getattr(pa.types, f"is_{name}")(kind) for name in _TEXT_TYPES)
+
+
+def _is_number(text: Any) -> bool:
+    import pyarrow as pa
+
+    try:
+        text.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _type(column: Any) -> str:
