@@ -115,9 +115,15 @@ def search(
         raise ValueError("none of these hosts has a drive: a store's rows are on SSD")
     if size > _MAX_SETUPS:
         raise ValueError(f"the grid has {size:,} setups; at most {_MAX_SETUPS:,} are looked at. Let less vary")
-    tried = [finder.best_count(setup) for setup in grid]
-    met = [each.prediction for each in tried if each.prediction is not None and not each.reason]
-    failed = [each for each in tried if each.reason]
+    met, failed = list[Prediction](), list[Attempt]()
+    for least_usd, setup in sorted(((finder.least_usd(each), each) for each in grid), key=lambda pair: pair[0]):
+        if len(met) > _SHOWN and least_usd > met[-1].price.usd_a_month:
+            break
+        tried = finder.best_count(setup)
+        if tried.prediction is None or tried.reason:
+            failed.append(tried)
+        else:
+            met = _undominated(sorted([*met, tried.prediction], key=_cost))
     failed.sort(key=lambda each: (each.shortfall, -each.setup.num_hosts * each.setup.ddr_bytes))
     if not met:
         nearest, found = failed[0], failed[0].prediction
@@ -125,8 +131,7 @@ def search(
         raise ValueError(
             f"no setup meets the target; the nearest, {describe_setup(nearest.setup)}: {nearest.reason}{stops}"
         )
-    best, *others = _undominated(sorted(met, key=_cost))
-    return SearchResult(best, tuple(others), tuple(failed[:_SHOWN]))
+    return SearchResult(met[0], tuple(met[1:]), tuple(failed[:_SHOWN]))
 
 
 class _Finder(NamedTuple):
@@ -162,17 +167,29 @@ class _Finder(NamedTuple):
                     workers=count,
                 )
 
+    def least_usd(self, setup: Setup) -> float:
+        """Dollars a month below which it cannot be; only of serving, where looking at a setup takes simulations."""
+        if setup.workload.is_training:
+            return 0.0
+        try:
+            one = self._predicted(setup)
+        except ValueError:
+            return 0.0
+        return max(1.0, self._fewest(one)) * one.price.usd_a_month
+
+    def _fewest(self, one: Prediction) -> float:
+        """Replicas that the rate takes at least, however long queries may wait."""
+        of_queries = 0.0 if one.queue is None else self.target.queries_per_s / one.queue.rate_max
+        return max(self.target.samples_per_s / one.samples_per_s, of_queries)
+
     def best_count(self, setup: Setup) -> Attempt:
         """With the fewest hosts that meet the target; or what is nearest."""
         counts: Sequence[int] = (1,) if setup.hbm_bytes else self.space.hosts or _HOSTS
         if not setup.workload.is_training:
             try:
-                one = self._predicted(setup)
+                fewest = self._fewest(self._predicted(setup))
             except ValueError as error:
                 return _unfit(setup, error)
-            fewest = self.target.samples_per_s / one.samples_per_s
-            if one.queue is not None:  # however long queries may wait
-                fewest = max(fewest, self.target.queries_per_s / one.queue.rate_max)
             counts = self.space.hosts or range(1, _HOSTS[-1] + 1)
             counts = [count for count in counts if count >= fewest] or counts[-1:]
         tried, is_training = list[Attempt](), setup.workload.is_training
