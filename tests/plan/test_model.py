@@ -134,13 +134,19 @@ def test_more_of_anything_never_slows_a_step_or_lowers_a_hit_rate(setup: Setup, 
         assert plan(replace(setup, host=host)).step_s <= before.step_s * ROUNDING, name
     memory = plan(replace(setup, ddr_bytes=by * setup.ddr_bytes))
     cached = plan(replace(setup, page_cache_bytes=setup.page_cache_bytes + by * MIB))
-    for tier, more in enumerate((memory, cached)):
-        assert more.step_s <= before.step_s * ROUNDING
+    work_ahead = 12e-6 * setup.host.costs.batch_us
+    for tier, more in enumerate((memory, cached)):  # with more memory batches may begin to be fetched ahead
+        begins = is_ahead(more) and not is_ahead(before)
+        assert more.step_s <= (before.step_s + begins * work_ahead) * ROUNDING
         assert more.tiers[tier].hit_rate >= before.tiers[tier].hit_rate - 1e-12
     assert memory.tiers[0].rows >= before.tiers[0].rows
     assert plan(replace(setup, threads=setup.threads + 1)).step_s <= before.step_s * ROUNDING
     ahead = plan(replace(setup, prefetch_depth=setup.prefetch_depth + 1))
-    assert ahead.step_s <= (before.step_s + 12e-6 * setup.host.costs.batch_us) * ROUNDING
+    assert ahead.step_s <= (before.step_s + work_ahead) * ROUNDING
+
+
+def is_ahead(found: Prediction) -> bool:
+    return any(lane.name == "fetching" for lane in found.lanes)
 
 
 def test_each_is_what_that_much_more_brings() -> None:
