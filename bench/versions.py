@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,6 +55,11 @@ def extract(commit: str, folder: Path) -> Path:
     return target
 
 
+def ratio_quartiles(ratios: Iterable[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"ratio_p50": middle, "ratio_p25": low, "ratio_p75": high}
+
+
 @contextlib.contextmanager
 def _both(request: Run, task: str, number: int) -> Iterator[tuple[_Worker, _Worker]]:
     """(this version, the earlier one), ready to measure; in even rounds the earlier one is started first."""
@@ -94,10 +99,9 @@ def run(request: Run) -> Report:
     for task in TASKS:
         for part, pairs in _measure(request, task).items():
             now, earlier = ([pair[place] for pair in pairs] for place in (0, 1))
-            ratios = [one / other for one, other in pairs]
-            ratio, (low, _, high) = statistics.median(ratios), statistics.quantiles(ratios, n=4)
-            figures[part] = {"seconds": spread(now), "earlier_seconds": spread(earlier)}
-            figures[part] |= {"ratio_p50": ratio, "ratio_p25": low, "ratio_p75": high}
+            quartiles = ratio_quartiles(one / other for one, other in pairs)
+            figures[part] = {"seconds": spread(now), "earlier_seconds": spread(earlier)} | quartiles
+            ratio, low, high = quartiles["ratio_p50"], quartiles["ratio_p25"], quartiles["ratio_p75"]
             times = [f"{1e3 * statistics.median(seconds):.3f}" for seconds in (now, earlier)]
             rows.append([part, *times, f"{ratio:.3f}", f"{low:.2f} - {high:.2f}"])
             at_most = PARTLY_MAX if part.startswith("partly: lookup") else SLOWER_MAX

@@ -1,7 +1,6 @@
 """Part "beside": an earlier version's server over the same store, by turns, with commits and without."""
 
 import itertools
-import statistics
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ import numpy as np
 
 from ..child import HOST
 from ..common import Goal, Part, Report, Run, Table
-from ..versions import extract
+from ..versions import extract, ratio_quartiles
 from .clients import RestClient, SocketClient
 from .http2 import GrpcClient
 from .load import Quantiles, closed_loop
@@ -48,11 +47,9 @@ def _slices(rig: Rig, servers: Sequence[ServerProcess], number: int) -> dict[str
 
 def _compared(pairs: Sequence[tuple[Any, Any]]) -> dict[str, float]:
     """Medians over the slices' ratios of mean latency, and the p99 of all, in ms."""
-    ratios = [float(np.mean(now) / np.mean(earlier)) for now, earlier in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4)
     ours, theirs = (Quantiles.of(np.concatenate([pair[place] for pair in pairs])) for place in (0, 1))
     both = {"p50": ours.p50, "earlier_p50": theirs.p50, "p99": ours.p99, "earlier_p99": theirs.p99}
-    return both | {"ratio_p50": middle, "ratio_p25": low, "ratio_p75": high}
+    return both | ratio_quartiles(float(np.mean(now) / np.mean(earlier)) for now, earlier in pairs)
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:

@@ -154,8 +154,7 @@ class Counting:  # by many threads
 
     @property
     def totals(self) -> ColdCounters:
-        with self._lock:
-            return ColdCounters(**self._totals)
+        return ColdCounters(**self._totals)
 
     def add(self, **added: float) -> None:
         with self._lock:

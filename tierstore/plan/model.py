@@ -161,18 +161,23 @@ def predict(
     )
 
 
+def why_no_gpu(setup: Setup) -> str:
+    """Why no rows can be in device memory, or ""."""
+    gpus = len(setup.host.accelerators)
+    if not setup.workload.is_training:
+        return "tierstore serve has rows in DDR and computes on cores"
+    if setup.hosts > 1:
+        return f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs"
+    if gpus != 1:
+        return f"a store uses one GPU, host {excerpt(setup.host.name)} has {gpus}: give a host file with one"
+    return ""
+
+
 def misfit(setup: Setup, demand: Demand) -> str:
     """Why the setup does not fit its host, or "". ``pool_loads`` says what a budget cannot hold."""
     host = setup.host
     if setup.hbm_bytes:
-        reason, gpus, name = "", len(host.accelerators), excerpt(host.name)
-        if not setup.workload.is_training:
-            reason = "tierstore serve has rows in DDR and computes on cores"
-        elif setup.hosts > 1:
-            reason = f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs"
-        elif gpus != 1:
-            reason = f"a store uses one GPU, host {name} has {gpus}: give a host file with one"
-        if reason:
+        if reason := why_no_gpu(setup):
             return f"rows in device memory (setup.hbm): {reason}; or leave it out"
         if setup.hbm_bytes > setup.gpu.hbm.capacity_bytes:
             return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)

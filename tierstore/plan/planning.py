@@ -33,7 +33,7 @@ from .host import (
     load_host,
     years_of_life,
 )
-from .model import Marginal, Prediction, marginal_values, predict
+from .model import Marginal, Prediction, marginal_values, predict, why_no_gpu
 from .search import Attempt, SearchResult, SearchSpace, Target, lacks, search
 from .traces import Accesses, read_accesses
 from .workload import Workload, WorkloadSection, assumptions, workload_of
@@ -257,8 +257,6 @@ def _searched(
     asked: PlanFile, workload: Workload, demand: Demand, hosts: tuple[Host, ...], *, in_memory: bool
 ) -> SearchResult:
     """The cheapest that meets the target. ValueError: there is none; says what is nearest, and what was assumed."""
-    if not (asked.target.samples_per_s or asked.target.queries_per_s):
-        raise ConfigError("[target]: give samples_per_s or queries_per_s; or setup.ddr, to predict one setup")
     space = replace(
         asked.search,
         dtypes=asked.search.dtypes or (workload.dtype,),
@@ -267,6 +265,8 @@ def _searched(
     )
     try:
         return search(workload, demand, hosts, asked.target, space=space, pricing=asked.pricing)
+    except ConfigError:
+        raise
     except ValueError as error:
         assumed = f"; assumed: {'; '.join(assumptions(workload))}" if workload.assumed else ""
         raise ValueError(f"{error}{assumed}") from None
@@ -289,8 +289,7 @@ def _warnings(asked: PlanFile, prediction: Prediction, demand: Demand) -> Iterat
             "a batch, and none are fetched ahead"
         )
     if setup.host.accelerators and not setup.hbm_bytes:
-        can_train = setup.workload.is_training and setup.hosts == len(setup.host.accelerators) == 1
-        train = "set setup.hbm to train on one, or " if can_train else ""
+        train = "" if why_no_gpu(setup) else "set setup.hbm to train on one, or "
         yield f"the host's GPUs are not used: {train}give a host file without them"
     if prediction.price.usd == 0:
         yield "no part has a price, so nothing is said of money"

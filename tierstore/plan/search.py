@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from ..cache.ddr import POLICIES as STORE_POLICIES
 from ..layout import DtypeName
-from ..settings.sections import Checked, option
+from ..settings.sections import Checked, ConfigError, option
 from ..system.sizes import format_size
 from .demand import Demand
 from .host import Host, Pricing, Setup, describe_setup, with_accelerators, with_memory, years_of_life
@@ -104,7 +104,7 @@ def search(
     ValueError: no setup meets the target, and what is nearest; or the grid has over 100,000 setups."""
     finder = _Finder(demand, target, space or SearchSpace(), pricing or Pricing())
     if not (target.samples_per_s or target.queries_per_s):
-        raise ValueError(
+        raise ConfigError(
             "the target names no rate: give samples_per_s or queries_per_s; or setup.ddr, to predict one setup"
         )
     if target.queries_per_s and workload.is_training:
