@@ -106,7 +106,7 @@ class FullCache(RowCache):
 
     Attributes:
         numbering: which slot each row has.
-        number: int32 [capacity], scratch of kernels that number rows; of any content between them.
+        number: int32 [capacity], scratch of kernels that number rows, all 0 between them.
 
     Raises:
         ValueError: no rows, or more than slots can be numbered.
@@ -229,11 +229,12 @@ def _are_in(slots: Int32s, flags: Bytes) -> bool:
 def _count_hits(slots: Int32s, number: Int32s, tallies: Int64s) -> None:
     """Count lookups, and distinct slots as hits."""
     for i in range(slots.size):
-        number[slots[i]] = i
-    for i in range(slots.size):
         if i + _AHEAD < slots.size:
             prefetch_item(number, np.int64(slots[i + _AHEAD]))
-        tallies[Tally.HITS] += number[slots[i]] == i
+        tallies[Tally.HITS] += number[slots[i]] == 0
+        number[slots[i]] = 1
+    for slot in slots:
+        number[slot] = 0
     tallies[Tally.LOOKUPS] += slots.size
 
 
@@ -270,12 +271,10 @@ def _admit_slots(
     for i in range(slots.size):
         position = place_in(order, i)
         slot = slots[position]
-        known = number[slot]
-        if known < 0 or known >= num_unique or unique_slots[known] != slot:
-            known = np.int32(num_unique)
-            number[slot] = known
+        if number[slot] == 0:
             unique_slots[num_unique] = slot
             num_unique += 1
+            number[slot] = num_unique
             pin_slot(pins, tallies, slot)
             if flags[slot] == 0:
                 flags[slot] = RESIDENT | LOADING
@@ -283,7 +282,9 @@ def _admit_slots(
             if flags[slot] & LOADING:
                 missing[num_missing] = position
                 num_missing += 1
-        inverse[position] = known
+        inverse[position] = number[slot] - 1
+    for slot in unique_slots[:num_unique]:
+        number[slot] = 0
     progress[CONSUMED], progress[NUM_UNIQUE], progress[NUM_MISSING] = slots.size, num_unique, num_missing
     tallies[Tally.RESIDENT] += reserved
     tallies[Tally.LOOKUPS] += slots.size

@@ -394,8 +394,7 @@ def group_rows(
         bag_starts: int64 [K + 1]; columns: int32 or int64 [F]; batch: bags of a feature.
         num_columns: C.
         slots: int32 [N], slot of each position.
-        number: int32 [S], scratch of any content, by which rows are numbered (a sparse set: P. Briggs, L. Torczon, An
-            efficient representation for sparse sets, 1993).
+        number: int32 [S], scratch, all 0 before and after.
         unique_slots: int32 [N], out: row u of the table is in slot ``unique_slots[p + u]``.
         inverse: int32 [N], out, number of each position's row.
         scale: float32 [N], per-sample weights, or empty; is_mean: gradients are divided by the sizes of the bags.
@@ -433,18 +432,20 @@ def group_rows(
 
 @inline
 def _number_rows(first: int, last: int, slots: Int32s, number: Int32s, unique_slots: Int32s, inverse: Int32s) -> int:
-    count = 0
-    for position in range(first, last):
+    count: Any = np.int64(0)
+    for position in range(first, last):  # without a branch: whether a row is new, no processor foretells
         if position + AHEAD < last:
             prefetch_item(number, np.int64(item(slots, position + AHEAD)))
         slot = item(slots, position)
-        known = item(number, slot)
-        if known < 0 or known >= count or item(unique_slots, first + known) != slot:
-            known = np.int32(count)
-            put(number, slot, known)
-            put(unique_slots, first + known, slot)
-            count += 1
-        put(inverse, position, known)
+        known = np.int64(item(number, slot)) - 1
+        is_new = np.int64(known < 0)
+        known += is_new * (count + 1)
+        put(number, slot, np.int32(known + 1))
+        put(inverse, position, np.int32(known))
+        put(unique_slots, first + count, slot)  # the next one overwrites it, if the row is not new
+        count += is_new
+    for row in range(count):
+        put(number, item(unique_slots, first + row), np.int32(0))
     return count
 
 

@@ -1,6 +1,8 @@
 """Backward of a lookup in host memory: positions grouped by row, rows updated, both split over threads."""
 
+import bisect
 import operator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +26,7 @@ class Groups:
 
     Args:
         rows: int32 [N], which row each position has, by any numbers: of slots, say.
-        number: int32, scratch of any content, longer than the greatest of these.
+        number: int32, longer than the greatest of these, scratch: all 0 before and after.
         arg_max: int32 [K, dim], the positions that gave maxima, of max pooling; or empty.
         is_mean: gradients are divided by the sizes of their bags.
         num_columns: of a row of the output.
@@ -81,11 +83,9 @@ class Groups:
         else:
             codes = np.array(list(map(_code, self._tables)), np.int64)
             numbers = np.array(hyper, np.float32)
-        cuts_at, parts = np.array([first, first + len(slots)]), self._workers.parts(len(self._sources))
-        if parts > 1 and len(slots):
-            cuts_at = self._cuts(cuts_at, parts)
-        tables_at = np.searchsorted(self._firsts, cuts_at, side="right") - 1
-        cuts = list(zip(tables_at.tolist(), (cuts_at - self._firsts[tables_at]).tolist(), strict=True))
+        cuts = [self._place(first), self._place(first + len(slots))]
+        if len(slots) and (parts := self._workers.parts(len(self._sources))) > 1:
+            cuts[1:1] = self._between(cuts[0], cuts[1], parts)
         width = padded_width(rows.layout.dim)
         firsts, gradients, dim = self._firsts - first, grad_out.reshape(1, -1), rows.layout.dim
 
@@ -99,15 +99,22 @@ class Groups:
 
         self._workers.run(work, range(len(cuts)))
 
-    def _cuts(self, ends: Int64s, parts: int) -> Int64s:
-        """The numbers of rows where ranges begin, and the last ends, that have about as many positions each."""
-        own = []
-        for table, (start, size) in enumerate(self._pairs):
-            place = start + 2 * table + 1
-            own.append(start + self._starts[place : place + size])
-        stops = np.concatenate(own)[ends[0] : ends[1]]  # of the positions of each row
-        middle = np.searchsorted(stops, stops[0] + np.arange(1, parts) * (stops[-1] - stops[0]) // parts)
-        return np.concatenate([ends[:1], ends[0] + middle, ends[1:]])
+    def _place(self, number: int) -> tuple[int, int]:
+        """(table, row in it)."""
+        table = bisect.bisect_right(self._firsts, number) - 1
+        return table, number - self._firsts.item(table)
+
+    def _between(self, begin: tuple[int, int], end: tuple[int, int], parts: int) -> Iterator[tuple[int, int]]:
+        """Where the second range and later ones begin, of so many that have about as many positions each."""
+        low, high = (
+            (start := self._pairs[table][0]) + self._starts.item(start + 2 * table + row) for table, row in (begin, end)
+        )
+        for part in range(1, parts):
+            position = low + (high - low) * part // parts
+            table = bisect.bisect_right(self._table_starts, position, 0, len(self._pairs)) - 1
+            start, count = self._pairs[table]
+            place = start + 2 * table
+            yield table, bisect.bisect_left(self._starts, position - start, place, place + count) - place
 
 
 def merged(
@@ -118,7 +125,7 @@ def merged(
     ``places``, int32 [U]; ``grad_out``: float32 [batch, columns], C-contiguous."""
     inverse, keys = joined.distinct
     gradients = np.zeros((len(keys), dim), np.float32)
-    number = np.empty(len(keys), np.int32)
+    number = np.zeros(len(keys), np.int32)
     groups = Groups(joined, inverse, number, arg_max, grad_out.shape[1], workers, is_mean=is_mean)
     slots = groups.rows if places is None else places[groups.rows]
     groups.update(RowArrays.plain(gradients), 0, slots, None, grad_out)

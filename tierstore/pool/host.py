@@ -256,12 +256,12 @@ class EvictingRows(HostTier):
             if seeds is not None:
                 keys = np.empty(count, np.int64)
                 keys[inverse] = joined.keys
-        number = np.empty(count, np.int32)
+        number = np.zeros(count, np.int32)
         groups = Groups(
             joined, inverse, number, arg_max, grad_out.shape[1], self._arena.workers, is_mean=mode == kernels.MEAN
         )
         keys = None if keys is None else keys[groups.rows]
-        whole = None if lease is None else ((0, lease.slots[groups.rows]),)
+        whole = None if lease is None else ((0, lease.slots.take(groups.rows)),)
         for first, slots in self._row_parts(keys) if whole is None else whole:
             with self._arena.lock:
                 if self._arena.is_closed:
