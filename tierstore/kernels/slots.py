@@ -446,7 +446,7 @@ def _number_rows(first: int, last: int, slots: Int32s, number: Int32s, unique_sl
         count += is_new
     for row in range(count):
         put(number, item(unique_slots, first + row), np.int32(0))
-    return count
+    return int(count)
 
 
 @kernel
