@@ -21,7 +21,7 @@ def is_there() -> bool:
 
 
 def _fio(path: Path, **settings: object) -> dict[str, Any]:
-    """What one job did, past the page cache.
+    """What one job did, past the page cache unless told otherwise.
 
     Raises:
         CalledProcessError: it failed; what it said is above.
@@ -41,10 +41,20 @@ class Seconds(NamedTuple):
     processor: float
 
 
-def read_seconds(path: Path, reads: int) -> Seconds:
-    """Of so many reads of 4 KiB at random places of a file, 64 at a time, into registered buffers."""
+def read_seconds(path: Path, reads: int, *, direct: bool = True) -> Seconds:
+    """Of so many reads of 4 KiB at random places of a file, 64 at a time, into registered buffers; else than ``direct``
+    by way of the page cache, from which fio drops the file first."""
     batches = {"fixedbufs": 1, "registerfiles": 1, "iodepth_batch_submit": 16, "iodepth_batch_complete_max": 32}
-    job = _fio(path, rw="randread", bs=_PAGE_BYTES, number_ios=reads, norandommap=1, randrepeat=0, **batches)
+    job = _fio(
+        path,
+        direct=int(direct),
+        rw="randread",
+        bs=_PAGE_BYTES,
+        number_ios=reads,
+        norandommap=1,
+        randrepeat=0,
+        **batches,
+    )
     processor = 1e-5 * (job["usr_cpu"] + job["sys_cpu"]) * job["read"]["runtime"]  # of per cent and ms
     return Seconds(float(reads / job["read"]["iops"]), processor)
 

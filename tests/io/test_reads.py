@@ -146,7 +146,9 @@ def test_a_file_that_memory_has_room_for_stays_there(tier: LmdbColdTier, monkeyp
     monkeypatch.undo()
     assert 1 << 20 < reads.free_memory_bytes() < psutil.virtual_memory().total
     tier.reader.asked_at = 0.0
+    _rings(tier).idle.clear()
     assert _read_cold(tier) == 0
+    assert len(_rings(tier).idle) == 1, "the pages came through the map"
     assert page_cache.resident_share(tier.path) > share
 
 
@@ -175,10 +177,11 @@ def test_what_the_device_refuses(tier: LmdbColdTier, monkeypatch: pytest.MonkeyP
     """As with a bad sector (EIO): the ring reads the first pages of this process's memory, where nothing is."""
     guard = tier._file.map.rows.guard
     before = guard.met
-    memory = os.open("/proc/self/mem", os.O_RDONLY)  # closed when it is registered
+    memory = os.open("/proc/self/mem", os.O_RDONLY)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", lambda *_: memory)
-        _rings(tier).idle.append(uring.Ring(-1))
+        patch.setattr(os, "open", lambda *_: os.dup(memory))  # without O_DIRECT
+        _rings(tier).idle.append(uring.Ring(memory))
+    os.close(memory)
     with pytest.raises(UnreadableError, match=r"rows\.lmdb: .*row \d+ of table 0"):
         _read_cold(tier)
     assert guard.met == before, "a signal"

@@ -8,11 +8,11 @@ memory itself, the map 7-10, counting pages 2-4, checksums 25-35. Each end of a 
 rows in flight run dry; hence groups of up to ``MAX_GROUP`` rows. ``HASH_GROUP`` rows are copied, then hashed while
 their lines are near. docs/performance.md says what else was tried.
 
-The rest is read in the order of the file, each page once, many at a time: past the page cache into the buffers of a
-ring (``uring.py``), or without one (``madvise``) into the page cache. Pages that are in memory come through the map. To
-ask about each (``mincore``) would take a third of the time; so one in ``_LOOK_EVERY`` is asked about, and the
-``_LOOK_ON`` after one that was there. Either way is right: what a lease shows does not change, and the system writes a
-page to the device before it reads it directly.
+The rest is read in the order of the file, each page once, many at a time, into the buffers of a ring (``uring.py``): by
+way of the page cache where memory has room for the file, else past it. Without a ring, ``madvise`` brings pages to the
+page cache. Pages that are in memory come through the map. To ask about each (``mincore``) would take a third of the
+time; so one in ``_LOOK_EVERY`` is asked about, and the ``_LOOK_ON`` after one that was there. Either way is right: what
+a lease shows does not change, and the system writes a page to the device before it reads it directly.
 """
 
 import math
@@ -38,7 +38,7 @@ from .places import Places, SegmentArrays
 from .row_map import RowMap, RowPlaces
 from .segments import PREFETCH_ROWS, Geometry, SegmentStatus, damage_error, refused_status, row_seed
 from .snapshot import Snapshot
-from .uring import BUFFER_WORDS, DEPTH, Queues, Rings, begin_read, wait
+from .uring import BUFFER_WORDS, CACHED, DEPTH, DIRECT, Queues, Rings, begin_read, wait
 
 CHUNK_BYTES: Final = 8 << 20  # changed rows, with their state, that are read at a time
 _LIST_STEP: Final = 1 << 20
@@ -75,7 +75,7 @@ class Batch(NamedTuple):
     flag: NDArray[np.uint8]
     result: Int64s
     """int64 [5], zeroed; receives a SegmentStatus, the position it is about, distinct pages, how many rows were looked
-    at before pages were cold, and pages that did not come through the map."""
+    at before pages were cold, and pages that passed the page cache by."""
 
 
 class Source(NamedTuple):  # the file that rows are read from
@@ -204,7 +204,7 @@ def gather(
 
 
 @kernel
-def _read_sorted(batch: Batch, source: Source, queues: Queues, depth: int) -> bool:
+def _read_sorted(batch: Batch, source: Source, queues: Queues, file: int, depth: int) -> bool:
     """Read rows in the order of their places, ``depth`` reads in flight; whether pages were not in memory."""
     geo, result, pairs, num = batch.geo, batch.result, batch.pairs, len(batch.keys)
     page_words = geo.page_words
@@ -243,8 +243,8 @@ def _read_sorted(batch: Batch, source: Source, queues: Queues, depth: int) -> bo
             if queues.descriptor < 0:
                 queue_read(source.address + start, size)
             else:
-                begin_read(queues, slot, start, size, page_words * geo.pages_per_block)
-                result[4] += last + 1 - page
+                begin_read(queues, file, slot, start, size, page_words * geo.pages_per_block)
+                result[4] += (last + 1 - page) * file
             begun += 1
         at = stop
     result[2] = max(result[2], pages)
@@ -344,10 +344,10 @@ class RowReader:
             offsets=batch.offsets[order], pairs=batch.pairs[order], seeds=batch.seeds[order],
         )  # fmt: skip
         depth = min(DEPTH, BUFFER_WORDS // (geo.pages_per_block * geo.page_words))
-        ring = rings.take() if self.is_large and depth > 0 else None
+        ring = rings.take() if depth > 0 else None
         depth = depth if ring else _QUEUE_DEPTH
         queues = ring.queues if ring and ring.queues else Queues(-1, source.words, np.empty((depth, 4), np.int64))
-        is_cold = _read_sorted(ordered, source, queues, depth)
+        is_cold = _read_sorted(ordered, source, queues, DIRECT if self.is_large else CACHED, depth)
         if ring:
             rings.put_back(ring, has_failed=result[0] == _FAILED)
         present[order] = True

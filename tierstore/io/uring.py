@@ -1,4 +1,4 @@
-"""Reads of a file past the page cache, many in flight from one thread: io_uring, set up by its system calls.
+"""Reads of a file, many in flight from one thread: io_uring, set up by its system calls.
 
 A ring is a queue of requests and one of completions, in memory shared with the kernel, which takes requests within
 ``io_uring_enter``, and adds completions at any time. It looks up the file and the buffers once, and pins the buffers:
@@ -29,6 +29,7 @@ _AT_ONCE: Final = 32  # reads that are waited for
 _MOST_FAILURES: Final = 3  # one after another, before a file has no rings any more; a read may be cut short once
 _MOST_REFUSALS: Final = 10_000  # one after another; the system refuses to wait while a signal is there, for one
 _IN_FLIGHT, _UINT32 = 1 << 40, 2**32 - 1
+CACHED, DIRECT = 0, 1  # the registered files: pages that are read stay in the page cache, or pass it by
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # system calls, on every processor
 _REQUESTS_AT: Final = 0x10000000  # IORING_OFF_SQES
 _GET_EVENTS, _BUFFERS, _FILES = 1, 0, 2  # what is waited for; what is registered
@@ -72,10 +73,11 @@ else:
 
 
 @inline
-def begin_read(queues: Queues, slot: int, start: int, size: int, room: int) -> None:
-    """Have so many bytes of the file read when ``wait`` is called, into the words of the buffers from slot * room."""
+def begin_read(queues: Queues, file: int, slot: int, start: int, size: int, room: int) -> None:
+    """Have so many bytes of a registered file read when ``wait`` is called, into the buffers from word slot * room."""
     tail = np.int64(queues.shared[queues.places[1]])
     request = _REQUEST_WORDS * (tail & (DEPTH - 1))
+    queues.requests[request] = np.uint64(_READ_FIXED | file << 32)
     queues.requests[request + 1] = np.uint64(start)
     queues.requests[request + 2] = np.uint64(np.int64(queues.buffers.ctypes.data) + 8 * room * slot)
     queues.requests[request + 3] = np.uint64(size)
@@ -125,15 +127,16 @@ class Ring(ClosedWhenDropped):
         shared = self._map(max(numbers + DEPTH, places[-1] + 8 * DEPTH), np.uint32, 0)
         shared[numbers : numbers + DEPTH] = np.arange(DEPTH)
         requests = self._map(_REQUEST_WORDS * DEPTH, np.uint64, _REQUESTS_AT)
-        requests[::_REQUEST_WORDS] = _READ_FIXED
         # Shared memory: a fork while it is read into leaves it to this process.
         buffers = np.frombuffer(mmap.mmap(-1, 8 * BUFFER_WORDS), np.uint64)
         buffers.flags.writeable = False
         parts = np.array([buffers.ctypes.data, buffers.nbytes])
         _call(_REGISTER, ring, _BUFFERS, parts.ctypes.data, 1)
-        with open(f"/proc/self/fd/{file}", "rb", 0, opener=lambda at, how: os.open(at, how | os.O_DIRECT)) as direct:
-            files = np.array([direct.fileno()], np.int32)
-            _call(_REGISTER, ring, _FILES, files.ctypes.data, 1)
+        opened, again = f"/proc/self/fd/{file}", lambda path, how: os.open(path, how | os.O_DIRECT)
+        with open(opened, "rb", 0) as cached, open(opened, "rb", 0, opener=again) as direct:
+            os.posix_fadvise(cached.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            files = np.array([cached.fileno(), direct.fileno()], np.int32)
+            _call(_REGISTER, ring, _FILES, files.ctypes.data, 2)
         room = np.empty((DEPTH, 4), np.int64), np.empty(DEPTH, np.int64)
         self.queues: Queues | None = Queues(ring, buffers, *room, requests, shared, tuple(places))
 
