@@ -57,6 +57,29 @@ def test_what_a_store_allocates_stays_within_its_budget(
         assert table.pool.cache.capacity > 64
 
 
+@pytest.mark.parametrize("ddr", ["64MiB", "24% of tables"])
+def test_rows_stay_in_memory_when_a_table_is_created(store_dir: Path, ddr: str) -> None:
+    """Unless memory is short: then they come back as they were."""
+    values = torch.randn(9, 700, 8)
+    with tierstore.open(store_dir, ddr=ddr) as store:
+        for place, rows in enumerate(values):
+            rule = optim.Adagrad(lr=0.1)
+            config = tierstore.TableConfig(name=f"t{place}", num_embeddings=5000, embedding_dim=8, optimizer=rule)
+            store.create_table(config).write(torch.arange(700), rows)
+            before = store.stats()
+            for known, expected in enumerate(values[: place + 1]):
+                assert torch.equal(store[f"t{known}"].read(torch.arange(700)), expected)
+            if ddr == "64MiB":
+                assert store.stats().ddr.misses == before.ddr.misses
+                assert store.stats().ssd.lookups == before.ssd.lookups
+            store["t0"].pool.cache.check_integrity()
+        version = store.commit()
+        store["t1"].write(torch.arange(5), torch.zeros(5, 8))
+        store.create_table(tierstore.TableConfig(name="u", num_embeddings=9, embedding_dim=8, optimizer=rule))
+        store.rollback(version)  # also forgets what the next pool would have taken over
+        assert torch.equal(store["t1"].read(torch.arange(700)), values[1])
+
+
 def test_the_budget_is_used_and_divided_by_what_layouts_would_take(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="8MiB") as store:
         for name, dim in (("narrow", 8), ("wide", 64)):

@@ -6,7 +6,7 @@ pass. Memory is taken from the system as slots are first used.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from .base import (
     is_resident,
     pin_slot,
 )
-from .cache_state import NUM_TALLIES, Tally, arena_bytes, place_in
+from .cache_state import NUM_TALLIES, Tally, arena_bytes, new_arena, place_in
 
 TABLE_BYTES: Final = 5 * 8  # host memory for each table of a store
 FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
@@ -42,6 +42,7 @@ HITS_IN_PLACE: Final = NUM_TALLIES
 """The place behind the tallies that other caches have: hits that compiled lookups count by atomic instructions."""
 _IN_OR_NOT: Final = RESIDENT | LOADING
 _AHEAD: Final = 32  # Slots: flags are fetched from memory so long before they are looked at
+_COPIED: Final = 2**14  # rows at a time
 _FILLED: Final = int(Tally.FILLED)
 _NO_FLAGS: Final = np.empty(0, np.uint8)
 
@@ -71,6 +72,11 @@ class RowNumbering:
     def size_bytes(self) -> int:
         arrays = (self._tables, self._firsts, self._first_of, self._low_of, self._high_of)
         return sum(array.nbytes for array in arrays)
+
+    def goes_on(self, before: "RowNumbering") -> bool:
+        """Whether all rows of another numbering have the same slots here."""
+        pairs = (self._tables, before._tables), (self._low_of, before._low_of), (self._high_of, before._high_of)
+        return all(np.array_equal(own[: len(other)], other) for own, other in pairs)
 
     def first_slots(self, table_indices: Int64s) -> Int64s:
         """int64 [n], the slots of these tables' rows 0; negative if the range begins behind it."""
@@ -122,6 +128,28 @@ class FullCache(RowCache):
         self.tallies[Tally.USED_SLOTS] = capacity
         self.number: Int32s = np.zeros(capacity, np.int32)
         self._hits_in_place = 0
+        self._arenas = self.weights, self.state  # of which these are the first rows
+
+    def take_over(self, before: "FullCache", *, may_copy: bool) -> None:
+        """Take over the rows of a cache that is used no more, all clean, if it has the same slots for them and its
+        arenas are large enough. Else, if it ``may_copy``, arenas are made for twice as many rows: of tables to come.
+        """
+        size, words = self.capacity, (self.weights.shape[1], self.state.shape[1])
+        if not self.numbering.goes_on(before.numbering):
+            return
+        is_in: Any = (before.flags & _IN_OR_NOT) == RESIDENT
+        if len(before._arenas[0]) >= size:
+            self._arenas = before._arenas
+        elif may_copy:
+            self._arenas = new_arena(2 * size, words[0]), new_arena(2 * size, words[1])
+            rows = np.flatnonzero(is_in)
+            for part in np.split(rows, range(_COPIED, len(rows), _COPIED)):
+                self._arenas[0][part], self._arenas[1][part] = before.weights[part], before.state[part]
+        else:
+            return
+        self.weights, self.state = self._arenas[0][:size], self._arenas[1][:size]
+        self.flags[: len(is_in)] = is_in * np.uint8(RESIDENT)
+        self.tallies[Tally.RESIDENT] = self.tallies[Tally.FILLED] = np.count_nonzero(is_in)
 
     @property
     def size_bytes(self) -> int:

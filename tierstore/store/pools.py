@@ -84,6 +84,7 @@ class Pools:
         self._catalog = catalog
         self._readonly = readonly
         self._by_layout: dict[RowLayout, Pool] = {}
+        self._before: dict[RowLayout, FullCache] = {}  # caches of pools that were retired, whose rows the next take over
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(list(self._by_layout.values()))
@@ -92,7 +93,8 @@ class Pools:
         """BudgetError: a budget is too small, or larger than what the machine has free."""
         with self.lock:
             if not self._by_layout:
-                self._by_layout = self._build()
+                before, self._before = self._before, {}
+                self._by_layout = self._build(before)
             return self._by_layout[layout]
 
     def look(self) -> None:
@@ -122,10 +124,14 @@ class Pools:
                 pool.writeback.freeze(self._catalog.epoch, wanted)
         return pools
 
-    def retire(self) -> None:
-        """Write dirty rows back and forget the caches; the next use makes new ones. TableError if rows are in use."""
+    def retire(self, *, keep_rows: bool = False) -> None:
+        """Write dirty rows back and forget the caches; the next use makes new ones, by ``keep_rows`` with the rows that
+        each have a slot of their own. TableError if rows are in use."""
         with self.lock:
             self.look()
+            pools = self._by_layout.items()
+            kept = {layout: pool.cache for layout, pool in pools if isinstance(pool.cache, FullCache)}
+            kept = kept if pools else self._before
             try:
                 while not self._refuse_if_clean():  # another thread may have written a row since they were flushed
                     self.require_unused("create and change tables, or move rows,")
@@ -134,6 +140,7 @@ class Pools:
             finally:
                 if any(pool.arena.is_closed for pool in self):
                     self.close()
+            self._before = kept if keep_rows else {}
 
     def _refuse_if_clean(self) -> bool:
         with contextlib.ExitStack() as stack:
@@ -151,11 +158,11 @@ class Pools:
             return True
 
     def close(self) -> None:
-        before, self._by_layout = self._by_layout, {}
+        before, self._by_layout, self._before = self._by_layout, {}, {}
         for pool in before.values():
             pool.close()
 
-    def _build(self) -> dict[RowLayout, Pool]:
+    def _build(self, before: dict[RowLayout, FullCache]) -> dict[RowLayout, Pool]:
         memory, tables, rows = self._memory, list(self._catalog.tables.values()), Counter[RowLayout]()
         for table in tables:
             rows[table.layout] += len(table.rows)
@@ -167,17 +174,21 @@ class Pools:
             if memory.device.type == "cpu":
                 require_memory(budget, f"hbm={memory.hbm!r}")
             hbm_sizes = divide_hbm(budget, rows, given=memory.hbm)
+        budget = parse_size(memory.ddr, name="ddr", table_bytes=table_bytes)
         division = divide(
-            parse_size(memory.ddr, name="ddr", table_bytes=table_bytes), rows, num_tables=len(tables),
+            budget, rows, num_tables=len(tables),
             policy=memory.policy, given=memory.ddr, ids_bytes=self._ids_bytes,
             hbm_staging=sum(size.host_bytes(layout) for layout, size in hbm_sizes.items()),
         )  # fmt: skip
         cache: RowCache
+        spare = budget - sum(each.size_bytes for each in before.values())
         read, pools = self._catalog.source(self._cold.read), {}
         for layout, size in division.pools.items():
             words = _words(layout)
             if size.is_full:
                 cache = FullCache({table.index: table.rows for table in tables if table.layout == layout}, **words)
+                if (known := before.get(layout)) is not None:
+                    cache.take_over(known, may_copy=2 * cache.size_bytes <= spare)
             else:
                 cache = DdrCache(size.cached_rows, policy=memory.policy, **words)
             pools[layout] = Pool(

@@ -126,7 +126,7 @@ class Store(ClosedWhenDropped, Unpicklable):
         """
         if (known := self.find_or_require(config)) is not None:
             return known
-        with self._retired():
+        with self._retired(keep_rows=True):
             return self._catalog.create(config)
 
     def find_or_require(self, config: TableConfig) -> Table | None:
@@ -200,12 +200,12 @@ class Store(ClosedWhenDropped, Unpicklable):
             yield table
 
     @contextlib.contextmanager
-    def _retired(self) -> Iterator[None]:
-        """Within it there are no pools."""
+    def _retired(self, *, keep_rows: bool = False) -> Iterator[None]:
+        """Within it there are no pools; ``keep_rows``: no table that there is changes."""
         settle(_SETTLE_SECONDS)
         self._commits.end_pending()
         with self._pools.lock:
-            self._pools.retire()
+            self._pools.retire(keep_rows=keep_rows)
             yield
 
     def __getitem__(self, name: str) -> Table:
