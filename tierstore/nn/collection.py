@@ -40,7 +40,10 @@ class Collection(TieredModule):
         self.store = store
         self._features: dict[str, _Feature] = {}
         self._columns = 0
-        self._known: tuple[list[str] | None, dict[str, int]] = None, {}  # the features of the last batch, and their places
+        self._known: tuple[list[str] | None, dict[str, int]] = (
+            None,
+            {},
+        )  # the features of the last batch, and their places
         for table in [store[name] for name in names]:
             table.require_whole()
             for name in table.config.feature_names:

@@ -84,7 +84,7 @@ class Pools:
         self._catalog = catalog
         self._readonly = readonly
         self._by_layout: dict[RowLayout, Pool] = {}
-        self._before: dict[RowLayout, FullCache] = {}  # caches of pools that were retired, whose rows the next take over
+        self._before: dict[RowLayout, FullCache] = {}  # of retired pools: the next take their rows over
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(list(self._by_layout.values()))
