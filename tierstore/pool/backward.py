@@ -57,7 +57,7 @@ class Groups:
             )  # fmt: skip
 
         workers.share(work, table_starts)
-        self._firsts = np.cumsum(counts) - counts
+        self._firsts = counts.cumsum() - counts
         self._pairs = list(zip(table_starts.tolist(), counts.tolist(), strict=False))
         self.rows: Int32s = np.concatenate([own[start : start + size] for start, size in self._pairs])
 

@@ -162,7 +162,7 @@ class Joined(Bags):
         return made
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return self.starts.item(-1)  # type: ignore[no-any-return]
 
     @property
     def num_bags(self) -> int:
@@ -334,7 +334,7 @@ class Jagged(NamedTuple):
         batch = self.batch
         starts: Any = self.offsets
         if places == list(range((len(starts) - 1) // max(batch, 1))):
-            ends = starts[np.arange(len(places) + 1) * batch].astype(np.int64)
+            ends = starts[:: max(batch, 1)].astype(np.int64)
             begins, stops = ends[:-1], ends[1:]
         else:  # the chosen ones, laid end to end
             lists = starts[np.add.outer(np.asarray(places) * batch, np.arange(batch + 1))]
