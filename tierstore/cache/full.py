@@ -73,11 +73,6 @@ class RowNumbering:
         arrays = (self._tables, self._firsts, self._first_of, self._low_of, self._high_of)
         return sum(array.nbytes for array in arrays)
 
-    def goes_on(self, before: "RowNumbering") -> bool:
-        """Whether all rows of another numbering have the same slots here."""
-        pairs = (self._tables, before._tables), (self._low_of, before._low_of), (self._high_of, before._high_of)
-        return all(np.array_equal(own[: len(other)], other) for own, other in pairs)
-
     def first_slots(self, table_indices: Int64s) -> Int64s:
         """int64 [n], the slots of these tables' rows 0; negative if the range begins behind it."""
         slots: Int64s = self._first_of[table_indices]
@@ -134,20 +129,21 @@ class FullCache(RowCache):
         """Take over the rows of a cache that is used no more, all clean, if it has the same slots for them and its
         arenas are large enough. Else, if it ``may_copy``, arenas are made for twice as many rows: of tables to come.
         """
-        size, words = self.capacity, (self.weights.shape[1], self.state.shape[1])
-        if not self.numbering.goes_on(before.numbering):
+        size, old = self.capacity, before.numbering
+        is_long = len(before._arenas[0]) >= size
+        is_alike = all(
+            np.array_equal(vars(self.numbering)[name][: len(each)], each) for name, each in vars(old).items()
+        )
+        if not (is_alike and (is_long or may_copy)):
             return
         is_in: Any = (before.flags & _IN_OR_NOT) == RESIDENT
-        if len(before._arenas[0]) >= size:
-            self._arenas = before._arenas
-        elif may_copy:
-            self._arenas = new_arena(2 * size, words[0]), new_arena(2 * size, words[1])
+        weights, state = self._arenas = before._arenas
+        if not is_long:
+            weights, state = self._arenas = new_arena(2 * size, weights.shape[1]), new_arena(2 * size, state.shape[1])
             rows = np.flatnonzero(is_in)
             for part in np.split(rows, range(_COPIED, len(rows), _COPIED)):
-                self._arenas[0][part], self._arenas[1][part] = before.weights[part], before.state[part]
-        else:
-            return
-        self.weights, self.state = self._arenas[0][:size], self._arenas[1][:size]
+                weights[part], state[part] = before.weights[part], before.state[part]
+        self.weights, self.state = weights[:size], state[:size]
         self.flags[: len(is_in)] = is_in * np.uint8(RESIDENT)
         self.tallies[Tally.RESIDENT] = self.tallies[Tally.FILLED] = np.count_nonzero(is_in)
 

@@ -183,9 +183,7 @@ class _PooledLookups(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (anchor,) = ctx.saved_tensors
         prepared: Prepared = ctx.prepared
-        gradient = grad_out
-        if gradient.dtype is not torch.float32 or gradient.shape != prepared.shape or not gradient.is_contiguous():
-            gradient = grad_out.to(torch.float32).contiguous().view(prepared.shape)
+        gradient = grad_out.to(torch.float32).contiguous().view(prepared.shape)
         is_asked, grad_anchor = False, None
         if ctx.trainable:
             require_engine()

@@ -129,9 +129,8 @@ class Pools:
         each have a slot of their own. TableError if rows are in use."""
         with self.lock:
             self.look()
-            pools = self._by_layout.items()
-            kept = {layout: pool.cache for layout, pool in pools if isinstance(pool.cache, FullCache)}
-            kept = kept if pools else self._before
+            caches = {pool.layout: pool.cache for pool in self if isinstance(pool.cache, FullCache)}
+            kept = caches if self._by_layout else self._before
             try:
                 while not self._refuse_if_clean():  # another thread may have written a row since they were flushed
                     self.require_unused("create and change tables, or move rows,")
@@ -176,8 +175,7 @@ class Pools:
             hbm_sizes = divide_hbm(budget, rows, given=memory.hbm)
         budget = parse_size(memory.ddr, name="ddr", table_bytes=table_bytes)
         division = divide(
-            budget, rows, num_tables=len(tables),
-            policy=memory.policy, given=memory.ddr, ids_bytes=self._ids_bytes,
+            budget, rows, num_tables=len(tables), policy=memory.policy, given=memory.ddr, ids_bytes=self._ids_bytes,
             hbm_staging=sum(size.host_bytes(layout) for layout, size in hbm_sizes.items()),
         )  # fmt: skip
         cache: RowCache
