@@ -42,7 +42,6 @@ HITS_IN_PLACE: Final = NUM_TALLIES
 """The place behind the tallies that other caches have: hits that compiled lookups count by atomic instructions."""
 _IN_OR_NOT: Final = RESIDENT | LOADING
 _AHEAD: Final = 32  # Slots: flags are fetched from memory so long before they are looked at
-_COPIED: Final = 2**14  # rows at a time
 _FILLED: Final = int(Tally.FILLED)
 _NO_FLAGS: Final = np.empty(0, np.uint8)
 
@@ -129,19 +128,16 @@ class FullCache(RowCache):
         """Take over the rows of a cache that is used no more, all clean, if it has the same slots for them and its
         arenas are large enough. Else, if it ``may_copy``, arenas are made for twice as many rows: of tables to come.
         """
-        size, old = self.capacity, before.numbering
-        is_long = len(before._arenas[0]) >= size
-        is_alike = all(
-            np.array_equal(vars(self.numbering)[name][: len(each)], each) for name, each in vars(old).items()
-        )
-        if not (is_alike and (is_long or may_copy)):
+        size, is_long = self.capacity, len(before._arenas[0]) >= self.capacity
+        pairs = zip(vars(self.numbering).values(), vars(before.numbering).values(), strict=True)
+        if not (is_long or may_copy) or not all(np.array_equal(new[: len(old)], old) for new, old in pairs):
             return
         is_in: Any = (before.flags & _IN_OR_NOT) == RESIDENT
         weights, state = self._arenas = before._arenas
         if not is_long:
             weights, state = self._arenas = new_arena(2 * size, weights.shape[1]), new_arena(2 * size, state.shape[1])
             rows = np.flatnonzero(is_in)
-            for part in np.split(rows, range(_COPIED, len(rows), _COPIED)):
+            for part in np.split(rows, range(2**14, len(rows), 2**14)):  # a copy of few at a time
                 weights[part], state[part] = before.weights[part], before.state[part]
         self.weights, self.state = weights[:size], state[:size]
         self.flags[: len(is_in)] = is_in * np.uint8(RESIDENT)
