@@ -378,7 +378,7 @@ def _whole_step(embeddings: Any, optimizer: Any, names: list[str] | None, config
         dense, labels = torch.rand(batch, 13), (torch.rand(batch) < 0.25).float()
         if names:
             ids = tierstore.KeyedJaggedTensor(names, ids.t().reshape(-1), lengths=lengths)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense, ids), labels)
+        loss: Any = torch.nn.functional.binary_cross_entropy_with_logits(model(dense, ids), labels)
         for each in optimizers:
             each.zero_grad()
         loss.backward()
