@@ -2,7 +2,8 @@
 
 Parts, each for itself with ``--only``: "lookup" (pooled lookups, all rows in memory, beside embedding_bag over a plain
 tensor), "train" (fused steps over rows in memory, beside FBGEMM's and torch's), "small" (small steps and lookups of one
-id, beside one nn.EmbeddingBag), "checks" (checked reads of rows that the page cache has, beside numpy.take), "first"
+id, beside one nn.EmbeddingBag), "whole" (a model's steps, of new ids each, beside the same model's over one
+nn.EmbeddingBag), "checks" (checked reads of rows that the page cache has, beside numpy.take), "first"
 (the README's example with and without compiled kernels), "ahead" (steps by prefetch depth: whether fetching
 ahead pays, and depth="auto" finds out).
 """
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 import tierstore
+from tierstore.models import DLRM
 from tierstore.plan.measure import page_cache
 
 from .common import Goal, Part, Report, Run, Table, fresh_folder, measure, per_second, spread, start
@@ -348,6 +350,76 @@ def _tell_small(found: Figures) -> Report:
     return Report([table], goals, [f"Of the lookups that are to miss, {missed:.0f} % do."])
 
 
+# A whole model's steps
+
+
+class _OneBag(torch.nn.Module):
+    """Tables end to end in one ``nn.EmbeddingBag``, called and answering as a collection."""
+
+    def __init__(self, tables: int, rows: int, dim: int) -> None:
+        super().__init__()
+        self._bag, self._names = torch.nn.EmbeddingBag(tables * rows, dim, mode="sum", sparse=True), range(tables)
+        self._firsts, self._dims = torch.arange(tables) * rows, [dim] * tables
+
+    def forward(self, ids: Tensor) -> tierstore.KeyedTensor:
+        pooled = self._bag((ids + self._firsts).view(-1, 1)).view(len(ids), -1)
+        return tierstore.KeyedTensor(map(str, self._names), self._dims, pooled)
+
+
+def _whole_step(embeddings: Any, optimizer: Any, names: list[str] | None, config: Figures, batch: int) -> Any:
+    """A step of a model over new ids, skewed; without ``names`` these are given as [batch, tables]."""
+    tables, lr, generator = len(embeddings.tables if names else embeddings._dims), config["lr"], torch.Generator()
+    model = DLRM(embeddings, num_features=tables, embedding_dim=config["dim"], bottom_mlp=[256], top_mlp=[128, 64])
+    optimizers = [torch.optim.Adagrad(model.dense_parameters().values(), lr=lr), *filter(None, [optimizer])]
+    lengths = torch.ones(tables * batch, dtype=torch.int64)
+
+    def step() -> None:
+        ids: Any = (torch.rand(batch, tables, generator=generator) ** config["skew"] * config["rows"]).long()
+        dense, labels = torch.rand(batch, 13), (torch.rand(batch) < 0.25).float()
+        if names:
+            ids = tierstore.KeyedJaggedTensor(names, ids.t().reshape(-1), lengths=lengths)
+        loss: Any = torch.nn.functional.binary_cross_entropy_with_logits(model(dense, ids), labels)
+        for each in optimizers:
+            each.zero_grad()
+        loss.backward()
+        for each in optimizers:
+            each.step()
+
+    return step
+
+
+def _measure_whole(request: Run, _: Figures) -> Figures:
+    config, found = request.config["whole"], []
+    rows, dim, lr = (config[name] for name in ("rows", "dim", "lr"))
+    for case in config["cases"]:
+        names, batch = [f"t{table}" for table in range(case["tables"])], case["batch"]
+        with fresh_folder(request.folder / "whole_store") as path, tierstore.open(path, ddr="1GiB") as store:
+            for name in names:
+                rule = tierstore.optim.Adagrad(lr=lr)
+                shape = {"num_embeddings": rows, "embedding_dim": dim, "optimizer": rule}
+                table = store.create_table(tierstore.TableConfig(name=name, **shape))
+                table.write(torch.arange(rows), torch.randn(rows, dim) / 30)
+            bag = _OneBag(len(names), rows, dim)
+            optimizer = torch.optim.Adagrad(bag.parameters(), lr=lr)
+            steps: Actions = {
+                OURS: _whole_step(tierstore.TieredEmbeddingBagCollection(store), None, names, config, batch),
+                ONE_BAG: _whole_step(bag, optimizer, None, config, batch),
+            }
+            found.append(case | {"seconds": _medians(steps, case["repetitions"])})
+            store.commit()
+    return {"cases": found}
+
+
+def _tell_whole(found: Figures) -> Report:
+    rows, goals = [], []
+    for case in found["cases"]:
+        own, other = (1e3 * case["seconds"][who]["median"] for who in (OURS, ONE_BAG))
+        name = f"{case['tables']} table{'s' * (case['tables'] > 1)}, batch {case['batch']:,}"
+        rows.append([name, f"{own:.2f}", f"{other:.2f}", f"{own / other:.2f}"])
+        goals.append(Goal(f"time over one bag's: a model's step, {name}", round(own / other, 3), at_most=case["goal"]))
+    return Report([Table("a model's steps", ["", f"{OURS}, ms", f"{ONE_BAG}, ms", "ratio"], rows)], goals)
+
+
 # Checks of rows
 
 
@@ -471,6 +543,7 @@ PARTS: Final = {
     "lookup": Part(_measure_lookup, _tell_lookup),
     "train": Part(_measure_train, _tell_train),
     "small": Part(_measure_small, _tell_small),
+    "whole": Part(_measure_whole, _tell_whole),
     "checks": Part(_measure_checks, _tell_checks),
     "first": Part(_measure_first, _tell_first),
     "ahead": Part(_measure_ahead, _tell_ahead),

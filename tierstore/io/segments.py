@@ -135,12 +135,6 @@ def page_header_status(words: Words, page_words: int, limit: int, page: int, pag
     return 0
 
 
-@inline
-def _clear(image: Words, start: int, end: int) -> None:
-    for word in range(start, end):
-        image[word] = np.uint64(0)
-
-
 @kernel
 def build_segment(
     geo: Geometry, number: int, epochs: Words, keys: Int64s, slots: Int32s, weights: Words, state: Words, image: Words
@@ -170,7 +164,7 @@ def build_segment(
         copy_words(image, end, epochs, 0, num)
         end += num
     image[CHECKSUM] = words_hash(image, MAGIC, end - MAGIC, np.uint64(number))
-    _clear(image, end, first)
+    image[end:first] = np.uint64(0)
     row_words = geo.weight_words + geo.state_words
     block_words = geo.pages_per_block * geo.page_words
     used = BLOCK_HEADER_WORDS + geo.rows_per_block * (row_words + 2)
@@ -181,8 +175,8 @@ def build_segment(
         image[start] = np.uint64(number)
         image[start + 1] = block_word(image[NUMBER], image[NEWEST], block, stop - begin, stop == num)
         if stop - begin < geo.rows_per_block:
-            _clear(image, start + BLOCK_HEADER_WORDS, start + used)
-        _clear(image, start + used, start + block_words)
+            image[start + BLOCK_HEADER_WORDS : start + used] = np.uint64(0)
+        image[start + used : start + block_words] = np.uint64(0)
         for i in range(begin, stop):
             if i + PREFETCH_ROWS < num:
                 prefetch_word(weights, np.int64(slots[i + PREFETCH_ROWS]) * geo.weight_words)

@@ -97,6 +97,7 @@ class LookupTable(ABC):
         self._known_pool: Callable[[], Pool | None] = lambda: None
         self._learning_rate = self.first_rate = config.optimizer.lr
         self._step = self.num_changes = 0
+        self._hyper: Hyper | None = None
 
     @property
     def name(self) -> str:
@@ -165,8 +166,11 @@ class LookupTable(ABC):
         """Count one more update and give its hyper-parameters."""
         self._step += 1
         self.num_changes += 1
-        rate = self._learning_rate if self.follows is None else self.learning_rate
-        return self.config.optimizer.hyper(rate, self._step)
+        rate, rule = self._learning_rate if self.follows is None else self.learning_rate, self.config.optimizer
+        known = self._hyper
+        if known is None or known[0] != rate or rule.goes_by_step:
+            self._hyper = known = rule.hyper(rate, self._step)
+        return known
 
     @property
     def rounding_seed(self) -> int:

@@ -40,6 +40,7 @@ class Collection(TieredModule):
         self.store = store
         self._features: dict[str, _Feature] = {}
         self._columns = 0
+        self._place: dict[str, int] = {}  # of each feature of the last batch
         for table in [store[name] for name in names]:
             table.require_whole()
             for name in table.config.feature_names:
@@ -90,15 +91,17 @@ class Collection(TieredModule):
                 "the batch's features may have different numbers of samples: give those with as many of each a "
                 "KeyedJaggedTensor and a collection (tables=) of their own, and index_select what it gives"
             )
-        keys = list(features.keys())
-        place = {name: index for index, name in enumerate(keys)}
-        if len(place) < len(keys):
-            raise ValueError(f"the batch names a feature twice: {keys}")
-        for name in self._features:
-            if name not in place:
-                near = difflib.get_close_matches(name, keys, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else "; give it, or leave its table out of tables="
-                raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
+        keys, place = list(features.keys()), self._place
+        if [*place] != keys:
+            place = {name: index for index, name in enumerate(keys)}
+            if len(place) < len(keys):
+                raise ValueError(f"the batch names a feature twice: {keys}")
+            for name in self._features:
+                if name not in place:
+                    near = difflib.get_close_matches(name, keys, 1)
+                    hint = f"; did you mean {near[0]!r}?" if near else "; give it, or leave its table out of tables="
+                    raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
+            self._place = place
         jagged = check_jagged(
             sources[0], sources[1], scale, "sum", device=self.store.device,
             offsets_type=self.store.offsets_type, ids_name="values", scale_name="weights",

@@ -207,7 +207,7 @@ def _offsets_of(lengths: Tensor) -> Tensor:
         return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     # numpy: torch's cumsum hands even a short tensor to its threads, and waits for them.
     offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths.detach().numpy(), out=offsets[1:])
+    lengths.numpy().cumsum(out=offsets[1:])
     return torch.from_numpy(offsets)
 
 

@@ -32,6 +32,7 @@ class Optimizer:
     decoupled: bool = False
     kind: ClassVar[str] = ""
     code: ClassVar[int] = -1
+    goes_by_step: ClassVar[bool] = False  # whether the number of an update tells, besides the rate
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -147,6 +148,7 @@ class Adam(Optimizer):
     eps: float = 1e-8
     kind: ClassVar[str] = "adam"
     code: ClassVar[int] = 3
+    goes_by_step: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))

@@ -1,8 +1,6 @@
 """Backward of a lookup in host memory: positions grouped by row, rows updated, both split over threads."""
 
 import bisect
-import operator
-from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +15,6 @@ from .joined import NO_ARG_MAX, NO_FLOATS, NO_INTS, Joined
 from .leases import RowArrays
 
 _NO_FLAGS: Final = np.empty(0, np.uint8)
-_code: Final[Any] = operator.attrgetter("config.optimizer.code")
 
 
 class Groups:
@@ -41,7 +38,7 @@ class Groups:
     ) -> None:  # fmt: skip
         bounds, count = joined.features.bounds * joined.batch, len(rows)
         num_tables = len(bounds) - 1
-        self._tables = joined.tables
+        self._features = joined.features
         self._arg_max = arg_max = NO_ARG_MAX if arg_max is None else arg_max  # no maxima were looked up
         self._workers = workers
         self._table_starts = table_starts = joined.starts[bounds]
@@ -60,7 +57,7 @@ class Groups:
             )  # fmt: skip
 
         workers.share(work, table_starts)
-        self._firsts = np.cumsum(counts) - counts
+        self._firsts = counts.cumsum() - counts
         self._pairs = list(zip(table_starts.tolist(), counts.tolist(), strict=False))
         self.rows: Int32s = np.concatenate([own[start : start + size] for start, size in self._pairs])
 
@@ -78,14 +75,8 @@ class Groups:
             seeds: uint64 [tables], what each table rounds with; None if all to nearest: see ``kernels.floats``.
             keys: int64, by number from ``first`` on; or None without ``seeds``.
         """
-        if hyper is None:
-            codes, numbers = adding(len(self._counts))
-        else:
-            codes = np.array(list(map(_code, self._tables)), np.int64)
-            numbers = np.array(hyper, np.float32)
-        cuts = [self._place(first), self._place(first + len(slots))]
-        if len(slots) and (parts := self._workers.parts(len(self._sources))) > 1:
-            cuts[1:1] = self._between(cuts[0], cuts[1], parts)
+        codes, numbers = adding(len(self._counts)) if hyper is None else self._features.rules(hyper)
+        cuts = self._cuts(first, len(slots))
         width = padded_width(rows.layout.dim)
         firsts, gradients, dim = self._firsts - first, grad_out.reshape(1, -1), rows.layout.dim
 
@@ -99,22 +90,24 @@ class Groups:
 
         self._workers.run(work, range(len(cuts)))
 
-    def _place(self, number: int) -> tuple[int, int]:
-        """(table, row in it)."""
-        table = bisect.bisect_right(self._firsts, number) - 1
-        return table, number - self._firsts.item(table)
-
-    def _between(self, begin: tuple[int, int], end: tuple[int, int], parts: int) -> Iterator[tuple[int, int]]:
-        """Where the second range and later ones begin, of so many that have about as many positions each."""
-        low, high = (
-            (start := self._pairs[table][0]) + self._starts.item(start + 2 * table + row) for table, row in (begin, end)
-        )
+    def _cuts(self, first: int, count: int) -> list[tuple[int, int]]:
+        """(table, row in it): where so many rows from ``first`` on begin and end, and between these where ranges of
+        them begin that are worth a thread each and have about as many positions."""
+        firsts, starts, cuts, bounds = self._firsts.tolist(), self._starts, [], []
+        for number in (first, first + count):
+            table = bisect.bisect_right(firsts, number) - 1
+            row, start = number - firsts[table], self._pairs[table][0]
+            cuts.append((table, row))
+            bounds.append(start + starts.item(start + 2 * table + row))
+        low, high = bounds
+        parts = self._workers.parts(len(self._sources)) if count else 1
         for part in range(1, parts):
             position = low + (high - low) * part // parts
             table = bisect.bisect_right(self._table_starts, position, 0, len(self._pairs)) - 1
-            start, count = self._pairs[table]
+            start, size = self._pairs[table]
             place = start + 2 * table
-            yield table, bisect.bisect_left(self._starts, position - start, place, place + count) - place
+            cuts.insert(part, (table, bisect.bisect_left(starts, position - start, place, place + size) - place))
+        return cuts
 
 
 def merged(

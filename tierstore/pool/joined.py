@@ -42,6 +42,7 @@ class Features:
         self.table_indices = np.array([table.index for table in tables], np.int64)  # their places in the store
         # int32 [features], which of ``tables`` each one's is
         self.table_of = np.repeat(np.arange(len(tables), dtype=np.int32), np.diff(self.bounds))
+        self._rules: tuple[list[Hyper], Int64s, Floats] | None = None
 
     @classmethod
     def of(cls, owners: Sequence[Any], columns: ArrayLike) -> "Features":
@@ -66,6 +67,14 @@ class Features:
     @cached_property
     def round_to_nearest(self) -> bool:
         return all(table.config.rounding == "nearest" for table in self.tables)
+
+    def rules(self, hyper: list[Hyper]) -> tuple[Int64s, Floats]:
+        """The code of each table's optimizer, int64 [tables], and its hyper-parameters, float32 [tables, NUM_HYPER]."""
+        known = self._rules
+        if known is None or known[0] != hyper:
+            codes = np.array([table.config.optimizer.code for table in self.tables], np.int64)
+            self._rules = known = hyper, codes, np.array(hyper, np.float32)
+        return known[1:]
 
     @cached_property
     def num_rows(self) -> Int64s:
@@ -153,7 +162,7 @@ class Joined(Bags):
         return made
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return self.starts.item(-1)  # type: ignore[no-any-return]
 
     @property
     def num_bags(self) -> int:
@@ -325,7 +334,7 @@ class Jagged(NamedTuple):
         batch = self.batch
         starts: Any = self.offsets
         if places == list(range((len(starts) - 1) // max(batch, 1))):
-            ends = starts[np.arange(len(places) + 1) * batch].astype(np.int64)
+            ends = starts[:: max(batch, 1)].astype(np.int64)
             begins, stops = ends[:-1], ends[1:]
         else:  # the chosen ones, laid end to end
             lists = starts[np.add.outer(np.asarray(places) * batch, np.arange(batch + 1))]
