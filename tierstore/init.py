@@ -14,9 +14,10 @@ import numpy as np
 from .kernels.arrays import Int32s, Int64s, Weights, Words
 from .kernels.floats import FLOAT32, INT4, INT8, code_of_dtype
 from .kernels.hashing import mix64, unit
-from .kernels.jit import inline, kernel
+from .kernels.jit import inline, kernel, prefetch_item
 from .kernels.quantized import pack_rows
 from .kernels.simd import store
+from .kernels.slots import AHEAD
 from .layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from .system.checks import by_kind
 
@@ -195,6 +196,7 @@ def fill_rows(
     """Initial weights of ``keys`` into ``slots``; see ``Initializer.fill``."""
     seed_bits = mix64(seed)
     for i in range(keys.shape[0]):
+        prefetch_item(weights, (np.int64(slots[min(i + AHEAD, keys.shape[0] - 1)]), 0))
         row_bits = mix64(np.uint64(seed_bits ^ np.uint64(keys[i])))
         slot = slots[i]
         for column in range(dim):

@@ -17,6 +17,7 @@ import numpy as np
 from ..kernels import hash_table
 from ..kernels.arrays import Bools, Int32s, Int64s
 from ..kernels.hash_table import Uint32s
+from ..kernels.hashing import keyed_hash
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from . import tinylfu
@@ -169,7 +170,7 @@ def policy_remove(state: CacheState, bucket: Any, slot: Any) -> None:
 def _drop(state: CacheState, slot: Any) -> None:
     """Take a clean, unpinned row out of index and policy; its slot is then in no list."""
     slots, secret, bits = state.slots, state.tallies[Tally.SECRET], state.tallies[Tally.SLOT_BITS]
-    hash_table.erase(state.entries, slots, slots[slot]["key"], slot, secret, bits)
+    hash_table.erase(state.entries, slots, keyed_hash(slots[slot]["key"], secret), slot, bits, secret)
     policy_remove(state, state.bucket, slot)
     state.tallies[Tally.FILLED] -= slots[slot]["flags"] & LOADING == 0
     slots[slot]["flags"] = 0
@@ -195,7 +196,7 @@ def _enter(state: CacheState, key: Any, slot: Any, flags: Any) -> None:
     slots, secret, bits = state.slots, state.tallies[Tally.SECRET], state.tallies[Tally.SLOT_BITS]
     slots[slot]["key"] = key
     slots[slot]["flags"] = flags
-    hash_table.insert(state.entries, key, slot, secret, bits, 0, 2 * state.entries.size)
+    hash_table.insert(state.entries, keyed_hash(key, secret), slot, bits, 0, 2 * state.entries.size)
     policy_insert(state, state.bucket, slot)
     state.tallies[Tally.RESIDENT] += 1
     state.tallies[Tally.FILLED] += flags & LOADING == 0
@@ -223,7 +224,7 @@ def admit_keys(
         position = place_in(order, consumed)
         key = keys[position]
         fetch_slot(state.entries, slots, keys, order, consumed, secret, bits)
-        slot = hash_table.find(state.entries, slots, key, secret, bits)
+        slot = hash_table.find(state.entries, slots, key, keyed_hash(key, secret), bits)
         if slot >= 0:
             if slots[slot]["stamp"] == stamp:
                 inverse[position] = slots[slot]["number"]
@@ -275,7 +276,7 @@ def _replay(state: CacheState, keys: Int64s) -> Any:
     hits = 0
     for key in keys:
         policy_begin(state, 1)
-        slot = hash_table.find(state.entries, slots, key, secret, bits)
+        slot = hash_table.find(state.entries, slots, key, keyed_hash(key, secret), bits)
         if slot >= 0:
             hits += 1
             policy_touch(state, state.bucket, slot)
@@ -368,7 +369,7 @@ def find_keys(entries: Uint32s, slots: SlotRecords, tallies: Int64s, keys: Int64
     secret, bits = tallies[Tally.SECRET], tallies[Tally.SLOT_BITS]
     for i in range(keys.size):
         fetch_slot(entries, slots, keys, found[:0], i, secret, bits)
-        found[i] = hash_table.find(entries, slots, keys[i], secret, bits)
+        found[i] = hash_table.find(entries, slots, keys[i], keyed_hash(keys[i], secret), bits)
 
 
 @kernel
@@ -379,7 +380,7 @@ def use_keys(state: CacheState, keys: Int64s, found: Int32s, distinct: Int32s) -
     secret, bits = tallies[Tally.SECRET], tallies[Tally.SLOT_BITS]
     for i in range(keys.size):
         fetch_slot(state.entries, slots, keys, found[:0], i, secret, bits)
-        slot = hash_table.find(state.entries, slots, keys[i], secret, bits)
+        slot = hash_table.find(state.entries, slots, keys[i], keyed_hash(keys[i], secret), bits)
         if slot < 0 or slots[slot]["flags"] & LOADING:
             return False
         found[i] = slot

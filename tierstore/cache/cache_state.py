@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..kernels import hash_table
 from ..kernels.arrays import Bytes, Int32s, Int64s, Words
-from ..kernels.hashing import SECRET
+from ..kernels.hashing import SECRET, keyed_hash
 from ..kernels.jit import uncounted_inline as inline
 
 SlotRecords = NDArray[Any]
@@ -171,5 +171,6 @@ def fetch_slot(
     """Before the find of the key that comes ``number``-th in ``order``: have the places of a key further on in the
     processor's caches, and the slot of a nearer one. Each find needs two dependent reads, which overlap so."""
     if number + hash_table.FAR < keys.size:
-        hash_table.fetch_places(entries, keys[place_in(order, number + hash_table.FAR)], secret)
-        hash_table.fetch_record(entries, slots, keys[place_in(order, number + hash_table.NEAR)], secret, bits)
+        far, near = place_in(order, number + hash_table.FAR), place_in(order, number + hash_table.NEAR)
+        hash_table.fetch_places(entries, keyed_hash(keys[far], secret))
+        hash_table.fetch_record(entries, slots, keyed_hash(keys[near], secret), bits, np.uint64(0))

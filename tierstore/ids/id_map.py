@@ -12,8 +12,9 @@ import numpy as np
 from ..kernels import hash_table
 from ..kernels.arrays import Bools, Float64s, Int32s, Int64s, Words
 from ..kernels.hash_table import FAR, NEAR, Records, Uint32s, num_places
-from ..kernels.hashing import SECRET, mix64, unit
+from ..kernels.hashing import SECRET, keyed_hash, mix64, unit
 from ..kernels.jit import inline, kernel, prefetch_item
+from ..kernels.simd import item, put
 from ..kernels.slots import unique_in_order
 from ..kernels.threads import Workers
 
@@ -35,20 +36,26 @@ _ONE_THREAD: Final = Workers(1)
 
 @kernel
 def find_rows(
-    begin: int, end: int, wanted: Int64s, score: int, index: Uint32s, records: Records, row_bits: int, secret: int,
+    begin: int, end: int, wanted: Int64s, score: int, secret: int, index: Uint32s, records: Records, row_bits: int,
     dirty: Bools, rows: Int64s,
 ) -> None:  # fmt: skip
     """``rows[i]``: the row of ``wanted[i]``, or -1; for i in [begin, end). Rows get the ``score``, unless it is 0."""
-    for i in range(begin, end):
+    hashes = rows.view(np.uint64)  # each id's hash waits where the row that it may have comes, and that for its turn
+    for i in range(begin - FAR, end):
         if i + FAR < end:
-            hash_table.fetch_places(index, wanted[i + FAR], secret)
-        if i + NEAR < end:
-            hash_table.fetch_record(index, records, wanted[i + NEAR], secret, row_bits)
-        row = hash_table.find(index, records, wanted[i], secret, row_bits)
-        if score and row >= 0:
-            records[row]["mark"] = np.uint32(score | _DIRTY)
-            dirty[row >> _CHUNK_BITS] = True
-        rows[i] = row
+            put(hashes, i + FAR, keyed_hash(item(wanted, i + FAR), secret))
+            hash_table.fetch_places(index, item(hashes, i + FAR))
+        if begin <= i + NEAR < end:
+            row, _ = hash_table.fetch_record(index, records, item(hashes, i + NEAR), row_bits, np.uint64(0))
+            put(rows, i + NEAR, row)
+        if i >= begin:
+            row, key = item(rows, i), item(wanted, i)
+            if row >= 0 and records[row]["key"] != key:
+                row = hash_table.find(index, records, key, keyed_hash(key, secret), row_bits)
+                put(rows, i, row)
+            if score and row >= 0:
+                records[row]["mark"] = np.uint32(score | _DIRTY)
+                dirty[row >> _CHUNK_BITS] = True
 
 
 # Several threads change the table at a time, each the places from one empty place to another: no probe of an id whose
@@ -64,12 +71,15 @@ def empty_from(index: Uint32s, place: int) -> Any:
 
 
 @kernel
-def homes_in(begin: int, end: int, first: int, index: Uint32s, secret: int, ids: Int64s, mine: Int32s) -> Any:
+def homes_in(
+    begin: int, end: int, first: int, index: Uint32s, secret: int, ids: Int64s, hashes: Words, mine: Int32s
+) -> Any:
     """The first of ``mine``: which ids have their homes in [begin, end); returns how many. ``first``: the first home
-    there is."""
+    there is. ``hashes``: out, of all."""
     count: Any = 0
     for i in range(ids.size):
-        home = np.int64(hash_table.home_of(index, ids[i], secret))
+        hashes[i] = keyed_hash(ids[i], secret)
+        home = np.int64(hash_table.home_of(index, hashes[i]))
         mine[count] = i
         count += begin <= home + (index.size if home < first else 0) < end
     return count
@@ -77,17 +87,17 @@ def homes_in(begin: int, end: int, first: int, index: Uint32s, secret: int, ids:
 
 @kernel
 def insert_rows(
-    mine: Int32s, end: int, first: int, index: Uint32s, records: Records, row_bits: int, secret: int, dirty: Bools,
+    mine: Int32s, end: int, first: int, hashes: Words, index: Uint32s, records: Records, row_bits: int, dirty: Bools,
     rows: Int64s, ids: Int64s, scores: Uint32s, is_in: Bools,
 ) -> None:  # fmt: skip
     """Give those of ``mine`` of the rows their ids, distinct and not in the table. Note which are in: not one that
     would have to go to ``end``."""
     for n in range(mine.size):
         if n + FAR < mine.size:
-            hash_table.fetch_places(index, ids[mine[n + FAR]], secret)
+            hash_table.fetch_places(index, hashes[mine[n + FAR]])
             prefetch_item(records, rows[mine[n + FAR]])
         i = mine[n]
-        if not is_in[i] and hash_table.insert(index, ids[i], rows[i], secret, row_bits, first, end):
+        if not is_in[i] and hash_table.insert(index, hashes[i], rows[i], row_bits, first, end):
             records[rows[i]]["key"] = ids[i]
             records[rows[i]]["mark"] = scores[i] | np.uint32(_DIRTY)
             dirty[rows[i] >> _CHUNK_BITS] = True
@@ -96,15 +106,16 @@ def insert_rows(
 
 @kernel
 def remove_rows(
-    mine: Int32s, index: Uint32s, records: Records, row_bits: int, secret: int, dirty: Bools, rows: Int64s, ids: Int64s
-) -> None:
-    """Take those of ``mine`` of the rows out of the table, which have these ids."""
+    mine: Int32s, hashes: Words, secret: int, index: Uint32s, records: Records, row_bits: int, dirty: Bools,
+    rows: Int64s,
+) -> None:  # fmt: skip
+    """Take those of ``mine`` of the rows out of the table, of whose ids these are the hashes."""
     for n in range(mine.size):
         if n + FAR < mine.size:
-            hash_table.fetch_places(index, ids[mine[n + FAR]], secret)
+            hash_table.fetch_places(index, hashes[mine[n + FAR]])
             prefetch_item(records, rows[mine[n + FAR]])
         row = rows[mine[n]]
-        hash_table.erase(index, records, ids[mine[n]], row, secret, row_bits)
+        hash_table.erase(index, records, hashes[mine[n]], row, row_bits, secret)
         records[row]["mark"] = np.uint32(_DIRTY)
         dirty[row >> _CHUNK_BITS] = True
 
@@ -282,11 +293,11 @@ def queue_up_to(
 
 @kernel
 def next_victims(
-    queue: Int32s, starts: Int64s, bucket: int, wanted: int, bound: int, records: Records, rows: Int64s
+    queue: Int32s, starts: Int64s, bucket: int, wanted: int, bound: int, records: Records, rows: Int64s, ids: Int64s
 ) -> Any:
-    """The first of ``rows``: those of a queue that have scores up to ``bound`` still, and may lose their ids, bucket
-    by bucket from that one on until there are as many as ``wanted``: (how many, how many are not of the last bucket,
-    the first bucket that has such rows, or some that may not)."""
+    """The first of ``rows``, and their ``ids``: those of a queue that have scores up to ``bound`` still, and may lose
+    their ids, bucket by bucket from that one on until there are as many as ``wanted``: (how many, how many are not of
+    the last bucket, the first bucket that has such rows, or some that may not)."""
     count, below, first, is_first = 0, 0, bucket, True
     while bucket + 1 < starts.size and count < wanted:
         below = count
@@ -298,6 +309,7 @@ def next_victims(
                 is_first = False
                 if not mark & np.uint32(_KEPT):
                     rows[count] = queue[place]
+                    ids[count] = records[queue[place]]["key"]
                     count += 1
         bucket += 1
         first = bucket if is_first else first
@@ -320,7 +332,7 @@ class IdMap:
         self._dirty: Bools = np.zeros((capacity >> _CHUNK_BITS) + 1, np.bool_)
         self.num_used = self.cursor = 0
         self._index: Uint32s = np.zeros(num_places(capacity), np.uint32)
-        self._arrays = self._index, self._records, capacity.bit_length(), SECRET, self._dirty  # what kernels take
+        self._arrays = self._index, self._records, capacity.bit_length(), self._dirty  # what kernels take
         self._workers = workers
         self._forget_queue()
 
@@ -370,12 +382,12 @@ class IdMap:
 
     def find(self, wanted: Int64s, *, score: int = 0) -> Int64s:
         """int64 [n]: the row of each id, -1 of one that has none. Rows get the ``score``, unless it is 0."""
-        rows = np.empty(len(wanted), np.int64)
+        rows, wanted = np.empty(len(wanted), np.int64), np.ascontiguousarray(wanted)
         if 0 < score <= self._bound:
             self._forget_queue()
 
         def work(begin: int, end: int) -> None:
-            find_rows(begin, end, wanted, score, *self._arrays, rows)
+            find_rows(begin, end, wanted, score, SECRET, *self._arrays, rows)
 
         self._workers.divide(work, len(wanted))
         return rows
@@ -390,18 +402,19 @@ class IdMap:
         if scores.min(initial=MAX_SCORE) <= self._bound:
             self._forget_queue()
         is_in, every = np.zeros(len(rows), np.bool_), np.arange(len(rows), dtype=np.int32)
+        hashes = np.empty(len(rows), np.uint64)
 
         def work(mine: Int32s, end: int, first: int) -> None:
-            insert_rows(mine, end, first, *self._arrays, rows, ids, scores, is_in)
+            insert_rows(mine, end, first, hashes, *self._arrays, rows, ids, scores, is_in)
 
-        self._over_places(work, ids)
+        self._over_places(work, ids, hashes)
         if not is_in.all():
             work(every, 2 * len(self._index), 0)
         self.num_used += len(rows)
 
-    def _over_places(self, work: Callable[[Int32s, int, int], None], ids: Int64s) -> None:
+    def _over_places(self, work: Callable[[Int32s, int, int], None], ids: Int64s, hashes: Words) -> None:
         """Call ``work(mine, end, first)`` for ranges of places, each from one empty place to another: which ids have
-        their homes there, the end of the range, and the first home there is."""
+        their homes there, the end of the range, and the first home there is. ``hashes``: out, of all ids."""
         parts = self._workers.parts(len(ids))
         bounds = [empty_from(self._index, len(self._index) * part // parts) for part in range(parts)]
         first, size = bounds[0], len(self._index)
@@ -409,7 +422,7 @@ class IdMap:
 
         def each(begin: int, end: int) -> None:
             mine = lists[bounds.index(begin)]
-            work(mine[: homes_in(begin, end, first, self._index, SECRET, ids, mine)], end, first)
+            work(mine[: homes_in(begin, end, first, self._index, SECRET, ids, hashes, mine)], end, first)
 
         self._workers.run(each, [*bounds, first + size])
 
@@ -421,14 +434,14 @@ class IdMap:
         self.cursor = int(free_from(self.cursor, self._records, rows))
         return rows
 
-    def remove(self, rows: Int64s) -> None:
-        """Take rows from their ids; distinct, and used."""
-        ids = self.ids_of(rows)
+    def remove(self, rows: Int64s, ids: Int64s | None = None) -> None:
+        """Take rows from their ids, which may be given; distinct, and used."""
+        ids, hashes = self.ids_of(rows) if ids is None else ids, np.empty(len(rows), np.uint64)
 
         def work(mine: Int32s, *_: int) -> None:
-            remove_rows(mine, *self._arrays, rows, ids)
+            remove_rows(mine, hashes, SECRET, *self._arrays, rows)
 
-        self._over_places(work, ids)
+        self._over_places(work, ids, hashes)
         self.num_used -= len(rows)
 
     # Rows with the lowest scores wait in a queue, in buckets of 2^_shift scores each, the first of which has all scores
@@ -447,16 +460,17 @@ class IdMap:
         try:
             for rows in kept:
                 self._marks[rows] |= np.uint32(_KEPT)
-            victims = self._next(wanted)
+            victims, ids = self._next(wanted)
             for share in (wanted / max(1, self.num_used) + _QUEUED_SHARE, 1) if len(victims) < wanted else ():
                 if len(victims) < wanted and self._bound < most:
                     self._fill_queue(share, most)
-                    victims = self._next(wanted)
-            gone: Int64s = victims[choose(victims)]
+                    victims, ids = self._next(wanted)
+            goes = choose(victims)
+            gone: Int64s = victims[goes]
         finally:
             for rows in kept:
                 self._marks[rows] &= ~np.uint32(_KEPT)
-        self.remove(gone)
+        self.remove(gone, ids[goes])
         return gone
 
     def _fill_queue(self, share: float, most: int) -> None:
@@ -484,17 +498,21 @@ class IdMap:
         self._workers.run(work, bounds)
         self._queue, self._starts, self._bound, self._bucket, self._shift = queue, starts, bound, 0, shift
 
-    def _next(self, wanted: int) -> Int64s:
-        rows = np.empty(wanted + int(np.diff(self._starts).max(initial=0)), np.int64)
+    def _next(self, wanted: int) -> tuple[Int64s, Int64s]:
+        """Rows and their ids."""
+        rows, ids = np.empty((2, wanted + int(np.diff(self._starts).max(initial=0))), np.int64)
         is_of_one_score = self._bucket > 0 and self._shift == 0
         count, below, self._bucket = next_victims(
-            self._queue, self._starts, self._bucket, wanted, self._bound, self._records, rows
+            self._queue, self._starts, self._bucket, wanted, self._bound, self._records, rows, ids
         )
-        first, last = rows[:below], rows[below:count]
+        left, places = wanted - below, np.arange(below, count)
         if is_of_one_score:
-            return np.concatenate([first, _lowest_ids(last, self.ids_of, wanted - below)])
-        rows = np.concatenate([first, lowest(last, self.scores(last), self.ids_of, wanted - below)])
-        return rows[np.argsort(self.scores(rows), kind="stable")]
+            chosen = np.append(np.arange(below), _lowest_ids(places, ids.take, left))
+        else:
+            last = lowest(places, self.scores(rows[below:count]), ids.take, left)
+            chosen = np.append(np.arange(below), last)
+            chosen = chosen[np.argsort(self.scores(rows[chosen]), kind="stable")]
+        return rows[chosen], ids[chosen]
 
     def check_integrity(self) -> None:
         """AssertionError unless every used row is found by its id, once, and all others are free."""

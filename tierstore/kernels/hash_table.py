@@ -1,12 +1,12 @@
 """The hash table from key to record number, for caches and for dynamic ids: open addressing, linear probing, deletion
 by backward shift; 7 bytes a record.
 
-A place is one uint32: record + 1 in its lower ``bits``, and above them how far it lies behind its home, the largest
-number standing for all above. 0 is empty. So a probe reads the keys of records of its own home alone, and a deletion
-reads none. Records are a structured array with a field "key".
+A place is one uint32: record + 1 in its lower ``bits``; above them, in up to 4 bits, how far it lies behind its home,
+the largest number standing for all above; in what is left a tag, bits of the key's hash. 0 is empty. So a probe reads
+hardly a key but the one it looks for, and a deletion hardly any. Records are a structured array with a field "key".
 
 Sources: range reduction, D. Lemire, Fast random integer generation in an interval (2019); backward shift, D. Knuth, The
-Art of Computer Programming, vol. 3, section 6.4, algorithm R.
+Art of Computer Programming, vol. 3, section 6.4, algorithm R; tags, M. Kulukundis, CppCon 2017.
 """
 
 from typing import Any, Final
@@ -26,6 +26,7 @@ FAR, NEAR = 32, 16  # keys ahead, for ``fetch_places``, ``fetch_record``: time f
 _HALF: Final = np.uint64(32)
 _EMPTY: Final = np.uint64(0)
 _ONE: Final = np.uint64(1)
+_DISTANCE_BITS, _REACH = np.uint64(4), np.uint64(6)  # most probes reach no farther than so many places
 
 
 def num_places(capacity: int) -> int:
@@ -34,9 +35,9 @@ def num_places(capacity: int) -> int:
 
 
 @inline
-def home_of(index: Uint32s, key: Any, secret: int) -> np.uint64:
-    """The place that a probe starts at."""
-    return ((keyed_hash(key, secret) >> _HALF) * np.uint64(index.size)) >> _HALF
+def home_of(index: Uint32s, hashed: np.uint64) -> np.uint64:
+    """The place that a probe starts at for a key of this hash, ``keyed_hash``."""
+    return ((hashed >> _HALF) * np.uint64(index.size)) >> _HALF
 
 
 @inline
@@ -45,65 +46,70 @@ def _after(index: Uint32s, place: np.uint64) -> np.uint64:
 
 
 @inline
-def _entry(number: np.uint64, distance: np.uint64, bits: np.uint64) -> np.uint32:
-    """``number``: of the record, plus 1."""
-    return np.uint32((min(distance, (_ONE << (_HALF - bits)) - _ONE) << bits) | number)
+def _fields(hashed: np.uint64, shift: np.uint64) -> tuple[np.uint64, np.uint64, np.uint64]:
+    """Of a place, the mask of the number; and what lies above that: the mask of the distance, the tag of this hash."""
+    above = _HALF - shift
+    mask, farthest = (_ONE << shift) - _ONE, (_ONE << min(above, _DISTANCE_BITS)) - _ONE
+    return mask, farthest, hashed & ~farthest & ((_ONE << above) - _ONE)
 
 
 @inline
-def fetch_places(index: Uint32s, key: Any, secret: int) -> None:
-    """Into the processor's caches, those that a probe for this key looks at: two, on the mean."""
-    prefetch_item(index, home_of(index, key, secret))
+def fetch_places(index: Uint32s, hashed: np.uint64) -> None:
+    """Into the processor's caches, those that a probe for a key of this hash looks at: two, on the mean."""
+    prefetch_item(index, home_of(index, hashed))
+    prefetch_item(index, min(home_of(index, hashed) + _REACH, np.uint64(index.size) - _ONE))
 
 
 @inline
-def fetch_record(index: Uint32s, records: Records, key: Any, secret: int, bits: int) -> None:
-    """Into the processor's caches, the record that a probe for this key, whose places are there, reads first."""
-    entry = np.uint64(index[home_of(index, key, secret)])
-    if entry != _EMPTY:
-        prefetch_item(records, np.int64(entry & ((_ONE << np.uint64(bits)) - _ONE)) - np.int64(1))
-
-
-@inline
-def find(index: Uint32s, records: Records, key: Any, secret: int, bits: int) -> np.int64:
-    """The key's record, or ABSENT."""
-    shift = np.uint64(bits)
-    mask, farthest = (_ONE << shift) - _ONE, (_ONE << (_HALF - shift)) - _ONE
-    place, distance = home_of(index, key, secret), _EMPTY
+def fetch_record(index: Uint32s, records: Records, hashed: np.uint64, bits: int, passed: np.uint64) -> Any:
+    """The next record that a probe for a key of this hash reads, or ABSENT, when it has passed so many places; and how
+    many it has then. The record is fetched into the processor's caches."""
+    shift, size = np.uint64(bits), np.uint64(index.size)
+    mask, farthest, tag = _fields(hashed, shift)
+    home = home_of(index, hashed)
     while True:
-        entry = np.uint64(index[place])
-        if entry == _EMPTY:
-            return np.int64(ABSENT)
-        if entry >> shift == min(distance, farthest):
+        place = home + passed
+        entry = np.uint64(index[place - size if place >= size else place])
+        if (entry == _EMPTY) | (entry >> shift == tag | min(passed, farthest)):  # one jump: few are foretold
             record = np.int64(entry & mask) - np.int64(1)
-            if records[record]["key"] == key:
-                return record
-        distance += _ONE
-        place = _after(index, place)
+            prefetch_item(records, max(record, 0))
+            return record, passed + _ONE
+        passed += _ONE
 
 
 @inline
-def insert(index: Uint32s, key: Any, record: Any, secret: int, bits: int, first: int, end: int) -> bool:
-    """Enter a record with a key that is not in the table. False, and nothing done, if it would go to ``end`` or behind.
-    ``first``: the first home there is; places before it lie behind the last."""
-    size = np.uint64(index.size)
-    home = home_of(index, key, secret)
+def find(index: Uint32s, records: Records, key: Any, hashed: np.uint64, bits: int) -> Any:
+    """The record of a key with this hash, or ABSENT."""
+    record, passed = fetch_record(index, records, hashed, bits, _EMPTY)
+    while record >= 0 and records[record]["key"] != key:
+        record, passed = fetch_record(index, records, hashed, bits, passed)
+    return record
+
+
+@inline
+def insert(index: Uint32s, hashed: np.uint64, record: Any, bits: int, first: int, end: int) -> bool:
+    """Enter a record with a key of this hash that is not in the table. False, and nothing done, if it would go to
+    ``end`` or behind. ``first``: the first home there is; places before it lie behind the last."""
+    size, shift = np.uint64(index.size), np.uint64(bits)
+    home = home_of(index, hashed)
     home += size if home < np.uint64(first) else _EMPTY
     place = home
     while index[place - size if place >= size else place] != 0:
         place += _ONE
     if place >= np.uint64(end):
         return False
-    index[place - size if place >= size else place] = _entry(np.uint64(record) + _ONE, place - home, np.uint64(bits))
+    _, farthest, tag = _fields(hashed, shift)
+    entry = (tag | min(place - home, farthest)) << shift | np.uint64(record) + _ONE
+    index[place - size if place >= size else place] = np.uint32(entry)
     return True
 
 
 @inline
-def erase(index: Uint32s, records: Records, key: Any, record: Any, secret: int, bits: int) -> None:
-    """Take a record with this key out, and close the gap behind it."""
+def erase(index: Uint32s, records: Records, hashed: np.uint64, record: Any, bits: int, secret: int) -> None:
+    """Take a record with a key of this hash out, and close the gap behind it."""
     size, shift, number = np.uint64(index.size), np.uint64(bits), np.uint64(record) + _ONE
-    mask, farthest = (_ONE << shift) - _ONE, (_ONE << (_HALF - shift)) - _ONE
-    hole = home_of(index, key, secret)
+    mask, farthest, _ = _fields(hashed, shift)
+    hole = home_of(index, hashed)
     while np.uint64(index[hole]) & mask != number:
         hole = _after(index, hole)
     place, gap = hole, _EMPTY  # from the hole to the place
@@ -112,11 +118,11 @@ def erase(index: Uint32s, records: Records, key: Any, record: Any, secret: int, 
         entry = np.uint64(index[place])
         if entry == _EMPTY:
             break
-        distance = entry >> shift
+        distance = entry >> shift & farthest
         if distance == farthest:
-            home = home_of(index, records[np.int64(entry & mask) - np.int64(1)]["key"], secret)
+            home = home_of(index, keyed_hash(records[np.int64(entry & mask) - np.int64(1)]["key"], secret))
             distance = place - home if place >= home else place + size - home
         if distance >= gap:  # its home does not lie behind the hole
-            index[hole] = _entry(entry & mask, distance - gap, shift)
+            index[hole] = np.uint32(entry & ~(farthest << shift) | min(distance - gap, farthest) << shift)
             hole, gap = place, _EMPTY
     index[hole] = np.uint32(0)

@@ -215,9 +215,9 @@ class TableIds:
                 raise
             if len(expired):
                 self._note_evicted(expired)
-            given = np.full(len(new), -1, np.int64)
-            given[chosen] = free
-            self._insert(free, new[chosen], counts[chosen], put)
+            given, those = np.full(len(new), -1, np.int64), chosen if len(chosen) < len(new) else slice(None)
+            given[those] = free
+            self._insert(free, new[those], counts[those], put)
             self._count(new, seen, given >= 0, step, order)
             self.num_admitted += len(chosen)
             self.num_refused += len(new) - len(chosen)
