@@ -81,9 +81,9 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
         raise ValueError(
             f"categories[{at}]={values[at]!r} stands for a missing category, which has no row: leave it out"
         )
-    none, lengths = found[:0], np.zeros((len(columns), len(found)), np.int64)
-    lengths[columns.index(column)] = 1
-    given = Categories.of_columns([found if each == column else none for each in columns], lengths, len(found))
+    none, offsets = found[:0], np.zeros((len(columns), len(found) + 1), np.int64)
+    offsets[columns.index(column)] = np.arange(len(found) + 1)
+    given = Categories.of_columns([found if each == column else none for each in columns], offsets, len(found))
     return torch.from_numpy(FeatureHasher(config.table_sizes, mode=config.data.hashing)(given).values)
 
 

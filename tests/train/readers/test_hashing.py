@@ -27,9 +27,9 @@ def splitmix64(seed):
 
 def categories_of(rows):
     columns = list(zip(*rows, strict=True)) or [(), (), ()]
-    lengths = np.array([[len(bag) for bag in column] for column in columns], np.int64).reshape(3, -1)
+    offsets = [np.cumsum([start, *map(len, column)]) for start, column in enumerate(columns)]
     return Categories.of_columns(
-        [np.array([x for bag in column for x in bag], np.int64) for column in columns], lengths, len(rows)
+        [np.array([x for bag in column for x in bag], np.int64) for column in columns], offsets, len(rows)
     )
 
 

@@ -26,7 +26,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, Categories, CategoryRule, are_whole, exact_bits, read_texts
+from .categories import MAX_CATEGORY, Categories, CategoryRule, are_whole, counted, exact_bits, read_texts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -154,10 +154,11 @@ class ArrowReader(Reader):
 
 class _Record:
     def __init__(self, path: Path, row: int, record: "pa.RecordBatch", *, reads_floats: bool) -> None:
-        self._path, self._row, self._record, self._reads_floats = path, row, record, reads_floats
+        self._path, self._row, self._num_rows, self._reads_floats = path, row, record.num_rows, reads_floats
+        self._columns = dict(zip(record.schema.names, record.columns, strict=True))
 
     def convert(self, schema: Schema) -> RawRows:
-        dense = np.empty((self._record.num_rows, len(schema.dense)), np.float32)
+        dense = np.empty((self._num_rows, len(schema.dense)), np.float32)
         with np.errstate(over="ignore"):
             for column, name in enumerate(schema.dense):
                 dense[:, column] = self._numbers(name, self._column(name))
@@ -165,14 +166,14 @@ class _Record:
         if not are_finite.all():
             for column, name in enumerate(schema.dense):
                 self._check(name, are_finite[:, column], "finite as float32; null stands for missing")
-        values, lengths = zip(*(self._bags(name, schema.rule) for name in schema.sparse), strict=True)
-        categories = Categories.of_columns(values, lengths, self._record.num_rows)
+        values, offsets = zip(*(self._bags(name, schema.rule) for name in schema.sparse), strict=True)
+        categories = Categories.of_columns(values, offsets, self._num_rows)
         return RawRows(self._labels(schema.label), dense, categories)
 
     def _column(self, name: str) -> Any:
         import pyarrow as pa
 
-        column = self._record.column(name)
+        column = self._columns[name]
         return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
     def _labels(self, name: str) -> Floats:
@@ -208,7 +209,7 @@ class _Record:
         return values
 
     def _bags(self, name: str, rule: CategoryRule) -> tuple[Int64s, Any]:
-        """The column's categories [N], and how many each row has, [n]; or 1, if each has one."""
+        """The column's categories [N], and the offsets of its rows in them, [n + 1]; or 1, if each row has one."""
         import pyarrow as pa
         import pyarrow.compute
 
@@ -216,22 +217,23 @@ class _Record:
         types = pa.types
         if not any(kind(column.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
             values, is_there = self._categories(name, column, rule)
-            return values, 1 if is_there is None else is_there
-        counted = pyarrow.compute.list_value_length(column)
-        lengths = (counted.fill_null(0) if column.null_count else counted).to_numpy()
-        elements = column.flatten()
+            return values, 1 if is_there is None else counted(is_there)
+        if column.null_count or types.is_fixed_size_list(column.type):
+            offsets = counted(pyarrow.compute.list_value_length(column).fill_null(0).to_numpy())
+            elements = column.flatten()
+        else:
+            offsets = column.offsets.to_numpy()
+            elements = column.values.slice(offsets[0], offsets[-1] - offsets[0])
         if pa.types.is_dictionary(elements.type):
             elements = elements.dictionary_decode()
-        values, is_there = self._categories(name, elements, rule, lengths)
-        if is_there is None:
-            return values, lengths
-        return values, np.diff(np.append(0, np.cumsum(is_there))[np.append(0, np.cumsum(lengths))])
+        values, is_there = self._categories(name, elements, rule, offsets)
+        return values, offsets if is_there is None else counted(is_there)[offsets - offsets[0]]
 
     def _categories(
-        self, name: str, elements: Any, rule: CategoryRule, lengths: Ids | None = None
+        self, name: str, elements: Any, rule: CategoryRule, offsets: Ids | None = None
     ) -> tuple[Int64s, Bools | None]:
-        """The categories of those of the elements [N] that have one, and which have, [N]; None: all. Row i has
-        ``lengths[i]`` elements; None: each row has one."""
+        """The categories of those of the elements [N] that have one, and which have, [N]; None: all. Of rows by
+        ``offsets`` [n + 1], from any number on; None: each row has one."""
         import pyarrow as pa
 
         kind = elements.type
@@ -241,16 +243,16 @@ class _Record:
             values = (filled.fill_null(0) if elements.null_count else filled).to_numpy(zero_copy_only=False)
             if values.dtype == np.uint64:
                 expected = "below 2**63; cast the column to strings, which are hashed where they are larger"
-                self._check_elements(name, elements, values <= MAX_CATEGORY, lengths, expected)
+                self._check_elements(name, elements, values <= MAX_CATEGORY, offsets, expected)
             elif values.min(initial=0) < rule.least:
-                self._check_elements(name, elements, values >= 0, lengths, "an integer from 0 on; null is missing")
+                self._check_elements(name, elements, values >= 0, offsets, "an integer from 0 on; null is missing")
         elif pa.types.is_floating(kind):
             values = elements.to_numpy(zero_copy_only=False)
             is_there = ~np.isnan(values)
             expected = (
                 f"a whole number from 0 to 2**{exact_bits(values)}, as {values.dtype} holds exactly; null is missing"
             )
-            self._check_elements(name, elements, are_whole(values) & ~(values < rule.least), lengths, expected)
+            self._check_elements(name, elements, are_whole(values) & ~(values < rule.least), offsets, expected)
         elif _is_text(kind):
             values, is_text = self._texts(elements.cast(pa.large_binary()), rule)
             is_there = is_text if is_there is None else is_there & is_text
@@ -272,14 +274,14 @@ class _Record:
         return read_texts(read, places, rule, floats=self._reads_floats), places[1:] > places[:-1]
 
     def _check(self, name: str, good: Bools, expected: str) -> None:
-        self._check_elements(name, self._record.column(name), good, None, expected)
+        self._check_elements(name, self._columns[name], good, None, expected)
 
-    def _check_elements(self, name: str, elements: Any, good: Bools, lengths: Ids | None, expected: str) -> None:
+    def _check_elements(self, name: str, elements: Any, good: Bools, offsets: Ids | None, expected: str) -> None:
         if not good.all():
             broken = int(np.flatnonzero(~good)[0])
-            row = self._row + (
-                broken if lengths is None else int(np.searchsorted(np.cumsum(lengths), broken, side="right"))
-            )
+            row = self._row + broken
+            if offsets is not None:
+                row = self._row + int(np.searchsorted(offsets, offsets[0] + broken, side="right")) - 1
             try:
                 found = elements[broken].as_py()
                 value = excerpt(found.decode(errors="backslashreplace") if isinstance(found, bytes) else found)

@@ -60,16 +60,18 @@ class Categories(NamedTuple):
 
     @classmethod
     def of_columns(
-        cls, columns: Sequence[Int64s], lengths: Iterable[NDArray[Any] | int], num_rows: int
+        cls, columns: Sequence[Int64s], offsets: Iterable[NDArray[Any] | int], num_rows: int
     ) -> "Categories":
-        """From each column, and the lengths [n] of its bags; one number, if all have it."""
-        count, lengths = len(columns) * num_rows, list(lengths)
-        if all(isinstance(each, int) and each == 1 for each in lengths):
+        """From each column, and the offsets [n + 1] of its bags, from any number on; or one number, the length of all
+        of them."""
+        count, offsets = len(columns) * num_rows, list(offsets)
+        if all(isinstance(each, int) and each == 1 for each in offsets):
             return cls(columns, _strided(_ascending(count + 1), len(columns)))
-        flat = np.zeros(count + 1, np.int64)
-        for row, own in zip(flat[1:].reshape(len(columns), num_rows), lengths, strict=True):
-            row[:] = own
-        np.cumsum(flat, out=flat)
+        flat, begin = np.zeros(count + 1, np.int64), 0
+        for row, values, own in zip(flat[1:].reshape(len(columns), num_rows), columns, offsets, strict=True):
+            places = np.arange(num_rows + 1) * own if isinstance(own, int) else own
+            np.add(places[1:], np.int64(begin - int(places[0])), out=row)
+            begin += len(values)
         return cls(columns, _strided(flat, len(columns)))
 
     @classmethod
@@ -79,21 +81,26 @@ class Categories(NamedTuple):
         if is_there.all():
             return cls.of_columns(list(np.ascontiguousarray(values.T)), [1] * len(is_there), len(values))
         columns = [column[row] for column, row in zip(values.T, is_there, strict=True)]
-        return cls.of_columns(columns, is_there, len(values))
+        return cls.of_columns(columns, map(counted, is_there), len(values))
 
     @classmethod
     def joined(cls, parts: Sequence["Categories"]) -> "Categories":
         """The rows of each part; they have the same columns."""
         columns = list(map(np.concatenate, zip(*(part.columns for part in parts), strict=True)))
         lengths = np.concatenate([np.diff(part.offsets) for part in parts], axis=1)
-        return cls.of_columns(columns, lengths, lengths.shape[1])
+        return cls.of_columns(columns, map(counted, lengths), lengths.shape[1])
 
     def part(self, begin: int, end: int) -> "Categories":
         """Rows ``[begin, end)``, views."""
         own = self.offsets[:, begin : end + 1]
         places = (own[:, [0, -1]] - self.offsets[:, :1]).tolist()
         columns = [column[first:last] for column, (first, last) in zip(self.columns, places, strict=True)]
-        return Categories.of_columns(columns, np.diff(own), end - begin)
+        return Categories.of_columns(columns, own, end - begin)
+
+
+def counted(lengths: NDArray[Any]) -> Int64s:
+    """Offsets [n + 1] of bags of these lengths [n], from 0 on."""
+    return np.append(0, np.cumsum(lengths))
 
 
 def _strided(flat: Int64s, num_columns: int) -> Int64s:

@@ -22,7 +22,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, MISSING, Categories, CategoryRule, are_whole, exact_bits
+from .categories import MAX_CATEGORY, MISSING, Categories, CategoryRule, are_whole, counted, exact_bits
 
 _HEAD_BYTES: Final = 12
 _MAX_HEADER_BYTES: Final = 10_000
@@ -91,8 +91,8 @@ class NpyReader(Reader):
         if self._matrix is not None:
             matrix, _ = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end], self.schema.rule)
             return Categories.of_matrix(matrix)
-        values, lengths = zip(*(column.read(begin, end, self.schema.rule) for column in self._columns), strict=True)
-        return Categories.of_columns(values, lengths, end - begin)
+        values, offsets = zip(*(column.read(begin, end, self.schema.rule) for column in self._columns), strict=True)
+        return Categories.of_columns(values, offsets, end - begin)
 
 
 class _Column(NamedTuple):
@@ -116,22 +116,21 @@ class _Column(NamedTuple):
         return cls(path, values.reshape(-1), size, len(values))
 
     def read(self, begin: int, end: int, rule: CategoryRule) -> tuple[Int64s, Int64s | int]:
-        """The categories of rows ``[begin, end)``, and how many each row has, or all have."""
-        lengths: Int64s | int
+        """The categories of rows ``[begin, end)``, and the offsets of rows, from any number on, or all lengths."""
         if isinstance(self.offsets, int):
-            offsets, lengths = np.arange(begin, end + 1) * self.offsets, self.offsets
+            offsets = np.arange(begin, end + 1) * self.offsets
         else:
             offsets = self.offsets[begin : end + 1].astype(np.int64)
-            lengths = np.diff(offsets)
-            if lengths.min(initial=0) < 0:
+            are_in_order = offsets[1:] >= offsets[:-1]
+            if not are_in_order.all():
                 path = self.path.with_suffix(".offsets.npy")
-                _check(path, begin, offsets[1:], lengths >= 0, "at least the offset before it")
+                _check(path, begin, offsets[1:], are_in_order, "at least the offset before it")
         values = self.values[offsets[0] : offsets[-1]]
         categories, are_all_there = _read_categories(self.path, int(offsets[0]), values, rule)
         if are_all_there:
-            return categories, lengths
+            return categories, self.offsets if isinstance(self.offsets, int) else offsets
         is_there = categories != MISSING
-        return categories[is_there], np.diff(np.append(0, np.cumsum(is_there))[offsets - offsets[0]])
+        return categories[is_there], counted(is_there)[offsets - offsets[0]]
 
 
 def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule) -> tuple[Int64s, bool]:
