@@ -152,7 +152,9 @@ def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
     assert ways.mean() > 0.9
 
 
-def test_once_all_rows_are_in_memory_to_stay_nothing_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_all_rows_are_in_memory_to_stay_none_is_brought_in_and_no_thread_reads_a_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     always = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(pipeline_module.DepthTuner, "is_ahead", always, raising=False)
     for ddr, is_read, expected in (("64MiB", True, 0), ("64MiB", False, 8), ("1MiB", True, 8)):
@@ -160,9 +162,12 @@ def test_once_all_rows_are_in_memory_to_stay_nothing_is_brought_in(monkeypatch: 
             collection, brought_in = make_collection(store, MANY), list[Any]()
             store["a"].read(torch.arange(MANY if is_read else 0))
             monkeypatch.setattr(collection, "bring_in", brought_in.append)
-            for item in tierstore.prefetch([batch(number) for number in range(8)], collection):
-                collection(item)
-            assert len(brought_in) == expected
+            for source in (list, iter):
+                pipeline = tierstore.prefetch(source([batch(number) for number in range(8)]), collection)
+                for item in pipeline:
+                    collection(item)
+                assert (pipeline._end.thread is None) is (source is list and not expected)
+                assert len(brought_in) == expected * (1 if source is list else 2)
 
 
 def test_rows_are_in_place_before_the_batch_is_asked_for(collection: Any) -> None:

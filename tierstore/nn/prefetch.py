@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -57,6 +57,10 @@ class Modules:
         self._modules, self._names = modules, names
         self.is_collective = any(module.is_collective for module in modules)
 
+    @cached_property
+    def _tables(self) -> list[Any]:
+        return [table for module in self._modules for table in module._tables]
+
     @classmethod
     def of(cls, module: Any) -> "Modules":
         """Those of a model, of several modules, or the one that is given. TypeError: there is none."""
@@ -82,8 +86,7 @@ class Modules:
 
     def has_all_rows(self) -> bool:
         """Whether all rows of all tables are in memory to stay: there is nothing to bring in ahead."""
-        tables = (table for module in self._modules for table in module._tables)
-        return all(table.in_pool(lambda pool: pool.tier.are_all_in) for table in tables)
+        return all(table.in_pool(lambda pool: pool.tier.are_all_in) for table in self._tables)
 
     def begin(self, batches: Any) -> Iterator[Any]:
         """``iter(batches)``, which the thread that calls ``prepare`` reads from."""
@@ -200,7 +203,8 @@ def prefetch(
             very object that ``features`` returned.
         depth: batches fetched ahead; 0 is a plain loop without a thread. "auto": a thread reads 2 batches ahead;
             where steps are faster so it brings their rows in, elsewhere it reads between steps what is read within 5
-            ms. Both ways are tried, ever more rarely, until all rows are in memory to stay. Where ranks must agree: 2.
+            ms. Both ways are tried, ever more rarely, until all rows are in memory to stay. If they are from the start,
+            a list or tuple of batches is a plain loop. Where ranks must agree: 2.
         features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
             several modules, a dict of that by their names in the model, a list in the order of ``model.modules()``, or
             one object that all are given. Default: the batch, if it is a tensor or jagged, else its ``sparse`` or
@@ -233,10 +237,14 @@ def _pipeline(
     batches: Iterable[Any], module: Modules, depth: int, get_features: Callable[[Any], Any], tuner: "DepthTuner | None",
     end: _End,
 ) -> Generator[Any, None, None]:  # fmt: skip
+    if tuner is not None and isinstance(batches, list | tuple) and module.has_all_rows():
+        yield from _plain(batches, module, end)  # nothing is to be read, nor to be brought in
+        return
     settle(_JOIN_SECONDS)  # what an earlier pass holds that was dropped
     worker = _Worker(batches, module.ahead(), get_features, depth)
     end.callback(worker.stop)
     worker.is_ahead = tuner is None or not module.has_all_rows()
+    tuner = tuner if worker.is_ahead else None
     end.thread = worker.start()
     while item := worker.take():
         if isinstance(item, BaseException):
@@ -244,7 +252,8 @@ def _pipeline(
         yield item
         if tuner is not None:
             tuner.note_step()
-            worker.is_ahead = tuner.is_ahead and not module.has_all_rows()
+            tuner = None if module.has_all_rows() else tuner
+            worker.is_ahead = tuner is not None and tuner.is_ahead
         worker.forget(1)
 
 
