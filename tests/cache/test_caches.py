@@ -1,15 +1,12 @@
 """What each cache has of its own: memory, bounds, numbering; and what it refuses."""
 
-import contextlib
 import tracemalloc
-from unittest.mock import Mock
 
 import numpy as np
 import psutil
 import pytest
 
 from tests.cache.support import admitted, fill, keys_from, order_of, take, visit
-from tierstore.cache import admission
 from tierstore.cache.base import STAMP, Admission, AdmitStatus
 from tierstore.cache.cache_state import Tally
 from tierstore.cache.ddr import OVERHEAD_BYTES, DdrCache, capacity_for
@@ -94,20 +91,6 @@ def test_stamps_start_over(policy: str) -> None:
     assert again.inverse.tolist() == [0, 1, 2, 0]
     assert (again.num_unique, cache.num_pinned, again.num_missing) == (3, 3, 0)
     cache.check_integrity()
-
-
-def test_a_round_whose_replay_was_interrupted_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = DdrCache(64, weight_words=0, state_words=0, policy="tinylfu")
-    keys = admitted(cache, *range(64)).keys
-    waiting = cache._half_life.waiting
-    with monkeypatch.context() as patch:
-        patch.setattr(admission, "age", Mock(side_effect=KeyboardInterrupt))
-        while waiting[0] < len(waiting) - 1:
-            with contextlib.suppress(KeyboardInterrupt):
-                cache.use(keys[:3])
-    assert waiting[0] == len(waiting) - 1
-    cache.use(keys[:3])
-    assert waiting[0] <= 3, "kernels write behind the end"
 
 
 @pytest.mark.kernel

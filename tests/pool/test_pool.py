@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from tests.tiers import TroubledTier
 from tierstore.cache.full import FullCache
 from tierstore.errors import ChecksumError, DiskFullError
 from tierstore.io.base import MemoryColdTier
-from tierstore.kernels import slots
 from tierstore.pool.pool import Pool
 
 LAST = 100 + CAPACITY - 1
@@ -108,15 +106,3 @@ def test_a_read_counts_repeated_ids_once_at_every_budget(store_dir: Path, budget
             stats = store.stats()
             tier = stats.hbm if "hbm" in budget else stats.ddr
             assert (tier.lookups, tier.unique, tier.hits, tier.misses) == (100 * reads, reads, reads - 1, 1)
-
-
-def test_rows_are_counted_only_after_a_batch_that_was_split(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tierstore.open(store_dir, threads=1, ddr="1MiB") as store:
-        store.create_table(tierstore.TableConfig(name="t", num_embeddings=100_000, embedding_dim=4))
-        module = tierstore.TieredEmbeddingBagCollection(store)
-        count = Mock(wraps=slots.unique_in_order)
-        monkeypatch.setattr(slots, "unique_in_order", count)
-        for num_rows, counted in ((90_000, 0), (10, 1), (10, 1), (90_000, 1), (90_000, 2)):
-            ids = torch.arange(90_000) % num_rows
-            module(tierstore.KeyedJaggedTensor(["t"], ids, offsets=torch.tensor([0, len(ids)])))
-            assert count.call_count == counted, num_rows

@@ -221,8 +221,6 @@ def test_what_is_at_fault_is_told(
 
 MANY_ROWS, DENSE_MIB = 1_000_000, 64
 APPLY = """
-    from tierstore.cache.admission import age
-    from tierstore.cache.ddr import DdrCache
     from tierstore.updates import apply_update
 
     def limited(number, file, allowed_mib):
@@ -230,9 +228,7 @@ APPLY = """
         return apply_update(work / f"replica-{number}", file)
 
     work = Path(sys.argv[1])
-    apply_update(work / "tiny replica", sys.argv[2])
-    cache = DdrCache(64, weight_words=0, state_words=0, policy="tinylfu")
-    age(cache._cache_state, cache._half_life)  # as many rows make it do; now everything is loaded and compiled
+    apply_update(work / "tiny replica", sys.argv[2])  # after which everything is loaded and compiled
     for number in range(3, len(sys.argv), 2):
         forked(limited, number, *sys.argv[number : number + 2])
     """

@@ -290,8 +290,8 @@ def _replay(state: CacheState, keys: Int64s) -> Any:
     return hits
 
 
-@kernel
-def age(state: CacheState, half_life: HalfLife) -> None:
+@inline
+def _age(state: CacheState, half_life: HalfLife) -> None:
     """TinyLFU: replay a complete round in the small caches; change the rate."""
     half_life.waiting[0] = 0
     for speed in range(tinylfu.NUM_SPEEDS):
@@ -301,13 +301,11 @@ def age(state: CacheState, half_life: HalfLife) -> None:
 
 
 @kernel
-def sample_slots(slots: SlotRecords, waiting: Int64s, chosen: Int32s, first: int) -> int:
-    """TinyLFU: the rows of these resident slots were accessed, from the ``first`` on until a round is complete; how
-    many were."""
-    for i in range(first, chosen.size):
-        if sample_key(waiting, slots.size - 1, slots[chosen[i]]["key"]):
-            return i + 1
-    return chosen.size
+def sample_slots(state: CacheState, half_life: HalfLife, chosen: Int32s) -> None:
+    """TinyLFU: the rows of these resident slots were accessed."""
+    for slot in chosen:
+        if sample_key(half_life.waiting, state.slots.size - 1, state.slots[slot]["key"]):
+            _age(state, half_life)
 
 
 @inline
@@ -359,7 +357,7 @@ def replay_batches(
         if state.sketch.size:
             for i in range(starts[batch], stop):
                 if sample_key(half_life.waiting, state.slots.size - 1, keys[i]):
-                    age(state, half_life)
+                    _age(state, half_life)
     _release(state, pinned)
 
 

@@ -128,7 +128,9 @@ class DdrCache(RowCache):
         (found, distinct), before = np.empty((2, len(keys)), np.int32), self._cache_state.tallies.item(_HITS)
         if not kernels.use_keys(self._cache_state, keys, found, distinct):
             return None
-        self._sample(distinct[: self._cache_state.tallies.item(_HITS) - before])
+        if self.policy == "tinylfu":
+            distinct = distinct[: self._cache_state.tallies.item(_HITS) - before]
+            kernels.sample_slots(self._cache_state, self._half_life, distinct)
         return found
 
     def admit(self, admission: Admission) -> AdmitStatus:
@@ -144,19 +146,9 @@ class DdrCache(RowCache):
             state, admission.keys, admission.order, stamp, admission.inverse, admission.unique_slots,
             admission.missing, progress,
         )  # fmt: skip
-        self._sample(admission.unique_slots[num_before : progress.item(NUM_UNIQUE)])
+        if self.policy == "tinylfu":
+            kernels.sample_slots(state, self._half_life, admission.unique_slots[num_before : progress.item(NUM_UNIQUE)])
         return _STATUSES[status]
-
-    def _sample(self, slots: Int32s) -> None:
-        """TinyLFU: the rows of these slots were accessed. A complete round may wait for this: whoever was to replay it
-        was interrupted."""
-        done, waiting = 0, self._half_life.waiting
-        while self.policy == "tinylfu":
-            if waiting.item(0) == len(waiting) - 1:
-                kernels.age(self._cache_state, self._half_life)
-            if done == len(slots):
-                break
-            done = kernels.sample_slots(self._cache_state.slots, waiting, slots, done)
 
     def _restart_stamps(self) -> None:
         self._cache_state.slots["stamp"] = 0

@@ -153,10 +153,7 @@ def build_segment(
     image[MAGIC] = _MAGIC
     image[NUMBER] = np.uint64(number)
     image[COUNT] = np.uint64(num) | (MIXED if is_mixed else np.uint64(0))
-    newest = oldest = epochs[0]
-    for i in range(1, len(epochs)):
-        newest, oldest = max(newest, epochs[i]), min(oldest, epochs[i])
-    image[NEWEST], image[OLDEST] = newest, oldest
+    image[NEWEST], image[OLDEST] = epochs.max(), epochs.min()
     end = KEYS + num
     for i in range(num):
         image[KEYS + i] = np.uint64(keys[i])
