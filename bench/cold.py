@@ -75,10 +75,10 @@ def _peers(request: Run, rows: Rows, names: list[str], stack: contextlib.ExitSta
 def _round(contenders: list[_Contender], rows: int, generator: np.random.Generator, reads: int) -> dict[str, _Taken]:
     """A batch of each contender, by its name, and so many reads by fio."""
     found = {}
-    path = contenders[0].paths[0]
+    store = contenders[0].paths[0]
     for limit in LIMITS.values() if device.is_there() else ():
-        page_cache.drop(path)
-        found[limit] = _Taken(*device.read_seconds(path, reads, direct=limit == LIMIT))
+        page_cache.drop(store)
+        found[limit] = _Taken(*device.read_seconds(store, reads, direct=limit == LIMIT))
     for own in contenders:
         ids, resident = generator.integers(0, rows, own.batch_rows), 0.0
         for path in own.paths:

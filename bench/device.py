@@ -42,19 +42,11 @@ class Seconds(NamedTuple):
 
 
 def read_seconds(path: Path, reads: int, *, direct: bool = True) -> Seconds:
-    """Of so many reads of 4 KiB at random places of a file, 64 at a time, into registered buffers; else than ``direct``
-    by way of the page cache, from which fio drops the file first."""
+    """Of so many reads of 4 KiB at random places of a file, 64 at a time, into registered buffers. Unless ``direct``,
+    they go by way of the page cache, from which fio drops the file first."""
     batches = {"fixedbufs": 1, "registerfiles": 1, "iodepth_batch_submit": 16, "iodepth_batch_complete_max": 32}
-    job = _fio(
-        path,
-        direct=int(direct),
-        rw="randread",
-        bs=_PAGE_BYTES,
-        number_ios=reads,
-        norandommap=1,
-        randrepeat=0,
-        **batches,
-    )
+    places = {"rw": "randread", "bs": _PAGE_BYTES, "number_ios": reads, "norandommap": 1, "randrepeat": 0}
+    job = _fio(path, direct=int(direct), **places, **batches)
     processor = 1e-5 * (job["usr_cpu"] + job["sys_cpu"]) * job["read"]["runtime"]  # of per cent and ms
     return Seconds(float(reads / job["read"]["iops"]), processor)
 

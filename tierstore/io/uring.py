@@ -132,8 +132,8 @@ class Ring(ClosedWhenDropped):
         buffers.flags.writeable = False
         parts = np.array([buffers.ctypes.data, buffers.nbytes])
         _call(_REGISTER, ring, _BUFFERS, parts.ctypes.data, 1)
-        opened, again = f"/proc/self/fd/{file}", lambda path, how: os.open(path, how | os.O_DIRECT)
-        with open(opened, "rb", 0) as cached, open(opened, "rb", 0, opener=again) as direct:
+        path, open_direct = f"/proc/self/fd/{file}", lambda path, how: os.open(path, how | os.O_DIRECT)
+        with open(path, "rb", 0) as cached, open(path, "rb", 0, opener=open_direct) as direct:
             os.posix_fadvise(cached.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             files = np.array([cached.fileno(), direct.fileno()], np.int32)
             _call(_REGISTER, ring, _FILES, files.ctypes.data, 2)

@@ -312,15 +312,6 @@ class InPlaceRows(HostTier):
             cache.note_hits(len(slots) - len(absent))
         return slots
 
-    def _overwrite(self, keys: Int64s, fill: _Fill) -> None:
-        slots = self._cache.numbering.slots_of(keys)
-        with self._arena.lock:
-            self._arena.require_open()
-            if len(slots) and self._cache.are_in(slots):  # they stay in
-                self._writeback.begin_update(slots)
-                return fill(slots, slice(None))
-        return super()._overwrite(keys, fill)
-
     def _parts(self, joined: Joined) -> Iterable[tuple[int, Lease]]:
         return ((0, self.whole(joined, None)),)
 
