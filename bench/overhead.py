@@ -358,17 +358,22 @@ class _OneBag(torch.nn.Module):
 
     def __init__(self, tables: int, rows: int, dim: int) -> None:
         super().__init__()
-        self._bag, self._names = torch.nn.EmbeddingBag(tables * rows, dim, mode="sum", sparse=True), range(tables)
-        self._firsts, self._dims = torch.arange(tables) * rows, [dim] * tables
+        self._bag, self._firsts = (
+            torch.nn.EmbeddingBag(tables * rows, dim, mode="sum", sparse=True),
+            torch.arange(tables) * rows,
+        )
+        self._names, self._dims = [f"t{table}" for table in range(tables)], [dim] * tables
 
     def forward(self, ids: Tensor) -> tierstore.KeyedTensor:
         pooled = self._bag((ids + self._firsts).view(-1, 1)).view(len(ids), -1)
-        return tierstore.KeyedTensor(map(str, self._names), self._dims, pooled)
+        return tierstore.KeyedTensor(self._names, self._dims, pooled)
 
 
-def _whole_step(embeddings: Any, optimizer: Any, names: list[str] | None, config: Figures, batch: int) -> Any:
+def _whole_step(
+    embeddings: Any, tables: int, optimizer: Any, names: list[str] | None, config: Figures, batch: int
+) -> Any:
     """A step of a model over new ids, skewed; without ``names`` these are given as [batch, tables]."""
-    tables, lr, generator = len(embeddings.tables if names else embeddings._dims), config["lr"], torch.Generator()
+    lr, generator = config["lr"], torch.Generator()
     model = DLRM(embeddings, num_features=tables, embedding_dim=config["dim"], bottom_mlp=[256], top_mlp=[128, 64])
     optimizers = [torch.optim.Adagrad(model.dense_parameters().values(), lr=lr), *filter(None, [optimizer])]
     lengths = torch.ones(tables * batch, dtype=torch.int64)
@@ -402,8 +407,10 @@ def _measure_whole(request: Run, _: Figures) -> Figures:
             bag = _OneBag(len(names), rows, dim)
             optimizer = torch.optim.Adagrad(bag.parameters(), lr=lr)
             steps: Actions = {
-                OURS: _whole_step(tierstore.TieredEmbeddingBagCollection(store), None, names, config, batch),
-                ONE_BAG: _whole_step(bag, optimizer, None, config, batch),
+                OURS: _whole_step(
+                    tierstore.TieredEmbeddingBagCollection(store), len(names), None, names, config, batch
+                ),
+                ONE_BAG: _whole_step(bag, len(names), optimizer, None, config, batch),
             }
             found.append(case | {"seconds": _medians(steps, case["repetitions"])})
             store.commit()

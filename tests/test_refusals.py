@@ -193,6 +193,10 @@ REFUSALS: Final[list[tuple[Call, Errors, str]]] = [
     # batches of features
     (lambda s: s.collection(jagged("item")), ValueError, "feature 'items' is missing from the batch"),
     (
+        lambda s: s.collection(tierstore.KeyedJaggedTensor([], ONE[:0], lengths=ONE[:0])),
+        ValueError, "feature 'items' is missing from the batch",
+    ),
+    (
         lambda s: s.collection(jagged("items", lengths=ONE * 2)),
         ValueError, "the number of ids, 1; the one at index 1 is 2 .where lengths were given",
     ),

@@ -196,7 +196,8 @@ def fill_rows(
     """Initial weights of ``keys`` into ``slots``; see ``Initializer.fill``."""
     seed_bits = mix64(seed)
     for i in range(keys.shape[0]):
-        prefetch_item(weights, (np.int64(slots[min(i + AHEAD, keys.shape[0] - 1)]), 0))
+        if i + AHEAD < keys.shape[0]:
+            prefetch_item(weights, (np.int64(slots[i + AHEAD]), 0))
         row_bits = mix64(np.uint64(seed_bits ^ np.uint64(keys[i])))
         slot = slots[i]
         for column in range(dim):

@@ -173,4 +173,4 @@ def fetch_slot(
     if number + hash_table.FAR < keys.size:
         far, near = place_in(order, number + hash_table.FAR), place_in(order, number + hash_table.NEAR)
         hash_table.fetch_places(entries, keyed_hash(keys[far], secret))
-        hash_table.fetch_record(entries, slots, keyed_hash(keys[near], secret), bits, np.uint64(0))
+        hash_table.candidate(entries, slots, keyed_hash(keys[near], secret), bits, np.uint64(0))

@@ -193,6 +193,7 @@ class FullCache(RowCache):
         kept = {"resident": self.num_resident, "loading": loading, "frozen": self.num_frozen, "pinned": self.num_pinned}
         assert {name: counted[name] for name in kept} == kept, f"flags and pins say {counted}, counts say {kept}"
         assert (self.pins >= 0).all(), "a slot is pinned less than 0 times"
+        assert not self.number.any(), "a batch left numbers of its rows"
         assert not (self.flags & ~np.uint8(sum(FLAGS.values()))).any(), "unknown flags"
         free = (self.flags & RESIDENT) == 0
         assert not self.flags[free].any(), "a slot without a row is loading, dirty or frozen"

@@ -416,10 +416,8 @@ class DeviceRows(Tier):
             return lease or self.lease_of(batch)
 
     def update(self, joined: Joined, mode: int, hyper: list[Hyper], grad_out: Tensor, arg_max: Any, lease: Any) -> None:
-        codes = tuple(table.config.optimizer.code for table in joined.tables)
-        rules, sent = self._once(
-            tuple(joined.tables), hyper, lambda: (np.array(hyper, np.float32).ravel(), np.array(codes, np.int32))
-        )
+        codes, numbers = joined.features.rules(hyper)
+        rules, sent = self._once(tuple(joined.tables), hyper, lambda: (numbers.ravel(), codes.astype(np.int32)))
         self.streams.follow(sent)
         with self._using(joined, arg_max, rules) as batch:
             groups = self._groups_here(batch)
@@ -428,7 +426,7 @@ class DeviceRows(Tier):
                     with part.lease.in_use(changes=True):
                         self.kernels.update_rows(
                             batch.bags, groups, part.slots, part.first, grad_out=grad_out, arg_max=arg_max,
-                            mean=mode == kernels.MEAN, codes=codes, code_of=rules[1],
+                            mean=mode == kernels.MEAN, codes=tuple(codes.tolist()), code_of=rules[1],
                             hyper=rules[0].view(-1, NUM_HYPER), weights=self.weights, state=self.state,
                             dim=self.layout.dim, dirty=self.dirty,
                         )  # fmt: skip

@@ -40,13 +40,13 @@ def find_rows(
     dirty: Bools, rows: Int64s,
 ) -> None:  # fmt: skip
     """``rows[i]``: the row of ``wanted[i]``, or -1; for i in [begin, end). Rows get the ``score``, unless it is 0."""
-    hashes = rows.view(np.uint64)  # each id's hash waits where the row that it may have comes, and that for its turn
+    hashes = rows.view(np.uint64)  # a place of ``rows`` holds the id's hash, then the row it may have, then its row
     for i in range(begin - FAR, end):
         if i + FAR < end:
             put(hashes, i + FAR, keyed_hash(item(wanted, i + FAR), secret))
             hash_table.fetch_places(index, item(hashes, i + FAR))
         if begin <= i + NEAR < end:
-            row, _ = hash_table.fetch_record(index, records, item(hashes, i + NEAR), row_bits, np.uint64(0))
+            row, _ = hash_table.candidate(index, records, item(hashes, i + NEAR), row_bits, np.uint64(0))
             put(rows, i + NEAR, row)
         if i >= begin:
             row, key = item(rows, i), item(wanted, i)
@@ -71,14 +71,17 @@ def empty_from(index: Uint32s, place: int) -> Any:
 
 
 @kernel
-def homes_in(
-    begin: int, end: int, first: int, index: Uint32s, secret: int, ids: Int64s, hashes: Words, mine: Int32s
-) -> Any:
-    """The first of ``mine``: which ids have their homes in [begin, end); returns how many. ``first``: the first home
-    there is. ``hashes``: out, of all."""
-    count: Any = 0
+def hash_ids(ids: Int64s, secret: int, hashes: Words) -> None:
     for i in range(ids.size):
         hashes[i] = keyed_hash(ids[i], secret)
+
+
+@kernel
+def homes_in(begin: int, end: int, first: int, index: Uint32s, hashes: Words, mine: Int32s) -> Any:
+    """The first of ``mine``: which ids, of these hashes, have their homes in [begin, end); returns how many. ``first``:
+    the first home there is."""
+    count: Any = 0
+    for i in range(hashes.size):
         home = np.int64(hash_table.home_of(index, hashes[i]))
         mine[count] = i
         count += begin <= home + (index.size if home < first else 0) < end
@@ -266,6 +269,12 @@ def lowest(rows: Int64s, scores: Uint32s, ids_of: Callable[[Int64s], Int64s], co
     return np.concatenate([below, _lowest_ids(equal, ids_of, count - len(below))])
 
 
+def _hashes_of(ids: Int64s) -> Words:
+    hashes = np.empty(len(ids), np.uint64)
+    hash_ids(ids, SECRET, hashes)
+    return hashes
+
+
 def map_bytes(capacity: int) -> int:
     """Bytes of an ``IdMap``."""
     return (_RECORD.itemsize + 1) * capacity + 4 * num_places(capacity)
@@ -402,27 +411,27 @@ class IdMap:
         if scores.min(initial=MAX_SCORE) <= self._bound:
             self._forget_queue()
         is_in, every = np.zeros(len(rows), np.bool_), np.arange(len(rows), dtype=np.int32)
-        hashes = np.empty(len(rows), np.uint64)
+        hashes = _hashes_of(ids)
 
         def work(mine: Int32s, end: int, first: int) -> None:
             insert_rows(mine, end, first, hashes, *self._arrays, rows, ids, scores, is_in)
 
-        self._over_places(work, ids, hashes)
+        self._over_places(work, hashes)
         if not is_in.all():
             work(every, 2 * len(self._index), 0)
         self.num_used += len(rows)
 
-    def _over_places(self, work: Callable[[Int32s, int, int], None], ids: Int64s, hashes: Words) -> None:
-        """Call ``work(mine, end, first)`` for ranges of places, each from one empty place to another: which ids have
-        their homes there, the end of the range, and the first home there is. ``hashes``: out, of all ids."""
-        parts = self._workers.parts(len(ids))
+    def _over_places(self, work: Callable[[Int32s, int, int], None], hashes: Words) -> None:
+        """Call ``work(mine, end, first)`` for ranges of places, each from one empty place to another: which ids, of
+        these hashes, have their homes there, the end of the range, and the first home there is."""
+        parts = self._workers.parts(len(hashes))
         bounds = [empty_from(self._index, len(self._index) * part // parts) for part in range(parts)]
         first, size = bounds[0], len(self._index)
-        lists = np.empty((parts, len(ids) + 1), np.int32)  # before anything changes
+        lists = np.empty((parts, len(hashes) + 1), np.int32)  # before anything changes
 
         def each(begin: int, end: int) -> None:
             mine = lists[bounds.index(begin)]
-            work(mine[: homes_in(begin, end, first, self._index, SECRET, ids, hashes, mine)], end, first)
+            work(mine[: homes_in(begin, end, first, self._index, hashes, mine)], end, first)
 
         self._workers.run(each, [*bounds, first + size])
 
@@ -436,12 +445,12 @@ class IdMap:
 
     def remove(self, rows: Int64s, ids: Int64s | None = None) -> None:
         """Take rows from their ids, which may be given; distinct, and used."""
-        ids, hashes = self.ids_of(rows) if ids is None else ids, np.empty(len(rows), np.uint64)
+        hashes = _hashes_of(self.ids_of(rows) if ids is None else ids)
 
         def work(mine: Int32s, *_: int) -> None:
             remove_rows(mine, hashes, SECRET, *self._arrays, rows)
 
-        self._over_places(work, ids, hashes)
+        self._over_places(work, hashes)
         self.num_used -= len(rows)
 
     # Rows with the lowest scores wait in a queue, in buckets of 2^_shift scores each, the first of which has all scores
@@ -507,10 +516,11 @@ class IdMap:
         )
         left, places = wanted - below, np.arange(below, count)
         if is_of_one_score:
-            chosen = np.append(np.arange(below), _lowest_ids(places, ids.take, left))
+            last = _lowest_ids(places, ids.take, left)
         else:
             last = lowest(places, self.scores(rows[below:count]), ids.take, left)
-            chosen = np.append(np.arange(below), last)
+        chosen = np.append(np.arange(below), last)
+        if not is_of_one_score:
             chosen = chosen[np.argsort(self.scores(rows[chosen]), kind="stable")]
         return rows[chosen], ids[chosen]
 

@@ -76,7 +76,7 @@ class FileLocks:
         self._file = OwnDescriptor(path, os.O_RDWR if writable else os.O_RDONLY)
         self.identity: Final = self._file.identity
         self.is_held: Final = self._file.is_held
-        self.rings: Final = Rings(self._file)  # to read it past the page cache
+        self.rings: Final = Rings(self._file)  # to read its cold pages
 
     @property
     def descriptor(self) -> int:

@@ -244,7 +244,7 @@ def _read_sorted(batch: Batch, source: Source, queues: Queues, file: int, depth:
                 queue_read(source.address + start, size)
             else:
                 begin_read(queues, file, slot, start, size, page_words * geo.pages_per_block)
-                result[4] += (last + 1 - page) * file
+                result[4] += last + 1 - page if file == DIRECT else 0
             begun += 1
         at = stop
     result[2] = max(result[2], pages)
@@ -303,6 +303,7 @@ class RowReader:
         )  # fmt: skip
         if (now := time.monotonic()) > self.asked_at + _ASK_SECONDS:
             self.asked_at, self.is_large = now, limit * snapshot.page_bytes > _PARTS * free_memory_bytes()
+        has_failed = False
         while True:
             file_map = whole_map.rows  # a map of its own: pages of rows that cannot be read are nobody else's trouble
             guard, source, result = file_map.guard, Source(file_map.words, file_map.address, limit), batch.result
@@ -311,8 +312,9 @@ class RowReader:
             seen = new_seen(limit, row_pages * count)
             gather(batch, source, places, arrays, positions, seen, SECRET, self.is_cold)
             if result[0] == _DONE:
-                self.is_cold = result[3] < count and self._read_cold(batch, source, file_map.locks.rings)
-                if result[0] == _FAILED:
+                rings = None if has_failed else file_map.locks.rings
+                self.is_cold = result[3] < count and self._read_cold(batch, source, rings)
+                if has_failed := result[0] == _FAILED:
                     continue
             if result[0] != _OUT_OF_FILE:
                 if (refused := guard.refused(since)) is not None:  # what was found on such pages does not count
@@ -332,9 +334,9 @@ class RowReader:
             raise damage_error(snapshot.path, [(row, int(result[0]))])
         return result
 
-    def _read_cold(self, batch: Batch, source: Source, rings: Rings) -> bool:
+    def _read_cold(self, batch: Batch, source: Source, rings: Rings | None) -> bool:
         """Copy the rows that ``gather`` found and did not copy; whether pages were not in memory. The status may be
-        _FAILED."""
+        _FAILED, if there are rings."""
         geo, present, result = batch.geo, batch.present, batch.result
         present[result[3] :] = False
         order = result[3] + np.flatnonzero(batch.pairs[result[3] :])
@@ -344,11 +346,11 @@ class RowReader:
             offsets=batch.offsets[order], pairs=batch.pairs[order], seeds=batch.seeds[order],
         )  # fmt: skip
         depth = min(DEPTH, BUFFER_WORDS // (geo.pages_per_block * geo.page_words))
-        ring = rings.take() if depth > 0 else None
+        ring = rings.take() if rings and depth > 0 else None
         depth = depth if ring else _QUEUE_DEPTH
         queues = ring.queues if ring and ring.queues else Queues(-1, source.words, np.empty((depth, 4), np.int64))
         is_cold = _read_sorted(ordered, source, queues, DIRECT if self.is_large else CACHED, depth)
-        if ring:
+        if rings and ring:
             rings.put_back(ring, has_failed=result[0] == _FAILED)
         present[order] = True
         result[1] = order[result[1]] if result[0] else 0

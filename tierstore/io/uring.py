@@ -114,6 +114,10 @@ def _call(*arguments: int) -> int:
     return result
 
 
+def _open_direct(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_DIRECT)
+
+
 class Ring(ClosedWhenDropped):
     """Reads of an open file, by one thread at a time. OSError: the system refuses io_uring or so much pinned memory, or
     the file system direct reads."""
@@ -132,8 +136,8 @@ class Ring(ClosedWhenDropped):
         buffers.flags.writeable = False
         parts = np.array([buffers.ctypes.data, buffers.nbytes])
         _call(_REGISTER, ring, _BUFFERS, parts.ctypes.data, 1)
-        path, open_direct = f"/proc/self/fd/{file}", lambda path, how: os.open(path, how | os.O_DIRECT)
-        with open(path, "rb", 0) as cached, open(path, "rb", 0, opener=open_direct) as direct:
+        path = f"/proc/self/fd/{file}"
+        with open(path, "rb", 0) as cached, open(path, "rb", 0, opener=_open_direct) as direct:
             os.posix_fadvise(cached.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             files = np.array([cached.fileno(), direct.fileno()], np.int32)
             _call(_REGISTER, ring, _FILES, files.ctypes.data, 2)
@@ -166,23 +170,24 @@ class Rings:
         self._file = file
         self._lock = threading.RLock()
         self.idle: list[Ring] = []  # that nobody has
-        self._is_refused = False
+        self._is_refused = self._had_one = False
         self._failures = 0
 
     def take(self) -> Ring | None:
-        """A ring for the caller, to be put back; None if the system refuses one. ClosedError: somebody closed the
-        file's descriptor."""
+        """A ring for the caller, to be put back; None if the system refuses one, for good if it is the first.
+        ClosedError: somebody closed the file's descriptor."""
         with self._lock:
-            if not self.idle and not self._is_refused:
-                try:
-                    ring = Ring(self._file.number)
-                except OSError:
-                    self._is_refused = True
-                else:
-                    if not self._file.is_held():  # it may be of another file
-                        raise self._file.lost()
-                    return ring
-            return self.idle.pop() if self.idle else None
+            if self.idle or self._is_refused:
+                return self.idle.pop() if self.idle else None
+            try:
+                ring = Ring(self._file.number)
+            except OSError:
+                self._is_refused = not self._had_one  # else others pin as much memory as the user may, for now
+                return None
+            if not self._file.is_held():  # it may be of another file
+                raise self._file.lost()
+            self._had_one = True
+            return ring
 
     def put_back(self, ring: Ring, *, has_failed: bool) -> None:
         """One of which a read failed is dropped; after some failures in a row none is made any more."""

@@ -22,11 +22,12 @@ Uint32s = NDArray[np.uint32]
 Records = NDArray[Any]
 
 ABSENT: Final = -1
-FAR, NEAR = 32, 16  # keys ahead, for ``fetch_places``, ``fetch_record``: time for a read from memory to arrive
+FAR, NEAR = 32, 16  # keys ahead, for ``fetch_places``, ``candidate``: time for a read from memory to arrive
 _HALF: Final = np.uint64(32)
 _EMPTY: Final = np.uint64(0)
 _ONE: Final = np.uint64(1)
-_DISTANCE_BITS, _REACH = np.uint64(4), np.uint64(6)  # most probes reach no farther than so many places
+_DISTANCE_BITS: Final = np.uint64(4)
+_REACH: Final = np.uint64(6)  # most probes reach no farther than so many places
 
 
 def num_places(capacity: int) -> int:
@@ -61,9 +62,9 @@ def fetch_places(index: Uint32s, hashed: np.uint64) -> None:
 
 
 @inline
-def fetch_record(index: Uint32s, records: Records, hashed: np.uint64, bits: int, passed: np.uint64) -> Any:
-    """The next record that a probe for a key of this hash reads, or ABSENT, when it has passed so many places; and how
-    many it has then. The record is fetched into the processor's caches."""
+def candidate(index: Uint32s, records: Records, hashed: np.uint64, bits: int, passed: np.uint64) -> Any:
+    """The record at the next place that may be the key's, of this hash, when a probe has passed so many places; ABSENT
+    where it ends. And how many it has passed then. The record is fetched into the processor's caches."""
     shift, size = np.uint64(bits), np.uint64(index.size)
     mask, farthest, tag = _fields(hashed, shift)
     home = home_of(index, hashed)
@@ -80,9 +81,9 @@ def fetch_record(index: Uint32s, records: Records, hashed: np.uint64, bits: int,
 @inline
 def find(index: Uint32s, records: Records, key: Any, hashed: np.uint64, bits: int) -> Any:
     """The record of a key with this hash, or ABSENT."""
-    record, passed = fetch_record(index, records, hashed, bits, _EMPTY)
+    record, passed = candidate(index, records, hashed, bits, _EMPTY)
     while record >= 0 and records[record]["key"] != key:
-        record, passed = fetch_record(index, records, hashed, bits, passed)
+        record, passed = candidate(index, records, hashed, bits, passed)
     return record
 
 

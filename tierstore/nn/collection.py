@@ -92,7 +92,7 @@ class Collection(TieredModule):
                 "KeyedJaggedTensor and a collection (tables=) of their own, and index_select what it gives"
             )
         keys, place = list(features.keys()), self._place
-        if [*place] != keys:
+        if not place or [*place] != keys:
             place = {name: index for index, name in enumerate(keys)}
             if len(place) < len(keys):
                 raise ValueError(f"the batch names a feature twice: {keys}")

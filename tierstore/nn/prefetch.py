@@ -237,14 +237,15 @@ def _pipeline(
     batches: Iterable[Any], module: Modules, depth: int, get_features: Callable[[Any], Any], tuner: "DepthTuner | None",
     end: _End,
 ) -> Generator[Any, None, None]:  # fmt: skip
-    if tuner is not None and isinstance(batches, list | tuple) and module.has_all_rows():
-        yield from _plain(batches, module, end)  # nothing is to be read, nor to be brought in
+    are_in = tuner is not None and module.has_all_rows()  # then there is nothing to bring in ahead
+    if are_in and isinstance(batches, list | tuple):
+        yield from _plain(batches, module, end)
         return
     settle(_JOIN_SECONDS)  # what an earlier pass holds that was dropped
     worker = _Worker(batches, module.ahead(), get_features, depth)
     end.callback(worker.stop)
-    worker.is_ahead = tuner is None or not module.has_all_rows()
-    tuner = tuner if worker.is_ahead else None
+    worker.is_ahead = not are_in
+    tuner = None if are_in else tuner
     end.thread = worker.start()
     while item := worker.take():
         if isinstance(item, BaseException):

@@ -32,7 +32,7 @@ class Optimizer:
     decoupled: bool = False
     kind: ClassVar[str] = ""
     code: ClassVar[int] = -1
-    goes_by_step: ClassVar[bool] = False  # whether the number of an update tells, besides the rate
+    goes_by_step: ClassVar[bool] = True  # whether the number of an update tells, besides the rate
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -80,6 +80,7 @@ class SGD(Optimizer):
 
     kind: ClassVar[str] = "sgd"
     code: ClassVar[int] = 0
+    goes_by_step: ClassVar[bool] = False
 
     def state_dim(self, dim: int) -> int:
         return 0
@@ -94,6 +95,7 @@ class RowWiseAdagrad(Optimizer):
     initial_accumulator_value: float = 0.0
     kind: ClassVar[str] = "rowwise_adagrad"
     code: ClassVar[int] = 1
+    goes_by_step: ClassVar[bool] = False
 
     def state_dim(self, dim: int) -> int:
         return 1

@@ -58,7 +58,7 @@ class Groups:
 
         workers.share(work, table_starts)
         self._firsts = counts.cumsum() - counts
-        self._pairs = list(zip(table_starts.tolist(), counts.tolist(), strict=False))
+        self._pairs: list[tuple[int, int]] = list(zip(table_starts.tolist(), counts.tolist(), strict=False))
         self.rows: Int32s = np.concatenate([own[start : start + size] for start, size in self._pairs])
 
     def update(
@@ -91,23 +91,28 @@ class Groups:
         self._workers.run(work, range(len(cuts)))
 
     def _cuts(self, first: int, count: int) -> list[tuple[int, int]]:
-        """(table, row in it): where so many rows from ``first`` on begin and end, and between these where ranges of
-        them begin that are worth a thread each and have about as many positions."""
-        firsts, starts, cuts, bounds = self._firsts.tolist(), self._starts, [], []
+        """(table, row in it), ascending: where so many rows from ``first`` on begin and end, and what divides them into
+        ranges of about as many positions, each worth a thread."""
+        ends, firsts = [], self._firsts.tolist()
         for number in (first, first + count):
             table = bisect.bisect_right(firsts, number) - 1
-            row, start = number - firsts[table], self._pairs[table][0]
-            cuts.append((table, row))
-            bounds.append(start + starts.item(start + 2 * table + row))
-        low, high = bounds
-        parts = self._workers.parts(len(self._sources)) if count else 1
-        for part in range(1, parts):
-            position = low + (high - low) * part // parts
-            table = bisect.bisect_right(self._table_starts, position, 0, len(self._pairs)) - 1
-            start, size = self._pairs[table]
-            place = start + 2 * table
-            cuts.insert(part, (table, bisect.bisect_left(starts, position - start, place, place + size) - place))
-        return cuts
+            ends.append((table, number - firsts[table]))
+        low, high = (self._position_of(*end) for end in ends)
+        parts = self._workers.parts(high - low)
+        between = [self._row_of(low + (high - low) * part // parts) for part in range(1, parts)]
+        return [ends[0], *between, ends[1]]
+
+    def _position_of(self, table: int, row: int) -> int:
+        """The first in a row."""
+        start, _ = self._pairs[table]
+        return start + self._starts.item(start + 2 * table + row)
+
+    def _row_of(self, position: int) -> tuple[int, int]:
+        """The first (table, row in it) from the position on."""
+        table = bisect.bisect_right(self._table_starts, position, 0, len(self._pairs)) - 1
+        start, size = self._pairs[table]
+        place = start + 2 * table
+        return table, bisect.bisect_left(self._starts, position - start, place, place + size) - place
 
 
 def merged(

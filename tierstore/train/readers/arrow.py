@@ -26,7 +26,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, Categories, CategoryRule, are_whole, counted, exact_bits, read_texts
+from .categories import MAX_CATEGORY, Categories, CategoryRule, are_whole, exact_bits, offsets_of, read_texts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -217,9 +217,9 @@ class _Record:
         types = pa.types
         if not any(kind(column.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
             values, is_there = self._categories(name, column, rule)
-            return values, 1 if is_there is None else counted(is_there)
+            return values, 1 if is_there is None else offsets_of(is_there)
         if column.null_count or types.is_fixed_size_list(column.type):
-            offsets = counted(pyarrow.compute.list_value_length(column).fill_null(0).to_numpy())
+            offsets = offsets_of(pyarrow.compute.list_value_length(column).fill_null(0).to_numpy())
             elements = column.flatten()
         else:
             offsets = column.offsets.to_numpy()
@@ -227,7 +227,7 @@ class _Record:
         if pa.types.is_dictionary(elements.type):
             elements = elements.dictionary_decode()
         values, is_there = self._categories(name, elements, rule, offsets)
-        return values, offsets if is_there is None else counted(is_there)[offsets - offsets[0]]
+        return values, offsets if is_there is None else offsets_of(is_there)[offsets - offsets[0]]
 
     def _categories(
         self, name: str, elements: Any, rule: CategoryRule, offsets: Ids | None = None

@@ -81,14 +81,14 @@ class Categories(NamedTuple):
         if is_there.all():
             return cls.of_columns(list(np.ascontiguousarray(values.T)), [1] * len(is_there), len(values))
         columns = [column[row] for column, row in zip(values.T, is_there, strict=True)]
-        return cls.of_columns(columns, map(counted, is_there), len(values))
+        return cls.of_columns(columns, map(offsets_of, is_there), len(values))
 
     @classmethod
     def joined(cls, parts: Sequence["Categories"]) -> "Categories":
         """The rows of each part; they have the same columns."""
         columns = list(map(np.concatenate, zip(*(part.columns for part in parts), strict=True)))
         lengths = np.concatenate([np.diff(part.offsets) for part in parts], axis=1)
-        return cls.of_columns(columns, map(counted, lengths), lengths.shape[1])
+        return cls.of_columns(columns, map(offsets_of, lengths), lengths.shape[1])
 
     def part(self, begin: int, end: int) -> "Categories":
         """Rows ``[begin, end)``, views."""
@@ -98,7 +98,7 @@ class Categories(NamedTuple):
         return Categories.of_columns(columns, own, end - begin)
 
 
-def counted(lengths: NDArray[Any]) -> Int64s:
+def offsets_of(lengths: NDArray[Any]) -> Int64s:
     """Offsets [n + 1] of bags of these lengths [n], from 0 on."""
     return np.append(0, np.cumsum(lengths))
 

@@ -22,7 +22,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, MISSING, Categories, CategoryRule, are_whole, counted, exact_bits
+from .categories import MAX_CATEGORY, MISSING, Categories, CategoryRule, are_whole, exact_bits, offsets_of
 
 _HEAD_BYTES: Final = 12
 _MAX_HEADER_BYTES: Final = 10_000
@@ -116,7 +116,7 @@ class _Column(NamedTuple):
         return cls(path, values.reshape(-1), size, len(values))
 
     def read(self, begin: int, end: int, rule: CategoryRule) -> tuple[Int64s, Int64s | int]:
-        """The categories of rows ``[begin, end)``, and the offsets of rows, from any number on, or all lengths."""
+        """Categories of rows ``[begin, end)``, and the offsets of rows, from any number on, or the length of each."""
         if isinstance(self.offsets, int):
             offsets = np.arange(begin, end + 1) * self.offsets
         else:
@@ -130,7 +130,7 @@ class _Column(NamedTuple):
         if are_all_there:
             return categories, self.offsets if isinstance(self.offsets, int) else offsets
         is_there = categories != MISSING
-        return categories[is_there], counted(is_there)[offsets - offsets[0]]
+        return categories[is_there], offsets_of(is_there)[offsets - offsets[0]]
 
 
 def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule) -> tuple[Int64s, bool]:
