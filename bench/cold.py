@@ -138,8 +138,8 @@ def _case(request: Run, given: dict[str, Any]) -> dict[str, Any]:
 def _rates(cases: list[dict[str, Any]]) -> Table:
     rows = []
     for case in cases:
-        limit = case["rates"].get(LIMIT)
         for name, rate in case["rates"].items():
+            limit = case["rates"].get(LIMITS.get(name, LIMIT))
             spread = f"{rate['lowest']:,.0f} - {rate['highest']:,.0f}"
             of_limit = f"{rate['median'] / limit['median']:.2f}" if limit else ""
             asked = f"{case['amplification'][name]:.1f}" if name in case["amplification"] else ""
@@ -175,7 +175,8 @@ def run(request: Run) -> Report:
     )
     notes = [
         f"Batches of {config['batch_rows']:,} random rows, one thread of tierstore; {config['repetitions']} "
-        "repetitions in turns. Goals compare each batch with the limit right before it and count pages, as rows of "
+        "repetitions in turns. The limit of reads by way of the page cache is fio's by way of it, of all others its "
+        "direct reads. Goals compare each batch with the limit right before it and count pages, as rows of "
         f"one batch may share a page: {sizes}. Before each batch the files were put out of every map "
         f"and out of the page cache; at most {max(case['resident_share_max'] for case in cases):.2%} of one stayed "
         "(mincore). Bytes read are the process's own (/proc/self/io).",

@@ -54,7 +54,7 @@ def _training(axes: Any, figures: dict[str, Any]) -> None:
 
 def _cold_reads(axes: Any, figures: dict[str, Any]) -> None:
     case = figures["cases"][0]
-    _bars(axes, case["rates"] | {"device limit, reads of 4 KiB": case["limit"]}, 1e-3)
+    _bars(axes, case["rates"], 1e-3)
     axes.set(xlabel=f"thousand rows/s from SSD, {case['dim']} float32 a row")
 
 
