@@ -4,6 +4,7 @@ valid one. Run files and plan files are such."""
 import contextlib
 import dataclasses
 import difflib
+import keyword
 import re
 import tomllib
 import types
@@ -34,6 +35,11 @@ def option(default: Any, text: str, *, low: float | None = None, high: float = _
     return field(default=default, metadata={"help": text, "low": low, "high": high})
 
 
+def table_option(text: str) -> Any:
+    """A dataclass's field that is a table of any keys, empty by default."""
+    return field(default_factory=dict, hash=False, metadata={"help": text})
+
+
 def check_ranges(description: Any) -> None:
     """ValueError, which names the field, its value and what is accepted, unless each field with a ``low`` is of its
     default's type and in [low, high]; an int may stand for a float, and for a word that is the default."""
@@ -58,6 +64,7 @@ class Checked:
 _MAX_BYTES: Final = 1 << 18
 _MAX_DOTS: Final = 200
 _MAX_REASON: Final = 200
+_BARE: Final = re.compile(r"[\w-]+", re.ASCII)  # a key that TOML takes without quotes
 _TYPE_NAMES: Final = {
     int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"
 }  # fmt: skip
@@ -138,8 +145,13 @@ def load_sections(
             raise ConfigError(f"{path}: key {excerpt(name)} stands outside a section; sections are {known}")
     origins = {}
     for section, key, value, origin in overrides:
-        tables.setdefault(section, {})[key] = value
-        origins[section, key] = origin
+        *names, last = key.split(".")
+        origins[section, key.partition(".")[0]] = origin
+        table = tables.setdefault(section, {})
+        for name in names:
+            inner = table.get(name)
+            table[name] = table = inner if isinstance(inner, dict) else {}
+        table[last] = value
     return sections_of(cls, tables, str(path), origins)
 
 
@@ -168,7 +180,7 @@ def to_dict(description: Any) -> dict[str, dict[str, Any]]:
         return [listed(item) for item in value] if isinstance(value, tuple) else value
 
     sections = dataclasses.asdict(description)
-    return {name: {key: listed(value) for key, value in keys.items()} for name, keys in sections.items()}
+    return {name: {key.rstrip("_"): listed(value) for key, value in keys.items()} for name, keys in sections.items()}
 
 
 def to_toml(description: Any, *, with_help: bool = False) -> str:
@@ -180,7 +192,7 @@ def to_toml(description: Any, *, with_help: bool = False) -> str:
         for option in dataclasses.fields(known[section]):
             if with_help:
                 lines.append(f"# {option.metadata['help']}")
-            lines.append(f"{option.name} = {toml_value(keys[option.name])}")
+            lines.append(f"{(name := option.name.rstrip('_'))} = {toml_value(keys[name])}")
         lines.append("")
     return "\n".join(lines)
 
@@ -190,13 +202,14 @@ def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], sour
     hints = get_type_hints(cls)
     values = {}
     for key, value in keys.items():
-        if key not in hints:
+        attribute = f"{key}_" if keyword.iskeyword(key) else key
+        if attribute not in hints:
             elsewhere = [f"it belongs to [{other}]" for other, kind in known.items() if key in get_type_hints(kind)]
             gone: Mapping[str, str] = getattr(cls, "GONE", {})
             hint = gone.get(key) or nearest(key, hints, otherwise=next(iter(elsewhere), ""))
             raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]; {hint}')
         try:
-            values[key] = converted(value, hints[key], f"{name}.{key}")
+            values[attribute] = converted(value, hints[attribute], f"{name}.{key}")
         except ConfigError as error:
             raise ConfigError(f"{source[key]}: {error}") from None
     try:
@@ -229,6 +242,10 @@ def converted(value: Any, annotation: Any, key: str, *, is_whole: bool = False) 
         if isinstance(value, Sequence) and not isinstance(value, str):
             (each, *_), items = get_args(annotation), enumerate(value)
             return tuple(converted(item, each, f"{key}[{index}]", is_whole=is_whole) for index, item in items)
+    elif origin is dict:
+        if isinstance(value, Mapping):
+            each = get_args(annotation)[1]
+            return {k: item if each is Any else converted(item, each, f"{key}.{k}") for k, item in value.items()}
     elif dataclasses.is_dataclass(annotation):
         if isinstance(value, Mapping):
             return described(cast(type[Any], annotation), value, key, is_whole=is_whole)
@@ -270,11 +287,12 @@ def _describe(annotation: Any) -> str:
         return f"a list, each {_describe(get_args(annotation)[0])}"
     if dataclasses.is_dataclass(annotation):
         return f"a table with {', '.join(each.name for each in dataclasses.fields(annotation))}"
-    return _TYPE_NAMES[annotation]
+    return _TYPE_NAMES.get(annotation, "a table")
 
 
 def toml_value(value: Any) -> str:
-    """A string, number, boolean, list or dict of plain keys, as TOML has it on one line."""
+    """A string, number, boolean, list or dict, as TOML has it on one line; keys of None, which TOML has not, are left
+    out."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -284,5 +302,6 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {toml_value(item)}' for key, item in value.items())}}}"
+        items = {key if _BARE.fullmatch(key) else toml_value(key): item for key, item in value.items()}
+        return f"{{{', '.join(f'{key} = {toml_value(item)}' for key, item in items.items() if item is not None)}}}"
     return repr(value)

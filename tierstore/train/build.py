@@ -1,12 +1,16 @@
 """From a run file to the things it names: data, tables, model, optimizer of the dense part."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import init, optim
 from ..config import TableConfig
@@ -15,14 +19,17 @@ from ..dist.placement.towers import Names, partition, similarity_of
 from ..ids import LFU, LRU, DynamicIds, Frequency
 from ..models import DLRM, DCNTower, DLRMTower, Towers
 from ..nn.collection import TieredEmbeddingBagCollection
+from ..nn.module import Placeholder
 from ..optim.configs import RULES
-from ..settings.sections import nearest
+from ..settings.sections import ConfigError, nearest
 from ..store import Store, open_store
 from ..trace import TableTrace, Trace
 from .config import DataSection, RunConfig
 from .processes import ALONE, Processes
 from .readers import Categories, DataError, FeatureHasher, Reader, Schema, open_reader
+from .readers.arrow import ArrowReader
 from .readers.categories import read_texts
+from .readers.shuffled import ShuffledReader, random_order
 
 
 class Run(NamedTuple):
@@ -30,17 +37,42 @@ class Run(NamedTuple):
     weights. Rows are updated inside backward."""
 
     store: Any  # a ``Store``, or over ranks a ``ShardedStore``
-    model: DLRM
+    model: Any  # a ``DLRM``, or of the class that the run file names
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
     processes: Processes = ALONE
     clip_norm: float = 0.0  # of the dense gradients; 0: they are not cut
     curvature_share: float = 1.0  # of a batch's rows, with ``HessianFree``
+    label_weights: tuple[float, ...] = ()
 
     @property
     def local(self) -> Store:
         """The store of this process, or its part."""
         return self.processes.local(self.store)
+
+
+def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What the optimizer of the dense weights trains, by name."""
+    if isinstance(model, DLRM):
+        return model.dense_parameters()
+    return {name: each for name, each in model.named_parameters() if not isinstance(each, Placeholder)}
+
+
+def dense_state(model: nn.Module) -> Mapping[str, Tensor]:
+    """What a commit keeps of the model besides rows: dense weights and buffers, by name."""
+    return model.dense_parameters() if isinstance(model, DLRM) else dict(model.state_dict())
+
+
+def loaded(name: str, key: str) -> Any:
+    """What a key's "package.module:name" is, looked for in the current folder, too. ConfigError: it is not there."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        way = "give package.module:name, installed or in the folder where tierstore is started"
+        raise ConfigError(f"{key} = {name!r} cannot be imported: {error}; {way}") from error
 
 
 def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
@@ -56,8 +88,21 @@ def open_test_data(config: RunConfig, reader: Reader) -> Reader:
     return _open(config.data, config.data.test_path) if config.data.test_path else reader
 
 
+def reader_of_epoch(config: RunConfig, reader: Reader, epoch: int) -> Reader:
+    """The training data as an epoch reads them. ConfigError: there are no files to shuffle."""
+    key, size = (config.train.seed, epoch), config.data.shuffle_rows
+    if config.data.shuffle_files:
+        if not isinstance(reader, ArrowReader):
+            raise ConfigError(f"data.shuffle_files is for Parquet and CSV; for {reader.path} set data.shuffle_rows")
+        reader = reader.reordered(random_order(len(reader.files), key=key).tolist())
+    return ShuffledReader(reader, size, key) if size else reader
+
+
 def _open(data: DataSection, path: str) -> Reader:
-    schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns, rule=data.rule)
+    schema = Schema(
+        label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns, rule=data.rule,
+        weight=data.weight_column,
+    )  # fmt: skip
     return open_reader(path, data_format=data.format, schema=schema, quoting=data.quoting)
 
 
@@ -110,13 +155,20 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
         options = {"curvature": section.curvature, "products": section.curvature_products}
         options["average"] = lambda tensors: processes.average(tensors, torch.zeros(()), False)
     rule = rules.get(section.dense, optim.HessianFree)
-    optimizer: torch.optim.Optimizer = rule(model.dense_parameters().values(), **options)
-    return Run(store, model, embeddings, optimizer, processes, section.dense_clip_norm, section.curvature_share)
+    given = section.dense_clip_norm, section.curvature_share, config.data.label_weights
+    optimizer: torch.optim.Optimizer = rule(dense_parameters(model).values(), **options)
+    return Run(store, model, embeddings, optimizer, processes, *given)
 
 
-def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection, towers: Any = None) -> DLRM:
+def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection, towers: Any = None) -> Any:
     """The model over these tables, its weights drawn from torch's random numbers, on the CPU; ``towers``: modules that
-    were drawn before, which ``embeddings`` over towers' hosts runs itself."""
+    were drawn before, which ``embeddings`` over towers' hosts runs itself. ConfigError: of ``model.class``."""
+    if config.model.class_:
+        made = loaded(config.model.class_, "model.class")
+        try:
+            return made(embeddings, num_dense=len(config.data.dense_columns), **config.model.args)
+        except TypeError as error:
+            raise ConfigError(f"model.class = {config.model.class_!r}, model.args: {error}") from error
     modules: Any = build_towers(config) if towers is None else towers
     is_plain = not modules or isinstance(embeddings, TowerTieredEmbeddingBagCollection)
     shape = {"num_features": len(config.data.sparse_columns), "embedding_dim": config.embedding.dim}
@@ -135,6 +187,7 @@ def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection, tow
         interaction=config.model.interaction,
         cross_layers=config.model.cross_layers,
         cross_rank=config.model.cross_rank,
+        num_labels=len(config.data.labels),
     )
 
 
@@ -155,30 +208,24 @@ def build_towers(config: RunConfig) -> list[DLRMTower] | list[DCNTower]:
 
 def table_configs(config: RunConfig) -> list[TableConfig]:
     """One table a categorical column, of the column's name."""
-    section, rule, ids = config.embedding, config.optimizer, None
+    section, ids = config.embedding, None
     if section.ids == "dynamic":
         admission = Frequency(section.admit_after) if section.admit_after > 1 else None
         ids = DynamicIds(admission=admission, eviction=LFU() if section.evict == "lfu" else LRU())
-    given: dict[str, Any] = {"lr": rule.sparse_lr, "weight_decay": rule.sparse_weight_decay, "eps": rule.sparse_eps}
-    given["initial_accumulator_value"] = rule.sparse_initial_accumulator
-    taken = {each.name for each in dataclasses.fields(RULES[rule.sparse])}
-    optimizer = RULES[rule.sparse](**{name: value for name, value in given.items() if name in taken})
-    first = init.Uniform(-section.init_range, section.init_range, seed=config.train.seed)
-    return [
-        TableConfig(
-            name=name,
-            num_embeddings=size,
-            embedding_dim=section.dim,
-            dtype=section.dtype,
-            rounding=section.rounding,
-            feature_names=(name,),
-            pooling=section.pooling,
-            init=first,
-            optimizer=optimizer,
-            ids=ids,
-        )
-        for name, size in zip(config.data.sparse_columns, config.table_sizes, strict=True)
-    ]
+
+    def made(name: str, size: int) -> TableConfig:
+        own, rule = config.of_table(name)
+        given: dict[str, Any] = {"lr": rule.sparse_lr, "weight_decay": rule.sparse_weight_decay, "eps": rule.sparse_eps}
+        given["initial_accumulator_value"] = rule.sparse_initial_accumulator
+        taken = {each.name for each in dataclasses.fields(RULES[rule.sparse])}
+        optimizer = RULES[rule.sparse](**{key: value for key, value in given.items() if key in taken})
+        first = init.Uniform(-own.init_range, own.init_range, seed=config.train.seed)
+        return TableConfig(
+            name=name, num_embeddings=size, embedding_dim=own.dim, dtype=own.dtype, rounding=own.rounding,
+            feature_names=(name,), pooling=own.pooling, init=first, optimizer=optimizer, ids=ids,
+        )  # fmt: skip
+
+    return list(map(made, config.data.sparse_columns, config.table_sizes))
 
 
 def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
@@ -190,7 +237,7 @@ def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
         raise ValueError(f"rows={rows}: a trace is of one row at least")
     names, batch_size = config.data.sparse_columns, config.train.batch_size
     ids, lengths = ({name: [np.empty(0, np.int64)] for name in names} for _ in range(2))
-    for batch in reader.batches(hasher, batch_size=batch_size, stop_row=stop):
+    for batch in reader_of_epoch(config, reader, 0).batches(hasher, batch_size=batch_size, stop_row=stop):
         values, offsets = batch.sparse.values().numpy(), batch.sparse.offsets().numpy()
         for column, name in enumerate(names):
             own = offsets[column * len(batch) : (column + 1) * len(batch) + 1]

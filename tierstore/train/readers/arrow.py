@@ -1,5 +1,6 @@
 """Parquet, and what its reader shares with that of CSV: files whose rows pyarrow streams, in memory of one size."""
 
+import copy
 import logging
 import os
 import sys
@@ -56,7 +57,7 @@ class ArrowReader(Reader):
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
         self.path = Path(path)
         self.schema = schema
-        self._columns = [schema.label, *schema.dense, *schema.sparse]
+        self._columns = schema.columns
         self._paths = files_of(self.path, self.endings) if self.path.is_dir() else [self.path]
         if not self._paths:
             raise DataError(f"{self.path} holds no *{' or *'.join(self.endings)} file")
@@ -81,6 +82,12 @@ class ArrowReader(Reader):
             raise DataError(message)
         if twice := [name for name in wanted if columns[name] > 1]:
             raise DataError(f"{path} has more than one column of the name {excerpt_names(twice)}")
+
+    def reordered(self, order: Sequence[int]) -> "ArrowReader":
+        """One that reads the files in this order, of their numbers; its ``files`` stay."""
+        made = copy.copy(self)
+        made._paths, made._lengths = [self._paths[file] for file in order], [self._lengths[file] for file in order]
+        return made
 
     @property
     def num_rows(self) -> int | None:
@@ -168,7 +175,9 @@ class _Record:
                 self._check(name, are_finite[:, column], "finite as float32; null stands for missing")
         values, offsets = zip(*(self._bags(name, schema.rule) for name in schema.sparse), strict=True)
         categories = Categories.of_columns(values, offsets, self._num_rows)
-        return RawRows(self._labels(schema.label), dense, categories)
+        labels = [self._labels(name) for name in schema.labels]
+        weights = self._weights(schema.weight) if schema.weight else None
+        return RawRows(labels[0] if len(labels) == 1 else np.stack(labels, axis=1), dense, categories, weights)
 
     def _column(self, name: str) -> Any:
         import pyarrow as pa
@@ -191,6 +200,11 @@ class _Record:
             labels = self._numbers(name, column)
         self._check(name, are_labels(labels), "0 or 1, or else -1 or 1")
         return np.asarray(labels, np.float32)
+
+    def _weights(self, name: str) -> Floats:
+        weights = self._numbers(name, self._column(name))
+        self._check(name, fits_float32(weights) & (weights >= 0), "a weight, a finite number of 0 or more")
+        return np.array(weights, np.float32)
 
     def _numbers(self, name: str, column: Any) -> Floats | Float64s:
         """[n], NaN where null."""

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.arrays import Bools, Floats
+from ...kernels.arrays import Bools, Floats, Int64s
 from ...nn.jagged import KeyedJaggedTensor
 from .categories import FROM_ZERO, Categories, CategoryRule, FeatureHasher, OutsideTableError
 
@@ -28,18 +28,30 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """Which columns a row has: one label, C dense ones, which may be none, F categorical ones, the model's feature
-    names; and what values of categorical ones become."""
+    """Which columns a row has: a label or several, C dense ones, which may be none, F categorical ones, the model's
+    feature names, and the row's weight in the loss, if it has one; and what values of categorical ones become."""
 
-    label: str
+    label: str | tuple[str, ...]
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
     rule: CategoryRule = FROM_ZERO
+    weight: str = ""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (self.label,) if isinstance(self.label, str) else self.label
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all."""
+        return [*self.labels, *filter(None, [self.weight]), *self.dense, *self.sparse]
 
     def __post_init__(self) -> None:
-        names = [self.label, *self.dense, *self.sparse]
+        names = self.columns
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"columns named more than once as label, dense or sparse: {sorted(twice)}; name each once")
+            raise ValueError(
+                f"columns named more than once as label, weight, dense or sparse: {sorted(twice)}; name each once"
+            )
         if not self.sparse:
             raise ValueError("there are no sparse columns; name at least one in data.sparse_columns")
 
@@ -54,32 +66,38 @@ class RawRows(NamedTuple):
     """Rows as a file holds them. The arrays are the caller's to keep, and but for categories to change."""
 
     labels: Floats
-    """[n]: 0 or 1, or else -1 or 1."""
+    """[n], or [n, L] of several: 0 or 1, or else -1 or 1."""
     dense: Floats
     """[n, C]; NaN where missing."""
     categories: Categories  # of F columns
+    weights: Floats | None = None
+    """[n], 0 or more."""
 
     @classmethod
     def joined(cls, parts: Sequence["RawRows"]) -> "RawRows":
         """The rows of each part, copied unless there is one part."""
         if len(parts) == 1:
             return parts[0]
-        labels, dense, categories = zip(*parts, strict=True)
-        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories))
+        labels, dense, categories, weights = zip(*parts, strict=True)
+        joined = None if weights[0] is None else np.concatenate(weights)
+        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories), joined)
 
-    def part(self, begin: int, end: int) -> "RawRows":
-        """Rows ``[begin, end)``, views."""
-        return RawRows(self.labels[begin:end], self.dense[begin:end], self.categories.part(begin, end))
+    def take(self, rows: Int64s) -> "RawRows":
+        """These rows, in this order, copied."""
+        weights = None if self.weights is None else self.weights[rows]
+        return RawRows(self.labels[rows], self.dense[rows], self.categories.take(rows), weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B rows as a model takes them: dense float32 [B, C], the ids of F features, labels float32 [B]."""
+    """B rows as a model takes them: dense float32 [B, C], the ids of F features, labels float32 [B], or [B, L] of
+    several, weights float32 [B] in the loss, or None."""
 
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
     total_rows: int  # of the batch that this is a part of; B if it is whole
+    weights: Tensor | None = None
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -151,7 +169,7 @@ class Reader(ABC):
                         f"{self.place(row)} or after it: labels are 0 in some rows and -1 in others; write one for both"
                     )
                 first = total * part // parts
-                rows = whole if parts == 1 else whole.part(first, total * (part + 1) // parts)
+                rows = whole if parts == 1 else whole.take(np.arange(first, total * (part + 1) // parts))
                 try:
                     values, offsets = map(torch.from_numpy, hasher(rows.categories))
                 except OutsideTableError as error:
@@ -162,6 +180,7 @@ class Reader(ABC):
                     sparse=KeyedJaggedTensor(keys=self.schema.sparse, values=values, offsets=offsets),
                     labels=torch.from_numpy(np.maximum(rows.labels, np.float32(0))),
                     total_rows=total,
+                    weights=None if rows.weights is None else torch.from_numpy(rows.weights),
                 )
                 row += total
             if stop_row is not None and row < stop_row:

@@ -1,0 +1,192 @@
+"""Beyond a DLRM of one label: a model class, keys of tables, labels and weights, shuffled rows, tests on the way that
+end a run or choose its version, and what it says meanwhile."""
+
+import json
+import sys
+from itertools import chain
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from tests.serve.models.stores import asked
+from tests.train.nets import TOLD
+from tierstore.serve.messages import InferTensor
+from tierstore.serve.models import Models
+from tierstore.serve.models.exported import load_program
+from tierstore.train import ConfigError
+from tierstore.train.build import open_data, reader_of_epoch
+from tierstore.train.metrics import training_loss
+
+from .readers.rows import bags
+from .runs import config_of
+from .test_trainer import CrashError, crash, stop_after
+
+ROWS = 96
+TABLES = {"C1": {"dim": 6, "pooling": "mean"}, "C2": {"sparse": "sgd", "sparse_lr": 0.5, "init_range": 0.0}}
+NET = {"model__class": "tests.train.nets:Net", "optimizer__warmup_steps": 4}
+WAYS = {
+    "class": NET | {"embedding__tables": TABLES, "embedding__dim": 3},
+    "tables": {"embedding__tables": {"C2": TABLES["C2"]}, "optimizer__warmup_steps": 4},
+    "shuffled": {"data__shuffle_rows": 96},
+    "tests": {f"train__{key}": 3 for key in ("test_every_steps", "patience")} | {"optimizer__sparse_lr": 0.3},
+}
+WAYS["tests"] |= {"train__keep_best": True, "train__epochs": 9}
+
+
+def resumed(run, monkeypatch, step, settings):
+    with monkeypatch.context() as patch:
+        stop_after(patch, step, crash)
+        with pytest.raises(CrashError):
+            run("parts", **settings)
+    return run("parts", resume=True, store__ddr="480KiB", **settings)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_run_goes_on_to_the_same_bits(run, monkeypatch, way):
+    settings = WAYS[way] | {"train__commit_every": 4}
+    whole, plain = run("whole", train__prefetch_depth=0, **settings), run("plain")
+    again = resumed(run, monkeypatch, 11, settings)
+    assert (again.bits, again.test, again.step) == (whole.bits, whole.test, whole.step)
+    assert whole.bits != plain.bits
+    with pytest.raises(ValueError, match=r"trained with (embedding|data|model|train|optimizer)\."):
+        run("plain", resume=True, **settings)
+
+
+def test_a_class_has_tables_of_their_own_keys_and_is_served_by_its_file(run, tmp_path):
+    summary = run(**WAYS["class"])
+    with tierstore.open(summary.store, mode="r") as store:
+        found = [(store[name].config.embedding_dim, store[name].config.pooling) for name in ("C1", "C2")]
+        assert found == [(6, "mean"), (3, "sum")]
+        assert store["C2"].config.optimizer == tierstore.optim.SGD(lr=0.5)
+        assert "ranking" not in Models(store).by_name
+        layers = [torch.nn.Linear(94, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(), torch.nn.Linear(6, 1)]
+        sizes = {"input": {0: torch.export.Dim("batch")}}
+        part = torch.export.export(torch.nn.Sequential(*layers).eval(), (torch.zeros(2, 94),), dynamic_shapes=sizes)
+        torch.export.save(part, tmp_path / "score.pt2")
+        weights = load_program(tmp_path / "score.pt2", max_samples=8).weights_of(store.tensors())
+        assert {"0.weight", "1.running_mean", "3.bias"} < weights.keys()
+    for changes, message in (
+        ({"model__class": "tests.train.nets"}, r"model\.class = .* has no attribute ''; give package\.module:name"),
+        ({"model__class": "nowhere:Net"}, r"model\.class = .* cannot be imported: No module named 'nowhere'"),
+        (NET | {"model__args": {"outputz": 2}}, r"model\.class = .*, model\.args: .*'outputz'"),
+        ({"train__callbacks": ["tests.train.nets:x"]}, r"train\.callbacks = .* has no attribute 'x'"),
+        (NET | {"model__args": {"outputs": 2}}, r"gave logits of shape \[32, 2\], and the labels have \[32\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("never", **changes)
+
+
+@pytest.fixture(scope="module")
+def columns():
+    random = np.random.default_rng(3)
+    found = {name: random.integers(0, 2, ROWS).tolist() for name in ("bought", "clicked")}
+    found |= {"worth": random.random(ROWS).round(3).tolist(), "user": random.integers(0, 9, ROWS).tolist()}
+    return found | {"items": [random.integers(0, 40, int(random.integers(4))).tolist() for _ in range(ROWS)]}
+
+
+@pytest.fixture(scope="module", params=["parquet", "csv", "npy"])
+def data(request, columns, tmp_path_factory):
+    """The keys that read the same rows, of several files where the format has some; CSV has no lists."""
+    pa, kind, folder = pytest.importorskip("pyarrow"), request.param, tmp_path_factory.mktemp(request.param)
+    from pyarrow import csv, parquet
+
+    names = [name for name in columns if kind != "csv" or name != "items"]
+    arrays = {name: np.array(columns[name]) for name in ("worth", "user")}
+    arrays |= {"label": np.stack([columns["bought"], columns["clicked"]], axis=1), "items": [*chain(*columns["items"])]}
+    arrays["items.offsets"] = np.append(0, np.cumsum([len(each) for each in columns["items"]]))
+    for name, array in arrays.items() if kind == "npy" else ():
+        np.save(folder / f"{name}.npy", array)
+    for begin in range(0, ROWS, 32) if kind != "npy" else ():
+        write = {"parquet": parquet.write_table, "csv": csv.write_csv}[kind]
+        write(pa.table({name: columns[name][begin : begin + 32] for name in names}), folder / f"{begin}.{kind}")
+    found = {"path": str(folder), "label_column": ["bought", "clicked"], "weight_column": "worth", "dense_columns": []}
+    found |= {"sparse_columns": names[3:], "train_rows": 0, "test_rows": 0, "test_path": str(folder)}
+    return {f"data__{key}": value for key, value in found.items()} | {"train__batch_size": 16}
+
+
+def test_labels_have_heads_and_rows_have_weights_in_every_format(folder, run, columns, data):
+    reader, hasher = open_data(config_of(folder, "none", **data))
+    (batch,) = reader.batches(hasher, batch_size=ROWS)
+    assert batch.labels.T.tolist() == [columns["bought"], columns["clicked"]]
+    assert batch.weights.tolist() == torch.tensor(columns["worth"]).tolist()
+    summary, count = run(**data, data__label_weights=[1, 0.25]), len(data["data__sparse_columns"])
+    bought, clicked = summary.test.labels
+    assert summary.test.log_loss == pytest.approx((bought.log_loss + 0.25 * clicked.log_loss) / 1.25)
+    assert summary.to_dict()["test"]["labels"]["clicked"]["auc"] == clicked.auc
+    assert "AUC of clicked" in summary.describe()
+    inputs = {"dense": InferTensor("FP32", np.empty((2, 0), np.float32))}
+    inputs["values"] = InferTensor("INT64", np.arange(2 * count))
+    inputs["lengths"] = InferTensor("INT32", np.ones((count, 2), np.int32))
+    with tierstore.open(summary.store, mode="r", ddr="8MiB") as store:
+        model = Models(store).by_name["ranking"]
+        assert (model.metadata.outputs[0].shape, model.metadata.parameters["labels"]) == ((-1, 2), "bought,clicked")
+        assert np.shape(asked(model, inputs)[0]["probabilities"]) == (2, 2)
+
+
+def test_the_loss_is_the_weighted_sum_of_labels_means():
+    logits, labels, weights = torch.randn(5, 2), torch.randint(0, 2, (5, 2)).float(), torch.rand(5)
+    each = -torch.where(labels > 0, torch.sigmoid(logits).log(), torch.sigmoid(-logits).log())
+    expected = ((each * weights[:, None]).mean(0) * torch.tensor([2.0, 0.5])).sum()
+    torch.testing.assert_close(training_loss(logits, labels, weights, (2.0, 0.5)), expected)
+    torch.testing.assert_close(training_loss(logits[:, 0], labels[:, 0], weights), (each[:, 0] * weights).mean())
+
+
+def test_shuffled_rows_are_the_same_from_any_row_on_and_stay_in_their_blocks(folder, run, monkeypatch, data):
+    config = config_of(folder, "none", **data, data__shuffle_rows=32)
+    reader, _ = open_data(config)
+
+    def rows(reader, start=0):
+        chunks = list(reader.read_chunks(start, None, 8))
+        assert [len(chunk.labels) for chunk in chunks] == [8] * ((ROWS - start) // 8)
+        parts = [[each.labels.tolist(), each.weights.tolist(), bags(each.categories)] for each in chunks]
+        return [str(row) for part in parts for row in zip(*part, strict=True)]
+
+    plain, first, second = rows(reader), *(rows(reader_of_epoch(config, reader, epoch)) for epoch in (0, 1))
+    assert plain != first != second
+    for begin in range(0, ROWS, 32):
+        assert sorted(first[begin : begin + 32]) == sorted(plain[begin : begin + 32])
+    for start in (8, 32, 56):
+        assert rows(reader_of_epoch(config, reader, 0), start) == first[start:]
+    settings = data | {"data__shuffle_files": True, "train__commit_every": 4}
+    if (folder := data["data__path"]).endswith("npy0"):
+        with pytest.raises(ConfigError, match=rf"shuffle_files is for .* for {folder} set data\.shuffle_rows"):
+            run("npy", **settings)
+        return
+    assert resumed(run, monkeypatch, 11, settings).bits == (whole := run("whole", **settings)).bits
+    assert whole.bits != run("plain", **data).bits
+
+
+def test_the_version_that_tests_best_is_shown_and_lines_say_what_happened(run, monkeypatch, tmp_path):
+    TOLD.clear()
+    settings, paths = WAYS["tests"] | {"train__tensorboard": "board"}, [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    settings |= {"train__callbacks": ["tests.train.nets:TOLD.append"], "train__metrics_every": 1}
+    keys = [settings | {"train__metrics": str(path)} for path in paths]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="install it: pip install tensorboard"):
+        run("never", **settings)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=(board := MagicMock())))
+    whole = run("whole", **keys[0])
+    tests = {each.step: each.figures["log_loss"] for each in TOLD if each.event == "test"}
+    best = min(tests, key=tests.get)
+    assert (whole.step, whole.test.log_loss, whole.interrupted) == (best, tests[best], False)
+    assert [*tests] == list(range(3, best + 10, 3)), "it ends after three tests that were not the best"
+    assert [each.step for each in TOLD if each.event == "step"] == list(range(1, best + 10))
+    with tierstore.open(whole.store, mode="r") as store:
+        assert store.versions == (whole.version,)
+    again = resumed(run, monkeypatch, best + 5, keys[1])
+    assert (again.bits, again.step) == (whole.bits, best)
+    assert [call.kwargs["purge_step"] for call in board.call_args_list] == [None, None, best + 4]
+    drawn = {call.args[0] for call in board().__enter__().add_scalar.call_args_list}
+    assert drawn == {"step/loss", "step/samples_per_second", "test/auc", "test/log_loss", "commit/version"}
+    first, second = ([json.loads(line) for line in path.read_text().splitlines()] for path in paths)
+    for lines in (first, second):  # a commit in flight when the process is killed has no line
+        lines[:] = [each | {"samples_per_second": 0} for each in lines if each["event"] != "commit"]
+    assert first == second
+    ended = run("whole", resume=True, **keys[0])
+    assert (ended.bits, ended.rows, ended.step) == (whole.bits, 0, best)
+    with pytest.raises(ValueError, match=r"train\.metrics = .* exists: delete it, or name another file"):
+        run("other", **keys[0])
