@@ -16,9 +16,10 @@ from tests.serve.models.stores import asked
 from tests.train.nets import TOLD
 from tierstore.serve.messages import InferTensor
 from tierstore.serve.models import Models
-from tierstore.serve.models.exported import load_program
+from tierstore.settings.sections import to_dict
 from tierstore.train import ConfigError
 from tierstore.train.build import open_data, reader_of_epoch
+from tierstore.train.checkpoint import require_resumable
 from tierstore.train.metrics import training_loss
 
 from .readers.rows import bags
@@ -30,11 +31,10 @@ TABLES = {"C1": {"dim": 6, "pooling": "mean"}, "C2": {"sparse": "sgd", "sparse_l
 NET = {"model__class": "tests.train.nets:Net", "optimizer__warmup_steps": 4}
 WAYS = {
     "class": NET | {"embedding__tables": TABLES, "embedding__dim": 3},
-    "tables": {"embedding__tables": {"C2": TABLES["C2"]}, "optimizer__warmup_steps": 4},
     "shuffled": {"data__shuffle_rows": 96},
-    "tests": {f"train__{key}": 3 for key in ("test_every_steps", "patience")} | {"optimizer__sparse_lr": 0.3},
+    "tests": {"train__test_every_steps": 3, "train__patience": 3, "train__keep_best": True},
 }
-WAYS["tests"] |= {"train__keep_best": True, "train__epochs": 9}
+WAYS["tests"]["optimizer__sparse_lr"] = 0.3
 
 
 def resumed(run, monkeypatch, step, settings):
@@ -56,68 +56,70 @@ def test_a_killed_run_goes_on_to_the_same_bits(run, monkeypatch, way):
         run("plain", resume=True, **settings)
 
 
-def test_a_class_has_tables_of_their_own_keys_and_is_served_by_its_file(run, tmp_path):
+def test_a_run_of_before_a_key_has_its_default(folder):
+    config = config_of(folder, "none")
+    saved = {name: {k: v for k, v in keys.items() if k != "shuffle_rows"} for name, keys in to_dict(config).items()}
+    store = SimpleNamespace(version=1, tables={}, directory="old", extra={"tierstore.train": {"config": saved}})
+    require_resumable(store, config)
+    with pytest.raises(ValueError, match=r"data\.shuffle_rows = 0, not 96"):
+        require_resumable(store, config_of(folder, "none", **WAYS["shuffled"]))
+
+
+def test_a_class_has_tables_of_their_own_keys_and_is_committed_whole(run):
     summary = run(**WAYS["class"])
     with tierstore.open(summary.store, mode="r") as store:
         found = [(store[name].config.embedding_dim, store[name].config.pooling) for name in ("C1", "C2")]
         assert found == [(6, "mean"), (3, "sum")]
-        assert store["C2"].config.optimizer == tierstore.optim.SGD(lr=0.5)
+        assert (store["C2"].config.optimizer, store["C2"].learning_rate) == (tierstore.optim.SGD(lr=0.5), 0.5)
         assert "ranking" not in Models(store).by_name
-        layers = [torch.nn.Linear(94, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(), torch.nn.Linear(6, 1)]
-        sizes = {"input": {0: torch.export.Dim("batch")}}
-        part = torch.export.export(torch.nn.Sequential(*layers).eval(), (torch.zeros(2, 94),), dynamic_shapes=sizes)
-        torch.export.save(part, tmp_path / "score.pt2")
-        weights = load_program(tmp_path / "score.pt2", max_samples=8).weights_of(store.tensors())
-        assert {"0.weight", "1.running_mean", "3.bias"} < weights.keys()
+        assert {"model.score.0.weight", "model.score.1.running_mean"} < store.tensors().keys()  # which --model takes
     for changes, message in (
         ({"model__class": "tests.train.nets"}, r"model\.class = .* has no attribute ''; give package\.module:name"),
         ({"model__class": "nowhere:Net"}, r"model\.class = .* cannot be imported: No module named 'nowhere'"),
         (NET | {"model__args": {"outputz": 2}}, r"model\.class = .*, model\.args: .*'outputz'"),
-        ({"train__callbacks": ["tests.train.nets:x"]}, r"train\.callbacks = .* has no attribute 'x'"),
         (NET | {"model__args": {"outputs": 2}}, r"gave logits of shape \[32, 2\], and the labels have \[32\]"),
     ):
         with pytest.raises(ValueError, match=message):
             run("never", **changes)
 
 
-@pytest.fixture(scope="module")
-def columns():
-    random = np.random.default_rng(3)
-    found = {name: random.integers(0, 2, ROWS).tolist() for name in ("bought", "clicked")}
-    found |= {"worth": random.random(ROWS).round(3).tolist(), "user": random.integers(0, 9, ROWS).tolist()}
-    return found | {"items": [random.integers(0, 40, int(random.integers(4))).tolist() for _ in range(ROWS)]}
+DRAWN = np.random.default_rng(3)
+COLUMNS = {name: DRAWN.integers(0, 2, ROWS).tolist() for name in ("bought", "clicked")}
+COLUMNS |= {"worth": DRAWN.random(ROWS).round(3).tolist(), "user": DRAWN.integers(0, 9, ROWS).tolist()}
+COLUMNS["items"] = [DRAWN.integers(0, 40, int(DRAWN.integers(4))).tolist() for _ in range(ROWS)]
 
 
 @pytest.fixture(scope="module", params=["parquet", "csv", "npy"])
-def data(request, columns, tmp_path_factory):
+def data(request, tmp_path_factory):
     """The keys that read the same rows, of several files where the format has some; CSV has no lists."""
     pa, kind, folder = pytest.importorskip("pyarrow"), request.param, tmp_path_factory.mktemp(request.param)
     from pyarrow import csv, parquet
 
-    names = [name for name in columns if kind != "csv" or name != "items"]
-    arrays = {name: np.array(columns[name]) for name in ("worth", "user")}
-    arrays |= {"label": np.stack([columns["bought"], columns["clicked"]], axis=1), "items": [*chain(*columns["items"])]}
-    arrays["items.offsets"] = np.append(0, np.cumsum([len(each) for each in columns["items"]]))
+    names = [name for name in COLUMNS if kind != "csv" or name != "items"]
+    arrays = {name: np.array(COLUMNS[name]) for name in ("worth", "user")}
+    arrays |= {"label": np.stack([COLUMNS["bought"], COLUMNS["clicked"]], axis=1), "items": [*chain(*COLUMNS["items"])]}
+    arrays["items.offsets"] = np.append(0, np.cumsum([len(each) for each in COLUMNS["items"]]))
     for name, array in arrays.items() if kind == "npy" else ():
         np.save(folder / f"{name}.npy", array)
     for begin in range(0, ROWS, 32) if kind != "npy" else ():
         write = {"parquet": parquet.write_table, "csv": csv.write_csv}[kind]
-        write(pa.table({name: columns[name][begin : begin + 32] for name in names}), folder / f"{begin}.{kind}")
+        write(pa.table({name: COLUMNS[name][begin : begin + 32] for name in names}), folder / f"{begin}.{kind}")
     found = {"path": str(folder), "label_column": ["bought", "clicked"], "weight_column": "worth", "dense_columns": []}
     found |= {"sparse_columns": names[3:], "train_rows": 0, "test_rows": 0, "test_path": str(folder)}
     return {f"data__{key}": value for key, value in found.items()} | {"train__batch_size": 16}
 
 
-def test_labels_have_heads_and_rows_have_weights_in_every_format(folder, run, columns, data):
+def test_labels_have_heads_and_rows_have_weights_in_every_format(folder, run, data):
     reader, hasher = open_data(config_of(folder, "none", **data))
     (batch,) = reader.batches(hasher, batch_size=ROWS)
-    assert batch.labels.T.tolist() == [columns["bought"], columns["clicked"]]
-    assert batch.weights.tolist() == torch.tensor(columns["worth"]).tolist()
+    assert batch.labels.T.tolist() == [COLUMNS["bought"], COLUMNS["clicked"]]
+    assert batch.weights.tolist() == torch.tensor(COLUMNS["worth"]).tolist()
     summary, count = run(**data, data__label_weights=[1, 0.25]), len(data["data__sparse_columns"])
+    others = run("a", **data).bits, run("b", **data | {"data__weight_column": ""}).bits
+    assert len({summary.bits, *others}) == 3
     bought, clicked = summary.test.labels
     assert summary.test.log_loss == pytest.approx((bought.log_loss + 0.25 * clicked.log_loss) / 1.25)
-    assert summary.to_dict()["test"]["labels"]["clicked"]["auc"] == clicked.auc
-    assert "AUC of clicked" in summary.describe()
+    assert f"AUC of clicked                  {clicked.auc:.6f}" in summary.describe()
     inputs = {"dense": InferTensor("FP32", np.empty((2, 0), np.float32))}
     inputs["values"] = InferTensor("INT64", np.arange(2 * count))
     inputs["lengths"] = InferTensor("INT32", np.ones((count, 2), np.int32))
@@ -125,9 +127,7 @@ def test_labels_have_heads_and_rows_have_weights_in_every_format(folder, run, co
         model = Models(store).by_name["ranking"]
         assert (model.metadata.outputs[0].shape, model.metadata.parameters["labels"]) == ((-1, 2), "bought,clicked")
         assert np.shape(asked(model, inputs)[0]["probabilities"]) == (2, 2)
-
-
-def test_the_loss_is_the_weighted_sum_of_labels_means():
+    # The loss is the weighted sum of labels' means.
     logits, labels, weights = torch.randn(5, 2), torch.randint(0, 2, (5, 2)).float(), torch.rand(5)
     each = -torch.where(labels > 0, torch.sigmoid(logits).log(), torch.sigmoid(-logits).log())
     expected = ((each * weights[:, None]).mean(0) * torch.tensor([2.0, 0.5])).sum()
@@ -187,6 +187,6 @@ def test_the_version_that_tests_best_is_shown_and_lines_say_what_happened(run, m
         lines[:] = [each | {"samples_per_second": 0} for each in lines if each["event"] != "commit"]
     assert first == second
     ended = run("whole", resume=True, **keys[0])
-    assert (ended.bits, ended.rows, ended.step) == (whole.bits, 0, best)
+    assert (ended.bits, ended.rows) == (whole.bits, 0)
     with pytest.raises(ValueError, match=r"train\.metrics = .* exists: delete it, or name another file"):
         run("other", **keys[0])

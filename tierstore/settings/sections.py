@@ -174,9 +174,11 @@ def sections_of(
 
 
 def to_dict(description: Any) -> dict[str, dict[str, Any]]:
-    """Sections of plain JSON-able values."""
+    """Sections of plain JSON-able values; tables within have no keys of None, which TOML has not."""
 
     def listed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: listed(item) for key, item in value.items() if item is not None}
         return [listed(item) for item in value] if isinstance(value, tuple) else value
 
     sections = dataclasses.asdict(description)
@@ -291,8 +293,7 @@ def _describe(annotation: Any) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A string, number, boolean, list or dict, as TOML has it on one line; keys of None, which TOML has not, are left
-    out."""
+    """A string, number, boolean, list or dict, as TOML has it on one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -302,6 +303,6 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, dict):
-        items = {key if _BARE.fullmatch(key) else toml_value(key): item for key, item in value.items()}
-        return f"{{{', '.join(f'{key} = {toml_value(item)}' for key, item in items.items() if item is not None)}}}"
+        items = {key if _BARE.fullmatch(key) else toml_value(key): toml_value(item) for key, item in value.items()}
+        return f"{{{', '.join(f'{key} = {item}' for key, item in items.items())}}}"
     return repr(value)

@@ -39,7 +39,7 @@ class Position:
     Attributes:
         best: figure of the test that is best so far, the less the better; None before the first.
         best_version: whose it is; 0: that of the commit that holds this.
-        tests_since: how many tests came after it.
+        tested, tests_since: the step of the last test, and how many tests came after the best.
         ended: epochs that the run was to have when it ended at its best version, or early; 0 as long as it goes on.
     """
 
@@ -48,6 +48,7 @@ class Position:
     row: int = 0
     best: float | None = None
     best_version: int = 0
+    tested: int = 0
     tests_since: int = 0
     ended: int = 0
 

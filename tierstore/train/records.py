@@ -31,14 +31,11 @@ class Record(NamedTuple):
     figures: Mapping[str, Any]
 
 
-Callback = Callable[[Record], object]
-
-
 @contextlib.contextmanager
-def listeners(section: TrainSection, step: int, *, resume: bool) -> Iterator[list[Callback]]:
+def listeners(section: TrainSection, step: int, *, resume: bool) -> Iterator[list[Callable[[Record], object]]]:
     """The callbacks that a run file names, and writers of its metrics, which go on after the step. ConfigError: a
     callback is not there. ImportError: no TensorBoard. ValueError: the file exists, and the run is not resumed."""
-    calls: list[Callback] = [loaded(name, "train.callbacks") for name in section.callbacks]
+    calls: list[Callable[[Record], object]] = [loaded(name, "train.callbacks") for name in section.callbacks]
     with contextlib.ExitStack() as stack:
         if section.metrics:
             path = Path(section.metrics)
@@ -74,7 +71,7 @@ def _line(record: Record) -> str:
     return json.dumps({"event": record.event, "step": record.step, "epoch": record.epoch, **figures}) + "\n"
 
 
-def _thinned(write: Callback, every: int) -> Callback:
+def _thinned(write: Callable[[Record], object], every: int) -> Callable[[Record], object]:
     """Of steps one record for so many, with their mean loss and samples/s; others as they are."""
     losses: list[Any] = []
     rows, begun = 0, time.perf_counter()

@@ -179,10 +179,12 @@ def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":
         arguments += ["--ddr", f"{float(share[1]) / jobs}%"]
     own = str(max(1, (os.cpu_count() or 1) // jobs))
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", own)} if jobs > 1 else {}
+    options = child_options(**threads)
+    options["env"]["PYTHONPATH"] += os.pathsep + os.getcwd()  # where a model's class may be
     with (run.folder / _LOG).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _TRAIN.format(os.getpid()), *arguments],
-            stdout=log, stderr=log, start_new_session=True, **child_options(**threads),
+            stdout=log, stderr=log, start_new_session=True, **options,
         )  # fmt: skip
 
 

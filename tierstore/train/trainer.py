@@ -41,7 +41,7 @@ from .config import OptimizerSection, RunConfig, TrainSection
 from .metrics import Evaluation, Predictions, training_loss
 from .processes import Processes, joined
 from .readers import Batch, DataError, FeatureHasher, Reader
-from .records import Callback, Record, listeners
+from .records import Record, listeners
 from .summary import History, RankSummary, Summary, digest_bits, own_bytes, together
 
 _STEPS: Final = 4
@@ -223,7 +223,7 @@ class _Training:
             done_rows=rows * self.position.epoch + self.position.row,
             shown=run.processes.rank == 0,
         )
-        self.listeners: list[Callback] = []
+        self.listeners: list[Callable[[Record], object]] = []
         self._stopped, self._tested_at = False, time.monotonic()
         self._tested: tuple[int, Evaluation] | None = None  # the step after which, and the result
         self._pending: PendingCommit | None = None
@@ -288,10 +288,9 @@ class _Training:
             self._test(f"epoch {self.position.epoch:,}")
 
     def _test(self, when: str) -> None:
-        """Test, and commit with what came out, which may end the run. DataError: of the test data; what was trained is
-        committed."""
-        section, is_new = self._config.train, self._tested is None or self._tested[0] != self.position.step
-        if not (self._config.data.has_test and is_new):
+        """Test, and commit with what came out, which may end the run; of a DataError, without."""
+        section, position = self._config.train, replace(self.position, tested=self.position.step)
+        if not self._config.data.has_test or position == self.position:
             return
         self._end_commit()
         try:
@@ -308,9 +307,9 @@ class _Training:
         self._tell("test", self.position, auc=auc, log_loss=loss, **of_labels)
         value = loss if section.best_by == "log_loss" else -auc
         if self.position.best is None or value < self.position.best:
-            self.position = replace(self.position, best=value, best_version=0, tests_since=0)
+            self.position = replace(position, best=value, best_version=0, tests_since=0)
         else:
-            self.position = replace(self.position, tests_since=self.position.tests_since + 1)
+            self.position = replace(position, tests_since=position.tests_since + 1)
         if section.patience and self.position.tests_since >= section.patience:
             self.progress.say(f"ended: none of the last {section.patience:,} tests was the best")
             self.position = replace(self.position, ended=section.epochs)
