@@ -39,6 +39,7 @@ class Schema:
 
     @property
     def labels(self) -> tuple[str, ...]:
+        """The names of the labels."""
         return (self.label,) if isinstance(self.label, str) else self.label
 
     @property
