@@ -190,3 +190,6 @@ def test_the_version_that_tests_best_is_shown_and_lines_say_what_happened(run, m
     assert (ended.bits, ended.rows) == (whole.bits, 0)
     with pytest.raises(ValueError, match=r"train\.metrics = .* exists: delete it, or name another file"):
         run("other", **keys[0])
+    TOLD.clear()
+    run("timed", train__epochs=1, train__test_every_minutes=1e-9, train__callbacks=settings["train__callbacks"])
+    assert [each.step for each in TOLD if each.event == "test"] == list(range(1, 11))
