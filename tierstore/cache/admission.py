@@ -18,6 +18,7 @@ from ..kernels import hash_table
 from ..kernels.arrays import Bools, Int32s, Int64s
 from ..kernels.hash_table import Uint32s
 from ..kernels.hashing import keyed_hash
+from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from . import tinylfu
@@ -329,6 +330,8 @@ def sample_slots(slots: SlotRecords, waiting: Int64s, chosen: Int32s, first: int
     """TinyLFU: the rows of these resident slots were accessed, from the ``first`` on. Up to which a round is complete,
     -1 if none is. Apart from ``age``, as numba takes 10 us to be given the small caches."""
     for place in range(first, chosen.size):
+        if place + hash_table.NEAR < chosen.size:
+            prefetch_item(slots, np.int64(chosen[place + hash_table.NEAR]))
         if sample_key(waiting, slots.size - 1, slots[chosen[place]]["key"]):
             return place + 1
     return -1
