@@ -4,12 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
+from ...ids.texts import CategoryRule
 from ...system.checks import excerpt_names as _excerpt_names
 from .arrow import ParquetReader
 from .arrow import is_data as _is_data
 from .arrow import names_below as _names_below
 from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, Reader, Schema, dense_features
-from .categories import Categories, CategoryRule, FeatureHasher
+from .categories import Categories, FeatureHasher
 from .criteo import CriteoReader
 from .csv import CsvReader
 from .npy import NpyReader

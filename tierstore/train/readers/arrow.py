@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from ...ids.texts import MAX_CATEGORY, CategoryRule, read_texts
 from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Ids, Int64s
 from ...system.checks import excerpt, excerpt_names
 from .base import (
@@ -26,7 +27,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, Categories, CategoryRule, are_whole, exact_bits, offsets_of, read_texts
+from .categories import Categories, are_whole, exact_bits, offsets_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

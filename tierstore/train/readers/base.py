@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...ids.texts import FROM_ZERO, CategoryRule
 from ...kernels.arrays import Bools, Floats
 from ...nn.jagged import KeyedJaggedTensor
-from .categories import FROM_ZERO, Categories, CategoryRule, FeatureHasher, OutsideTableError
+from .categories import Categories, FeatureHasher, OutsideTableError
 
 
 class DataError(ValueError):

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...ids.texts import MAX_CATEGORY, MISSING, CategoryRule
 from ...kernels.arrays import Bools, Int64s
 from .base import (
     CRITEO_SCHEMA,
@@ -22,7 +23,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, MISSING, Categories, CategoryRule, are_whole, exact_bits, offsets_of
+from .categories import Categories, are_whole, exact_bits, offsets_of
 
 _HEAD_BYTES: Final = 12
 _MAX_HEADER_BYTES: Final = 10_000
