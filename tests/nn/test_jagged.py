@@ -54,3 +54,18 @@ def test_features_with_different_numbers_of_samples_are_refused(kind: Any) -> No
         store.create_table(tierstore.TableConfig(name="a", num_embeddings=9, embedding_dim=4))
         with pytest.raises(ValueError, match="different numbers of samples: give those with as many"):
             kind(store)(batch)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_lists_are_cut_to_their_last_values_with_weights_and_gradients(count: int) -> None:
+    batch = KeyedJaggedTensor(list(LISTS), VALUES, WEIGHTS, lengths=LENGTHS)
+    kept = batch.last(count)
+    assert lists_of(kept) == {key: [each[-count:] for each in lists] for key, lists in LISTS.items()}
+    assert kept.weights().tolist() == (kept.values() / 2).tolist()
+    assert (kept.keys(), kept.stride(), kept.lengths().tolist()) == (batch.keys(), 3, LENGTHS.clamp(max=count).tolist())
+    rows = torch.arange(16.0).view(8, 2).requires_grad_()
+    tierstore.JaggedTensor(rows, lengths=LENGTHS).last(count).values().sum().backward()
+    assert rows.grad is not None
+    assert rows.grad[:, 0].tolist() == [float(each in kept.values().tolist()) for each in VALUES.tolist()]
+    with pytest.raises(ValueError, match="count=0 must be in"):
+        batch.last(0)

@@ -32,10 +32,12 @@ class CategoryRule(NamedTuple):
         are_ids: categories are ids, any int64: negative integers are taken, and Criteo's hexadecimal numbers are
             texts. Otherwise categories are from 0 on.
         seed: of the hashes of texts, in [0, 2**63).
+        longest: how many of a list are kept, the last ones; 0: all.
     """
 
     are_ids: bool = False
     seed: int = 0
+    longest: int = 0
 
     @property
     def least(self) -> int:

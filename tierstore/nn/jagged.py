@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..config import require_names
+from ..layout import MAX_ROWS
 from ..store.arguments import require_ids, require_tensor
+from ..system.checks import require_int
 
 
 class JaggedLike(Protocol):
@@ -93,6 +95,16 @@ class JaggedTensor:
         sources = self._offsets[:-1].to(places.device)[:, None] + places
         out[is_there] = self._values[sources[is_there]]
         return out
+
+    def last(self, count: int) -> Self:
+        """The last ``count`` values of each list, and their weights. ValueError: not 1 or more."""
+        lengths, made = self.lengths(), copy.copy(self)
+        to_end = torch.repeat_interleave(self._offsets[1:], lengths) - torch.arange(len(self._values)).to(lengths)
+        is_kept = (to_end <= require_int(count, "count", 1, MAX_ROWS)).to(self._values.device)
+        made._values, made._lengths = self._values[is_kept], lengths.clamp(max=count)
+        made._weights = None if self._weights is None else self._weights[is_kept]
+        made._offsets = _offsets_of(made._lengths)
+        return made
 
     def device(self) -> torch.device:
         """Where the values are."""

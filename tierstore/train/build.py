@@ -57,7 +57,10 @@ def open_test_data(config: RunConfig, reader: Reader) -> Reader:
 
 
 def _open(data: DataSection, path: str) -> Reader:
-    schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns, rule=data.rule)
+    times: Any = data.time_columns
+    schema = Schema(
+        label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns, rule=data.rule, times=times
+    )
     return open_reader(path, data_format=data.format, schema=schema, quoting=data.quoting)
 
 

@@ -18,6 +18,7 @@ from ...train.build import build_model
 from ...train.checkpoint import load_model
 from ...train.config import RunConfig
 from ...train.readers import FeatureHasher, dense_features
+from ...train.readers.categories import last_of
 from ..base import Model, Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .dense import Dense, in_float32, low_layers, pack_linears
@@ -99,6 +100,10 @@ class Ranking(Model):
         if len(dense) != num_samples:
             raise invalid("dense", f"has {len(dense)} samples; 'lengths' has {num_samples}")
         jagged = self._features.parse(inputs)
+        if longest := self._rule.longest:
+            lengths = np.minimum(jagged.lengths, longest)
+            kept = last_of(jagged.values, jagged.lengths.reshape(-1), longest)
+            jagged = jagged._replace(values=kept, lengths=lengths)
         ids = self._hasher.ids(jagged.values, jagged.lengths.sum(1))
         treated = dense_features(np.array(dense, np.float32), log=self._config.data.log_dense)
         return jagged._replace(values=ids, dense=treated)

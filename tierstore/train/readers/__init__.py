@@ -63,6 +63,10 @@ def open_reader(
         raise DataError(f"{path} does not exist; give the data's path with --data PATH or the key data.path")
     if data_format == "auto":
         data_format = _guess(path, is_criteo=replace(schema, rule=CRITEO_SCHEMA.rule) == CRITEO_SCHEMA)
+    if schema.times and data_format not in ("parquet", "npy"):
+        raise ValueError(
+            f"data.time_columns are for Parquet and npy; {path} is read as {data_format}: leave the key out"
+        )
     if data_format == "csv":
         return CsvReader(path, schema=schema, quoting=quoting)
     if not quoting:
