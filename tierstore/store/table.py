@@ -274,8 +274,9 @@ class Table(Unpicklable, LookupTable):
         return self.ids
 
     def pooled(
-        self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+        self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None,
+        include_last_offset: bool = True,
+    ) -> Tensor:  # fmt: skip
         """One pooled row a bag, without gradients (``TieredEmbeddingBag`` has them).
 
         Args:
@@ -284,6 +285,7 @@ class Table(Unpicklable, LookupTable):
             mode: "sum", "mean" or "max"; default: ``config.pooling``, by which the table is trained and served. An
                 empty bag gives zeros.
             per_sample_weights: float32 [n], with "sum" only.
+            include_last_offset: False of offsets [bags], without the end.
 
         Returns:
             float32 [bags, embedding_dim], on the store's device.
@@ -292,10 +294,11 @@ class Table(Unpicklable, LookupTable):
         mode = self.config.pooling if mode is None else mode
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
-        pooled = self.pooled_directly(ids, offsets, mode) if per_sample_weights is None else None
+        last: dict[str, Any] = {"is_last_given": include_last_offset}
+        pooled = self.pooled_directly(ids, offsets, mode, **last) if per_sample_weights is None else None
         if pooled is not None:
             return pooled
-        jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
+        jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights, **last)
         lookup = self.lookup(jagged, mode=mode)
         out = torch.empty((jagged.batch, self.layout.dim), dtype=torch.float32, device=self.store.device)
         self.store.shown.at_one(lambda: lookup.forward(out, keep=False))
