@@ -2,7 +2,10 @@
 
 import contextlib
 import errno
+import json
 import os
+import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ import tierstore
 from tests.plan.hosts import shop_workload
 from tierstore.cli import commands
 from tierstore.cli import entry as cli
+from tierstore.io.meta import PlainTree
+from tierstore.offline import inspection
 from tierstore.plan.workload import workload_toml
 from tierstore.settings.sections import to_dict
 from tierstore.store.directory import require_outside
@@ -36,6 +41,63 @@ def test_inspect_says_what_a_store_holds(store_with_rows, capsys):
     assert "manifest.json" in output
     assert "1 tensor, 24 B" in output
     assert '{"note": "hello"}' in output
+
+
+def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_path, capsys, monkeypatch):
+    """Trees of several levels, payloads of several chunks; while a writer goes on."""
+    began = time.time()
+    with tierstore.open(tmp_path / "shop", ddr="8MiB", keep=200) as store:
+        for name in ("item", "gone", "user"):
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=9_000_000, embedding_dim=8))
+        for number in range(150):
+            store["user"].write(torch.arange(40) + 30 * number, torch.ones(40, 8))
+            store.commit(extra={"n": number}, tensors={"w": torch.zeros(300_000 if number > 147 else 1)})
+        store.drop_table("gone")
+        tree = PlainTree(store.directory / "rows.lmdb")
+        assert tree.meta.main.depth > 1
+        assert tree.is_whole()
+        with monkeypatch.context() as without:
+            without.setattr("tierstore.store.directory.open_files", None)
+            assert cli.main(["inspect", str(store.directory)]) == 0
+        plain = capsys.readouterr().out
+        with monkeypatch.context() as without:
+            without.setattr(inspection, "_LOOKS", 0)
+            assert cli.main(["inspect", str(store.directory)]) == 0
+        assert capsys.readouterr().out == plain
+        assert cli.main(["inspect", str(store.directory), "--json"]) == 0
+        store["user"].write(torch.arange(2), torch.ones(2, 8))
+        for _ in range(2):
+            store.commit()
+        assert not tree.is_whole()
+    found = json.loads(capsys.readouterr().out)
+    assert (found["version"], found["extra"]) == (150, {"n": 149})
+    assert (found["tensors"], found["tensor_bytes"]) == (1, 1_200_000)
+    assert {each["name"]: each["written_rows"] for each in found["tables"]} == {"item": 0, "user": 30 * 149 + 40}
+    dates = [datetime.fromisoformat(each["date"]).timestamp() for each in found["versions"]]
+    assert len(dates) == 150
+    assert sorted(dates) == dates
+    assert began - 1 <= dates[0] <= dates[-1] <= time.time()
+
+
+def test_tables_change_in_place(store_with_rows, capsys):
+    store = str(store_with_rows)
+    for words, status, said in (
+        ("grow STORE item 2000", 0, "<Table 'item' 2000 x 8 float32>\n"),
+        ("rename STORE item thing", 0, "<Table 'thing' 2000 x 8 float32>\n"),
+        ("grow STORE item 3000", 1, "no table 'item' in "),
+        ("grow NONE item 3000", 1, "no store at NONE"),
+        ("reset STORE thing", 2, "the rows of 'thing' would be gone from all versions that are kept; add --yes"),
+        ("reset STORE thing --yes", 0, "<Table 'thing' 2000 x 8 float32>\n"),
+        ("drop STORE thing --yes", 0, "\n"),
+    ):
+        if words.startswith("drop"):
+            with tierstore.open(store, mode="r") as opened:
+                assert not list(opened["thing"].written())
+        assert cli.main(["table", *words.replace("STORE", store).split()]) == status
+        assert said in "".join(capsys.readouterr())
+    with tierstore.open(store, create=False) as opened:
+        assert not opened.tables
+    assert not os.path.exists("NONE")
 
 
 def damage(store, step):

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -177,6 +178,37 @@ IMPORT: Final = command(
 )
 
 
+def _change(change: str, options: argparse.Namespace) -> int:
+    from ..store import open_store
+
+    name, given = options.table, vars(options)
+    with open_store(options.directory, create=False, ddr="64MiB") as store:
+        config = store[name].config
+        if change in ("drop", "reset"):
+            if not options.yes:
+                raise ValueError(f"the rows of {name!r} would be gone from all versions that are kept; add --yes")
+            store.drop_table(name)
+        if change == "reset":
+            store.create_table(config)
+        if change in ("grow", "rename"):
+            store.change_table(name, num_embeddings=given.get("rows"), name=given.get("name"))
+        print(*store.tables.values(), sep="\n")
+    return 0
+
+
+_TABLE: Final = arg("table", metavar="TABLE", help="its name")
+_YES: Final = arg("--yes", help="all its rows go; tierstore backup keeps them")
+TABLE_COMMANDS: Final = {
+    name: command(partial(_change, name), (_DIRECTORY, _TABLE, last), text, f"{text.capitalize()}.", "")
+    for name, text, last in (
+        ("grow", "give a table more rows", arg("rows", type=int, metavar="ROWS", help="how many it is to have")),
+        ("rename", "give a table another name", arg("name", metavar="NAME", help="the new name")),
+        ("reset", "begin a table again, with first values", _YES),
+        ("drop", "drop a table with all its rows", _YES),
+    )
+}
+
+
 def _backup(options: argparse.Namespace) -> int:
     from ..store import open_store
 
@@ -319,18 +351,11 @@ QUANTIZE: Final = command(
 )
 
 
-_GONE: Final = ("to", "since", "fan_out", "dry_run")
-
-
 def _publish(options: argparse.Namespace) -> int:
     from ..serve.credentials import read_token
     from ..updates.fetch import Source
     from ..updates.publish import Publisher
 
-    for name in _GONE:
-        if getattr(options, name) is not None:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is no more: servers pull what this offers, with tierstore serve --from URL")
     token = None if options.token_file is None else read_token(options.token_file)
     publisher = Publisher(
         options.directory,
@@ -370,10 +395,6 @@ PUBLISH: Final = command(
         arg("--lookups", action="append", default=[], metavar="URL", help="server that says which rows are looked up"),
         arg("--canary", metavar="URL", help="admin port of the canary, whose approval each version needs"),
         arg("--canary-silent", type=float, default=600.0, metavar="S", help="seconds until it counts as silent (600)"),
-        *(
-            arg(f"--{name.replace('_', '-')}", metavar="X", nargs="?", const="", help=argparse.SUPPRESS)
-            for name in _GONE
-        ),
     ),
     "offer a store's versions to servers elsewhere",
     "Write the rows that change from version to version, and the dense weights, to files that replicas pull: those of "

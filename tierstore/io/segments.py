@@ -22,9 +22,10 @@ from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel, prefetch_word
 from ..layout import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
 from ..system.files import RESTORE
-from .btree import HEADER_BYTES, SEGMENTS_KEY, Entries
+from .btree import Entries
 from .checksum import PRIME_1, PRIME_2, is_row, mix_key, row_checksum, words_hash
 from .mapped import copy_words, queue_parts, queue_read
+from .meta import HEADER_BYTES, SEGMENTS_KEY
 from .sigbus import ASK_AGAIN, PageRuns
 from .snapshot import Tree
 
