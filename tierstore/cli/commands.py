@@ -141,7 +141,7 @@ EXPORT: Final = command(
     _export,
     (
         _DIRECTORY,
-        arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
+        arg("out", metavar="OUT", help="file to write: .safetensors, or of one table .npy, .csv or .parquet"),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg("--key", default=_KEY, metavar="TEXT", help=f"name of a table's tensor (default: {_KEY})"),
         arg("--state", help="add the optimizer state, as sum, exp_avg, exp_avg_sq"),
@@ -150,11 +150,12 @@ EXPORT: Final = command(
         arg("--force", help="replace OUT if it exists"),
         _MEMORY,
     ),
-    "write tables to a safetensors file",
+    "write tables to a file: safetensors, npy, CSV, Parquet",
     "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
     """examples:
   tierstore export shop shop.safetensors
   tierstore export shop item.safetensors --table item --key weight
+  tierstore export shop item.parquet --table item
   tierstore export shop whole.safetensors --state --dense""",
 )
 IMPORT: Final = command(
