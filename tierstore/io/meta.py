@@ -139,12 +139,8 @@ class PlainTree:
     def get(self, key: bytes) -> bytes | None:
         (_, *_, page), bytes_a_page = self.meta.main, self.meta.page_bytes
         with open_plain_file(self.path) as file:
-
-            def read(start: int, count: int) -> bytes:
-                return os.pread(file.fileno(), count, start)
-
             for level in range(self.meta.main.depth, 0, -1):
-                data = read(page * bytes_a_page, bytes_a_page)
+                data = os.pread(file.fileno(), bytes_a_page, page * bytes_a_page)
                 (lower,) = struct.unpack_from("<H", data, 12)
                 nodes = struct.unpack_from(f"<{(lower - HEADER_BYTES) // 2}H", data, HEADER_BYTES)
                 keys = [data[node + NODE_BYTES : node + NODE_BYTES + KEY_BYTES] for node in nodes]
@@ -157,4 +153,4 @@ class PlainTree:
             if not flags & BIG_DATA:
                 return data[start : start + size]
             (page,) = struct.unpack_from("<Q", data, start)
-            return read(page * bytes_a_page + HEADER_BYTES, size)
+            return os.pread(file.fileno(), size, page * bytes_a_page + HEADER_BYTES)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import require_names
 from ..store.arguments import require_ids, require_tensor
+from ..system.terminal import html_table
 
 
 class JaggedLike(Protocol):
@@ -271,3 +272,7 @@ class KeyedTensor:
 
     def __repr__(self) -> str:
         return f"KeyedTensor(keys={self._keys}, length_per_key={self._dims}, samples={len(self._values)})"
+
+    def _repr_html_(self) -> str:
+        columns = zip(self._keys, self._dims, strict=True)
+        return html_table(("feature", "samples", "columns"), *((key, len(self._values), dim) for key, dim in columns))

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -65,6 +66,13 @@ def columns_of(rows: Sequence[Sequence[str]], *, is_last_text: bool = True) -> l
     sides = ["<", *">" * (len(widths) - 2), "<" if is_last_text else ">"][: len(widths)]
     forms = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)]
     return ["  ".join(forms).format(*row).rstrip() for row in rows]
+
+
+def html_table(*rows: Sequence[object]) -> str:
+    """A table for notebooks; the first row is its head."""
+    cells = ["".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows]
+    head = cells[0].replace("td>", "th>")
+    return f"<table><thead><tr>{head}</tr></thead>{''.join(f'<tr>{row}</tr>' for row in cells[1:])}</table>"
 
 
 @contextlib.contextmanager
