@@ -14,10 +14,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "tierstore"
 LINES = {
-    "errors": 99, "system": 1219, "settings": 291, "report": 185, "layout": 169, "kernels": 1985, "init": 167,
-    "optim": 888, "ids": 738, "config": 242, "cache": 2038, "io": 6339, "pool": 2424, "hbm": 3060, "lookup": 826,
-    "trace": 478, "store": 4292, "exchange": 940, "nn": 2768, "dist": 5206, "models": 397, "offline": 717,
-    "updates": 1652, "train": 3860, "plan": 3704, "serve": 6651, "precision": 370, "warm_up": 339, "cli": 1314,
+    "errors": 99, "system": 1276, "settings": 291, "report": 185, "layout": 169, "kernels": 1985, "init": 167,
+    "optim": 888, "ids": 738, "config": 242, "cache": 2038, "io": 6339, "pool": 2422, "hbm": 3060, "lookup": 826,
+    "trace": 478, "store": 4295, "exchange": 933, "nn": 2767, "dist": 5206, "models": 397, "offline": 708,
+    "updates": 1657, "train": 3860, "plan": 3704, "serve": 6651, "precision": 370, "warm_up": 339, "cli": 1320,
 }  # fmt: skip
 """The most lines of each room, docstrings and all, in the order of docs/architecture.md."""
 MODULES = {

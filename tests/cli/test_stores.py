@@ -61,7 +61,7 @@ def test_inspect_reads_as_an_open_does_with_dates_and_written_rows_as_json(tmp_p
             assert cli.main(["inspect", str(store.directory)]) == 0
         plain = capsys.readouterr().out
         with monkeypatch.context() as without:
-            without.setattr(inspection, "_LOOKS", 0)
+            without.setattr(inspection.PlainTree, "is_whole", lambda _: False)
             assert cli.main(["inspect", str(store.directory)]) == 0
         assert capsys.readouterr().out == plain
         assert cli.main(["inspect", str(store.directory), "--json"]) == 0
@@ -128,6 +128,25 @@ def test_verify_finds_damage_and_repair_saves_what_is_sound(store_with_rows, tmp
     assert "table 'item': rows 0 to " in said
     with tierstore.open(tmp_path / "part", mode="r", ddr="1MiB") as opened:
         assert opened.extra == {"note": "hello"}
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_backup_goes_to_a_url_and_comes_back(store_with_rows, tmp_path, capsys, monkeypatch, kind):
+    pytest.importorskip("fsspec")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    url = f"{kind}://{tmp_path}/there/monday"
+    assert cli.main(["backup", str(store_with_rows), url]) == 0
+    assert capsys.readouterr().out.startswith(f"{url}: version 1, ")
+    assert cli.main(["backup", str(store_with_rows), url]) == 1
+    assert f"{url} is not empty; choose another place" in capsys.readouterr().err
+    assert cli.main(["backup", url, str(tmp_path / "back")]) == 0
+    assert cli.main(["verify", str(tmp_path / "back")]) == 0
+    assert cli.main(["backup", f"{url}/nix", str(tmp_path / "none")]) == 1
+    assert f"there is nothing at {url}/nix; check the URL" in capsys.readouterr().err
+    for command in ("verify", "inspect"):
+        assert cli.main([command, url]) == 1
+        assert "is a URL, and a store is a folder of this machine: bring it here by " in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} <= {store_with_rows.name, "back", "there"}
 
 
 def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):

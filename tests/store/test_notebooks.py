@@ -28,7 +28,7 @@ def test_what_is_shown_is_short_and_names_are_those_of_the_docs() -> None:
             store.stats()._repr_html_()
         )[4:8]  # fmt: skip
         pooled = tierstore.KeyedTensor(["user"], [4], torch.ones(3, 4))
-        assert cells(pooled._repr_html_()) == ["feature", "samples", "columns", "user", "3", "4"]
+        assert cells(pooled._repr_html_()) == ["feature", "user", "columns", "4", "samples", "3"]
         for shown, least in ((store, 20), (table, 12)):
             names = {name for name in dir(shown) if not name.startswith("_")}
             assert all(hasattr(shown, name) for name in names)

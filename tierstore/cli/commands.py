@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -185,14 +186,14 @@ def _change(change: str, options: argparse.Namespace) -> int:
     name, given = options.table, vars(options)
     with open_store(options.directory, create=False, ddr="64MiB") as store:
         config = store[name].config
-        if change in ("drop", "reset"):
-            if not options.yes:
-                raise ValueError(f"the rows of {name!r} would be gone from all versions that are kept; add --yes")
-            store.drop_table(name)
-        if change == "reset":
-            store.create_table(config)
         if change in ("grow", "rename"):
             store.change_table(name, num_embeddings=given.get("rows"), name=given.get("name"))
+        elif not options.yes:
+            raise ValueError(f"the rows of {name!r} would be gone from all versions that are kept; add --yes")
+        else:
+            store.drop_table(name)
+            if change == "reset":
+                store.create_table(config)
         print(*store.tables.values(), sep="\n")
     return 0
 
@@ -212,25 +213,32 @@ TABLE_COMMANDS: Final = {
 
 def _backup(options: argparse.Namespace) -> int:
     from ..store import open_store
+    from ..system.places import fetch, is_url, send
 
-    with open_store(options.directory, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
-        report = store.backup(options.target, progress=show)
-    print(f"{report.target}: version {report.version}, {format_size(report.size_bytes)}")
+    with tempfile.TemporaryDirectory() as work:
+        source = fetch(options.directory, Path(work)) if is_url(options.directory) else options.directory
+        target = Path(work, "copy") if is_url(options.target) else options.target
+        with open_store(source, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
+            report = store.backup(target, progress=show)
+        if is_url(options.target):
+            send(report.target, options.target, "rows.lmdb", "manifest.json")
+    print(f"{options.target}: version {report.version}, {format_size(report.size_bytes)}")
     return 0
 
 
 BACKUP: Final = command(
     _backup,
     (
-        arg("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile"),
-        arg("target", metavar="NEW_DIR", help="folder of the backup; must not exist, or be empty"),
+        arg("directory", metavar="DIR", help="folder of the store, which may be trained on, or a backup's URL"),
+        arg("target", metavar="NEW_DIR", help="folder or URL of the backup; must not exist, or be empty"),
     ),
     "copy a store while it is trained on",
     "Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that was "
     "cut short is no store; run the command again.",
     """examples:
   tierstore backup shop /backups/shop-monday
-  tierstore verify /backups/shop-monday""",
+  tierstore verify /backups/shop-monday
+  tierstore backup shop s3://bucket/shop-monday""",
 )
 
 

@@ -55,8 +55,7 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[st
 
 
 def main(arguments: Sequence[str] | None = None, interrupts: Sequence[int] = ()) -> int:
-    """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C. ``interrupts``
-    is not empty once Ctrl-C came: imports of C code, as numpy's, make other errors of a KeyboardInterrupt."""
+    """As ``cli.main``. ``interrupts``: not empty after Ctrl-C, of which imports of C code may make another error."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr is: names that a terminal cannot show are no error
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = _spelled_out(list(sys.argv[1:] if arguments is None else arguments))
@@ -114,8 +113,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def build_parser(words: Sequence[str] | None = ()) -> argparse.ArgumentParser:
-    """The parser of all commands; of those in groups, which load what they need, if the words begin with the group, or
-    are None."""
+    """The parser of all commands; of a group's, which load what they need, if the words begin so, or are None."""
     parser = argparse.ArgumentParser(
         prog="tierstore",
         description="Embedding tables larger than memory: train a model on them, look into them, check them.",

@@ -85,9 +85,8 @@ def export_store(
     ``ddr``, 4 bytes a row and 64 MiB.
 
     Args:
-        out: the file; it appears when it is complete. Its ending says what it is: .safetensors or nothing; or, of one
-            table, as float32: .npy [rows, columns], .csv with columns ``id``, ``c0``, ``c1``, ..., or .parquet with
-            ``id`` and ``vector``, a list of fixed size.
+        out: the file; it appears when it is complete. Its ending is .safetensors or none; or, of one table as
+            float32, .npy [rows, columns], .csv with ``id``, ``c0``, ``c1``, ..., or .parquet with ``id``, ``vector``.
         tables: names; default: all.
         key: the tensors' names, ``{table}`` standing for the table's.
         state: add the optimizer state, float32, alongside each ``weight`` under the names that torch.optim uses:
@@ -99,8 +98,7 @@ def export_store(
         progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:
-        ValueError: two tensors would have one name, or a wrong argument. TableError: no such table. ImportError: CSV
-            and Parquet need pyarrow.
+        ValueError: two tensors would have one name, or a wrong argument. TableError: no such table. ImportError.
         FileExistsError: ``out`` exists. DiskFullError: too little free space for it; nothing is left of it.
         StoreNotFoundError: no store, or no such version. DamagedError, BudgetError: as ``tierstore.open``.
     """
@@ -125,7 +123,7 @@ def export_store(
 
 
 def _export_rows(table: Table, path: Path, *, force: bool, progress: Progress) -> ExportReport:
-    ids = table.ids and table.ids.listed()
+    ids = None if table.ids is None else table.ids.listed()
     rows, dim = table.config.num_embeddings if ids is None else len(ids), table.config.embedding_dim
     with (
         partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file,
@@ -134,8 +132,7 @@ def _export_rows(table: Table, path: Path, *, force: bool, progress: Progress) -
         for start, stop in chunks(table, rows):
             part = np.arange(start, stop) if ids is None else ids[start:stop]
             write(part, table.read(torch.from_numpy(part)).float().numpy())
-            if progress is not None:
-                progress(4 * stop * dim, 4 * rows * dim)
+            (progress or (lambda *_: None))(4 * stop * dim, 4 * rows * dim)
     return ExportReport(path, table.store.version, (table.name,), rows, path.stat().st_size)
 
 
@@ -151,17 +148,13 @@ def _row_writer(file: BinaryIO, path: Path, rows: int, dim: int) -> Iterator[Cal
         from pyarrow import csv, parquet
     except ModuleNotFoundError:
         raise ImportError(f"{path}: {path.suffix} files need one more package: pip install pyarrow") from None
-    columns = {f"c{column}": pa.float32() for column in range(dim)}
-    if is_parquet := path.suffix == ".parquet":
-        columns = {"vector": pa.list_(pa.float32(), dim)}
+    is_csv, vector = path.suffix == ".csv", pa.list_(pa.float32(), dim)
+    columns = {f"c{column}": pa.float32() for column in range(dim)} if is_csv else {"vector": vector}
     schema = pa.schema({"id": pa.int64()} | columns)
-    with (parquet.ParquetWriter if is_parquet else csv.CSVWriter)(file, schema) as writer:
-
-        def write(ids: Int64s, values: Floats) -> None:
-            lists = [pa.FixedSizeListArray.from_arrays(values.ravel(), dim)] if is_parquet else values.T
-            writer.write_table(pa.table([ids, *lists], schema=schema))
-
-        yield write
+    with (csv.CSVWriter if is_csv else parquet.ParquetWriter)(file, schema) as writer:
+        yield lambda ids, values: writer.write_table(
+            pa.table([ids, *(values.T if is_csv else [pa.array([*values], vector)])], schema=schema)
+        )
 
 
 def _export_safetensors(

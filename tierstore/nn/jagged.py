@@ -274,5 +274,4 @@ class KeyedTensor:
         return f"KeyedTensor(keys={self._keys}, length_per_key={self._dims}, samples={len(self._values)})"
 
     def _repr_html_(self) -> str:
-        columns = zip(self._keys, self._dims, strict=True)
-        return html_table(("feature", "samples", "columns"), *((key, len(self._values), dim) for key, dim in columns))
+        return html_table(("feature", *self._keys), ("columns", *self._dims), ("samples", len(self._values)))

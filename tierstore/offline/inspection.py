@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..config import MAX_KEPT_VERSIONS
+from ..config import MAX_KEPT_VERSIONS, TableConfig
 from ..errors import DamagedError, TierstoreError
 from ..io.files import require_plain_files, rows_path
 from ..io.meta import PlainTree
@@ -20,28 +20,29 @@ from ..system.sizes import format_count, format_size
 from ..system.terminal import byte_bar
 
 _MAX_EXTRA_CHARACTERS: Final = 200
-_LOOKS: Final = 3  # without a lock, while a writer goes on
 
 
 class _Content(NamedTuple):
-    """A store's last version, and when each that it keeps was made, in seconds since 1970; 0 if that is not known."""
+    """A store's tables, its last version, and when each that it keeps was made; None if that is not known."""
 
-    manifest: Manifest
+    tables: list[TableConfig]
     version: Version
-    seconds: dict[int, int]
+    dates: dict[int, str | None]
 
     @classmethod
     def of(cls, tree: AnyTree, manifest: Manifest) -> "_Content":
         head = read_head(tree)
         version = unpack(head.current, read_payload(tree, read_record(tree, head.current)))
         version.require_of(manifest)
-        return cls(version.manifest_of(manifest), version, {each: _seconds(tree, each) for each in head.kept})
+        tables = [each for each in version.manifest_of(manifest).tables if not each.is_hidden]
+        return cls(tables, version, {each: _date(tree, each) for each in head.kept})
 
 
-def _seconds(tree: AnyTree, version: int) -> int:
+def _date(tree: AnyTree, version: int) -> str | None:
     with contextlib.suppress(DamagedError):  # a header that is longer than its first chunk
-        return unpack(version, tree.get(item_key(version_item(version, 0))) or b"").lineage.seconds
-    return 0
+        seconds = unpack(version, tree.get(item_key(version_item(version, 0))) or b"").lineage.seconds
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}" if seconds else None
+    return None
 
 
 def _look(directory: Path) -> _Content:
@@ -50,11 +51,10 @@ def _look(directory: Path) -> _Content:
         require_plain_files(directory)
         manifest, path = Manifest.read(directory), rows_path(directory)
         require_sound(path, store_id := bytes.fromhex(manifest.store_id))
-        for _ in range(_LOOKS):
-            tree = PlainTree(path)
-            content, found = _Content.of(tree, manifest), unpack_store(tree.get(item_key(STORE_ITEM)) or b"")
-            if tree.is_whole() and found == store_id and RANK_KEY not in content.version.extra:
-                return content
+        tree = PlainTree(path)
+        content, found = _Content.of(tree, manifest), unpack_store(tree.get(item_key(STORE_ITEM)) or b"")
+        if tree.is_whole() and found == store_id and RANK_KEY not in content.version.extra:
+            return content
     from ..store.directory import open_files  # numba takes a second to load
 
     manifest, cold, _ = open_files(directory, readonly=True)
@@ -68,39 +68,30 @@ def stores_in(directory: str | Path) -> list[Path]:
 
 
 def to_dict(directory: str | Path) -> dict[str, Any]:
-    """What ``describe`` says, for JSON, and of each table how many rows were ever written, which takes a read of all
-    segments' indexes. Of a sharded store, that of each rank's part."""
+    """What ``describe`` says, for JSON, and how many rows of each table were ever written. Of ranks, by part."""
     from ..store.directory import open_files
 
-    stores = stores_in(directory)
-    if stores != [Path(directory)]:
-        return {"directory": str(Path(directory).absolute()), "parts": [to_dict(each) for each in stores]}
-    found, (manifest, cold, _) = _to_dict(stores[0].absolute()), open_files(stores[0], readonly=True)
+    directory = Path(directory).absolute()
+    if parts := parts_in(directory):
+        return {"directory": str(directory), "parts": [to_dict(each.path) for each in parts]}
+    found, (manifest, cold, _) = _to_dict(directory), open_files(directory, readonly=True)
     with contextlib.closing(cold):
         cold.set_tables(manifest.shapes)
         rows = {each.name: sum(map(len, cold.stored_rows(place))) for place, each in enumerate(manifest.tables)}
-    for table in found["tables"]:
-        table["written_rows"] = rows[table["name"]]
+    found["tables"] = [each | {"written_rows": rows[each["name"]]} for each in found["tables"]]
     return found
 
 
 def _to_dict(directory: Path) -> dict[str, Any]:
-    (manifest, version, seconds), tensors = _look(directory), {}
+    (tables, version, dates), tensors = _look(directory), {}
     if version.tensors:
         tensors = json.loads(bytes(version.tensors[8 : 8 + int.from_bytes(version.tensors[:8], "little")]))
         tensors.pop("__metadata__", None)
-    dates = {
-        each: f"{datetime.fromtimestamp(at, UTC):%Y-%m-%dT%H:%M:%SZ}" if at else None for each, at in seconds.items()
-    }
     return {
         "directory": str(directory),
         "version": version.number,
         "versions": [{"version": each, "date": date} for each, date in dates.items()],
-        "tables": [
-            each.to_dict() | {"size_bytes": each.size_bytes(mmap.PAGESIZE)}
-            for each in manifest.tables
-            if not each.is_hidden
-        ],
+        "tables": [each.to_dict() | {"size_bytes": each.size_bytes(mmap.PAGESIZE)} for each in tables],
         # Row files are sparse: what counts is what they take on the device.
         "files": {path.name: path.stat().st_blocks * 512 for path in sorted(directory.iterdir()) if path.is_file()},
         "tensors": len(tensors),

@@ -125,8 +125,6 @@ class Stats(NamedTuple):
     def __repr__(self) -> str:
         return "\n".join([*columns_of(self._rows(), is_last_text=False), *self._of_ids()])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         return html_table(*self._rows()) + "".join(self._of_ids())
 

@@ -62,8 +62,7 @@ def open_store(
         ValueError, TypeError: a wrong argument.
         BudgetError: ``ddr``, or with device="cpu" ``hbm``, is more than the machine has.
         TableError: with hbm= above 0, a table of int8 or int4 rows, or, unless mode="r", of rounding="stochastic".
-        StoreNotFoundError: mode="r" or create=False, and there is no store, or no such version. StoreLockedError: a
-            writer has it open.
+        StoreNotFoundError: mode="r" or create=False, and no store or version. StoreLockedError: a writer has it open.
         DamagedError: a file is not what was written.
     """
     _require_place(directory, cold, mode, version, dtype)

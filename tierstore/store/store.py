@@ -495,7 +495,7 @@ class Store(ClosedWhenDropped, Unpicklable):
 
     def _repr_html_(self) -> str:
         each = (table.config for table in self.tables.values())
-        rows = ((c.name, f"{c.num_embeddings:,}", c.embedding_dim, c.dtype, c.optimizer) for c in each)
+        rows = ((c.name, f"{c.num_embeddings:,}", c.embedding_dim, c.dtype, c.optimizer.kind) for c in each)
         shown = html_table(("table", "rows", "columns", "dtype", "optimizer"), *rows)
         return f"{html.escape(str(self.directory))}, version {self.version} of {[*self.versions]}{shown}"
 

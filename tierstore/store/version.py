@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MAX_ANCESTORS: Final = 256
 _COMMIT_ID: Final = re.compile("[0-9a-f]{16}")
 _MAX_VERSION: Final = 2**40
+_MAX_SECONDS: Final = 2**37
 
 
 class Ancestor(NamedTuple):
@@ -45,12 +46,12 @@ class Lineage(NamedTuple):
 
     commit_id: str = ""  # 8 random bytes in hex; "" if it is not known
     ancestors: tuple[Ancestor, ...] = ()  # the last ``MAX_ANCESTORS`` of them whose identity is known, ascending
-    seconds: int = 0  # since 1970, by the clock of the machine that made it; 0 if it is not known
+    seconds: int = 0  # since 1970, by the clock of the machine that made it; 0 of one by an older release
 
     def following(self, version: int) -> "Lineage":
         """The lineage of the next commit, made from this one, whose number is ``version``."""
         own = (Ancestor(version, self.commit_id),) if self.commit_id else ()
-        return Lineage(secrets.token_hex(8), (*self.ancestors, *own)[-MAX_ANCESTORS:], int(time.time()))
+        return Lineage(secrets.token_hex(8), (*self.ancestors, *own)[-MAX_ANCESTORS:], max(0, int(time.time())))
 
     def id_of(self, version: int) -> str:
         """The identity of the ancestor with this number; "" if there is none."""
@@ -66,9 +67,7 @@ class Lineage(NamedTuple):
         if fields is None:
             return NO_LINEAGE
         ancestors = tuple(Ancestor(*each) for each in fields["ancestors"])
-        seconds = require_int(
-            fields.get("seconds", 0), "seconds", 0, _MAX_VERSION
-        )  # which older releases did not write
+        seconds = require_int(fields.get("seconds", 0), "seconds", 0, _MAX_SECONDS)
         if not is_commit_id(fields["id"]) or len(ancestors) > MAX_ANCESTORS:
             raise ValueError("no identity of a commit, or too many before it")
         before = 0
