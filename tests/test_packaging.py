@@ -63,9 +63,7 @@ def test_version_is_one_and_the_command_line_is_installed() -> None:
     assert callable(script.load())
 
 
-def test_import_says_nothing_loads_little_and_gives_every_name_when_it_is_asked_for(
-    store_dir: Path,
-) -> None:
+def test_import_says_nothing_loads_little_and_gives_every_name_when_asked_for_it(store_dir: Path) -> None:
     """Nor do help, wrong usage of any command, and inspect. numba itself loads scipy, where it is there. Names are
     those of ``__all__``, and packages that the documentation uses."""
     tierstore.open(store_dir).close()

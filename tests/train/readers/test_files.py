@@ -94,9 +94,8 @@ def test_data_at_a_url_is_read_as_a_file_here_and_again_when_it_changed(tmp_path
     url, there = f"{kind}://{tmp_path}/there", fsspec.filesystem(kind)
     schema = Schema(label="y", dense=("x",), sparse=("c",))
     for rows in (2, 3):
-        for name in ("a", "b/c"):
-            there.makedirs(f"{tmp_path}/there/b", exist_ok=True)
-            there.pipe(f"{tmp_path}/there/{name}.csv", b"y,x,c\n" + b"1,2,3\n" * rows)
+        there.makedirs(f"{tmp_path}/there/b", exist_ok=True)
+        there.pipe({f"{tmp_path}/there/{name}.csv": b"y,x,c\n" + b"1,2,3\n" * rows for name in ("a", "b/c")})
         for place, count in ((url, 2 * rows), (f"{url}/a.csv", rows), (f"{url}/b/c.csv", rows)):
             (chunk,) = open_reader(place, schema=schema).read_chunks(0, None, 100)
             assert len(chunk.labels) == count
