@@ -21,7 +21,7 @@ from tierstore.serve.offer import UpdateError
 from tierstore.updates.fetch import Source
 from tierstore.updates.listing import MAX_FILES, Listing, Offered, way
 
-WRONG = [
+WRONG_FLAGS = [
     (["serve", "--store", "s", "--store", "t"], "a file lists several stores, as [[stores]]"),
     (["serve", "--store", "a=s,ddr=1GiB"], "a file lists several stores, as [[stores]]"),
     (["publish", "store", "--urgent", "1"], "above 0 and below 1"),
@@ -32,7 +32,7 @@ WRONG = [
 
 
 def test_wrong_flags_name_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, why in WRONG:
+    for words, why in WRONG_FLAGS:
         with contextlib.suppress(SystemExit):  # of argparse
             assert cli.main(words) == 2
         assert why in capsys.readouterr().err
