@@ -1,7 +1,10 @@
 """The examples, run as a newcomer does, but in this process: importing torch takes longer than most of them."""
 
+import os
 import re
+import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -147,6 +150,16 @@ def test_a_plan_meets_its_target_and_more_memory_is_never_slower(run: Run) -> No
     assert [budget for budget, _ in budgets] == [8, 16, 32, 64]
     rates = [rate for _, rate in budgets]
     assert rates == sorted(rates)
+
+
+@pytest.mark.slow
+def test_a_first_day_ends_well(tmp_path: Path) -> None:
+    own = {"DAY_BIN": sysconfig.get_path("scripts"), "DAY_ROWS": "2000", "TMPDIR": str(tmp_path)}
+    own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(["sh", EXAMPLES / "day.sh"], capture_output=True, text=True, env=os.environ | own)
+    assert not done.returncode, done.stdout + done.stderr
+    parts = re.findall(r"^([a-z]+): \d+ s$", done.stdout, re.MULTILINE)
+    assert parts == ["demo", "convert", "parquet", "serve", "curl", "publish", "torchrun", "plan"]
 
 
 def test_the_table_names_every_example_and_their_files_are_valid() -> None:

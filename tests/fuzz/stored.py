@@ -19,8 +19,8 @@ import tierstore
 from tierstore import TableConfig, init, optim
 from tierstore.errors import DamagedError, TierstoreError
 from tierstore.io import btree, records, segments
-from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, new_walk, parse_meta
-from tierstore.io.checksum import bytes_checksum
+from tierstore.io.btree import Pages, find_entries, list_tree, new_walk
+from tierstore.io.meta import META_READ_BYTES, bytes_checksum, parse_meta
 from tierstore.io.places import TableArrays
 from tierstore.io.row_map import RowMap
 from tierstore.io.segments import COUNT, KEYS, Stored

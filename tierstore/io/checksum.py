@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import numba
 import numpy as np
-import xxhash
 from numba.core.codegen import get_host_cpu_features
 
 from ..kernels.arrays import Words
@@ -86,8 +85,3 @@ def is_row(words: Words, start: int, num_words: int, seed: np.uint64, checksum: 
     if row_checksum(words, start, num_words, seed) == checksum:
         return True
     return words_hash(words, start, num_words, seed) == checksum  # type: ignore[no-any-return]
-
-
-def bytes_checksum(data: bytes) -> int:
-    """XXH64 with seed 0, of metadata."""
-    return xxhash.xxh64_intdigest(data)

@@ -13,6 +13,7 @@ from ..config import require_names
 from ..layout import MAX_ROWS
 from ..store.arguments import require_ids, require_tensor
 from ..system.checks import require_int
+from ..system.terminal import html_table
 
 
 class JaggedLike(Protocol):
@@ -288,3 +289,6 @@ class KeyedTensor:
 
     def __repr__(self) -> str:
         return f"KeyedTensor(keys={self._keys}, length_per_key={self._dims}, samples={len(self._values)})"
+
+    def _repr_html_(self) -> str:
+        return html_table(("feature", *self._keys), ("columns", *self._dims), ("samples", len(self._values)))

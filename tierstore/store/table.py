@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,6 +26,15 @@ from ..system.signals import shielded
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, refuse_traces, refuse_transforms, require_tensor
 from .table_ids import TableIds
 from .version import TableState
+
+OF_MODULES: Final = frozenset(
+    "are_in_memory calling columns converted dropped find_newer find_or_require first_rate follows give_rows go_on_at "  # noqa: SIM905
+    "has_rows_of id_error in_pool index is_gone is_whole jagged keys_of layout local next_hyper note_change pool "
+    "note_partly_trained num_changes offsets_type optimizer_in_use pooled_directly rehearse_newer require_float shown "
+    "require_open require_whole require_whole_steps require_writable restore rounding_seed rows_in_memory workers "
+    "use_optimizer written_rows pool_of".split()
+)
+"""What stores and tables have for modules and servers, and that is not completed where users type."""
 
 
 class Table(Unpicklable, LookupTable):
@@ -343,6 +352,9 @@ class Table(Unpicklable, LookupTable):
     def _alone(self) -> Features:
         self.require_whole()
         return Features.of([self], [0])
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in OF_MODULES]
 
     def __repr__(self) -> str:
         config = self.config
