@@ -17,6 +17,7 @@ from tierstore.plan import Host, Memory, Prediction, Setup, SoftwareCosts
 from tierstore.plan.demand import Demand
 from tierstore.plan.host import (
     LIBRARY_BYTES,
+    PARENT_BYTES,
     PROCESS_BYTES,
     SERVED_BATCHES,
     Pricing,
@@ -62,8 +63,8 @@ def test_a_query_waits_for_everything_and_shares_the_host() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"ddr_bytes": 65 * GIB}, r"memory: 65.6 ?GiB of a host are wanted, 64.0 ?GiB are there"),
-        ({"page_cache_bytes": 64 * GIB}, r"memory: 64.7 ?GiB"),
+        ({"ddr_bytes": 65 * GIB}, r"memory: 65.7 ?GiB of a host are wanted, 64.0 ?GiB are there"),
+        ({"page_cache_bytes": 64 * GIB}, r"memory: 64.8 ?GiB"),
         ({"hbm_bytes": 9 * GIB, "host": make_host(gpus=1)}, "memory of an accelerator: 9.0"),
         ({"host": make_host(drives=0)}, r"SSD: .* are wanted, 0"),
         ({"host": make_host(storage=(DRIVE, NO_DRIVE))}, r"a drive of host '.*' has a capacity of 0 bytes"),
@@ -94,7 +95,7 @@ def test_rows_ids_and_processes_have_to_fit() -> None:
         stored = 1.05 * 4096 * (16 * segments + 15 * id_segments)
         mapped = 4 * (600_000 + id_rows) + 50 * (math.ceil(segments) + math.ceil(id_segments))
         process = mapped + PROCESS_BYTES + 4 * 1e5 / 2
-        taken = 8 * MIB + LIBRARY_BYTES + workers * process + (workers > 1) * PROCESS_BYTES
+        taken = 8 * MIB + LIBRARY_BYTES + workers * process + (workers > 1) * PARENT_BYTES
         for spare, fits in ((1.0001, True), (0.9999, False)):
             drive = replace(DRIVE, capacity_bytes=stored * spare)
             memory = replace(DDR, capacity_bytes=taken * spare)

@@ -244,6 +244,22 @@ def test_the_first_question_of_the_page_is_answered_as_the_page_says(tmp_path: P
     assert "<- bottleneck" in found[0][1]
 
 
+def test_ten_questions_of_the_page_are_asked_as_it_says(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = re.findall(r"^    (tierstore plan --[^#\n]+)#", (ROOT / "docs" / "planning.md").read_text(), re.MULTILINE)
+    assert len(lines) == 10
+    read = list[PlanFile]()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(planning, "plan", lambda asked, **_: read.append(asked) or shown)
+    shown = planned()
+    for line in lines:
+        assert cli.main(line.split()[1:]) == 0
+        assert read[-1].workload != PlanFile().workload
+        assert read[-1].is_fixed or read[-1].target != PlanFile().target
+    assert len(read) == 10
+
+
 def test_an_empty_file_is_all_defaults_and_keys_print_one(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     for text in ("", to_toml(PlanFile(), with_help=True)):

@@ -43,12 +43,12 @@ TRAINING_FLOPS: Final = 3
 work of a dense model is counted so too."""
 AHEAD_BATCHES, HANDED_OVER_BATCHES = 7, 5
 """Times ``batch_us``: fetching a batch ahead, and taking it over; 5.6 to 7 and 4 to 6 in measured runs."""
-REQUEST_BATCHES, SERVED_BATCHES = 7, 14
+REQUEST_BATCHES, SERVED_BATCHES = 4, 7
 """Times ``batch_us``: a query's own request over REST, in binary, and a batch of queries that a model answers; of a
 DLRM of 26 tables on a server under load."""
-PROCESS_BYTES, LIBRARY_BYTES = 250 << 20, 400 << 20
-"""Memory of a process that trains or serves, without its rows, their map and the dense weights; and of the libraries,
-which all of them share."""
+PROCESS_BYTES, PARENT_BYTES, LIBRARY_BYTES = 250 << 20, 180 << 20, 500 << 20
+"""Memory of a process that trains or serves, without its rows, their map and the dense weights; of the parent of
+several workers; and of the libraries' files, which all of them share."""
 
 
 @dataclass(frozen=True, kw_only=True)

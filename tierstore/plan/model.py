@@ -23,7 +23,7 @@ from ..layout import RowLayout
 from ..system.checks import excerpt
 from ..system.sizes import format_size
 from .demand import FILE_SHARE, ID_LAYOUT, Demand, PoolLoad, pool_loads, segment_bytes
-from .host import LIBRARY_BYTES, PROCESS_BYTES, Price, Pricing, Setup, drive_writes_a_day, price_of, times
+from .host import LIBRARY_BYTES, PARENT_BYTES, PROCESS_BYTES, Price, Pricing, Setup, drive_writes_a_day, price_of, times
 from .loads import (
     DRIVES,
     SHARED,
@@ -214,7 +214,7 @@ def processes_bytes(setup: Setup, demand: Demand) -> float:
     wide = max(place_type(geometry(layout, 0), [math.ceil(each)], NARROW).itemsize for layout, _, each in kinds)
     maps = sum(wide * count + SEGMENT_BYTES * math.ceil(segments) for _, count, segments in kinds)
     processes = setup.workers * (PROCESS_BYTES + weight_bytes(setup.workload) + maps)
-    return LIBRARY_BYTES + processes + (PROCESS_BYTES if setup.workers > 1 else 0)
+    return LIBRARY_BYTES + processes + (PARENT_BYTES if setup.workers > 1 else 0)
 
 
 def _too_little(what: str, wanted: float, found: float) -> str:
@@ -286,7 +286,7 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     cores, is_training = processor.cores, setup.workload.is_training
     added = 1 if is_training else setup.threads
     grown = replace(processor, cores=cores + added, flops=processor.flops * (cores + added) / cores)
-    larger = replace(times(host, 1 + _STEP, "ddr.capacity_bytes"), processor=grown)
+    larger = replace(times(host, 2, "ddr.capacity_bytes"), processor=grown)
     threads = setup.threads + (is_training and setup.threads >= cores)
     yield "cores", replace(setup, host=larger, threads=threads, workers=setup.workers + (not is_training))
 

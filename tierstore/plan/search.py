@@ -189,7 +189,7 @@ class _Finder(NamedTuple):
         try:
             one = self._predicted(setup)
         except ValueError:
-            return _MOST_REPLICAS  # nor with more
+            return least  # nor with more
         wanted = max(self.target.samples_per_s, self.target.queries_per_s * setup.workload.batch_samples)
         return max(least, math.ceil(min(_MOST_REPLICAS, wanted / one.samples_per_s)))
 
@@ -280,12 +280,12 @@ def _over_bound(target: Target, latency: Latency, which: str) -> Lack | None:
 
 
 def _unfit(setup: Setup, error: ValueError) -> Attempt:
-    return Attempt(setup, None, f"does not fit: {error}", math.inf, is_rate=True)
+    return Attempt(setup, None, f"does not fit: {error}", math.inf, is_rate=setup.workload.is_training)
 
 
 def _order(each: Attempt) -> tuple[float, ...]:
     """What meets the target by price, then what is nearest to it; of what does not fit the largest."""
-    size = -each.setup.num_hosts * each.setup.ddr_bytes
+    size = -each.setup.num_hosts * each.setup.host.ddr.capacity_bytes
     return each.shortfall, *(_cost(each.prediction) if each.prediction is not None else (size,))
 
 
