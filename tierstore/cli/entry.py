@@ -431,7 +431,7 @@ _COMMANDS: Final = {
         "say what machines a workload needs, before they are bought",
         "Say what machines a workload needs, before they are bought: memory, drives, hosts, speed, latency and cost.",
         """examples:
-  tierstore plan plan.toml     # short for: tierstore plan run plan.toml
+  tierstore plan --bytes 300GB --queries 20000 --p99 20ms   # short for: tierstore plan run ...
   tierstore plan COMMAND --help""",
         of_file="run",
     ),
